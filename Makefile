@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 .PHONY: help setup lock wheelhouse demo test fuzz test-jax test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small format clean
 
 help:  ## list the targets
-	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 12
+	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
 
 setup: $(STAMP)  ## create .venv with both distributions and the test dependencies
 
@@ -101,6 +101,7 @@ check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of u
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
+	$(BIN)/python tests/check_prose.py
 	./tests/check_system_files.sh
 
 bench: $(STAMP)  ## measure speed, CPU and memory of transfers and of other tools (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)

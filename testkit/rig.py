@@ -74,7 +74,7 @@ class Lines:
         with self._changed:
             return [line for line in self._lines if facts.items() <= line.items()]
 
-    def wait(self, timeout_s: float = 30.0, **facts: Any) -> dict[str, Any]:
+    def wait(self, timeout_s: float = 60.0, **facts: Any) -> dict[str, Any]:
         """The first line with these fields; waits for it."""
 
         def found() -> dict[str, Any] | None:

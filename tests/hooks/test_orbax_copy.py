@@ -39,7 +39,11 @@ def test_the_daemon_accepts_copies_of_orbax_files(
     run.mkdir()
     manifest = RankManifest(run="run", step=7, kind="periodic", files=[])
     written = write_checkpoint(
-        str(run), "n", manifest, lambda target: orbax._copy_step(step.parent, 7, target), durable=False
+        str(run),
+        "n",
+        manifest,
+        lambda target: orbax._copy_step(step.parent, 7, target),
+        durable=False,
     )
     scanner = Scanner(
         run, allowed_uids=frozenset({os.geteuid()}), settle_s=0.0, monotonic=lambda: 0.0

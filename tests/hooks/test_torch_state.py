@@ -32,8 +32,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
-
 
 class Trainer:
     """A small trainer with all that is hard to resume: tied and frozen weights, buffers, dropout,
@@ -506,7 +504,9 @@ def test_state_that_differs_between_ranks_needs_resize(
     daemon.restorable = lambda: (daemon.sealed()[0], 3)
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
-    with pytest.raises(RestoreError, match=r"1 ranks saved it and this job has 2.* loader and noise and numpy"):
+    with pytest.raises(
+        RestoreError, match=r"1 ranks saved it and this job has 2.* loader and noise and numpy"
+    ):
         attach(Trainer(2).state).restore()
     asked: list[Any] = []
 

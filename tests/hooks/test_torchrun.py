@@ -24,8 +24,6 @@ from swansong.protocol import Hello, JobStart, Sealed
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
-
 SHUTDOWN_S = 3
 TRAINER = """
 import json, os, signal, sys, threading, swansong

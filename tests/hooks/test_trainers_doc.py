@@ -10,7 +10,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
 import swansong
 
 HOOKS = Path(swansong.__file__).parents[1]
@@ -55,7 +54,6 @@ for name, path in json.loads(sys.argv[1]):
 """
 
 
-@pytest.mark.timeout(200)
 def test_the_blocks_run(tmp_path: Path) -> None:
     """Each block runs as a script without a daemon; one process runs them all, since imports are slow."""
     scripts = []

@@ -17,8 +17,6 @@ from testkit.netns.forward_proxy import ForwardProxy
 from testkit.rig import control
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 PROXIES = ("http_proxy", "HTTP_PROXY", "https_proxy", "HTTPS_PROXY", "all_proxy", "ALL_PROXY")
 OTHER_SERVICES = ("GCE_METADATA_HOST", "GCE_METADATA_ROOT", "GCE_METADATA_IP")
 NO_ROUTE = "198.51.100.7:9000"

@@ -13,8 +13,6 @@ import pytest
 from testkit.netns.cluster import Cluster, part
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(240)
-
 
 @pytest.fixture
 def cluster(network: Any, tmp_path: Path) -> Iterator[Cluster]:

@@ -14,8 +14,6 @@ import torch.distributed.checkpoint as dcp
 from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket
 
-pytestmark = pytest.mark.timeout(120)
-
 SCRIPT = str(TRAINERS / "signalled_torch.py")
 
 

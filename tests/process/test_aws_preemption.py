@@ -14,8 +14,6 @@ import pytest
 from testkit.clouds import Aws, Bucket
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 def test_a_notice_becomes_a_commit_before_the_deadline(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str

@@ -20,8 +20,6 @@ from swansongd.bucket import manifest
 from testkit.clouds import Bucket
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 INVALID_CONFIG, BAD_STAGING = 2, 15
 
 

@@ -15,8 +15,6 @@ from swansong import bounds
 from testkit.clouds import Aws, Bucket
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(90)
-
 CORRUPT = 8
 LAST = f"run/generations/{bounds.GENERATION_MAX}.json"
 

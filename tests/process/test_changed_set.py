@@ -14,8 +14,6 @@ from testkit.staged import seal_files
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
 FROZEN = random.Random(7).randbytes(20 * 2**20 + 4321)
 

@@ -17,8 +17,6 @@ from testkit.store_tap import WRITES, StoreTap, When
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(110)
-
 MIB = 2**20
 PART = 5 * MIB
 FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}

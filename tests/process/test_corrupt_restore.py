@@ -10,8 +10,6 @@ import pytest
 
 from testkit.clouds import Bucket
 
-pytestmark = pytest.mark.timeout(60)
-
 CORRUPT = 8
 
 

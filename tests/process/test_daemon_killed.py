@@ -22,8 +22,6 @@ from testkit.staged import write_set
 from testkit.store_tap import StoreTap, When
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(100)
-
 
 @pytest.mark.fault("T08", "T09", "H01")
 def test_killed_during_a_flush_it_continues_where_it_was(

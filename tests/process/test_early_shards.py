@@ -16,8 +16,6 @@ from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.trainers.slow_save import OPTIMIZER_BYTES, WEIGHTS_BYTES, content
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(110)
-
 SCRIPT = TRAINERS / "slow_save.py"
 SETTINGS = {"flush": {"part_size_bytes": "5MiB", "connections": 4}}
 

@@ -18,8 +18,6 @@ from testkit.foreign_servers import ACCOUNT, BUCKET, SERVE
 from testkit.trainers.witness import FILES, content
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(170)
-
 IN_CI = ("rclone", "seaweedfs")
 SERVERS = (*IN_CI, *os.environ.get("SWANSONG_STORES", "").split())
 DOCTOR_FAILURES = {

@@ -15,8 +15,6 @@ from testkit.emulators.process import EmulatorProcess
 from testkit.rig import control
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.fixture(scope="module")
 def gcs() -> Iterator[EmulatorProcess]:

@@ -59,7 +59,6 @@ def test_a_run_rolls_back_from_a_nan_and_continues_as_a_new_generation(
 
 
 @pytest.mark.fault("T12")
-@pytest.mark.timeout(120)
 def test_a_nan_at_one_rank_rolls_all_ranks_back(new_vm: NewVm, tmp_path: Path) -> None:
     """DDP with two ranks: both load the same checkpoint, and the steps after it are committed again."""
     pytest.importorskip("torch")

@@ -11,8 +11,6 @@ import pytest
 
 from testkit.clouds import Bucket
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.skipif(
     Path("/run/systemd/system").is_dir(),

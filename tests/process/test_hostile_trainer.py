@@ -18,8 +18,6 @@ from testkit.clouds import Aws, Bucket
 from testkit.rig import CREDENTIALS, Vm
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(100)
-
 FAULTY_DAEMON = str(REPOSITORY / "testkit" / "faulty_daemon.py")
 
 

@@ -20,8 +20,6 @@ from testkit.staged import seal_files
 from testkit.waiting import until
 from tests.process.conftest import NewVm
 
-pytestmark = pytest.mark.timeout(110)
-
 STRANGER = 12345
 """A user id that no configuration names."""
 WITNESS = TRAINERS / "liner.py"

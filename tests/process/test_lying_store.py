@@ -16,8 +16,6 @@ from testkit.staged import seal_files
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(110)
-
 MIB = 2**20
 FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
 LARGE = random.Random(3).randbytes(6 * MIB)
@@ -56,7 +54,7 @@ def test_a_store_that_lists_in_another_order(
 
 @pytest.mark.fault("O15")
 @pytest.mark.parametrize("how", ["cut", "empty", "half", "foreign"])
-def test_a_truncated_listing_is_no_fresh_start(
+def test_a_truncated_listing_causes_no_fresh_start(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path, how: str
 ) -> None:
     """``restore --fresh-ok`` finds the commit behind a truncated listing, and never starts from scratch."""

@@ -10,7 +10,7 @@ import pytest
 from testkit.clouds import Aws, Bucket
 from testkit.staged import write_set
 
-pytestmark = [pytest.mark.timeout(60), pytest.mark.fault("T01")]
+pytestmark = pytest.mark.fault("T01")
 
 
 def test_a_sealed_set_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> None:

@@ -20,8 +20,6 @@ from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Vm, control
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.fixture
 def vm(bucket: Bucket, new_vm: Any, witness: str) -> Vm:

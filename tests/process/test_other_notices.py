@@ -15,7 +15,6 @@ from testkit.rig import control
 from testkit.source_run import asked
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
 SCALING = ("testkit.emulators.autoscaling", "--group", "trainers", "--hook", "swansong")
 
 

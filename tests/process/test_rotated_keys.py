@@ -13,8 +13,6 @@ from testkit.rig import CREDENTIALS
 from testkit.staged import seal_files
 from testkit.strict_bucket import Strict
 
-pytestmark = pytest.mark.timeout(90)
-
 
 @pytest.mark.fault("O05")
 def test_a_rotated_key_needs_no_restart(strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> None:

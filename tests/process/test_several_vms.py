@@ -19,8 +19,6 @@ from testkit.rig import Process, Vm
 from testkit.staged import write_files
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(120)
-
 SETTINGS = {"run": {"several_vms": True}, "flush": {"background_bytes_per_s": 100_000}}
 
 

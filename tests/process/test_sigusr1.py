@@ -12,8 +12,6 @@ import pytest
 
 from testkit.clouds import Aws, Bucket
 
-pytestmark = pytest.mark.timeout(60)
-
 SCRIPT = "usr1_trainer.py"
 TRAINER_UID = 65534
 

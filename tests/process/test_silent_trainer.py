@@ -10,8 +10,6 @@ import pytest
 
 from testkit.clouds import Aws, Bucket
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.fault("T04")
 def test_a_silent_trainer_costs_the_newest_steps_and_nothing_else(

@@ -43,7 +43,6 @@ def open_files_and_threads(daemon: Process) -> tuple[int, int]:
 
 
 @pytest.mark.fault("N02", "N03", "N06", "N09")
-@pytest.mark.timeout(110)
 def test_under_random_faults_the_daemon_sees_each_notice_once(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:

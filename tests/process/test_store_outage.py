@@ -12,8 +12,6 @@ from swansongd.core.staged_sets import NEWEST
 from testkit.clouds import Aws, Bucket
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.fault("O04")
 def test_a_store_that_recovers_before_the_deadline_is_sufficient(

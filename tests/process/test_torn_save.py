@@ -9,8 +9,6 @@ import pytest
 
 from testkit.clouds import Aws, Bucket
 
-pytestmark = pytest.mark.timeout(60)
-
 
 @pytest.mark.fault("T02", "T03")
 def test_a_half_written_checkpoint_is_not_restored(

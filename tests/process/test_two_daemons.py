@@ -13,8 +13,6 @@ from testkit.clouds import Bucket
 from testkit.staged import seal_files
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(60)
-
 FENCED = 14
 
 

@@ -18,7 +18,6 @@ from testkit.staged import seal_files
 from testkit.waiting import until
 
 pytestmark = [
-    pytest.mark.timeout(110),
     pytest.mark.skipif(os.geteuid() != 0, reason="mounts file systems: needs root"),
 ]
 

@@ -156,7 +156,7 @@ def test_a_similar_model_name_is_not_an_ephemeral_disk(machine: Machine, model: 
         (SERIAL, "scsi-0Google_PersistentDisk_my-data"),
     ],
 )
-def test_a_persistent_disk_is_refused_whatever_its_model(
+def test_a_persistent_disk_is_refused_with_any_model(
     machine: Machine, serial: str, by_id: str
 ) -> None:
     """Its serial number or a name in /dev/disk/by-id identifies it, and is part of the reason."""

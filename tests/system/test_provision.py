@@ -134,7 +134,7 @@ def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
 
 
 @pytest.mark.fault("S22")
-def test_nothing_else_is_touched(provisioned: Provisioned) -> None:
+def test_no_other_file_is_changed(provisioned: Provisioned) -> None:
     """No cache, key, history or scratch file remains anywhere on the machine."""
     ours = re.compile(
         r"(opt/swansong|etc/swansong|var/lib/swansong|usr/share/doc/swansong)(/.*)?"

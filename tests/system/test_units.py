@@ -173,7 +173,7 @@ def test_systemd_shows_no_exit_code_under_a_wrong_name() -> None:
     assert used == {"SUCCESS", "FAILURE", "INVALIDARGUMENT"}
 
 
-def test_no_restart_where_it_would_change_nothing() -> None:
+def test_no_restart_after_a_permanent_error() -> None:
     """Only a wrong configuration and a newer generation stop the daemon permanently."""
     unit = settings(UNITS / "swansongd.service")
     final = {str(error.exit_code) for error in (ConfigError, FencedError)}

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Evacuations and precautions: what opens them, moves their deadline and ends them."""
+"""Evacuations and precautions: they open, get an earlier deadline, and end as the notices require."""
 
 from __future__ import annotations
 

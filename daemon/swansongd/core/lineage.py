@@ -85,7 +85,7 @@ STARTS_MAX = 256
 
 
 def record_start_id(transition: Transition, start_id: str) -> None:
-    """A start of a trainer became known."""
+    """Remember the id of a trainer's start."""
     if start_id and start_id not in transition.state.starts:
         transition.state = replace(
             transition.state, starts=(*transition.state.starts, start_id)[-STARTS_MAX:]

@@ -31,7 +31,7 @@ NEWEST = 2
 
 
 def record_scan(transition: Transition, event: Scanned) -> None:
-    """A walk over staging ended."""
+    """A scan of staging ended."""
     before = {staged.id for staged in transition.state.staged}
     is_first = transition.state.first_scan_mono_s is None
     new = [staged for staged in event.staged if staged.id not in before]
@@ -97,7 +97,7 @@ def _forget_absent(transition: Transition, event: Scanned, before: Set[Checkpoin
 
 
 def _note_newest(transition: Transition, present: frozenset[CheckpointId]) -> None:
-    """An evacuation remembers the newest set that was ever there."""
+    """Remember the newest set that a scan found during the evacuation."""
     if transition.state.evacuation is None:
         return
     usable = present - transition.state.unusable

@@ -11,7 +11,7 @@ import pytest
 from testkit.clouds import Aws, Bucket
 from testkit.nspawn.build import Layer, run_script
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 
 @pytest.mark.fault("S27")

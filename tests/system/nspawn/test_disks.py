@@ -11,7 +11,7 @@ from testkit.clouds import Aws, Bucket
 from testkit.nspawn.container import DAEMON
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 NVME = "/mnt/nvme/staging"
 NVME_UNIT = "swansong-nvme.service"

@@ -274,9 +274,7 @@ def test_credentials_of_the_unit_are_found(new_vm: Any, bucket: Bucket, aws: Aws
         assert next(f for f in found if f["name"] == "credentials")["level"] == "ok"
 
 
-def test_trainer_with_supplementary_groups_is_no_failure(
-    new_vm: Any, bucket: Bucket, aws: Aws
-) -> None:
+def test_trainer_with_supplementary_groups_passes(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     """The trainer's unit adds the group, although its user is not a member, running or stopped."""
     vm = new_vm(bucket)
     vm.power_on()

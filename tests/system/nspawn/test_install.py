@@ -14,7 +14,7 @@ from testkit.nspawn import build
 from testkit.nspawn.container import DAEMON, Container
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 PAGE = build.REPOSITORY / "docs" / "operations" / "install.md"
 STAGING = "d /mnt/nvme/staging 2750 swansong swansong-trainers -"

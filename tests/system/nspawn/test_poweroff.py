@@ -11,7 +11,7 @@ from testkit.clouds import Aws, Bucket
 from testkit.nspawn.container import DAEMON, TRAINER, Container
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 SLOW = 4_000_000
 """Bytes a second on the network: the flush of PADDED takes some seconds."""

@@ -12,7 +12,7 @@ from testkit.clouds import Aws, Bucket
 from testkit.nspawn.container import DAEMON, TRAINER, Container
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 
 def joined(vm: Container) -> list[dict[str, Any]]:

@@ -14,7 +14,7 @@ from testkit.clouds import Aws, Bucket
 from testkit.nspawn.container import DAEMON, TRAINER, Container
 from testkit.waiting import until
 
-pytestmark = pytest.mark.timeout(150, func_only=True)
+pytestmark = pytest.mark.timeout(300, func_only=True)
 
 STATE = "/var/lib/swansong"
 RUN = f"{STATE}/staging/run"
@@ -49,7 +49,7 @@ def in_sandbox_of(vm: Container, unit: str, *command: str) -> str:
 
 
 @pytest.mark.fault("S27")
-def test_nothing_else_can_be_written(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+def test_only_its_own_directories_are_writable(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
     """In the daemon's mount namespace even root can write only to staging, store and runtime directory."""
     vm = new_vm(bucket)
     vm.power_on()

@@ -15,6 +15,7 @@ from swansongd.core.events import (
     Log,
     SendTarget,
     TrainerAccepted,
+    TrainerAgreed,
     TrainerFailed,
     TrainerJoined,
     TrainerProgress,
@@ -99,6 +100,23 @@ def test_all_ranks_agree_on_the_step() -> None:
     assert asks(story)[-1].connections == (2,), "a rank that reconnects gets the request again"
     accept(story, 22, 1)
     assert story.last(SendTarget) == SendTarget(asks(story)[0].request_id, 23, (2,))
+
+
+def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None:
+    """As for the request of an evacuation: the daemon sends no target, and learns the agreed step."""
+    story = a_story()
+    hello = Hello(
+        run="r", rank=0, world_size=2, local_world_size=1, step=7, nodes=2,
+        capabilities=["periodic"], version=VERSION,
+    )  # fmt: skip
+    story.tell(TrainerJoined(view_of(1, 100, hello, greeted_mono_s=0.0)))
+    story.wait(INTERVAL_S + 1)
+    (ask,) = asks(story)
+    accept(story, 20)
+    story.tell(TrainerAgreed(ask.request_id, 23))
+    assert not story.all(SendTarget)
+    assert story.state.periodic is not None
+    assert story.state.periodic.target == 23
 
 
 def test_a_trainer_with_another_schedule_gets_no_request() -> None:

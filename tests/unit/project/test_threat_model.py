@@ -32,7 +32,7 @@ def test_every_test_that_the_page_names_exists() -> None:
     assert not missing
 
 
-def test_every_cannot_has_a_test() -> None:
+def test_every_impossible_action_has_a_test() -> None:
     """Each row of the tables of what an actor cannot do names a test."""
     tables = PAGE.split("\n## Limits of a trainer")[1]
     rows = [line for line in tables.splitlines() if line.startswith("| ") and "---" not in line]

@@ -191,9 +191,9 @@ connections = 1
 
 
 def report(service: Service) -> dict[str, Any]:
-    told: list[protocol.Message] = []
-    service._answer(protocol.StatusQuery(), told.append)
-    (status,) = told
+    replies: list[protocol.Message] = []
+    service._answer(protocol.StatusQuery(), replies.append)
+    (status,) = replies
     assert isinstance(status, protocol.Status)
     found: dict[str, Any] = json.loads(json.dumps(status.report))
     return found
@@ -244,7 +244,7 @@ def test_the_service_survives_an_action_that_raises(
 
 @pytest.mark.fault("H07", "S12")
 def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) -> None:
-    """Neither for removals nor for signals, however many there are and however long each takes."""
+    """Removals and signals start no thread, whatever their number and duration."""
     service._remover.start()
     service._sigterm_judge.start()
     before = set(threading.enumerate())
@@ -252,7 +252,7 @@ def test_the_decision_loop_starts_no_thread(service: Service, tmp_path: Path) ->
         service._carry_out(machine_prune(f"step-{number:012d}.gone"), 0.0)
         service._on_signal(15)
         service._on_signal(2)
-    assert set(threading.enumerate()) <= before  # threads of other tests may end meanwhile
+    assert set(threading.enumerate()) <= before  # threads of other tests may end
     until(lambda: service._inbox.get(0.0) == StopRequested("interrupted"))
 
 

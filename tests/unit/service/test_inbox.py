@@ -13,7 +13,7 @@ from testkit.story import a_notice
 from testkit.waiting import until
 
 
-def test_events_come_out_in_the_order_in_which_they_came() -> None:
+def test_events_are_returned_in_the_order_of_arrival() -> None:
     inbox = Inbox()
     for number in range(10):
         inbox.put(TrainerProgress(1, number))
