@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from swansongd.core import periodic, staged_sets
 from swansongd.core.state import FailedSaves, State
-from swansongd.model import Health, TrainerView
+from swansongd.model import Health, Notice, SourceStatus, TrainerView
 
 STORE_HEALTH = "store"
 """Name under which :attr:`State.sources` holds the health of the store."""
@@ -15,16 +15,7 @@ TRAINERS_MAX = 100
 
 def status_report(state: State, now_mono_s: float) -> dict[str, object]:
     """The whole report, as plain JSON values."""
-    evacuation = state.evacuation
-    health = {
-        name: {
-            "name": name,
-            "health": status.health.value,
-            "reason": status.reason,
-            "for_s": round(now_mono_s - status.since_mono_s, 1),
-        }
-        for name, status in state.sources.items()
-    }
+    health = {name: _health(name, status, now_mono_s) for name, status in state.sources.items()}
     store = health.pop(STORE_HEALTH, None)
     return {
         "generation": state.generation,
@@ -34,30 +25,9 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "last_verdict": _last_verdict(state, now_mono_s),
         "sources": list(health.values()),
         "store": store,
-        "notices": [
-            {
-                "source": notice.source,
-                "kind": notice.kind,
-                "severity": notice.severity.name.lower(),
-                "seconds_left": round(notice.deadline_mono_s - now_mono_s, 1),
-                "identities": [notice.identity, *notice.repeats],
-            }
-            for notice in state.notices.values()
-        ],
+        "notices": [_notice(notice, now_mono_s) for notice in state.notices.values()],
         "trainers": [
-            {
-                "pid": trainer.pid,
-                "rank": trainer.rank,
-                "world_size": trainer.world_size,
-                "step": trainer.step,
-                "save_s": trainer.save_s,
-                "connected": trainer.is_connected,
-                "loss": trainer.loss,
-                "loss_is_finite": trainer.loss_is_finite,
-                "step_s": trainer.step_s,
-                "stalled_s": _stalled_s(state, trainer, now_mono_s),
-            }
-            for trainer in state.trainers[:TRAINERS_MAX]
+            _trainer(state, trainer, now_mono_s) for trainer in state.trainers[:TRAINERS_MAX]
         ],
         "failed_saves": _failed_saves(state.failed_saves, now_mono_s),
         "trainers_not_shown": max(0, len(state.trainers) - TRAINERS_MAX),
@@ -70,16 +40,55 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "flush": _flush(state, now_mono_s),
         "unsent": _unsent(state, now_mono_s),
         "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
-        "evacuation": None
-        if evacuation is None
-        else {
-            "id": evacuation.id,
-            "reason": evacuation.reason,
-            "seconds_left": round(evacuation.deadline_mono_s - now_mono_s, 1),
-            "plan": evacuation.plan.kind.value,
-            "why": evacuation.plan.reason,
-            "phase": state.phase.value,
-        },
+        "evacuation": _evacuation(state, now_mono_s),
+    }
+
+
+def _health(name: str, status: SourceStatus, now_mono_s: float) -> dict[str, object]:
+    return {
+        "name": name,
+        "health": status.health.value,
+        "reason": status.reason,
+        "for_s": round(now_mono_s - status.since_mono_s, 1),
+    }
+
+
+def _notice(notice: Notice, now_mono_s: float) -> dict[str, object]:
+    return {
+        "source": notice.source,
+        "kind": notice.kind,
+        "severity": notice.severity.name.lower(),
+        "seconds_left": round(notice.deadline_mono_s - now_mono_s, 1),
+        "identities": [notice.identity, *notice.repeats],
+    }
+
+
+def _trainer(state: State, trainer: TrainerView, now_mono_s: float) -> dict[str, object]:
+    return {
+        "pid": trainer.pid,
+        "rank": trainer.rank,
+        "world_size": trainer.world_size,
+        "step": trainer.step,
+        "save_s": trainer.save_s,
+        "connected": trainer.is_connected,
+        "loss": trainer.loss,
+        "loss_is_finite": trainer.loss_is_finite,
+        "step_s": trainer.step_s,
+        "stalled_s": _stalled_s(state, trainer, now_mono_s),
+    }
+
+
+def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
+    evacuation = state.evacuation
+    if evacuation is None:
+        return None
+    return {
+        "id": evacuation.id,
+        "reason": evacuation.reason,
+        "seconds_left": round(evacuation.deadline_mono_s - now_mono_s, 1),
+        "plan": evacuation.plan.kind.value,
+        "why": evacuation.plan.reason,
+        "phase": state.phase.value,
     }
 
 

@@ -83,18 +83,6 @@ def open_process(pid: int) -> int:
     return pidfd
 
 
-def has_exited(pidfd: int) -> bool:
-    """Whether the process has ended; it may still be a zombie."""
-    return wait_exit(pidfd, 0.0)
-
-
-def wait_exit(pidfd: int, timeout_s: float | None) -> bool:
-    """Wait until the process ends; returns whether it has.  None waits without a limit."""
-    poller = select.poll()
-    poller.register(pidfd, select.POLLIN)
-    return bool(poller.poll(None if timeout_s is None else timeout_s * 1000))
-
-
 def catches_signal(pid: int, signum: int) -> bool:
     """Whether the process has a handler for the signal, by ``SigCgt``.
 
