@@ -204,8 +204,8 @@ def test_trainers_may_not_give_notice(kind: str) -> None:
 
 def test_a_configured_end_is_evacuated(bucket: Bucket, new_vm: Any, witness: str) -> None:
     """The notice is scheduled at first and imminent at ``end_lead_s``; a checkpoint is committed in time."""
-    end = datetime.now(UTC) + timedelta(seconds=24)
-    settings = {"sources": {"end_at": end.isoformat(), "end_lead_s": "20s"}}
+    end = datetime.now(UTC) + timedelta(seconds=35)
+    settings = {"sources": {"end_at": end.isoformat(), "end_lead_s": "25s"}}
     vm = new_vm("vm", bucket.store, settings=settings)
     daemon = vm.start_daemon()
     notice = daemon.lines.wait(event="notice", source="deadline")

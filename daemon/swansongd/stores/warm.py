@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Renews credentials and connections of a store at intervals, so that a flush depends on the store alone.
+"""Calls a store at intervals, so that its credentials and connections are fresh when a flush begins.
 
 On Compute Engine, the metadata server that issues credentials may stop responding seconds after the notice.
 """
