@@ -106,7 +106,7 @@ def test_a_missing_bucket_is_reported_once_with_a_fix(
     line = daemon.lines.wait(event="health", source="store")
     assert line["health"] != "ok"
     assert "no-such-bucket" in line["reason"]
-    assert "Make the bucket" in line["reason"]
+    assert "Create the bucket" in line["reason"]
     report = vm.status()
     assert (report["store"]["health"], report["store"]["reason"]) == (
         line["health"],

@@ -115,7 +115,7 @@ def test_a_trainer_cannot_make_the_daemon_signal_foreign_processes(
     aws.notice(in_s=30)
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "LOST"
-    words = "user id 0, which is not in trainer.users" if target == "root" else "the daemon itself"
+    words = "user id 0, which is not in trainer.users" if target == "root" else "is the daemon"
     assert words in verdict["reason"]
     root.lines.wait(turn=turn + 50)
     assert not root.lines.all(event="caught")
