@@ -69,6 +69,11 @@ class Rank:
     def all_of(self, kind: type[Message], request_id: str) -> list[Message]:
         return [m for m in self.sent if isinstance(m, kind) and _id(m) == request_id]
 
+    def is_in_round_of(self, request_id: str) -> bool:
+        """Whether the rank is still in the round that answers this request."""
+        call = self.rounds._in_progress
+        return call is not None and request_id in (call.id, *self.rounds._aliases_of(call.id))
+
     def end(self) -> None:
         self.stop.set()
         self.rendezvous.closed.set()
@@ -142,9 +147,15 @@ class Job:
             rank.rounds.request(Request(request_id, "test", seconds_left, urgency))
 
     def wait_sealed(self, request_id: str, node: int = 0, timeout_s: float = 60.0) -> int:
-        """Wait until all ranks of the VM have saved, and return the step."""
+        """Wait until all ranks of the VM have saved and left the round, and return the step.
+
+        A request during a round that is about to end would be answered by it, and call no round.
+        """
         until(
-            lambda: all(rank.all_of(Sealed, request_id) for rank in self.on(node)),
+            lambda: all(
+                rank.all_of(Sealed, request_id) and not rank.is_in_round_of(request_id)
+                for rank in self.on(node)
+            ),
             timeout_s=timeout_s,
             what=f"{request_id} sealed on node {node}",
         )
@@ -153,9 +164,13 @@ class Job:
         return int(steps.pop())
 
     def assert_together(self) -> int:
-        """Check that all ranks have saved the same steps; return their number."""
+        """Check that all ranks have saved the same steps and left their round; return the number of steps."""
         until(
-            lambda: len({len(rank.saved) for rank in self.ranks}) == 1, what="all ranks have saved"
+            lambda: (
+                len({len(rank.saved) for rank in self.ranks}) == 1
+                and not any(rank.rounds._in_progress for rank in self.ranks)
+            ),
+            what="all ranks have saved",
         )
         saved = {tuple(rank.saved) for rank in self.ranks}
         assert len(saved) == 1, saved
