@@ -126,6 +126,21 @@ def test_a_part_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next_
     assert queue.next_task() == second, "the first and the third part are still in flight"
 
 
+def test_a_part_that_is_stored_while_the_set_is_reopened_counts_once() -> None:
+    """The journal has the receipt before the worker hands the task back.  The count stays below the size."""
+    set_ = staged({"large": 250})
+    queue = opened(set_)
+    record = begin_upload(queue, advance(queue))
+    parts = [part_task(queue) for _ in range(3)]
+    record.parts[1] = PartRecord(PartReceipt(1, "etag", 0), b"")
+    queue.close()
+    queue.open(set_, {}, is_sealed=True)
+    assert queue.bytes_stored == 0
+    for part in parts:
+        store_part(queue, record, part)
+    assert queue.bytes_stored == 250
+
+
 def test_a_closed_queue_hands_out_nothing_and_wants_nothing() -> None:
     set_ = staged({"a": 1, "b": 2})
     queue = opened(set_)
