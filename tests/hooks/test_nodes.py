@@ -140,9 +140,8 @@ class Job:
     ) -> None:
         """Send a request of the daemon of one VM to its ranks, after their rendezvous."""
         for rank in self.on(node):
-            rank.rendezvous.wait(
-                60.0
-            )  # a request waits at most 5 s, too short for a loaded machine
+            # A request itself waits at most 5 s, too short for a loaded machine.
+            rank.rendezvous.wait(60.0)
         for rank in self.on(node):
             rank.rounds.request(Request(request_id, "test", seconds_left, urgency))
 

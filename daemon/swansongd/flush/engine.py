@@ -243,9 +243,8 @@ class FlushEngine:
                 self._has_work.notify()
             elif not isinstance(task, Finish):
                 if outcome is TaskOutcome.DEFERRED and self._active is not flush:
-                    outcome = (
-                        TaskOutcome.RETRY
-                    )  # a newer flush of the set may be able to read the file
+                    # A newer flush of the set may be able to read the file.
+                    outcome = TaskOutcome.RETRY
                 flush.queue.finish(task, outcome)
             self._close_if_over(flush)
 
