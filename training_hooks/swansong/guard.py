@@ -113,6 +113,7 @@ class Guard:
         stop_after_save: bool,
     ) -> None:
         self._ranks = ranks
+        state.ranks = ranks
         self._state = state
         self._saver = Saver(state.snapshot, in_background=state.in_background)
         self._every_s = every_s
