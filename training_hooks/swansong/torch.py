@@ -35,11 +35,12 @@ from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, signature_of
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.generators import set_global, take_global
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import load_module, state_of_module, unwrap, uses_fsdp1
 from swansong._torch.sharding import is_sharded
-from swansong.state import decode_tree, set_generators, take_generators
+from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -143,7 +144,7 @@ class TrainingState:
             else:
                 objects[name] = others.encode(_state_of(item), name)
         objects[_VALUES] = others.encode(self.values, _VALUES)
-        objects[_GENERATORS] = others.encode(_take_generators(), _GENERATORS)
+        objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
         pieces = [piece for collector in collectors for piece in collector.pieces]
         arena, spare = self._arenas
         if arena is None or arena.signature != signature_of(pieces):
@@ -257,7 +258,7 @@ class TrainingState:
         if is_resized and self.ranks.rank >= found.world_size:
             _reseed(generators, self.ranks.rank)
         else:
-            _set_generators(generators)
+            set_global(generators)
 
     def _is_per_rank(self, name: str) -> bool:
         item = self._objects[name]
@@ -423,21 +424,6 @@ def _load_optimizer(
 
 
 # ---------------------------------------------------------------- generators
-
-
-def _take_generators() -> dict[str, Any]:
-    generators = {**take_generators(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators["cuda"] = torch.cuda.get_rng_state_all()
-    return generators
-
-
-def _set_generators(generators: Mapping[str, Any]) -> None:
-    set_generators(generators)
-    torch.set_rng_state(generators["torch"])
-    if torch.cuda.is_available():
-        for device, state in enumerate(generators.get("cuda", ())[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
 
 
 def _reseed(generators: Mapping[str, Any], rank: int) -> None:
