@@ -69,7 +69,7 @@ def test_lightning_refuses_a_strategy_that_it_cannot_save(tmp_path: Path) -> Non
 
 @pytest.mark.fault("T12")
 def test_transformers(tmp_path: Path) -> None:
-    """Two ranks save the same step, with accumulation, and then evaluate; the resumed ranks evaluate first."""
+    """Two ranks save the same step, with accumulation; the resumed ranks first do the evaluation due then."""
     report = check_resume(
         [
             *(sys.executable, str(EXAMPLES / "with_transformers.py")),
