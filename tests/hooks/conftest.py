@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import swansong
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Counter
+from testkit.warm import python_of
 
 
 @pytest.fixture(autouse=True)
@@ -54,3 +56,15 @@ def attach(tmp_path: Path) -> Iterator[Callable[..., swansong.Guard]]:
     yield attach
     for guard in guards:
         guard._end("test over")
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> str:
+    """Path of a Python that starts scripts in processes that have torch already; see ``testkit/warm.py``."""
+    return python_of(os.environ["SWANSONG_TEST_WARM"], "torch")
+
+
+@pytest.fixture(scope="session")
+def warm_frameworks() -> str:
+    """Path of a warm Python that has lightning, transformers and accelerate, too."""
+    return python_of(os.environ["SWANSONG_TEST_WARM"], "frameworks")

@@ -149,14 +149,11 @@ class _Handlers:
         state.iteration, state.epoch = iteration, iteration // length if length else 0
         if restored["terminates"]:
             trainer.terminate()
-        elif iteration and length and iteration % length == 0:
+        elif iteration and length and iteration % length == 0 and not self._guard.finished:
             trainer.fire_event(Events.EPOCH_COMPLETED)
         if trainer.should_terminate or trainer._is_done(state):  # noqa: SLF001
-            log.warning(
-                "the run finished at iteration %s: it does not train again; use another run name to train"
-                " from the beginning",
-                iteration,
-            )
+            if not self._guard.finished:  # it has logged that already
+                log.warning("the run finished at iteration %s: it does not train again", iteration)
 
     def _end_iteration(self, trainer: Engine) -> None:
         iteration = trainer.state.iteration
@@ -173,7 +170,7 @@ class _Handlers:
         )
 
     def _complete(self, _trainer: Engine) -> None:
-        self._guard.close()
+        self._guard.finish()
 
 
 def _loss(output: Any) -> Any:

@@ -35,6 +35,7 @@ from typing import Any
 import jax
 
 import swansong
+from swansong._ranks.agreement import Ranks
 
 __all__ = ["SavePolicy"]
 
@@ -56,6 +57,7 @@ class SavePolicy:
 
     in_background = True
     reads_whole_set = False
+    ranks = Ranks()
 
     def __init__(self, **options: Any) -> None:
         self._manager: Any = None

@@ -20,6 +20,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from swansong._ranks.agreement import Ranks
+
 FORMAT = 1
 INDEX = "state.json"
 _ARRAY_NAME = re.compile(r"^array-\d{5,9}\.npy$")
@@ -170,6 +172,8 @@ class Snapshots(Protocol):
     """Whether ``snapshot`` copies, so that training may continue before the copy is written."""
     reads_whole_set: bool
     """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
+    ranks: Ranks
+    """Position of this process in the job.  The guard sets it before all other uses of the state."""
 
     def snapshot(self) -> Callable[[Path], object]:
         """Return a function that writes this rank's part of the current state into a directory."""
@@ -188,6 +192,7 @@ class Functions:
 
     in_background = False
     reads_whole_set = False
+    ranks = Ranks()
 
     def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
         self._save = save

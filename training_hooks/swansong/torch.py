@@ -78,6 +78,8 @@ class TrainingState:
 
     in_background = True
     reads_whole_set = True
+    ranks = Ranks()
+    """Position of this process in the job; :func:`swansong.attach` sets it."""
 
     def __init__(
         self,
@@ -103,7 +105,6 @@ class TrainingState:
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
                 )
         self._resize = resize
-        self._ranks = Ranks.from_environment()
         self._arenas: list[Arena | None] = [None, None]
 
     # ------------------------------------------------------------ saving
@@ -118,11 +119,11 @@ class TrainingState:
         """
         index: dict[str, Any] = {
             "format": FORMAT,
-            "rank": self._ranks.rank,
-            "world_size": self._ranks.world_size,
+            "rank": self.ranks.rank,
+            "world_size": self.ranks.world_size,
             "torch": torch.__version__,
         }
-        others = Collector(_OTHERS, self._ranks.rank, self._ranks.world_size)
+        others = Collector(_OTHERS, self.ranks.rank, self.ranks.world_size)
         collectors = [others]
         objects: dict[str, Any] = {}
         common = self._common_memory()
@@ -167,8 +168,8 @@ class TrainingState:
 
         collector = Collector(
             name,
-            self._ranks.rank,
-            self._ranks.world_size,
+            self.ranks.rank,
+            self.ranks.world_size,
             is_common=is_common,
             may_be_sharded=True,
         )
@@ -190,7 +191,7 @@ class TrainingState:
 
     def _common_memory(self) -> set[int]:
         # DDP keeps parameters equal on all ranks.  Each rank saves all other tensors itself.
-        if self._ranks.world_size == 1:
+        if self.ranks.world_size == 1:
             return set()
         return {
             parameter.data_ptr()
@@ -215,8 +216,8 @@ class TrainingState:
                 state may be half loaded.
         """
         found = CheckpointSet(directory)
-        is_resized = found.world_size != self._ranks.world_size
-        source = self._ranks.rank % found.world_size
+        is_resized = found.world_size != self.ranks.world_size
+        source = self.ranks.rank % found.world_size
         nodes = found.indexes[source]["objects"]
         missing = self._objects.keys() - nodes.keys()
         if missing:
@@ -244,8 +245,8 @@ class TrainingState:
         self.values.update(decode_tree(nodes[_VALUES], get))
         # Last, because loading the objects may draw random numbers.
         generators = decode_tree(nodes[_GENERATORS], get)
-        if is_resized and self._ranks.rank >= found.world_size:
-            _reseed(generators, self._ranks.rank)
+        if is_resized and self.ranks.rank >= found.world_size:
+            _reseed(generators, self.ranks.rank)
         else:
             _set_generators(generators)
 
@@ -258,13 +259,13 @@ class TrainingState:
         own = [name for name in self._objects if self._is_per_rank(name)]
         if own and self._resize is None:
             raise ValueError(
-                f"{found.world_size} ranks saved it and this job has {self._ranks.world_size}: each rank"
+                f"{found.world_size} ranks saved it and this job has {self.ranks.world_size}: each rank"
                 f" has its own {' and '.join(own)}; pass resize= to TrainingState to convert their states"
             )
         log.warning(
             "%s ranks saved the checkpoint and this job has %s: training continues, but not bit by bit",
             found.world_size,
-            self._ranks.world_size,
+            self.ranks.world_size,
         )
 
 

@@ -124,11 +124,10 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         if directory is not None and note is not None:
             self._catch_up(directory, note)
             if control.should_training_stop:
-                log.warning(
-                    "the run finished at step %s: it does not train again; use another run name to train"
-                    " from the beginning",
-                    state.global_step,
-                )
+                if not self.guard.finished:  # it has logged that already
+                    log.warning(
+                        "the run finished at step %s: it does not train again", state.global_step
+                    )
                 # The Trainer looks at should_training_stop only after one more step.
                 self._trainer._run_epoch = lambda **_: None  # noqa: SLF001
         if args.eval_on_start:
@@ -168,7 +167,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
         self._trainer.__dict__.pop("_run_epoch", None)
-        self.guard.close()
+        self.guard.finish()
 
     # ------------------------------------------------------------ the end of a step
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swansong import protocol
+from swansong._ranks.agreement import Ranks
 
 
 class Parts:
@@ -44,6 +45,7 @@ class JointDirectory:
 
     in_background = False
     reads_whole_set = True
+    ranks = Ranks()
 
     def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
         self._save, self._load = save, load
