@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import threading
@@ -14,13 +15,16 @@ from typing import Self, TypeVar
 from swansong import protocol
 from swansong.protocol import (
     Accepted,
+    Committed,
     Finish,
     Finished,
     Hello,
     Message,
+    RankManifest,
     Request,
     Restored,
     RestoreQuery,
+    Sealed,
     Target,
     Welcome,
 )
@@ -47,6 +51,8 @@ class FakeDaemon:
         self.staging.mkdir(exist_ok=True)
         self.restorable: Callable[[], tuple[Path, int] | None] = lambda: None
         self.on_query: Callable[[str], object] | None = None
+        self.commits = True
+        """Whether a set is committed as soon as a rank has sealed it."""
         self.received: list[Message] = []
         self._target = target
         self._lock = threading.Lock()
@@ -78,7 +84,8 @@ class FakeDaemon:
         """Send a message on all connections."""
         with self._lock:
             for connection in self._connections:
-                connection.send(protocol.encode(message))
+                with contextlib.suppress(OSError):  # its messages can still be read
+                    connection.send(protocol.encode(message))
 
     def request(self, request_id: str = "r1", seconds_left: float = 100.0) -> None:
         self.send(Request(id=request_id, reason="test", seconds_left=seconds_left))
@@ -150,6 +157,10 @@ class FakeDaemon:
             with self._lock:
                 if connection not in self._connections:
                     self._connections.append(connection)
+        if isinstance(message, Sealed) and self.commits:
+            manifest = self.staging / message.directory / protocol.rank_manifest_name(0)
+            is_final = RankManifest.decode(manifest.read_bytes()).kind == "final"
+            self.send(Committed(generation=1, step=message.step, is_final=is_final))
         if isinstance(message, Finish):
             return [Finished(message.job_start_id)]
         if isinstance(message, RestoreQuery):

@@ -94,7 +94,8 @@ def test_without_a_daemon_nothing_happens(attach: Attach, counter: Counter) -> N
     assert not guard.should_stop
     assert not guard.fenced
     assert guard.last_committed is None
-    guard.close(final=True)
+    assert not guard.finish()
+    assert not guard.finished
     guard.step(21)
 
 
@@ -460,14 +461,104 @@ def test_every_s(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
     assert len(daemon.all_of(Progress)) <= 10
 
 
-def test_close_saves_the_last_step(daemon: FakeDaemon, attach: Attach, counter: Counter) -> None:
-    """close(final=True) leaves a checkpoint of kind final."""
+def test_finish_saves_the_end_of_the_run(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A later start has ``finished`` set and a log line, until it trains on; its own end is another one."""
     guard = attach({"counter": counter})
     guard.restore()
     train(guard, counter, 1, 4)
-    guard.close(final=True)
+    assert not guard.finished
+    assert guard.finish()
+    assert guard.finished
     (directory,) = daemon.sealed()
     assert (manifest_of(directory).kind, value_in(directory)) == ("final", 4)
+    daemon.restorable = lambda: (directory, 4)
+    again = attach({"counter": counter})
+    assert again.restore() == 4
+    assert again.finished
+    assert [r.message for r in caplog.records if "finished at step 4" in r.message]
+    train(again, counter, 5, 6)
+    assert not again.finished
+    assert again.finish()
+    assert [value_in(path) for path in daemon.wait_sealed(2)] == [4, 6]
+
+
+def test_the_end_differs_from_a_checkpoint_of_its_step(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """The last step often has a periodic checkpoint, which does not mark the end."""
+    guard = attach({"counter": counter}, every_steps=2)
+    guard.restore()
+    train(guard, counter, 1, 4)
+    assert guard.finish()
+    at_end = [path for path in daemon.wait_sealed(3) if value_in(path) == 4]
+    assert sorted(manifest_of(path).kind for path in at_end) == ["final", "periodic"]
+
+
+def test_a_finished_run_is_not_saved_again(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A start of a finished run that trains nothing leaves its end as it is."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 4)
+    guard.finish()
+    (directory,) = daemon.sealed()
+    daemon.restorable = lambda: (directory, 4)
+    again = attach({"counter": counter})
+    again.restore()
+    assert again.finish()
+    assert daemon.sealed() == [directory]
+
+
+def test_a_run_that_stops_for_another_vm_is_not_finished(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """After ``should_stop`` a script may call finish() all the same."""
+    guard = attach({"counter": counter}, stop_after_save=True)
+    guard.restore()
+    daemon.wait_connected()
+    daemon.request()
+    daemon.wait_for(Accepted)
+    train_until(guard, counter, lambda: guard.should_stop)
+    assert not guard.finish()
+    assert [manifest_of(path).kind for path in daemon.sealed()] == ["emergency"]
+
+
+def test_a_request_is_answered_with_the_end_of_the_run(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """finish() saves once: for the request that waits, and for one that comes before the commit."""
+    daemon.commits = False
+    guard = attach({"counter": counter}, stop_after_save=True)
+    guard.restore()
+    train(guard, counter, 1, 4)
+    daemon.request()
+    daemon.wait_for(Accepted)
+    finishing = threading.Thread(target=guard.finish)
+    finishing.start()
+    assert daemon.wait_for(Sealed).request_id == "r1"
+    daemon.request("r2")
+    assert daemon.wait_for(Sealed, 2).request_id == "r2"
+    (directory,) = daemon.sealed()
+    daemon.send(Committed(1, 4, is_final=True))
+    finishing.join(10)
+    assert manifest_of(directory).kind == "final"
+    assert not guard.should_stop
+
+
+def test_finish_waits_within_its_limit(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Without a commit the limit ends the wait; the run is finished, and one line has the reason."""
+    daemon.commits = False
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 4)
+    assert not guard.finish(limit_s=0.2)
+    assert guard.finished
+    assert [r.message for r in caplog.records if "not committed yet" in r.message]
 
 
 def test_an_error_in_the_loop_saves_nothing(

@@ -151,7 +151,7 @@ if child == 0:
     assert guard.restore() == 0
     with guard.critical():
         pass
-    guard.close(final=True)
+    guard.finish()
     sys.exit(7)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
 assert sockets() == connection

@@ -220,7 +220,7 @@ def test_whenever_it_dies_the_old_or_the_new_comes_back(tmp_path: Path) -> None:
         steps = []
         for staging in sorted((tmp_path / case).glob("*/r")):
             newest = candidates(staging)[0]
-            step = load_checkpoint(str(staging / newest.directory), of_job, trainer.state)
+            step = load_checkpoint(str(staging / newest.directory), of_job, trainer.state).step
             assert trainer.values() == {float(step)}, str(staging)
             steps.append(step)
         assert len(steps) > 50

@@ -26,16 +26,22 @@ from typing import Any
 from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.restore import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
+from swansong._daemon.channel import socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
 from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
+from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
+from swansong._ranks.position import check_ranks, find_ranks
 from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
-KINDS = ("periodic", "emergency", "final")
+KINDS = ("periodic", "emergency")
+FINISH_PATIENCE_S = 300.0
+"""Longest wait of :meth:`Guard.finish` for the commit of the last state."""
+_LOOK_S = 0.05
 EXIT_SAVED = 75
 """Exit code for a trainer that ends because :attr:`Guard.should_stop` is set: saved, restart it elsewhere.
 ``EX_TEMPFAIL`` of sysexits.h, which torchrun and schedulers do not take for success."""
@@ -74,12 +80,13 @@ def attach(
             close the guard and exit with :data:`EXIT_SAVED`.
 
     Raises:
-        ValueError: an argument, or an environment variable of torchrun, has an invalid value.
+        ValueError: an argument, or an environment variable of the launcher, has an invalid value; or the
+            position of this process in the job is unknown.
         TypeError: ``state`` contains an object that cannot be saved.
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= must be positive")
-    ranks = Ranks.from_environment()
+    ranks = find_ranks(socket_path(socket)[0])
     warn_about_shared_store(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
@@ -115,16 +122,19 @@ class Guard:
         self._ranks = ranks
         state.ranks = ranks
         self._state = state
-        self._saver = Saver(state.snapshot, in_background=state.in_background)
+        self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._every_s = every_s
         self._stop_after_save = stop_after_save
         self._health = LossMonitor()
         self._critical_depth = 0
         self._owes_save = False
         self._should_stop = False
+        self._finished_at: int | None = None
+        """Step of the end of the run that was restored or saved."""
         self._rollbacks = 0
         self._polls = 0
         self._closed = False
+        self._has_stepped = False
         self._session = DaemonSession(
             ranks,
             run=run,
@@ -155,7 +165,13 @@ class Guard:
             loss: of that step, for the manifest and :attr:`healthy`.  A plain number is checked immediately.
                 A tensor is read only when a checkpoint is taken, because reading it blocks on the device.
             metrics: further numbers for the manifest, by name.
+
+        Raises:
+            ValueError: at the first step only: ``torch.distributed`` contradicts the position that
+                :func:`attach` found.
         """
+        if not self._has_stepped:
+            self._first_step()
         agreement = self._agreement
         if step is None:
             step = max(0, agreement.step) + 1
@@ -192,7 +208,7 @@ class Guard:
 
         Args:
             step: number of completed optimizer steps.
-            kind: ``periodic``, ``emergency`` or ``final``.
+            kind: ``periodic`` or ``emergency``; the last checkpoint of a run is that of :meth:`finish`.
 
         Returns:
             True if this rank's part is in staging, or copied (see :meth:`wait_saved`).  False if the save
@@ -245,10 +261,14 @@ class Guard:
             RestoreError: a checkpoint exists but cannot be fetched or loaded, or the daemon refuses this
                 process.  The state may be half loaded: end the process.
         """
+        try:
+            check_ranks(self._ranks)
+        except PositionError as error:
+            raise RestoreError(f"restore failed: {error}") from error
         chosen = os.environ.get(RESTORE_ENV) or from_directory
         step = 0
         if chosen is not None:
-            step = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
+            step = self._loaded(load_checkpoint(os.fspath(chosen), self._ranks, self._state))
         elif not self._closed and self._session.channel.is_connected():
             answer = self._session.restore.find_newest()
             if answer.path:
@@ -304,16 +324,40 @@ class Guard:
         self._session.rolled_back(self._ranks)
         return step
 
-    def close(self, *, final: bool = False) -> None:
-        """Disconnect from the daemon, which commits what is in staging without the trainer.
+    def finish(self, limit_s: float = FINISH_PATIENCE_S) -> bool:
+        """Save the last state as the end of the run, wait for its commit, and close.
+
+        Call it on every rank when training is complete.  A later start of the script then has
+        :attr:`finished` set after :meth:`restore`.  If :attr:`should_stop` is set, the run continues on
+        another VM, and this only closes.
 
         Args:
-            final: save the state of the last step first.
+            limit_s: longest wait for the commit, in seconds.
+
+        Returns:
+            True if the end of the run is committed.  False without a daemon, if the save failed, and if the
+            limit passed first: the daemon then commits it without the trainer.
+        """
+        step = int(self._agreement.step)
+        is_committed = False
+        if self._closed:
+            pass
+        elif self._should_stop:
+            log.warning("the run stops at step %s for another VM to continue: not finished", step)
+        elif self.finished:
+            is_committed = True  # nothing was trained since the end that restore() loaded
+        elif step >= 0:
+            is_committed = self._save_end(step, time.monotonic() + limit_s)
+        self._end("finished")
+        return is_committed
+
+    def close(self) -> None:
+        """Disconnect from the daemon, which commits what is in staging without the trainer.
+
+        The run is not finished: see :meth:`finish`.
         """
         if not self._closed:
             self.poll()
-            if final and self._agreement.step >= 0:
-                self.save(int(self._agreement.step), "final")
         self._end("finished")
 
     def __enter__(self) -> Guard:
@@ -341,6 +385,15 @@ class Guard:
         return self._should_stop
 
     @property
+    def finished(self) -> bool:
+        """Whether the run has ended: :meth:`restore` loaded its end, or :meth:`finish` saved it.
+
+        A further :meth:`step` resets it, because the script trains on.
+        """
+        step = int(self._agreement.step)
+        return self._finished_at is not None and step in (self._finished_at, -1)
+
+    @property
     def healthy(self) -> bool:
         """Whether the loss of the last step is finite or unknown; reading a tensor blocks on its device."""
         return self._health.evaluate(int(self._agreement.step)).get("loss_is_finite") != 0.0
@@ -356,6 +409,18 @@ class Guard:
         return self._session.last_committed
 
     # ------------------------------------------------------------ saving
+
+    def _first_step(self) -> None:
+        """Check what only shows when training begins: here a mistake still raises."""
+        self._has_stepped = True
+        if not self._closed:
+            check_ranks(self._ranks)
+
+    def _snapshot(self) -> Callable[[Path], object]:
+        check_ranks(
+            self._ranks
+        )  # otherwise the daemon would take one rank's part for the whole state
+        return self._state.snapshot()
 
     def _boundary(self, step: int) -> None:
         due = self._agreement.decide(step)
@@ -373,19 +438,58 @@ class Guard:
         if staging is None or (self._session.is_fenced and not due.request_id):
             self._agreement.plan_periodic(step)
             return False
-        nonce = self._ranks.nonce(step, due.request_id, self._session.naming_secret)
+        purpose = due.request_id or due.kind
+        nonce = self._ranks.nonce(step, purpose, self._session.naming_secret)
         is_taken = self._saver.save(self._agreement, staging, nonce, due, self._manifest(due, step))
-        self._should_stop |= is_taken and self._stop_after_save and due.kind == "emergency"
+        is_end = self._finished_at == step
+        is_emergency = due.kind == "emergency" and not is_end
+        self._should_stop |= is_taken and self._stop_after_save and is_emergency
         return is_taken
 
     def _load(self, answer: Restored) -> int:
-        return load_checkpoint(
+        manifest = load_checkpoint(
             answer.path,
             self._ranks,
             self._state,
             wanted_step=answer.step,
             owners=self._session.channel.trusted_uids,
         )
+        return self._loaded(manifest)
+
+    def _loaded(self, manifest: RankManifest) -> int:
+        """Note whether the loaded checkpoint is the end of the run; returns its step."""
+        self._finished_at = None
+        if manifest.kind == "final":
+            self._finished_at = manifest.step
+            log.warning(
+                "the run finished at step %s: guard.finished is set, and nothing is left to train",
+                manifest.step,
+            )
+        return manifest.step
+
+    def _save_end(self, step: int, until_mono_s: float) -> bool:
+        """Save the end of the run and wait for its commit; returns whether it is committed."""
+        before = self._session.last_committed
+        due = self._agreement.between_steps()
+        if not self._write(Due("final", due.request_id if due is not None else ""), step):
+            return False
+        if not self._saver.wait(until_mono_s - time.monotonic()) or not self._saver.has_saved:
+            return False
+        self._finished_at = step
+        while time.monotonic() < until_mono_s:
+            last = self._session.last_committed
+            if last is not None and last != before and last.step >= step:
+                return True
+            if self.fenced:
+                return False
+            self.poll()  # a request is answered with this checkpoint
+            time.sleep(_LOOK_S)
+        log.warning(
+            "the end of the run at step %s is in staging and not committed yet; the daemon commits it"
+            " without the trainer while this VM runs: see swansong status",
+            step,
+        )
+        return False
 
     def _started(self, step: int) -> None:
         """Begin another start of the training: later sets belong to another line of states."""

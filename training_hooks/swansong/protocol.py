@@ -298,6 +298,8 @@ class Committed(Message):
     TYPE: ClassVar[str] = "committed"
     generation: Generation
     step: Step
+    is_final: Flag = False
+    """The checkpoint is the end of the run."""
 
 
 @dataclass(frozen=True)

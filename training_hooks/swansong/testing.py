@@ -446,6 +446,8 @@ class _StandIn:
                         self._restore(connection, message.query_id)
                     elif isinstance(message, Accepted):
                         self._agree(rank, message)
+                    elif isinstance(message, Sealed):
+                        self._commit(message)
                     self._report(message)
             except OSError:
                 pass
@@ -514,6 +516,14 @@ class _StandIn:
             for connection, answer in self._held:
                 self._send(connection, answer)
             self._held.clear()
+
+    def _commit(self, sealed: Sealed) -> None:
+        manifest = self._run.staging / sealed.directory / protocol.rank_manifest_name(0)
+        is_final = protocol.RankManifest.decode(manifest.read_bytes()).kind == "final"
+        committed = protocol.Committed(self._run.starts, sealed.step, is_final)
+        with self._lock:
+            for connection in self._connections:
+                self._send(connection, committed)
 
     @staticmethod
     def _send(connection: socket.socket, message: Message) -> None:

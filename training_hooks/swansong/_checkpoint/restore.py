@@ -184,7 +184,7 @@ def load_checkpoint(
     *,
     wanted_step: int | None = None,
     owners: Collection[int] | None = None,
-) -> int:
+) -> RankManifest:
     """Load this rank's part of a checkpoint.
 
     Args:
@@ -197,7 +197,7 @@ def load_checkpoint(
             directory that the trainer's user named, without these checks.
 
     Returns:
-        Number of completed optimizer steps.
+        Manifest of the part, or of rank 0 if ``state`` reads whole sets.
 
     Raises:
         RestoreError: the checkpoint is incomplete, does not fit, or cannot be read; names the directory.
@@ -225,7 +225,7 @@ def load_checkpoint(
             f"cannot restore rank {ranks.rank} from {directory}: {reason}"
         ) from error
     log.info("restored step %s from %s", manifest.step, directory)
-    return manifest.step
+    return manifest
 
 
 def _check_part(

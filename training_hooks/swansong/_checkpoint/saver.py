@@ -123,6 +123,12 @@ class Saver:
         with self._changed:
             return self._changed.wait_for(lambda: self._outstanding == 0, limit_s)
 
+    @property
+    def has_saved(self) -> bool:
+        """Whether the last save did not fail."""
+        with self._changed:
+            return self._last is not None
+
     def forget(self) -> None:
         """Forget the last save before a rollback, so that it answers no later request."""
         with self._changed:
@@ -134,6 +140,8 @@ class Saver:
             last = self._last
             if last is None or (last.staging, last.manifest.step) != (staging, step):
                 return False
+            if due.kind == "final" and last.manifest.kind != "final":
+                return False  # only a set of this kind marks the end of the run
             answer = None
             if due.request_id and not last.is_over:
                 last.request_ids.append(due.request_id)
