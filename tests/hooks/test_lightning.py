@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Lightning: a run that is preempted and resumed is equal to an uninterrupted run, in all that Lightning holds.
+"""Lightning: a preempted and resumed run is equal to an uninterrupted run in all that Lightning holds.
 
 Each run is a ``Trainer.fit`` in this process.  A preempted run ends with an exception right after its
 checkpoint.
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,9 +19,8 @@ import torch
 from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
-    ModelCheckpoint,
 )
-from swansong._lightning.state import LightningState
+from swansong import protocol
 from swansong.lightning import SwansongCallback
 from swansong.torch import ResumableLoader, seed_all
 from torch import nn
@@ -28,6 +28,7 @@ from torch.utils.data import DataLoader, TensorDataset
 from torchmetrics import MeanMetric
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 BATCHES = 7
@@ -55,6 +56,7 @@ class Model(pl.LightningModule):
         self.schedule = schedule
         self.story: list[tuple[Any, ...]] = []
         self.extra = 0
+        self.lr = 0.1
 
     def loss(self, batch: Any) -> torch.Tensor:
         return nn.functional.mse_loss(self.layers(batch[0]), batch[1])
@@ -117,7 +119,8 @@ class Hooks(pl.Callback):
 
     def on_load_checkpoint(self, _trainer: Any, _: Any, checkpoint: dict[str, Any]) -> None:
         self.notes, epoch = checkpoint["notes"]
-        assert checkpoint["epoch"] == epoch and "lr_schedulers" in checkpoint
+        assert checkpoint["epoch"] == epoch
+        assert "lr_schedulers" in checkpoint
 
 
 class Preempted(Exception):
@@ -129,12 +132,11 @@ class Notice(pl.Callback):
 
     Args:
         daemon: that sends the request.
-        hook: name of the event.
-        count: its number, counted from 1.
+        case: with the event.
     """
 
-    def __init__(self, daemon: FakeDaemon, own: SwansongCallback, hook: str, count: int) -> None:
-        self._daemon, self._own, self._left = daemon, own, count
+    def __init__(self, daemon: FakeDaemon, own: SwansongCallback, case: Case) -> None:
+        self._daemon, self._own, self._left, hook = daemon, own, case.count, case.hook
         setattr(self, hook, self._event)
         for name in ("on_validation_batch_end", "on_train_batch_start", "on_validation_end"):
             if name != hook:
@@ -145,8 +147,6 @@ class Notice(pl.Callback):
         self._left -= not trainer.sanity_checking
         if self._left == 0:
             self._daemon.request()
-            from testkit.waiting import until
-
             until(lambda: self._own.guard is None or self._own.guard.request is not None)
 
     def _look(self, *_: Any, **__: Any) -> None:
@@ -155,35 +155,33 @@ class Notice(pl.Callback):
             raise Preempted
 
 
-Make = Callable[[], tuple[Model, list[Any]]]
-
-
 def fit(
-    tmp_path: Path,
-    make: Make,
+    case: Case,
     own: SwansongCallback,
     notice: Notice | None = None,
-    **options: Any,
+    wrap: Callable[[Any], Any] = ResumableLoader,
 ) -> tuple[Model, pl.Trainer]:
     seed_all(5)
-    model, callbacks = make()
-    options = {"max_epochs": 4, **options}
+    model, callbacks = case.model(), case.callbacks()
     data = TensorDataset(torch.randn(8 * BATCHES, 4), torch.randn(8 * BATCHES, 1))
-    train = ResumableLoader(DataLoader(data, 8, shuffle=True))
     trainer = pl.Trainer(
         callbacks=[*callbacks, own, *([notice] if notice else [])],
         logger=False,
-        enable_checkpointing=any(
-            isinstance(each, pl.callbacks.ModelCheckpoint) for each in callbacks
-        ),
+        enable_checkpointing=any(isinstance(each, pl.callbacks.Checkpoint) for each in callbacks),
         enable_progress_bar=False,
         enable_model_summary=False,
         accelerator="cpu",
-        default_root_dir=tmp_path,
-        **options,
+        **{"max_epochs": 4, **case.options},
     )
-    trainer.fit(model, train, DataLoader(data, 16))
+    trainer.fit(model, wrap(DataLoader(data, 8, shuffle=True)), DataLoader(data, 16))
     return model, trainer
+
+
+def restore_newest(daemon: FakeDaemon) -> None:
+    """Let the daemon answer the next query with the newest set."""
+    found = {protocol.parse_sealed_name(path.name)[0]: path for path in daemon.wait_sealed(1)}
+    step = max(found)
+    daemon.restorable = lambda: (found[step], step)
 
 
 def final(trainer: pl.Trainer) -> dict[str, Any]:
@@ -206,56 +204,7 @@ def assert_same(one: Any, other: Any, place: str = "state") -> None:
     elif isinstance(one, torch.Tensor):
         assert torch.equal(one, other), f"{place}: {one} is not {other}"
     else:
-        assert one == other or one != one, f"{place}: {one!r} is not {other!r}"
-
-
-@pytest.fixture
-def compare(tmp_path: Path) -> Iterator[Callable[..., LightningState]]:
-    daemons = []
-
-    def compare(make: Make, hook: str, count: int, **options: Any) -> None:
-        """Preempt a run at this event, resume it, and compare it with an uninterrupted run."""
-        (tmp_path / "reference").mkdir()
-        reference, of_reference = fit(
-            tmp_path / "reference", make, SwansongCallback(socket=tmp_path / "none"), **options
-        )
-        expected = final(of_reference)
-        (tmp_path / "run").mkdir()
-        daemon = FakeDaemon(tmp_path / "run")
-        daemons.append(daemon)
-        own = SwansongCallback(socket=daemon.path)
-        with pytest.raises(Preempted):
-            fit(tmp_path / "reference", make, own, Notice(daemon, own, hook, count), **options)
-        (saved,) = daemon.wait_sealed(1)
-        daemon.restorable = lambda: (saved, int(saved.name.split("-")[1].split(".")[0]))
-        resumed, of_resumed = fit(
-            tmp_path / "reference", make, SwansongCallback(socket=daemon.path), **options
-        )
-        assert resumed.story == reference.story[-len(resumed.story) :]
-        assert 0 < len(resumed.story) < len(reference.story)
-        assert resumed.extra == reference.extra
-        assert_same(final(of_resumed), expected)
-
-    yield compare
-    for daemon in daemons:
-        daemon.stop()
-
-
-@pytest.mark.parametrize(
-    ("hook", "count"),
-    [("on_train_batch_start", 10), ("on_validation_batch_end", 6), ("on_train_epoch_end", 2)],
-)
-def test_callbacks_with_state(compare: Callable[..., None], hook: str, count: int) -> None:
-    """In an epoch, in a validation and after it: EMA, early stopping, and a user's hooks."""
-
-    def make() -> tuple[Model, list[Any]]:
-        return Model(), [
-            EMAWeightAveraging(decay=0.7),
-            EarlyStopping("validation", patience=9),
-            Hooks(),
-        ]
-
-    compare(make, hook, count, val_check_interval=3)
+        assert repr(one) == repr(other), f"{place}: {one!r} is not {other!r}"
 
 
 class Gan(Model):
@@ -304,70 +253,151 @@ class Thawing(Model):
         )
 
 
-MEAN = {"monitor": "train_epoch", "patience": 1, "min_delta": 0.5}
+class Swapping(pl.Callback):
+    """A user's average of weights, of which Swansong knows nothing."""
+
+    def on_validation_epoch_start(self, _trainer: Any, module: Any) -> None:
+        self.weights = [each.detach().clone() for each in module.parameters()]
+        for each in module.parameters():
+            each.data.mul_(0.5)
+
+    def on_validation_epoch_end(self, _trainer: Any, module: Any) -> None:
+        for each, weights in zip(module.parameters(), self.weights, strict=True):
+            each.data.copy_(weights)
 
 
-@pytest.mark.parametrize(
-    ("kind", "hook", "count", "options"),
-    [
-        ("accumulate", "on_validation_batch_end", 6, {"val_check_interval": 3}),
-        ("accumulate", "on_train_batch_start", 9, {}),
-        ("scheduled", "on_train_batch_start", 11, {}),
-        ("train-plateau", "on_train_batch_start", 11, {}),
-        ("plateau", "on_validation_batch_end", 2, {"check_val_every_n_epoch": 2}),
-        ("plateau", "on_train_batch_start", 17, {"check_val_every_n_epoch": 2}),
-        ("gan", "on_train_batch_start", 10, {}),
-        ("freezing", "on_train_batch_start", 11, {}),
-        ("swa", "on_train_batch_start", 17, {}),
-        ("early", "on_validation_batch_end", 2, {}),
-        ("checkpoint", "on_validation_batch_end", 6, {"val_check_interval": 3}),
-        ("max-steps", "on_validation_batch_end", 6, {"max_steps": 9, "val_check_interval": 3}),
-        (
-            "limits",
-            "on_validation_batch_end",
-            3,
-            {"limit_val_batches": 2, "limit_train_batches": 5},
-        ),
-    ],
-)
-def test_kinds(
-    compare: Callable[..., None],
-    tmp_path: Path,
-    kind: str,
-    hook: str,
-    count: int,
-    options: dict[str, Any],
+@dataclass(frozen=True)
+class Case:
+    """A run that is preempted at an event: the hook is called for the ``count``-th time."""
+
+    hook: str
+    count: int
+    model: Callable[[], Model] = Model
+    callbacks: Callable[[], list[Any]] = list
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def averages() -> list[Any]:
+    return [EMAWeightAveraging(decay=0.7), EarlyStopping("validation", patience=9), Hooks()]
+
+
+def files() -> list[Any]:
+    best = {"monitor": "validation", "save_top_k": 2, "enable_version_counter": False}
+    return [pl.callbacks.ModelCheckpoint("files", **best), pl.callbacks.WeightAveraging()]
+
+
+BATCH, VALIDATION, EPOCH = "on_train_batch_start", "on_validation_batch_end", "on_train_epoch_end"
+CASES = {
+    "in an epoch": Case(BATCH, 10, callbacks=averages),
+    "in a validation": Case(VALIDATION, 6, Model, averages, {"val_check_interval": 3}),
+    "at the end of an epoch": Case(EPOCH, 2, callbacks=averages),
+    "validation in accumulation": Case(
+        VALIDATION, 6, options={"val_check_interval": 3, "accumulate_grad_batches": 2}
+    ),
+    "accumulation": Case(BATCH, 9, options={"accumulate_grad_batches": 2}),
+    "accumulation by epoch": Case(
+        BATCH, 11, callbacks=lambda: [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3})]
+    ),
+    "metric of the epoch": Case(
+        BATCH,
+        11,
+        lambda: Model(schedule="train_epoch"),
+        lambda: [EarlyStopping("train_epoch", patience=1, min_delta=0.5)],
+    ),
+    "plateau in a validation": Case(
+        VALIDATION, 2, lambda: Model(schedule="validation"), options={"check_val_every_n_epoch": 2}
+    ),
+    "plateau with the metric of the last epoch": Case(
+        BATCH, 17, lambda: Model(schedule="validation"), options={"check_val_every_n_epoch": 2}
+    ),
+    "two optimizers": Case(BATCH, 10, Gan),
+    "layers that are frozen by epoch": Case(BATCH, 11, Thawing, lambda: [Freezing()]),
+    "stochastic averages": Case(
+        BATCH,
+        17,
+        callbacks=lambda: [pl.callbacks.StochasticWeightAveraging(0.01, 2, annealing_epochs=2)],
+    ),
+    "early end in a validation": Case(
+        VALIDATION, 2, callbacks=lambda: [EarlyStopping("validation", patience=1, min_delta=9.0)]
+    ),
+    "best checkpoints": Case(VALIDATION, 6, Model, files, {"val_check_interval": 3}),
+    "validation after the last step": Case(
+        VALIDATION, 6, options={"max_steps": 9, "val_check_interval": 3}
+    ),
+    "limits of batches": Case(
+        VALIDATION, 3, options={"limit_val_batches": 2, "limit_train_batches": 5}
+    ),
+    "unknown averages": Case(VALIDATION, 6, callbacks=lambda: [Swapping()]),
+}
+
+
+@pytest.fixture(autouse=True)
+def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+def test_a_resumed_run_is_equal(daemon: FakeDaemon, case: Case) -> None:
+    """Losses, learning rates, weights, averages, optimizers, callbacks, metrics, counters, generators."""
+    reference, trainer = fit(case, SwansongCallback(socket="none"))
+    expected = final(trainer)
+    own = SwansongCallback(socket=daemon.path)
+    with pytest.raises(Preempted):
+        fit(case, own, Notice(daemon, own, case))
+    restore_newest(daemon)
+    resumed, trainer = fit(case, SwansongCallback(socket=daemon.path))
+    assert len(resumed.story) < len(reference.story)
+    assert resumed.story == reference.story[len(reference.story) - len(resumed.story) :]
+    assert resumed.extra == reference.extra
+    assert_same(final(trainer), expected)
+
+
+def test_a_finished_fit_does_not_train_again(daemon: FakeDaemon) -> None:
+    """Also a fit that stopped early; the model has the final weights, which are the averages."""
+
+    def callbacks() -> list[Any]:
+        return [EMAWeightAveraging(), EarlyStopping("validation", patience=1, min_delta=9.0)]
+
+    case = Case("", 0, Model, callbacks)
+    first, _ = fit(case, SwansongCallback(socket=daemon.path))
+    restore_newest(daemon)
+    again = SwansongCallback(socket=daemon.path)
+    second, _ = fit(case, again)
+    assert again.guard is not None
+    assert again.guard.finished
+    assert 0 < len(first.story) < 4 * BATCHES
+    assert second.story == []
+    assert_same(second.state_dict(), first.state_dict())
+
+
+def test_postponed_while_weights_are_changed(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Accumulation, metrics of the epoch, schedulers, callbacks that change the training by epoch."""
+    """A callback's own averages are in the model during the validation: one line, no save until its end."""
+    case = CASES["unknown averages"]
+    own = SwansongCallback(socket=daemon.path)
+    with pytest.raises(Preempted):
+        fit(case, own, Notice(daemon, own, case))
+    assert caplog.text.count("the checkpoint is postponed") == 1
+    (saved,) = daemon.wait_sealed(1)
+    assert protocol.parse_sealed_name(saved.name)[0] == 2 * BATCHES + 1
 
-    def make() -> tuple[Model, list[Any]]:
-        match kind:
-            case "scheduled":
-                return Model(), [pl.callbacks.GradientAccumulationScheduler({0: 1, 1: 3})]
-            case "train-plateau":
-                return Model(schedule="train_epoch"), [EarlyStopping(**MEAN)]
-            case "plateau":
-                return Model(schedule="validation"), []
-            case "gan":
-                return Gan(), []
-            case "freezing":
-                return Thawing(), [Freezing()]
-            case "swa":
-                return Model(), [
-                    pl.callbacks.StochasticWeightAveraging(0.01, 2, annealing_epochs=2)
-                ]
-            case "early":
-                return Model(), [EarlyStopping("validation", patience=1, min_delta=9.0)]
-            case "checkpoint":
-                files = pl.callbacks.ModelCheckpoint(
-                    tmp_path / "files",
-                    monitor="validation",
-                    save_top_k=2,
-                    enable_version_counter=False,
-                )
-                return Model(), [files, pl.callbacks.WeightAveraging()]
-        return Model(), []
 
-    if kind == "accumulate":
-        options["accumulate_grad_batches"] = 2
-    compare(make, hook, count, **options)
+def test_a_run_that_will_differ_is_reported_at_its_start(
+    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A tuner, a validation by time, and a training loader without state."""
+    case = Case(
+        "",
+        0,
+        Model,
+        lambda: [pl.callbacks.LearningRateFinder(num_training_steps=2)],
+        {"max_steps": 1, "val_check_interval": "00:00:01:00"},
+    )
+    fit(case, SwansongCallback(socket=daemon.path), wrap=lambda loader: loader)
+    for text in (
+        "LearningRateFinder runs again",
+        "val_check_interval is a time",
+        "has no state_dict()",
+    ):
+        assert caplog.text.count(text) == 1

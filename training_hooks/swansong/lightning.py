@@ -16,6 +16,7 @@ nothing.
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -58,6 +59,9 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
         self._loss: Any = None
         self._is_postponed = False
         self._is_resumed = False
+        self._stepped_mono_s = 0.0
+        self._step_s = 0.0
+        """Duration of the last step, with all its batches."""
 
     # ------------------------------------------------------------ the begin
 
@@ -80,6 +84,7 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
         self._is_postponed = False
         self.guard = swansong.attach(self._state, **self._options)
         self._reported_step = self.guard.restore()
+        self._stepped_mono_s = time.monotonic()
         epoch_loop = trainer.fit_loop.epoch_loop
         self._advance_end = epoch_loop.on_advance_end
         epoch_loop.on_advance_end = lambda *fetcher: self._between_batches(trainer, *fetcher)
@@ -93,7 +98,8 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
         if connector._loaded_checkpoint:  # noqa: SLF001
             if trainer.strategy.restore_checkpoint_after_setup:
                 raise ValueError(
-                    "fit(ckpt_path=...) would replace the state that Swansong has restored; call fit without it"
+                    "fit(ckpt_path=...) would replace the state that Swansong has restored; call fit without"
+                    " ckpt_path"
                 )
             log.warning(
                 "fit(ckpt_path=...) is ignored: Swansong has restored a newer state of the run"
@@ -128,14 +134,14 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
         for loader in _loaders(trainer):
             if not hasattr(loader, "state_dict"):
                 log.warning(
-                    "the training loader %s has no state_dict(), so a resumed run begins its epoch again; wrap"
-                    " it in swansong.torch.ResumableLoader",
+                    "the training loader %s has no state_dict(), so a resumed run begins its epoch again;"
+                    " wrap it in swansong.torch.ResumableLoader",
                     type(loader).__qualname__,
                 )
             elif trainer.num_training_batches == float("inf"):
                 log.warning(
-                    "the training loader %s has no length, so Lightning loads one batch ahead, and a resumed run"
-                    " does not train on that batch; give the data set a __len__()",
+                    "the training loader %s has no length, so Lightning loads one batch ahead, and a resumed"
+                    " run does not train on that batch; give the data set a __len__()",
                     type(loader).__qualname__,
                 )
 
@@ -149,7 +155,8 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
     def _between_batches(self, trainer: pl.Trainer, *fetcher: Any) -> None:
         """Save after a batch, if a checkpoint is due, and then do Lightning's work after the batch."""
         state, guard = self._state, self.guard
-        assert state is not None and guard is not None
+        assert state is not None
+        assert guard is not None
         fit_loop = trainer.fit_loop
         epoch_loop = fit_loop.epoch_loop
         is_resumed, self._is_resumed = self._is_resumed, False
@@ -166,13 +173,21 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
         with state.between_batches(is_before_validation=is_validating):
             if trainer.global_step > self._reported_step:
                 self._reported_step = trainer.global_step
+                self._step_s = time.monotonic() - self._stepped_mono_s
+                self._stepped_mono_s += self._step_s
                 guard.step(trainer.global_step, loss=self._loss)
-            else:
+            elif self._is_step_too_long():
                 guard.poll()
             if guard.should_stop:
                 trainer.should_stop = True  # and no validation: the VM will be terminated
             else:
                 self._advance_end(*fetcher)
+
+    def _is_step_too_long(self) -> bool:
+        """Whether the VM may be terminated before the gradients of this step are complete."""
+        assert self.guard is not None
+        request = self.guard.request
+        return request is not None and time.monotonic() + 2 * self._step_s > request.deadline_mono_s
 
     def on_validation_batch_end(self, *_: Any) -> None:
         state, guard = self._state, self.guard
@@ -192,7 +207,7 @@ class SwansongCallback(pl.Callback):  # type: ignore[misc]
     def on_fit_end(self, trainer: pl.Trainer, *_: Any) -> None:
         self._detach(trainer)
         if self.guard is not None:
-            self.guard.close()
+            self.guard.finish()
 
     def on_exception(
         self, trainer: pl.Trainer, _module: pl.LightningModule, exception: BaseException

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of a ``Trainer`` between two batches: that of Lightning's own checkpoints, and what they leave out.
+"""The state of a ``Trainer`` between two batches: that of Lightning's own checkpoints, and more.
 
 A checkpoint belongs to the moment after a batch and before the validation that may follow it.  A resumed run
 continues at this moment: it repeats the validation from its begin, and the work at the end of the epoch.
@@ -18,7 +18,8 @@ from torch.distributed.tensor import DTensor
 
 from swansong._lightning import pl
 from swansong._lightning.logged import set_logged, take_logged
-from swansong.torch import TrainingState, _set_generators, _take_generators
+from swansong._torch.generators import set_global, take_global
+from swansong.torch import TrainingState
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -55,7 +56,7 @@ class LightningState(TrainingState):
         self._extras.is_between_batches = True
         if is_before_validation:
             weights = _checksums(self._trainer.lightning_module)
-            self._moment = Moment(self._extras.take_progress(), _take_generators(), weights)
+            self._moment = Moment(self._extras.take_progress(), take_global(), weights)
         try:
             yield
         finally:
@@ -88,16 +89,16 @@ class LightningState(TrainingState):
             return
         has_trained_weights = _checksums(module) == moment.weights
         averages = [] if has_trained_weights else _averages(self._trainer)
-        now = _take_generators()
+        now = take_global()
         for each in averages:
             each._swap_models(module)  # noqa: SLF001 - it has no public name
-        _set_generators(moment.generators)
+        set_global(moment.generators)
         self._extras.progress = moment.progress
         try:
             yield has_trained_weights or _checksums(module) == moment.weights
         finally:
             self._extras.progress = None
-            _set_generators(now)
+            set_global(now)
             for each in averages:
                 each._swap_models(module)  # noqa: SLF001
 
@@ -106,7 +107,7 @@ class LightningState(TrainingState):
     def load(self, directory: Path) -> None:
         """Load all but the parts that :meth:`resume` sets at the begin of the training."""
         super().load(directory)
-        self._generators = _take_generators()
+        self._generators = take_global()
 
     @property
     def was_restored(self) -> bool:
@@ -133,7 +134,7 @@ class LightningState(TrainingState):
     def resume(self) -> None:
         """Continue between two batches; call it immediately before the work after a batch."""
         self._extras.resume()
-        _set_generators(self._generators)
+        set_global(self._generators)
 
 
 class _Extras:
@@ -249,7 +250,7 @@ class _Extras:
     # ------------------------------------------------------------ loading
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restore in Lightning's order: the module, the callbacks, the precision, the loops, the schedulers."""
+        """Restore in Lightning's order: module, data, callbacks, precision, loops, schedulers."""
         trainer, module = self._trainer, self._trainer.lightning_module
         known = self._known()
         checkpoint = {
@@ -308,7 +309,7 @@ class _Extras:
             setattr(loop, name, epoch)
         fit_loop = trainer.fit_loop
         if fit_loop.epoch_loop.batch_progress.is_last_batch:
-            # Lightning has begun the next epoch already.  It begins it again after the work at the end of this one.
+            # Lightning has begun the next epoch already, and begins it again after the end of this one.
             loaders = progress["fit_loop"]["state_dict"].get("combined_loader", [])
             fit_loop._combined_loader._load_state_dicts(loaders)  # noqa: SLF001
         evaluating = set(progress["evaluating"])
@@ -339,7 +340,7 @@ def _swa(trainer: pl.Trainer) -> list[Any]:
 
 
 def _start_averaging_again(trainer: pl.Trainer, swa: Any) -> None:
-    """Create the scheduler of ``StochasticWeightAveraging``, which it does itself only at the begin of an epoch."""
+    """Create the scheduler, which the callback itself creates only at the begin of an epoch."""
     if swa._scheduler_state is None or swa._initialized:  # noqa: SLF001
         return
     groups = trainer.optimizers[0].param_groups
