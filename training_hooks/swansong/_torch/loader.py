@@ -135,6 +135,8 @@ class ResumableLoader:
         for part in _samplers(self.loader):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
+        if hasattr(self.loader, "_num_iter_calls"):  # Fabric gives this number to the sampler
+            self.loader._num_iter_calls = self._epoch  # noqa: SLF001
         if restored is not None and self._begun_with is not None:
             batches = self._replay(restored)
         else:
