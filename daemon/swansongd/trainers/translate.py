@@ -134,7 +134,9 @@ def conflict(hello: protocol.Hello, other: protocol.Hello, pid: int) -> str:
     own = f"rank {hello.rank} of {hello.world_size}"
     found = f"{own} is connected already, as process {pid}"
     if hello.world_size != other.world_size:
-        found = f"{own} cannot join, because process {pid} is rank {other.rank} of {other.world_size}"
+        found = (
+            f"{own} cannot join, because process {pid} is rank {other.rank} of {other.world_size}"
+        )
     return (
         f"{found}: a daemon serves one job. If these are ranks of one job, call swansong.attach() after "
         "init_process_group(), or start them with torchrun; if they are two jobs, give the second one its "
