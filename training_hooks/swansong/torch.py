@@ -29,17 +29,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, signature_of
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.generators import set_global, take_global
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
-from swansong.state import decode_tree, set_generators, take_generators
+from swansong._torch.modules import load_module, state_of_module, unwrap, uses_fsdp1
+from swansong._torch.sharding import is_sharded
+from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -96,10 +97,19 @@ class TrainingState:
         objects = {**named, "loader": loader, **others}
         self.values: dict[str, Any] = {}
         """Plain values to save and load, such as epoch or best metric; the same on all ranks."""
-        self._objects = {name: item for name, item in objects.items() if item is not None}
+        self._objects = {
+            name: unwrap(item) if isinstance(item, torch.optim.Optimizer) else item
+            for name, item in objects.items()
+            if item is not None
+        }
         for name, item in self._objects.items():
             if not _NAME.fullmatch(name) or name in (_GENERATORS, _VALUES, _OTHERS):
                 raise ValueError(f"{name!r} is not a valid name of an object")
+            if isinstance(item, torch.nn.Module) and uses_fsdp1(item):
+                raise TypeError(
+                    f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
+                    " shard the model with torch.distributed.fsdp.fully_shard"
+                )
             if not _is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
@@ -134,7 +144,7 @@ class TrainingState:
             else:
                 objects[name] = others.encode(_state_of(item), name)
         objects[_VALUES] = others.encode(self.values, _VALUES)
-        objects[_GENERATORS] = others.encode(_take_generators(), _GENERATORS)
+        objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
         pieces = [piece for collector in collectors for piece in collector.pieces]
         arena, spare = self._arenas
         if arena is None or arena.signature != signature_of(pieces):
@@ -174,7 +184,7 @@ class TrainingState:
             may_be_sharded=True,
         )
         if is_module:
-            state = get_model_state_dict(item)
+            state = state_of_module(item)
             return {key: collector.encode(value, key) for key, value in state.items()}, collector
         state = item.state_dict()
         of_params = state.pop("state")
@@ -248,7 +258,7 @@ class TrainingState:
         if is_resized and self.ranks.rank >= found.world_size:
             _reseed(generators, self.ranks.rank)
         else:
-            _set_generators(generators)
+            set_global(generators)
 
     def _is_per_rank(self, name: str) -> bool:
         item = self._objects[name]
@@ -343,7 +353,7 @@ def _param_of(key: str, params: list[torch.Tensor]) -> torch.Tensor | None:
 
 def _check_shards(key: Any, state: Any, params: list[torch.Tensor]) -> None:
     for name, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, DTensor) and value.shape != params[key].shape:
+        if is_sharded(value) and value.shape != params[key].shape:
             raise TypeError(
                 f"the optimizer's {name!r} is sharded, but not in the shape of its parameter"
             )
@@ -382,7 +392,7 @@ def _decode(found: CheckpointSet, source: int, name: str) -> Any:
 
 
 def _load_module(found: CheckpointSet, source: int, name: str, module: torch.nn.Module) -> None:
-    state = get_model_state_dict(module)
+    state = state_of_module(module)
     nodes = found.indexes[source]["objects"][name]
     for what, keys in (
         ("lacks", state.keys() - nodes.keys()),
@@ -393,7 +403,7 @@ def _load_module(found: CheckpointSet, source: int, name: str, module: torch.nn.
             raise ValueError(f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}")
     targets = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     get = _getter(_read(found, source, name, targets))
-    set_model_state_dict(module, {key: decode_tree(node, get) for key, node in nodes.items()})
+    load_module(module, {key: decode_tree(node, get) for key, node in nodes.items()})
 
 
 def _load_optimizer(
@@ -403,7 +413,7 @@ def _load_optimizer(
     targets = {}
     for key in found.indexes[source]["tensors"][name]:
         param = _param_of(key, params)
-        if isinstance(param, DTensor):
+        if param is not None and is_sharded(param):
             shape, dtype = found.shape_and_dtype(source, name, key)
             if shape == param.shape:
                 targets[key] = torch.empty_like(param.detach(), dtype=dtype)
@@ -414,21 +424,6 @@ def _load_optimizer(
 
 
 # ---------------------------------------------------------------- generators
-
-
-def _take_generators() -> dict[str, Any]:
-    generators = {**take_generators(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators["cuda"] = torch.cuda.get_rng_state_all()
-    return generators
-
-
-def _set_generators(generators: Mapping[str, Any]) -> None:
-    set_generators(generators)
-    torch.set_rng_state(generators["torch"])
-    if torch.cuda.is_available():
-        for device, state in enumerate(generators.get("cuda", ())[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
 
 
 def _reseed(generators: Mapping[str, Any], rank: int) -> None:
