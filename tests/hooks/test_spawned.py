@@ -46,4 +46,6 @@ def test_attach_before_the_process_group_is_refused(tmp_path: Path) -> None:
             directory=tmp_path,
             environment=ENVIRONMENT,
         )
-    assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in str(failed.value)
+    assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in str(
+        failed.value
+    )
