@@ -247,10 +247,10 @@ class Functions(Untried):
         self._load(directory)
         # Last, because the load function may draw random numbers.
         with contextlib.suppress(FileNotFoundError), open(directory / GENERATORS, "rb") as file:
-            set_generators(decode_tree(json.load(file), _no_reference))
+            _set_all(decode_tree(json.load(file), _no_reference))
 
     def _write(self, directory: Path) -> None:
-        generators = json.dumps(encode_tree(take_generators(), "the generators", _as_list))
+        generators = json.dumps(encode_tree(_take_all(), "the generators", _as_list))
         self._save(directory)
         with open(directory / GENERATORS, "x", encoding="utf-8") as file:
             file.write(generators)
@@ -267,11 +267,26 @@ def _no_reference(word: str, value: Any) -> Any:
 
 
 def take_generators() -> dict[str, Any]:
-    """Return the states of the global generators: of ``random`` and, if in use, numpy, torch and CUDA."""
+    """Return the state of ``random`` and, if numpy is in use, of its global generator."""
     generators: dict[str, Any] = {"python": random.getstate()}
-    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    numpy = sys.modules.get("numpy")
     if numpy is not None:
         generators["numpy"] = numpy.random.get_state(legacy=False)
+    return generators
+
+
+def set_generators(generators: Mapping[str, Any]) -> None:
+    """Set the generators to a state that :func:`take_generators` returned."""
+    random.setstate(generators["python"])
+    if "numpy" in generators:
+        import numpy as np  # noqa: PLC0415 - only if the script that saved used it
+
+        np.random.set_state(generators["numpy"])
+
+
+def _take_all() -> dict[str, Any]:
+    """Return the states of all global generators in use, also of torch and of CUDA, without tensors."""
+    generators, torch = take_generators(), sys.modules.get("torch")
     if torch is not None:
         generators["torch"] = bytes(torch.get_rng_state().tolist())
         if torch.cuda.is_available() and torch.cuda.is_initialized():
@@ -279,16 +294,10 @@ def take_generators() -> dict[str, Any]:
     return generators
 
 
-def set_generators(generators: Mapping[str, Any]) -> None:
-    """Set the generators to a state that :func:`take_generators` returned."""
-    random.setstate(generators["python"])
-    # The libraries are imported only if the script that saved used them.
-    if "numpy" in generators:
-        import numpy as np  # noqa: PLC0415
-
-        np.random.set_state(generators["numpy"])
+def _set_all(generators: Mapping[str, Any]) -> None:
+    set_generators(generators)
     if "torch" in generators:
-        import torch  # noqa: PLC0415
+        import torch  # noqa: PLC0415 - only if the script that saved used it
 
         torch.set_rng_state(torch.tensor(list(generators["torch"]), dtype=torch.uint8))
         devices = generators.get("cuda", ()) if torch.cuda.is_available() else ()
@@ -345,7 +354,7 @@ class Bundle(Untried):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write all objects and the global random generators."""
         states = {name: self._state_of(name) for name in self._objects}
-        save_tree(directory, {"objects": states, "random": take_generators()})
+        save_tree(directory, {"objects": states, "random": _take_all()})
 
     def _state_of(self, name: str) -> Any:
         item = self._objects[name]
@@ -374,7 +383,7 @@ class Bundle(Untried):
             else:
                 item.bit_generator.state = states[name]
         # Last, because loading the objects may draw random numbers.
-        set_generators(generators)
+        _set_all(generators)
 
 
 def state_of(

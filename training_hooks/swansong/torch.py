@@ -36,6 +36,7 @@ from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, Piece, check_headers, signature_of
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.generators import is_generator, set_global, take_global
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import unwrap, uses_fsdp1
@@ -43,7 +44,6 @@ from swansong._torch.objects import (
     OTHERS,
     getter,
     has_known_layout,
-    is_generator,
     is_node_of_optimizer,
     load_module_from,
     load_optimizer_from,
@@ -58,7 +58,7 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying
-from swansong.state import decode_tree, set_generators, take_generators
+from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -158,7 +158,8 @@ class TrainingState:
                 "an optimizer stepped between attach() and restore(): a resume loses these steps; call"
                 " restore() before the first step"
             )
-        if getattr(self._objects.get("loader"), "batches", 0):
+        loader = self._objects.get("loader")
+        if isinstance(loader, ResumableLoader) and loader.has_begun:
             log.warning(
                 "the loader has begun an epoch before restore(): it continues from its restored position"
                 " only at the next iter(); call restore() before the first iter()"
@@ -238,7 +239,7 @@ class TrainingState:
                 else:
                     objects[name] = others.encode(state_of(item), name)
         objects[_VALUES] = others.encode(self.values, _VALUES, may_be_sharded=False)
-        objects[_GENERATORS] = others.encode(take_generators(), _GENERATORS)
+        objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
         index = {
             "format": FORMAT,
             "rank": self.ranks.rank,
@@ -320,7 +321,7 @@ class TrainingState:
         if is_resized and self.ranks.rank >= found.world_size:
             _reseed(generators, self.ranks.rank)
         else:
-            set_generators(generators)
+            set_global(generators)
         if self._watch is not None:
             self._watch.begin()
 
@@ -427,5 +428,5 @@ def _decode(found: CheckpointSet, source: int, name: str) -> Any:
 
 def _reseed(generators: Mapping[str, Any], rank: int) -> None:
     """Seed the generators of a rank that the saving job did not have: reproducibly, each rank differently."""
-    facts = generators["torch"] + rank.to_bytes(8, "big")
+    facts = bytes(generators["torch"].tolist()) + rank.to_bytes(8, "big")
     seed_all(int.from_bytes(hashlib.sha256(facts).digest()[:8], "big"))

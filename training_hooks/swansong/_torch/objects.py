@@ -11,6 +11,11 @@ import torch
 
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.generators import (
+    is_generator,
+    set_state_of_generator,
+    state_of_generator,
+)
 from swansong._torch.index import INDEX
 from swansong._torch.modules import load_module, state_of_module
 from swansong._torch.sharding import is_sharded
@@ -20,24 +25,15 @@ OTHERS = "others"
 """Name of the files with the tensors of all objects that are neither module nor optimizer."""
 
 
-def is_generator(item: Any) -> bool:
-    """Whether ``item`` is a generator of torch or of numpy."""
-    return isinstance(item, torch.Generator) or hasattr(item, "bit_generator")
-
-
 def state_of(item: Any) -> Any:
     """Return the state of an object that is neither module nor optimizer."""
-    if isinstance(item, torch.Generator):
-        return item.get_state()
-    return item.bit_generator.state if hasattr(item, "bit_generator") else item.state_dict()
+    return state_of_generator(item) if is_generator(item) else item.state_dict()
 
 
 def set_state(item: Any, state: Any) -> None:
     """Load a state that :func:`state_of` returned."""
-    if isinstance(item, torch.Generator):
-        item.set_state(state)
-    elif hasattr(item, "bit_generator"):
-        item.bit_generator.state = state
+    if is_generator(item):
+        set_state_of_generator(item, state)
     else:
         item.load_state_dict(state)
 
