@@ -151,9 +151,9 @@ class _Handlers:
             trainer.terminate()
         elif iteration and length and iteration % length == 0 and not self._guard.finished:
             trainer.fire_event(Events.EPOCH_COMPLETED)
-        if trainer.should_terminate or trainer._is_done(state):  # noqa: SLF001
-            if not self._guard.finished:  # it has logged that already
-                log.warning("the run finished at iteration %s: it does not train again", iteration)
+        is_over = trainer.should_terminate or trainer._is_done(state)  # noqa: SLF001
+        if is_over and not self._guard.finished:  # which has been logged already
+            log.warning("the run finished at iteration %s: it does not train again", iteration)
 
     def _end_iteration(self, trainer: Engine) -> None:
         iteration = trainer.state.iteration
