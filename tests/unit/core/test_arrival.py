@@ -24,6 +24,8 @@ from swansongd.model import CommitRef, Severity, Verdict
 
 from testkit.story import MIB, Story
 
+pytestmark = pytest.mark.fault("T17")
+
 
 def test_a_trainer_that_connects_in_time_is_asked() -> None:
     """The verdict waits for it, and then for its checkpoint."""
@@ -193,7 +195,7 @@ def test_a_signal_that_is_refused_to_the_end_has_its_reason_in_the_verdict() -> 
     assert story.last(Conclude).slack_s > 0
 
 
-def test_a_fenced_or_precautionary_vm_waits_for_nobody() -> None:
+def test_a_fenced_vm_and_a_precaution_wait_for_no_trainer() -> None:
     story = Story()
     story.notice()
     assert arrival.wait_s(story.state, story.now) is not None
