@@ -68,7 +68,7 @@ class LightningState(TrainingState):
         with self._moved_back() as has_trained_weights:
             return has_trained_weights
 
-    def snapshot(self) -> Callable[[Path], None]:
+    def snapshot(self) -> Callable[[Path], object]:
         """Copy the state of the moment after the last batch.
 
         Raises:
