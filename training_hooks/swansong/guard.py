@@ -128,6 +128,7 @@ class Guard:
     ) -> None:
         self._ranks = ranks
         state.ranks = ranks
+        state.rehearse()
         self._state = state
         self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._every_s = every_s
@@ -141,7 +142,7 @@ class Guard:
         self._rollbacks = 0
         self._polls = 0
         self._closed = False
-        self._has_stepped = False
+        self._is_opening = True
         self._session = DaemonSession(
             ranks,
             run=run,
@@ -177,8 +178,8 @@ class Guard:
             ValueError: at the first step only: ``torch.distributed`` contradicts the position that
                 :func:`attach` found.
         """
-        if not self._has_stepped:
-            self._first_step()
+        if self._is_opening:
+            self._observe_step()
         agreement = self._agreement
         if step is None:
             step = max(0, agreement.step) + 1
@@ -272,6 +273,14 @@ class Guard:
             check_ranks(self._ranks)
         except PositionError as error:
             raise RestoreError(f"restore failed: {error}") from error
+        if self._agreement.step >= 0:
+            log.warning(
+                "restore() is called after step %s; call it once, before the first step, and use rollback()"
+                " to return to a checkpoint",
+                self._agreement.step,
+            )
+        else:
+            self._state.before_restore()
         chosen = os.environ.get(RESTORE_ENV) or from_directory
         step = 0
         if chosen is not None:
@@ -417,11 +426,12 @@ class Guard:
 
     # ------------------------------------------------------------ saving
 
-    def _first_step(self) -> None:
-        """Check what only shows when training begins: here a mistake still raises."""
-        self._has_stepped = True
+    def _observe_step(self) -> None:
+        """Check what only shows in the first steps: in the first one a mistake still raises."""
+        self._is_opening = False  # a mistake raises once
         if not self._closed:
             check_ranks(self._ranks)
+            self._is_opening = self._state.observe_step()
 
     def _snapshot(self) -> Callable[[Path], object]:
         check_ranks(
