@@ -83,10 +83,17 @@ def attach(
         ValueError: an argument, or an environment variable of the launcher, has an invalid value; or the
             position of this process in the job is unknown.
         TypeError: ``state`` contains an object that cannot be saved.
+        RuntimeError: this process has an open guard already.
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= must be positive")
-    ranks = find_ranks(socket_path(socket)[0])
+    path, _ = socket_path(socket)
+    ranks = find_ranks(path)
+    if any(guard._is_of(path, ranks) for guard in _guards):  # noqa: SLF001
+        raise RuntimeError(
+            "attach() failed: this process has an open guard already, and the daemon would save the state of"
+            " only one of them; pass all objects in one state, or close() the first guard"
+        )
     warn_about_shared_store(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
@@ -549,6 +556,11 @@ class Guard:
             self._session.end(reason)
             self._agreement = self._session.agreement
             atexit.unregister(self._end)
+
+    def _is_of(self, socket_path: str, ranks: Ranks) -> bool:
+        """Whether this guard is open, and the daemon would take another one of ``ranks`` for the same."""
+        is_same = (socket_path, ranks.rank) == (self._session.channel.path, self._ranks.rank)
+        return is_same and not self._closed
 
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is not a rank: it must not use the connection.
