@@ -97,6 +97,8 @@ class TrainingState:
     reads_whole_set = True
     ranks = Ranks()
     """Position of this process in the job; :func:`swansong.attach` sets it."""
+    read_s = 0.0
+    """Time that the last :meth:`load` took to read and verify files."""
 
     def __init__(
         self,
@@ -322,6 +324,7 @@ class TrainingState:
             _reseed(generators, self.ranks.rank)
         else:
             set_global(generators)
+        self.read_s = found.read_s
         if self._watch is not None:
             self._watch.begin()
 
