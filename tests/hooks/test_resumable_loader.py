@@ -156,6 +156,9 @@ class Run:
     def restore(self, saved: Any) -> None:
         self.loader.load_state_dict(saved["loader"])
         set_global(saved["generators"])
+        list(
+            self.validation
+        )  # a script may draw random numbers at its start, such as for a look at the data
 
     def train(self) -> list[Any]:
         for epoch in range(self.loader.epoch, EPOCHS):
@@ -299,6 +302,19 @@ def test_two_loaders_of_different_length(stop_at: int) -> None:
     assert list(pairs(*after)) == (wanted if stop_at != 3 else [None, *wanted])
 
 
+def test_an_iterator_that_is_not_used_is_not_an_epoch() -> None:
+    """Lightning creates two iterators before it asks for the first batch of a resumed epoch."""
+    first = Run("shuffled", stop_at=4)
+    with pytest.raises(Preempted):
+        first.train()
+    after = Run("shuffled")
+    after.restore(first.saved)
+    iter(after.loader)
+    assert (after.loader.epoch, after.loader.batches, len(list(after.loader))) == (0, 3, 0)
+    iter(after.loader)
+    assert (after.loader.epoch, after.loader.batches, len(list(after.loader))) == (1, 0, 3)
+
+
 def test_epochs_of_fewer_batches(caplog: pytest.LogCaptureFixture) -> None:
     """``batches_per_epoch`` ends an epoch; a ``break`` does not, so a resume reports it."""
     kind = {"batches_per_epoch": 2}
@@ -327,7 +343,7 @@ def test_other_data_are_reported(kind: str, caplog: pytest.LogCaptureFixture) ->
     after.restore({"loader": first.loader.state_dict(), "generators": take_global()})
     tensor = batch[0] if isinstance(batch, list) else batch
     after.loader.load_state_dict({**first.loader.state_dict(), "checksum": 1})
-    iter(after.loader)
+    next(iter(after.loader))
     assert "batch 1 of epoch 0 has other contents" in caplog.text
     tensor += 1  # a script may change its batch: then nothing is compared
     assert first.loader.state_dict()["checksum"] is None
@@ -360,9 +376,8 @@ def loaded_samples(data: Counted, after: Counted, **options: Any) -> tuple[int, 
     for _ in range(15):
         next(batches)
     second.load_state_dict(first.state_dict())
-    resumed = iter(second)
-    count = int(after.count)
-    return count, next(batches).tolist(), next(resumed).tolist()
+    batch = next(iter(second)).tolist()
+    return int(after.count), next(batches).tolist(), batch
 
 
 @pytest.mark.parametrize(
