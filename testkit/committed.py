@@ -13,7 +13,7 @@ from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.digests import part_count, shard_digest
-from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
+from swansongd.model import CheckpointId, CheckpointKind, StoredShard
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
@@ -90,7 +90,7 @@ def commit(
         health={"loss": loss} if health is None else health,
         created="2030-01-01T00:00:00Z",
     )
-    store.put(keys.commit(CommitRef(generation, step), node, nodes), manifest.encode(made))
+    store.put(keys.commit(made.ref, node, nodes), manifest.encode(made))
     return made
 
 

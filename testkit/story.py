@@ -76,14 +76,18 @@ def a_set(
     size_bytes: int = 100 * MIB,
     request_id: str = "",
     framework: str = "swansong",
+    is_final: bool = False,
+    start_id: str = "",
 ) -> Staged:
+    kind = CheckpointKind.EMERGENCY if request_id else CheckpointKind.PERIODIC
     return Staged(
-        id=CheckpointId(step, nonce),
+        id=CheckpointId(step, nonce, is_final),
         directory=sealed_name(step, nonce) if framework == "swansong" else f"checkpoint-{step}",
-        kind=CheckpointKind.EMERGENCY if request_id else CheckpointKind.PERIODIC,
+        kind=CheckpointKind.FINAL if is_final else kind,
         files=(StagedFile(path="model.bin", size_bytes=size_bytes, mtime_ns=1, inode=step),),
         framework=framework,
         request_id=request_id,
+        starts=frozenset({start_id} - {""}),
     )
 
 
@@ -164,6 +168,7 @@ class Story:
         step: int = -1,
         save_s: float | None = None,
         save_bytes: int | None = None,
+        start_id: str = "",
     ) -> list[Action]:
         view = TrainerView(
             connection=connection,
@@ -174,6 +179,7 @@ class Story:
             step=step,
             save_s=save_s,
             save_bytes=save_bytes,
+            start_id=start_id,
         )
         return self.tell(TrainerJoined(view))
 
@@ -235,9 +241,9 @@ class Story:
 
     def committed(self) -> list[Action]:
         order = self.last(CommitManifest)
-        return self.tell(
-            CommitDone(order.flush_id, CommitRef(order.generation, order.staged.id.step))
-        )
+        id_ = order.staged.id
+        ref = CommitRef(order.generation, id_.step, id_.is_final)
+        return self.tell(CommitDone(order.flush_id, ref))
 
     def commit_fails(self, *, conflict: bool = False) -> list[Action]:
         return self.tell(CommitFailed(self.last(CommitManifest).flush_id, "503", conflict))

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
+from functools import total_ordering
 
 
 class Severity(IntEnum):
@@ -120,12 +121,22 @@ class Verdict(StrEnum):
     """The run has no whole commit."""
 
 
-@dataclass(frozen=True, slots=True, order=True)
+@total_ordering
+@dataclass(frozen=True, slots=True)
 class CheckpointId:
     """One sealed set in staging: its step, and a nonce that differs between sets of one step."""
 
     step: int
     nonce: str
+    is_final: bool = field(default=False, compare=False)
+    """The end of the run, which comes after all other sets of its step."""
+
+    def __lt__(self, other: CheckpointId) -> bool:
+        return self._place < other._place
+
+    @property
+    def _place(self) -> tuple[int, bool, str]:
+        return self.step, self.is_final, self.nonce
 
     def __str__(self) -> str:
         return f"{self.step}.{self.nonce}"
@@ -194,9 +205,11 @@ class CommitRef:
 
     generation: int
     step: int
+    is_final: bool = False
+    """The end of the run, which comes after another commit of its step."""
 
     def __str__(self) -> str:
-        return f"generation {self.generation} step {self.step}"
+        return f"generation {self.generation} step {self.step}{' (final)' * self.is_final}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,7 +36,7 @@ def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, options: list[str]) ->
 
 def test_attach_before_the_process_group_is_refused(tmp_path: Path) -> None:
     """``restore()`` raises with the fix; it does not save one rank as if it were the whole job."""
-    with pytest.raises(TrainerFailedError, match="before swansong.attach") as failed:
+    with pytest.raises(TrainerFailedError, match=r"before swansong\.attach") as failed:
         check_resume(
             [*SPAWNED, "--method", "fork", "--early"],
             steps=3,
@@ -46,4 +46,6 @@ def test_attach_before_the_process_group_is_refused(tmp_path: Path) -> None:
             directory=tmp_path,
             environment=ENVIRONMENT,
         )
-    assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in str(failed.value)
+    assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in str(
+        failed.value
+    )

@@ -98,8 +98,8 @@ guard.close()
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        ("loud", ResumeMismatchError, "the loss of step"),
-        ("quiet", ResumeMismatchError, "total differs"),
+        ("loud", ResumeMismatchError, "step 5 is the first whose loss differs"),
+        ("quiet", ResumeMismatchError, "rank-00000/total: differs"),
         ("short", TrainerFailedError, "ended with 0"),
     ],
 )

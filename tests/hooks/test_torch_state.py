@@ -27,7 +27,6 @@ from swansong._torch.memory import checksum
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
 from torch import nn
-from torch.distributed.checkpoint.api import CheckpointException
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
@@ -211,7 +210,7 @@ def test_a_flipped_bit_is_detected_anywhere(tmp_path: Path) -> None:
             file.write_bytes(flipped)
             try:
                 state.load(directory)
-            except (ValueError, KeyError, OSError, CheckpointException):
+            except (ValueError, KeyError, OSError):
                 refused += 1
             else:
                 assert data[place : place + 1] == b" ", f"{file.name}, byte {place}"
@@ -254,7 +253,7 @@ def test_changes_that_the_checksum_detects() -> None:
 def test_another_model_is_refused(tmp_path: Path) -> None:
     """Other shapes, types and names raise an error before any training."""
     directory = written(Trainer(1).state.snapshot(), tmp_path)
-    with pytest.raises(BaseException, match="mismatch"):
+    with pytest.raises(ValueError, match=r"has the shape .* was saved in the shape"):
         Trainer(1, width=9).state.load(directory)
     other = Trainer(1)
     other.model.double()

@@ -478,7 +478,7 @@ class Guard:
         self._finished_at = step
         while time.monotonic() < until_mono_s:
             last = self._session.last_committed
-            if last is not None and last != before and last.step >= step:
+            if last is not None and last != before and last.is_final and last.step == step:
                 return True
             if self.fenced:
                 return False

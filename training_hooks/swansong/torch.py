@@ -29,8 +29,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
@@ -40,6 +38,8 @@ from swansong._torch.collector import Collector
 from swansong._torch.generators import set_global, take_global
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
+from swansong._torch.modules import load_module, state_of_module, unwrap, uses_fsdp1
+from swansong._torch.sharding import is_sharded
 from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
@@ -97,10 +97,19 @@ class TrainingState:
         objects = {**named, "loader": loader, **others}
         self.values: dict[str, Any] = {}
         """Plain values to save and load, such as epoch or best metric; the same on all ranks."""
-        self._objects = {name: item for name, item in objects.items() if item is not None}
+        self._objects = {
+            name: unwrap(item) if isinstance(item, torch.optim.Optimizer) else item
+            for name, item in objects.items()
+            if item is not None
+        }
         for name, item in self._objects.items():
             if not _NAME.fullmatch(name) or name in (_GENERATORS, _VALUES, _OTHERS):
                 raise ValueError(f"{name!r} is not a valid name of an object")
+            if isinstance(item, torch.nn.Module) and uses_fsdp1(item):
+                raise TypeError(
+                    f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
+                    " shard the model with torch.distributed.fsdp.fully_shard"
+                )
             if not _is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
@@ -175,7 +184,7 @@ class TrainingState:
             may_be_sharded=True,
         )
         if is_module:
-            state = get_model_state_dict(item)
+            state = state_of_module(item)
             return {key: collector.encode(value, key) for key, value in state.items()}, collector
         state = item.state_dict()
         of_params = state.pop("state")
@@ -344,7 +353,7 @@ def _param_of(key: str, params: list[torch.Tensor]) -> torch.Tensor | None:
 
 def _check_shards(key: Any, state: Any, params: list[torch.Tensor]) -> None:
     for name, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, DTensor) and value.shape != params[key].shape:
+        if is_sharded(value) and value.shape != params[key].shape:
             raise TypeError(
                 f"the optimizer's {name!r} is sharded, but not in the shape of its parameter"
             )
@@ -383,7 +392,7 @@ def _decode(found: CheckpointSet, source: int, name: str) -> Any:
 
 
 def _load_module(found: CheckpointSet, source: int, name: str, module: torch.nn.Module) -> None:
-    state = get_model_state_dict(module)
+    state = state_of_module(module)
     nodes = found.indexes[source]["objects"][name]
     for what, keys in (
         ("lacks", state.keys() - nodes.keys()),
@@ -394,7 +403,7 @@ def _load_module(found: CheckpointSet, source: int, name: str, module: torch.nn.
             raise ValueError(f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}")
     targets = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     get = _getter(_read(found, source, name, targets))
-    set_model_state_dict(module, {key: decode_tree(node, get) for key, node in nodes.items()})
+    load_module(module, {key: decode_tree(node, get) for key, node in nodes.items()})
 
 
 def _load_optimizer(
@@ -404,7 +413,7 @@ def _load_optimizer(
     targets = {}
     for key in found.indexes[source]["tensors"][name]:
         param = _param_of(key, params)
-        if isinstance(param, DTensor):
+        if param is not None and is_sharded(param):
             shape, dtype = found.shape_and_dtype(source, name, key)
             if shape == param.shape:
                 targets[key] = torch.empty_like(param.detach(), dtype=dtype)

@@ -16,7 +16,8 @@ from swansongd.bucket.signing import Signer
 from swansongd.model import CheckpointId, CommitRef
 
 _GENERATION = re.compile(r"([0-9]{8})\.json")
-_COMMIT = re.compile(r"([0-9]{8})/([0-9]{12})/([0-9]{5})-of-([0-9]{5})\.json")
+_FINAL = "-final"
+_COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
 _SHARD_DIRECTORY = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/")
 
 
@@ -79,7 +80,8 @@ class RunKeys:
 
     def parts(self, ref: CommitRef) -> str:
         """Prefix of the keys of all manifests of one checkpoint."""
-        return f"{self.commits}{_generation(ref.generation)}/{_step(ref.step)}/"
+        final = _FINAL if ref.is_final else ""
+        return f"{self.commits}{_generation(ref.generation)}/{_step(ref.step)}{final}/"
 
     def farewell(self, generation: int, stamp: str) -> str:
         return f"{self.farewell_prefix(generation)}{stamp}.json"
@@ -92,10 +94,11 @@ class RunKeys:
         match = _COMMIT.fullmatch(key.removeprefix(self.commits))
         if not match or not key.startswith(self.commits):
             return None
-        generation, step, node, nodes = (int(group) for group in match.groups())
+        generation, step, node, nodes = (int(match[place]) for place in (1, 2, 4, 5))
         if node >= nodes:
             return None
-        return CommitKey(ref=CommitRef(generation, step), node=node, nodes=nodes)
+        ref = CommitRef(generation, step, is_final=match[3] is not None)
+        return CommitKey(ref=ref, node=node, nodes=nodes)
 
     def is_shard(self, key: str, path: str) -> bool:
         """Whether a writer of this run may have stored the shard of ``path`` under ``key``."""

@@ -62,7 +62,7 @@ class Manifest:
 
     @property
     def ref(self) -> CommitRef:
-        return CommitRef(self.generation, self.step)
+        return CommitRef(self.generation, self.step, self.kind is CheckpointKind.FINAL)
 
     @property
     def size_bytes(self) -> int:

@@ -24,7 +24,7 @@ from swansongd.cli.common import (
     print_json,
 )
 from swansongd.errors import CorruptError
-from swansongd.model import CommitRef, is_healthy
+from swansongd.model import CheckpointKind, CommitRef, is_healthy
 from swansongd.observe.log import printable
 from swansongd.restore.restore import health_of
 
@@ -124,7 +124,8 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
 
 def _protect(rows: list[dict[str, Any]], ranking: Ranking) -> None:
     def ref(row: dict[str, Any]) -> CommitRef:
-        return CommitRef(row["generation"], row["step"])
+        is_final = row["kind"] == CheckpointKind.FINAL
+        return CommitRef(row["generation"], row["step"], is_final)
 
     complete = [(ref(row), row["health"]) for row in rows if row["complete"]]
     reasons = protected_commits(complete, ranking)

@@ -143,7 +143,7 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
         for staged in transition.state.staged
         if staged.framework == "swansong"
         and staged != transition.state.pinned
-        and (staged.id.step < ref.step or staged.id in abandoned)
+        and (_comes_before(staged, ref) or staged.id in abandoned)
     )
     if dispensable or abandoned or transition.state.has_aside:
         staged_ids = {staged.id for staged in transition.state.staged}
@@ -151,6 +151,11 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
             transition.state, abandoned=abandoned & staged_ids, has_aside=False
         )
         transition.do(Prune(dispensable))
+
+
+def _comes_before(staged: Staged, ref: CommitRef) -> bool:
+    """Whether a set of this line is older than the commit, or the end of the run replaces it."""
+    return (staged.id.step, staged.id.is_final) < (ref.step, ref.is_final)
 
 
 def reconcile(transition: Transition) -> None:

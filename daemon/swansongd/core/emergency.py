@@ -14,7 +14,7 @@ from swansongd.core import nodes, planner
 from swansongd.core.events import Rescan, Scanned, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, send
-from swansongd.core.state import CheckpointRequest
+from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import Transition
 from swansongd.model import CheckpointId, Staged
 
@@ -33,11 +33,16 @@ def planned(transition: Transition, *, left_s: float) -> Plan:
         left_s=left_s,
         reserve_s=state.settings.reserve_s,
         measured=state.measured,
-        has_trainer=(bool(state.connected) or state.settings.signals_trainer)
-        and state.overtaken_by is None,
+        has_trainer=has_trainer(state),
         candidates=state.candidates,
         is_committing=bool(state.stored),
     )
+
+
+def has_trainer(state: State) -> bool:
+    """Whether a trainer can be asked for a checkpoint."""
+    can_answer = bool(state.connected) or state.settings.signals_trainer
+    return can_answer and state.overtaken_by is None and not state.is_finished
 
 
 def make(transition: Transition) -> None:
@@ -198,8 +203,11 @@ def record_scan(transition: Transition, event: Scanned) -> None:
     request = transition.evacuation.request
     if request is None or not request.is_waiting:
         return
-    of_line = (s for s in event.staged if s.id not in transition.state.abandoned)
+    of_line = [s for s in event.staged if s.id not in transition.state.abandoned]
     answer = next((s for s in of_line if _answers(s, request)), None)
+    if answer is None and transition.state.is_finished:
+        ends = (s for s in of_line if s.id.is_final and s.id.step >= request.at_step)
+        answer = next(ends, None)
     unsound = next((why for name, why in event.rejected if _is_reported(name, request)), None)
     if answer is not None:
         _record_answer(transition, request, answer)

@@ -66,6 +66,7 @@ def _is_due(transition: Transition) -> bool:
     # Over several VMs the daemon of rank 0 requests, and the ranks take the other VMs along.
     is_ready = (
         not _is_pressed(transition)
+        and not state.is_finished
         and state.generation is not None
         and 0 in ranks
         and len(ranks) >= state.local_world_size

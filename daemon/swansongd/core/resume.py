@@ -111,7 +111,8 @@ def _newest(state: State, sets: Iterable[Staged], newest: CommitRef | None) -> S
     def place(staged: Staged) -> CommitRef:
         ref = state.ref_of(staged.id)
         if ref is None:  # its generation is unknown: compare by step
-            return CommitRef(newest.generation if newest is not None else 0, staged.id.step)
+            generation = newest.generation if newest is not None else 0
+            return CommitRef(generation, staged.id.step, staged.id.is_final)
         return ref
 
     best = max(sets, key=lambda staged: (place(staged), staged.id), default=None)

@@ -22,6 +22,7 @@ from swansongd.core.state import (
 from swansongd.core.transition import Transition
 from swansongd.model import (
     CheckpointId,
+    CheckpointKind,
     Staged,
     is_healthy,
 )
@@ -59,16 +60,23 @@ def _record_found(
             transition.log("error", "sealed_set_rejected", directory=directory, reason=reason)
     if is_first:
         transition.state = replace(transition.state, first_scan_mono_s=event.started_mono_s)
+    else:
+        _note_signalled(transition, new)
+    by_signal = transition.state.by_signal
+    staged_now = tuple(
+        replace(s, kind=CheckpointKind.EMERGENCY) if s.id in by_signal else s for s in event.staged
+    )
+    new_ids = {staged.id for staged in new}
     transition.state = replace(
         transition.state,
-        staged=event.staged,
+        staged=staged_now,
         pending=event.pending,
         growing=event.growing,
         rejected=frozenset(event.rejected),
         seen=seen,
         saved_mono_s=transition.now if new else transition.state.saved_mono_s,
     )
-    for staged in new:
+    for staged in (s for s in staged_now if s.id in new_ids):
         transition.log(
             "info",
             "sealed_set_found",
@@ -77,6 +85,16 @@ def _record_found(
             size_bytes=staged.size_bytes,
             kind=staged.kind.value,
         )
+
+
+def _note_signalled(transition: Transition, new: Sequence[Staged]) -> None:
+    """Sets of other frameworks do not name their kind: those that answer a signal are for an emergency."""
+    evacuation = transition.state.evacuation
+    request = None if evacuation is None else evacuation.request
+    if request is None or not (request.by_signal and request.is_urgent and request.is_waiting):
+        return
+    adopted = frozenset(staged.id for staged in new if staged.framework != "swansong")
+    transition.state = replace(transition.state, by_signal=transition.state.by_signal | adopted)
 
 
 def _forget_absent(transition: Transition, event: Scanned, before: Set[CheckpointId]) -> None:
@@ -88,6 +106,7 @@ def _forget_absent(transition: Transition, event: Scanned, before: Set[Checkpoin
     transition.state = replace(
         state,
         abandoned=abandoned,
+        by_signal=state.by_signal & present,
         unusable=(state.unusable | abandoned) & present,
         stored_bytes={
             id_: size for id_, size in state.stored_bytes.items() if id_ in present | written

@@ -284,6 +284,8 @@ class State:
     """Sets that existed at the first scan, settled or not: sealed under ``settings.sealed_under``."""
     seen: Mapping[CheckpointId, float] = field(default_factory=dict)
     """When the scan began that first found each set."""
+    by_signal: frozenset[CheckpointId] = frozenset()
+    """Sets of a trainer without hooks that appeared while it had a signal to answer."""
     unusable: frozenset[CheckpointId] = frozenset()
     """Sets that changed, were unreadable, lost a conflict, were dropped, or belong to an abandoned line."""
     dropped: DroppedSets = DroppedSets()
@@ -434,7 +436,9 @@ class State:
             generation = self.settings.sealed_under
             if generation is None and self.last_commit is not None:
                 generation = self.last_commit.generation
-        return None if generation is None else CommitRef(generation, checkpoint.step)
+        if generation is None:
+            return None
+        return CommitRef(generation, checkpoint.step, checkpoint.is_final)
 
     @property
     def part(self) -> VmPart | None:
@@ -510,6 +514,18 @@ class State:
         seen_mono_s = self.last_commit_seen_mono_s
         is_newer = seen_mono_s is not None and seen_mono_s >= evacuation.request.asked_mono_s
         return any(self.is_whole(id_) and (is_newer or last.step == id_.step) for id_ in answers)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the newest state is the end of the run, and no later start of the training is connected."""
+        usable = (staged.id for staged in self.staged if staged.id not in self.unusable)
+        newest = max(usable, default=None)
+        if newest is None or self.is_covered(newest):
+            is_end = self.last_commit is not None and self.last_commit.is_final
+        else:
+            is_end = newest.is_final
+        ended = {start for s in self.staged if s.id.is_final for start in s.starts}
+        return is_end and all(trainer.start_id in ended for trainer in self.connected)
 
     @property
     def spans_vms(self) -> bool:

@@ -152,6 +152,8 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     stands = _what_stands(state)
     if part is not None:
         stands = f"{part}; {stands}"
+    if _is_over(state):
+        return Verdict.SAFE, f"the run is finished: {state.last_complete}"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
     if request is not None and request.failure:
@@ -169,6 +171,18 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     if part is not None:
         return Verdict.PARTIAL, stands
     return Verdict.SAFE, f"the newest sealed state is committed: {state.last_complete}"
+
+
+def _is_over(state: State) -> bool:
+    """Whether the end of the run is committed, and nothing was trained since."""
+    evacuation, last = state.evacuation, state.last_complete
+    request = None if evacuation is None else evacuation.request
+    return (
+        last is not None
+        and last.is_final
+        and state.is_finished
+        and (request is None or request.at_step <= last.step)
+    )
 
 
 def _end_precaution(transition: Transition, evacuation: Evacuation, reason: str) -> None:

@@ -248,7 +248,10 @@ class Resume:
         return self._fetch_named(ref)
 
     def _fetch_named(self, ref: CommitRef) -> Restored:
-        answer = self._fetched(self._store(), ref, lambda found, _: found == ref)
+        # The query names no kind: the end of the run has the state of the other commit of its step.
+        answer = self._fetched(
+            self._store(), ref, lambda found, _: replace(found, is_final=False) == ref
+        )
         basis = Basis(answered_mono_s=self._monotonic(), newest=ref)
         self._cached = _CachedAnswer(answer=answer, basis=basis)
         return answer
@@ -261,7 +264,7 @@ class Resume:
             committed = self._newest_healthy_commit(store, query.before_step)
             if committed is None:
                 raise self._nothing_before(query.before_step)
-            return self._fetch_named(committed)
+            return self._fetch_named(CommitRef(committed.generation, committed.step))
         if self._last_rollback is not None:
             number, mono_s, answer = self._last_rollback
             is_one_start = resume.is_one_start(mono_s, self._monotonic())

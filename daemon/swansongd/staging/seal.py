@@ -423,7 +423,7 @@ def _of_hooks(
     if lead.kind not in tuple(CheckpointKind):
         raise StagingError(f"rank {lead.rank}: unknown kind {lead.kind!r:.40}")
     return Staged(
-        id=CheckpointId(*parsed),
+        id=CheckpointId(*parsed, is_final=lead.kind == CheckpointKind.FINAL),
         directory=name,
         kind=CheckpointKind(lead.kind),
         files=files,

@@ -164,7 +164,7 @@ def message_of(action: ToTrainers, now_mono_s: float) -> tuple[tuple[int, ...] |
         case WithdrawRequest():
             return None, protocol.Withdrawn(request_id=action.request_id, reason=action.reason)
         case TellCommitted(ref, connections):
-            return connections, protocol.Committed(generation=ref.generation, step=ref.step)
+            return connections, protocol.Committed(ref.generation, ref.step, ref.is_final)
         case TellFenced(generation):
             return None, protocol.Fenced(generation=generation)
         case TellFinished(job_start_id):

@@ -330,6 +330,31 @@ def test_a_missing_bucket_is_not_an_empty_run(store: FileStore, tmp_path: Path) 
         catalog.list_commits(store, KEYS)
 
 
+def test_the_end_of_the_run_is_the_newest_commit_of_its_step(store: FileStore) -> None:
+    """A finished run may have a periodic checkpoint of its last step, too."""
+    commit(store, {"a": b"1"}, step=7, kind=CheckpointKind.FINAL)
+    commit(store, {"a": b"1"}, step=7)
+    commit(store, {"a": b"1"}, step=6)
+    found = [found.ref for found in catalog.list_commits(store, KEYS)]
+    assert found == [CommitRef(1, 7, is_final=True), CommitRef(1, 7), CommitRef(1, 6)]
+    assert [
+        catalog.load(store, KEYS, each)[0].kind for each in catalog.list_commits(store, KEYS)
+    ] == [
+        CheckpointKind.FINAL,
+        CheckpointKind.PERIODIC,
+        CheckpointKind.PERIODIC,
+    ]
+
+
+def test_a_key_that_disagrees_with_the_kind_is_refused(store: FileStore) -> None:
+    """Only a manifest of kind final marks the end of the run."""
+    made = commit(store, {"a": b"1"}, step=7)
+    store.put(KEYS.commit(replace(made.ref, is_final=True), 0, 1), manifest.encode(made))
+    found = catalog.list_commits(store, KEYS)[0]
+    with pytest.raises(CorruptError, match="is that of run"):
+        catalog.load(store, KEYS, found)
+
+
 # ---------------------------------------------------------------- what became of earlier VMs
 
 

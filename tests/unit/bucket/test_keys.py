@@ -24,7 +24,7 @@ def test_formatting_and_parsing_are_inverse(
 ) -> None:
     """For commits and for generations."""
     node = data.draw(st.integers(0, nodes - 1))
-    ref = CommitRef(generation, step)
+    ref = CommitRef(generation, step, is_final=data.draw(st.booleans()))
     parsed = KEYS.parse_commit(KEYS.commit(ref, node, nodes))
     assert parsed == CommitKey(ref=ref, node=node, nodes=nodes)
     assert KEYS.parse_generation(KEYS.generation(generation)) == generation
@@ -43,6 +43,8 @@ def test_a_listing_is_in_numeric_order(refs: list[CommitRef]) -> None:
         "my-run/commits/00000001/000000000100/00000-of-00001.json\n",
         "my-run/commits/00000001/000000000100/00000-of-00001.json.tmp",
         "my-run/commits/1/100/0-of-1.json",
+        "my-run/commits/00000001/000000000100-last/00000-of-00001.json",
+        "my-run/commits/00000001/000000000100-final-final/00000-of-00001.json",
         "my-run/commits/٠٠٠٠٠٠٠١/000000000100/00000-of-00001.json",
         "my-run/commits/",
         "my-run/commits/00000001/000000000100/00001-of-00001.json",

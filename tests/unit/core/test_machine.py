@@ -292,6 +292,24 @@ def test_another_notice_after_the_verdict_is_evacuated() -> None:
     assert story.state.evacuation.deadline_mono_s < story.now + 121
 
 
+def test_the_answer_to_a_signal_is_an_emergency_checkpoint() -> None:
+    """Its framework does not record why it was saved: in the manifest it is emergency, as with hooks."""
+    story = Story(signals_trainer=True)
+    story.seal(4, framework="checkpoint-n")
+    story.notice()
+    story.seal(8, framework="checkpoint-n")
+    story.store_all()
+    kinds = {c.staged.id.step: c.staged.kind.value for c in story.all(CommitManifest)}
+    assert kinds[8] == "emergency"
+    found = [dict(log.facts) for log in story.all(Log) if log.event == "sealed_set_found"]
+    assert [(facts["step"], facts["kind"]) for facts in found] == [
+        (4, "periodic"),
+        (8, "emergency"),
+    ]
+    story.scan()
+    assert {s.id.step: s.kind.value for s in story.state.staged} == {4: "periodic", 8: "emergency"}
+
+
 def test_a_signalled_save_is_measured() -> None:
     """The next plan uses the time from the signal to the settled set of a trainer without hooks."""
     story = Story(signals_trainer=True)

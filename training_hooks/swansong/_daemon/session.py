@@ -168,7 +168,8 @@ class DaemonSession:
             if self.rendezvous is not None:
                 self.rendezvous.finished(message.job_start_id)
         elif isinstance(message, Committed):
-            self.last_committed = message
+            # A healthy checkpoint can be committed after newer ones.
+            self.last_committed = max(message, self.last_committed or message, key=_place)
         elif isinstance(message, Fenced):
             if not self.is_fenced:
                 log.warning("another VM has taken the run over (generation %s)", message.generation)
@@ -210,3 +211,8 @@ class DaemonSession:
     def _cannot_save(self, reason: str) -> None:
         log.warning("%s; training continues without checkpoints", reason)
         self.channel.send(Failed("", int(self.agreement.step), reason))
+
+
+def _place(commit: Committed) -> tuple[int, int, bool]:
+    """The place of a commit in the order of the run."""
+    return commit.generation, commit.step, commit.is_final

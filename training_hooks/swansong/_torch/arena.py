@@ -19,6 +19,7 @@ FILE_BYTES = 2**29
 are written.  A power of two, because torch rounds pinned memory up to the next one."""
 WRITE_BYTES = 2**24
 """Longest single write."""
+_WAY_OUT = "convert it to a dense tensor, or keep it out of state_dict()"
 
 
 @dataclass(frozen=True)
@@ -35,12 +36,20 @@ class Piece:
     tensor: torch.Tensor
 
     def __post_init__(self) -> None:
-        tensor = self.tensor
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(
-                f"{self.group}: {self.key} is a {tensor.layout} tensor of {tensor.dtype},"
-                " which cannot be written"
-            )
+        if reason := _reason_to_refuse(self.tensor):
+            raise TypeError(f"{self.group}: {self.key} is {reason}")
+
+
+def _reason_to_refuse(tensor: torch.Tensor) -> str:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "not initialised yet: run the first batch through the model before attach()"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__qualname__}, which cannot be written: {_WAY_OUT}"
+    if tensor.device.type == "meta":
+        return "on the meta device, without data: create the model's tensors before attach()"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
+        return f"a {tensor.layout} tensor of {tensor.dtype}, which cannot be written: {_WAY_OUT}"
+    return ""
 
 
 Signature = tuple[tuple[str, str, torch.dtype, torch.Size], ...]

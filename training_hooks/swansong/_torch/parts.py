@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -47,7 +49,6 @@ class JointDirectory:
 
     def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
         self._save, self._load = save, load
-        self._joint: tempfile.TemporaryDirectory[str] | None = None
 
     def snapshot(self) -> Callable[[Path], object]:
         """Return the save function: nothing is copied."""
@@ -59,14 +60,15 @@ class JointDirectory:
         Raises:
             OSError: the links cannot be created.
         """
-        self._joint = tempfile.TemporaryDirectory(prefix="swansong-")
+        joint = tempfile.mkdtemp(prefix="swansong-")
+        weakref.finalize(self, shutil.rmtree, joint, ignore_errors=True)
         for own in sorted(directory.iterdir()):
             if not protocol.is_rank_directory(own.name):
                 continue
             for parent, _, names in os.walk(own):
-                place = Path(self._joint.name, os.path.relpath(parent, own))
+                place = Path(joint, os.path.relpath(parent, own))
                 place.mkdir(parents=True, exist_ok=True)
                 for name in names:
                     if not (place / name).is_symlink():
                         (place / name).symlink_to(os.path.abspath(os.path.join(parent, name)))
-        self._load(Path(self._joint.name))
+        self._load(Path(joint))
