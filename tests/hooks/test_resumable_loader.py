@@ -6,14 +6,16 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import swansong
 import torch
 from swansong._torch.generators import set_global, take_global
 from swansong.state import decode_tree, encode_tree
-from swansong.torch import ResumableLoader, seed_all
+from swansong.torch import ResumableLoader, TrainingState, seed_all
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -417,3 +419,110 @@ def test_a_loader_that_no_resume_can_repeat_is_refused(
         loader.iterator = iter(loader)
     with pytest.raises(ValueError, match=reason):
         ResumableLoader(loader)
+
+
+class Epochs:
+    """A script with a scheduler by epoch, whose order of scheduler, validation and step is an argument.
+
+    Args:
+        work: the work at the end of each epoch: letters for scheduler, validation, best metric, a step.
+        stop_at: number of the snapshot at which it is preempted.
+    """
+
+    def __init__(
+        self, work: str, seed: int = 0, stop_at: int = -1, directory: Path | None = None
+    ) -> None:
+        seed_all(seed)
+        self.work, self.stop_at, self.directory = work, stop_at, directory
+        self.model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.loader = ResumableLoader(DataLoader(DATA, 4, shuffle=True))
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.state = TrainingState(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            average=self.average,
+        )
+        self.state.values["best"] = 0.0
+        self.guard = swansong.attach(self.state)
+        self.trace: list[Any] = []
+        self.snapshots = 0
+
+    def snapshot(self) -> None:
+        if self.directory is not None and self.snapshots == self.stop_at:
+            own = self.directory / "rank-00000"
+            own.mkdir()
+            self.state.snapshot()(own)
+            raise Preempted
+        self.snapshots += 1
+
+    def train(self) -> list[Any]:
+        for epoch in range(self.loader.epoch, EPOCHS):
+            for (batch,) in self.loader:
+                loss = self.model(batch[:, None]).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                if "g" not in self.work:
+                    self.guard.step()
+                self.snapshot()
+            for part in self.work:
+                if part == "s":
+                    self.scheduler.step()
+                elif part == "b":
+                    self.state.values["best"] += self.optimizer.param_groups[0]["lr"]
+                elif part == "g":
+                    self.guard.step(epoch + 1)
+                elif part == "a":
+                    self.average.update_parameters(self.model)
+                elif part == "e":
+                    self.loader.end_epoch()
+                else:
+                    torch.rand(1)  # a validation that draws random numbers
+                self.snapshot()
+            rate = self.optimizer.param_groups[0]["lr"]
+            weights = [each.tolist() for each in self.model.parameters()]
+            best = self.state.values["best"]
+            count = int(self.average.n_averaged)
+            generator = torch.get_rng_state().tolist()
+            self.trace.append((epoch, rate, best, count, generator, weights))
+        return self.trace
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler.step"
+)  # torch does not know the resume
+@pytest.mark.parametrize("work", ["vbs", "svb", "vsvb", "vbsg", "ae"])
+def test_the_work_at_the_end_of_an_epoch_has_its_effect_once(work: str, tmp_path: Path) -> None:
+    """In any order, and at each point of it: the scheduler, the best metric and all weights are the same.
+
+    The states are those from before that work, unless a step or ``end_epoch()`` ends the epoch.
+    """
+    whole = Epochs(work)
+    wanted = whole.train()
+    for stop_at in range(whole.snapshots):
+        if work == "ae" and stop_at % 5 == 3:
+            continue  # between the change of a model and end_epoch(): see the next test
+        directory = tmp_path / str(stop_at)
+        directory.mkdir()
+        first = Epochs(work, stop_at=stop_at, directory=directory)
+        with pytest.raises(Preempted):
+            first.train()
+        after = Epochs(work, seed=99)
+        after.state.load(directory)
+        assert after.train() == wanted[len(wanted) - len(after.trace) :], stop_at
+        assert after.trace or stop_at == whole.snapshots - 1
+
+
+def test_a_model_that_changes_at_the_end_of_an_epoch_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its change would be repeated, so a message names the model and the way out."""
+    first = Epochs("a", stop_at=3, directory=tmp_path)
+    with pytest.raises(Preempted):
+        first.train()
+    assert "average was changed after the last batch of the epoch" in caplog.text
+    assert "loader.end_epoch()" in caplog.text

@@ -35,7 +35,14 @@ from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, signature_of
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
-from swansong._torch.generators import set_global, take_global
+from swansong._torch.end_of_loop import EndOfLoop
+from swansong._torch.generators import (
+    is_generator,
+    set_global,
+    set_state_of_generator,
+    state_of_generator,
+    take_global,
+)
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import load_module, state_of_module, unwrap, uses_fsdp1
@@ -110,11 +117,13 @@ class TrainingState:
                     f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
                     " shard the model with torch.distributed.fsdp.fully_shard"
                 )
-            if not _is_generator(item) and not hasattr(item, "load_state_dict"):
+            if not is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
                 )
         self._resize = resize
+        self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values}, _state_of)
+        self.count_steps_with = self._end_of_loop.count_steps_with
         self._arenas: list[Arena | None] = [None, None]
 
     # ------------------------------------------------------------ saving
@@ -137,13 +146,15 @@ class TrainingState:
         collectors = [others]
         objects: dict[str, Any] = {}
         common = self._common_memory()
+        earlier = self._end_of_loop.states()
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
-                objects[name], collector = self._take(name, item, common)
+                objects[name], collector = self._take(name, item, common, earlier.get(name, {}))
                 collectors.append(collector)
             else:
-                objects[name] = others.encode(_state_of(item), name)
-        objects[_VALUES] = others.encode(self.values, _VALUES)
+                state = earlier[name] if name in earlier else _state_of(item)
+                objects[name] = others.encode(state, name)
+        objects[_VALUES] = others.encode(earlier.get(_VALUES, self.values), _VALUES)
         objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
         pieces = [piece for collector in collectors for piece in collector.pieces]
         arena, spare = self._arenas
@@ -167,7 +178,11 @@ class TrainingState:
         return write
 
     def _take(
-        self, name: str, item: torch.nn.Module | torch.optim.Optimizer, common: set[int]
+        self,
+        name: str,
+        item: torch.nn.Module | torch.optim.Optimizer,
+        common: set[int],
+        earlier: dict[str, Any],
     ) -> tuple[Any, Collector]:
         is_module = isinstance(item, torch.nn.Module)
         params = [] if is_module else _params(item)
@@ -195,7 +210,7 @@ class TrainingState:
                 [number, collector.encode(values, f"state.{number}")]
                 for number, values in of_params.items()
             ],
-            "rest": collector.encode(state, "rest"),
+            "rest": collector.encode({**state, **earlier}, "rest"),
         }
         return node, collector
 
@@ -248,7 +263,10 @@ class TrainingState:
             elif is_resized and self._is_per_rank(name):
                 assert self._resize is not None
                 olds = [_decode(found, rank, name) for rank in range(found.world_size)]
-                _set_state(item, self._resize(name, olds))
+                state = self._resize(name, olds)
+                if isinstance(item, ResumableLoader):
+                    state = {**state, "resume_with": None}  # generators of another rank
+                _set_state(item, state)
             else:
                 _set_state(item, decode_tree(nodes[name], get))
         self.values.clear()
@@ -322,21 +340,13 @@ def shield_worker(_worker_id: int = 0) -> None:
 # ---------------------------------------------------------------- objects
 
 
-def _is_generator(item: Any) -> bool:
-    return isinstance(item, torch.Generator) or hasattr(item, "bit_generator")
-
-
 def _state_of(item: Any) -> Any:
-    if isinstance(item, torch.Generator):
-        return item.get_state()
-    return item.bit_generator.state if hasattr(item, "bit_generator") else item.state_dict()
+    return state_of_generator(item) if is_generator(item) else item.state_dict()
 
 
 def _set_state(item: Any, state: Any) -> None:
-    if isinstance(item, torch.Generator):
-        item.set_state(state)
-    elif hasattr(item, "bit_generator"):
-        item.bit_generator.state = state
+    if is_generator(item):
+        set_state_of_generator(item, state)
     else:
         item.load_state_dict(state)
 

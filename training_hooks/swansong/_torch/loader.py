@@ -18,10 +18,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swansong._torch.generators import (
     find_generators,
+    pack,
     set_global,
     set_state_of_generator,
     state_of_generator,
     take_global,
+    unpack,
 )
 
 log = logging.getLogger("swansong")
@@ -162,16 +164,16 @@ class ResumableLoader:
         steps = self.completed_steps()
         is_over = self._loop_is_over and not self._has_steps and steps > self._steps_at_end
         if self._begun_with is None or is_over:
-            return {"epoch": self._epoch + is_over, "resume_with": self._take()}
+            return {"epoch": self._epoch + is_over, "batches": 0, "resume_with": pack(self._take())}
         return {
             "epoch": self._epoch,
             "batches": self._batches,
             "is_ended": self._is_ended,
             "was_left": self._was_left,
             "has_steps": self._has_steps or steps > self._steps_at_begin,
-            "begun_with": self._begun_with,
-            "drawn_with": list(self._drawn_with),
-            "resume_with": self._ended_with if self.repeats_end else self._take(),
+            "begun_with": pack(self._begun_with),
+            "drawn_with": pack(list(self._drawn_with)),
+            "resume_with": pack(self._ended_with if self.repeats_end else self._take()),
             "checksum": None if self._last is None else _checksum(*self._last),
         }
 
@@ -185,9 +187,9 @@ class ResumableLoader:
         self._restored = {"resume_with": None, "checksum": None, "was_left": False, **state}
         self._epoch = state["epoch"]
         self._batches = state.get("batches", 0)
-        self._begun_with = state.get("begun_with")
+        self._begun_with = unpack(state.get("begun_with"))
         self._is_ended = state.get("is_ended", False)
-        self._drawn_with.extend(state.get("drawn_with", ()))
+        self._drawn_with.extend(unpack(state.get("drawn_with", [])))
         self._has_steps = state.get("has_steps", False)
         self._index_is_known = False
         _pending.add(self)
@@ -234,14 +236,15 @@ class ResumableLoader:
                 self._epoch,
             )
             _pending.difference_update([each for each in _pending if each._begun_with is None])  # noqa: SLF001
-            self._set(restored["resume_with"])
+            self._set(unpack(restored["resume_with"]))
             return iter(())
         for part in _samplers(self.loader):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
         resume_with = None
         if restored is not None:
-            resume_with = (restored["resume_with"] if self in _pending else None) or self._take()
+            resume_with = unpack(restored["resume_with"]) if self in _pending else None
+            resume_with = resume_with or self._take()
             _pending.clear()
         if restored is not None and self._begun_with is not None:
             self._report(restored)
