@@ -31,6 +31,9 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "SWANSONG_RESTORE",
     ):
         monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_")):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture

@@ -112,6 +112,12 @@ class Collector:
             self.pieces.append(Piece(self.group, key, tensor))
 
     def _add_shard(self, key: str, tensor: Any) -> None:
+        shards = tensor.device_mesh.size()
+        if shards > self._world_size:
+            raise ValueError(
+                f"{key} is sharded over {shards} ranks, but swansong.attach() found {self._world_size};"
+                " call it after init_process_group() and before destroy_process_group()"
+            )
         entry = self.entries[key] = {"shape": list(tensor.shape)}
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None or any(
