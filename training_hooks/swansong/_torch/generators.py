@@ -24,7 +24,7 @@ MOST_OBJECTS = 2000
 def take_global() -> dict[str, Any]:
     """Return the states of the global generators of ``random``, numpy, torch and every CUDA device."""
     generators = {**take_generators(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state_all()
     return generators
 

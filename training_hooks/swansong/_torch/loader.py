@@ -93,7 +93,6 @@ class ResumableLoader:
         self._last: tuple[list[torch.Tensor], list[int]] | None = None
         self._iteration: object = None
         self._own = find_generators(loader)
-        self._missing: set[str] = set()
         self._draws_here = self._inner is not loader or not self._inner.num_workers
 
     # ------------------------------------------------------------ the training loop
@@ -236,7 +235,7 @@ class ResumableLoader:
                 self._epoch,
             )
             _pending.difference_update([each for each in _pending if each._begun_with is None])  # noqa: SLF001
-            self._set(unpack(restored["resume_with"]))
+            self._resume_with(unpack(restored["resume_with"]))
             return iter(())
         for part in _samplers(self.loader):
             if hasattr(part, "set_epoch"):
@@ -249,9 +248,9 @@ class ResumableLoader:
         if restored is not None and self._begun_with is not None:
             self._report(restored)
             batches = self._replay(restored["checksum"])
-            self._set(resume_with)
+            self._resume_with(resume_with)
         else:
-            self._set(resume_with)
+            self._resume_with(resume_with)
             self._begun_with = self._take()
             batches = iter(self.loader)
         self._was_left = False
@@ -354,13 +353,21 @@ class ResumableLoader:
     def _set(self, generators: dict[str, Any] | None) -> None:
         if generators is None:
             return
-        for path, state in generators["own"].items():
-            if path in self._own:
-                set_state_of_generator(self._own[path], state)
-            elif path not in self._missing:
-                self._missing.add(path)
-                log.warning("the saved generator %s of the loader does not exist in this run", path)
+        if generators["own"].keys() - self._own.keys():
+            self._own = find_generators(self.loader)  # some are created with the first sample
+        for path in generators["own"].keys() & self._own.keys():
+            set_state_of_generator(self._own[path], generators["own"][path])
         set_global(generators["all"])
+
+    def _resume_with(self, generators: dict[str, Any] | None) -> None:
+        self._set(generators)
+        missing = generators["own"].keys() - self._own.keys() if generators is not None else ()
+        for path in sorted(missing):
+            log.warning(
+                "the loader has no generator %s yet, so its saved state is not restored; create it in the"
+                " constructor of its object, or seed it in each epoch",
+                path,
+            )
 
 
 _pending: weakref.WeakSet[ResumableLoader] = weakref.WeakSet()
