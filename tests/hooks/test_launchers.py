@@ -275,15 +275,27 @@ def test_a_broken_store_is_an_error_in_words(group: Group, tmp_path: Path) -> No
 def test_a_process_group_after_attach_is_refused_at_the_start(
     daemon: FakeDaemon, attach: Any, counter: Counter, group: Group
 ) -> None:
-    """restore(), rollback and the first step raise with the fix, with and without a daemon."""
-    guards = [attach({"counter": counter}) for _ in range(2)]
+    """restore() and the first step raise with the fix, with and without a daemon."""
+    guards = [attach({"counter": counter})]
     guards.append(swansong.attach({"counter": counter}, socket="/nowhere/sock"))
     group.join(0, 2)
     with pytest.raises(swansong.RestoreError, match="init_process_group"):
         guards[0].restore()
-    for guard in guards[1:]:
+    for guard in guards:
         with pytest.raises(PositionError, match="but it was rank 0 of 1"):
             guard.step(1)
+    guards[1].close()
+
+
+def test_a_second_guard_of_one_process_is_refused(
+    daemon: FakeDaemon, attach: Any, counter: Counter
+) -> None:
+    """The daemon would ask only one of them to save; after close() another one is allowed."""
+    with attach({"counter": counter}):
+        with pytest.raises(RuntimeError, match="pass all objects in one state, or close"):
+            swansong.attach({"other": Counter()}, socket=daemon.path)
+        swansong.attach({"counter": counter}, socket="/nowhere/sock").close()
+    swansong.attach({"other": Counter()}, socket=daemon.path).close()
 
 
 def test_a_contradiction_is_never_saved(

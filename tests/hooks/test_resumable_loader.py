@@ -447,7 +447,8 @@ class Epochs:
             average=self.average,
         )
         self.state.values["best"] = 0.0
-        self.guard = swansong.attach(self.state)
+        self.steps = 0
+        self.state.count_steps_with(lambda: self.steps)
         self.trace: list[Any] = []
         self.snapshots = 0
 
@@ -467,7 +468,7 @@ class Epochs:
                 loss.backward()
                 self.optimizer.step()
                 if "g" not in self.work:
-                    self.guard.step()
+                    self.steps += 1
                 self.snapshot()
             for part in self.work:
                 if part == "s":
@@ -475,7 +476,7 @@ class Epochs:
                 elif part == "b":
                     self.state.values["best"] += self.optimizer.param_groups[0]["lr"]
                 elif part == "g":
-                    self.guard.step(epoch + 1)
+                    self.steps = epoch + 1
                 elif part == "a":
                     self.average.update_parameters(self.model)
                 elif part == "e":
@@ -526,3 +527,13 @@ def test_a_model_that_changes_at_the_end_of_an_epoch_is_reported(
         first.train()
     assert "average was changed after the last batch of the epoch" in caplog.text
     assert "loader.end_epoch()" in caplog.text
+
+
+def test_the_guard_counts_the_steps_for_the_loader() -> None:
+    """The loader needs the number to see a step after its loop."""
+    loader = ResumableLoader(DataLoader(DATA, 5))
+    guard = swansong.attach(TrainingState(torch.nn.Linear(1, 1), loader=loader))
+    guard.step()
+    guard.step()
+    assert loader.completed_steps() == 2
+    guard.close()

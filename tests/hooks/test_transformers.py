@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from swansong.protocol import Sealed
 from swansong.transformers import SwansongCallback
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -147,12 +147,12 @@ def restore_from(monkeypatch: pytest.MonkeyPatch) -> Restore:
     return choose
 
 
-def sets(daemon: FakeDaemon, count: int) -> list[Path]:
-    def found() -> list[Path]:
-        return sorted(path for path in daemon.staging.glob("step-*") if "." in path.name)
-
-    until(lambda: len(found()) >= count, what=f"{count} sets")
-    return found()
+def periodic_sets(daemon: FakeDaemon, count: int) -> dict[int, Path]:
+    """The sets by step, without that of the end of the run."""
+    sealed = [each for each in daemon.all_of(Sealed) if each.directory]
+    found = {each.step: daemon.staging / each.directory for each in reversed(sealed)}
+    assert len(found) == count
+    return found
 
 
 @pytest.fixture(autouse=True)
@@ -178,7 +178,7 @@ def test_a_run_resumes_at_every_step(
     )
     assert whole.trainer.state.global_step == LAST_STEP
     assert whole.trainer.state.best_model_checkpoint
-    for step, directory in enumerate(sets(daemon, LAST_STEP), 1):
+    for step, directory in periodic_sets(daemon, LAST_STEP).items():
         restore_from(directory)
         shutil.rmtree(output)  # another VM has none of the Trainer's own checkpoints
         again = Run(output, EarlyStoppingCallback(4), **options)
@@ -199,7 +199,7 @@ def test_a_checkpoint_in_an_evaluation_is_one_of_the_step_before_it(
         attach={"socket": daemon.path},
         **options,
     )
-    restore_from(*sets(daemon, 1))
+    restore_from(periodic_sets(daemon, 2)[STEPS_OF_EPOCH])
     again = Run(tmp_path / "again", **options)
     assert again.log == whole.log
     assert again.weights == whole.weights
@@ -209,6 +209,7 @@ def test_a_checkpoint_in_an_evaluation_is_one_of_the_step_before_it(
     )
 
 
+@pytest.mark.parametrize("from_step", [True, False], ids=["killed-after-its-last-step", "ended"])
 @pytest.mark.parametrize(
     "options",
     [
@@ -224,6 +225,8 @@ def test_a_finished_run_does_not_train_again(
     restore_from: Restore,
     caplog: pytest.LogCaptureFixture,
     options: dict[str, Any],
+    *,
+    from_step: bool,
 ) -> None:
     """A start from the last checkpoint of a finished run reports that in one line, and trains no step."""
     stopping = [EarlyStoppingCallback(1, 9.0)] if "metric_for_best_model" in options else []
@@ -232,7 +235,8 @@ def test_a_finished_run_does_not_train_again(
     )
     last_step = whole.trainer.state.global_step
     assert last_step < LAST_STEP
-    restore_from(sets(daemon, last_step)[-1])
+    last = periodic_sets(daemon, last_step)[last_step]
+    restore_from(last if from_step else daemon.staging / daemon.all_of(Sealed)[-1].directory)
     caplog.clear()
     again = Run(tmp_path / "again", *stopping, **options)
     assert again.trainer.state.global_step == last_step

@@ -52,17 +52,21 @@ def attach(
         to_save: objects by name, as for ``ignite.handlers.Checkpoint``: model, optimizer, schedulers, and
             handlers with a state, such as ``EarlyStopping``.
         loader: a :class:`swansong.torch.ResumableLoader`, or a stateful loader, that ``trainer.run`` gets.
-            Not for a ``DeterministicEngine``, which restores the position in the data itself.
         accumulation: iterations for each optimizer step.  Only the state between two of these steps is saved.
         resize: see :class:`swansong.torch.TrainingState`.
         options: of :func:`swansong.attach`, such as ``every_steps``.
 
     Raises:
-        TypeError: ``trainer`` is not an engine, or an object cannot be saved.
+        TypeError: ``trainer`` is a ``DeterministicEngine`` or no engine, or an object cannot be saved.
         ValueError: ``accumulation`` is not positive; or, in ``trainer.run``, the data has no position.
     """
     if not isinstance(trainer, Engine):
         raise TypeError(f"attach() needs the engine first, not a {type(trainer).__qualname__}")
+    if isinstance(trainer, DeterministicEngine):
+        raise TypeError(
+            "a DeterministicEngine that resumes in an epoch shuffles the rest of it again; use an Engine"
+            " with a ResumableLoader"
+        )
     if accumulation < 1:
         raise ValueError("accumulation= must be positive")
     objects = {name: item for name, item in to_save.items() if item is not trainer}
@@ -85,7 +89,6 @@ class _Position:
     def state_dict(self) -> dict[str, Any]:
         return {
             "engine": dict(self._trainer.state_dict()),
-            "seed": getattr(self._trainer.state, "seed", None),
             "terminates": bool(self._trainer.should_terminate),
         }
 
@@ -125,8 +128,7 @@ class _Handlers:
 
     def _check(self, trainer: Engine) -> None:
         data = trainer.state.dataloader
-        has_position = data is None or isinstance(trainer, DeterministicEngine)
-        if not has_position and data is not self._loader:
+        if data is not None and data is not self._loader:
             raise ValueError(
                 "trainer.run() got other data than attach(loader=...), so a resumed run would begin its epoch"
                 " again; pass the same ResumableLoader to both"
@@ -142,8 +144,6 @@ class _Handlers:
 
     def _resume(self, trainer: Engine, restored: dict[str, Any]) -> None:
         state, engine = trainer.state, restored["engine"]
-        if restored["seed"] is not None:
-            state.seed = restored["seed"]  # DeterministicEngine has just drawn another one
         iteration, length = engine["iteration"], engine["epoch_length"]
         # run() starts a finished engine again from iteration 0.
         state.iteration, state.epoch = iteration, iteration // length if length else 0

@@ -124,7 +124,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         if directory is not None and note is not None:
             self._catch_up(directory, note)
             if control.should_training_stop:
-                if not self.guard.finished:  # it has logged that already
+                if not self.guard.finished:  # which has been logged already
                     log.warning(
                         "the run finished at step %s: it does not train again", state.global_step
                     )

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from swansong._torch.loader import ResumableLoader
+from swansong._torch.objects import params_of, state_of
 
 MOST_BYTES = 2**20
 """Size of the largest object that is copied at the end of each loop."""
@@ -28,11 +29,10 @@ class EndOfLoop:
 
     Args:
         objects: by name, all objects of the state, and its dictionary of plain values.
-        state_of: returns the state of an object that is neither module nor optimizer.
     """
 
-    def __init__(self, objects: Mapping[str, Any], state_of: Callable[[Any], Any]) -> None:
-        self._objects, self._state_of = objects, state_of
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
         self._loaders = [item for item in objects.values() if isinstance(item, ResumableLoader)]
         self._states: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
@@ -48,37 +48,49 @@ class EndOfLoop:
         """Return the states to save instead of the current ones, by object; of an optimizer its groups."""
         if not any(loader.repeats_end for loader in self._loaders):
             return {}
-        for name, version in self._module_versions().items():
-            if version != self._versions.get(name):
+        versions = self._versions_now()
+        changed = {name for name, version in versions.items() if version != self._versions[name]}
+        for name in sorted(changed):
+            if isinstance(self._objects[name], torch.nn.Module):
                 log.warning(
                     "%s was changed after the last batch of the epoch, and a resume from this checkpoint"
                     " repeats the end of the epoch: call loader.end_epoch() after the change",
                     name,
                 )
-        return self._states
+        # An optimizer whose weights changed, such as a schedule-free one, has groups that belong to them.
+        return {name: state for name, state in self._states.items() if name not in changed}
 
     def _copy(self) -> None:
-        self._versions = self._module_versions()
+        self._versions = self._versions_now()
         self._states = {}
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module | ResumableLoader):
                 continue
             try:
                 if isinstance(item, torch.optim.Optimizer):
-                    state = {"param_groups": item.state_dict()["param_groups"]}
+                    state = {
+                        key: part
+                        for key, part in item.state_dict().items()
+                        if key == "param_groups"
+                    }
                 else:
-                    state = item if isinstance(item, dict) else self._state_of(item)
+                    state = item if isinstance(item, dict) else state_of(item)
                 if _size(state) <= MOST_BYTES:
                     self._states[name] = copy.deepcopy(state)
             except Exception as error:
                 log.warning("%s cannot be copied at the end of the epoch: %s", name, error)
 
-    def _module_versions(self) -> dict[str, int]:
-        return {
-            name: sum(_version(each) for each in itertools.chain(item.parameters(), item.buffers()))
-            for name, item in self._objects.items()
-            if isinstance(item, torch.nn.Module)
-        }
+    def _versions_now(self) -> dict[str, int]:
+        """Return, for each module and optimizer, the number of changes of its weights and buffers."""
+        versions = {}
+        for name, item in self._objects.items():
+            if isinstance(item, torch.nn.Module):
+                versions[name] = sum(
+                    map(_version, itertools.chain(item.parameters(), item.buffers()))
+                )
+            elif isinstance(item, torch.optim.Optimizer):
+                versions[name] = sum(map(_version, params_of(item)))
+        return versions
 
 
 def _version(tensor: torch.Tensor) -> int:
