@@ -245,6 +245,8 @@ class ResumableLoader:
         for part in _samplers(self.loader):
             if hasattr(part, "set_epoch"):
                 part.set_epoch(self._epoch)
+        if hasattr(self.loader, "_num_iter_calls"):  # Fabric gives this number to the sampler
+            self.loader._num_iter_calls = self._epoch  # noqa: SLF001
         resume_with = None
         if restored is not None:
             resume_with = unpack(restored["resume_with"]) if self in _pending else None
