@@ -264,7 +264,9 @@ class Story:
 
     @property
     def verdicts(self) -> list[str]:
-        return [f"{done.verdict.value} {done.commit}" for done in self.all(Conclude)]
+        """Those that were announced; a farewell may have foretold another one."""
+        told = (done for done in self.all(Conclude) if done.is_final)
+        return [f"{done.verdict.value} {done.commit}" for done in told]
 
     @property
     def flushes(self) -> list[int]:

@@ -53,7 +53,8 @@ def train(rank: int, port: int, options: argparse.Namespace) -> None:
         guard.step(step, loss=loss)
     if options.end_early:
         dist.destroy_process_group()
-    guard.close(final=options.end_early)
+        guard.finish()
+    guard.close()
     if dist.is_initialized():
         dist.destroy_process_group()
 

@@ -31,6 +31,9 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "SWANSONG_RESTORE",
     ):
         monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_")):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -46,10 +49,16 @@ def counter() -> Counter:
 
 @pytest.fixture
 def attach(tmp_path: Path) -> Iterator[Callable[..., swansong.Guard]]:
-    """``swansong.attach`` to the socket of the fake daemon; all guards are closed at the end."""
+    """``swansong.attach`` to the socket of the fake daemon; all guards are closed at the end.
+
+    A second call for the same rank ends the first guard, as the end of its process would.
+    """
     guards: list[swansong.Guard] = []
 
     def attach(state: dict[str, Any] | None = None, **options: Any) -> swansong.Guard:
+        for guard in guards:
+            if guard._ranks.rank == int(os.environ.get("RANK", "0")):
+                guard._end("restarted")
         guards.append(swansong.attach(state, socket=tmp_path / "trainer.sock", **options))
         return guards[-1]
 

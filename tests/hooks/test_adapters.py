@@ -53,8 +53,8 @@ def test_lightning(
 def _epoch_progress(run: Path) -> object:
     """Lightning's count of epochs in the last checkpoint."""
     (path,) = run.glob("staging/step-000000000010.*/rank-00000/state.json")
-    loops = dict(json.loads(path.read_text())["index"]["objects"]["lightning"]["dict"])["fit_loop"]
-    return dict(loops["dict"])["epoch_progress"]
+    loops = dict(json.loads(path.read_text())["index"]["objects"]["lightning"]["dict"])["progress"]
+    return dict(dict(loops["dict"])["fit_loop"]["dict"])["epoch_progress"]
 
 
 def test_lightning_refuses_a_strategy_that_it_cannot_save(tmp_path: Path) -> None:

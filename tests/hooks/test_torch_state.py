@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import swansong
 import torch
+import torch.distributed as dist
 from swansong._checkpoint.health import health_of
 from swansong._checkpoint.restore import RestoreError
+from swansong._ranks.agreement import Ranks
 from swansong._torch import arena
 from swansong._torch.arena import Arena
 from swansong._torch.checkpoint_set import CheckpointSet
@@ -27,6 +29,9 @@ from swansong._torch.memory import checksum
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
@@ -152,6 +157,7 @@ def test_common_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:
         }
         index = {
             "format": FORMAT,
+            "rank": rank,
             "world_size": world_size,
             "objects": {"model": nodes},
             "tensors": {"model": collector.entries},
@@ -165,6 +171,34 @@ def test_common_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:
     (tmp_path / "rank-00001" / "model-00000.safetensors").unlink()
     with pytest.raises(OSError, match="model-00000"):
         CheckpointSet(tmp_path)
+
+
+def test_a_sharded_tensor_of_a_larger_job_is_refused() -> None:
+    """The guard has found one rank, and the parameter is spread over two: the save fails."""
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    try:
+        mesh = init_device_mesh("cpu", (2,))
+        tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
+    finally:
+        dist.destroy_process_group()
+    Collector("model", 0, 2, may_be_sharded=True).encode(tensor, "weight")
+    with pytest.raises(ValueError, match=r"weight is sharded over 2 ranks, .* found 1"):
+        Collector("model", 0, 1, may_be_sharded=True).encode(tensor, "weight")
+
+
+def test_an_index_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    """Each of two ranks took itself for the whole job: neither state is loaded as if it were that of both."""
+    trainer = Trainer(1)
+    for rank in range(2):
+        (tmp_path / f"rank-{rank:05d}").mkdir()
+        trainer.state.snapshot()(tmp_path / f"rank-{rank:05d}")
+    with pytest.raises(ValueError, match="rank 0 is of a job of 1 ranks, but 2 ranks wrote"):
+        trainer.state.load(tmp_path)
+    trainer.state.ranks = Ranks(rank=0, world_size=2, local_world_size=2)
+    for rank in range(2):
+        trainer.state.snapshot()(tmp_path / f"rank-{rank:05d}")
+    with pytest.raises(ValueError, match=r"rank-00001/state.json is of rank 0"):
+        trainer.state.load(tmp_path)
 
 
 @pytest.mark.fault("T06")

@@ -24,9 +24,10 @@ from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, de
 from swansongd import errors
 from swansongd.bucket.keys import RunKeys
 from swansongd.cli.completion import SHELLS
+from swansongd.cli.finished import EXIT_UNFINISHED
 from swansongd.cli.main import COMMANDS, EXIT_CODES
 from swansongd.cli.notify import EXIT_BY_VERDICT
-from swansongd.model import CommitRef
+from swansongd.model import CheckpointKind, CommitRef
 from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
@@ -452,6 +453,30 @@ def test_verify_finds_damage(place: Place) -> None:
     assert place.run("verify", "--step", "7").returncode == 17
 
 
+# ---------------------------------------------------------------- finished
+
+
+@pytest.mark.fault("T18")
+def test_finished_reports_the_end_of_a_run(place: Place) -> None:
+    """Only while the final commit is the newest one; 16 and not 18 if the store cannot be read."""
+    done = place.run("finished")
+    assert (done.returncode, done.stdout) == (18, "run r is not finished: it has no whole commit\n")
+    commit(place.store, FILES, step=100, kind=CheckpointKind.FINAL)
+    commit(place.store, FILES, step=100)
+    done = place.run("finished", "--json")
+    assert done.returncode == 0
+    assert json.loads(done.stdout) == {"run": "r", "finished": True, "generation": 1, "step": 100}
+    assert [row["kind"] for row in place.run_json("ls")] == ["final", "periodic"]
+    condition = f"! {' '.join(place.command('finished'))}"
+    assert subprocess.run(["/bin/sh", "-c", condition], check=False).returncode == 1
+    commit(place.store, FILES, generation=2, step=50)
+    done = place.run("finished")
+    assert done.returncode == 18
+    assert "its newest commit is generation 2 step 50" in done.stdout
+    shutil.rmtree(place.tmp_path / "store")
+    assert place.run("finished").returncode == 16
+
+
 # ---------------------------------------------------------------- status
 
 REPORT = {
@@ -638,6 +663,7 @@ def test_version_and_help(place: Place) -> None:
     assert {kind.exit_code for kind in kinds if issubclass(kind, errors.SwansongError)} | {
         0,
         *EXIT_BY_VERDICT.values(),
+        EXIT_UNFINISHED,
     } == set(EXIT_CODES)
     for code, text in EXIT_CODES.items():
         assert f"  {code:<3} {text}" in shown

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A notice without a trainer: the sealed sets are flushed, and the verdict does not wait for a save."""
+"""A notice without a trainer: the sealed sets are flushed, and the verdict waits for a trainer in time."""
 
 from __future__ import annotations
 
@@ -9,14 +9,17 @@ import pytest
 
 from testkit.clouds import Aws, Bucket
 from testkit.staged import write_set
+from testkit.waiting import until
 
 pytestmark = pytest.mark.fault("T01")
+
+NOTICE_S = 6
 
 
 def test_a_sealed_set_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
     """A sealed set without its trainer is committed.  Nothing else is missing: SAFE."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
-    aws.notice(in_s=30)
+    aws.notice(in_s=NOTICE_S)
     sealed = write_set(vm.run_directory, step=7)
     daemon = vm.start_daemon()
     verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
@@ -39,7 +42,7 @@ def test_a_trainer_that_has_ended_leaves_its_last_set_to_the_daemon(
     assert trainer.wait() == 0
     assert bucket.manifests() == []
 
-    aws.notice(in_s=30)
+    aws.notice(in_s=10)
     notice = daemon.lines.wait(event="evacuation", phase="notice")
     assert notice["plan"] == "FLUSH"
     bucket.order("clear")
@@ -48,17 +51,38 @@ def test_a_trainer_that_has_ended_leaves_its_last_set_to_the_daemon(
     assert [manifest["step"] for manifest in bucket.manifests()] == [30]
 
 
-def test_nothing_staged_and_nothing_committed_is_lost_immediately(
+@pytest.mark.fault("T17")
+def test_the_verdict_waits_for_a_trainer_and_comes_before_the_deadline(
     aws: Aws, bucket: Bucket, new_vm: Any
 ) -> None:
-    """No commit exists and none can be made: LOST, before the deadline."""
+    """No commit exists, and no trainer comes: LOST, in time.  Until then status shows the wait."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
-    aws.notice(in_s=30)
+    aws.notice(in_s=NOTICE_S)
+    daemon.lines.wait(event="evacuation", phase="waiting_for_trainer")
+    shown = until(lambda: vm.swansong("status").stdout, what="the status")
+    assert daemon.lines.all(event="verdict") or "waiting for a trainer to connect, " in shown
     verdict = daemon.lines.wait(event="verdict")
     assert (verdict["verdict"], verdict["step"]) == ("LOST", None)
-    assert verdict["slack_s"] > 15
+    assert 0 < verdict["slack_s"] < NOTICE_S - 1
     assert bucket.manifests() == []
+
+
+@pytest.mark.fault("T17")
+def test_a_trainer_that_connects_after_the_notice_is_asked(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The notice comes while the VM still starts its trainer: the one verdict is SAFE."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata)
+    daemon = vm.start_daemon()
+    aws.notice(in_s=50)
+    daemon.lines.wait(event="evacuation", phase="waiting_for_trainer")
+    vm.start_trainer(script=witness)
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "SAFE"
+    assert len(daemon.lines.all(event="verdict")) == 1
+    (commit,) = vm.commits()
+    assert (commit["kind"], commit["step"]) == ("emergency", verdict["step"])
 
 
 def test_nothing_new_since_the_last_commit_is_safe(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
@@ -67,6 +91,6 @@ def test_nothing_new_since_the_last_commit_is_safe(aws: Aws, bucket: Bucket, new
     daemon = vm.start_daemon()
     write_set(vm.run_directory, step=7)
     daemon.lines.wait(event="committed", step=7)
-    aws.notice(in_s=30)
+    aws.notice(in_s=NOTICE_S)
     assert daemon.lines.wait(event="evacuation", phase="notice")["plan"] == "NONE"
     assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] == 7

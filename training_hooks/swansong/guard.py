@@ -83,10 +83,17 @@ def attach(
         ValueError: an argument, or an environment variable of the launcher, has an invalid value; or the
             position of this process in the job is unknown.
         TypeError: ``state`` contains an object that cannot be saved.
+        RuntimeError: this process has an open guard already.
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= must be positive")
-    ranks = find_ranks(socket_path(socket)[0])
+    path, _ = socket_path(socket)
+    ranks = find_ranks(path)
+    if any(guard._is_of(path, ranks) for guard in _guards):  # noqa: SLF001
+        raise RuntimeError(
+            "attach() failed: this process has an open guard already, and the daemon would save the state of"
+            " only one of them; pass all objects in one state, or close() the first guard"
+        )
     warn_about_shared_store(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
@@ -121,6 +128,7 @@ class Guard:
     ) -> None:
         self._ranks = ranks
         state.ranks = ranks
+        state.rehearse()
         self._state = state
         self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._every_s = every_s
@@ -134,7 +142,7 @@ class Guard:
         self._rollbacks = 0
         self._polls = 0
         self._closed = False
-        self._has_stepped = False
+        self._is_opening = True
         self._session = DaemonSession(
             ranks,
             run=run,
@@ -170,8 +178,8 @@ class Guard:
             ValueError: at the first step only: ``torch.distributed`` contradicts the position that
                 :func:`attach` found.
         """
-        if not self._has_stepped:
-            self._first_step()
+        if self._is_opening:
+            self._observe_step()
         agreement = self._agreement
         if step is None:
             step = max(0, agreement.step) + 1
@@ -265,6 +273,14 @@ class Guard:
             check_ranks(self._ranks)
         except PositionError as error:
             raise RestoreError(f"restore failed: {error}") from error
+        if self._agreement.step >= 0:
+            log.warning(
+                "restore() is called after step %s; call it once, before the first step, and use rollback()"
+                " to return to a checkpoint",
+                self._agreement.step,
+            )
+        else:
+            self._state.before_restore()
         chosen = os.environ.get(RESTORE_ENV) or from_directory
         step = 0
         if chosen is not None:
@@ -410,11 +426,12 @@ class Guard:
 
     # ------------------------------------------------------------ saving
 
-    def _first_step(self) -> None:
-        """Check what only shows when training begins: here a mistake still raises."""
-        self._has_stepped = True
+    def _observe_step(self) -> None:
+        """Check what only shows in the first steps: in the first one a mistake still raises."""
+        self._is_opening = False  # a mistake raises once
         if not self._closed:
             check_ranks(self._ranks)
+            self._is_opening = self._state.observe_step()
 
     def _snapshot(self) -> Callable[[Path], object]:
         check_ranks(
@@ -536,6 +553,11 @@ class Guard:
             self._session.end(reason)
             self._agreement = self._session.agreement
             atexit.unregister(self._end)
+
+    def _is_of(self, socket_path: str, ranks: Ranks) -> bool:
+        """Whether this guard is open, and the daemon would take another one of ``ranks`` for the same."""
+        is_same = (socket_path, ranks.rank) == (self._session.channel.path, self._ranks.rank)
+        return is_same and not self._closed
 
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is not a rank: it must not use the connection.

@@ -152,7 +152,7 @@ class _Handlers:
         elif iteration and length and iteration % length == 0 and not self._guard.finished:
             trainer.fire_event(Events.EPOCH_COMPLETED)
         is_over = trainer.should_terminate or trainer._is_done(state)  # noqa: SLF001
-        if is_over and not self._guard.finished:  # which has been logged already
+        if is_over and not self._guard.finished:  # the guard has logged the end of a finished run
             log.warning("the run finished at iteration %s: it does not train again", iteration)
 
     def _end_iteration(self, trainer: Engine) -> None:

@@ -36,6 +36,7 @@ import jax
 
 import swansong
 from swansong._ranks.agreement import Ranks
+from swansong.state import Untried
 
 __all__ = ["SavePolicy"]
 
@@ -48,7 +49,7 @@ _STEP_NAME = re.compile(r"(?:[^.]*_)?([0-9]+)")
 log = logging.getLogger("swansong")
 
 
-class SavePolicy:
+class SavePolicy(Untried):
     """A ``SaveDecisionPolicy`` with which ``manager.save()``, after every step, saves if a checkpoint is due.
 
     Args:

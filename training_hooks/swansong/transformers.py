@@ -275,7 +275,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
     def _load(self, directory: Path) -> None:
         (self._restored,) = directory.glob("checkpoint-*")
         args = self._trainer.args
-        for best in directory.glob(f"{_BEST}/checkpoint-*"):
+        for best in (directory / _BEST).glob("checkpoint-*"):
             with args.main_process_first(local=True, desc="restore the best checkpoint"):
                 if not Path(args.output_dir, best.name).exists():
                     shutil.copytree(best, Path(args.output_dir, best.name))

@@ -21,6 +21,7 @@ COMMANDS = {
     "notify": "give the daemon notice that this VM will be terminated",
     "drill": "rehearse an evacuation on this VM",
     "ls": "list the commits of a run, newest first",
+    "finished": "report by the exit code whether a run has ended",
     "restore": "fetch the newest whole commit of a run",
     "verify": "compare all stored bytes of a run with its manifests",
     "doctor": "check the installation and print a fix for each problem",
@@ -50,6 +51,7 @@ EXIT_CODES = {
     15: "the staging directory or the restore target cannot be used",
     16: "the object store failed or refused a request",
     17: "nothing to restore: the run has no whole commit",
+    18: "finished: the run has not ended",
 }
 
 

@@ -200,10 +200,14 @@ def _lag(lag: Any) -> str:
 def _evacuation(evacuation: Any) -> str:
     if not isinstance(evacuation, dict):
         return "none"
-    return (
+    shown = (
         f"{_word(evacuation.get('reason'))}: {_word(evacuation.get('plan'))}, "
         f"{_word(evacuation.get('phase'))}, {_seconds(evacuation.get('seconds_left'))} left"
     )
+    wait_s = evacuation.get("trainer_wait_s")
+    if wait_s is not None:
+        shown += f"; waiting for a trainer to connect, {_seconds(wait_s)} left"
+    return shown
 
 
 def _word(value: Any) -> str:

@@ -22,6 +22,8 @@ AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
 TOO_LATE_S = 2.0
 """A save that could not be stored in time is abandoned after this long: the bandwidth may recover."""
+SIGNAL_AGAIN_S = 1.0
+"""Pause after a signal that could not be sent: the trainer may not be ready for it yet."""
 EARLY_SCAN_S = 0.2
 """Staging is scanned at this interval while the trainer saves."""
 
@@ -69,7 +71,8 @@ def make(transition: Transition) -> None:
     )
     transition.evacuation = replace(evacuation, request=request, requests=evacuation.requests + 1)
     if by_signal:
-        transition.mark("signal")
+        if not evacuation.refusal:
+            transition.mark("signal")
         transition.do(SignalTrainer(request.request_id))
     else:
         transition.mark("request", ranks=len(connected))
@@ -92,7 +95,8 @@ def reconcile(transition: Transition) -> None:
 def _make_missing(transition: Transition) -> None:
     """Make the first request when a trainer connects, or another one after a failure, if that is worth it."""
     evacuation = transition.evacuation
-    is_first = evacuation.request is None and bool(transition.state.connected)
+    request = evacuation.request
+    is_first = bool(transition.state.connected) and (request is None or request.is_unsent)
     if is_first or _is_repeat_due(transition):
         plan = planned(transition, left_s=transition.left_s)
         is_worth_it = plan.fits or (
@@ -105,6 +109,9 @@ def _make_missing(transition: Transition) -> None:
 
 
 def _is_repeat_due(transition: Transition) -> bool:
+    request = transition.evacuation.request
+    if transition.evacuation.awaits_trainer and request is not None:  # for its signal
+        return transition.now >= request.failed_mono_s + SIGNAL_AGAIN_S
     return will_repeat(transition) and transition.now >= nodes.repeat_mono_s(transition.evacuation)
 
 
@@ -173,6 +180,18 @@ def record_signalled(transition: Transition, request_id: str, pid: int) -> None:
     """The signal was sent."""
     if transition.waiting_request(request_id):
         transition.mark("accepted", pid=pid)
+
+
+def record_signal_refused(transition: Transition, request_id: str, reason: str) -> None:
+    """No process got the signal; the timeline has each reason once, however often it is tried."""
+    request = transition.waiting_request(request_id)
+    if request is None:
+        return
+    if reason != transition.evacuation.refusal:
+        transition.mark("request_failed", reason=reason)
+    refused = replace(request, failure=reason, is_unsent=True, failed_mono_s=transition.now)
+    transition.update_request(refused)
+    transition.evacuation = replace(transition.evacuation, refusal=reason)
 
 
 def record_process_ended(transition: Transition, request_id: str) -> None:

@@ -24,6 +24,7 @@ from dataclasses import replace
 from typing import assert_never
 
 from swansongd.core import (
+    arrival,
     claims,
     commits,
     emergency,
@@ -137,7 +138,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case SignalSent(request_id, pid):
             emergency.record_signalled(transition, request_id, pid)
         case SignalRefused(request_id, reason):
-            request.record_failed(transition, request_id, reason)
+            emergency.record_signal_refused(transition, request_id, reason)
         case SignalledExited(request_id, _):
             emergency.record_process_ended(transition, request_id)
         case Scanned():
@@ -178,6 +179,7 @@ def _reconcile(transition: Transition) -> None:
         claims.leave_fenced(transition, transition.state.fenced_by)
         return
     evacuation.reconcile(transition)
+    arrival.reconcile(transition)
     emergency.reconcile(transition)
     nodes.reconcile(transition)
     claims.reconcile(transition)

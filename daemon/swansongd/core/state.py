@@ -36,6 +36,8 @@ class Phase(StrEnum):
     CHECKPOINTING = "CHECKPOINTING"
     FLUSHING = "FLUSHING"
     COMMITTING = "COMMITTING"
+    WAITING_FOR_TRAINER = "WAITING_FOR_TRAINER"
+    """No trainer is connected, and one that connects now is asked for a checkpoint."""
     WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
     """This VM's part is committed, and not all other VMs have committed theirs."""
     FENCED = "FENCED"
@@ -192,6 +194,8 @@ class CheckpointRequest:
     lost_mono_s: float | None = None
     """When a rank's process ended; a scan that began later decides whether it had sealed."""
     failure: str = ""
+    is_unsent: bool = False
+    """The signal was refused: no process got the request."""
     failed_mono_s: float = 0.0
     rescan_mono_s: float = 0.0
     """When the last scan for early shards was ordered."""
@@ -225,6 +229,12 @@ class Evacuation:
     """The newest one."""
     requests: int = 0
     """Number of requests so far; each has another id."""
+    refusal: str = ""
+    """Why the last signal was not sent."""
+    awaits_trainer: bool = False
+    """The verdict waits for a trainer to connect, or to become ready for its signal."""
+    foretold: tuple[Verdict, CommitRef | None] | None = None
+    """Verdict and commit of the farewell that was written before the wait for a trainer."""
     verdict: Verdict | None = None
     verdict_commit: CommitRef | None = None
     part_reported: CommitRef | None = None
@@ -375,6 +385,8 @@ class State:
             return Phase.COMMITTING
         if evacuation.verdict is None and self.incomplete is not None:
             return Phase.WAITING_FOR_PEERS
+        if evacuation.verdict is None and evacuation.awaits_trainer:
+            return Phase.WAITING_FOR_TRAINER
         return evacuation.verdict or Phase.FLUSHING
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import emergency, notices
+from swansongd.core import arrival, emergency, notices
 from swansongd.core.events import (
     Conclude,
     Exit,
@@ -36,6 +36,9 @@ def reconcile(transition: Transition) -> None:
             _report_part(transition, evacuation)
         return
     verdict, reason = _judge(transition.state, out_of_time=is_undecided)
+    if arrival.wait_s(transition.state, transition.now) is not None:
+        _foretell(transition, evacuation, verdict, reason)
+        return
     if evacuation.is_precaution:
         _end_precaution(transition, evacuation, reason)
         return
@@ -92,6 +95,19 @@ def _conclude(
             notices=notices.identities(state, evacuation.identities),
         ),
     )
+
+
+def _foretell(
+    transition: Transition, evacuation: Evacuation, verdict: Verdict, reason: str
+) -> None:
+    """Write a farewell with the verdict as it would be without a trainer: the power may be cut early."""
+    commit = transition.state.last_complete
+    if evacuation.foretold == (verdict, commit):
+        return
+    transition.evacuation = replace(transition.evacuation, foretold=(verdict, commit))
+    slack_s = round(transition.left_s, 2)
+    reason = f"{reason}; waiting for a trainer to connect"
+    transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_final=False))
 
 
 def _report_part(transition: Transition, evacuation: Evacuation) -> None:
@@ -154,6 +170,8 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
         stands = f"{part}; {stands}"
     if _is_over(state):
         return Verdict.SAFE, f"the run is finished: {state.last_complete}"
+    if _has_not_begun(state):
+        return Verdict.SAFE, f"the trainer has begun no step yet: {state.last_complete}"
     if out_of_time:
         return Verdict.PARTIAL, f"the time ran out; {stands}"
     if request is not None and request.failure:
@@ -182,6 +200,22 @@ def _is_over(state: State) -> bool:
         and last.is_final
         and state.is_finished
         and (request is None or request.at_step <= last.step)
+    )
+
+
+def _has_not_begun(state: State) -> bool:
+    """Whether all trainers still restore: each of them reports the step at which it begins to train."""
+    evacuation = state.evacuation
+    assert evacuation is not None
+    newest, request = evacuation.newest, evacuation.request
+    return (
+        bool(state.trainers)
+        and all(t.step < 0 and t.start_step < 0 for t in state.trainers)
+        and (request is None or max((request.at_step, *request.accepted.values())) < 0)
+        and (newest is None or state.is_whole(newest))
+        and not state.owes_checkpoint
+        and not state.uncommitted
+        and not state.stored
     )
 
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from swansongd.core import periodic, staged_sets
+from swansongd.core import arrival, periodic, staged_sets
 from swansongd.core.state import FailedSaves, State
 from swansongd.model import Health, Notice, SourceStatus, TrainerView
 
@@ -82,6 +82,7 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
     evacuation = state.evacuation
     if evacuation is None:
         return None
+    wait_s = arrival.wait_s(state, now_mono_s)
     return {
         "id": evacuation.id,
         "reason": evacuation.reason,
@@ -89,6 +90,7 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
         "plan": evacuation.plan.kind.value,
         "why": evacuation.plan.reason,
         "phase": state.phase.value,
+        "trainer_wait_s": None if wait_s is None else round(wait_s, 1),
     }
 
 
@@ -107,6 +109,9 @@ def status_line(state: State, now_mono_s: float) -> str:
     if state.evacuation is None:
         return f"{state.phase.value}; {last}"
     left_s = state.evacuation.deadline_mono_s - now_mono_s
+    wait_s = arrival.wait_s(state, now_mono_s)
+    if wait_s is not None:
+        last = f"waiting for a trainer to connect, {wait_s:.0f} s left; {last}"
     return f"{state.phase.value}; {left_s:.0f} s left; {last}"
 
 

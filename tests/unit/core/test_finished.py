@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
+import pytest
 from swansongd.core.events import AskTrainers, CommitManifest, Prune
 from swansongd.model import CheckpointKind, CommitRef
 
 from testkit.story import Story, a_set
+
+pytestmark = pytest.mark.fault("T18")
 
 START = "start-1"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from swansongd.core import lifecycle
+from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.model import Verdict
 
@@ -14,6 +15,7 @@ from testkit.story import Story
 def test_heartbeats_last_from_the_notice_to_the_verdict() -> None:
     story = Story()
     assert not lifecycle.needs_heartbeat(story.state)
+    story.wait(RECONNECT_S)
     story.notice(source=ASG_SOURCE)
     assert lifecycle.needs_heartbeat(story.state)
     story.scan()

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from swansongd.core import notices, transition
+from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -38,6 +39,9 @@ from swansongd.core.state import Phase
 from swansongd.model import CommitRef, DeadlineQuality, Health, Severity, SourceStatus, Verdict
 
 from testkit.story import MIB, Story, a_notice, a_set
+
+WAITED_S = 116.0
+"""After this part of a notice of 120 s not even the reserve is left: no trainer is awaited any more."""
 
 
 def test_notice_to_safe() -> None:
@@ -425,6 +429,8 @@ def test_without_a_trainer_the_sealed_sets_are_committed() -> None:
     story.notice()
     story.scan()
     story.store_all()
+    assert story.state.last_complete == CommitRef(2, 10)
+    story.wait(WAITED_S)
     assert not story.all(AskTrainers)
     assert story.verdicts == ["SAFE generation 2 step 10"]
 
@@ -439,17 +445,19 @@ def test_a_stored_set_is_only_committed() -> None:
     assert story.state.evacuation.plan.kind.value == "COMMIT"
     story.committed()
     assert story.flushes == [10]
+    story.wait(WAITED_S)
     assert story.verdicts == []  # until a scan after the notice
     story.scan()
     assert story.verdicts == ["SAFE generation 2 step 10"]
 
 
 def test_a_run_without_any_set_is_lost() -> None:
-    """With no trainer, no set and no commit the verdict is LOST, after one scan."""
+    """With no trainer, no set and no commit the verdict is LOST, once no trainer can help any more."""
     story = Story()
     story.notice()
-    assert not story.verdicts
     story.scan()
+    assert not story.verdicts
+    story.wait(WAITED_S)
     assert story.verdicts == ["LOST None"]
 
 
@@ -562,6 +570,7 @@ def test_a_void_set_is_not_tried_again() -> None:
     story.notice()
     story.scan()
     story.store_all()
+    story.wait(WAITED_S)
     assert story.verdicts == ["PARTIAL generation 2 step 9"]
 
 
@@ -819,6 +828,8 @@ def test_no_verdict_before_the_first_scan() -> None:
     assert not story.all(Exit)
     story.scan()
     story.store_all()
+    assert not story.all(Exit), "the trainers have just lost their connection"
+    story.wait(RECONNECT_S)
     assert story.verdicts == ["SAFE generation 2 step 20"]
     assert story.all(Exit)
 

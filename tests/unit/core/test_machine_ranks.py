@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 from swansong.protocol import sealed_name
 from swansongd.core import emergency
+from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
@@ -21,7 +22,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.model import CommitRef
+from swansongd.model import CommitRef, Severity
 
 from testkit.story import Story, a_set
 
@@ -297,14 +298,16 @@ def test_before_the_first_scan_no_old_set_answers_the_signal() -> None:
 
 @pytest.mark.fault("T10")
 def test_after_a_refused_signal_the_sealed_sets_are_committed() -> None:
-    """A process that the signal would kill does not get it, and the daemon does not wait."""
+    """A process that the signal would kill does not get it; a shutdown does not wait for another one."""
     story = Story(signals_trainer=True, staged=[a_set(5)])
-    story.notice()
+    story.wait(RECONNECT_S)
+    story.notice(source="logind", severity=Severity.SHUTTING_DOWN)
     story.tell(SignalRefused(story.last(SignalTrainer).request_id, "no handler"))
     story.scan()
     story.store_all()
     assert story.verdicts == ["PARTIAL generation 2 step 5"]
     assert "no handler" in story.last(Conclude).reason
+    assert len(story.all(SignalTrainer)) == 1
 
 
 def test_a_signalled_process_that_ends_may_have_saved() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -101,6 +102,7 @@ def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
         KEYS.generation(7),
         SHARD,
         KEYS.commit(REF, 0, 2),
+        KEYS.commit(replace(REF, is_final=True), 0, 2),
         KEYS.farewell(7, "20261121T024201Z-0af1"),
         f"{KEYS.probes}doctor-0af1/",
     ]

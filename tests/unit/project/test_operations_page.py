@@ -19,7 +19,7 @@ import pytest
 import swansongd
 from swansong import protocol
 from swansongd import doctor, errors, sources
-from swansongd.cli import ls, main, notify
+from swansongd.cli import finished, ls, main, notify
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, section_keys
 from swansongd.core import claims, evacuation, nodes, notices, state
 from swansongd.core.planner import PlanKind
@@ -354,7 +354,8 @@ def test_every_exit_code_is_explained() -> None:
     }
     verdicts = set(notify.EXIT_BY_VERDICT.values())
     explained = {int(cells[0]) for cells in rows(section("commands", "Exit codes"))}
-    assert explained == own | verdicts | {0} == set(main.EXIT_CODES)
+    answers = {0, finished.EXIT_UNFINISHED}
+    assert explained == own | verdicts | answers == set(main.EXIT_CODES)
 
 
 def test_restarts_are_those_of_the_unit() -> None:

@@ -12,7 +12,7 @@ import torch
 
 from swansong._checkpoint.staging import finish
 from swansong._torch.memory import checksum, memory_of
-from swansong._torch.safetensors import DTYPE_NAMES, encode_header
+from swansong._torch.safetensors import DTYPE_NAMES, HEADER_MAX_BYTES, encode_header
 
 FILE_BYTES = 2**29
 """Largest size of a file with several tensors, so that the first files can be uploaded while the last ones
@@ -50,6 +50,17 @@ def _reason_to_refuse(tensor: torch.Tensor) -> str:
     if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
         return f"a {tensor.layout} tensor of {tensor.dtype}, which cannot be written: {_WAY_OUT}"
     return ""
+
+
+def check_headers(pieces: Sequence[Piece]) -> None:
+    """Raise ValueError if a file of these pieces would have a header that no restore accepts."""
+    for name, places in _files(pieces):
+        header, _, _ = encode_header({pieces[place].key: pieces[place].tensor for place in places})
+        if len(header) > HEADER_MAX_BYTES:
+            raise ValueError(
+                f"the header of {name} has {len(header)} bytes, and the limit is {HEADER_MAX_BYTES}: the"
+                " object has too many tensors"
+            )
 
 
 Signature = tuple[tuple[str, str, torch.dtype, torch.Size], ...]

@@ -16,7 +16,7 @@ import torch
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.safetensors import StoredTensor, read_header
 from swansong._torch.sharding import own_part
-from swansong.protocol import rank_directory
+from swansong.protocol import is_rank_directory, rank_directory
 
 READERS = 8
 """Largest number of threads that read and verify tensors."""
@@ -37,6 +37,12 @@ class CheckpointSet:
         self._directory = directory
         first = self._read_index(0)
         self.world_size = int(first["world_size"])
+        found = sum(is_rank_directory(path.name) for path in directory.iterdir())
+        if found != self.world_size:
+            raise ValueError(
+                f"{INDEX} of rank 0 is of a job of {self.world_size} ranks, but {found} ranks wrote the"
+                " checkpoint"
+            )
         self.indexes = [first, *(self._read_index(rank) for rank in range(1, self.world_size))]
         self._stored = [self._headers(rank) for rank in range(self.world_size)]
 
@@ -95,9 +101,12 @@ class CheckpointSet:
     def _read_index(self, rank: int) -> dict[str, Any]:
         path = self._directory / rank_directory(rank) / INDEX
         try:
-            return decode_index(path.read_bytes())
+            index = decode_index(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        if index["rank"] != rank:
+            raise ValueError(f"{path} is of rank {index['rank']}")
+        return index
 
     def _headers(self, rank: int) -> dict[tuple[str, str], StoredTensor]:
         directory = self._directory / rank_directory(rank)

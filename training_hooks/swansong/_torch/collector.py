@@ -30,7 +30,6 @@ class Collector:
         rank: of this process.
         world_size: number of ranks.
         is_common: whether all ranks hold the same values in this plain tensor.
-        may_be_sharded: whether DTensors can be loaded again, which only a model or an optimizer can do.
     """
 
     def __init__(
@@ -40,7 +39,6 @@ class Collector:
         world_size: int,
         *,
         is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
-        may_be_sharded: bool = False,
     ) -> None:
         self.pieces: list[Piece] = []
         self.entries: dict[str, dict[str, Any]] = {}
@@ -49,11 +47,18 @@ class Collector:
         self._rank = rank
         self._world_size = world_size
         self._is_common = is_common
-        self._may_be_sharded = may_be_sharded
+        self._may_be_sharded = True
         self._seen: dict[tuple[Any, ...], str] = {}
 
-    def encode(self, value: Any, path: str) -> Any:
-        """Encode ``value`` for the index; see :func:`swansong.state.encode_tree`."""
+    def encode(self, value: Any, path: str, *, may_be_sharded: bool = True) -> Any:
+        """Encode ``value`` for the index; see :func:`swansong.state.encode_tree`.
+
+        Args:
+            value: a tree.
+            path: name of its place.
+            may_be_sharded: whether an object of the job shows at a restore how a DTensor is sharded.
+        """
+        self._may_be_sharded = may_be_sharded
         return encode_tree(value, path, self._put)
 
     def _put(self, value: Any, key: str) -> Any:
@@ -68,7 +73,9 @@ class Collector:
             return {"array" if is_array else "scalar": key}
         if is_sharded(value):
             if not self._may_be_sharded:
-                raise TypeError(f"{key} is a sharded tensor outside of a model or an optimizer")
+                raise TypeError(
+                    f"{key} is a sharded tensor, which only an object with state_dict() can hold"
+                )
             self._add_shard(key, value)
             return {"tensor": key}
         if not isinstance(value, torch.Tensor):
@@ -112,6 +119,12 @@ class Collector:
             self.pieces.append(Piece(self.group, key, tensor))
 
     def _add_shard(self, key: str, tensor: Any) -> None:
+        shards = tensor.device_mesh.size()
+        if shards > self._world_size:
+            raise ValueError(
+                f"{key} is sharded over {shards} ranks, but swansong.attach() found {self._world_size};"
+                " call it after init_process_group() and before destroy_process_group()"
+            )
         entry = self.entries[key] = {"shape": list(tensor.shape)}
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None or any(

@@ -100,6 +100,11 @@ class ResumableLoader:
         return 0 if self._loop_is_over else self._batches
 
     @property
+    def has_begun(self) -> bool:
+        """Whether an epoch has begun in this process since the last restore."""
+        return self._begun_with is not None and self._restored is None
+
+    @property
     def _loop_is_over(self) -> bool:
         return self._restored is None and (self._ended_with is not None or self._was_left)
 

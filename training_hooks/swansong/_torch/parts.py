@@ -13,27 +13,26 @@ from typing import Any
 
 from swansong import protocol
 from swansong._ranks.agreement import Ranks
+from swansong.state import Untried
 
 
 class Parts:
     """Several objects with ``state_dict()`` as one object, by their order."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = list(parts)
+        self.parts = list(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): part.state_dict() for number, part in enumerate(self._parts)}
+        return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state) != len(self._parts):
-            raise ValueError(
-                f"{len(state)} objects were saved, and this job has {len(self._parts)}"
-            )
-        for number, part in enumerate(self._parts):
+        if len(state) != len(self.parts):
+            raise ValueError(f"{len(state)} objects were saved, and this job has {len(self.parts)}")
+        for number, part in enumerate(self.parts):
             part.load_state_dict(state[str(number)])
 
 
-class JointDirectory:
+class JointDirectory(Untried):
     """A state that a framework saves and loads as one directory of all ranks.
 
     Each rank writes into a separate directory.  For loading, one temporary directory has links to all files.

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Whether an evacuation waits for a trainer that is not there yet, and for how long.
+
+A VM can get its notice while the trainer still imports its libraries, or while it reconnects.  A trainer that
+connects in time is asked for a checkpoint, so a verdict before that would be no promise.  The wait ends when
+a checkpoint would no longer fit.
+
+A cloud cuts the power at the deadline, whatever the verdict: waiting costs nothing.  The verdict on a
+shutdown of the host, or on a termination by an Auto Scaling group, ends the VM's life earlier.  There the
+daemon waits only for a trainer that it knows, and after its own start for :data:`RECONNECT_S`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swansongd.core import planner
+from swansongd.core.lifecycle import ASG_SOURCE
+from swansongd.core.state import Evacuation, State
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
+
+RECONNECT_S = 10.0
+"""The hooks reconnect to a restarted daemon within this time."""
+_ENDED_BY_VERDICT = frozenset({LOGIND_SOURCE, HOST_SOURCE, ASG_SOURCE})
+"""Sources that end the VM as soon as it has a verdict."""
+
+
+def wait_s(state: State, now_mono_s: float) -> float | None:
+    """How long the verdict still waits for a trainer to connect; None if it does not wait."""
+    evacuation = state.evacuation
+    if evacuation is None or evacuation.is_precaution or evacuation.verdict is not None:
+        return None
+    is_asked = evacuation.request is not None and not evacuation.request.is_unsent
+    if is_asked or state.connected or state.overtaken_by is not None or state.is_finished:
+        return None
+    if not _may_come(state, now_mono_s):
+        return None
+    needed_s = planner.take_s(state.measured) + state.settings.reserve_s
+    left_s = evacuation.deadline_mono_s - now_mono_s - needed_s
+    return left_s if left_s >= 0 else None
+
+
+def _may_come(state: State, now_mono_s: float) -> bool:
+    if any(not trainer.is_connected for trainer in state.trainers):
+        return True  # its process runs, and reconnects
+    started_mono_s = state.first_scan_mono_s
+    if started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S:
+        return True
+    return all(n.source not in _ENDED_BY_VERDICT for n in state.urgent_notices(now_mono_s))
+
+
+def reconcile(transition: Transition) -> None:
+    """Note in the evacuation whether it waits, for the phase that ``swansong status`` shows."""
+    evacuation = transition.state.evacuation
+    if evacuation is None:
+        return
+    left_s = wait_s(transition.state, transition.now)
+    awaits = left_s is not None
+    if awaits and not evacuation.awaits_trainer and evacuation.request is None:
+        _mark(transition, evacuation, left_s)
+    if awaits != evacuation.awaits_trainer:
+        transition.evacuation = replace(transition.evacuation, awaits_trainer=awaits)
+
+
+def _mark(transition: Transition, evacuation: Evacuation, left_s: float | None) -> None:
+    assert left_s is not None
+    transition.mark(
+        "waiting_for_trainer", seconds_left=round(left_s, 2), plan=evacuation.plan.kind.value
+    )

@@ -1,0 +1,206 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A notice before the trainer connects: the verdict waits for it, as long as a checkpoint would fit."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from swansongd.core import arrival
+from swansongd.core.arrival import RECONNECT_S
+from swansongd.core.events import (
+    AskTrainers,
+    Conclude,
+    Exit,
+    Mark,
+    SignalRefused,
+    SignalSent,
+    SignalTrainer,
+)
+from swansongd.core.lifecycle import ASG_SOURCE
+from swansongd.core.state import Phase
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
+from swansongd.model import CommitRef, Severity, Verdict
+
+from testkit.story import MIB, Story
+
+pytestmark = pytest.mark.fault("T17")
+
+
+def test_a_trainer_that_connects_in_time_is_asked() -> None:
+    """The verdict waits for it, and then for its checkpoint."""
+    story = Story()
+    story.notice(in_s=15)
+    story.scan()
+    story.wait(1)
+    assert story.state.phase is Phase.WAITING_FOR_TRAINER
+    assert not story.verdicts
+    story.join(step=-1)
+    story.progress(0)
+    assert story.state.phase is Phase.CHECKPOINTING
+    story.accept(3)
+    story.answer(4)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 4"]
+
+
+def test_the_wait_ends_when_no_checkpoint_fits_any_more() -> None:
+    """Without figures only the reserve counts.  The verdict comes before the deadline, once."""
+    story = Story()
+    story.notice(in_s=15)
+    story.scan()
+    story.wait(9.9)
+    assert not story.verdicts
+    assert arrival.wait_s(story.state, story.now) == pytest.approx(0.1)
+    story.wait(0.2)
+    assert story.verdicts == ["LOST None"]
+    assert story.last(Conclude).slack_s == pytest.approx(4.9)
+    story.join()
+    assert not story.all(AskTrainers)
+    story.wait(4)
+    assert story.verdicts == ["LOST None"]
+
+
+def test_the_wait_leaves_the_time_that_a_checkpoint_takes() -> None:
+    """By the size of the newest set and the measured bandwidth."""
+    story = Story()
+    story.seal(5)
+    story.flushed(after_s=10)  # 100 MiB in 10 s
+    story.committed()
+    story.notice(in_s=60)
+    story.scan()
+    wait_s = arrival.wait_s(story.state, story.now)
+    assert story.state.bandwidth_bytes_per_s == pytest.approx(10 * MIB)
+    assert wait_s == pytest.approx(60 - 10 - 5)
+
+
+def test_a_farewell_foretells_the_verdict_of_the_wait() -> None:
+    """The power may be cut early: a farewell is written when the wait begins, the verdict at its end."""
+    story = Story(newest=CommitRef(1, 50))
+    story.notice()
+    story.scan()
+    story.wait(1)
+    (foretold,) = story.all(Conclude)
+    assert (foretold.verdict, foretold.is_final) == (Verdict.SAFE, False)
+    assert "waiting for a trainer" in foretold.reason
+    assert [mark.phase for mark in story.all(Mark)].count("waiting_for_trainer") == 1
+    story.wait(114.1)
+    assert story.verdicts == ["SAFE generation 1 step 50"]
+
+
+@pytest.mark.parametrize("source", [LOGIND_SOURCE, HOST_SOURCE, ASG_SOURCE])
+def test_a_vm_that_ends_with_its_verdict_waits_for_no_unknown_trainer(source: str) -> None:
+    """A shutdown starts no units, and an idle VM of a group must not be held."""
+    story = Story()
+    story.wait(RECONNECT_S)
+    story.notice(source=source, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    assert story.verdicts == ["LOST None"]
+
+
+def test_a_shutdown_ends_the_wait_of_an_earlier_notice() -> None:
+    story = Story()
+    story.wait(RECONNECT_S)
+    story.notice(source="gcp.preempted")
+    story.scan()
+    assert not story.verdicts
+    story.notice(in_s=30, source=LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    assert story.verdicts == ["LOST None"]
+
+
+def test_a_shutdown_waits_for_a_trainer_that_reconnects() -> None:
+    """Its process runs: the lock of the shutdown is held until it has saved."""
+    story = Story()
+    story.join(step=8)
+    story.wait(RECONNECT_S)
+    story.leave(exited=False)
+    story.notice(in_s=30, source=HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    story.wait(2)
+    assert not story.all(Exit)
+    story.join(2, step=9)
+    story.accept(9, 2)
+    story.answer(10, connection=2)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 10"]
+    assert story.all(Exit)
+
+
+def test_a_restarted_daemon_waits_for_the_trainers_of_the_earlier_one() -> None:
+    """It does not know them yet, and the hooks reconnect within seconds, also during a shutdown."""
+    story = Story(claimed=False)
+    story.notice(in_s=30, source=LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story = Story()
+    story.notice(in_s=30, source=LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    story.wait(RECONNECT_S - 1)
+    assert not story.verdicts
+    story.wait(1)
+    assert story.verdicts == ["LOST None"]
+
+
+def test_a_trainer_that_still_restores_loses_nothing() -> None:
+    """It has begun no step: the next VM resumes from the same commit."""
+    story = Story(newest=CommitRef(1, 50))
+    story.join(step=-1)
+    story.notice(in_s=30)
+    story.accept(-1)
+    story.scan()
+    story.wait(30)
+    assert story.verdicts == ["SAFE generation 1 step 50"]
+    assert "begun no step" in story.last(Conclude).reason
+
+
+def test_a_trainer_that_has_begun_may_have_lost_steps() -> None:
+    """The steps of its last second are not reported yet."""
+    story = Story(newest=CommitRef(1, 50))
+    story.join(step=-1)
+    story.progress(50)
+    story.notice(in_s=30)
+    story.accept(50)
+    story.scan()
+    story.wait(30)
+    assert story.verdicts == ["PARTIAL generation 1 step 50"]
+
+
+def test_a_signal_is_tried_until_the_trainer_is_ready_for_it() -> None:
+    """The pid file appears later, or the handler is installed later.  Each reason is in the timeline once."""
+    story = Story(signals_trainer=True)
+    story.notice(in_s=60)
+    story.scan()
+    for _ in range(5):
+        story.tell(SignalRefused(story.last(SignalTrainer).request_id, "no pid file"))
+        assert not story.verdicts
+        story.wait(1)
+    requests = [action.request_id for action in story.all(SignalTrainer)]
+    assert len(set(requests)) == len(requests) == 6
+    story.tell(SignalSent(requests[-1], 55))
+    story.seal(9, framework="checkpoint-n")
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+    phases = [mark.phase for mark in story.all(Mark)]
+    assert (phases.count("signal"), phases.count("request_failed")) == (1, 1)
+
+
+def test_a_signal_that_is_refused_to_the_end_has_its_reason_in_the_verdict() -> None:
+    story = Story(signals_trainer=True)
+    story.notice(in_s=20)
+    story.scan()
+    while not story.verdicts:
+        story.tell(SignalRefused(story.last(SignalTrainer).request_id, "no handler"))
+        story.wait(1)
+    assert story.verdicts == ["LOST None"]
+    assert "no handler" in story.last(Conclude).reason
+    assert story.last(Conclude).slack_s > 0
+
+
+def test_a_fenced_vm_and_a_precaution_wait_for_no_trainer() -> None:
+    story = Story()
+    story.notice()
+    assert arrival.wait_s(story.state, story.now) is not None
+    fenced = replace(story.state, overtaken_by=7)
+    assert arrival.wait_s(fenced, story.now) is None
+    assert story.state.evacuation is not None
+    precaution = replace(story.state.evacuation, is_precaution=True)
+    assert arrival.wait_s(replace(story.state, evacuation=precaution), story.now) is None
