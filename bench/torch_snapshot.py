@@ -194,9 +194,9 @@ def as_rank(size_bytes: int, store: str) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=ranks)
     state = TrainingState(*trained(size_bytes // ranks, "cpu"))
+    guard = swansong.attach(state)
     state.snapshot()
     state.snapshot()  # allocates the second copy, as the second checkpoint of a run does
-    guard = swansong.attach(state)
     loop, together = Loop(), torch.ones(1)
     dist.barrier()
     step = guard.restore()

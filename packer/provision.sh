@@ -86,11 +86,15 @@ install_distributions() {
 	# more code and run it as root.
 	local pip=("$VENV/bin/python" -I -m pip --quiet --no-input --no-cache-dir --disable-pip-version-check)
 	local install=("${pip[@]}" install --no-deps)
+	# Trainers install the hooks of the daemon's version from this wheel, into their own environments.
+	local hooks=("${pip[@]}" wheel --no-deps --no-index --wheel-dir "$VENV/hooks")
+	rm -rf "$VENV/hooks"
 	local hashed=(--require-hashes --only-binary :all: --requirement "$source/constraints.txt")
 	if [ -n "$wheelhouse" ]; then
 		local wheels=(--no-index --find-links "$wheelhouse")
 		"${install[@]}" "${wheels[@]}" "${hashed[@]}"
 		"${install[@]}" "${wheels[@]}" --only-binary :all: --upgrade swansong swansongd
+		"${hooks[@]}" --find-links "$wheelhouse" --only-binary :all: swansong
 	else
 		"${install[@]}" "${hashed[@]}"
 		# A clean copy: a build leaves files beside its sources, and a later build would include them.
@@ -98,6 +102,7 @@ install_distributions() {
 		trap 'rm -rf "$scratch"' EXIT
 		"$source/packer/sources.sh" "$scratch"
 		"${install[@]}" --no-index --no-build-isolation "$scratch/training_hooks" "$scratch/daemon"
+		SOURCE_DATE_EPOCH=315532800 "${hooks[@]}" --no-build-isolation "$scratch/training_hooks"
 	fi
 	"${pip[@]}" check || die "the packages in $VENV do not fit together; take constraints.txt and the wheels from one version, or remove $VENV first"
 	ln -sfn "$VENV/bin/swansong" /usr/local/bin/swansong

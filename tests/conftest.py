@@ -9,11 +9,28 @@ from collections.abc import Generator
 import pytest
 from hypothesis import HealthCheck, settings
 
+from testkit.warm import WarmPythons
+
 settings.register_profile("machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("machines")
 
 DOES_NOT_APPLY = "does not apply"
 """Prefix of a skip reason that is not a missing tool or right: this machine has another property."""
+
+WARM = pytest.StashKey[WarmPythons]()
+WARM_ENV = "SWANSONG_TEST_WARM"
+"""Environment variable with the directory of the warm Pythons, which the workers of pytest-xdist share."""
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if not hasattr(config, "workerinput"):
+        config.stash[WARM] = WarmPythons()
+        os.environ[WARM_ENV] = config.stash[WARM].directory
+
+
+def pytest_unconfigure(config: pytest.Config) -> None:
+    if WARM in config.stash:
+        config.stash[WARM].close()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -241,6 +241,36 @@ def test_a_connection_belongs_to_one_rank(running: RunningChannel) -> None:
         assert "rank 1 of 4, not to rank 2 of 4" in refusal(client)
 
 
+@pytest.mark.fault("S9", "T12")
+@pytest.mark.parametrize(
+    ("rank", "world_size", "reason"),
+    [
+        (0, 1, "rank 0 of 1 cannot join, because process {} is rank 1 of 2"),
+        (0, 3, "rank 0 of 3 cannot join, because process {} is rank 1 of 2"),
+        (1, 2, "rank 1 of 2 is connected already, as process {}"),
+    ],
+)
+def test_a_process_that_does_not_fit_into_the_job_is_refused(
+    running: RunningChannel, rank: int, world_size: int, reason: str
+) -> None:
+    """It has a rank that another running process has, or counts other ranks; its successor fits at once."""
+    of_job = {"world_size": 2, "local_world_size": 2}
+    script = f"""
+s.connect(path)
+s.send(json.dumps({{"type": "hello", "run": "r1", "rank": 1, **{of_job}}}).encode())
+show(os.getpid() if "welcome" in s.recv(65536).decode() else "refused"); wait()
+"""
+    own = {"rank": rank, "world_size": world_size, "local_world_size": world_size}
+    with PeerProcess(running.path, script) as first:
+        pid = first.line()
+        with running.joined(rank=0, **of_job), running.connect() as other:
+            other.send(protocol.Hello("r1", **own))
+            answer = refusal(other)
+            assert reason.format(pid) in answer
+            assert "call swansong.attach() after init_process_group()" in answer
+    running.joined(**own).close()
+
+
 @pytest.mark.fault("S9", "S19")
 @pytest.mark.parametrize(
     "message",

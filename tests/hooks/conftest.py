@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import swansong
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Counter
+from testkit.warm import python_of
 
 
 @pytest.fixture(autouse=True)
@@ -29,6 +31,9 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "SWANSONG_RESTORE",
     ):
         monkeypatch.delenv(name, raising=False)
+    for name in os.environ:
+        if name.startswith(("SLURM_", "OMPI_", "PMI_", "PMIX_", "MPI_")):
+            monkeypatch.delenv(name)
 
 
 @pytest.fixture
@@ -44,13 +49,31 @@ def counter() -> Counter:
 
 @pytest.fixture
 def attach(tmp_path: Path) -> Iterator[Callable[..., swansong.Guard]]:
-    """``swansong.attach`` to the socket of the fake daemon; all guards are closed at the end."""
+    """``swansong.attach`` to the socket of the fake daemon; all guards are closed at the end.
+
+    A second call for the same rank ends the first guard, as the end of its process would.
+    """
     guards: list[swansong.Guard] = []
 
     def attach(state: dict[str, Any] | None = None, **options: Any) -> swansong.Guard:
+        for guard in guards:
+            if guard._ranks.rank == int(os.environ.get("RANK", "0")):
+                guard._end("restarted")
         guards.append(swansong.attach(state, socket=tmp_path / "trainer.sock", **options))
         return guards[-1]
 
     yield attach
     for guard in guards:
         guard._end("test over")
+
+
+@pytest.fixture(scope="session")
+def warm_python() -> str:
+    """Path of a Python that starts scripts in processes that have torch already; see ``testkit/warm.py``."""
+    return python_of(os.environ["SWANSONG_TEST_WARM"], "torch")
+
+
+@pytest.fixture(scope="session")
+def warm_frameworks() -> str:
+    """Path of a warm Python that has lightning, transformers and accelerate, too."""
+    return python_of(os.environ["SWANSONG_TEST_WARM"], "frameworks")

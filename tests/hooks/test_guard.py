@@ -759,6 +759,7 @@ def test_invalid_arguments_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         swansong.attach({"c": counter}, save=print, load=print)
     with pytest.raises(ValueError, match="positive"):
         swansong.attach({"c": counter}, every_steps=0)
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with pytest.raises(ValueError, match="LOCAL_WORLD_SIZE"):
         swansong.attach({"c": counter})
@@ -896,8 +897,8 @@ def test_a_checkpoint_of_another_step_or_world_is_an_error(
     with pytest.raises(swansong.RestoreError, match="step 3"):
         guard.restore()
     daemon.restorable = lambda: (daemon.sealed()[0], 3)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    for name, value in {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
+        monkeypatch.setenv(name, value)
     with pytest.raises(swansong.RestoreError, match="1 ranks saved it, and this job has 2"):
         attach({"counter": counter}).restore()
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import random
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -599,16 +598,3 @@ def test_ranks_that_do_not_roll_back_together_get_an_error(
     with Job(connect, nodes=2, local=1) as job:
         (alone,) = roll_all_back(job, {0: (20, 20)}, decide)
         assert "rank 1 has not called rollback() after step 20" in str(alone)
-
-
-def test_torchrun_sets_the_number_of_vms(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In GROUP_RANK and GROUP_WORLD_SIZE; without them it follows from the ranks of this VM."""
-    for name, value in {"RANK": 3, "WORLD_SIZE": 6, "LOCAL_WORLD_SIZE": 2}.items():
-        monkeypatch.setenv(name, str(value))
-    monkeypatch.delenv("GROUP_WORLD_SIZE", raising=False)
-    assert Ranks.from_environment().nodes == 3
-    monkeypatch.setenv("GROUP_RANK", "1")
-    monkeypatch.setenv("GROUP_WORLD_SIZE", "2")
-    assert replace(Ranks.from_environment(), rank=0) == Ranks(
-        rank=0, world_size=6, local_world_size=2, node=1, nodes=2
-    )

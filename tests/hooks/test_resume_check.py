@@ -1,14 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The report of ``check_resume`` is the same in any order of output, answer and exit code."""
+"""The report of ``check_resume``: in any order of output, answer and exit code, and of a mismatch."""
 
 from __future__ import annotations
 
 import os
 import queue
+import re
 import signal
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,7 +18,7 @@ import pytest
 import swansong
 from swansong import testing
 from swansong.protocol import Failed, Sealed
-from swansong.testing import TrainerFailedError, check_resume
+from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
 STEPS, KILL_AT = 6, 3
@@ -104,11 +105,13 @@ def holders(tmp_path: Path) -> Iterator[Path]:
         os.kill(int(line), signal.SIGKILL)
 
 
-def check(directory: Path, *command: str, **options: Any) -> testing.ResumeReport:
+def check(
+    directory: Path, *command: str, kill_at: Sequence[int] = (KILL_AT,), **options: Any
+) -> testing.ResumeReport:
     return check_resume(
         [sys.executable, "-c", *command],
         steps=STEPS,
-        kill_at=[KILL_AT],
+        kill_at=kill_at,
         directory=directory / "check",
         environment=ENVIRONMENT,
         limit_s=60,
@@ -160,3 +163,95 @@ def test_a_failed_save_without_a_request_is_not_an_answer(tmp_path: Path) -> Non
     report = check(tmp_path, TRAINER, "falters")
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
+
+
+MEETING = """
+import os, sys
+import swansong
+
+mine, theirs = os.pipe(), os.pipe()
+if os.fork() == 0:
+    mine, theirs = theirs, mine
+guard = swansong.attach(save=lambda directory: None, load=lambda directory: None)
+os.write(theirs[1], b".")
+os.read(mine[0], 1)
+for step in range(guard.restore() + 1, 1000):
+    guard.step(step)
+"""
+
+
+def test_two_processes_of_one_rank_are_refused(tmp_path: Path) -> None:
+    """Ranks that do not see each other would save one rank's state for all."""
+    with pytest.raises(
+        TrainerFailedError, match=r"2 processes say that they are rank 0 of 1: .*init_process"
+    ):
+        check(tmp_path, MEETING)
+
+
+def test_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
+    """One process that knows of no other rank cannot be one of two."""
+    with pytest.raises(
+        TrainerFailedError, match=r"rank 0 of 1, and check_resume\(\) expects ranks=2"
+    ):
+        check(tmp_path, TRAINER, "stays", ranks=2, has_launcher=True)
+
+
+FORGETS = """
+import json, random, sys
+import swansong
+
+total = {"total": 0.0}
+
+class Total:
+    def state_dict(self):
+        return total
+
+    def load_state_dict(self, state):
+        total.update(state)
+
+random.seed(1 if sys.argv[1] != "random" else None)
+hidden = random.Random(2)
+guard = swansong.attach({"total": Total()})
+for step in range(guard.restore() + 1, 1000):
+    total["total"] += hidden.random() if sys.argv[1] == "hidden" else random.random()
+    if sys.argv[2] == "loud":
+        print(json.dumps({"step": step, "loss": total["total"]}), flush=True)
+    guard.step(step)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "output", "lines"),
+    [
+        (
+            "hidden",
+            "loud",
+            [
+                r"step 4 is the first whose loss differs: 2\.\d+ instead of 2\.\d+",
+                r"the checkpoints of step 4 differ:",
+                r"  total: 'total' is 2\.\d+ instead of 2\.\d+",
+            ],
+        ),
+        ("hidden", "quiet", [r"the checkpoints of step 5 differ:", r"  total: 'total' is .*"]),
+        ("random", "quiet", [r"  generators\.python differs", r"likely cause: .*not determin.*"]),
+        (
+            "random",
+            "loud",
+            [
+                r"step 1 is the first whose loss differs: .*",
+                r"  generators\.python differs",
+                r"likely cause: the trainer is not deterministic: .*",
+            ],
+        ),
+    ],
+)
+def test_the_first_difference_is_reported(
+    tmp_path: Path, kind: str, output: str, lines: list[str]
+) -> None:
+    """The first step is found by the losses or, without them, by the checkpoints of the kills."""
+    with pytest.raises(ResumeMismatchError) as raised:
+        check(tmp_path, FORGETS, kind, output, kill_at=[KILL_AT, 5])
+    text = str(raised.value).splitlines()
+    for line in lines:
+        assert any(re.fullmatch(line, each) for each in text), raised.value
+    assert text[-1].startswith("likely cause: ")

@@ -37,6 +37,7 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from swansong._torch import index
 from swansong._checkpoint.staging import write_checkpoint
+from swansong._ranks.agreement import Ranks
 from swansong.protocol import RankManifest
 from swansong.torch import TrainingState
 
@@ -127,8 +128,8 @@ def lives_of(root, ranks, doomed):
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
     states = []
     for rank in range(ranks):
-        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), LOCAL_WORLD_SIZE=str(ranks))
         states.append(TrainingState(model, optimizer))
+        states[-1].ranks = Ranks(rank=rank, world_size=ranks, local_world_size=ranks)
     old, new = (copies(model, optimizer, states, value) for value in (1.0, 2.0))
     n = 0
     while True:
@@ -206,9 +207,7 @@ class Trainer:
 
 @pytest.mark.fault("T03", "D05")
 @pytest.mark.timeout(300)
-def test_whenever_it_dies_the_old_or_the_new_comes_back(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_whenever_it_dies_the_old_or_the_new_comes_back(tmp_path: Path) -> None:
     """After a kill before each file operation, or within a write, each set that the daemon finds loads.
 
     The newest set that it finds is the old one until the very rename, and from then on the new one.
@@ -216,9 +215,8 @@ def test_whenever_it_dies_the_old_or_the_new_comes_back(
     """
     live_and_die(tmp_path)
     for case, ranks in {"alone": 1, "first": 2, "second": 2}.items():
-        for name, value in {"RANK": 0, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}.items():
-            monkeypatch.setenv(name, str(value))
-        trainer, of_job = Trainer(), Ranks.from_environment()
+        trainer, of_job = Trainer(), Ranks(world_size=ranks, local_world_size=ranks)
+        trainer.state.ranks = of_job
         steps = []
         for staging in sorted((tmp_path / case).glob("*/r")):
             newest = candidates(staging)[0]

@@ -14,7 +14,6 @@ from testkit import TRAINERS
 
 HOOKS = Path(swansong.__file__).parents[1]
 EXAMPLE = [
-    sys.executable,
     str(HOOKS / "examples" / "torch_ddp.py"),
     # Four optimizer steps of two batches make an epoch.
     *("--windows", "128", "--accumulate", "2", "--epochs", "9", "--evaluate-every", "5"),
@@ -24,10 +23,10 @@ ENVIRONMENT = {"PYTHONPATH": str(HOOKS)}
 
 @pytest.mark.fault("T02", "T16", "S26")
 @pytest.mark.timeout(300)
-def test_one_process(tmp_path: Path) -> None:
+def test_one_process(tmp_path: Path, warm_python: str) -> None:
     """Killed twice in one epoch, in an evaluation and at an epoch's end; with dropout and loader workers."""
     report = check_resume(
-        [*EXAMPLE, "--workers", "1"],
+        [warm_python, *EXAMPLE, "--workers", "1"],
         steps=10,
         kill_at=[2, 3, "evaluating", 8],
         directory=tmp_path,
@@ -41,10 +40,10 @@ def test_one_process(tmp_path: Path) -> None:
 @pytest.mark.fault("T12")
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
-def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
+def test_two_ranks(tmp_path: Path, warm_python: str, options: list[str]) -> None:
     """Each rank has its own dropout and its own part of the data."""
     report = check_resume(
-        [*EXAMPLE, *options],
+        [warm_python, *EXAMPLE, *options],
         steps=5,
         kill_at=[3],
         ranks=2,
@@ -56,13 +55,13 @@ def test_two_ranks(tmp_path: Path, options: list[str]) -> None:
 
 
 @pytest.mark.timeout(300)
-def test_torchdata(tmp_path: Path) -> None:
+def test_torchdata(tmp_path: Path, warm_python: str) -> None:
     """torchdata's loader with two workers resumes in the middle of an epoch, after the yielded batches.
 
     Twice, the second time in an epoch that began after a resume; what the workers draw comes back too.
     """
     report = check_resume(
-        [sys.executable, str(TRAINERS / "stateful_loader.py")],
+        [warm_python, str(TRAINERS / "stateful_loader.py")],
         steps=16,
         kill_at=[5, 14],
         directory=tmp_path,
@@ -99,8 +98,8 @@ guard.close()
 @pytest.mark.parametrize(
     ("kind", "error", "message"),
     [
-        ("loud", ResumeMismatchError, "the loss of step"),
-        ("quiet", ResumeMismatchError, "total differs"),
+        ("loud", ResumeMismatchError, "step 5 is the first whose loss differs"),
+        ("quiet", ResumeMismatchError, "rank-00000/total: differs"),
         ("short", TrainerFailedError, "ended with 0"),
     ],
 )

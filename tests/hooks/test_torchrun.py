@@ -52,13 +52,19 @@ while True:
 class Torchrun:
     """``torchrun`` with two ranks of a trainer that does not use torch itself."""
 
-    def __init__(self, daemon: FakeDaemon, directory: Path, *arguments: str) -> None:
+    def __init__(
+        self,
+        daemon: FakeDaemon,
+        directory: Path,
+        *arguments: str,
+        python: str = sys.executable,
+    ) -> None:
         script = directory / "train.py"
         script.write_text(TRAINER)
         self.crash = directory / "crash"
         self.popen = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--standalone"),
+                *(python, "-m", "torch.distributed.run", "--standalone"),
                 *("--nproc-per-node=2", "--max-restarts=1", "--monitor-interval=0.2"),
                 *(f"--shutdown-timeout={SHUTDOWN_S}", str(script), str(self.crash)),
                 *arguments,
@@ -145,10 +151,12 @@ def test_sigterm_to_torchrun_ends_the_workers(torchrun: Torchrun) -> None:
     until(lambda: not any(is_alive(pid) for pid in torchrun.pids), what="the workers' end")
 
 
-def test_torchrun_kills_after_its_shutdown_timeout(daemon: FakeDaemon, tmp_path: Path) -> None:
+def test_torchrun_kills_after_its_shutdown_timeout(
+    daemon: FakeDaemon, tmp_path: Path, warm_python: str
+) -> None:
     """A rank that ignores SIGTERM may step and save until that timeout."""
     pytest.importorskip("torch")
-    job = Torchrun(daemon, tmp_path, "ignore SIGTERM")
+    job = Torchrun(daemon, tmp_path, "ignore SIGTERM", python=warm_python)
     try:
         job.wait_ranks()
         daemon.wait_connected(2)
@@ -184,7 +192,9 @@ while True:
 class Agent:
     """The torchrun of one VM of an elastic job, with one rank."""
 
-    def __init__(self, daemon: FakeDaemon, script: Path, port: int, *, is_host: bool) -> None:
+    def __init__(
+        self, python: str, daemon: FakeDaemon, script: Path, port: int, *, is_host: bool
+    ) -> None:
         settings = {
             "is_host": int(is_host),
             "last_call_timeout": 2,
@@ -194,7 +204,7 @@ class Agent:
         rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
         self.popen = subprocess.Popen(
             [
-                *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
+                *(python, "-m", "torch.distributed.run", "--nproc-per-node=1"),
                 *("--nnodes=1:2", "--max-restarts=3", "--rdzv-backend=c10d", "--rdzv-id=job"),
                 *(f"--rdzv-endpoint=127.0.0.1:{port}", f"--rdzv-conf={rendezvous}"),
                 *("--local-addr=127.0.0.1", "--monitor-interval=0.2", str(script)),
@@ -243,7 +253,7 @@ class Agent:
 
 @pytest.mark.timeout(300)
 @pytest.mark.fault("T12")
-def test_a_live_job_shrinks_and_grows_again(tmp_path: Path) -> None:
+def test_a_live_job_shrinks_and_grows_again(tmp_path: Path, warm_python: str) -> None:
     """A VM is lost and another one joins: the survivor's torchrun continues, and all ranks save together."""
     pytest.importorskip("torch")
     script = tmp_path / "train.py"
@@ -258,7 +268,7 @@ def test_a_live_job_shrinks_and_grows_again(tmp_path: Path) -> None:
             daemons.append(opened.enter_context(FakeDaemon(tmp_path / name)))
 
         def start(daemon: FakeDaemon, *, is_host: bool = False) -> Agent:
-            agent = Agent(daemon, script, port, is_host=is_host)
+            agent = Agent(warm_python, daemon, script, port, is_host=is_host)
             opened.callback(agent.kill)
             return agent
 
@@ -327,18 +337,20 @@ guard.close()
 @pytest.mark.fault("S26")
 @pytest.mark.parametrize(("how", "survives"), [("shielded", True), ("bare", False)])
 def test_a_shield_keeps_the_workers_of_a_loader_alive(
-    daemon: FakeDaemon, how: str, survives: Any
+    daemon: FakeDaemon, warm_python: str, how: str, survives: Any
 ) -> None:
     """SIGTERM to the process group kills unshielded workers, and so the loop; no worker connects."""
-    done = load(daemon, how)
+    done = load(warm_python, daemon, how)
     assert ("continued" in done.stdout) is survives, done.stderr[-2000:]
     assert len(daemon.all_of(Hello)) == 1
 
 
 @pytest.mark.fault("S26")
-def test_shielded_workers_do_not_outlive_their_trainer(daemon: FakeDaemon) -> None:
+def test_shielded_workers_do_not_outlive_their_trainer(
+    daemon: FakeDaemon, warm_python: str
+) -> None:
     """They ignore the signals, and detect by themselves that the trainer has ended."""
-    done = load(daemon, "killed")
+    done = load(warm_python, daemon, "killed")
     assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]
     workers = [int(pid) for pid in done.stdout.split()]
     assert len(workers) == 2
@@ -346,11 +358,11 @@ def test_shielded_workers_do_not_outlive_their_trainer(daemon: FakeDaemon) -> No
     assert len(daemon.all_of(Hello)) == 1
 
 
-def load(daemon: FakeDaemon, how: str) -> subprocess.CompletedProcess[str]:
+def load(python: str, daemon: FakeDaemon, how: str) -> subprocess.CompletedProcess[str]:
     """Run a trainer with two loader workers, which may hold its standard error open after its end."""
     pytest.importorskip("torch")
     return subprocess.run(
-        [sys.executable, "-c", LOADING, how],
+        [python, "-c", LOADING, how],
         env={**os.environ, "SWANSONG_SOCKET": daemon.path, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -248,7 +248,7 @@ def test_a_second_process_of_the_same_rank_is_refused(
         assert "rank 0 of 1 is connected already" in other.lines.wait(event="error")["reason"]
     status = vm.status()
     assert status["trainers_refused"]["count"] >= 2
-    assert "RANK" in status["trainers_refused"]["last"]
+    assert "torchrun" in status["trainers_refused"]["last"]
     assert len(status["trainers"]) == 1
     first.kill()
     assert train(vm, "--forever").lines.wait(event="resumed")["step"] == 0

@@ -93,7 +93,7 @@ def provisioned(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Provisione
         check=False,
         capture_output=True,
         text=True,
-        timeout=110,
+        timeout=280,
     )
     assert done.returncode == 0, done.stdout + done.stderr
     yield Provisioned(output, done.stdout)
@@ -131,6 +131,18 @@ def test_all_parts_are_in_place(provisioned: Provisioned) -> None:
     assert changes["var/lib/swansong/store"][:3] == ["d", "700", uid[1]]
     assert re.search(r"^/opt/swansong/.*/swansongd/__init__.py$", provisioned.stdout, re.MULTILINE)
     assert provisioned.stdout.count("#!/opt/swansong/bin/python") == 2
+
+
+def test_trainers_find_a_wheel_of_the_hooks(provisioned: Provisioned) -> None:
+    """Each user can read one wheel of the hooks, which fits the installed daemon."""
+    wheels = {
+        path: facts
+        for path, facts in provisioned.changes().items()
+        if path.startswith("opt/swansong/hooks/")
+    }
+    ((path, (kind, mode, *_)),) = wheels.items()
+    assert re.fullmatch(r"opt/swansong/hooks/swansong-[^-]+-py3-none-any\.whl", path)
+    assert (kind, mode) == ("f", "644")
 
 
 @pytest.mark.fault("S22")

@@ -56,7 +56,7 @@ def main() -> None:
         learning_rate=3e-3,
         warmup_steps=20,
         eval_strategy="steps",
-        eval_steps=4,
+        eval_steps=3,
         logging_steps=1,
         save_strategy="no",
         report_to="none",

@@ -41,6 +41,11 @@ class DcpState(JointDirectory):
         super().__init__(self._dcp_save, self._dcp_load)
 
     def _dcp_save(self, directory: Path) -> None:
+        if self.ranks.world_size > 1 and not dist.is_initialized():
+            # Without it, DCP would take each rank for the whole job.
+            raise RuntimeError(
+                "the process group does not exist any more; close the guard before destroy_process_group()"
+            )
         dcp.save(
             self._state,
             checkpoint_id=directory,

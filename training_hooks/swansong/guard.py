@@ -26,10 +26,13 @@ from typing import Any
 from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.restore import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
+from swansong._daemon.channel import socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
 from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
+from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
+from swansong._ranks.position import check_ranks, find_ranks
 from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
@@ -77,12 +80,20 @@ def attach(
             close the guard and exit with :data:`EXIT_SAVED`.
 
     Raises:
-        ValueError: an argument, or an environment variable of torchrun, has an invalid value.
+        ValueError: an argument, or an environment variable of the launcher, has an invalid value; or the
+            position of this process in the job is unknown.
         TypeError: ``state`` contains an object that cannot be saved.
+        RuntimeError: this process has an open guard already.
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= must be positive")
-    ranks = Ranks.from_environment()
+    path, _ = socket_path(socket)
+    ranks = find_ranks(path)
+    if any(guard._is_of(path, ranks) for guard in _guards):  # noqa: SLF001
+        raise RuntimeError(
+            "attach() failed: this process has an open guard already, and the daemon would save the state of"
+            " only one of them; pass all objects in one state, or close() the first guard"
+        )
     warn_about_shared_store(ranks)
     if every_s is not None and ranks.world_size > 1:
         raise ValueError("several ranks cannot agree on every_s=; use every_steps=")
@@ -116,8 +127,10 @@ class Guard:
         stop_after_save: bool,
     ) -> None:
         self._ranks = ranks
+        state.ranks = ranks
+        state.rehearse()
         self._state = state
-        self._saver = Saver(state.snapshot, in_background=state.in_background)
+        self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._every_s = every_s
         self._stop_after_save = stop_after_save
         self._health = LossMonitor()
@@ -129,6 +142,7 @@ class Guard:
         self._rollbacks = 0
         self._polls = 0
         self._closed = False
+        self._is_opening = True
         self._session = DaemonSession(
             ranks,
             run=run,
@@ -159,7 +173,13 @@ class Guard:
             loss: of that step, for the manifest and :attr:`healthy`.  A plain number is checked immediately.
                 A tensor is read only when a checkpoint is taken, because reading it blocks on the device.
             metrics: further numbers for the manifest, by name.
+
+        Raises:
+            ValueError: at the first step only: ``torch.distributed`` contradicts the position that
+                :func:`attach` found.
         """
+        if self._is_opening:
+            self._observe_step()
         agreement = self._agreement
         if step is None:
             step = max(0, agreement.step) + 1
@@ -249,6 +269,18 @@ class Guard:
             RestoreError: a checkpoint exists but cannot be fetched or loaded, or the daemon refuses this
                 process.  The state may be half loaded: end the process.
         """
+        try:
+            check_ranks(self._ranks)
+        except PositionError as error:
+            raise RestoreError(f"restore failed: {error}") from error
+        if self._agreement.step >= 0:
+            log.warning(
+                "restore() is called after step %s; call it once, before the first step, and use rollback()"
+                " to return to a checkpoint",
+                self._agreement.step,
+            )
+        else:
+            self._state.before_restore()
         chosen = os.environ.get(RESTORE_ENV) or from_directory
         step = 0
         if chosen is not None:
@@ -394,6 +426,19 @@ class Guard:
 
     # ------------------------------------------------------------ saving
 
+    def _observe_step(self) -> None:
+        """Check what only shows in the first steps: in the first one a mistake still raises."""
+        self._is_opening = False  # a mistake raises once
+        if not self._closed:
+            check_ranks(self._ranks)
+            self._is_opening = self._state.observe_step()
+
+    def _snapshot(self) -> Callable[[Path], object]:
+        check_ranks(
+            self._ranks
+        )  # otherwise the daemon would take one rank's part for the whole state
+        return self._state.snapshot()
+
     def _boundary(self, step: int) -> None:
         due = self._agreement.decide(step)
         if due is not None:
@@ -508,6 +553,11 @@ class Guard:
             self._session.end(reason)
             self._agreement = self._session.agreement
             atexit.unregister(self._end)
+
+    def _is_of(self, socket_path: str, ranks: Ranks) -> bool:
+        """Whether this guard is open, and the daemon would take another one of ``ranks`` for the same."""
+        is_same = (socket_path, ranks.rank) == (self._session.channel.path, self._ranks.rank)
+        return is_same and not self._closed
 
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is not a rank: it must not use the connection.

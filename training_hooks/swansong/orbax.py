@@ -35,6 +35,8 @@ from typing import Any
 import jax
 
 import swansong
+from swansong._ranks.agreement import Ranks
+from swansong.state import Untried
 
 __all__ = ["SavePolicy"]
 
@@ -47,7 +49,7 @@ _STEP_NAME = re.compile(r"(?:[^.]*_)?([0-9]+)")
 log = logging.getLogger("swansong")
 
 
-class SavePolicy:
+class SavePolicy(Untried):
     """A ``SaveDecisionPolicy`` with which ``manager.save()``, after every step, saves if a checkpoint is due.
 
     Args:
@@ -56,6 +58,7 @@ class SavePolicy:
 
     in_background = True
     reads_whole_set = False
+    ranks = Ranks()
 
     def __init__(self, **options: Any) -> None:
         self._manager: Any = None

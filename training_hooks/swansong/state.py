@@ -9,6 +9,7 @@ such as ``{"tuple": [...]}``.  numpy is needed only if the training script uses 
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import logging
 import os
@@ -20,8 +21,12 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Protocol
 
+from swansong._ranks.agreement import Ranks
+
 FORMAT = 1
 INDEX = "state.json"
+GENERATORS = "swansong-generators.json"
+"""Name of the file with the global generators, beside the files of a save function."""
 _ARRAY_NAME = re.compile(r"^array-\d{5,9}\.npy$")
 _WAY_OUT = "keep it out of the state, turn it into arrays and plain values, or give attach() save= and load="
 
@@ -63,7 +68,8 @@ class _Arrays:
         self._directory = directory
         self._count = 0
 
-    def put(self, value: Any, path: str) -> Any:
+    def check(self, value: Any, path: str) -> Any:
+        """As :meth:`put`, without writing a file."""
         numpy = sys.modules.get("numpy")
         kind = type(value)
         if numpy is None or not (kind is numpy.ndarray or isinstance(value, numpy.generic)):
@@ -72,8 +78,15 @@ class _Arrays:
             raise TypeError(f"{path} is an array of Python objects: {_WAY_OUT}")
         name = f"array-{self._count:05d}.npy"
         self._count += 1
-        numpy.save(os.path.join(self._directory, name), value, allow_pickle=False)
         return {"array" if kind is numpy.ndarray else "scalar": name}
+
+    def put(self, value: Any, path: str) -> Any:
+        node = self.check(value, path)
+        if node is not None:
+            (name,) = node.values()
+            numpy = sys.modules["numpy"]
+            numpy.save(os.path.join(self._directory, name), value, allow_pickle=False)
+        return node
 
     def get(self, word: str, name: Any) -> Any:
         if word not in ("array", "scalar"):
@@ -170,6 +183,8 @@ class Snapshots(Protocol):
     """Whether ``snapshot`` copies, so that training may continue before the copy is written."""
     reads_whole_set: bool
     """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
+    ranks: Ranks
+    """Position of this process in the job.  The guard sets it before all other uses of the state."""
 
     def snapshot(self) -> Callable[[Path], object]:
         """Return a function that writes this rank's part of the current state into a directory."""
@@ -177,9 +192,34 @@ class Snapshots(Protocol):
     def load(self, directory: Path) -> object:
         """Load the files of this rank or, with ``reads_whole_set``, of all ranks."""
 
+    def rehearse(self) -> None:
+        """Check at attach() that the state can be saved and loaded again; raise if not."""
 
-class Functions:
+    def before_restore(self) -> None:
+        """Warn if training has begun before restore()."""
+
+    def observe_step(self) -> bool:
+        """Check the state at one of the first steps; returns whether to call this at the next step too."""
+
+
+class Untried:
+    """Base of a state of which nothing can be checked before the first save."""
+
+    def rehearse(self) -> None:
+        """Check nothing."""
+
+    def before_restore(self) -> None:
+        """Check nothing."""
+
+    def observe_step(self) -> bool:
+        """Check nothing."""
+        return False
+
+
+class Functions(Untried):
     """A state that two functions of the training script save and load, without a copy.
+
+    The global generators are saved beside the files of these functions, in :data:`GENERATORS`.
 
     Args:
         save: writes the state into a directory.
@@ -188,14 +228,42 @@ class Functions:
 
     in_background = False
     reads_whole_set = False
+    ranks = Ranks()
 
     def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
-        self._save = save
-        self.load = load
+        self._save, self._load = save, load
 
     def snapshot(self) -> Callable[[Path], object]:
-        """Return the save function: nothing is copied."""
-        return self._save
+        """Return a function that calls the save function: nothing is copied."""
+        return self._write
+
+    def load(self, directory: Path) -> None:
+        """Call the load function, and then set the generators.
+
+        Raises:
+            ValueError: the file with the generators is malformed.
+            OSError: a file cannot be read.
+        """
+        self._load(directory)
+        # Last, because the load function may draw random numbers.
+        with contextlib.suppress(FileNotFoundError), open(directory / GENERATORS, "rb") as file:
+            _set_all(decode_tree(json.load(file), _no_reference))
+
+    def _write(self, directory: Path) -> None:
+        generators = json.dumps(encode_tree(_take_all(), "the generators", _as_list))
+        self._save(directory)
+        with open(directory / GENERATORS, "x", encoding="utf-8") as file:
+            file.write(generators)
+
+
+def _as_list(value: Any, _path: str) -> Any:
+    return {"list": value.tolist()}
+
+
+def _no_reference(word: str, value: Any) -> Any:
+    if word != "list":
+        raise ValueError(f"{GENERATORS} contains {word!r:.40}, which this version cannot read")
+    return value
 
 
 def take_generators() -> dict[str, Any]:
@@ -216,7 +284,28 @@ def set_generators(generators: Mapping[str, Any]) -> None:
         np.random.set_state(generators["numpy"])
 
 
-class Bundle:
+def _take_all() -> dict[str, Any]:
+    """Return the states of all global generators in use, also of torch and of CUDA, without tensors."""
+    generators, torch = take_generators(), sys.modules.get("torch")
+    if torch is not None:
+        generators["torch"] = bytes(torch.get_rng_state().tolist())
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            generators["cuda"] = [bytes(each.tolist()) for each in torch.cuda.get_rng_state_all()]
+    return generators
+
+
+def _set_all(generators: Mapping[str, Any]) -> None:
+    set_generators(generators)
+    if "torch" in generators:
+        import torch  # noqa: PLC0415 - only if the script that saved used it
+
+        torch.set_rng_state(torch.tensor(list(generators["torch"]), dtype=torch.uint8))
+        devices = generators.get("cuda", ()) if torch.cuda.is_available() else ()
+        for device, state in enumerate(devices[: torch.cuda.device_count()]):
+            torch.cuda.set_rng_state(torch.tensor(list(state), dtype=torch.uint8), device)
+
+
+class Bundle(Untried):
     """The objects of one rank's training state, saved together with the global random generators.
 
     Args:
@@ -226,6 +315,10 @@ class Bundle:
     Raises:
         TypeError: an object has neither the two methods nor a ``bit_generator``.
     """
+
+    in_background = False
+    reads_whole_set = False
+    ranks = Ranks()
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         for name, item in objects.items():
@@ -239,13 +332,33 @@ class Bundle:
                 )
         self._objects = dict(objects)
 
+    def snapshot(self) -> Callable[[Path], object]:
+        """Return :meth:`save`: nothing is copied."""
+        return self.save
+
+    def rehearse(self) -> None:
+        """Encode the state without writing it.
+
+        Raises:
+            TypeError: an object returns a state that cannot be saved.
+        """
+        for name in self._objects:
+            try:
+                encode_tree(self._state_of(name), f"state[{name!r}]", _Arrays("").check)
+            except Exception as error:
+                raise TypeError(
+                    f"cannot save {name}, a {type(self._objects[name]).__qualname__}:"
+                    f" {type(error).__name__}: {error}"
+                ) from error
+
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write all objects and the global random generators."""
-        states = {}
-        for name, item in self._objects.items():
-            is_stateful = hasattr(item, "state_dict")
-            states[name] = item.state_dict() if is_stateful else item.bit_generator.state
-        save_tree(directory, {"objects": states, "random": take_generators()})
+        states = {name: self._state_of(name) for name in self._objects}
+        save_tree(directory, {"objects": states, "random": _take_all()})
+
+    def _state_of(self, name: str) -> Any:
+        item = self._objects[name]
+        return item.state_dict() if hasattr(item, "state_dict") else item.bit_generator.state
 
     def load(self, directory: str | os.PathLike[str]) -> None:
         """Load all objects and the global random generators.
@@ -270,7 +383,7 @@ class Bundle:
             else:
                 item.bit_generator.state = states[name]
         # Last, because loading the objects may draw random numbers.
-        set_generators(generators)
+        _set_all(generators)
 
 
 def state_of(
@@ -289,8 +402,7 @@ def state_of(
             raise ValueError("attach() takes state=, or save= and load=, not both")
         if not isinstance(state, Mapping):
             return state
-        bundle = Bundle(state)
-        return Functions(bundle.save, bundle.load)
+        return Bundle(state)
     if save is None or load is None:
         raise ValueError("attach() needs state=, or both save= and load=")
     return Functions(save, load)

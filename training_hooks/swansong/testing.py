@@ -12,7 +12,8 @@ resumed.
 No daemon, root or cloud is needed: a stand-in answers the hooks.  At each step of ``kill_at`` it requests a
 checkpoint, kills the trainer with SIGKILL when the checkpoint is sealed, and starts the same command
 again.  At step ``steps`` both runs take a last checkpoint.  All bytes of the two must be equal: weights,
-optimizer, random generators, position in the data, and all else that the trainer saves.
+optimizer, random generators, position in the data, and all else that the trainer saves.  If they differ, both
+runs are repeated up to the first difference, and the error names the step, the objects and the likely cause.
 
 The trainer must seed all generators that it saves (``swansong.torch.seed_all``), even those that it does
 not use.  Run it with deterministic kernels, or on the CPU with a fixed number of threads (the default here
@@ -39,9 +40,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeGuard
 
 from swansong import protocol
+from swansong._differences import Difference, find_differences, has_loader, likely_cause
 from swansong.protocol import Accepted, Declined, Failed, Hello, Message, Sealed
 
 _DETERMINISTIC = {
@@ -63,6 +65,17 @@ class ResumeMismatchError(AssertionError):
 
 class TrainerFailedError(AssertionError):
     """The trainer ended, declined or stopped making progress before it had saved."""
+
+
+@dataclass(frozen=True)
+class _Misuse:
+    """A reason why the processes of the trainer cannot be checked."""
+
+    reason: str
+
+
+_Event = Message | _Misuse | str | int
+"""A message to the daemon, a misuse, a line of output, or an exit code."""
 
 
 @dataclass
@@ -110,7 +123,8 @@ def check_resume(
 
     Raises:
         ResumeMismatchError: the runs differ.
-        TrainerFailedError: the trainer did not save at a moment of ``kill_at``, or at ``steps``.
+        TrainerFailedError: the trainer did not save at a moment of ``kill_at``, or at ``steps``; or its
+            processes do not agree with ``ranks``.
     """
     if directory is None:
         with tempfile.TemporaryDirectory(prefix="swansong-check-") as temporary:
@@ -135,20 +149,78 @@ def check_resume(
     report = ResumeReport()
     reference, resumed = _Run(Path(directory, "reference")), _Run(Path(directory, "resumed"))
     wanted = trainer.until_saved(reference, steps)
-    for moment in kill_at:
-        saved = trainer.until_saved(resumed, moment)
-        report.saved_steps.append(_step_of(saved))
+    saved = [trainer.until_saved(resumed, moment) for moment in kill_at]
+    report.saved_steps = [_step_of(path) for path in saved]
     got = trainer.until_saved(resumed, steps)
-    report.losses = _compare_losses(reference.losses, resumed.losses, steps)
-    report.files = _compare_sets(wanted, got, ignoring)
-    return report
+    # Either run may have printed losses of later steps before it was killed.
+    both = [step for step in reference.losses.keys() & resumed.losses.keys() if step <= steps]
+    report.losses = len(both)
+    loss = next((step for step in sorted(both) if _differ(reference, resumed, step)), None)
+    if _step_of(wanted) != _step_of(got):
+        raise ResumeMismatchError(f"{got.name} is of another step than {wanted.name}")
+    found, report.files = find_differences(wanted, got, ignoring)
+    if not found and loss is None:
+        return report
+    lines = ["the resumed run differs from the uninterrupted one"]
+    if loss is not None:
+        before, after = reference.losses[loss], resumed.losses[loss]
+        lines += [f"step {loss} is the first whose loss differs: {after!r} instead of {before!r}"]
+    repeat = _Repeat(trainer, Path(directory), saved, ignoring)
+    step, found = repeat.first(loss) or (steps, found)
+    lines += [f"the checkpoints of step {step} differ:"] if found else []
+    lines += [f"  {difference.text}" for difference in found]
+    cause = likely_cause(found, has_loader(wanted))
+    if saved and (step if loss is None else loss) <= report.saved_steps[0]:
+        cause = "the trainer is not deterministic: seed all generators, and use one thread"
+    raise ResumeMismatchError("\n".join([*lines, f"likely cause: {cause}"]))
+
+
+def _differ(reference: _Run, resumed: _Run, step: int) -> bool:
+    return struct.pack("d", reference.losses[step]) != struct.pack("d", resumed.losses[step])
+
+
+@dataclass
+class _Repeat:
+    """Repeats parts of both runs after a mismatch, to find the first checkpoints that differ."""
+
+    trainer: _Trainer
+    directory: Path
+    saved: list[Path]
+    """Checkpoints at which the resumed run was killed."""
+    ignoring: str
+
+    def first(self, loss: int | None) -> tuple[int, list[Difference]] | None:
+        """Return the first step whose checkpoints differ, and how; None if no repeated part differs.
+
+        Args:
+            loss: first step whose loss differs.  Without one, the steps of ``saved`` are compared.
+        """
+        pairs = [(_step_of(path), path) for path in self.saved]
+        if loss is not None:
+            starts = [path for path in self.saved if _step_of(path) < loss]
+            pairs = [(loss, starts[-1])] if starts else []
+        for step, path in pairs:
+            try:
+                wanted = self._until(step, None)
+                got = self._until(step, path) if loss is not None else path
+            except TrainerFailedError:
+                return None
+            found, _ = find_differences(wanted, got, self.ignoring)
+            if found and _step_of(wanted) == _step_of(got):
+                return step, found
+        return None
+
+    def _until(self, step: int, start: Path | None) -> Path:
+        name = f"{'resumed' if start is not None else 'reference'}-until-{step}"
+        return self.trainer.until_saved(_Run(self.directory / name, start), step)
 
 
 class _Run:
     """One logical run: its staging directory, and the losses of all its starts."""
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, start: Path | None = None) -> None:
         self.directory = directory
+        self.start = start
         self.staging = directory / "staging"
         self.staging.mkdir(parents=True)
         self.starts = 0
@@ -158,7 +230,9 @@ class _Run:
         found = [(protocol.parse_sealed_name(path.name), path) for path in self.staging.iterdir()]
         sets = [(name[0], path) for name, path in found if name is not None]
         step, path = max(sets, default=(-1, None))
-        return (path, step) if path is not None else None
+        if path is not None:
+            return path, step
+        return (self.start, _step_of(self.start)) if self.start is not None else None
 
 
 @dataclass
@@ -173,7 +247,7 @@ class _Trainer:
     def until_saved(self, run: _Run, moment: int | str) -> Path:
         """Start the trainer, save it at this moment, kill it, and return the sealed set."""
         run.starts += 1
-        events: queue.SimpleQueue[Message | str | int] = queue.SimpleQueue()
+        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
         stand_in = _StandIn(run, self.ranks, moment, events.put)
         processes: list[subprocess.Popen[bytes]] = []
         outputs: list[_Output] = []
@@ -198,8 +272,10 @@ class _Trainer:
         while not events.empty():
             event = events.get()
             self._note_loss(run, event)
-            if isinstance(decided, str) and isinstance(event, Message) and _is_answer(event):
+            if isinstance(event, _Misuse) or (isinstance(decided, str) and _is_answer(event)):
                 decided = event
+        if isinstance(decided, _Misuse):
+            raise TrainerFailedError(decided.reason)
         if isinstance(decided, Sealed):
             return run.staging / decided.directory
         if isinstance(decided, Failed | Declined):
@@ -236,8 +312,8 @@ class _Trainer:
         run: _Run,
         stand_in: _StandIn,
         moment: int | str,
-        events: queue.SimpleQueue[Message | str | int],
-    ) -> Message | str:
+        events: queue.SimpleQueue[_Event],
+    ) -> Message | _Misuse | str:
         """Return the answer to the request, or the reason why none will arrive."""
         give_up = time.monotonic() + self.limit_s
         ended = 0
@@ -254,10 +330,10 @@ class _Trainer:
                 ended += 1
                 if event != 0 or (ended == (1 if self.has_launcher else self.ranks)):
                     return f"the trainer ended with {event}"
-            elif _is_answer(event):
+            elif isinstance(event, _Misuse) or _is_answer(event):
                 return event
 
-    def _note_loss(self, run: _Run, event: Message | str | int) -> None:
+    def _note_loss(self, run: _Run, event: _Event) -> None:
         found = self.loss_of(event) if isinstance(event, str) else None
         if found is not None:
             run.losses[found[0]] = found[1]
@@ -267,7 +343,7 @@ class _StandIn:
     """A stand-in for the daemon, for one start of the trainer."""
 
     def __init__(
-        self, run: _Run, ranks: int, moment: int | str, report: Callable[[Message], object]
+        self, run: _Run, ranks: int, moment: int | str, report: Callable[[_Event], object]
     ) -> None:
         self._run = run
         self._ranks = ranks
@@ -277,6 +353,8 @@ class _StandIn:
         self._connections: list[socket.socket] = []
         self._pidfds: dict[int, int] = {}
         """By pid, for each process that sent a Hello: at the kill, the pid alone may be another process."""
+        self._pid_of: dict[int, int] = {}
+        """By rank, of the process that said last that it is this rank."""
         self._served: list[tuple[socket.socket, threading.Thread]] = []
         self._accepted: dict[int, int] = {}
         self._held: list[tuple[socket.socket, Message]] = []
@@ -363,6 +441,7 @@ class _StandIn:
                     if isinstance(message, Hello):
                         rank = message.rank
                         self._welcome(connection, pid)
+                        self._check(message, pid)
                     elif isinstance(message, protocol.RestoreQuery):
                         self._restore(connection, message.query_id)
                     elif isinstance(message, Accepted):
@@ -389,6 +468,28 @@ class _StandIn:
             # Before the answer to its restore query, so that it cannot have passed the step.
             if self._is_requested:
                 self._send(connection, self._request)
+
+    def _check(self, hello: Hello, pid: int) -> None:
+        """Report processes that do not know their place among the ranks."""
+        place = f"rank {hello.rank} of {hello.world_size}"
+        with self._lock:
+            other = self._pid_of.get(hello.rank, pid)
+            self._pid_of[hello.rank] = pid
+            is_taken = other != pid and not _has_ended(self._pidfds.get(other))
+        if is_taken:
+            self._report(
+                _Misuse(
+                    f"2 processes say that they are {place}: swansong.attach() does not see the other ranks;"
+                    " call it after init_process_group()"
+                )
+            )
+        elif hello.world_size != self._ranks:
+            self._report(
+                _Misuse(
+                    f"a process says that it is {place}, and check_resume() expects ranks={self._ranks}: pass"
+                    " the number of ranks, and call swansong.attach() after init_process_group()"
+                )
+            )
 
     def _restore(self, connection: socket.socket, query_id: str) -> None:
         found = self._run.newest()
@@ -432,6 +533,14 @@ class _StandIn:
             pass  # the process has just ended, and its exit code is reported
 
 
+def _has_ended(pidfd: int | None) -> bool:
+    if pidfd is None:
+        return True
+    ended = select.poll()
+    ended.register(pidfd, select.POLLIN)
+    return bool(ended.poll(0))
+
+
 def _report_exit(process: subprocess.Popen[bytes], report: Callable[[int], object]) -> None:
     report(process.wait())
 
@@ -465,9 +574,9 @@ class _Output:
                 report(line)
 
 
-def _is_answer(message: Message) -> bool:
-    """Whether a message answers the request for a checkpoint."""
-    return isinstance(message, Sealed | Failed | Declined) and bool(message.request_id)
+def _is_answer(event: _Event) -> TypeGuard[Message]:
+    """Whether an event is a message that answers the request for a checkpoint."""
+    return isinstance(event, Sealed | Failed | Declined) and bool(event.request_id)
 
 
 def _json_loss(line: str) -> tuple[int, float] | None:
@@ -482,56 +591,3 @@ def _step_of(path: Path) -> int:
     name = protocol.parse_sealed_name(path.name)
     assert name is not None
     return name[0]
-
-
-def _compare_losses(wanted: dict[int, float], got: dict[int, float], steps: int) -> int:
-    # Either run may have printed losses of later steps before it was killed.
-    both = sorted(step for step in wanted.keys() & got.keys() if step <= steps)
-    for step in both:
-        if struct.pack("d", wanted[step]) != struct.pack("d", got[step]):
-            raise ResumeMismatchError(
-                f"the loss of step {step} is {got[step]!r}, and {wanted[step]!r} without interruption"
-            )
-    return len(both)
-
-
-def _compare_sets(wanted: Path, got: Path, ignoring: str) -> int:
-    def files(directory: Path) -> dict[str, Path]:
-        found = (path for path in directory.rglob("*") if path.is_file())
-        # Manifests contain the id of the request, which differs.
-        named = {str(path.relative_to(directory)): path for path in found}
-        return {
-            name: path
-            for name, path in named.items()
-            if not protocol.is_rank_manifest(name) and not re.search(ignoring, name)
-        }
-
-    ours, theirs = files(wanted), files(got)
-    if ours.keys() != theirs.keys():
-        raise ResumeMismatchError(f"files differ: {sorted(ours.keys() ^ theirs.keys())}")
-    if _step_of(wanted) != _step_of(got):
-        raise ResumeMismatchError(f"{got.name} is of another step than {wanted.name}")
-    for name, path in ours.items():
-        before, after = path.read_bytes(), theirs[name].read_bytes()
-        if before != after:
-            where = _first_difference(name, before, after)
-            raise ResumeMismatchError(f"{name} differs: {where}")
-    return len(ours)
-
-
-def _first_difference(name: str, before: bytes, after: bytes) -> str:
-    if name.endswith(".json"):
-
-        def walk(a: Any, b: Any, path: str) -> str:
-            if type(a) is type(b) and isinstance(a, dict) and a.keys() == b.keys():
-                return next(walk(a[key], b[key], f"{path}.{key}") for key in a if a[key] != b[key])
-            if type(a) is type(b) and isinstance(a, list) and len(a) == len(b):
-                place = next(place for place, item in enumerate(a) if item != b[place])
-                name = a[place][0] if isinstance(a[place], list) and a[place] else place
-                return walk(a[place], b[place], f"{path}[{name!r:.60}]")
-            return f"{path} is {b!r:.100}, and {a!r:.100} without interruption"
-
-        return walk(json.loads(before), json.loads(after), "")
-    pairs = enumerate(zip(before, after, strict=False))
-    place = next((at for at, (a, b) in pairs if a != b), min(len(before), len(after)))
-    return f"first at byte {place} of {len(before)}"

@@ -19,34 +19,51 @@ consists of safetensors and JSON files with checksums: it cannot run code, and a
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import logging
 import random
 import re
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, set_model_state_dict
-from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
-from swansong._torch.arena import Arena, signature_of
+from swansong._torch.arena import Arena, Piece, check_headers, signature_of
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.generators import is_generator, set_global, take_global
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
-from swansong.state import decode_tree, set_generators, take_generators
+from swansong._torch.modules import unwrap, uses_fsdp1
+from swansong._torch.objects import (
+    OTHERS,
+    getter,
+    has_known_layout,
+    is_node_of_optimizer,
+    load_module_from,
+    load_optimizer_from,
+    param_of,
+    params_of,
+    read,
+    read_others,
+    set_state,
+    state_of,
+    take_module,
+    take_optimizer,
+)
+from swansong._torch.order import OrderWatch
+from swansong._torch.rehearsal import check_module, check_relations, trying
+from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
 _GENERATORS, _VALUES = "generators", "values"
-_OTHERS = "others"
-"""Name of the files with the tensors of all objects that are neither model nor optimizer."""
-_NAME = re.compile(r"[a-z][a-z0-9_]{0,63}")
+_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 
 log = logging.getLogger("swansong")
 
@@ -78,6 +95,8 @@ class TrainingState:
 
     in_background = True
     reads_whole_set = True
+    ranks = Ranks()
+    """Position of this process in the job; :func:`swansong.attach` sets it."""
 
     def __init__(
         self,
@@ -94,21 +113,79 @@ class TrainingState:
         objects = {**named, "loader": loader, **others}
         self.values: dict[str, Any] = {}
         """Plain values to save and load, such as epoch or best metric; the same on all ranks."""
-        self._objects = {name: item for name, item in objects.items() if item is not None}
+        self._objects = {
+            name: unwrap(item) if isinstance(item, torch.optim.Optimizer) else item
+            for name, item in objects.items()
+            if item is not None
+        }
+        _check_names(self._objects)
         for name, item in self._objects.items():
-            if not _NAME.fullmatch(name) or name in (_GENERATORS, _VALUES, _OTHERS):
-                raise ValueError(f"{name!r} is not a valid name of an object")
-            if not _is_generator(item) and not hasattr(item, "load_state_dict"):
+            if isinstance(item, torch.nn.Module) and uses_fsdp1(item):
+                raise TypeError(
+                    f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
+                    " shard the model with torch.distributed.fsdp.fully_shard"
+                )
+            if not is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
                 )
         self._resize = resize
-        self._ranks = Ranks.from_environment()
         self._arenas: list[Arena | None] = [None, None]
+        self._watch: OrderWatch | None = None
+
+    # ------------------------------------------------------------ before the first step
+
+    def rehearse(self) -> None:
+        """Try at attach() all of a save but the copy, and that each module accepts its own state.
+
+        Raises:
+            TypeError: an object cannot be saved or loaded; names it.
+            ValueError: the objects do not belong together.
+        """
+        check_relations(self._objects)
+        own_layout = [name for name, item in self._objects.items() if _has_own_layout(item)]
+        self._rehearse(but=own_layout)
+        for name, item in self._objects.items():
+            if isinstance(item, torch.nn.Module):
+                with trying("load", name, item):
+                    check_module(item)
+        self._watch = OrderWatch(self._objects)
+
+    def before_restore(self) -> None:
+        """Warn if training has begun since attach()."""
+        if self._watch is not None and self._watch.has_begun:
+            log.warning(
+                "an optimizer stepped between attach() and restore(): a resume loses these steps; call"
+                " restore() before the first step"
+            )
+        loader = self._objects.get("loader")
+        if isinstance(loader, ResumableLoader) and loader.has_begun:
+            log.warning(
+                "the loader has begun an epoch before restore(): it continues from its restored position"
+                " only at the next iter(); call restore() before the first iter()"
+            )
+
+    def observe_step(self) -> bool:
+        """Try a save with the state of the first step, and watch the order of calls in the first steps.
+
+        Raises:
+            TypeError: an object cannot be saved; names it.
+        """
+        if self._watch is None:
+            return False
+        if self._watch.is_new:
+            self._rehearse()
+        return self._watch.report()
+
+    def _rehearse(self, but: Collection[str] = ()) -> None:
+        index, pieces = self._gather(but)
+        check_headers(pieces)
+        files = {each: dict.fromkeys(tensors, 0) for each, tensors in index["tensors"].items()}
+        encode_index({**index, "files": files})
 
     # ------------------------------------------------------------ saving
 
-    def snapshot(self) -> Callable[[Path], None]:
+    def snapshot(self) -> Callable[[Path], object]:
         """Copy the state to host memory, and return a function that writes the copy into a directory.
 
         This reuses the memory of the last copy but one, so that copy must be written or dropped first.
@@ -116,25 +193,7 @@ class TrainingState:
         Raises:
             TypeError: a value cannot be written; names it.
         """
-        index: dict[str, Any] = {
-            "format": FORMAT,
-            "rank": self._ranks.rank,
-            "world_size": self._ranks.world_size,
-            "torch": torch.__version__,
-        }
-        others = Collector(_OTHERS, self._ranks.rank, self._ranks.world_size)
-        collectors = [others]
-        objects: dict[str, Any] = {}
-        common = self._common_memory()
-        for name, item in self._objects.items():
-            if isinstance(item, torch.nn.Module | torch.optim.Optimizer):
-                objects[name], collector = self._take(name, item, common)
-                collectors.append(collector)
-            else:
-                objects[name] = others.encode(_state_of(item), name)
-        objects[_VALUES] = others.encode(self.values, _VALUES)
-        objects[_GENERATORS] = others.encode(_take_generators(), _GENERATORS)
-        pieces = [piece for collector in collectors for piece in collector.pieces]
+        index, pieces = self._gather()
         arena, spare = self._arenas
         if arena is None or arena.signature != signature_of(pieces):
             arena = None  # free the old memory before allocating the new one
@@ -143,8 +202,6 @@ class TrainingState:
         arena.fill(pieces)
         self._arenas = [spare, arena]
         groups = dict(zip(arena.homes, (piece.group for piece in pieces), strict=True))
-        tensors = {collector.group: collector.entries for collector in collectors}
-        index |= {"objects": objects, "tensors": tensors}
 
         def write(directory: Path) -> None:
             index["files"] = {
@@ -155,42 +212,54 @@ class TrainingState:
 
         return write
 
-    def _take(
-        self, name: str, item: torch.nn.Module | torch.optim.Optimizer, common: set[int]
-    ) -> tuple[Any, Collector]:
-        is_module = isinstance(item, torch.nn.Module)
-        params = [] if is_module else _params(item)
-
-        def is_common(key: str, tensor: torch.Tensor) -> bool:
-            owner = tensor if is_module else _param_of(key, params)
-            return owner is not None and owner.data_ptr() in common
-
-        collector = Collector(
-            name,
-            self._ranks.rank,
-            self._ranks.world_size,
-            is_common=is_common,
-            may_be_sharded=True,
-        )
-        if is_module:
-            state = get_model_state_dict(item)
-            return {key: collector.encode(value, key) for key, value in state.items()}, collector
-        state = item.state_dict()
-        of_params = state.pop("state")
-        for number, values in of_params.items():
-            _check_shards(number, values, params)
-        node = {
-            "state": [
-                [number, collector.encode(values, f"state.{number}")]
-                for number, values in of_params.items()
-            ],
-            "rest": collector.encode(state, "rest"),
+    def _gather(self, but: Collection[str] = ()) -> tuple[dict[str, Any], list[Piece]]:
+        """Return the index, without its files, and the tensors to copy."""
+        others = self._collector(OTHERS)
+        collectors = [others]
+        objects: dict[str, Any] = {}
+        common = self._common_memory()
+        for name, item in self._objects.items():
+            if name in but:
+                continue
+            with trying("save", name, item):
+                if isinstance(item, torch.nn.Module):
+                    collector = self._collector(
+                        name, lambda _key, tensor: tensor.data_ptr() in common
+                    )
+                    objects[name] = take_module(item, collector)
+                    collectors.append(collector)
+                elif isinstance(item, torch.optim.Optimizer):
+                    state, params = item.state_dict(), params_of(item)
+                    if not has_known_layout(state):
+                        objects[name] = others.encode(state, name)
+                        continue
+                    collector = self._collector(name, functools.partial(_is_common, common, params))
+                    objects[name] = take_optimizer(state, params, collector)
+                    collectors.append(collector)
+                else:
+                    objects[name] = others.encode(state_of(item), name)
+        objects[_VALUES] = others.encode(self.values, _VALUES, may_be_sharded=False)
+        objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
+        index = {
+            "format": FORMAT,
+            "rank": self.ranks.rank,
+            "world_size": self.ranks.world_size,
+            "torch": torch.__version__,
+            "objects": objects,
+            "tensors": {collector.group: collector.entries for collector in collectors},
         }
-        return node, collector
+        return index, [piece for collector in collectors for piece in collector.pieces]
+
+    def _collector(
+        self,
+        group: str,
+        is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
+    ) -> Collector:
+        return Collector(group, self.ranks.rank, self.ranks.world_size, is_common=is_common)
 
     def _common_memory(self) -> set[int]:
         # DDP keeps parameters equal on all ranks.  Each rank saves all other tensors itself.
-        if self._ranks.world_size == 1:
+        if self.ranks.world_size == 1:
             return set()
         return {
             parameter.data_ptr()
@@ -215,8 +284,8 @@ class TrainingState:
                 state may be half loaded.
         """
         found = CheckpointSet(directory)
-        is_resized = found.world_size != self._ranks.world_size
-        source = self._ranks.rank % found.world_size
+        is_resized = found.world_size != self.ranks.world_size
+        source = self.ranks.rank % found.world_size
         nodes = found.indexes[source]["objects"]
         missing = self._objects.keys() - nodes.keys()
         if missing:
@@ -228,26 +297,33 @@ class TrainingState:
             )
         if is_resized:
             self._check_resize(found)
-        get = _getter(_read(found, source, _OTHERS, {}))
+        in_others = {
+            name: item
+            for name, item in self._objects.items()
+            if not isinstance(item, torch.nn.Module) and not is_node_of_optimizer(nodes[name])
+        }
+        get = getter(read_others(found, source, in_others))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
-                _load_module(found, source, name, item)
-            elif isinstance(item, torch.optim.Optimizer):
-                _load_optimizer(found, source, name, item)
+                load_module_from(found, source, name, item)
+            elif name not in in_others:
+                load_optimizer_from(found, source, name, item)
             elif is_resized and self._is_per_rank(name):
                 assert self._resize is not None
                 olds = [_decode(found, rank, name) for rank in range(found.world_size)]
-                _set_state(item, self._resize(name, olds))
+                set_state(item, self._resize(name, olds))
             else:
-                _set_state(item, decode_tree(nodes[name], get))
+                set_state(item, decode_tree(nodes[name], get))
         self.values.clear()
         self.values.update(decode_tree(nodes[_VALUES], get))
         # Last, because loading the objects may draw random numbers.
         generators = decode_tree(nodes[_GENERATORS], get)
-        if is_resized and self._ranks.rank >= found.world_size:
-            _reseed(generators, self._ranks.rank)
+        if is_resized and self.ranks.rank >= found.world_size:
+            _reseed(generators, self.ranks.rank)
         else:
-            _set_generators(generators)
+            set_global(generators)
+        if self._watch is not None:
+            self._watch.begin()
 
     def _is_per_rank(self, name: str) -> bool:
         item = self._objects[name]
@@ -258,13 +334,13 @@ class TrainingState:
         own = [name for name in self._objects if self._is_per_rank(name)]
         if own and self._resize is None:
             raise ValueError(
-                f"{found.world_size} ranks saved it and this job has {self._ranks.world_size}: each rank"
+                f"{found.world_size} ranks saved it and this job has {self.ranks.world_size}: each rank"
                 f" has its own {' and '.join(own)}; pass resize= to TrainingState to convert their states"
             )
         log.warning(
             "%s ranks saved the checkpoint and this job has %s: training continues, but not bit by bit",
             found.world_size,
-            self._ranks.world_size,
+            self.ranks.world_size,
         )
 
 
@@ -284,7 +360,7 @@ def load_weights(directory: Path | str, name: str = "model") -> dict[str, torch.
     """
     found = CheckpointSet(Path(directory))
     nodes = found.indexes[0]["objects"][name]
-    tensors = _read(found, 0, name, {})
+    tensors = read(found, 0, name, {})
     return {
         key: tensors[node["tensor"]]
         for key, node in nodes.items()
@@ -311,123 +387,43 @@ def shield_worker(_worker_id: int = 0) -> None:
 # ---------------------------------------------------------------- objects
 
 
-def _is_generator(item: Any) -> bool:
-    return isinstance(item, torch.Generator) or hasattr(item, "bit_generator")
-
-
-def _state_of(item: Any) -> Any:
-    if isinstance(item, torch.Generator):
-        return item.get_state()
-    return item.bit_generator.state if hasattr(item, "bit_generator") else item.state_dict()
-
-
-def _set_state(item: Any, state: Any) -> None:
-    if isinstance(item, torch.Generator):
-        item.set_state(state)
-    elif hasattr(item, "bit_generator"):
-        item.bit_generator.state = state
-    else:
-        item.load_state_dict(state)
-
-
-def _params(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
-    return [param for group in optimizer.param_groups for param in group["params"]]
-
-
-def _param_of(key: str, params: list[torch.Tensor]) -> torch.Tensor | None:
-    """Return the parameter of the key ``state.<number>...``."""
-    match = re.match(r"state\.(\d+)\b", key)
-    return params[int(match[1])] if match and int(match[1]) < len(params) else None
-
-
-def _check_shards(key: Any, state: Any, params: list[torch.Tensor]) -> None:
-    for name, value in state.items() if isinstance(state, dict) else ():
-        if isinstance(value, DTensor) and value.shape != params[key].shape:
-            raise TypeError(
-                f"the optimizer's {name!r} is sharded, but not in the shape of its parameter"
+def _check_names(objects: Mapping[str, Any]) -> None:
+    """Raise ValueError for a name that cannot begin a file name, and for an object under two names."""
+    names: dict[str, str] = {name: name for name in (_GENERATORS, _VALUES, OTHERS)}
+    owners: dict[int, str] = {}
+    for name, item in objects.items():
+        if not _NAME.fullmatch(name):
+            raise ValueError(
+                f"{name!r} is not a valid name of an object: use up to 64 letters, digits and"
+                " underscores, not beginning with a digit"
             )
+        # Names become file names, and some file systems do not distinguish cases.
+        taken = names.setdefault(name.lower(), name)
+        if name.lower() in (_GENERATORS, _VALUES, OTHERS):
+            raise ValueError(f"{name!r} is not a valid name of an object: it is reserved")
+        if taken != name:
+            raise ValueError(f"the names {taken!r} and {name!r} differ only in case: rename one")
+        owner = owners.setdefault(id(unwrap(item)), name)
+        if owner != name:
+            raise ValueError(f"{owner!r} and {name!r} are the same object: pass it once")
 
 
-def _read(
-    found: CheckpointSet, source: int, group: str, targets: Mapping[str, torch.Tensor]
-) -> dict[str, torch.Tensor]:
-    """Read all tensors of an object by key: ``targets`` in place, the others into host memory."""
-    tensors: dict[str, torch.Tensor] = {}
-    for key in found.indexes[source]["tensors"][group]:
-        if key in targets:
-            tensors[key] = targets[key]
-        else:
-            shape, dtype = found.shape_and_dtype(source, group, key)
-            tensors[key] = torch.empty(shape, dtype=dtype)
-    found.load(source, {(group, key): tensor for key, tensor in tensors.items()})
-    return tensors
+def _has_own_layout(item: Any) -> bool:
+    """Whether an optimizer has its own ``state_dict()``, which may change the state before the first step."""
+    is_optimizer = isinstance(item, torch.optim.Optimizer)
+    return is_optimizer and type(item).state_dict is not torch.optim.Optimizer.state_dict
 
 
-def _getter(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, Any], Any]:
-    def get(word: str, key: Any) -> Any:
-        if word == "tensor":
-            return tensors[key]
-        if word in ("array", "scalar"):
-            array = tensors[key].numpy()
-            return array if word == "array" else array[()]
-        raise ValueError(f"{INDEX} contains {word!r:.40}, which this version cannot read")
-
-    return get
+def _is_common(
+    common: set[int], params: list[torch.Tensor], key: str, _tensor: torch.Tensor
+) -> bool:
+    param = param_of(key, params)
+    return param is not None and param.data_ptr() in common
 
 
 def _decode(found: CheckpointSet, source: int, name: str) -> Any:
-    get = _getter(_read(found, source, _OTHERS, {}))
+    get = getter(read(found, source, OTHERS, {}))
     return decode_tree(found.indexes[source]["objects"][name], get)
-
-
-def _load_module(found: CheckpointSet, source: int, name: str, module: torch.nn.Module) -> None:
-    state = get_model_state_dict(module)
-    nodes = found.indexes[source]["objects"][name]
-    for what, keys in (
-        ("lacks", state.keys() - nodes.keys()),
-        ("has", nodes.keys() - state.keys()),
-    ):
-        if keys:
-            some = ", ".join(sorted(keys)[:5])
-            raise ValueError(f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}")
-    targets = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
-    get = _getter(_read(found, source, name, targets))
-    set_model_state_dict(module, {key: decode_tree(node, get) for key, node in nodes.items()})
-
-
-def _load_optimizer(
-    found: CheckpointSet, source: int, name: str, optimizer: torch.optim.Optimizer
-) -> None:
-    params = _params(optimizer)
-    targets = {}
-    for key in found.indexes[source]["tensors"][name]:
-        param = _param_of(key, params)
-        if isinstance(param, DTensor):
-            shape, dtype = found.shape_and_dtype(source, name, key)
-            if shape == param.shape:
-                targets[key] = torch.empty_like(param.detach(), dtype=dtype)
-    get = _getter(_read(found, source, name, targets))
-    node = found.indexes[source]["objects"][name]
-    state = {key: decode_tree(value, get) for key, value in node["state"]}
-    optimizer.load_state_dict({"state": state, **decode_tree(node["rest"], get)})
-
-
-# ---------------------------------------------------------------- generators
-
-
-def _take_generators() -> dict[str, Any]:
-    generators = {**take_generators(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
-        generators["cuda"] = torch.cuda.get_rng_state_all()
-    return generators
-
-
-def _set_generators(generators: Mapping[str, Any]) -> None:
-    set_generators(generators)
-    torch.set_rng_state(generators["torch"])
-    if torch.cuda.is_available():
-        for device, state in enumerate(generators.get("cuda", ())[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
 
 
 def _reseed(generators: Mapping[str, Any], rank: int) -> None:

@@ -16,10 +16,18 @@ while the files are written.
 from __future__ import annotations
 
 import contextlib
+import inspect
+import json
+import logging
+import random
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import torch
 from transformers import (
     Trainer,
     TrainerCallback,
@@ -33,20 +41,56 @@ from swansong._torch.parts import JointDirectory
 
 __all__ = ["SwansongCallback"]
 
+_BEST = "best"
+_NOTE = "swansong_{}.json"
+_NOT_WEIGHTS = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
+_WATCHED_STEPS = 3
+"""Number of steps after a start at which the callback checks whether the data set draws random numbers."""
+_REPEATED = ("grad_norm", "epoch", "ignore_keys_for_eval", "learning_rate")
+"""Arguments of the Trainer's method that logs, evaluates and saves, which a resumed start needs again."""
+
+log = logging.getLogger("swansong")
+
 
 class SwansongCallback(TrainerCallback):  # type: ignore[misc]
     """Saves and restores a trainer, to which it adds itself.
 
+    A checkpoint is taken before the log, the evaluation and the ``Trainer``'s own checkpoint of its step.
+    After a resume, these three come first.
+
     Args:
         trainer: the trainer to save.
         options: of :func:`swansong.attach`, such as ``every_steps``.
+
+    Raises:
+        ValueError: ``enable_jit_checkpoint`` is on.
+        TypeError: the trainer uses DeepSpeed.
     """
 
     def __init__(self, trainer: Trainer, **options: Any) -> None:
+        if getattr(trainer.args, "enable_jit_checkpoint", False):
+            raise ValueError(
+                "enable_jit_checkpoint is on: the ranks may then save different steps; turn it off"
+            )
+        if getattr(trainer, "is_deepspeed_enabled", False):
+            raise TypeError(
+                "the Trainer uses DeepSpeed, whose state cannot be saved by rank; use DDP or FSDP"
+            )
         self._trainer = trainer
         self._restored: Path | None = None
+        self._reported_step = 0
+        self._arguments: dict[str, Any] | None = None
+        self._is_epoch_over = False
+        self._generators: str | None = None
+        """Directory with the states of the generators before the evaluation in progress."""
+        self._last_drawn: Any = None
+        self._steps_to_watch = _WATCHED_STEPS
         self.guard = swansong.attach(JointDirectory(self._save, self._load), **options)
         trainer.add_callback(self)
+        # The Trainer calls this method after all callbacks of a step or an epoch, and no callback after it.
+        self._follow = trainer._maybe_log_save_evaluate  # noqa: SLF001 - it has no public name
+        self._signature = inspect.signature(self._follow)
+        trainer._maybe_log_save_evaluate = self._boundary  # noqa: SLF001
 
     def restore(self) -> str | None:
         """Return the directory of the newest whole checkpoint; None for a fresh run.
@@ -57,30 +101,201 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
             swansong.RestoreError: a checkpoint exists but cannot be fetched.
         """
         self.guard.restore()
-        return None if self._restored is None else str(self._restored)
+        if self._restored is None:
+            return None
+        args = self._trainer.args
+        # Otherwise EarlyStoppingCallback would count from zero again.
+        args.restore_callback_states_from_checkpoint = True
+        if args.ignore_data_skip:
+            log.warning(
+                "ignore_data_skip is on: the resumed run repeats batches, so it differs from an uninterrupted"
+                " one; turn it off"
+            )
+        return str(self._restored)
 
-    def on_step_end(
-        self, _args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    # ------------------------------------------------------------ callbacks
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
     ) -> None:
-        self.guard.step(state.global_step)
-        if self.guard.should_stop:
-            control.should_training_stop = True
+        self._reported_step = state.global_step
+        directory, self._restored = self._restored, None
+        note = None if directory is None else self._read_note(directory)
+        if directory is not None and note is not None:
+            self._catch_up(directory, note)
+            if control.should_training_stop:
+                if not self.guard.finished:  # which has been logged already
+                    log.warning(
+                        "the run finished at step %s: it does not train again", state.global_step
+                    )
+                # The Trainer looks at should_training_stop only after one more step.
+                self._trainer._run_epoch = lambda **_: None  # noqa: SLF001
+        if args.eval_on_start:
+            self._keep_generators()
+
+    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+        self._is_epoch_over = False
+        self._drop_generators()
+        self._last_drawn = None  # a sampler may draw at the begin of an epoch
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:
+        if self._last_drawn is not None and self._last_drawn != _generator_states():
+            self._steps_to_watch = 0
+            log.warning(
+                "the data set or its collator draws random numbers in the trainer's process: after a resume"
+                " in the middle of an epoch, the next batch contains others; derive them from the index"
+                " of the sample"
+            )
+        self._last_drawn = None
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        self._is_epoch_over = False
+
+    def on_epoch_end(
+        self, _args: TrainingArguments, _state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        self._is_epoch_over = True
+        if control.should_epoch_stop and not control.should_training_stop:
+            log.warning(
+                "a callback ended this epoch early: the Trainer resumes such a run at another batch, because"
+                " it counts epochs by steps"
+            )
 
     def on_prediction_step(self, *_: Any, **__: Any) -> None:
-        self.guard.poll()
+        if self._generators is not None:
+            self.guard.poll()
 
     def on_train_end(self, *_: Any, **__: Any) -> None:
-        self.guard.close()
+        self._trainer.__dict__.pop("_run_epoch", None)
+        self.guard.finish()
+
+    # ------------------------------------------------------------ the end of a step
+
+    def _boundary(self, *args: Any, **kwargs: Any) -> None:
+        """Report the step, then log, evaluate and save as the Trainer does."""
+        trainer = self._trainer
+        given = self._signature.bind(*args, **kwargs).arguments
+        self._arguments = {name: _plain(given[name]) for name in _REPEATED if name in given}
+        if trainer.control.should_evaluate:
+            self._keep_generators()
+        if trainer.state.global_step > self._reported_step:
+            self._reported_step = trainer.state.global_step
+            self.guard.step(trainer.state.global_step)
+        self._follow(*args, **kwargs)
+        self._arguments = None
+        self._drop_generators()
+        if self.guard.should_stop:
+            trainer.control.should_training_stop = True
+        if self._steps_to_watch > 0:
+            self._steps_to_watch -= 1
+            self._last_drawn = _generator_states()
+
+    def _keep_generators(self) -> None:
+        # An evaluation may draw random numbers.  A checkpoint taken in it contains the state before it.
+        self._generators = tempfile.mkdtemp(prefix="swansong-")
+        self._trainer._save_rng_state(self._generators)  # noqa: SLF001
+
+    def _drop_generators(self) -> None:
+        if self._generators is not None:
+            shutil.rmtree(self._generators, ignore_errors=True)
+            self._generators = None
+
+    def _catch_up(self, directory: Path, note: dict[str, Any]) -> None:
+        """Do what was due after the step of the checkpoint: log, evaluation, save, end of the epoch."""
+        trainer = self._trainer
+        state, control = trainer.state, trainer.control
+        if note["world_size"] != trainer.args.world_size:
+            log.warning(
+                "%s ranks saved the checkpoint and this job has %s: training continues, but not bit by bit",
+                *(note["world_size"], trainer.args.world_size),
+            )
+        is_at_end = note["max_steps"] <= state.global_step
+        if note["stops"] and not (is_at_end and state.max_steps > state.global_step):
+            control.should_training_stop = True
+        trainer._load_rng_state(str(directory))  # noqa: SLF001 - here and below, as in train()
+        trainer._tr_loss += note["loss"]  # noqa: SLF001
+        trainer._total_loss_scalar -= note["loss"]  # noqa: SLF001 - the summary covers this start only
+        trainer._globalstep_last_logged = note["logged_step"]  # noqa: SLF001
+        if note["arguments"] is not None:
+            self._is_epoch_over = note["is_epoch_over"]
+            self._repeat(note["arguments"])
+            is_last = float(state.epoch).is_integer() or control.should_training_stop
+            if is_last and not note["is_epoch_over"]:
+                trainer.callback_handler.on_epoch_end(trainer.args, state, control)
+                self._repeat(note["arguments"])
+        for path in directory.glob("rng_state*.pth"):  # train() loads them later
+            path.unlink()
+        trainer._save_rng_state(str(directory))  # noqa: SLF001
+
+    def _repeat(self, arguments: dict[str, Any]) -> None:
+        trainer = self._trainer
+        self._boundary(
+            tr_loss=trainer._tr_loss,  # noqa: SLF001
+            model=trainer.model_wrapped,
+            trial=None,
+            start_time=None,
+            **arguments,
+        )
+
+    # ------------------------------------------------------------ files
 
     def _save(self, directory: Path) -> None:
         trainer = self._trainer
         with _changed(
-            trainer.args, output_dir=str(directory), push_to_hub=False, save_total_limit=None
+            trainer.args,
+            output_dir=str(directory),
+            push_to_hub=False,
+            save_total_limit=None,
+            save_only_model=False,
         ):
-            trainer._save_checkpoint(trainer.model, trial=None)  # noqa: SLF001 - it has no public name
+            trainer._save_checkpoint(trainer.model, trial=None)  # noqa: SLF001
+        (own,) = directory.glob("checkpoint-*")
+        if self._generators is not None:
+            shutil.copytree(self._generators, own, dirs_exist_ok=True)
+        name = _NOTE.format(trainer.args.process_index)
+        (own / name).write_text(json.dumps(self._note()), encoding="utf-8")
+        best = trainer.state.best_model_checkpoint
+        if trainer.args.load_best_model_at_end and trainer.args.should_save and best:
+            # On another VM the Trainer's own checkpoints do not exist.
+            ignored = shutil.ignore_patterns(*_NOT_WEIGHTS)
+            shutil.copytree(best, directory / _BEST / Path(best).name, ignore=ignored)
+
+    def _note(self) -> dict[str, Any]:
+        trainer = self._trainer
+        return {
+            "world_size": trainer.args.world_size,
+            "max_steps": trainer.state.max_steps,
+            "stops": trainer.control.should_training_stop,
+            "loss": float(trainer._tr_loss),  # noqa: SLF001
+            "logged_step": trainer._globalstep_last_logged,  # noqa: SLF001
+            "is_epoch_over": self._is_epoch_over,
+            "arguments": self._arguments,
+        }
 
     def _load(self, directory: Path) -> None:
         (self._restored,) = directory.glob("checkpoint-*")
+        args = self._trainer.args
+        for best in (directory / _BEST).glob("checkpoint-*"):
+            with args.main_process_first(local=True, desc="restore the best checkpoint"):
+                if not Path(args.output_dir, best.name).exists():
+                    shutil.copytree(best, Path(args.output_dir, best.name))
+
+    def _read_note(self, directory: Path) -> dict[str, Any] | None:
+        for rank in (self._trainer.args.process_index, 0):
+            path = directory / _NOTE.format(rank)
+            if path.exists():
+                note: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+                return note
+        return None
+
+
+def _generator_states() -> Any:
+    numpy = np.random.get_state(legacy=False)["state"]
+    return random.getstate(), numpy["key"].tobytes(), numpy["pos"], torch.get_rng_state().tolist()
+
+
+def _plain(value: Any) -> Any:
+    return value.item() if isinstance(value, torch.Tensor) else value
 
 
 @contextlib.contextmanager

@@ -415,10 +415,10 @@ class TrainerChannel:
                 self._admission.hello(connection.peer.uid, self._connections.values(), now)
         except Refusal as refusal:
             problem = str(refusal)
-        other = None if problem else self._same_rank(connection, hello)
-        if other is not None:
-            problem = translate.taken(hello, other.peer.pid)
-            self._post(TrainerRefused(pid=connection.peer.pid, reason=problem))
+        if not problem:
+            problem = self._conflict(connection, hello)
+            if problem:
+                self._post(TrainerRefused(pid=connection.peer.pid, reason=problem))
         if problem:
             self._refuse(connection, problem)
             return
@@ -442,21 +442,19 @@ class TrainerChannel:
             view = translate.view_of(connection.number, pid, hello, greeted_mono_s=now)
             self._post(TrainerJoined(view))
 
-    def _same_rank(
-        self, connection: PeerConnection, hello: protocol.Hello
-    ) -> PeerConnection | None:
-        """The connection of another running process with the same rank on this VM."""
+    def _conflict(self, connection: PeerConnection, hello: protocol.Hello) -> str:
+        """Why another running process on this VM excludes this rank, and the fix; empty if none does."""
         for other in self._connections.values():
             if (
                 other.has_joined
                 and other.socket is not None
                 and other.hello is not None
                 and other.peer.pid != connection.peer.pid
-                and other.hello.rank == hello.rank
+                and translate.are_in_conflict(hello, other.hello)
                 and other.is_alive()
             ):
-                return other
-        return None
+                return translate.conflict(hello, other.hello, other.peer.pid)
+        return ""
 
     # ------------------------------------------------------------------ sending and ending
 

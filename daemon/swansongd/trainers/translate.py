@@ -120,13 +120,27 @@ def change_of(before: protocol.Hello, hello: protocol.Hello) -> str:
     return ""
 
 
-def taken(hello: protocol.Hello, pid: int) -> str:
-    """Why a rank may not join while another process with the same rank is connected, and the fix."""
+def are_in_conflict(hello: protocol.Hello, other: protocol.Hello) -> bool:
+    """Whether two processes cannot be ranks of one job: they have the same rank, or another number of ranks.
+
+    A rank that took itself for the whole job would write a set of its own at each step.
+    """
+    job, other_job = (hello.world_size, hello.nodes), (other.world_size, other.nodes)
+    return hello.rank == other.rank or job != other_job
+
+
+def conflict(hello: protocol.Hello, other: protocol.Hello, pid: int) -> str:
+    """Why a rank may not join while another process is connected, and the fix."""
+    own = f"rank {hello.rank} of {hello.world_size}"
+    found = f"{own} is connected already, as process {pid}"
+    if hello.world_size != other.world_size:
+        found = (
+            f"{own} cannot join, because process {pid} is rank {other.rank} of {other.world_size}"
+        )
     return (
-        f"rank {hello.rank} of {hello.world_size} is connected already, as process {pid}: a daemon serves "
-        "one job. If these are ranks of one job, start them with torchrun, or set RANK, WORLD_SIZE, "
-        "LOCAL_RANK and LOCAL_WORLD_SIZE; if they are two jobs, give the second one its own daemon, with "
-        "another trainer.socket and run.name"
+        f"{found}: a daemon serves one job. If these are ranks of one job, call swansong.attach() after "
+        "init_process_group(), or start them with torchrun; if they are two jobs, give the second one its "
+        "own daemon, with another trainer.socket and run.name"
     )
 
 

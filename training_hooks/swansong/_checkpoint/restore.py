@@ -234,6 +234,8 @@ def _check_part(
     name = protocol.rank_manifest_name(rank)
     with _opened_file(directory_fd, name, owners) as file:
         manifest = RankManifest.decode(file.read(protocol.RANK_MANIFEST_MAX_BYTES + 1))
+    if manifest.rank != rank:
+        raise ValueError(f"{name} is of rank {manifest.rank}")
     if wanted_step not in (None, manifest.step):
         raise ValueError(f"{name} is of step {manifest.step}, not of step {wanted_step}")
     for entry in manifest.files:

@@ -9,7 +9,6 @@ ranks, chooses the greatest step of all ranks plus one.  So no rank has passed t
 from __future__ import annotations
 
 import hashlib
-import os
 import secrets
 import sys
 import threading
@@ -37,40 +36,7 @@ class Ranks:
     nodes: int = 1
     """Number of VMs of the job."""
     restart_id: str = ""
-    """Identity of this start of the trainer processes by torchrun; empty without torchrun."""
-
-    @classmethod
-    def from_environment(cls) -> Ranks:
-        """Read the environment variables that torchrun sets; the defaults are those of one process.
-
-        Raises:
-            ValueError: a variable is not a number, or LOCAL_WORLD_SIZE is missing.
-        """
-
-        def number(name: str, default: int) -> int:
-            try:
-                return int(os.environ.get(name) or default)
-            except ValueError:
-                raise ValueError(f"{name}={os.environ[name]!r} is not a number") from None
-
-        world_size = number("WORLD_SIZE", 1)
-        if world_size > 1 and not os.environ.get("LOCAL_WORLD_SIZE"):
-            raise ValueError(
-                f"WORLD_SIZE is {world_size} but LOCAL_WORLD_SIZE is not set; set it to the number of ranks"
-                " on this VM, as torchrun does"
-            )
-        local_world_size = number("LOCAL_WORLD_SIZE", 1)
-        elastic_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-        restarts = number("TORCHELASTIC_RESTART_COUNT", 0)
-        return cls(
-            rank=number("RANK", 0),
-            local_rank=number("LOCAL_RANK", 0),
-            world_size=world_size,
-            local_world_size=local_world_size,
-            node=number("GROUP_RANK", 0),
-            nodes=number("GROUP_WORLD_SIZE", -(-world_size // max(1, local_world_size))),
-            restart_id=f"{elastic_id}/{restarts}" if elastic_id else "",
-        )
+    """Identity of this start of the job, the same for all its ranks; empty if unknown."""
 
     def nonce(self, step: int, request_id: str, secret: str) -> str:
         """Return the nonce in the name of a set, the same for all ranks that save together.

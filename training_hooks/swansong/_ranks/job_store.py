@@ -38,20 +38,41 @@ class JobStore(Protocol):
 def open_job_store() -> JobStore:
     """Open a new connection to the store at MASTER_ADDR and MASTER_PORT.
 
+    Without these variables, to that of the process group.
+
     Raises:
         Exception: no store answers there yet, or torch is not installed.
     """
     from torch.distributed import PrefixStore, TCPStore  # noqa: PLC0415 - only jobs that have torch
 
+    if "MASTER_ADDR" in os.environ:
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    else:
+        of_group: Any = store_of_group()
+        while isinstance(of_group, PrefixStore):
+            of_group = of_group.underlying_store
+        host, port = of_group.host, of_group.port
     store = TCPStore(
-        os.environ["MASTER_ADDR"],
-        int(os.environ["MASTER_PORT"]),
+        host,
+        port,
         is_master=False,
         wait_for_workers=False,
         timeout=timedelta(seconds=_CONNECT_LIMIT_S),
     )
     found: JobStore = PrefixStore("swansong", store)
     return found
+
+
+def store_of_group() -> JobStore:
+    """Return the store of the process group.
+
+    Raises:
+        Exception: no process group exists, or torch is not installed.
+    """
+    from torch.distributed import distributed_c10d  # noqa: PLC0415 - only jobs that have torch
+
+    store: JobStore = distributed_c10d._get_default_store()  # noqa: SLF001 - it has no public name
+    return store
 
 
 def wait_for_key(

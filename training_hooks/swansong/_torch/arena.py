@@ -12,13 +12,14 @@ import torch
 
 from swansong._checkpoint.staging import finish
 from swansong._torch.memory import checksum, memory_of
-from swansong._torch.safetensors import DTYPE_NAMES, encode_header
+from swansong._torch.safetensors import DTYPE_NAMES, HEADER_MAX_BYTES, encode_header
 
 FILE_BYTES = 2**29
 """Largest size of a file with several tensors, so that the first files can be uploaded while the last ones
 are written.  A power of two, because torch rounds pinned memory up to the next one."""
 WRITE_BYTES = 2**24
 """Longest single write."""
+_WAY_OUT = "convert it to a dense tensor, or keep it out of state_dict()"
 
 
 @dataclass(frozen=True)
@@ -35,11 +36,30 @@ class Piece:
     tensor: torch.Tensor
 
     def __post_init__(self) -> None:
-        tensor = self.tensor
-        if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
-            raise TypeError(
-                f"{self.group}: {self.key} is a {tensor.layout} tensor of {tensor.dtype},"
-                " which cannot be written"
+        if reason := _reason_to_refuse(self.tensor):
+            raise TypeError(f"{self.group}: {self.key} is {reason}")
+
+
+def _reason_to_refuse(tensor: torch.Tensor) -> str:
+    if torch.nn.parameter.is_lazy(tensor):
+        return "not initialised yet: run the first batch through the model before attach()"
+    if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
+        return f"a {type(tensor).__qualname__}, which cannot be written: {_WAY_OUT}"
+    if tensor.device.type == "meta":
+        return "on the meta device, without data: create the model's tensors before attach()"
+    if tensor.layout != torch.strided or tensor.is_quantized or tensor.dtype not in DTYPE_NAMES:
+        return f"a {tensor.layout} tensor of {tensor.dtype}, which cannot be written: {_WAY_OUT}"
+    return ""
+
+
+def check_headers(pieces: Sequence[Piece]) -> None:
+    """Raise ValueError if a file of these pieces would have a header that no restore accepts."""
+    for name, places in _files(pieces):
+        header, _, _ = encode_header({pieces[place].key: pieces[place].tensor for place in places})
+        if len(header) > HEADER_MAX_BYTES:
+            raise ValueError(
+                f"the header of {name} has {len(header)} bytes, and the limit is {HEADER_MAX_BYTES}: the"
+                " object has too many tensors"
             )
 
 

@@ -1,37 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the tensors that all ranks wrote, for any number of ranks.
-
-``torch.distributed.checkpoint`` fits the stored parts to the shards of this job.
-"""
+"""Reads the tensors that all ranks wrote, for any number of ranks."""
 
 from __future__ import annotations
 
+import functools
 import math
 import os
-import warnings
+import threading
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import (
-    DefaultLoadPlanner,
-    LoadPlan,
-    LoadPlanner,
-    Metadata,
-    StorageReader,
-    load,
-)
-from torch.distributed.checkpoint.metadata import (
-    ChunkStorageMetadata,
-    MetadataIndex,
-    TensorProperties,
-    TensorStorageMetadata,
-)
-from torch.futures import Future
 
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.safetensors import StoredTensor, read_header
-from swansong.protocol import rank_directory
+from swansong._torch.sharding import own_part
+from swansong.protocol import is_rank_directory, rank_directory
+
+READERS = 8
+"""Largest number of threads that read and verify tensors."""
 
 
 class CheckpointSet:
@@ -49,6 +37,12 @@ class CheckpointSet:
         self._directory = directory
         first = self._read_index(0)
         self.world_size = int(first["world_size"])
+        found = sum(is_rank_directory(path.name) for path in directory.iterdir())
+        if found != self.world_size:
+            raise ValueError(
+                f"{INDEX} of rank 0 is of a job of {self.world_size} ranks, but {found} ranks wrote the"
+                " checkpoint"
+            )
         self.indexes = [first, *(self._read_index(rank) for rank in range(1, self.world_size))]
         self._stored = [self._headers(rank) for rank in range(self.world_size)]
 
@@ -62,28 +56,21 @@ class CheckpointSet:
         Raises:
             ValueError, OSError: a tensor is missing, has another type or shape, or cannot be read.
         """
-        reader, wanted = _Reader(), {}
+        reads: list[Callable[[], None]] = []
         for (group, key), target in targets.items():
             name = f"{group}.{key}"
-            wanted[name] = target.detach()
             shape, chunks = self._find(source_rank, group, key)
+            if shape != target.shape:
+                raise ValueError(
+                    f"{name} has the shape {tuple(target.shape)}, but was saved in the shape {tuple(shape)}"
+                )
+            own, begin = own_part(target)
             for offsets, stored in chunks:
                 if stored.dtype != target.dtype:
                     raise ValueError(f"{name} is {target.dtype}, but was saved as {stored.dtype}")
-                reader.stored[MetadataIndex(name, offsets)] = stored
-            reader.metadata.state_dict_metadata[name] = TensorStorageMetadata(
-                properties=TensorProperties(dtype=target.dtype),
-                size=shape,
-                chunks=[
-                    ChunkStorageMetadata(offsets=offsets, sizes=stored.shape)
-                    for offsets, stored in chunks
-                ],
-            )
-        with warnings.catch_warnings():
-            # DCP warns that it does not communicate.  Each rank finds all that it needs in the files.
-            warnings.simplefilter("ignore")
-            planner = DefaultLoadPlanner(flatten_state_dict=False)
-            load(wanted, storage_reader=reader, planner=planner, no_dist=True)
+                if (overlap := _overlap(begin, own.shape, offsets, stored.shape)) is not None:
+                    reads.append(functools.partial(_read, stored, own, *overlap))
+        _run(reads)
 
     def shape_and_dtype(
         self, source_rank: int, group: str, key: str
@@ -114,9 +101,12 @@ class CheckpointSet:
     def _read_index(self, rank: int) -> dict[str, Any]:
         path = self._directory / rank_directory(rank) / INDEX
         try:
-            return decode_index(path.read_bytes())
+            index = decode_index(path.read_bytes())
         except ValueError as error:
             raise ValueError(f"{path}: {error}") from None
+        if index["rank"] != rank:
+            raise ValueError(f"{path} is of rank {index['rank']}")
+        return index
 
     def _headers(self, rank: int) -> dict[tuple[str, str], StoredTensor]:
         directory = self._directory / rank_directory(rank)
@@ -129,48 +119,54 @@ class CheckpointSet:
         return found
 
 
-class _Reader(StorageReader):  # type: ignore[misc]
-    """Reads the parts of tensors that ``torch.distributed.checkpoint`` plans."""
+def _run(reads: Sequence[Callable[[], None]]) -> None:
+    """Call all functions, in several threads, and raise the first error."""
+    left, errors = iter(reads), list[BaseException]()
 
-    def __init__(self) -> None:
-        self.metadata = Metadata(state_dict_metadata={})
-        self.stored: dict[MetadataIndex, StoredTensor] = {}
+    def work() -> None:
+        try:
+            for read in left:
+                if errors:
+                    return
+                read()
+        except BaseException as error:
+            errors.append(error)
 
-    def reset(self, checkpoint_id: object = None) -> None:
-        pass
+    threads = [
+        threading.Thread(target=work, name="swansong-restore", daemon=True)
+        for _ in range(min(READERS, len(reads), len(os.sched_getaffinity(0))) - 1)
+    ]
+    for thread in threads:
+        thread.start()
+    work()
+    for thread in threads:
+        thread.join()
+    if errors:
+        raise errors[0]
 
-    def read_metadata(self) -> Metadata:
-        return self.metadata
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool) -> None:
-        pass
+def _overlap(
+    begin: Sequence[int],
+    shape: Sequence[int],
+    stored_begin: Sequence[int],
+    stored_shape: Sequence[int],
+) -> tuple[tuple[slice, ...], tuple[slice, ...]] | None:
+    """Return the region that two parts of a tensor have in common, as slices of each; None if it is empty."""
+    ours, theirs = [], []
+    for own, size, other, other_size in zip(begin, shape, stored_begin, stored_shape, strict=True):
+        low, high = max(own, other), min(own + size, other + other_size)
+        if low >= high:
+            return None
+        ours.append(slice(low - own, high - own))
+        theirs.append(slice(low - other, high - other))
+    return tuple(ours), tuple(theirs)
 
-    def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        return plan
 
-    def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        return plans
-
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: object) -> bool:  # noqa: ARG003
-        return True
-
-    def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        for item in plan.items:
-            index = MetadataIndex(item.storage_index.fqn, item.storage_index.offset)
-            stored = self.stored[index]
-            target = planner.resolve_tensor(item).detach()
-            is_whole = target.shape == stored.shape
-            if is_whole and target.device.type == "cpu" and target.is_contiguous():
-                stored.read_into(target)
-            else:
-                source = stored.read()
-                for dim, (begin, length) in enumerate(
-                    zip(item.storage_offsets, item.lengths, strict=True)
-                ):
-                    source = source.narrow(dim, begin, length)
-                target.copy_(source)
-            planner.commit_tensor(item, target)
-        done: Future[None] = Future()
-        done.set_result(None)
-        return done
+def _read(
+    stored: StoredTensor, own: torch.Tensor, ours: tuple[slice, ...], theirs: tuple[slice, ...]
+) -> None:
+    target = own[ours]
+    if target.shape == stored.shape and target.device.type == "cpu" and target.is_contiguous():
+        stored.read_into(target)
+    else:
+        target.copy_(stored.read()[theirs])

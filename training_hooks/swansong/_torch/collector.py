@@ -7,16 +7,15 @@ which part of such a tensor a rank writes.
 
 from __future__ import annotations
 
-import math
 import sys
 import zlib
 from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor
 
 from swansong._torch.arena import Piece
+from swansong._torch.sharding import is_sharded, own_part
 from swansong.state import encode_tree
 
 SPLIT_BYTES = 2**20
@@ -31,7 +30,6 @@ class Collector:
         rank: of this process.
         world_size: number of ranks.
         is_common: whether all ranks hold the same values in this plain tensor.
-        may_be_sharded: whether DTensors can be loaded again, which only a model or an optimizer can do.
     """
 
     def __init__(
@@ -41,7 +39,6 @@ class Collector:
         world_size: int,
         *,
         is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
-        may_be_sharded: bool = False,
     ) -> None:
         self.pieces: list[Piece] = []
         self.entries: dict[str, dict[str, Any]] = {}
@@ -50,41 +47,63 @@ class Collector:
         self._rank = rank
         self._world_size = world_size
         self._is_common = is_common
-        self._may_be_sharded = may_be_sharded
+        self._may_be_sharded = True
         self._seen: dict[tuple[Any, ...], str] = {}
 
-    def encode(self, value: Any, path: str) -> Any:
-        """Encode ``value`` for the index; see :func:`swansong.state.encode_tree`."""
+    def encode(self, value: Any, path: str, *, may_be_sharded: bool = True) -> Any:
+        """Encode ``value`` for the index; see :func:`swansong.state.encode_tree`.
+
+        Args:
+            value: a tree.
+            path: name of its place.
+            may_be_sharded: whether an object of the job shows at a restore how a DTensor is sharded.
+        """
+        self._may_be_sharded = may_be_sharded
         return encode_tree(value, path, self._put)
 
     def _put(self, value: Any, key: str) -> Any:
         numpy = sys.modules.get("numpy")
         if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
             is_array = isinstance(value, numpy.ndarray)
-            self._add(key, torch.from_numpy(numpy.array(value)))
+            try:
+                tensor = torch.from_numpy(numpy.array(value))
+            except TypeError as error:
+                raise TypeError(f"{key} is an array of {value.dtype}: {error}") from None
+            self._add(Piece(self.group, key, tensor))
             return {"array" if is_array else "scalar": key}
-        if isinstance(value, DTensor):
+        if is_sharded(value):
             if not self._may_be_sharded:
-                raise TypeError(f"{key} is a sharded tensor outside of a model or an optimizer")
+                raise TypeError(
+                    f"{key} is a sharded tensor, which only an object with state_dict() can hold"
+                )
             self._add_shard(key, value)
             return {"tensor": key}
         if not isinstance(value, torch.Tensor):
             return None
-        if value.numel() and value.layout == torch.strided:
+        piece = Piece(self.group, key, value)
+        if value.numel():
             # Tied tensors are the same memory under two names: write it once.
-            place = (value.device, value.data_ptr(), value.dtype, value.shape, value.stride())
+            place = (
+                value.device,
+                value.data_ptr(),
+                value.dtype,
+                value.shape,
+                value.stride(),
+                value.is_conj(),
+                value.is_neg(),
+            )
             known = self._seen.setdefault(place, key)
             if known != key:
                 return {"tensor": known}
         if self._world_size > 1 and self._is_common(key, value):
             self._add_share(key, value)
         else:
-            self._add(key, value)
+            self._add(piece)
         return {"tensor": key}
 
-    def _add(self, key: str, tensor: torch.Tensor) -> None:
-        self.entries[key] = {}
-        self.pieces.append(Piece(self.group, key, tensor))
+    def _add(self, piece: Piece) -> None:
+        self.entries[piece.key] = {}
+        self.pieces.append(piece)
 
     def _add_share(self, key: str, tensor: torch.Tensor) -> None:
         # Without communication: rows are split evenly, and the name of a small tensor determines its rank.
@@ -100,6 +119,12 @@ class Collector:
             self.pieces.append(Piece(self.group, key, tensor))
 
     def _add_shard(self, key: str, tensor: Any) -> None:
+        shards = tensor.device_mesh.size()
+        if shards > self._world_size:
+            raise ValueError(
+                f"{key} is sharded over {shards} ranks, but swansong.attach() found {self._world_size};"
+                " call it after init_process_group() and before destroy_process_group()"
+            )
         entry = self.entries[key] = {"shape": list(tensor.shape)}
         coordinate = tensor.device_mesh.get_coordinate()
         if coordinate is None or any(
@@ -107,7 +132,7 @@ class Collector:
             for placement, place in zip(tensor.placements, coordinate, strict=True)
         ):
             return  # no part is on this rank, or another rank writes the same part
-        (chunk,) = tensor.__create_chunk_list__()
-        if math.prod(chunk.sizes):
-            entry["offsets"] = list(chunk.offsets)
-            self.pieces.append(Piece(self.group, key, tensor.to_local()))
+        part, offsets = own_part(tensor)
+        if part.numel():
+            entry["offsets"] = list(offsets)
+            self.pieces.append(Piece(self.group, key, part))

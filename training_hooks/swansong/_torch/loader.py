@@ -3,42 +3,118 @@
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import logging
-from collections.abc import Iterator
+import zlib
+from collections import deque
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data.dataloader import _BaseDataLoaderIter
+
+from swansong._torch.generators import (
+    find_generators,
+    set_global,
+    set_state_of_generator,
+    state_of_generator,
+    take_global,
+)
 
 log = logging.getLogger("swansong")
+
+_WRAPPED = ("base_dataloader", "_dataloader", "dataloader", "loader")
+"""Attributes with the wrapped ``DataLoader``, in accelerate, Fabric and timm."""
+_END = object()
 
 
 class ResumableLoader:
     """Yields the batches of ``loader``, and saves the position in the epoch.
 
-    After a restore, the first epoch begins with the generator state that it had before.  Batches that were
+    After a restore, the first epoch begins with the generator states that it had before.  Batches that were
     already yielded are loaded again and dropped.  Samplers and workers then have the same state, bit by bit.
-    This costs the time to load those batches.  torchdata's ``StatefulDataLoader`` avoids it for data sets
-    that support it.
+    With ``fixed_samples=True``, and without workers, only their indices are drawn.
 
-    Each ``iter()`` is one epoch.  Begin the next one only after the last one is exhausted or abandoned.
+    Each ``iter()`` is one epoch.  The epoch ends at the next ``iter()``, or at :meth:`end_epoch`.  A
+    checkpoint from between the last batch and the end of the epoch resumes there: the next ``iter()`` yields
+    no batch, so the script repeats its work at the end of the epoch, such as validation.  A script that
+    reports a step only after the loop ends the epoch with that step.
+
     All other attributes, such as ``dataset`` and ``batch_size``, are those of ``loader``.
 
     Args:
-        loader: a ``torch.utils.data.DataLoader``.  Its ``set_epoch``, and that of its sampler, is called if
-            it exists.
+        loader: a ``torch.utils.data.DataLoader``, or a wrapper of one.  ``set_epoch`` of the loader and of
+            its samplers is called if it exists.  Persistent workers are started again in each epoch.
+        fixed_samples: whether the same index always gives the same sample.  If so, a resume does not load
+            the earlier samples again.  By default it loads them if the loader has workers.
+        batches_per_epoch: end each epoch after this number of batches.
+
+    Raises:
+        ValueError: no resume could repeat the order of the batches.
     """
 
-    def __init__(self, loader: Any) -> None:
+    def __init__(
+        self,
+        loader: Any,
+        *,
+        fixed_samples: bool | None = None,
+        batches_per_epoch: int | None = None,
+    ) -> None:
         self.loader = loader
-        self.epoch = 0
-        """Number of the current epoch or, between epochs, of the next one; counted from 0."""
-        self.batches = 0
-        """Number of batches of this epoch that were yielded."""
-        self._begun_with: tuple[torch.Tensor, torch.Tensor | None] | None = None
-        self._is_restored = False
+        self.completed_steps: Callable[[], int] = lambda: 0
+        """Returns the number of steps that the guard has reported."""
+        self._inner = _find_data_loader(loader)
+        if self._inner is not None:
+            _make_repeatable(self._inner)
+        self._fixed_samples = fixed_samples
+        self._limit = batches_per_epoch
+        self._epoch = 0
+        self._batches = 0
+        self._begun_with: dict[str, Any] | None = None
+        self._ended_with: dict[str, Any] | None = None
+        self._was_left = False
+        self._drawn_with: deque[dict[str, Any]] = deque(maxlen=2)
+        """Generator states before the last two batches; a wrapper may load one batch ahead."""
+        self._has_steps = False
+        self._steps_at_begin = self._steps_at_end = 0
+        self._restored: dict[str, Any] | None = None
+        self._index_is_known = False
+        self._last: tuple[list[torch.Tensor], list[int]] | None = None
+        self._iteration: object = None
+        self._own = find_generators(loader)
+        self._draws_here = self._inner is not loader or not self._inner.num_workers
+
+    # ------------------------------------------------------------ the training loop
+
+    @property
+    def epoch(self) -> int:
+        """Number of the current epoch or, after its loop, of the next one; counted from 0."""
+        return self._epoch + self._loop_is_over
+
+    @property
+    def batches(self) -> int:
+        """Number of batches of this epoch that were yielded; 0 after its loop."""
+        self._index_is_known = True
+        return 0 if self._loop_is_over else self._batches
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether an epoch has begun in this process since the last restore."""
+        return self._begun_with is not None and self._restored is None
+
+    @property
+    def _loop_is_over(self) -> bool:
+        return self._restored is None and (self._ended_with is not None or self._was_left)
+
+    def enumerate(self) -> Iterator[tuple[int, Any]]:
+        """Return batches with their index in the epoch, which continues after a resume."""
+        return enumerate(self, self.batches)
 
     def __len__(self) -> int:
-        return len(self.loader)
+        count = len(self.loader)
+        return count if self._limit is None else min(count, self._limit)
 
     def __getattr__(self, name: str) -> Any:
         """Attributes of the loader, such as ``dataset`` and ``batch_size``."""
@@ -47,52 +123,320 @@ class ResumableLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        own = getattr(self.loader, "generator", None)
-        was_abandoned = self._begun_with is not None and not self._is_restored
-        if was_abandoned:
-            if self.batches <= 1:
-                log.warning(
-                    "epoch %s of the loader was abandoned after %s batches; to inspect a batch, use"
-                    " next(iter(loader.loader))",
-                    self.epoch,
-                    self.batches,
-                )
-            self.end_epoch()
-        ordered: tuple[Any, ...] = (self.loader, getattr(self.loader, "sampler", None))
-        for each in ordered:
-            if hasattr(each, "set_epoch"):
-                each.set_epoch(self.epoch)
-        if self._begun_with is None:
-            self._begun_with = (torch.get_rng_state(), own.get_state() if own is not None else None)
-            batches = iter(self.loader)
+        restored, self._restored = self._restored, None
+        if restored is None and self._begun_with is not None:
+            self._finish_last_epoch()
+        self._iteration = iteration = object()
+        self._own = find_generators(self.loader)
+        self._steps_at_begin = self._steps_at_end = self.completed_steps()
+        if self._ended_with is not None:
+            log.warning(
+                "resumed after the last batch of epoch %s: the loop yields no batch, and the end of the"
+                " epoch is repeated",
+                self._epoch,
+            )
+            self._set(self._ended_with)
+            return iter(())
+        for part in _samplers(self.loader):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._epoch)
+        if restored is not None and self._begun_with is not None:
+            batches = self._replay(restored)
         else:
-            now = torch.get_rng_state()
-            torch.set_rng_state(self._begun_with[0])
-            if own is not None and self._begun_with[1] is not None:
-                own.set_state(self._begun_with[1])
+            self._begun_with = self._take()
             batches = iter(self.loader)
-            for _ in range(self.batches):
-                next(batches, None)
-            torch.set_rng_state(now)
-        self._is_restored = False
-        for batch in batches:
-            self.batches += 1
-            yield batch
-        self.end_epoch()
+        self._was_left = False
+        return self._run(batches, iteration)
+
+    def end_epoch(self) -> None:
+        """End the epoch now: a later checkpoint resumes at the begin of the next epoch.
+
+        Call it when the work at the end of the epoch is complete, if a resume must not repeat that work.
+        """
+        if self._begun_with is not None:
+            self._epoch += 1
+        self._batches = 0
+        self._begun_with = self._ended_with = self._restored = self._last = self._iteration = None
+        self._was_left = self._has_steps = False
+        self._drawn_with.clear()
+
+    # ------------------------------------------------------------ the state
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the epoch, the number of its yielded batches, and the generator states at its begin."""
-        return {"epoch": self.epoch, "batches": self.batches, "begun_with": self._begun_with}
+        """Return the position, and the generator states that a resume needs."""
+        if self._restored is not None:
+            return {**self._restored, "own": self._take_own()}
+        steps = self.completed_steps()
+        if self._loop_is_over and not self._has_steps and steps > self._steps_at_end:
+            return {"epoch": self._epoch + 1, "own": self._take_own()}
+        is_in_loop = self._iteration is not None and not self._loop_is_over
+        return {
+            "epoch": self._epoch,
+            "batches": self._batches,
+            "was_left": self._was_left,
+            "has_steps": self._has_steps or (is_in_loop and steps > self._steps_at_begin),
+            "begun_with": self._begun_with,
+            "ended_with": self._ended_with,
+            "drawn_with": list(self._drawn_with),
+            "checksum": None if self._last is None else _checksum(*self._last),
+            "own": self._take_own(),
+        }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from this state at the next ``iter()``."""
-        self.epoch, self.batches = state["epoch"], state["batches"]
-        self._begun_with = state["begun_with"]
-        self._is_restored = self._begun_with is not None
+        self._epoch = state["epoch"]
+        self._batches = state.get("batches", 0)
+        self._was_left, self._has_steps = (
+            state.get("was_left", False),
+            state.get("has_steps", False),
+        )
+        self._begun_with, self._ended_with = state.get("begun_with"), state.get("ended_with")
+        self._drawn_with = deque(state.get("drawn_with", ()), maxlen=2)
+        self._last = self._iteration = None
+        self._index_is_known = False
+        self._restored = state if self._begun_with is not None else None
+        self._own = find_generators(self.loader)
+        for path in state["own"].keys() - self._own.keys():
+            log.warning("the generator %s of the loader was saved, and does not exist now", path)
+        self._set_own(state["own"])
 
-    def end_epoch(self) -> None:
-        """End the epoch, for a framework that does not call ``next()`` after the last batch."""
-        self.epoch += 1
-        self.batches = 0
-        self._begun_with = None
-        self._is_restored = False
+    # ------------------------------------------------------------ one epoch
+
+    def _run(self, batches: Iterator[Any], iteration: object) -> Iterator[Any]:
+        try:
+            while self._limit is None or self._batches < self._limit:
+                drawn_with = self._take() if self._draws_here else None
+                batch = next(batches, _END)
+                self._check(iteration)
+                if batch is _END:
+                    break
+                if drawn_with is not None:
+                    self._drawn_with.append(drawn_with)
+                self._batches += 1
+                self._last = _versions(batch)
+                yield batch
+                if self._iteration is None:  # end_epoch() was called
+                    return
+                self._check(iteration)
+        except GeneratorExit:
+            if self._iteration is iteration:
+                self._was_left = True
+                self._end_loop()
+            raise
+        self._ended_with = self._take()
+        self._end_loop()
+
+    def _end_loop(self) -> None:
+        self._steps_at_end = self.completed_steps()
+        self._has_steps |= self._steps_at_end > self._steps_at_begin
+
+    def _check(self, iteration: object) -> None:
+        if self._iteration is not iteration:
+            raise RuntimeError(
+                "two loops use one ResumableLoader at the same time; give each loop its own loader"
+            )
+
+    def _finish_last_epoch(self) -> None:
+        if self._ended_with is None and self._batches == 1:
+            log.warning(
+                "epoch %s of the loader was abandoned after 1 batch; to inspect a batch, use"
+                " next(iter(loader.loader))",
+                self._epoch,
+            )
+        if self._ended_with is not None or self._batches:
+            self.end_epoch()
+
+    # ------------------------------------------------------------ after a restore
+
+    def _replay(self, restored: dict[str, Any]) -> Iterator[Any]:
+        """Return an iterator whose next batch is the one after the checkpoint's."""
+        now = self._take()
+        self._report(restored)
+        batches, batch = self._advance(self._may_skip())
+        self._last = _versions(batch)
+        if restored["checksum"] not in (None, _checksum(*self._last)):
+            log.warning(
+                "batch %s of epoch %s has other contents than before the checkpoint, so this run does not"
+                " continue to the bit: the data, their order, the number of workers or an unsaved generator"
+                " differs, or fixed_samples=False is needed",
+                self._batches,
+                self._epoch,
+            )
+        self._set(now)
+        return batches
+
+    def _may_skip(self) -> bool:
+        """Whether a resume may draw indices without loading their samples."""
+        loader = self._inner
+        # The data set of an IterableDataset chooses the samples, and torchdata counts those it has loaded.
+        if (
+            loader is None
+            or isinstance(loader.dataset, IterableDataset)
+            or hasattr(loader, "state_dict")
+        ):
+            return False
+        # Without workers, samples draw from generators that are set after the resume anyway.
+        return not loader.num_workers if self._fixed_samples is None else self._fixed_samples
+
+    def _advance(self, by_index: bool) -> tuple[Iterator[Any], Any]:
+        """Drop the batches that were yielded; return the iterator and the last one of them."""
+        assert self._begun_with is not None
+        self._set(self._begun_with)
+        drawn_with: list[dict[str, Any] | None] = list(self._drawn_with)
+        drawn_with = drawn_with or [None] * min(1, self._batches)
+        dropped = self._batches - len(drawn_with)
+        # One more is loaded, because a wrapper loads two batches for the first one.
+        skipped = max(0, dropped - 1) if by_index else 0
+        batch: Any = None
+        with _without_first(self._inner, skipped) if skipped else contextlib.nullcontext():
+            batches = iter(self.loader)
+            for _ in range(dropped - skipped):
+                next(batches, None)
+            for generators in drawn_with:
+                if generators is not None:
+                    self._set(generators)
+                batch = next(batches, None)
+        return batches, batch
+
+    def _report(self, restored: dict[str, Any]) -> None:
+        if restored["was_left"]:
+            log.warning(
+                "the loop over epoch %s was left after batch %s, before the checkpoint: it continues with"
+                " the next batch; for shorter epochs, use batches_per_epoch=",
+                self._epoch,
+                self._batches,
+            )
+        elif self._batches and not self._index_is_known:
+            log.warning(
+                "resumed after batch %s of epoch %s: enumerate(loader) counts from 0 again, and"
+                " loader.enumerate() continues",
+                self._batches,
+                self._epoch,
+            )
+
+    # ------------------------------------------------------------ generators
+
+    def _take(self) -> dict[str, Any]:
+        return {"all": take_global(), "own": self._take_own()}
+
+    def _set(self, generators: dict[str, Any]) -> None:
+        self._set_own(generators["own"])
+        set_global(generators["all"])
+
+    def _take_own(self) -> dict[str, Any]:
+        return {path: state_of_generator(item) for path, item in self._own.items()}
+
+    def _set_own(self, states: dict[str, Any]) -> None:
+        for path, state in states.items():
+            if path in self._own:
+                set_state_of_generator(self._own[path], state)
+
+
+# ---------------------------------------------------------------- the wrapped loader
+
+
+def _find_data_loader(loader: Any) -> Any:
+    """Return the ``DataLoader`` in a wrapper, or None."""
+    for _ in range(8):
+        # accelerate's wrapper sets __class__, so isinstance() would return True.
+        if issubclass(type(loader), DataLoader):
+            return loader
+        attributes = getattr(loader, "__dict__", {})
+        inside = [attributes[name] for name in _WRAPPED if name in attributes]
+        if not inside:
+            return None
+        loader = inside[0]
+    return None
+
+
+def _make_repeatable(loader: Any) -> None:
+    if loader.num_workers and not getattr(loader, "in_order", True):
+        raise ValueError(
+            "the loader has in_order=False, so no resume can repeat the order of its batches; use"
+            " in_order=True"
+        )
+    kept = [name for name, item in vars(loader).items() if isinstance(item, _BaseDataLoaderIter)]
+    if set(kept) - {"_iterator"}:
+        raise ValueError(
+            f"{type(loader).__name__} keeps one iterator for all epochs, whose workers no resume can"
+            " repeat; use torch.utils.data.DataLoader"
+        )
+    if loader.persistent_workers:
+        # The generators of persistent workers depend on all earlier epochs.
+        log.info("the loader's workers are started again in each epoch, instead of persistent ones")
+        vars(loader).update(persistent_workers=False, _iterator=None)
+
+
+def _samplers(loader: Any) -> Iterator[Any]:
+    yield loader
+    yield getattr(loader, "sampler", None)
+    batch_sampler = getattr(loader, "batch_sampler", None)
+    yield batch_sampler
+    yield getattr(batch_sampler, "sampler", None)
+
+
+class _Rest:
+    """A sampler without its first entries."""
+
+    def __init__(self, sampler: Any, count: int) -> None:
+        self._sampler, self._count = sampler, count
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.islice(iter(self._sampler), self._count, None)
+
+    def __len__(self) -> int:
+        return len(self._sampler) - self._count
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "_sampler":
+            raise AttributeError(name)
+        return getattr(self._sampler, name)
+
+
+@contextlib.contextmanager
+def _without_first(loader: Any, count: int) -> Iterator[None]:
+    """Let iterators that are created in this block begin after ``count`` batches."""
+    name = "sampler" if loader.batch_sampler is None else "batch_sampler"
+    sampler = getattr(loader, name)
+    vars(loader)[name] = _Rest(sampler, count)  # DataLoader's own __setattr__ refuses it
+    try:
+        yield
+    finally:
+        vars(loader)[name] = sampler
+
+
+# ---------------------------------------------------------------- contents of a batch
+
+
+def _versions(batch: Any) -> tuple[list[torch.Tensor], list[int]]:
+    """Return some tensors of a batch, and numbers that show whether they were changed in place."""
+    tensors = list(itertools.islice(_tensors(batch), 8))
+    return tensors, [_version(tensor) for tensor in tensors]
+
+
+def _tensors(item: Any) -> Iterator[torch.Tensor]:
+    if isinstance(item, torch.Tensor):
+        if item.layout is torch.strided and not item.is_quantized:
+            yield item
+    elif isinstance(item, list | tuple):
+        for part in item[:8]:
+            yield from _tensors(part)
+    elif hasattr(item, "values") and hasattr(item, "keys"):
+        for part in itertools.islice(item.values(), 8):
+            yield from _tensors(part)
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's own counter
+
+
+def _checksum(tensors: list[torch.Tensor], versions: list[int]) -> int | None:
+    """Return a checksum of some values of the tensors; None if one was changed in place."""
+    if [_version(tensor) for tensor in tensors] != versions or not tensors:
+        return None
+    checksum = 0
+    for tensor in tensors:
+        flat = tensor.detach().as_subclass(torch.Tensor).reshape(-1)
+        some = flat[:: max(1, flat.numel() // 256)].cpu()
+        checksum = zlib.crc32(repr((tensor.shape, some.tolist())).encode(), checksum)
+    return checksum

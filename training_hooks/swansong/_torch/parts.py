@@ -4,33 +4,35 @@
 from __future__ import annotations
 
 import os
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 from swansong import protocol
+from swansong._ranks.agreement import Ranks
+from swansong.state import Untried
 
 
 class Parts:
     """Several objects with ``state_dict()`` as one object, by their order."""
 
     def __init__(self, parts: Sequence[Any]) -> None:
-        self._parts = list(parts)
+        self.parts = list(parts)
 
     def state_dict(self) -> dict[str, Any]:
-        return {str(number): part.state_dict() for number, part in enumerate(self._parts)}
+        return {str(number): part.state_dict() for number, part in enumerate(self.parts)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        if len(state) != len(self._parts):
-            raise ValueError(
-                f"{len(state)} objects were saved, and this job has {len(self._parts)}"
-            )
-        for number, part in enumerate(self._parts):
+        if len(state) != len(self.parts):
+            raise ValueError(f"{len(state)} objects were saved, and this job has {len(self.parts)}")
+        for number, part in enumerate(self.parts):
             part.load_state_dict(state[str(number)])
 
 
-class JointDirectory:
+class JointDirectory(Untried):
     """A state that a framework saves and loads as one directory of all ranks.
 
     Each rank writes into a separate directory.  For loading, one temporary directory has links to all files.
@@ -42,10 +44,10 @@ class JointDirectory:
 
     in_background = False
     reads_whole_set = True
+    ranks = Ranks()
 
     def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
         self._save, self._load = save, load
-        self._joint: tempfile.TemporaryDirectory[str] | None = None
 
     def snapshot(self) -> Callable[[Path], object]:
         """Return the save function: nothing is copied."""
@@ -57,14 +59,15 @@ class JointDirectory:
         Raises:
             OSError: the links cannot be created.
         """
-        self._joint = tempfile.TemporaryDirectory(prefix="swansong-")
+        joint = tempfile.mkdtemp(prefix="swansong-")
+        weakref.finalize(self, shutil.rmtree, joint, ignore_errors=True)
         for own in sorted(directory.iterdir()):
             if not protocol.is_rank_directory(own.name):
                 continue
             for parent, _, names in os.walk(own):
-                place = Path(self._joint.name, os.path.relpath(parent, own))
+                place = Path(joint, os.path.relpath(parent, own))
                 place.mkdir(parents=True, exist_ok=True)
                 for name in names:
                     if not (place / name).is_symlink():
                         (place / name).symlink_to(os.path.abspath(os.path.join(parent, name)))
-        self._load(Path(self._joint.name))
+        self._load(Path(joint))

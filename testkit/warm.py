@@ -1,0 +1,314 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Warm Python: an executable that starts a script like ``python`` does, in a process that has torch already.
+
+A server imports the modules once, with one thread, and forks for each start.  The executable is a small
+client: it passes its arguments, environment, working directory and open files to the server, waits for the
+forked process, and ends with its status.  The forked process has its own pid and session.  Signals to the
+client are passed on.  The end of the client kills the process group of the forked process, and the end of
+the server kills all.
+"""
+
+from __future__ import annotations
+
+import ast
+import atexit
+import contextlib
+import ctypes
+import fcntl
+import gc
+import importlib
+import os
+import random
+import runpy
+import select
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import types
+from pathlib import Path
+from typing import Any, NoReturn
+
+_CLIENT = """#!{python} -SE
+import _socket, os, signal, sys
+server = _socket.socket(_socket.AF_UNIX, _socket.SOCK_SEQPACKET)
+server.connect({path!r})
+passed = []
+for name in os.listdir("/proc/self/fd"):
+    fd = int(name)
+    try:
+        if fd != server.fileno() and os.get_inheritable(fd):
+            passed.append(fd)
+    except OSError:
+        pass  # the directory itself
+asked = repr((sys.argv, dict(os.environ), os.getcwd(), passed)).encode()
+rights = b"".join(fd.to_bytes(4, sys.byteorder) for fd in passed)
+for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
+    signal.signal(number, lambda number, frame: server.send(bytes([number])))
+server.sendmsg([asked], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
+os.closerange(3, server.fileno())
+status = server.recv(4)
+code = int.from_bytes(status, "big", signed=True) if status else -9
+if code < 0:
+    if -code != signal.SIGKILL:
+        signal.signal(-code, signal.SIG_DFL)
+    os.kill(os.getpid(), -code)
+    signal.pause()
+os._exit(code)
+"""
+MODULES = {
+    "torch": (
+        *("torch", "torch._dynamo", "torch.distributed.checkpoint", "torch.distributed.fsdp"),
+        *("torch.distributed.launcher.api", "torchdata.stateful_dataloader"),
+    ),
+    "frameworks": ("accelerate", "lightning", "transformers.trainer"),
+}
+"""Modules of each kind of warm Python.  The second kind has those of the first, too."""
+_ONE_THREAD = {
+    "OMP_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "PYTHONHASHSEED": "0",
+}
+_MAX_BYTES, _MAX_FDS = 2**18, 250
+_ABOVE_ALL = 700
+"""Received descriptors wait here until their own numbers are free."""
+_PR_SET_PDEATHSIG = 1
+
+
+class WarmPythons:
+    """One warm Python for torch, and one that has the frameworks too.
+
+    Nothing is imported before the first start.  Several processes may use the executables; their server
+    ends with this object.
+    """
+
+    def __init__(self) -> None:
+        self._directory = tempfile.TemporaryDirectory(prefix="warm-")
+        self.directory = self._directory.name
+        listeners = []
+        for kind in MODULES:
+            os.mkdir(os.path.join(self.directory, kind))
+            path = os.path.join(self.directory, kind, "socket")
+            python = Path(python_of(self.directory, kind))
+            python.write_text(_CLIENT.format(python=sys.executable, path=path))
+            python.chmod(0o700)
+            listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
+            listeners[-1].bind(path)
+            listeners[-1].listen(64)
+        fds = [listener.fileno() for listener in listeners]
+        self._server = subprocess.Popen(
+            [sys.executable, "-u", "-m", __name__, *map(str, fds)],
+            cwd=Path(__file__).parents[1],
+            env={**os.environ, **_ONE_THREAD},
+            stdin=subprocess.PIPE,
+            pass_fds=fds,
+        )
+        for listener in listeners:
+            listener.close()
+
+    def close(self) -> None:
+        """End the server, and with it all processes that it has forked."""
+        assert self._server.stdin is not None
+        self._server.stdin.close()
+        self._server.wait(30)
+        self._directory.cleanup()
+
+
+def python_of(directory: str, kind: str) -> str:
+    """Return the path of the executable of a kind, one of :data:`MODULES`."""
+    return os.path.join(directory, kind, "python")
+
+
+# ---------------------------------------------------------------- in the server
+
+
+Start = tuple[list[str], dict[str, str], str, dict[int, int]]
+"""Command line, environment, working directory, and descriptors by the number that they shall have."""
+
+
+class _Server:
+    """Imports the modules of a kind at the first start, and forks for each client until standard input ends.
+
+    Args:
+        listeners: kinds by descriptor.  The first is served here, and each other one by a fork.
+    """
+
+    def __init__(self, listeners: dict[int, str]) -> None:
+        self._listeners = listeners
+        self._clients: dict[int, socket.socket] = {}
+        """By pid of the forked process."""
+        self._pids: dict[int, int] = {}
+        """By descriptor of a connection or of a process."""
+        self._poll = select.poll()
+        for fd in (0, *self._listeners):
+            self._poll.register(fd, select.POLLIN)
+
+    def serve(self) -> Start | None:
+        """Return, in a forked process, the start that a client asked for; None in the server, at its end."""
+        kind, *_ = self._listeners.values()
+        ready = self._poll.poll()
+        _import(kind)
+        while 0 not in dict(ready):
+            for fd, _ in ready:
+                if fd in self._pids:
+                    self._serve_one(fd, self._pids[fd])
+                elif self._listeners.get(fd) == kind:
+                    start = self._accept(fd)
+                    if start is not None:
+                        return start
+                elif fd in self._listeners:
+                    other = self._listeners.pop(fd)
+                    if not self._fork():
+                        return _Server({fd: other}).serve()
+                    self._poll.unregister(fd)
+                    os.close(fd)
+            ready = self._poll.poll()
+        return None
+
+    def _accept(self, listener: int) -> Start | None:
+        with socket.socket(fileno=os.dup(listener)) as listening:
+            client, _ = listening.accept()
+        data, fds, _, _ = socket.recv_fds(client, _MAX_BYTES, _MAX_FDS)
+        if not data:
+            client.close()
+            return None
+        arguments, environment, directory, numbers = ast.literal_eval(data.decode())
+        pid = self._fork()
+        if not pid:
+            client.close()
+            os.close(0)
+            return arguments, environment, directory, dict(zip(numbers, fds, strict=True))
+        for fd in fds:
+            os.close(fd)
+        self._clients[pid] = client
+        for fd in (client.fileno(), os.pidfd_open(pid)):
+            self._pids[fd] = pid
+            self._poll.register(fd, select.POLLIN)
+        return None
+
+    def _fork(self) -> int:
+        """Fork; the child has no descriptor of another child's, and ends with this process."""
+        server, pid = os.getpid(), os.fork()
+        if not pid:
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != server:
+                os._exit(1)
+            connections = {client.detach() for client in self._clients.values()}
+            for fd in {*self._listeners, *self._pids, *connections}:
+                os.close(fd)
+        return pid
+
+    def _serve_one(self, fd: int, pid: int) -> None:
+        client = self._clients[pid]
+        if fd == client.fileno():
+            signals = client.recv(1)
+            for number in signals:
+                os.kill(pid, number)
+            if not signals:
+                self._poll.unregister(fd)
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pid, signal.SIGKILL)
+                os.kill(pid, signal.SIGKILL)
+            return
+        _, status = os.waitpid(pid, 0)
+        with contextlib.suppress(OSError):
+            client.send(os.waitstatus_to_exitcode(status).to_bytes(4, "big", signed=True))
+        for each in (fd, client.fileno()):
+            with contextlib.suppress(KeyError):
+                self._poll.unregister(each)
+            del self._pids[each]
+        os.close(fd)
+        self._clients.pop(pid).close()
+
+
+def _import(kind: str) -> None:
+    for module in MODULES[kind]:
+        importlib.import_module(module)
+    gc.collect()
+    gc.freeze()
+    threads = os.listdir("/proc/self/task")
+    assert len(threads) == 1, f"{MODULES[kind]} started {len(threads) - 1} threads"
+
+
+def _become(start: Start) -> dict[str, Any]:
+    """Make a forked process like a new one; returns the namespace of its ``__main__``."""
+    (executable, *arguments), environment, directory, descriptors = start
+    os.setsid()
+    high = {
+        number: fcntl.fcntl(fd, fcntl.F_DUPFD, _ABOVE_ALL) for number, fd in descriptors.items()
+    }
+    for fd in descriptors.values():
+        os.close(fd)
+    for number, fd in high.items():
+        os.dup2(fd, number)
+        os.close(fd)
+    os.chdir(directory)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.executable = executable
+    if "multiprocessing" in sys.modules:
+        sys.modules["multiprocessing"].set_executable(executable)
+    sys.argv = arguments
+    sys.path[1:1] = [path for path in os.environ.get("PYTHONPATH", "").split(":") if path]
+    random.seed()
+    if "numpy" in sys.modules:
+        sys.modules["numpy"].random.seed()
+    if "torch" in sys.modules:
+        sys.modules["torch"].default_generator.seed()
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    return vars(sys.modules["__main__"])
+
+
+def _run(main: dict[str, Any]) -> None:
+    """Run ``sys.argv`` like the command line of ``python``."""
+    while sys.argv[0].startswith("-") and sys.argv[0] not in ("-c", "-m"):
+        del sys.argv[0]
+    sys.path[0] = ""
+    if sys.argv[0] == "-c":
+        code = sys.argv.pop(1)
+        exec(compile(code, "<string>", "exec"), main)
+    elif sys.argv[0] == "-m":
+        sys.path[0] = os.getcwd()
+        module = sys.argv.pop(1)
+        runpy._run_module_as_main(module)  # type: ignore[attr-defined]
+    else:
+        sys.path[0] = os.path.dirname(os.path.realpath(sys.argv[0]))
+        main["__file__"] = sys.argv[0]
+        source = Path(sys.argv[0]).read_bytes()
+        exec(compile(source, sys.argv[0], "exec"), main)
+
+
+def _main() -> None:
+    fds = map(int, sys.argv[1:])
+    start = _Server(dict(zip(fds, MODULES, strict=True))).serve()
+    if start is None:
+        os._exit(0)
+    main = _become(start)
+    try:
+        _run(main)
+    except SystemExit as ended:
+        _end(ended.code)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        _end(1)
+    _end(0)
+
+
+def _end(code: Any) -> NoReturn:
+    """End this process as Python does, except that it does not free the modules, which takes 0.4 s."""
+    if code is not None and not isinstance(code, int):
+        print(code, file=sys.stderr)
+        code = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code or 0)
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report of two checkpoints that differ names the object, the tensor, the generator and the position."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from swansong._differences import find_differences, has_loader, likely_cause
+from swansong.state import Bundle
+from swansong.torch import ResumableLoader, TrainingState, seed_all
+from torch.utils.data import DataLoader
+
+from testkit.training_parts import Counter
+
+
+class Training:
+    """A model with an optimizer, a scheduler, a loader, a generator of its own, and values."""
+
+    def __init__(self) -> None:
+        seed_all(1)
+        self.model = torch.nn.Sequential(torch.nn.Linear(3, 2), torch.nn.Linear(2, 1).bfloat16())
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1, momentum=0.9)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
+        self.loader = ResumableLoader(DataLoader(torch.arange(8), batch_size=2))
+        self.noise = torch.Generator()
+        self.state = TrainingState(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            noise=self.noise,
+        )
+        self.state.values["best"] = 1.0
+
+    def save(self, directory: Path) -> Path:
+        part = directory / "rank-00000"
+        part.mkdir(parents=True)
+        self.state.snapshot()(part)
+        return directory
+
+
+def change_weight(training: Training) -> None:
+    with torch.no_grad():
+        training.model[0].weight[0, 1] += 0.5
+
+
+def change_bfloat16(training: Training) -> None:
+    with torch.no_grad():
+        training.model[1].weight += 1.0
+
+
+def advance_loader(training: Training) -> None:
+    batches = iter(training.loader)
+    next(batches)
+    next(batches)
+
+
+@pytest.mark.parametrize(
+    ("change", "texts", "cause"),
+    [
+        (
+            change_weight,
+            [
+                "model: '0.weight' differs in 1 of 6 elements (largest difference 0.5)",
+            ],
+            "outside of the state",
+        ),
+        (
+            change_bfloat16,
+            ["model: '1.weight' differs in 2 of 2 elements (largest difference 1)"],
+            "outside of the state",
+        ),
+        (lambda _: torch.rand(1), ["generators.torch differs"], "random numbers"),
+        (lambda _: random.random(), ["generators.python differs"], "random numbers"),
+        (
+            lambda training: torch.rand(1, generator=training.noise),
+            ["noise: this generator differs"],
+            "random numbers",
+        ),
+        (
+            lambda training: training.state.values.update(best=2.0),
+            ["values: 'best' is 2.0 instead of 1.0"],
+            "last in the loop body",
+        ),
+    ],
+)
+def test_a_change_is_named(
+    tmp_path: Path, change: Callable[[Training], Any], texts: list[str], cause: str
+) -> None:
+    """The text has no checksum and no offset, and each change has a likely cause."""
+    training = Training()
+    wanted = training.save(tmp_path / "wanted")
+    change(training)
+    found, files = find_differences(wanted, training.save(tmp_path / "got"))
+    assert [each.text for each in found] == texts
+    assert files == len([path for path in wanted.rglob("*") if path.is_file()])
+    assert has_loader(wanted)
+    assert cause in likely_cause(found, has_loader=True)
+
+
+def test_the_position_of_a_loader_comes_first(tmp_path: Path) -> None:
+    """Another batch changes all else, so the loader's position is the first difference."""
+    training = Training()
+    wanted = training.save(tmp_path / "wanted")
+    advance_loader(training)
+    change_weight(training)
+    found, _ = find_differences(wanted, training.save(tmp_path / "got"))
+    assert found[0].text.startswith("loader: batch 2 of epoch 0 instead of batch 0")
+    assert "loader" in likely_cause(found, has_loader=True)
+    assert found[-1].kind == "tensor"
+
+
+def test_a_scheduler_that_is_a_step_behind_is_named(tmp_path: Path) -> None:
+    """Its count and the rates, in the scheduler and in the optimizer."""
+    training = Training()
+    wanted = training.save(tmp_path / "wanted")
+    training.optimizer.step()
+    training.scheduler.step()
+    found, _ = find_differences(wanted, training.save(tmp_path / "got"))
+    text = "\n".join(each.text for each in found)
+    assert "scheduler: 'last_epoch' is 1 instead of 0" in text
+    assert "'param_groups.0.lr' is 0.01" in text
+
+
+def test_arrays_and_values_of_a_plain_state(tmp_path: Path) -> None:
+    """A state without torch has the same report: objects, numpy arrays and generators."""
+    numpy = pytest.importorskip("numpy")
+    counter = Counter({"weights": numpy.zeros((2, 2)), "level": 1})
+    sets = []
+    for name in ("wanted", "got"):
+        (tmp_path / name / "rank-00000").mkdir(parents=True)
+        Bundle({"game": counter}).save(tmp_path / name / "rank-00000")
+        sets.append(tmp_path / name)
+        counter.value["weights"][1, 1] = 2.0
+        counter.value["level"] = 3
+        numpy.random.random()
+    found, _ = find_differences(*sets)
+    assert [each.text for each in found] == [
+        "generators.numpy differs",
+        "game: 'value.level' is 3 instead of 1",
+        "game: 'value.weights' differs in 1 of 4 elements (largest difference 2)",
+    ]
+    assert find_differences(sets[0], sets[0]) == ([], 3)
+
+
+def test_files_of_other_formats(tmp_path: Path) -> None:
+    """A file of another format is compared by bytes; a missing file and the rank are named."""
+    for name, byte in (("wanted", b"a"), ("got", b"b")):
+        for rank in ("rank-00000", "rank-00001"):
+            (tmp_path / name / rank).mkdir(parents=True)
+        (tmp_path / name / "rank-00001" / "weights.bin").write_bytes(b"0123" + byte)
+        (tmp_path / name / "rank-00000" / name).touch()
+    found, _ = find_differences(tmp_path / "wanted", tmp_path / "got")
+    assert [each.text for each in found] == [
+        "only the uninterrupted run saved rank-00000/wanted",
+        "only the resumed run saved rank-00000/got",
+        "rank-00001/weights.bin: differs, first at byte 4 of 5",
+    ]
+    found, _ = find_differences(tmp_path / "wanted", tmp_path / "got", r"wanted|got|\.bin")
+    assert not found

@@ -1,0 +1,404 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A resumed loop sees the batches, indices and generators of the uninterrupted one."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from swansong._torch.generators import set_global, take_global
+from swansong.state import decode_tree, encode_tree
+from swansong.torch import ResumableLoader, seed_all
+from torch.utils.data import (
+    BatchSampler,
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    RandomSampler,
+    Subset,
+    TensorDataset,
+    WeightedRandomSampler,
+)
+
+EPOCHS, SAMPLES = 3, 10
+
+
+class Augmented(Dataset[Any]):
+    """Draws from every global generator, and from one of its own."""
+
+    def __init__(self, seed: int = 5) -> None:
+        self.own = {"noise": np.random.default_rng(seed)}
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def __getitem__(self, place: int) -> Any:
+        drawn = [
+            torch.rand(1).item(),
+            random.random(),
+            np.random.rand(),
+            self.own["noise"].random(),
+        ]
+        return torch.tensor([float(place), *drawn], dtype=torch.float64)
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Iterator[Any]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        yield from (torch.tensor([place + torch.rand(1).item()]) for place in order)
+
+
+class Shuffled:
+    """A sampler that draws from the generators of Python."""
+
+    def __init__(self, seed: int) -> None:
+        self.own = random.Random(seed)
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(SAMPLES))
+        random.shuffle(order)
+        yield from (
+            place if self.own.random() < 0.5 else self.own.randrange(SAMPLES) for place in order
+        )
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+
+class OneAhead:
+    """Fetches one batch ahead, as the loaders of accelerate and timm do."""
+
+    def __init__(self, loader: DataLoader[Any]) -> None:
+        self.loader = loader
+
+    def __iter__(self) -> Iterator[Any]:
+        batches = iter(self.loader)
+        held = next(batches)
+        for batch in batches:
+            yield held
+            held = batch
+        yield held
+
+    def __len__(self) -> int:
+        return len(self.loader)
+
+
+DATA = TensorDataset(torch.arange(float(SAMPLES)))
+
+
+def generator(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+KINDS: dict[str, Callable[[int], Any]] = {
+    "in order": lambda seed: DataLoader(DATA, 3),
+    "shuffled": lambda seed: DataLoader(DATA, 3, shuffle=True, drop_last=True),
+    "own generator": lambda seed: DataLoader(DATA, 3, shuffle=True, generator=generator(seed)),
+    "generator of the sampler": lambda seed: DataLoader(
+        DATA, 3, sampler=RandomSampler(DATA, replacement=True, generator=generator(seed))
+    ),
+    "weighted": lambda seed: DataLoader(DATA, 3, sampler=WeightedRandomSampler([1.0] * 10, 9)),
+    "python's generators": lambda seed: DataLoader(DATA, 3, sampler=Shuffled(seed)),
+    "batch sampler": lambda seed: DataLoader(
+        DATA, batch_sampler=BatchSampler(DistributedSampler(DATA, 2, 1), 2, drop_last=False)
+    ),
+    "no batches": lambda seed: DataLoader(Subset(DATA, [1, 5, 7]), batch_size=None, shuffle=True),
+    "augmented": lambda seed: DataLoader(Augmented(seed), 3, shuffle=True),
+    "stream": lambda seed: DataLoader(Stream(), 3),
+    "one ahead": lambda seed: OneAhead(DataLoader(Augmented(seed), 3, shuffle=True)),
+    "workers": lambda seed: DataLoader(Augmented(), 3, shuffle=True, num_workers=2),
+    "persistent workers": lambda seed: DataLoader(
+        Augmented(), 3, shuffle=True, num_workers=2, persistent_workers=True, prefetch_factor=4
+    ),
+}
+WORKERS = [name for name in KINDS if "workers" in name]
+
+
+class Preempted(Exception):
+    pass
+
+
+class Run:
+    """A training script: epochs of steps, each with a validation at its end, that draw random numbers.
+
+    Args:
+        kind: of the loader.
+        seed: of the generators of the process.
+        stop_at: number of the poll at which the run is preempted.
+    """
+
+    def __init__(self, kind: str, seed: int = 0, stop_at: int = -1, **options: Any) -> None:
+        seed_all(seed)
+        self.loader = ResumableLoader(KINDS[kind](seed), **options)
+        self.validation = DataLoader(DATA, 5)
+        self.trace: list[Any] = []
+        self.polls: list[int] = []
+        """Length of the trace at each poll, or at the begin of the validation that polls."""
+        self.stop_at = stop_at
+        self.saved: Any = None
+
+    def poll(self, mark: int) -> None:
+        if len(self.polls) == self.stop_at:
+            state = {"loader": self.loader.state_dict(), "generators": take_global()}
+            tensors: dict[str, Any] = {}
+            self.saved = encode_tree(state, "", lambda value, key: put(tensors, value, key))
+            self.saved = decode_tree(copy.deepcopy(self.saved), lambda _, key: tensors[key])
+            raise Preempted
+        self.polls.append(mark)
+
+    def restore(self, saved: Any) -> None:
+        self.loader.load_state_dict(saved["loader"])
+        set_global(saved["generators"])
+
+    def train(self) -> list[Any]:
+        for epoch in range(self.loader.epoch, EPOCHS):
+            for number, batch in self.loader.enumerate():
+                values = batch[0] if isinstance(batch, list | tuple) else batch
+                drawn = (torch.rand(1).item(), random.random(), np.random.rand())
+                self.trace.append((epoch, number, values.tolist(), drawn))
+                self.poll(len(self.trace))
+            begin = len(self.trace)
+            for (_,) in self.validation:
+                self.trace.append((epoch, torch.rand(1).item(), np.random.rand()))
+                self.poll(begin)
+            self.trace.append(f"end of {epoch}")
+        return self.trace
+
+
+def put(tensors: dict[str, Any], value: Any, key: str) -> Any:
+    tensors[key] = copy.deepcopy(value)
+    return {"tensor": key}
+
+
+def resumed(kind: str, stop_at: int, **options: Any) -> tuple[list[Any], Run]:
+    """Preempt a run at a poll; return what follows in another process, and the run that follows."""
+    first = Run(kind, stop_at=stop_at, **options)
+    with pytest.raises(Preempted):
+        first.train()
+    after = Run(kind, seed=99, **options)
+    after.restore(first.saved)
+    return after.train(), after
+
+
+@pytest.mark.parametrize("kind", [name for name in KINDS if name not in WORKERS])
+def test_a_run_resumes_at_each_poll(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """In the loop, in the validation and between: the same batches, indices and random numbers follow."""
+    whole = Run(kind)
+    wanted = whole.train()
+    for stop_at, mark in enumerate(whole.polls):
+        trace, _ = resumed(kind, stop_at)
+        assert trace == wanted[mark:], stop_at
+    assert not [message for message in caplog.messages if "other contents" in message]
+
+
+@pytest.mark.parametrize("kind", WORKERS)
+@pytest.mark.parametrize("stop_at", [1, 5, 7, 11])
+def test_a_run_with_workers_resumes(
+    kind: str, stop_at: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also in the second epoch, for which persistent workers would keep their generators."""
+    whole = Run(kind)
+    wanted = whole.train()
+    trace, _ = resumed(kind, stop_at)
+    assert trace == wanted[whole.polls[stop_at] :]
+    assert not [message for message in caplog.messages if "other contents" in message]
+
+
+def test_an_index_that_restarts_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """Plain ``enumerate`` counts from 0 after a resume.  A script that reads the index sees no message."""
+    first = Run("shuffled", stop_at=1)
+    with pytest.raises(Preempted):
+        first.train()
+    plain, counted = Run("shuffled"), Run("shuffled")
+    counted.restore(first.saved)
+    assert [number for number, _ in enumerate(counted.loader, counted.loader.batches)] == [2]
+    assert not caplog.messages
+    plain.restore(first.saved)
+    assert [number for number, _ in enumerate(plain.loader)] == [0]
+    assert [number for number, _ in enumerate(plain.loader)] == [0, 1, 2]
+    (message,) = caplog.messages
+    assert "loader.enumerate()" in message
+
+
+def test_the_end_of_an_epoch_is_repeated_unless_the_script_ends_it(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The state after the loop resumes there; after ``end_epoch()`` it resumes in the next epoch."""
+    loader = ResumableLoader(DataLoader(DATA, 5))
+    assert len(list(loader)) == 2
+    assert (loader.epoch, loader.batches) == (1, 0)
+    repeated, over = ResumableLoader(DataLoader(DATA, 5)), ResumableLoader(DataLoader(DATA, 5))
+    repeated.load_state_dict(loader.state_dict())
+    assert repeated.epoch == 0
+    assert not list(repeated)
+    assert "end of the epoch is repeated" in caplog.text
+    assert (repeated.epoch, len(list(repeated)), repeated.epoch) == (1, 2, 2)
+    loader.end_epoch()
+    over.load_state_dict(loader.state_dict())
+    assert (over.epoch, len(list(over))) == (1, 2)
+
+
+@pytest.mark.parametrize("has_steps", [True, False])
+def test_a_step_after_the_loop_ends_the_epoch_of_a_script_with_one_step_an_epoch(
+    has_steps: bool,
+) -> None:
+    """A script that also reports steps in the loop has work left at the end of its epoch."""
+    loader = ResumableLoader(DataLoader(DATA, 5))
+    steps = 0
+    loader.completed_steps = lambda: steps
+    for _ in loader:
+        steps += has_steps
+    assert loader.state_dict()["epoch"] == 0
+    steps += 1
+    after = ResumableLoader(DataLoader(DATA, 5))
+    after.load_state_dict(loader.state_dict())
+    assert (after.epoch, len(list(after))) == ((0, 0) if has_steps else (1, 2))
+
+
+def test_two_loops_at_the_same_time_are_refused() -> None:
+    """Their positions differ.  Two loaders in one ``zip`` are not refused."""
+    loader, other = (ResumableLoader(DataLoader(DATA, 5)) for _ in range(2))
+    assert len(list(zip(loader, other, strict=True))) == 2
+    with pytest.raises(RuntimeError, match="two loops"):
+        list(zip(loader, loader, strict=True))
+
+
+@pytest.mark.parametrize("stop_at", range(5))
+def test_two_loaders_of_different_length(stop_at: int) -> None:
+    """The longer one is abandoned when the shorter one ends, also in a resumed epoch."""
+
+    def loaders(seed: int) -> list[ResumableLoader]:
+        seed_all(seed)
+        return [ResumableLoader(DataLoader(DATA, size, shuffle=True)) for size in (5, 2)]
+
+    def pairs(short: ResumableLoader, long: ResumableLoader) -> Iterator[Any]:
+        while short.epoch < 2:
+            yield from zip(
+                (b[0].tolist() for b in short), (b[0].tolist() for b in long), strict=False
+            )
+            yield None
+
+    first = loaders(0)
+    running = pairs(*first)
+    for _ in range(stop_at):
+        next(running)
+    states = copy.deepcopy([loader.state_dict() for loader in first])
+    generators = take_global()
+    wanted = list(running)
+    after = loaders(99)
+    for loader, state in zip(after, states, strict=True):
+        loader.load_state_dict(state)
+    set_global(generators)
+    assert list(pairs(*after)) == (wanted if stop_at != 3 else [None, *wanted])
+
+
+def test_epochs_of_fewer_batches(caplog: pytest.LogCaptureFixture) -> None:
+    """``batches_per_epoch`` ends an epoch; a ``break`` does not, so a resume reports it."""
+    kind = {"batches_per_epoch": 2}
+    whole = Run("shuffled", **kind)
+    wanted = whole.train()
+    assert len(whole.loader) == 2
+    for stop_at, mark in enumerate(whole.polls):
+        trace, _ = resumed("shuffled", stop_at, **kind)
+        assert trace == wanted[mark:]
+    assert "was left" not in caplog.text
+    first, after = Run("shuffled"), Run("shuffled", seed=99)
+    for _ in first.loader:
+        break
+    assert (first.loader.epoch, first.loader.batches) == (1, 0)
+    after.loader.load_state_dict(first.loader.state_dict())
+    assert (after.loader.epoch, len(list(after.loader))) == (0, 2)
+    assert "the loop over epoch 0 was left after batch 1" in caplog.text
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "augmented", "workers"])
+def test_other_data_are_reported(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    """The last batch before the checkpoint shows that the data set differs in the resumed run."""
+    first, after = Run(kind), Run(kind, seed=99)
+    batches = iter(first.loader)
+    batch = next(batches)
+    after.restore({"loader": first.loader.state_dict(), "generators": take_global()})
+    tensor = batch[0] if isinstance(batch, list) else batch
+    after.loader.load_state_dict({**first.loader.state_dict(), "checksum": 1})
+    iter(after.loader)
+    assert "batch 1 of epoch 0 has other contents" in caplog.text
+    tensor += 1  # a script may change its batch: then nothing is compared
+    assert first.loader.state_dict()["checksum"] is None
+
+
+class Counted(Dataset[Any]):
+    """Counts the loaded samples, in all processes."""
+
+    def __init__(self, *, depends_on_order: bool = False) -> None:
+        self.count = torch.zeros((), dtype=torch.int64).share_memory_()
+        self.depends_on_order = depends_on_order
+
+    def __len__(self) -> int:
+        return 80
+
+    def __getitem__(self, place: int) -> Any:
+        self.count += 1
+        return torch.tensor([place, int(self.count) if self.depends_on_order else 0])
+
+
+def loaded_samples(data: Counted, after: Counted, **options: Any) -> tuple[int, Any, Any]:
+    """Resume after 60 samples; return the number that was loaded for it, and the next batch in both runs."""
+    is_fixed = options.pop("fixed_samples", None)
+    loaders = [
+        ResumableLoader(DataLoader(each, 4, shuffle=True, **options), fixed_samples=is_fixed)
+        for each in (data, after)
+    ]
+    first, second = loaders
+    batches = iter(first)
+    for _ in range(15):
+        next(batches)
+    second.load_state_dict(first.state_dict())
+    resumed = iter(second)
+    count = int(after.count)
+    return count, next(batches).tolist(), next(resumed).tolist()
+
+
+@pytest.mark.parametrize(
+    ("options", "is_skipped"),
+    [({}, True), ({"num_workers": 1}, False), ({"num_workers": 1, "fixed_samples": True}, True)],
+)
+def test_skipped_samples_are_not_loaded(options: dict[str, Any], is_skipped: bool) -> None:
+    """Only those that the comparison needs, if the generators of workers cannot differ after it."""
+    count, wanted, batch = loaded_samples(Counted(), Counted(), **options)
+    assert batch == wanted
+    assert (count < 30) == is_skipped
+
+
+@pytest.mark.parametrize("fixed_samples", [None, True, False])
+def test_samples_that_depend_on_earlier_ones(
+    fixed_samples: bool | None, caplog: pytest.LogCaptureFixture
+) -> None:
+    """If they are not loaded again, the last batch shows it, and a message names the option."""
+    data = [Counted(depends_on_order=True) for _ in range(2)]
+    _, wanted, batch = loaded_samples(*data, fixed_samples=fixed_samples)
+    is_reported = any("fixed_samples=False is needed" in message for message in caplog.messages)
+    assert (batch == wanted, is_reported) == (
+        (True, False) if fixed_samples is False else (False, True)
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "reason"),
+    [({"num_workers": 1, "in_order": False}, "in_order"), ({}, "one iterator for all epochs")],
+)
+def test_a_loader_that_no_resume_can_repeat_is_refused(
+    options: dict[str, Any], reason: str
+) -> None:
+    """At construction, with the reason."""
+    loader = DataLoader(DATA, 5, **options)
+    if not options:
+        loader.iterator = iter(loader)
+    with pytest.raises(ValueError, match=reason):
+        ResumableLoader(loader)

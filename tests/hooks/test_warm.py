@@ -1,0 +1,95 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A start of the warm Python looks like one of the plain Python, to its parent and to the script."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from testkit.waiting import until
+
+ASKS = """
+import json, os, sys, torch
+assert torch.rand(1).item() != float(os.environ["BEFORE"])
+assert os.getsid(0) == os.getpid() and len(os.listdir("/proc/self/task")) == 1
+print(json.dumps([sys.argv, sys.path[0], sys.stdin.read(), os.getcwd(), __name__]))
+sys.exit(7)
+"""
+
+
+def test_arguments_streams_and_status(warm_python: str, tmp_path: Path) -> None:
+    """Arguments, directory, environment, streams and status are those of a plain start; seeds differ."""
+    script = tmp_path / "script.py"
+    script.write_text(ASKS)
+    first = subprocess.run(
+        [warm_python, "-c", "import torch; print(torch.rand(1).item())"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    done = [
+        subprocess.run(
+            [python, "-u", str(script), "one", "-c"],
+            cwd=tmp_path,
+            env={**os.environ, "BEFORE": first.stdout, "OMP_NUM_THREADS": "1"},
+            input="text",
+            capture_output=True,
+            text=True,
+            check=False,
+            start_new_session=True,
+        )
+        for python in (warm_python, sys.executable)
+    ]
+    assert [(d.returncode, d.stderr) for d in done] == [(7, "")] * 2
+    assert done[0].stdout == done[1].stdout
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "error"),
+    [
+        ("raise ValueError('torn')", 1, "ValueError: torn"),
+        ("import sys; sys.exit('no data')", 1, "no data"),
+        ("import os, signal; os.kill(os.getpid(), signal.SIGUSR1)", -signal.SIGUSR1, ""),
+        ("import atexit, os; atexit.register(os.write, 2, b'at exit')", 0, "at exit"),
+    ],
+)
+def test_ends(warm_python: str, code: str, status: int, error: str) -> None:
+    """Exceptions, messages, signals and exit handlers end a script as they do in a plain start."""
+    done = subprocess.run(
+        [warm_python, "-c", code], capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == status
+    assert error in done.stderr
+
+
+FORKS = """
+import os, signal
+signal.signal(signal.SIGTERM, lambda number, frame: print("terminated", flush=True))
+child = os.fork()
+if child:
+    print(os.getpid(), child, flush=True)
+while True:
+    signal.pause()
+"""
+
+
+def test_signals(warm_python: str) -> None:
+    """SIGTERM is passed on; SIGKILL ends the process and its children."""
+    process = subprocess.Popen(
+        [warm_python, "-c", FORKS], stdout=subprocess.PIPE, text=True, start_new_session=True
+    )
+    with process:
+        assert process.stdout is not None
+        pids = process.stdout.readline().split()
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.readline() == "terminated\n"
+        os.killpg(process.pid, signal.SIGKILL)
+        assert process.wait(60) == -signal.SIGKILL
+        assert process.stdout.read() == "", "the pipe is still open"
+    # A zombie, which init may never reap, has no executable.
+    until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), what="their end")

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The states of the objects in a training state: modules, optimizers, generators, and others."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from swansong._torch.checkpoint_set import CheckpointSet
+from swansong._torch.collector import Collector
+from swansong._torch.generators import (
+    is_generator,
+    set_state_of_generator,
+    state_of_generator,
+)
+from swansong._torch.index import INDEX
+from swansong._torch.modules import load_module, state_of_module
+from swansong._torch.sharding import is_sharded
+from swansong.state import decode_tree, encode_tree
+
+OTHERS = "others"
+"""Name of the files with the tensors of all objects that are neither module nor optimizer."""
+
+
+def state_of(item: Any) -> Any:
+    """Return the state of an object that is neither module nor optimizer."""
+    return state_of_generator(item) if is_generator(item) else item.state_dict()
+
+
+def set_state(item: Any, state: Any) -> None:
+    """Load a state that :func:`state_of` returned."""
+    if is_generator(item):
+        set_state_of_generator(item, state)
+    else:
+        item.load_state_dict(state)
+
+
+def params_of(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
+    """Return the parameters of all groups, in the order of their numbers in ``state_dict()``."""
+    return [param for group in optimizer.param_groups for param in group["params"]]
+
+
+def param_of(key: str, params: list[torch.Tensor]) -> torch.Tensor | None:
+    """Return the parameter of the key ``state.<number>...``."""
+    match = re.match(r"state\.(\d+)\b", key)
+    return params[int(match[1])] if match and int(match[1]) < len(params) else None
+
+
+def has_known_layout(state: Any) -> bool:
+    """Whether the state of an optimizer is that of ``torch.optim``: states by parameter, and groups."""
+    return (
+        isinstance(state, dict)
+        and isinstance(state.get("state"), dict)
+        and isinstance(state.get("param_groups"), list)
+        and all(type(key) in (int, str) for key in state["state"])
+    )
+
+
+def take_module(module: torch.nn.Module, collector: Collector) -> dict[str, Any]:
+    """Encode the state of a module for the index."""
+    return {key: collector.encode(value, key) for key, value in state_of_module(module).items()}
+
+
+def take_optimizer(
+    state: Mapping[str, Any], params: list[torch.Tensor], collector: Collector
+) -> dict[str, Any]:
+    """Encode the state of an optimizer, in the known layout, for the index."""
+    for number, values in state["state"].items():
+        _check_shards(number, values, params)
+    return {
+        "state": [
+            [number, collector.encode(values, f"state.{number}")]
+            for number, values in state["state"].items()
+        ],
+        "rest": collector.encode(
+            {key: value for key, value in state.items() if key != "state"}, "rest"
+        ),
+    }
+
+
+def load_module_from(found: CheckpointSet, source: int, name: str, module: torch.nn.Module) -> None:
+    """Load a module from the parts of a checkpoint."""
+    state = state_of_module(module)
+    nodes = found.indexes[source]["objects"][name]
+    for what, keys in (
+        ("lacks", state.keys() - nodes.keys()),
+        ("has", nodes.keys() - state.keys()),
+    ):
+        if keys:
+            some = ", ".join(sorted(keys)[:5])
+            raise ValueError(f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}")
+    targets = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
+    get = getter(read(found, source, name, targets))
+    load_module(module, {key: decode_tree(node, get) for key, node in nodes.items()})
+
+
+def load_optimizer_from(
+    found: CheckpointSet, source: int, name: str, optimizer: torch.optim.Optimizer
+) -> None:
+    """Load an optimizer, whose state has the known layout, from the parts of a checkpoint."""
+    params = params_of(optimizer)
+    targets = {}
+    for key in found.indexes[source]["tensors"][name]:
+        param = param_of(key, params)
+        if param is not None and is_sharded(param):
+            shape, dtype = found.shape_and_dtype(source, name, key)
+            if shape == param.shape:
+                targets[key] = torch.empty_like(param.detach(), dtype=dtype)
+    get = getter(read(found, source, name, targets))
+    node = found.indexes[source]["objects"][name]
+    state = {key: decode_tree(value, get) for key, value in node["state"]}
+    optimizer.load_state_dict({"state": state, **decode_tree(node["rest"], get)})
+
+
+def is_node_of_optimizer(node: Any) -> bool:
+    """Whether :func:`take_optimizer` returned the node."""
+    return isinstance(node, dict) and node.keys() == {"state", "rest"}
+
+
+def read_others(
+    found: CheckpointSet, source: int, items: Mapping[str, Any]
+) -> dict[str, torch.Tensor]:
+    """Read the tensors of all other objects.
+
+    A tensor that ``items`` hold as a DTensor is read in the same placement.
+    """
+    entries = found.indexes[source]["tensors"][OTHERS]
+    targets: dict[str, torch.Tensor] = {}
+    if any("shape" in entry for entry in entries.values()):  # sharded when it was saved
+        for name, item in items.items():
+            for key, tensor in _shards(state_of(item), name):
+                if key in entries:
+                    dtype = found.shape_and_dtype(source, OTHERS, key)[1]
+                    targets[key] = torch.empty_like(tensor.detach(), dtype=dtype)
+    return read(found, source, OTHERS, targets)
+
+
+def read(
+    found: CheckpointSet, source: int, group: str, targets: Mapping[str, torch.Tensor]
+) -> dict[str, torch.Tensor]:
+    """Read all tensors of an object by key: ``targets`` in place, the others into host memory."""
+    tensors: dict[str, torch.Tensor] = {}
+    for key in found.indexes[source]["tensors"][group]:
+        if key in targets:
+            tensors[key] = targets[key]
+        else:
+            shape, dtype = found.shape_and_dtype(source, group, key)
+            tensors[key] = torch.empty(shape, dtype=dtype)
+    found.load(source, {(group, key): tensor for key, tensor in tensors.items()})
+    return tensors
+
+
+def getter(tensors: Mapping[str, torch.Tensor]) -> Callable[[str, Any], Any]:
+    """Return the function with which ``decode_tree`` finds tensors and arrays."""
+
+    def get(word: str, key: Any) -> Any:
+        if word == "tensor":
+            return tensors[key]
+        if word in ("array", "scalar"):
+            array = tensors[key].numpy()
+            return array if word == "array" else array[()]
+        raise ValueError(f"{INDEX} contains {word!r:.40}, which this version cannot read")
+
+    return get
+
+
+def _check_shards(key: Any, state: Any, params: list[torch.Tensor]) -> None:
+    for name, value in state.items() if isinstance(state, dict) else ():
+        if is_sharded(value) and value.shape != params[key].shape:
+            raise TypeError(
+                f"the optimizer's {name!r} is sharded, but not in the shape of its parameter"
+            )
+
+
+def _shards(state: Any, name: str) -> Iterator[tuple[str, torch.Tensor]]:
+    found: dict[str, torch.Tensor] = {}
+
+    def put(value: Any, path: str) -> Any:
+        if is_sharded(value):
+            found[path] = value
+        return {"tensor": path}
+
+    encode_tree(state, name, put)
+    yield from found.items()

@@ -1,0 +1,85 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks, before the first step, that the objects of a training state belong together."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+
+from swansong._torch.modules import load_module, state_of_module, unwrap
+from swansong._torch.objects import params_of
+from swansong._torch.sharding import is_sharded
+
+log = logging.getLogger("swansong")
+
+
+@contextlib.contextmanager
+def trying(action: str, name: str, item: Any) -> Iterator[None]:
+    """Name the object in an error.
+
+    Args:
+        action: ``save`` or ``load``.
+        name: of the object.
+        item: the object.
+
+    Raises:
+        TypeError: the block raised an error.
+    """
+    try:
+        yield
+    except Exception as error:
+        kind = type(unwrap(item)).__qualname__
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise TypeError(f"cannot {action} {name}, a {kind}: {reason}") from error
+
+
+def check_module(module: torch.nn.Module) -> None:
+    """Load the module's own state into the module, which copies nothing.
+
+    Raises:
+        Exception: the module does not accept the state that it returns.
+    """
+    load_module(module, state_of_module(module))
+
+
+def check_relations(objects: Mapping[str, Any]) -> None:
+    """Check that optimizers belong to the modules, and schedulers to the optimizers.
+
+    Raises:
+        ValueError: an object belongs to another one that is not in the state.
+    """
+    modules = [item for item in objects.values() if isinstance(item, torch.nn.Module)]
+    optimizers = {
+        name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)
+    }
+    known = {id(param): param for module in modules for param in module.parameters()}
+    is_model_sharded = any(map(is_sharded, known.values()))
+    for name, optimizer in optimizers.items():
+        foreign = [param for param in params_of(optimizer) if id(param) not in known]
+        if is_model_sharded and any(not is_sharded(param) for param in foreign):
+            raise ValueError(
+                f"attach failed: {name} holds {len(foreign)} parameters that the model does not have any"
+                " more; create the optimizer after fully_shard()"
+            )
+        if foreign:
+            log.warning(
+                "%s trains %s parameters, the first of shape %s, that no module of the state contains: they"
+                " are not saved; pass their module to TrainingState under a name",
+                name,
+                len(foreign),
+                tuple(foreign[0].shape),
+            )
+    trained = {id(param) for optimizer in optimizers.values() for param in params_of(optimizer)}
+    for name, item in objects.items():
+        of = unwrap(getattr(item, "optimizer", None))
+        if isinstance(of, torch.optim.Optimizer) and not isinstance(item, torch.optim.Optimizer):
+            own = {id(param) for param in params_of(of)}
+            if own and not own & trained:
+                raise ValueError(
+                    f"attach failed: {name} belongs to an optimizer that is not in the state, so its"
+                    " learning rates are not saved; pass that optimizer to TrainingState too"
+                )
