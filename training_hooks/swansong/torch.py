@@ -9,7 +9,7 @@
     guard = swansong.attach(state)
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
-        guard.step(step + 1, loss=loss)
+        guard.step(step + 1, loss=loss)  # last in the loop body
     guard.close()
 
 A save blocks the training loop only while it copies the state to host memory.  A background thread writes the
