@@ -153,6 +153,8 @@ class Guard:
             tick=self._tick,
         )
         self._agreement = self._session.agreement
+        if hasattr(state, "count_steps_with"):
+            state.count_steps_with(lambda: int(self._agreement.step))
         self._reporter = Reporter(self._session.channel.send)
         self._pauses = PauseWatch()
         self._session.channel.start()
