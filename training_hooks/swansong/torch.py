@@ -154,6 +154,8 @@ class TrainingState:
             if isinstance(item, torch.nn.Module):
                 with trying("load", name, item):
                     check_module(item)
+        if self._watch is not None:  # of an earlier guard
+            self._watch.end()
         self._watch = OrderWatch(self._objects)
 
     def before_restore(self) -> None:
