@@ -9,7 +9,7 @@
     guard = swansong.attach(state)
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
-        guard.step(step + 1, loss=loss)
+        guard.step(step + 1, loss=loss)  # last in the loop body
     guard.close()
 
 A save blocks the training loop only while it copies the state to host memory.  A background thread writes the
@@ -154,6 +154,8 @@ class TrainingState:
             if isinstance(item, torch.nn.Module):
                 with trying("load", name, item):
                     check_module(item)
+        if self._watch is not None:  # of an earlier guard
+            self._watch.end()
         self._watch = OrderWatch(self._objects)
 
     def before_restore(self) -> None:
