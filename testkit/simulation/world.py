@@ -233,10 +233,11 @@ class World:
     Args:
         seed: decides everything.
         is_calm_from_s: no fault begins after this instant; None: the seed may break things to the end.
+        has_trainer: whether a trainer starts with the daemon; else :meth:`start_trainer` starts it.
     """
 
     def __init__(  # noqa: PLR0915 - all that a world begins with
-        self, seed: int, *, is_calm_from_s: float | None = None
+        self, seed: int, *, is_calm_from_s: float | None = None, has_trainer: bool = True
     ) -> None:
         self.random = random.Random(seed)
         # A random subset of faults for each seed finds more than all faults together.
@@ -296,8 +297,10 @@ class World:
         self._save_s = self.random.choice((0.1, 2.0, 20.0))
         self._size_bytes = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
         self._bandwidth = self.random.choice((20, 200)) * MIB
+        self.conclusions: list[Conclude] = []
         self._start_daemon()
-        self._trainer_starts()
+        if has_trainer:
+            self._trainer_starts()
 
     # ------------------------------------------------------------------ the heap
 
@@ -481,6 +484,16 @@ class World:
             trainer, self.trainer = self.trainer, None
             self.post(lambda: TrainerLeft(trainer.connection, exited=True, reason="ended"), 0.1)
         self._trainer_starts(is_behind=True)
+
+    @property
+    def take_s(self) -> float:
+        """Longest time from a request to the commit of its checkpoint, without faults."""
+        send_s = self._size_bytes / self._bandwidth
+        return self._boundary_s + self._save_s + 2 * send_s + RESERVE_S
+
+    def start_trainer(self) -> None:
+        """A trainer resumes from the newest state."""
+        self._trainer_starts()
 
     def _trainer_starts(self, *, is_behind: bool = False) -> None:
         """A trainer resumes from the newest state, by the daemon's rule, or from an older one, by its own."""
@@ -879,6 +892,7 @@ class World:
 
     def _concluded(self, conclusion: Conclude) -> None:
         self.verdict = conclusion
+        self.conclusions.append(conclusion)
         refs = self.commits()
         if conclusion.verdict is Verdict.LOST:
             if self.state.last_commit is not None:

@@ -59,12 +59,13 @@ def main() -> None:
     parser.add_argument("--step-delay-s", type=float, default=0.01)
     parser.add_argument("--size-bytes", type=int, default=1000, help="of each file")
     parser.add_argument("--die-in-save", type=int, default=None)
+    parser.add_argument("--finish", action="store_true", help="mark the end of the run")
     options = parser.parse_args()
     training = Training(options.size_bytes, options.die_in_save)
     guard = swansong.attach(save=training.save, load=training.load, every_steps=options.every_steps)
     start = guard.restore()
     assert training.step == start
-    emit(event="resumed", from_step=start)
+    emit(event="resumed", from_step=start, finished=guard.finished)
     committed, fenced = None, False
     for step in range(start + 1, options.steps + 1):
         time.sleep(options.step_delay_s)
@@ -78,6 +79,8 @@ def main() -> None:
         if guard.fenced and not fenced:
             fenced = True
             emit(event="fenced")
+    if options.finish:
+        emit(event="finished", committed=guard.finish())
     guard.close()
     emit(event="ended")
 

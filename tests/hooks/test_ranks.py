@@ -176,6 +176,30 @@ def test_the_first_target_is_final() -> None:
     assert agreement.decide(5) == Due("emergency", "r1")
 
 
+@pytest.mark.fault("T18")
+def test_all_ranks_finish_one_set(
+    daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of the run has a part of every rank, beside a periodic set of the same step."""
+    job = Job(attach, monkeypatch, every_steps=5)
+    for guard in job.guards:
+        guard.restore()
+    for thread in job.start(seed=1, steps=5):
+        thread.join()
+    ends = [threading.Thread(target=guard.finish) for guard in job.guards]
+    for end in ends:
+        end.start()
+    for end in ends:
+        end.join()
+    assert all(guard.finished for guard in job.guards)
+    sets = {}
+    for path in daemon.sealed():
+        parts = [RankManifest.decode(file.read_bytes()) for file in path.glob("rank-*.json")]
+        sets[parts[0].kind] = {(part.kind, part.step) for part in parts}
+        assert len(parts) == RANKS
+    assert sets == {"periodic": {("periodic", 5)}, "final": {("final", 5)}}
+
+
 @pytest.mark.fault("T03", "D12")
 def test_files_of_a_dead_job_start_do_not_help_to_seal(
     daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch

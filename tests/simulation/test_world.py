@@ -102,6 +102,41 @@ def test_only_reconcile_orders_work(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not reactions & work
 
 
+@pytest.mark.fault("T17")
+def test_a_trainer_that_connects_after_the_notice_is_asked_in_time() -> None:
+    """V1: a verdict before the deadline, and only SAFE if the checkpoint of the late trainer fits."""
+    timely = 0
+    for seed in seeds()[:30]:
+        world = World(seed, has_trainer=False)
+        world.faults.clear()
+        world.run(1010.0)
+        world.raise_notice(90.0)
+        world.run(1010.0 + world.delay_s(80.0))
+        left_s = 1100.0 - world.now
+        world.start_trainer()
+        world.run(1105.0)
+        told = [conclusion for conclusion in world.conclusions if conclusion.is_final]
+        assert told[0].slack_s >= -1.0, (seed, told)
+        if left_s > world.take_s + 10.0:
+            timely += 1
+            assert {conclusion.verdict for conclusion in told} == {Verdict.SAFE}, (seed, told)
+    assert ONE_SEED or timely > 5
+
+
+@pytest.mark.fault("T17")
+def test_a_verdict_comes_in_time_although_no_trainer_connects() -> None:
+    """V1: in time for the farewell, and once, however long the daemon has waited."""
+    for seed in seeds()[:30]:
+        world = World(seed, has_trainer=False)
+        world.faults &= {"refused", "lost_reply", "late_scan"}
+        world.run(1010.0)
+        world.raise_notice(90.0)
+        world.run(1105.0)
+        told = [conclusion for conclusion in world.conclusions if conclusion.is_final]
+        assert [conclusion.verdict for conclusion in told] == [Verdict.LOST], (seed, told)
+        assert told[0].slack_s > 0, (seed, told)
+
+
 @pytest.mark.fault("N17", "N12")
 def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
     """V3 and V6: after the last fault the newest usable set becomes a commit, and V7: IDLE."""

@@ -16,6 +16,7 @@ from dataclasses import replace
 
 from swansongd.core import planner
 from swansongd.core.lifecycle import ASG_SOURCE
+from swansongd.core.nodes import AGAIN
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
 
@@ -33,11 +34,17 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
     if is_asked or state.connected or state.overtaken_by is not None or state.is_finished:
         return None
-    if not _may_come(state, now_mono_s):
+    if _was_answered(state, evacuation) or not _may_come(state, now_mono_s):
         return None
     needed_s = planner.take_s(state.measured) + state.settings.reserve_s
     left_s = evacuation.deadline_mono_s - now_mono_s - needed_s
     return left_s if left_s >= 0 else None
+
+
+def _was_answered(state: State, evacuation: Evacuation) -> bool:
+    """Whether the request of this evacuation was answered in an earlier life of the daemon."""
+    ids = {staged.request_id.partition(AGAIN)[0] for staged in state.staged}
+    return evacuation.id in ids
 
 
 def _may_come(state: State, now_mono_s: float) -> bool:

@@ -13,6 +13,7 @@ from swansongd.core.events import (
     Conclude,
     Exit,
     Mark,
+    NoticeRaised,
     SignalRefused,
     SignalSent,
     SignalTrainer,
@@ -22,7 +23,7 @@ from swansongd.core.state import Phase
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
 from swansongd.model import CommitRef, Severity, Verdict
 
-from testkit.story import MIB, Story
+from testkit.story import MIB, Story, a_notice, a_set
 
 pytestmark = pytest.mark.fault("T17")
 
@@ -138,6 +139,17 @@ def test_a_restarted_daemon_waits_for_the_trainers_of_the_earlier_one() -> None:
     assert not story.verdicts
     story.wait(1)
     assert story.verdicts == ["LOST None"]
+
+
+def test_a_restarted_daemon_does_not_wait_after_the_answer() -> None:
+    """Its predecessor got the checkpoint for the same notice: the trainer need not come back."""
+    raised = replace(a_notice(deadline_mono_s=1120.0), evacuation_id="before")
+    story = Story(staged=[a_set(9, request_id="before")])
+    story.tell(NoticeRaised(raised))
+    story.wait(0.1)
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
 
 
 def test_a_trainer_that_still_restores_loses_nothing() -> None:
