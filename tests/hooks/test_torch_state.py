@@ -300,6 +300,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_values_that_cannot_be_saved_are_named() -> None:
     """A wrong object is refused by the constructor, a wrong value by the copy."""
+    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(TypeError, match="of DeepSpeed"):
+        TrainingState(engine(2, 2))
     with pytest.raises(TypeError, match="without state_dict"):
         TrainingState(nn.Linear(1, 1), loader=[1, 2])
     with pytest.raises(ValueError, match="not a valid name of an object"):

@@ -128,6 +128,11 @@ class TrainingState:
                     f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
                     " shard the model with torch.distributed.fsdp.fully_shard"
                 )
+            if any(kind.__module__.startswith("deepspeed.") for kind in type(item).__mro__):
+                raise TypeError(
+                    f"{name} is a {type(item).__qualname__} of DeepSpeed, whose state no rank can save alone;"
+                    " use DistributedDataParallel or fully_shard"
+                )
             if not is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
