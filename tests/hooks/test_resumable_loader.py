@@ -6,14 +6,16 @@ from __future__ import annotations
 import copy
 import random
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import swansong
 import torch
 from swansong._torch.generators import set_global, take_global
 from swansong.state import decode_tree, encode_tree
-from swansong.torch import ResumableLoader, seed_all
+from swansong.torch import ResumableLoader, TrainingState, seed_all
 from torch.utils.data import (
     BatchSampler,
     DataLoader,
@@ -156,6 +158,9 @@ class Run:
     def restore(self, saved: Any) -> None:
         self.loader.load_state_dict(saved["loader"])
         set_global(saved["generators"])
+        list(
+            self.validation
+        )  # a script may draw random numbers at its start, such as for a look at the data
 
     def train(self) -> list[Any]:
         for epoch in range(self.loader.epoch, EPOCHS):
@@ -299,6 +304,19 @@ def test_two_loaders_of_different_length(stop_at: int) -> None:
     assert list(pairs(*after)) == (wanted if stop_at != 3 else [None, *wanted])
 
 
+def test_an_iterator_that_is_not_used_is_not_an_epoch() -> None:
+    """Lightning creates two iterators before it asks for the first batch of a resumed epoch."""
+    first = Run("shuffled", stop_at=4)
+    with pytest.raises(Preempted):
+        first.train()
+    after = Run("shuffled")
+    after.restore(first.saved)
+    iter(after.loader)
+    assert (after.loader.epoch, after.loader.batches, len(list(after.loader))) == (0, 3, 0)
+    iter(after.loader)
+    assert (after.loader.epoch, after.loader.batches, len(list(after.loader))) == (1, 0, 3)
+
+
 def test_epochs_of_fewer_batches(caplog: pytest.LogCaptureFixture) -> None:
     """``batches_per_epoch`` ends an epoch; a ``break`` does not, so a resume reports it."""
     kind = {"batches_per_epoch": 2}
@@ -327,7 +345,7 @@ def test_other_data_are_reported(kind: str, caplog: pytest.LogCaptureFixture) ->
     after.restore({"loader": first.loader.state_dict(), "generators": take_global()})
     tensor = batch[0] if isinstance(batch, list) else batch
     after.loader.load_state_dict({**first.loader.state_dict(), "checksum": 1})
-    iter(after.loader)
+    next(iter(after.loader))
     assert "batch 1 of epoch 0 has other contents" in caplog.text
     tensor += 1  # a script may change its batch: then nothing is compared
     assert first.loader.state_dict()["checksum"] is None
@@ -360,9 +378,8 @@ def loaded_samples(data: Counted, after: Counted, **options: Any) -> tuple[int, 
     for _ in range(15):
         next(batches)
     second.load_state_dict(first.state_dict())
-    resumed = iter(second)
-    count = int(after.count)
-    return count, next(batches).tolist(), next(resumed).tolist()
+    batch = next(iter(second)).tolist()
+    return int(after.count), next(batches).tolist(), batch
 
 
 @pytest.mark.parametrize(
@@ -402,3 +419,121 @@ def test_a_loader_that_no_resume_can_repeat_is_refused(
         loader.iterator = iter(loader)
     with pytest.raises(ValueError, match=reason):
         ResumableLoader(loader)
+
+
+class Epochs:
+    """A script with a scheduler by epoch, whose order of scheduler, validation and step is an argument.
+
+    Args:
+        work: the work at the end of each epoch: letters for scheduler, validation, best metric, a step.
+        stop_at: number of the snapshot at which it is preempted.
+    """
+
+    def __init__(
+        self, work: str, seed: int = 0, stop_at: int = -1, directory: Path | None = None
+    ) -> None:
+        seed_all(seed)
+        self.work, self.stop_at, self.directory = work, stop_at, directory
+        self.model = torch.nn.Sequential(torch.nn.Linear(1, 4), torch.nn.Dropout(0.5))
+        self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
+        self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1, 0.5)
+        self.loader = ResumableLoader(DataLoader(DATA, 4, shuffle=True))
+        self.average = torch.optim.swa_utils.AveragedModel(self.model)
+        self.state = TrainingState(
+            self.model,
+            self.optimizer,
+            scheduler=self.scheduler,
+            loader=self.loader,
+            average=self.average,
+        )
+        self.state.values["best"] = 0.0
+        self.steps = 0
+        self.state.count_steps_with(lambda: self.steps)
+        self.trace: list[Any] = []
+        self.snapshots = 0
+
+    def snapshot(self) -> None:
+        if self.directory is not None and self.snapshots == self.stop_at:
+            own = self.directory / "rank-00000"
+            own.mkdir()
+            self.state.snapshot()(own)
+            raise Preempted
+        self.snapshots += 1
+
+    def train(self) -> list[Any]:
+        for epoch in range(self.loader.epoch, EPOCHS):
+            for (batch,) in self.loader:
+                loss = self.model(batch[:, None]).square().mean()
+                self.optimizer.zero_grad()
+                loss.backward()
+                self.optimizer.step()
+                if "g" not in self.work:
+                    self.steps += 1
+                self.snapshot()
+            for part in self.work:
+                if part == "s":
+                    self.scheduler.step()
+                elif part == "b":
+                    self.state.values["best"] += self.optimizer.param_groups[0]["lr"]
+                elif part == "g":
+                    self.steps = epoch + 1
+                elif part == "a":
+                    self.average.update_parameters(self.model)
+                elif part == "e":
+                    self.loader.end_epoch()
+                else:
+                    torch.rand(1)  # a validation that draws random numbers
+                self.snapshot()
+            rate = self.optimizer.param_groups[0]["lr"]
+            weights = [each.tolist() for each in self.model.parameters()]
+            best = self.state.values["best"]
+            count = int(self.average.n_averaged)
+            generator = torch.get_rng_state().tolist()
+            self.trace.append((epoch, rate, best, count, generator, weights))
+        return self.trace
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Detected call of `lr_scheduler.step"
+)  # torch does not know the resume
+@pytest.mark.parametrize("work", ["vbs", "svb", "vsvb", "vbsg", "ae"])
+def test_the_work_at_the_end_of_an_epoch_has_its_effect_once(work: str, tmp_path: Path) -> None:
+    """In any order, and at each point of it: the scheduler, the best metric and all weights are the same.
+
+    The states are those from before that work, unless a step or ``end_epoch()`` ends the epoch.
+    """
+    whole = Epochs(work)
+    wanted = whole.train()
+    for stop_at in range(whole.snapshots):
+        if work == "ae" and stop_at % 5 == 3:
+            continue  # between the change of a model and end_epoch(): see the next test
+        directory = tmp_path / str(stop_at)
+        directory.mkdir()
+        first = Epochs(work, stop_at=stop_at, directory=directory)
+        with pytest.raises(Preempted):
+            first.train()
+        after = Epochs(work, seed=99)
+        after.state.load(directory)
+        assert after.train() == wanted[len(wanted) - len(after.trace) :], stop_at
+        assert after.trace or stop_at == whole.snapshots - 1
+
+
+def test_a_model_that_changes_at_the_end_of_an_epoch_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its change would be repeated, so a message names the model and the way out."""
+    first = Epochs("a", stop_at=3, directory=tmp_path)
+    with pytest.raises(Preempted):
+        first.train()
+    assert "average was changed after the last batch of the epoch" in caplog.text
+    assert "loader.end_epoch()" in caplog.text
+
+
+def test_the_guard_counts_the_steps_for_the_loader() -> None:
+    """The loader needs the number to see a step after its loop."""
+    loader = ResumableLoader(DataLoader(DATA, 5))
+    guard = swansong.attach(TrainingState(torch.nn.Linear(1, 1), loader=loader))
+    guard.step()
+    guard.step()
+    assert loader.completed_steps() == 2
+    guard.close()

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import swansong
 from swansong.protocol import RankManifest
-from swansong.testing import TrainerFailedError, check_resume
+from swansong.testing import check_resume
 from swansong.torch import load_weights
 
 from testkit import TRAINERS
@@ -19,6 +19,18 @@ from testkit.fake_daemon import FakeDaemon
 
 SPAWNED = [sys.executable, str(TRAINERS / "spawned.py")]
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
+
+
+def trained(daemon: FakeDaemon, *options: str) -> subprocess.CompletedProcess[str]:
+    """The trainer with these options, after its end."""
+    return subprocess.run(
+        [*SPAWNED, "--method", "fork", *options],
+        env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": daemon.path},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=200,
+    )
 
 
 @pytest.mark.fault("T12")
@@ -39,28 +51,19 @@ def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, options: list[str]) ->
     assert report.files >= 4, "the files of two ranks"
 
 
-def test_attach_before_the_process_group_is_refused(tmp_path: Path) -> None:
+def test_attach_before_the_process_group_is_refused(daemon: FakeDaemon) -> None:
     """``restore()`` raises with the fix; it does not save one rank as if it were the whole job."""
-    with pytest.raises(TrainerFailedError, match="init_process_group") as failed:
-        check_resume(
-            [*SPAWNED, "--method", "fork", "--early"],
-            steps=3,
-            kill_at=[2],
-            ranks=2,
-            has_launcher=True,
-            directory=tmp_path,
-            environment=ENVIRONMENT,
-        )
-    assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in str(
-        failed.value
-    )
+    found = trained(daemon, "--steps", "1", "--early")
+    assert found.returncode != 0
+    assert "RestoreError: restore failed: this process is rank" in found.stderr
+    assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in found.stderr
+    assert "call torch.distributed.init_process_group() before swansong.attach()" in found.stderr
+    assert daemon.sealed() == []
 
 
 def test_the_process_group_may_end_before_the_guard(daemon: FakeDaemon) -> None:
     """``destroy_process_group()`` comes before ``finish()``: the last set has both ranks."""
-    command = [*SPAWNED, "--method", "fork", "--steps", "2", "--end-early", "--fsdp"]
-    variables = {**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": daemon.path}
-    subprocess.run(command, env=variables, stdout=subprocess.DEVNULL, check=True, timeout=200)
+    assert trained(daemon, "--steps", "2", "--end-early", "--fsdp").returncode == 0
     (sealed,) = daemon.sealed()
     for rank in range(2):
         manifest = RankManifest.decode((sealed / f"rank-{rank:05d}.json").read_bytes())

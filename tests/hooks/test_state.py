@@ -20,7 +20,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from swansong.state import INDEX, Bundle, load_tree, save_tree
+from swansong.state import GENERATORS, INDEX, Bundle, Functions, load_tree, save_tree
 
 from testkit.training_parts import Counter
 
@@ -170,3 +170,33 @@ def test_numpy_is_not_imported_for_a_state_without_arrays(tmp_path: Path) -> Non
         "sys.exit('numpy' in sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_generators_come_along_with_functions(tmp_path: Path) -> None:
+    """``random``, numpy and, if it is imported, torch draw the same numbers after a restore."""
+    torch = pytest.importorskip("torch")
+
+    def draw() -> list[float]:
+        return [random.random(), np.random.rand(), torch.rand(1).item()]
+
+    def load(directory: Path) -> None:
+        draw()  # the function may draw; the generators are set after it
+        assert (directory / "own").read_text() == "mine"
+
+    state = Functions(lambda directory: (directory / "own").write_text("mine"), load)
+    draw()
+    state.snapshot()(tmp_path)
+    wanted = draw()
+    draw()
+    state.load(tmp_path)
+    assert draw() == wanted
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["own", GENERATORS]
+    (tmp_path / GENERATORS).unlink()  # written by a program without the hooks
+    state.load(tmp_path)
+
+
+def test_a_save_function_cannot_write_the_file_of_the_generators(tmp_path: Path) -> None:
+    """Its file is not replaced silently."""
+    state = Functions(lambda directory: (directory / GENERATORS).write_text("mine"), print)
+    with pytest.raises(FileExistsError, match=GENERATORS):
+        state.snapshot()(tmp_path)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import copy
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -587,3 +588,82 @@ def test_a_loss_with_its_graph_is_read_without_a_warning() -> None:
         "loss_is_finite": 1.0,
         "norm": 3.0,
     }
+
+
+ONE_PROCESS = """
+import sys
+from pathlib import Path
+import torch
+from torch import nn
+from swansong.torch import TrainingState
+
+slow = {"torch.distributed.checkpoint", "torch.distributed.tensor", "torch._dynamo", "torch.distributed.fsdp"}
+after_import = slow & sys.modules.keys()
+model = nn.Linear(2, 2)
+optimizer = torch.optim.AdamW(model.parameters())
+model(torch.ones(1, 2)).sum().backward()
+optimizer.step()  # torch itself imports its compiler here
+slow -= sys.modules.keys()
+state = TrainingState(model, optimizer)
+state.rehearse()
+state.observe_step()
+own = Path(sys.argv[1], "rank-00000")
+own.mkdir()
+state.snapshot()(own)
+state.load(own.parent)
+print(sorted(after_import | (slow & sys.modules.keys())))
+"""
+
+
+def test_one_process_imports_nothing_slow(tmp_path: Path) -> None:
+    """Neither the import nor a save and a restore imports DTensors, DCP or the compiler."""
+    found = subprocess.run(
+        [sys.executable, "-c", ONE_PROCESS, str(tmp_path)],
+        env={**os.environ, "PYTHONPATH": str(Path(swansong.__file__).parents[1])},
+        capture_output=True,
+        text=True,
+        check=True,
+        timeout=120,
+    )
+    assert found.stdout.strip() == "[]"
+
+
+def test_the_log_of_a_restore_has_its_progress_and_the_time_of_each_part(
+    daemon: FakeDaemon,
+    attach: Attach,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The last line has the total, the parts and the age of the process."""
+    monkeypatch.setattr("swansong._torch.checkpoint_set.REPORT_EVERY_S", 0.0)
+    before = Trainer(1)
+    before.steps(1)
+    guard = attach(before.state)
+    guard.restore()
+    guard.step(1)
+    assert guard.save(1)
+    assert guard.wait_saved(10)
+    daemon.restorable = lambda: (daemon.sealed()[0], 1)
+    with caplog.at_level("INFO"):
+        assert attach(Trainer(2).state).restore() == 1
+    progress = [each for each in caplog.messages if each.startswith("restoring: read")]
+    assert progress
+    (line,) = [each for each in caplog.messages if each.startswith("restored step 1 from")]
+    assert re.search(
+        r" in \d+\.\d s: fetch \d+\.\d s, read and verify \d+\.\d s, load \d+\.\d s; this process started"
+        r" \d+\.\d s ago$",
+        line,
+    )
+
+
+@pytest.mark.parametrize(
+    "name", ["../model-00000.safetensors", "model", "a/b-00000.safetensors", ""]
+)
+def test_a_file_name_of_another_form_is_refused(tmp_path: Path, name: str) -> None:
+    """An index cannot make a restore open a file elsewhere."""
+    index = {"format": FORMAT, "world_size": 1, "objects": {}, "tensors": {}}
+    own = tmp_path / "rank-00000"
+    own.mkdir()
+    (own / INDEX).write_bytes(encode_index({**index, "files": {name: {"checksums": {}}}}))
+    with pytest.raises(ValueError, match="names the file"):
+        CheckpointSet(tmp_path)

@@ -152,6 +152,8 @@ class Guard:
             tick=self._tick,
         )
         self._agreement = self._session.agreement
+        if hasattr(state, "count_steps_with"):
+            state.count_steps_with(lambda: int(self._agreement.step))
         self._reporter = Reporter(self._session.channel.send)
         self._pauses = PauseWatch()
         self._session.channel.start()
@@ -286,9 +288,10 @@ class Guard:
         if chosen is not None:
             step = self._loaded(load_checkpoint(os.fspath(chosen), self._ranks, self._state))
         elif not self._closed and self._session.channel.is_connected():
+            begun_mono_s = time.monotonic()
             answer = self._session.restore.find_newest()
             if answer.path:
-                step = self._load(answer)
+                step = self._load(answer, time.monotonic() - begun_mono_s)
         elif self._session.refusal:
             # A checkpoint may exist, and another process may already train from it.
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
@@ -322,12 +325,13 @@ class Guard:
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("rollback failed: the last checkpoint is still being written")
         self._rollbacks += 1
+        begun_mono_s = time.monotonic()
         answer = self._session.restore.find_healthy(
             number=self._rollbacks,
             at_step=at_step,
             before_step=self._health.suspect_from(at_step),
         )
-        step = self._load(answer)
+        step = self._load(answer, time.monotonic() - begun_mono_s)
         log.warning("rolled back from step %s to step %s", at_step, step)
         # A repeated step gives another set than the first time: names must differ.
         self._saver.forget()
@@ -463,13 +467,14 @@ class Guard:
         self._should_stop |= is_taken and self._stop_after_save and is_emergency
         return is_taken
 
-    def _load(self, answer: Restored) -> int:
+    def _load(self, answer: Restored, fetch_s: float) -> int:
         manifest = load_checkpoint(
             answer.path,
             self._ranks,
             self._state,
             wanted_step=answer.step,
             owners=self._session.channel.trusted_uids,
+            fetch_s=fetch_s,
         )
         return self._loaded(manifest)
 

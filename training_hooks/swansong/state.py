@@ -185,6 +185,8 @@ class Snapshots(Protocol):
     """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
     ranks: Ranks
     """Position of this process in the job.  The guard sets it before all other uses of the state."""
+    read_s: float
+    """Time that the last ``load`` took to read and verify files; 0 if it is unknown."""
 
     def snapshot(self) -> Callable[[Path], object]:
         """Return a function that writes this rank's part of the current state into a directory."""
@@ -204,6 +206,8 @@ class Snapshots(Protocol):
 
 class Untried:
     """Base of a state of which nothing can be checked before the first save."""
+
+    read_s = 0.0
 
     def rehearse(self) -> None:
         """Check nothing."""

@@ -36,6 +36,7 @@ from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, Piece, check_headers, signature_of
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.end_of_loop import EndOfLoop
 from swansong._torch.generators import is_generator, set_global, take_global
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.loader import ResumableLoader
@@ -97,6 +98,8 @@ class TrainingState:
     reads_whole_set = True
     ranks = Ranks()
     """Position of this process in the job; :func:`swansong.attach` sets it."""
+    read_s = 0.0
+    """Time that the last :meth:`load` took to read and verify files."""
 
     def __init__(
         self,
@@ -130,6 +133,8 @@ class TrainingState:
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
                 )
         self._resize = resize
+        self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
+        self.count_steps_with = self._end_of_loop.count_steps_with
         self._arenas: list[Arena | None] = [None, None]
         self._watch: OrderWatch | None = None
 
@@ -218,6 +223,7 @@ class TrainingState:
         collectors = [others]
         objects: dict[str, Any] = {}
         common = self._common_memory()
+        earlier = self._end_of_loop.states()
         for name, item in self._objects.items():
             if name in but:
                 continue
@@ -229,7 +235,7 @@ class TrainingState:
                     objects[name] = take_module(item, collector)
                     collectors.append(collector)
                 elif isinstance(item, torch.optim.Optimizer):
-                    state, params = item.state_dict(), params_of(item)
+                    state, params = {**item.state_dict(), **earlier.get(name, {})}, params_of(item)
                     if not has_known_layout(state):
                         objects[name] = others.encode(state, name)
                         continue
@@ -237,8 +243,10 @@ class TrainingState:
                     objects[name] = take_optimizer(state, params, collector)
                     collectors.append(collector)
                 else:
-                    objects[name] = others.encode(state_of(item), name)
-        objects[_VALUES] = others.encode(self.values, _VALUES, may_be_sharded=False)
+                    state = earlier[name] if name in earlier else state_of(item)
+                    objects[name] = others.encode(state, name)
+        values = earlier.get(_VALUES, self.values)
+        objects[_VALUES] = others.encode(values, _VALUES, may_be_sharded=False)
         objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
         index = {
             "format": FORMAT,
@@ -311,7 +319,13 @@ class TrainingState:
             elif is_resized and self._is_per_rank(name):
                 assert self._resize is not None
                 olds = [_decode(found, rank, name) for rank in range(found.world_size)]
-                set_state(item, self._resize(name, olds))
+                state = self._resize(name, olds)
+                if isinstance(item, ResumableLoader):
+                    state = {
+                        **state,
+                        "resume_with": None,
+                    }  # its generators are those of another rank
+                set_state(item, state)
             else:
                 set_state(item, decode_tree(nodes[name], get))
         self.values.clear()
@@ -322,6 +336,7 @@ class TrainingState:
             _reseed(generators, self.ranks.rank)
         else:
             set_global(generators)
+        self.read_s = found.read_s
         if self._watch is not None:
             self._watch.begin()
 

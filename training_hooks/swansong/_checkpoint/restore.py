@@ -22,6 +22,9 @@ from swansong.state import Snapshots
 PATIENCE_S = 120.0
 """Longest time of a restore without any progress."""
 
+REPORT_EVERY_S = 5.0
+"""Time between two lines about the progress of a restore."""
+
 log = logging.getLogger("swansong")
 
 
@@ -46,7 +49,7 @@ class RestoreClient:
         self._query: RestoreQuery | None = None
         self._answer: Restored | None = None
         self._bytes_done = -1
-        self._progress_mono_s = 0.0
+        self._progress_mono_s = self._reported_mono_s = 0.0
 
     def find_newest(self) -> Restored:
         """Return the newest whole checkpoint; its ``path`` is empty for a fresh run.
@@ -125,7 +128,17 @@ class RestoreClient:
             elif message.bytes_done != self._bytes_done:
                 self._bytes_done = message.bytes_done
                 self._progress_mono_s = time.monotonic()
+                self._report(message)
             self._changed.notify_all()
+
+    def _report(self, message: Restoring) -> None:
+        if self._progress_mono_s - self._reported_mono_s >= REPORT_EVERY_S:
+            self._reported_mono_s = self._progress_mono_s
+            log.info(
+                "restoring: the daemon has fetched %.1f of %.1f GB",
+                message.bytes_done / 1e9,
+                message.bytes_total / 1e9,
+            )
 
     def _ask(
         self,
@@ -142,7 +155,7 @@ class RestoreClient:
             self._query = RestoreQuery(
                 secrets.token_hex(8), rollback, before_step, generation, step, job_start_id
             )
-            self._progress_mono_s = time.monotonic()
+            self._progress_mono_s = self._reported_mono_s = time.monotonic()
             self._send(self._query)
             while self._answer is None:
                 left_s = self._progress_mono_s + PATIENCE_S - time.monotonic()
@@ -184,6 +197,7 @@ def load_checkpoint(
     *,
     wanted_step: int | None = None,
     owners: Collection[int] | None = None,
+    fetch_s: float = 0.0,
 ) -> RankManifest:
     """Load this rank's part of a checkpoint.
 
@@ -195,6 +209,7 @@ def load_checkpoint(
         wanted_step: step that the checkpoint must have; None accepts any step.
         owners: user ids that the directory and its files may belong to; links are refused.  None for a
             directory that the trainer's user named, without these checks.
+        fetch_s: time that the daemon took to provide the directory, for the log.
 
     Returns:
         Manifest of the part, or of rank 0 if ``state`` reads whole sets.
@@ -202,6 +217,7 @@ def load_checkpoint(
     Raises:
         RestoreError: the checkpoint is incomplete, does not fit, or cannot be read; names the directory.
     """
+    begun_mono_s = time.monotonic()
     try:
         with _opened(directory, owners) as directory_fd:
             if state.reads_whole_set:
@@ -224,8 +240,29 @@ def load_checkpoint(
         raise RestoreError(
             f"cannot restore rank {ranks.rank} from {directory}: {reason}"
         ) from error
-    log.info("restored step %s from %s", manifest.step, directory)
+    load_s = time.monotonic() - begun_mono_s
+    read_s = min(state.read_s, load_s)
+    shares = [("fetch", fetch_s), ("read and verify", read_s), ("load", load_s - read_s)]
+    age_s = _age_s()
+    log.info(
+        "restored step %s from %s in %.1f s: %s%s",
+        manifest.step,
+        directory,
+        fetch_s + load_s,
+        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shares if seconds),
+        "" if age_s is None else f"; this process started {age_s:.1f} s ago",
+    )
     return manifest
+
+
+def _age_s() -> float | None:
+    """Return the time since this process started; None if the system does not report it."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    except (OSError, AttributeError, ValueError, IndexError):
+        return None
 
 
 def _check_part(

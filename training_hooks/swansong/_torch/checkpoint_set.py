@@ -4,20 +4,27 @@
 from __future__ import annotations
 
 import functools
+import logging
 import math
 import os
+import re
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from swansong._checkpoint.restore import REPORT_EVERY_S
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.safetensors import StoredTensor, read_header
 from swansong._torch.sharding import own_part
 from swansong.protocol import is_rank_directory, rank_directory
 
+log = logging.getLogger("swansong")
+
+_FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
 READERS = 8
 """Largest number of threads that read and verify tensors."""
 
@@ -34,6 +41,7 @@ class CheckpointSet:
     """
 
     def __init__(self, directory: Path) -> None:
+        begun_mono_s = self._reported_mono_s = time.monotonic()
         self._directory = directory
         first = self._read_index(0)
         self.world_size = int(first["world_size"])
@@ -45,6 +53,12 @@ class CheckpointSet:
             )
         self.indexes = [first, *(self._read_index(rank) for rank in range(1, self.world_size))]
         self._stored = [self._headers(rank) for rank in range(self.world_size)]
+        self._size_bytes = sum(
+            each.size_bytes for stored in self._stored for each in stored.values()
+        )
+        self._read_bytes = 0
+        self.read_s = time.monotonic() - begun_mono_s
+        """Time of all reads, with the checksums."""
 
     def load(self, source_rank: int, targets: dict[tuple[str, str], torch.Tensor]) -> None:
         """Fill tensors in place.
@@ -69,8 +83,10 @@ class CheckpointSet:
                 if stored.dtype != target.dtype:
                     raise ValueError(f"{name} is {target.dtype}, but was saved as {stored.dtype}")
                 if (overlap := _overlap(begin, own.shape, offsets, stored.shape)) is not None:
-                    reads.append(functools.partial(_read, stored, own, *overlap))
+                    reads.append(functools.partial(self._read, stored, own, *overlap))
+        begun_mono_s = time.monotonic()
         _run(reads)
+        self.read_s += time.monotonic() - begun_mono_s
 
     def shape_and_dtype(
         self, source_rank: int, group: str, key: str
@@ -98,6 +114,29 @@ class CheckpointSet:
             raise ValueError(f"parts of {key!r} of {group} are missing")
         return shape, chunks
 
+    def _read(
+        self,
+        stored: StoredTensor,
+        own: torch.Tensor,
+        ours: tuple[slice, ...],
+        theirs: tuple[slice, ...],
+    ) -> None:
+        target = own[ours]
+        is_whole = target.shape == stored.shape
+        if is_whole and target.device.type == "cpu" and target.is_contiguous():
+            stored.read_into(target)
+        else:
+            target.copy_(stored.read()[theirs])
+        self._read_bytes += stored.size_bytes
+        now_mono_s = time.monotonic()
+        if now_mono_s - self._reported_mono_s >= REPORT_EVERY_S:
+            self._reported_mono_s = now_mono_s
+            log.info(
+                "restoring: read %.1f of %.1f GB from the disk",
+                self._read_bytes / 1e9,
+                self._size_bytes / 1e9,
+            )
+
     def _read_index(self, rank: int) -> dict[str, Any]:
         path = self._directory / rank_directory(rank) / INDEX
         try:
@@ -112,7 +151,7 @@ class CheckpointSet:
         directory = self._directory / rank_directory(rank)
         found = {}
         for name, file in self.indexes[rank]["files"].items():
-            if os.path.basename(name) != name:
+            if not _FILE.fullmatch(name):
                 raise ValueError(f"{INDEX} names the file {name!r:.100}")
             for key, stored in read_header(str(directory / name), file["checksums"]).items():
                 found[file["group"], key] = stored
@@ -160,13 +199,3 @@ def _overlap(
         ours.append(slice(low - own, high - own))
         theirs.append(slice(low - other, high - other))
     return tuple(ours), tuple(theirs)
-
-
-def _read(
-    stored: StoredTensor, own: torch.Tensor, ours: tuple[slice, ...], theirs: tuple[slice, ...]
-) -> None:
-    target = own[ours]
-    if target.shape == stored.shape and target.device.type == "cpu" and target.is_contiguous():
-        stored.read_into(target)
-    else:
-        target.copy_(stored.read()[theirs])

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import functools
 import random
+import struct
 import sys
 from collections.abc import Iterator, Mapping
 from types import FunctionType, MethodType
@@ -23,7 +24,7 @@ MOST_OBJECTS = 2000
 def take_global() -> dict[str, Any]:
     """Return the states of the global generators of ``random``, numpy, torch and every CUDA device."""
     generators = {**take_generators(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_available() and torch.cuda.is_initialized():
+    if torch.cuda.is_initialized():
         generators["cuda"] = torch.cuda.get_rng_state_all()
     return generators
 
@@ -35,6 +36,38 @@ def set_global(generators: Mapping[str, Any]) -> None:
     if torch.cuda.is_available():
         for device, state in enumerate(generators.get("cuda", ())[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(state, device)
+
+
+def pack(tree: Any) -> Any:
+    """Return states of generators without tensors and arrays, for an index in JSON."""
+    if isinstance(tree, dict):
+        return {key: pack(item) for key, item in tree.items()}
+    if isinstance(tree, torch.Tensor):
+        return {"torch": bytes(tree.tolist())}
+    if isinstance(tree, tuple) and len(tree) > MOST_ITEMS:
+        return {"words": struct.pack(f"<{len(tree)}I", *tree)}
+    if isinstance(tree, tuple | list):
+        return type(tree)(pack(item) for item in tree)
+    if hasattr(tree, "dtype") and tree.ndim:
+        return {"array": tree.tobytes(), "dtype": tree.dtype.str}
+    return tree
+
+
+def unpack(tree: Any) -> Any:
+    """Return the states that :func:`pack` packed."""
+    if isinstance(tree, tuple | list):
+        return type(tree)(unpack(item) for item in tree)
+    if not isinstance(tree, dict):
+        return tree
+    if tree.keys() == {"torch"}:
+        return torch.tensor(list(tree["torch"]), dtype=torch.uint8)
+    if tree.keys() == {"words"}:
+        return struct.unpack(f"<{len(tree['words']) // 4}I", tree["words"])
+    if tree.keys() == {"array", "dtype"}:
+        import numpy as np  # noqa: PLC0415 - only if the script that saved used it
+
+        return np.frombuffer(tree["array"], np.dtype(tree["dtype"])).copy()
+    return {key: unpack(item) for key, item in tree.items()}
 
 
 def is_generator(item: Any) -> bool:

@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -17,10 +18,12 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from swansong._torch.generators import (
     find_generators,
+    pack,
     set_global,
     set_state_of_generator,
     state_of_generator,
     take_global,
+    unpack,
 )
 
 log = logging.getLogger("swansong")
@@ -55,6 +58,9 @@ class ResumableLoader:
         ValueError: no resume could repeat the order of the batches.
     """
 
+    _resumed_loops = 0
+    """Number of loops that began with a restored state, of all loaders."""
+
     def __init__(
         self,
         loader: Any,
@@ -65,6 +71,8 @@ class ResumableLoader:
         self.loader = loader
         self.completed_steps: Callable[[], int] = lambda: 0
         """Returns the number of steps that the guard has reported."""
+        self.on_loop_end: Callable[[], None] = lambda: None
+        """Called after the last batch of each epoch."""
         self._inner = _find_data_loader(loader)
         if self._inner is not None:
             _make_repeatable(self._inner)
@@ -74,7 +82,8 @@ class ResumableLoader:
         self._batches = 0
         self._begun_with: dict[str, Any] | None = None
         self._ended_with: dict[str, Any] | None = None
-        self._was_left = False
+        self._is_ended = self._was_left = False
+        self._opened_at: int | None = None
         self._drawn_with: deque[dict[str, Any]] = deque(maxlen=2)
         """Generator states before the last two batches; a wrapper may load one batch ahead."""
         self._has_steps = False
@@ -106,7 +115,13 @@ class ResumableLoader:
 
     @property
     def _loop_is_over(self) -> bool:
-        return self._restored is None and (self._ended_with is not None or self._was_left)
+        return self._restored is None and (self._is_ended or self._was_left)
+
+    @property
+    def repeats_end(self) -> bool:
+        """Whether a checkpoint from now resumes at the end of the loop, before all that followed it."""
+        is_ended = self._restored is None and self._is_ended
+        return is_ended and self.completed_steps() == self._steps_at_end
 
     def enumerate(self) -> Iterator[tuple[int, Any]]:
         """Return batches with their index in the epoch, which continues after a resume."""
@@ -123,30 +138,13 @@ class ResumableLoader:
         return getattr(self.loader, name)
 
     def __iter__(self) -> Iterator[Any]:
-        restored, self._restored = self._restored, None
-        if restored is None and self._begun_with is not None:
+        if self._restored is None:
             self._finish_last_epoch()
+        elif self._opened_at not in (None, ResumableLoader._resumed_loops):
+            self.end_epoch()  # zip() ended with another loader, before it asked this one for a batch
+        self._opened_at = ResumableLoader._resumed_loops
         self._iteration = iteration = object()
-        self._own = find_generators(self.loader)
-        self._steps_at_begin = self._steps_at_end = self.completed_steps()
-        if self._ended_with is not None:
-            log.warning(
-                "resumed after the last batch of epoch %s: the loop yields no batch, and the end of the"
-                " epoch is repeated",
-                self._epoch,
-            )
-            self._set(self._ended_with)
-            return iter(())
-        for part in _samplers(self.loader):
-            if hasattr(part, "set_epoch"):
-                part.set_epoch(self._epoch)
-        if restored is not None and self._begun_with is not None:
-            batches = self._replay(restored)
-        else:
-            self._begun_with = self._take()
-            batches = iter(self.loader)
-        self._was_left = False
-        return self._run(batches, iteration)
+        return self._run(iteration)
 
     def end_epoch(self) -> None:
         """End the epoch now: a later checkpoint resumes at the begin of the next epoch.
@@ -157,7 +155,8 @@ class ResumableLoader:
             self._epoch += 1
         self._batches = 0
         self._begun_with = self._ended_with = self._restored = self._last = self._iteration = None
-        self._was_left = self._has_steps = False
+        self._is_ended = self._was_left = self._has_steps = False
+        self._opened_at = None
         self._drawn_with.clear()
 
     # ------------------------------------------------------------ the state
@@ -165,44 +164,46 @@ class ResumableLoader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position, and the generator states that a resume needs."""
         if self._restored is not None:
-            return {**self._restored, "own": self._take_own()}
+            return self._restored
         steps = self.completed_steps()
-        if self._loop_is_over and not self._has_steps and steps > self._steps_at_end:
-            return {"epoch": self._epoch + 1, "own": self._take_own()}
-        is_in_loop = self._iteration is not None and not self._loop_is_over
+        is_over = self._loop_is_over and not self._has_steps and steps > self._steps_at_end
+        if self._begun_with is None or is_over:
+            return {"epoch": self._epoch + is_over, "batches": 0, "resume_with": pack(self._take())}
         return {
             "epoch": self._epoch,
             "batches": self._batches,
+            "is_ended": self._is_ended,
             "was_left": self._was_left,
-            "has_steps": self._has_steps or (is_in_loop and steps > self._steps_at_begin),
-            "begun_with": self._begun_with,
-            "ended_with": self._ended_with,
-            "drawn_with": list(self._drawn_with),
+            "has_steps": self._has_steps or steps > self._steps_at_begin,
+            "begun_with": pack(self._begun_with),
+            "drawn_with": pack(list(self._drawn_with)),
+            "resume_with": pack(self._ended_with if self.repeats_end else self._take()),
             "checksum": None if self._last is None else _checksum(*self._last),
-            "own": self._take_own(),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue from this state at the next ``iter()``."""
+        """Continue from this state at the next ``iter()``.
+
+        Only ``epoch`` is required.  The next ``iter()`` sets the generators of the process to
+        ``resume_with``, so random numbers that are drawn before it do not change the run.
+        """
+        self.end_epoch()
+        self._restored = {"resume_with": None, "checksum": None, "was_left": False, **state}
         self._epoch = state["epoch"]
         self._batches = state.get("batches", 0)
-        self._was_left, self._has_steps = (
-            state.get("was_left", False),
-            state.get("has_steps", False),
-        )
-        self._begun_with, self._ended_with = state.get("begun_with"), state.get("ended_with")
-        self._drawn_with = deque(state.get("drawn_with", ()), maxlen=2)
-        self._last = self._iteration = None
+        self._begun_with = unpack(state.get("begun_with"))
+        self._is_ended = state.get("is_ended", False)
+        self._drawn_with.extend(unpack(state.get("drawn_with", [])))
+        self._has_steps = state.get("has_steps", False)
         self._index_is_known = False
-        self._restored = state if self._begun_with is not None else None
-        self._own = find_generators(self.loader)
-        for path in state["own"].keys() - self._own.keys():
-            log.warning("the generator %s of the loader was saved, and does not exist now", path)
-        self._set_own(state["own"])
+        _pending.add(self)
 
     # ------------------------------------------------------------ one epoch
 
-    def _run(self, batches: Iterator[Any], iteration: object) -> Iterator[Any]:
+    def _run(self, iteration: object) -> Iterator[Any]:
+        # A framework may call iter() twice, so nothing is done before the first batch is asked for.
+        self._check(iteration)
+        batches = self._begin()
         try:
             while self._limit is None or self._batches < self._limit:
                 drawn_with = self._take() if self._draws_here else None
@@ -223,12 +224,51 @@ class ResumableLoader:
                 self._was_left = True
                 self._end_loop()
             raise
-        self._ended_with = self._take()
+        self._is_ended = True
         self._end_loop()
+
+    def _begin(self) -> Iterator[Any]:
+        """Return the batches of the epoch that are not yielded yet."""
+        restored, self._restored = self._restored, None
+        self._own = find_generators(self.loader)
+        self._steps_at_begin = self.completed_steps()
+        ResumableLoader._resumed_loops += restored is not None
+        if restored is not None and self._is_ended:
+            log.warning(
+                "resumed after the last batch of epoch %s: the loop yields no batch, and the end of the"
+                " epoch is repeated",
+                self._epoch,
+            )
+            _pending.difference_update([each for each in _pending if each._begun_with is None])  # noqa: SLF001
+            self._resume_with(unpack(restored["resume_with"]))
+            return iter(())
+        for part in _samplers(self.loader):
+            if hasattr(part, "set_epoch"):
+                part.set_epoch(self._epoch)
+        if hasattr(self.loader, "_num_iter_calls"):  # Fabric gives this number to the sampler
+            self.loader._num_iter_calls = self._epoch  # noqa: SLF001
+        resume_with = None
+        if restored is not None:
+            resume_with = unpack(restored["resume_with"]) if self in _pending else None
+            resume_with = resume_with or self._take()
+            _pending.clear()
+        if restored is not None and self._begun_with is not None:
+            self._report(restored)
+            batches = self._replay(restored["checksum"])
+            self._resume_with(resume_with)
+        else:
+            self._resume_with(resume_with)
+            self._begun_with = self._take()
+            batches = iter(self.loader)
+        self._was_left = False
+        return batches
 
     def _end_loop(self) -> None:
         self._steps_at_end = self.completed_steps()
         self._has_steps |= self._steps_at_end > self._steps_at_begin
+        if self._is_ended:
+            self._ended_with = self._take()
+            self.on_loop_end()
 
     def _check(self, iteration: object) -> None:
         if self._iteration is not iteration:
@@ -237,24 +277,22 @@ class ResumableLoader:
             )
 
     def _finish_last_epoch(self) -> None:
-        if self._ended_with is None and self._batches == 1:
+        if not self._is_ended and self._batches == 1:
             log.warning(
                 "epoch %s of the loader was abandoned after 1 batch; to inspect a batch, use"
                 " next(iter(loader.loader))",
                 self._epoch,
             )
-        if self._ended_with is not None or self._batches:
+        if self._is_ended or self._batches:
             self.end_epoch()
 
     # ------------------------------------------------------------ after a restore
 
-    def _replay(self, restored: dict[str, Any]) -> Iterator[Any]:
+    def _replay(self, checksum: int | None) -> Iterator[Any]:
         """Return an iterator whose next batch is the one after the checkpoint's."""
-        now = self._take()
-        self._report(restored)
         batches, batch = self._advance(self._may_skip())
         self._last = _versions(batch)
-        if restored["checksum"] not in (None, _checksum(*self._last)):
+        if checksum not in (None, _checksum(*self._last)):
             log.warning(
                 "batch %s of epoch %s has other contents than before the checkpoint, so this run does not"
                 " continue to the bit: the data, their order, the number of workers or an unsaved generator"
@@ -262,7 +300,6 @@ class ResumableLoader:
                 self._batches,
                 self._epoch,
             )
-        self._set(now)
         return batches
 
     def _may_skip(self) -> bool:
@@ -317,19 +354,31 @@ class ResumableLoader:
     # ------------------------------------------------------------ generators
 
     def _take(self) -> dict[str, Any]:
-        return {"all": take_global(), "own": self._take_own()}
+        own = {path: state_of_generator(item) for path, item in self._own.items()}
+        return {"all": take_global(), "own": own}
 
-    def _set(self, generators: dict[str, Any]) -> None:
-        self._set_own(generators["own"])
+    def _set(self, generators: dict[str, Any] | None) -> None:
+        if generators is None:
+            return
+        if generators["own"].keys() - self._own.keys():
+            self._own = find_generators(self.loader)  # some are created with the first sample
+        for path in generators["own"].keys() & self._own.keys():
+            set_state_of_generator(self._own[path], generators["own"][path])
         set_global(generators["all"])
 
-    def _take_own(self) -> dict[str, Any]:
-        return {path: state_of_generator(item) for path, item in self._own.items()}
+    def _resume_with(self, generators: dict[str, Any] | None) -> None:
+        self._set(generators)
+        missing = generators["own"].keys() - self._own.keys() if generators is not None else ()
+        for path in sorted(missing):
+            log.warning(
+                "the loader has no generator %s yet, so its saved state is not restored; create it in the"
+                " constructor of its object, or seed it in each epoch",
+                path,
+            )
 
-    def _set_own(self, states: dict[str, Any]) -> None:
-        for path, state in states.items():
-            if path in self._own:
-                set_state_of_generator(self._own[path], state)
+
+_pending: weakref.WeakSet[ResumableLoader] = weakref.WeakSet()
+"""Restored loaders.  Their generators are those of one checkpoint, so only the first loop sets them."""
 
 
 # ---------------------------------------------------------------- the wrapped loader

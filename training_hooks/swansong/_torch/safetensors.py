@@ -10,6 +10,7 @@ Source: https://github.com/huggingface/safetensors (section "Format").
 
 from __future__ import annotations
 
+import io
 import json
 import math
 import os
@@ -20,10 +21,8 @@ from typing import Any
 
 import torch
 
-from swansong._torch.memory import checksum, memory_of
+from swansong._torch.memory import BLOCK_BYTES, Checksum, bytes_of, memory_of
 
-READ_BYTES = 2**24
-"""Longest single read."""
 HEADER_MAX_BYTES = 100 * 10**6
 _ALIGNED = 64
 
@@ -68,6 +67,11 @@ class StoredTensor:
     shape: torch.Size
     checksum: int
 
+    @property
+    def size_bytes(self) -> int:
+        """Size of its bytes in the file."""
+        return int(math.prod(self.shape) * self.dtype.itemsize)
+
     def read(self) -> torch.Tensor:
         """Return the tensor in host memory.
 
@@ -86,19 +90,27 @@ class StoredTensor:
             OSError: the file cannot be read, or is truncated.
             ValueError: the checksum differs from that of the bytes written.
         """
-        memory = memory_of(tensor)
+        data, found = bytes_of(tensor), Checksum()
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.begin)
-            done = 0
-            while done < tensor.nbytes:
-                got = file.readinto(memory[done : done + READ_BYTES])
-                if not got:
-                    raise OSError(f"{self.path} is truncated")
-                done += got
-        if checksum(tensor) != self.checksum:
+            # Block by block, so that the checksum finds the bytes in the processor's cache.
+            for begin in range(0, data.nbytes, BLOCK_BYTES):
+                block = data[begin : begin + BLOCK_BYTES]
+                _read(file, memory_of(block))
+                found.update(block)
+        if found.value != self.checksum:
             raise ValueError(
                 f"{self.path}: the bytes of the tensor at offset {self.begin} differ from those written"
             )
+
+
+def _read(file: io.FileIO, memory: memoryview) -> None:
+    done = 0
+    while done < len(memory):
+        got = file.readinto(memory[done:])
+        if not got:
+            raise OSError(f"{file.name!s} is truncated")
+        done += got
 
 
 def read_header(path: str, checksums: Mapping[str, int]) -> dict[str, StoredTensor]:

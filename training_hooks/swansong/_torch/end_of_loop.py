@@ -1,0 +1,105 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The state at the end of the loop over an epoch, for checkpoints from the work that follows the loop."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from swansong._torch.loader import ResumableLoader
+from swansong._torch.objects import params_of, state_of
+
+MOST_BYTES = 2**20
+"""Size of the largest object that is copied at the end of each loop."""
+
+log = logging.getLogger("swansong")
+
+
+class EndOfLoop:
+    """Copies the small states after the last batch of each epoch.
+
+    A resumed run repeats the work at the end of the epoch: validation, ``scheduler.step()``, the best metric.
+    So a checkpoint from that work contains the states from before it.  Weights and tensors of optimizers are
+    not copied: that work does not change them, or a warning is logged.
+
+    Args:
+        objects: by name, all objects of the state, and its dictionary of plain values.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._loaders = [item for item in objects.values() if isinstance(item, ResumableLoader)]
+        self._states: dict[str, Any] = {}
+        self._versions: dict[str, int] = {}
+        for loader in self._loaders:
+            loader.on_loop_end = self._copy
+
+    def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
+        """Set the function that returns the number of reported steps."""
+        for loader in self._loaders:
+            loader.completed_steps = completed_steps
+
+    def states(self) -> dict[str, Any]:
+        """Return the states to save instead of the current ones, by object; of an optimizer its groups."""
+        if not any(loader.repeats_end for loader in self._loaders):
+            return {}
+        versions = self._versions_now()
+        changed = {name for name, version in versions.items() if version != self._versions[name]}
+        for name in sorted(changed):
+            if isinstance(self._objects[name], torch.nn.Module):
+                log.warning(
+                    "%s was changed after the last batch of the epoch, and a resume from this checkpoint"
+                    " repeats the end of the epoch: call loader.end_epoch() after the change",
+                    name,
+                )
+        # An optimizer whose weights changed, such as a schedule-free one, has groups that belong to them.
+        return {name: state for name, state in self._states.items() if name not in changed}
+
+    def _copy(self) -> None:
+        self._versions = self._versions_now()
+        self._states = {}
+        for name, item in self._objects.items():
+            if isinstance(item, torch.nn.Module | ResumableLoader):
+                continue
+            try:
+                if isinstance(item, torch.optim.Optimizer):
+                    state = {
+                        key: part
+                        for key, part in item.state_dict().items()
+                        if key == "param_groups"
+                    }
+                else:
+                    state = item if isinstance(item, dict) else state_of(item)
+                if _size(state) <= MOST_BYTES:
+                    self._states[name] = copy.deepcopy(state)
+            except Exception as error:
+                log.warning("%s cannot be copied at the end of the epoch: %s", name, error)
+
+    def _versions_now(self) -> dict[str, int]:
+        """Return, for each module and optimizer, the number of changes of its weights and buffers."""
+        versions = {}
+        for name, item in self._objects.items():
+            if isinstance(item, torch.nn.Module):
+                versions[name] = sum(
+                    map(_version, itertools.chain(item.parameters(), item.buffers()))
+                )
+            elif isinstance(item, torch.optim.Optimizer):
+                versions[name] = sum(map(_version, params_of(item)))
+        return versions
+
+
+def _version(tensor: torch.Tensor) -> int:
+    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's own counter
+
+
+def _size(tree: Any) -> int:
+    if isinstance(tree, dict):
+        return sum(_size(item) for item in tree.values())
+    if isinstance(tree, list | tuple):
+        return sum(_size(item) for item in tree)
+    return int(getattr(tree, "nbytes", 0))
