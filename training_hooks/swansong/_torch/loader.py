@@ -92,7 +92,7 @@ class ResumableLoader:
         self._index_is_known = False
         self._last: tuple[list[torch.Tensor], list[int]] | None = None
         self._restored_checksum: int | None = None
-        """Of the last batch, after a resume that has loaded no batch."""
+        """The last batch's checksum, after a resume that has loaded no batch."""
         self._iteration: object = None
         self._own = find_generators(loader)
         self._draws_here = self._inner is not loader or not self._inner.num_workers
