@@ -374,17 +374,24 @@ def test_a_finished_fit_does_not_train_again(daemon: FakeDaemon) -> None:
     assert_same(second.state_dict(), first.state_dict())
 
 
-def test_postponed_while_weights_are_changed(
-    daemon: FakeDaemon, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize(
+    ("case", "is_postponed", "step"),
+    [("unknown averages", True, 2 * BATCHES + 1), ("in a validation", False, 6)],
+)
+def test_weights_that_a_validation_exchanges(
+    daemon: FakeDaemon,
+    caplog: pytest.LogCaptureFixture,
+    case: str,
+    is_postponed: bool,
+    step: int,
 ) -> None:
-    """A callback's own averages are in the model during the validation: one line, no save until its end."""
-    case = CASES["unknown averages"]
+    """Lightning's averages are exchanged for the save; another callback's postpone it, with one line."""
     own = SwansongCallback(socket=daemon.path)
     with pytest.raises(Preempted):
-        fit(case, own, Notice(daemon, own, case))
-    assert caplog.text.count("the checkpoint is postponed") == 1
+        fit(CASES[case], own, Notice(daemon, own, CASES[case]))
+    assert caplog.text.count("the checkpoint is postponed") == is_postponed
     (saved,) = daemon.wait_sealed(1)
-    assert protocol.parse_sealed_name(saved.name)[0] == 2 * BATCHES + 1
+    assert protocol.parse_sealed_name(saved.name)[0] == step
 
 
 def test_a_run_that_will_differ_is_reported_at_its_start(
