@@ -94,6 +94,8 @@ class ResumableLoader:
         self._restored_checksum: int | None = None
         """The last batch's checksum, after a resume that has loaded no batch."""
         self._iteration: object = None
+        self.drawn = 0
+        """Number of batches that this process has yielded."""
         self._own = find_generators(loader)
         self._draws_here = self._inner is not loader or not self._inner.num_workers
 
@@ -216,6 +218,7 @@ class ResumableLoader:
                     break
                 if drawn_with is not None:
                     self._drawn_with.append(drawn_with)
+                self.drawn += 1
                 self._batches += 1
                 self._last = _versions(batch)
                 yield batch
