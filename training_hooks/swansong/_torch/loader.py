@@ -91,6 +91,8 @@ class ResumableLoader:
         self._restored: dict[str, Any] | None = None
         self._index_is_known = False
         self._last: tuple[list[torch.Tensor], list[int]] | None = None
+        self._restored_checksum: int | None = None
+        """The last batch's checksum, after a resume that has loaded no batch."""
         self._iteration: object = None
         self._own = find_generators(loader)
         self._draws_here = self._inner is not loader or not self._inner.num_workers
@@ -155,6 +157,7 @@ class ResumableLoader:
             self._epoch += 1
         self._batches = 0
         self._begun_with = self._ended_with = self._restored = self._last = self._iteration = None
+        self._restored_checksum = None
         self._is_ended = self._was_left = self._has_steps = False
         self._opened_at = None
         self._drawn_with.clear()
@@ -180,7 +183,7 @@ class ResumableLoader:
             "begun_with": pack(self._begun_with),
             "drawn_with": pack(list(self._drawn_with)),
             "resume_with": pack(self._ended_with if self.repeats_end else self._take()),
-            "checksum": None if self._last is None else _checksum(*self._last),
+            "checksum": self._restored_checksum if self._last is None else _checksum(*self._last),
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -236,6 +239,7 @@ class ResumableLoader:
         self._steps_at_begin = self.completed_steps()
         ResumableLoader._resumed_loops += restored is not None
         if restored is not None and self._is_ended:
+            self._restored_checksum = restored["checksum"]
             log.warning(
                 "resumed after the last batch of epoch %s: the loop yields no batch, and the end of the"
                 " epoch is repeated",
