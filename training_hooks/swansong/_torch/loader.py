@@ -205,6 +205,16 @@ class ResumableLoader:
         self._index_is_known = False
         _pending.add(self)
 
+    def set_generators(self) -> None:
+        """Set the generators of a restored state now, for a framework that works before the next batch.
+
+        The framework counts the batches itself.
+        """
+        self._index_is_known = True
+        if self._restored is not None and self in _pending:
+            self._resume_with(unpack(self._restored["resume_with"]))
+            _pending.discard(self)
+
     # ------------------------------------------------------------ one epoch
 
     def _run(self, iteration: object) -> Iterator[Any]:
