@@ -182,9 +182,9 @@ def test_a_sharded_tensor_of_a_larger_job_is_refused() -> None:
         tensor = distribute_tensor(torch.ones(4), mesh, [Shard(0)])
     finally:
         dist.destroy_process_group()
-    Collector("model", 0, 2, may_be_sharded=True).encode(tensor, "weight")
+    Collector("model", 0, 2).encode(tensor, "weight")
     with pytest.raises(ValueError, match=r"weight is sharded over 2 ranks, .* found 1"):
-        Collector("model", 0, 1, may_be_sharded=True).encode(tensor, "weight")
+        Collector("model", 0, 1).encode(tensor, "weight")
 
 
 def test_an_index_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
@@ -300,6 +300,9 @@ def test_another_model_is_refused(tmp_path: Path) -> None:
 
 def test_values_that_cannot_be_saved_are_named() -> None:
     """A wrong object is refused by the constructor, a wrong value by the copy."""
+    engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})
+    with pytest.raises(TypeError, match="of DeepSpeed"):
+        TrainingState(engine(2, 2))
     with pytest.raises(TypeError, match="without state_dict"):
         TrainingState(nn.Linear(1, 1), loader=[1, 2])
     with pytest.raises(ValueError, match="not a valid name of an object"):

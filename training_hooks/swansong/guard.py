@@ -65,11 +65,11 @@ def attach(
 
     Args:
         state: the state that a checkpoint contains.  Either objects by name, with ``state_dict()`` and
-            ``load_state_dict()``, or numpy Generators; the global generators of ``random`` and numpy are
-            saved with them.  Or a ``swansong.torch.TrainingState``.
+            ``load_state_dict()``, or numpy Generators.  Or a ``swansong.torch.TrainingState``.
         run: name of the run; empty takes the name from the daemon.
         save: instead of ``state``, a function that writes this rank's state into a given directory.
-        load: reads the files that ``save`` wrote.
+        load: reads the files that ``save`` wrote.  The global generators of ``random`` and, if they are in
+            use, numpy, torch and CUDA are saved without these functions.
         every_steps: interval of periodic checkpoints, in optimizer steps.
         every_s: interval of periodic checkpoints, in seconds.  For one rank only, because several ranks
             cannot agree on a moment.  Without ``every_steps`` and ``every_s`` the daemon requests periodic
@@ -82,7 +82,8 @@ def attach(
     Raises:
         ValueError: an argument, or an environment variable of the launcher, has an invalid value; or the
             position of this process in the job is unknown.
-        TypeError: ``state`` contains an object that cannot be saved.
+        TypeError: ``state`` contains an object that cannot be saved or loaded.  Both are tried here, without
+            a copy; two functions cannot be tried.
         RuntimeError: this process has an open guard already.
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
@@ -165,9 +166,10 @@ class Guard:
     def step(self, step: int | None = None, loss: Any = None, **metrics: Any) -> None:
         """Report that ``step`` optimizer steps are complete, and save if a checkpoint is due.
 
-        Call it once after each optimizer step, not after each micro-batch of gradient accumulation.  The
-        state must be that of the completed step.  During a checkpoint request it blocks until the ranks
-        have agreed on a step: for at most 5 s, or a tenth of the time left if that is shorter.
+        Call it once per optimizer step, last in the loop body: after the scheduler, the gradient scaler and
+        averaged weights have stepped too.  A checkpoint contains the state at this call.  During a checkpoint
+        request it blocks until the ranks have agreed on a step: for at most 5 s, or a tenth of the time left
+        if that is shorter.
 
         Args:
             step: number of completed optimizer steps; default: one more than the last, counted from the
@@ -258,7 +260,10 @@ class Guard:
             self._boundary(int(self._agreement.step))
 
     def restore(self, from_directory: str | os.PathLike[str] | None = None) -> int:
-        """Load the newest whole checkpoint of the run.  Call it once, before the first step.
+        """Load the newest whole checkpoint of the run.
+
+        Call it once: after all objects are created and wrapped, and before the first step, the first
+        ``iter(loader)`` and the first random number of the training.
 
         Args:
             from_directory: directory of a checkpoint to load instead.  The environment variable

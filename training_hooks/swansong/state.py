@@ -29,6 +29,7 @@ GENERATORS = "swansong-generators.json"
 """Name of the file with the global generators, beside the files of a save function."""
 _ARRAY_NAME = re.compile(r"^array-\d{5,9}\.npy$")
 _WAY_OUT = "keep it out of the state, turn it into arrays and plain values, or give attach() save= and load="
+_TORCH = "pass the objects of PyTorch in a swansong.torch.TrainingState"
 
 log = logging.getLogger("swansong")
 
@@ -140,8 +141,9 @@ def encode_tree(value: Any, path: str, put: Callable[[Any, str], Any]) -> Any:
         }
     node = put(value, path)
     if node is None:
+        way_out = _TORCH if kind.__module__.partition(".")[0] == "torch" else _WAY_OUT
         raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written: {_WAY_OUT}"
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written: {way_out}"
         )
     return node
 

@@ -9,7 +9,7 @@
     guard = swansong.attach(state)
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
-        guard.step(step + 1, loss=loss)
+        guard.step(step + 1, loss=loss)  # last in the loop body
     guard.close()
 
 A save blocks the training loop only while it copies the state to host memory.  A background thread writes the
@@ -128,6 +128,11 @@ class TrainingState:
                     f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
                     " shard the model with torch.distributed.fsdp.fully_shard"
                 )
+            if any(kind.__module__.startswith("deepspeed.") for kind in type(item).__mro__):
+                raise TypeError(
+                    f"{name} is a {type(item).__qualname__} of DeepSpeed, whose state no rank can save alone;"
+                    " use DistributedDataParallel or fully_shard"
+                )
             if not is_generator(item) and not hasattr(item, "load_state_dict"):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
@@ -154,6 +159,8 @@ class TrainingState:
             if isinstance(item, torch.nn.Module):
                 with trying("load", name, item):
                     check_module(item)
+        if self._watch is not None:  # of an earlier guard
+            self._watch.end()
         self._watch = OrderWatch(self._objects)
 
     def before_restore(self) -> None:
