@@ -212,8 +212,10 @@ def test_all_ranks_of_a_round_read_the_same_decision(
     choice = random.Random(seed)
     outcomes = {"target": 0, "abort": 0}
     trials = TRIALS[request.node.callspec.params["connect"]]
+    limit_s = 0.005
     for trial in range(trials // 100):
-        limit_s = 0.005
+        if outcomes["target"] < outcomes["abort"] / 10:  # a slow machine
+            limit_s *= 2
         world = choice.choice([2, 3, 4])
         plans = []
         for number in range(100):
@@ -248,7 +250,7 @@ def test_all_ranks_of_a_round_read_the_same_decision(
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(30)
+            thread.join(60)
         for (_, steps, _, dead), made in zip(plans, decisions, strict=True):
             assert len(made) == world - len(dead), (seed, trial)
             assert len(set(made)) <= 1, (seed, trial, made)
@@ -351,7 +353,7 @@ def test_a_rank_that_hangs_for_a_moment_costs_one_round(store: MemoryJobStore) -
 
     class Slow:
         def __getattr__(self, name: str) -> object:
-            moves.wait(20)
+            moves.wait(60)
             return getattr(store, name)
 
     job = Job(store.connect, nodes=2, local=1)
@@ -450,7 +452,7 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join(20)
+            thread.join(60)
         assert list(got.values()) == [{"generation": 3, "step": 40}] * 4
 
 
@@ -575,7 +577,7 @@ def roll_all_back(
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(20)
+        thread.join(60)
     return got
 
 

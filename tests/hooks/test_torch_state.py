@@ -336,7 +336,7 @@ class Held:
 
         def held(arena: Arena, directory: Path) -> Any:
             self.begun.set()
-            assert self.released.wait(30)
+            assert self.released.wait(60)
             if self.error is not None:
                 raise self.error
             return write(arena, directory)
@@ -440,7 +440,7 @@ def test_close_waits_for_the_copy_and_reports_its_cost(
     guard.restore()
     guard.step(1)
     assert guard.save(1)
-    assert held.begun.wait(10)
+    assert held.begun.wait(60)
     threading.Timer(0.2, held.released.set).start()
     assert guard.wait_saved(10)
     guard.step(2)
