@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small format clean
+.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -35,6 +35,7 @@ lock: $(STAMP)  ## pin versions and hashes in constraints.txt and requirements/ 
 	echo setuptools | $(LOCK) --output-file constraints.txt - daemon/pyproject.toml
 	$(LOCK) --constraint constraints.txt --output-file requirements/dev.txt daemon/pyproject.toml requirements/dev.in
 	$(LOCK) --constraint requirements/dev.txt --output-file requirements/jax.txt requirements/jax.in
+	$(LOCK) --constraint requirements/dev.txt --output-file requirements/frameworks.txt requirements/frameworks.in
 
 wheelhouse:  ## make build/wheelhouse for packer/provision.sh --wheelhouse; PYTHON needs the minor version of the image's
 	$(PYTHON) -m venv --clear build/wheels
@@ -54,7 +55,7 @@ demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power of
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
 
 test: $(STAMP)  ## run all tests, except those of whole machines
-	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 3 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 
@@ -70,6 +71,17 @@ $(JAX): requirements/jax.txt
 
 test-jax: $(STAMP) $(JAX)  ## test the hooks with JAX and Orbax, in a separate environment (700 MB)
 	$(BIN)/python -m pytest tests/hooks_jax $(PYTEST_ARGS)
+
+FRAMEWORKS := build/frameworks/.installed
+
+$(FRAMEWORKS): requirements/frameworks.txt requirements/torch.txt
+	$(PYTHON) -m venv --clear build/frameworks
+	build/frameworks/bin/python -m pip install --quiet --disable-pip-version-check $(HASHED) --requirement requirements/frameworks.txt
+	build/frameworks/bin/python -m pip install --quiet --disable-pip-version-check --requirement requirements/torch.txt
+	touch $@
+
+test-frameworks: $(STAMP) $(FRAMEWORKS)  ## test the examples with further frameworks, in a separate environment (2 GB)
+	$(BIN)/python -m pytest --timeout=600 tests/hooks_frameworks $(PYTEST_ARGS)
 
 STORES  := build/stores/.installed
 FOREIGN ?= s3rver s3rver-tls ceph ceph-tls rclone-tls seaweedfs-tls

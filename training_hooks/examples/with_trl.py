@@ -19,6 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast, s
 from trl import SFTConfig, SFTTrainer
 
 CONTEXT = 48
+PADDING = "<pad>"
 
 
 def main() -> None:
@@ -29,8 +30,8 @@ def main() -> None:
     options = parser.parse_args()
 
     codes, vocabulary = read_text()
-    words = {f"c{code}": code for code in range(vocabulary)} | {"<pad>": vocabulary}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<pad>"))
+    words = {f"c{code}": code for code in range(vocabulary)} | {PADDING: vocabulary}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token=PADDING))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     windows = [codes[place * 5 : place * 5 + CONTEXT].tolist() for place in range(options.windows)]
     set_seed(1609)
@@ -62,7 +63,7 @@ def main() -> None:
         train_dataset=Dataset.from_dict({"input_ids": windows}),
         eval_dataset=Dataset.from_dict({"input_ids": windows[:32]}),
         processing_class=PreTrainedTokenizerFast(
-            tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<pad>"
+            tokenizer_object=tokenizer, pad_token=PADDING, eos_token=PADDING
         ),
     )
     guard = SwansongCallback(trainer)  # Swansong
