@@ -23,7 +23,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
-pytestmark = pytest.mark.filterwarnings("ignore")
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(400)]
 
 HOOKS = Path(swansong.__file__).parents[1]
 Story = list[tuple[int, float]]

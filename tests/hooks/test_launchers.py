@@ -193,7 +193,7 @@ def find_all(group: Group, monkeypatch: pytest.MonkeyPatch, sockets: list[Path])
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return [found[rank] for rank in range(len(sockets))]
 
 
@@ -223,11 +223,20 @@ def test_a_bind_mounted_socket_is_the_same_daemon(
     assert [(r.node, r.nodes) for r in found] == [(0, 2), (0, 2), (1, 2)]
 
 
-@pytest.mark.parametrize("environ", [SRUN, {"RANK": "x", "WORLD_SIZE": "2"}, {"WORLD_SIZE": "2"}])
+@pytest.mark.parametrize(
+    "environ",
+    [
+        TORCHRUN,
+        {**SRUN, "SLURM_STEP_NUM_TASKS": "2"},
+        SRUN,
+        {"RANK": "x", "WORLD_SIZE": "2"},
+        {"WORLD_SIZE": "2"},
+    ],
+)
 def test_torch_distributed_overrides_the_variables(
     group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, environ: dict[str, str]
 ) -> None:
-    """Variables of an outer job, or broken ones, decide nothing."""
+    """Variables of an outer job, or broken ones, decide nothing, also if they fit to one of the ranks."""
     for name, value in environ.items():
         monkeypatch.setenv(name, value)
     group.join(0, 1)
@@ -239,33 +248,29 @@ def test_torch_distributed_overrides_the_variables(
     ]
 
 
-def test_a_launcher_that_reports_all_needs_no_exchange(
-    group: Group, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A rank of torchrun does not wait for the others in attach()."""
-    for name, value in TORCHRUN.items():
-        monkeypatch.setenv(name, value)
-    group.join(3, 6)
-    assert find_ranks("/nowhere/sock") == Ranks(3, 1, 6, 2, 1, 3, "job/2")
-
-
 @pytest.mark.parametrize("absent", [0, 1])
 def test_a_rank_that_does_not_attach_is_named(
-    group: Group, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, absent: int
+    group: Group,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    absent: int,
 ) -> None:
-    """The others get an error, and do not wait forever."""
+    """The others log a warning soon, get an error later, and do not wait forever."""
+    monkeypatch.setattr(position, "ATTACH_WARNING_S", 0.01)
     monkeypatch.setattr(position, "ATTACH_LIMIT_S", 0.05)
     monkeypatch.setattr(position, "_ANSWER_LIMIT_S", 0.05)
     group.join(1 - absent, 2)
     with pytest.raises(PositionError, match=f"rank {absent} of 2 did not call swansong.attach"):
         find_ranks(str(tmp_path / "sock"))
+    assert f"waiting for rank {absent} to call swansong.attach()" in caplog.text
 
 
 def test_a_broken_store_is_an_error_in_words(group: Group, tmp_path: Path) -> None:
     """The store of the process group fails: attach() raises with the fix."""
     group.store.is_broken = True
     group.join(0, 2)
-    with pytest.raises(PositionError, match="the store is gone; start them with torchrun"):
+    with pytest.raises(PositionError, match="process group: ConnectionError: the store is gone"):
         find_ranks(str(tmp_path / "sock"))
 
 

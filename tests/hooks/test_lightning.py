@@ -337,7 +337,9 @@ def in_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
-def test_a_resumed_run_is_equal(daemon: FakeDaemon, case: Case) -> None:
+def test_a_resumed_run_is_equal(
+    daemon: FakeDaemon, case: Case, caplog: pytest.LogCaptureFixture
+) -> None:
     """Losses, learning rates, weights, averages, optimizers, callbacks, metrics, counters, generators."""
     reference, trainer = fit(case, SwansongCallback(socket="none"))
     expected = final(trainer)
@@ -350,6 +352,8 @@ def test_a_resumed_run_is_equal(daemon: FakeDaemon, case: Case) -> None:
     assert resumed.story == reference.story[len(reference.story) - len(resumed.story) :]
     assert resumed.extra == reference.extra
     assert_same(final(trainer), expected)
+    assert "guard.step() last" not in caplog.text
+    assert "enumerate" not in caplog.text, "Lightning counts the batches"
 
 
 def test_a_finished_fit_does_not_train_again(daemon: FakeDaemon) -> None:

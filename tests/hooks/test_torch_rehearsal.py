@@ -321,6 +321,29 @@ def test_the_right_order_causes_no_warning(
     assert not loop.optimizer._optimizer_step_pre_hooks
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning", "ignore::FutureWarning")
+@pytest.mark.usefixtures("process_group")
+def test_a_sharded_model_causes_no_warning(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """FSDP2 gathers and frees parameters between two steps, which is no change of the state."""
+    from torch.distributed.fsdp import fully_shard
+
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 1))
+    fully_shard(model[0])
+    fully_shard(model)
+    optimizer = torch.optim.AdamW(model.parameters())
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    guard = attach(TrainingState(model, optimizer, scheduler=scheduler))
+    for step in range(1, 6):
+        model(torch.ones(1, 2)).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        scheduler.step()
+        guard.step(step)
+    assert not warnings_of(caplog)
+
+
 def test_a_scheduler_at_the_end_of_an_epoch_causes_no_warning(
     attach: Attach, caplog: pytest.LogCaptureFixture
 ) -> None:

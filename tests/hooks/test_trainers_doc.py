@@ -30,6 +30,7 @@ def test_each_framework_has_a_block() -> None:
         "accelerate.md",
         "check-resume.md",
         "dcp.md",
+        "fabric.md",
         "functions.md",
         "lightning.md",
         "pytorch.md",

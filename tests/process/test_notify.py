@@ -153,7 +153,7 @@ def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any) -> None:
     vm = new_vm("vm", bucket.store)
     vm.start_daemon()
     until(lambda: vm.status()["generation"] is not None)
-    done = vm.swansong("notify", "--in", "20s", "--wait")
+    done = vm.swansong("notify", "--in", "6s", "--wait")
     assert (done.returncode, done.stdout) == (11, "LOST: nothing is committed\n"), done.stderr
 
 

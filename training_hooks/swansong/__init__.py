@@ -8,7 +8,7 @@
     guard = swansong.attach(state={"model": model, "optim": optimizer, "loader": loader}, every_s=60)
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
-        guard.step(step + 1, loss=loss)
+        guard.step(step + 1, loss=loss)  # last in the loop body
     guard.close()
 
 Standard library only.  Without the daemon every call does nothing.

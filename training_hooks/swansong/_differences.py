@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from swansong import protocol
-from swansong.state import decode_tree
+from swansong.state import GENERATORS, decode_tree
 
 Kind = Literal["files", "loader", "generator", "value", "tensor"]
 KINDS: tuple[Kind, ...] = ("files", "loader", "generator", "value", "tensor")
@@ -147,11 +147,15 @@ def has_loader(directory: Path) -> bool:
 
 def _files(directory: Path, ignoring: str) -> dict[str, Path]:
     named = {str(path.relative_to(directory)): path for path in directory.rglob("*")}
-    # Manifests contain the id of the request, which differs.
+    # Manifests contain the id of the request, which differs.  A script with its own save function need not
+    # seed generators that it does not use.
     return {
         name: path
         for name, path in named.items()
-        if path.is_file() and not protocol.is_rank_manifest(name) and not re.search(ignoring, name)
+        if path.is_file()
+        and not protocol.is_rank_manifest(name)
+        and path.name != GENERATORS
+        and not re.search(ignoring, name)
     }
 
 

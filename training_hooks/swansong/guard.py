@@ -65,11 +65,11 @@ def attach(
 
     Args:
         state: the state that a checkpoint contains.  Either objects by name, with ``state_dict()`` and
-            ``load_state_dict()``, or numpy Generators; the global generators of ``random`` and numpy are
-            saved with them.  Or a ``swansong.torch.TrainingState``.
+            ``load_state_dict()``, or numpy Generators.  Or a ``swansong.torch.TrainingState``.
         run: name of the run; empty takes the name from the daemon.
         save: instead of ``state``, a function that writes this rank's state into a given directory.
-        load: reads the files that ``save`` wrote.
+        load: reads the files that ``save`` wrote.  The global generators of ``random`` and, if they are in
+            use, numpy, torch and CUDA are saved without these functions.
         every_steps: interval of periodic checkpoints, in optimizer steps.
         every_s: interval of periodic checkpoints, in seconds.  For one rank only, because several ranks
             cannot agree on a moment.  Without ``every_steps`` and ``every_s`` the daemon requests periodic
@@ -82,7 +82,8 @@ def attach(
     Raises:
         ValueError: an argument, or an environment variable of the launcher, has an invalid value; or the
             position of this process in the job is unknown.
-        TypeError: ``state`` contains an object that cannot be saved.
+        TypeError: ``state`` contains an object that cannot be saved or loaded.  Both are tried here, without
+            a copy; two functions cannot be tried.
         RuntimeError: this process has an open guard already.
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
@@ -141,6 +142,7 @@ class Guard:
         """Step of the end of the run that was restored or saved."""
         self._rollbacks = 0
         self._polls = 0
+        self._has_polled_early = False
         self._closed = False
         self._is_opening = True
         self._session = DaemonSession(
@@ -165,9 +167,10 @@ class Guard:
     def step(self, step: int | None = None, loss: Any = None, **metrics: Any) -> None:
         """Report that ``step`` optimizer steps are complete, and save if a checkpoint is due.
 
-        Call it once after each optimizer step, not after each micro-batch of gradient accumulation.  The
-        state must be that of the completed step.  During a checkpoint request it blocks until the ranks
-        have agreed on a step: for at most 5 s, or a tenth of the time left if that is shorter.
+        Call it once per optimizer step, last in the loop body: after the scheduler, the gradient scaler and
+        averaged weights have stepped too.  A checkpoint contains the state at this call.  During a checkpoint
+        request it blocks until the ranks have agreed on a step: for at most 5 s, or a tenth of the time left
+        if that is shorter.
 
         Args:
             step: number of completed optimizer steps; default: one more than the last, counted from the
@@ -191,6 +194,7 @@ class Guard:
         health.loss = loss
         health.metrics = metrics
         agreement.step = step
+        self._state.note_boundary()
         # NaN or infinity minus itself is NaN: the cheapest check, and it runs at every step.
         if isinstance(loss, float) and (loss - loss != 0.0 or health.unhealthy_since is not None):
             health.judge(step, is_finite=math.isfinite(loss))
@@ -200,7 +204,8 @@ class Guard:
     def poll(self) -> CheckpointRequest | None:
         """Serve a checkpoint request during evaluation, warm-up and other long pauses.
 
-        Call it only while the state is that of the last completed step.  A job of one rank then saves here.
+        A job of one rank saves here, if the state is still that of the last :meth:`step`.  After a change,
+        such as another batch or an optimizer step, the save waits for the next :meth:`step`, with a warning.
         With several ranks, end the pause soon if a request is returned: they save at a later step.
 
         Returns:
@@ -209,7 +214,7 @@ class Guard:
         self._polls += 1
         step = int(self._agreement.step)
         due = self._agreement.between_steps() if step >= 0 else None
-        if due is not None:
+        if due is not None and self._is_between_steps():
             self._write_when_whole(due, step)
         return self._agreement.current
 
@@ -258,7 +263,10 @@ class Guard:
             self._boundary(int(self._agreement.step))
 
     def restore(self, from_directory: str | os.PathLike[str] | None = None) -> int:
-        """Load the newest whole checkpoint of the run.  Call it once, before the first step.
+        """Load the newest whole checkpoint of the run.
+
+        Call it once: after all objects are created and wrapped, and before the first step, the first
+        ``iter(loader)`` and the first random number of the training.
 
         Args:
             from_directory: directory of a checkpoint to load instead.  The environment variable
@@ -436,6 +444,16 @@ class Guard:
         if not self._closed:
             check_ranks(self._ranks)
             self._is_opening = self._state.observe_step()
+
+    def _is_between_steps(self) -> bool:
+        is_between = self._state.is_at_boundary()
+        if not is_between and not self._has_polled_early:
+            self._has_polled_early = True
+            log.warning(
+                "guard.poll() saves nothing here: a batch was drawn, or the weights changed, since the last"
+                " guard.step(), so the checkpoint waits for the next one; call poll() right after step()"
+            )
+        return is_between
 
     def _snapshot(self) -> Callable[[Path], object]:
         check_ranks(

@@ -29,6 +29,7 @@ GENERATORS = "swansong-generators.json"
 """Name of the file with the global generators, beside the files of a save function."""
 _ARRAY_NAME = re.compile(r"^array-\d{5,9}\.npy$")
 _WAY_OUT = "keep it out of the state, turn it into arrays and plain values, or give attach() save= and load="
+_TORCH = "pass the objects of PyTorch in a swansong.torch.TrainingState"
 
 log = logging.getLogger("swansong")
 
@@ -140,8 +141,9 @@ def encode_tree(value: Any, path: str, put: Callable[[Any, str], Any]) -> Any:
         }
     node = put(value, path)
     if node is None:
+        way_out = _TORCH if kind.__module__.partition(".")[0] == "torch" else _WAY_OUT
         raise TypeError(
-            f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written: {_WAY_OUT}"
+            f"{path} is a {kind.__module__}.{kind.__qualname__}, which cannot be written: {way_out}"
         )
     return node
 
@@ -203,6 +205,12 @@ class Snapshots(Protocol):
     def observe_step(self) -> bool:
         """Check the state at one of the first steps; returns whether to call this at the next step too."""
 
+    def note_boundary(self) -> None:
+        """Remember the present state as that of the last step."""
+
+    def is_at_boundary(self) -> bool:
+        """Whether the state is still that of the last step, as far as it can be seen."""
+
 
 class Untried:
     """Base of a state of which nothing can be checked before the first save."""
@@ -218,6 +226,13 @@ class Untried:
     def observe_step(self) -> bool:
         """Check nothing."""
         return False
+
+    def note_boundary(self) -> None:
+        """Remember nothing."""
+
+    def is_at_boundary(self) -> bool:
+        """Assume that the script polls only between steps."""
+        return True
 
 
 class Functions(Untried):

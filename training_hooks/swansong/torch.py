@@ -9,7 +9,7 @@
     guard = swansong.attach(state)
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
-        guard.step(step + 1, loss=loss)
+        guard.step(step + 1, loss=loss)  # last in the loop body
     guard.close()
 
 A save blocks the training loop only while it copies the state to host memory.  A background thread writes the
@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, Piece, check_headers, signature_of
+from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.end_of_loop import EndOfLoop
@@ -142,6 +143,7 @@ class TrainingState:
         self.count_steps_with = self._end_of_loop.count_steps_with
         self._arenas: list[Arena | None] = [None, None]
         self._watch: OrderWatch | None = None
+        self._boundary = StepBoundary(self._objects.values())
 
     # ------------------------------------------------------------ before the first step
 
@@ -159,6 +161,8 @@ class TrainingState:
             if isinstance(item, torch.nn.Module):
                 with trying("load", name, item):
                     check_module(item)
+        if self._watch is not None:  # of an earlier guard
+            self._watch.end()
         self._watch = OrderWatch(self._objects)
 
     def before_restore(self) -> None:
@@ -186,6 +190,14 @@ class TrainingState:
         if self._watch.is_new:
             self._rehearse()
         return self._watch.report()
+
+    def note_boundary(self) -> None:
+        """Remember the present state as that of the last ``guard.step()``."""
+        self._boundary.note()
+
+    def is_at_boundary(self) -> bool:
+        """Whether the state is still that of the last ``guard.step()``, as far as it can be seen."""
+        return self._boundary.is_here()
 
     def _rehearse(self, but: Collection[str] = ()) -> None:
         index, pieces = self._gather(but)
@@ -342,6 +354,7 @@ class TrainingState:
         else:
             set_global(generators)
         self.read_s = found.read_s
+        self._boundary.note()
         if self._watch is not None:
             self._watch.begin()
 

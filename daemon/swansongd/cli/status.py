@@ -172,7 +172,8 @@ def _last_commit(commit: Any) -> str:
         return "none"
     age_s = commit.get("age_s")
     age = "from before the daemon started" if age_s is None else f"{_seconds(age_s)} ago"
-    return f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}, {age}"
+    place = f"generation {_word(commit.get('generation'))} step {_word(commit.get('step'))}"
+    return f"{place}{', the end of the run' * (commit.get('is_final') is True)}, {age}"
 
 
 def newer_generation(report: dict[str, Any]) -> str:

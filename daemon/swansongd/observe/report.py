@@ -153,6 +153,7 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
     return {
         "generation": last.generation,
         "step": last.step,
+        "is_final": last.is_final,
         "age_s": _last_commit_age_s(state, now_mono_s),
     }
 

@@ -335,7 +335,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     assert node.final == []
     report = status_report(node.state, node.now)
     assert (report["state"], report["verdict"]) == ("WAITING_FOR_PEERS", None)
-    assert report["last_commit"] == {"generation": 3, "step": 5, "age_s": 0.0}
+    assert report["last_commit"] == {"generation": 3, "step": 5, "is_final": False, "age_s": 0.0}
     assert report["part"] == {"generation": 3, "step": 9, "nodes": 2, "nodes_committed": 1}
     assert report["replication_lag"] == {"steps": 4, "seconds": 0.0, "bytes": 0}
     line = status_line(node.state, node.now)

@@ -63,7 +63,7 @@ def test_each_phase_of_an_evacuation() -> None:
     story.committed()
     report = shown(story)
     assert (report["state"], report["verdict"]) == ("SAFE", "SAFE")
-    assert report["last_commit"] == {"generation": 2, "step": 41, "age_s": 0.0}
+    assert report["last_commit"] == {"generation": 2, "step": 41, "is_final": False, "age_s": 0.0}
     assert report["evacuation"]["seconds_left"] == 116
     assert report["pending_bytes"] == 0
     assert (
@@ -97,14 +97,14 @@ def test_a_commit_that_was_found_has_the_age_of_its_manifest() -> None:
     """After a restart the age is unknown until the manifest was read; then it grows as for any commit."""
     story = Story(newest=CommitRef(1, 500))
     report = shown(story)
-    assert report["last_commit"] == {"generation": 1, "step": 500, "age_s": None}
+    assert report["last_commit"] == {"generation": 1, "step": 500, "is_final": False, "age_s": None}
     assert report["replication_lag"] == {"steps": 0, "seconds": None, "bytes": 0}
     story.tell(NewestDated(CommitRef(1, 400), 9000.0))
     assert shown(story)["last_commit"]["age_s"] is None
     story.tell(NewestDated(CommitRef(1, 500), 60.0))
     story.now += 5
     report = shown(story)
-    assert report["last_commit"] == {"generation": 1, "step": 500, "age_s": 65.0}
+    assert report["last_commit"] == {"generation": 1, "step": 500, "is_final": False, "age_s": 65.0}
     assert report["replication_lag"]["seconds"] == 65.0
 
 
@@ -116,7 +116,12 @@ def test_the_age_belongs_to_the_reported_commit() -> None:
     story.store_all(after_s=1)
     assert shown(story)["last_commit"]["age_s"] == 0.0
     story.tell(GenerationClaimed(3, CommitRef(2, 5), is_rollback=True))
-    assert shown(story)["last_commit"] == {"generation": 2, "step": 5, "age_s": None}
+    assert shown(story)["last_commit"] == {
+        "generation": 2,
+        "step": 5,
+        "is_final": False,
+        "age_s": None,
+    }
 
 
 def test_failed_saves_are_shown() -> None:

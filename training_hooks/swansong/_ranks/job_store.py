@@ -51,6 +51,8 @@ def open_job_store() -> JobStore:
         of_group: Any = store_of_group()
         while isinstance(of_group, PrefixStore):
             of_group = of_group.underlying_store
+        if not isinstance(of_group, TCPStore):
+            raise ConnectionError("no store has an address; set MASTER_ADDR and MASTER_PORT")
         host, port = of_group.host, of_group.port
     store = TCPStore(
         host,

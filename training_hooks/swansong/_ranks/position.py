@@ -1,15 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
 """Finds the position of this process in its job, and compares it with ``torch.distributed``.
 
-An initialised ``torch.distributed`` is right about rank and number of ranks.  It does not know which ranks
-share a VM.  If the launcher does not report that either, the ranks exchange it through the store of the
-process group.  They use no collective, so the exchange needs no GPU and disturbs no other communication.
+An initialised ``torch.distributed`` is right about rank and number of ranks.  Its ranks exchange the rest
+through the store of the process group: which of them share a VM, and an id of this start of the job.  The
+exchange is no collective, so it needs no GPU and disturbs no other communication.  A rank that does not call
+``attach()`` is found here, and not in a checkpoint that is never complete.
 """
 
 from __future__ import annotations
 
 import itertools
 import json
+import logging
 import os
 import secrets
 import sys
@@ -28,15 +30,21 @@ from swansong._ranks.job_store import (
     wait_for_key,
 )
 
-ATTACH_LIMIT_S = 120.0
-"""Longest wait of one rank's attach() for that of another rank."""
+ATTACH_LIMIT_S = 600.0
+"""Longest wait of one rank's attach() for that of another rank, as long as that of a collective."""
+ATTACH_WARNING_S = 10.0
+"""Wait after which a rank that has not called attach() is logged."""
 _ANSWER_LIMIT_S = 10.0
 """Further wait for the answer of rank 0."""
 _POLLS_PER_S = 2000.0
 """Polls by all ranks together.  In a large job each rank polls less often."""
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+_CALL_IT = "call it on every rank, and equally often"
+_NEVER = threading.Event()
 _exchanges = itertools.count(1)
 """Number of the next exchange: a second attach() must not read what the first one wrote."""
+
+log = logging.getLogger("swansong")
 
 
 def find_ranks(socket_path: str) -> Ranks:
@@ -53,15 +61,8 @@ def find_ranks(socket_path: str) -> Ranks:
     if group is None:
         return ranks_from_environment(os.environ)
     rank, world_size = group
-    try:
-        found = ranks_from_environment(os.environ)
-    except PositionError:
-        found = Ranks()
-    is_same = (found.rank, found.world_size) == group
     if world_size == 1:
-        return found if is_same else Ranks()
-    if is_same and found.restart_id:
-        return found
+        return Ranks()
     try:
         return _exchange(store_of_group(), rank, world_size, _daemon_of(socket_path))
     except PositionError:
@@ -69,7 +70,7 @@ def find_ranks(socket_path: str) -> Ranks:
     except Exception as error:  # the stores raise errors of many types
         raise PositionError(
             "attach() failed: the ranks cannot exchange their positions through the store of the process"
-            f" group: {first_line(error)}; start them with torchrun"
+            f" group: {first_line(error)}"
         ) from error
 
 
@@ -115,36 +116,45 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
     """Publish the daemon of this rank, and return the position that follows from those of all ranks."""
     key = f"swansong/attach/{next(_exchanges)}"
     every_s = max(POLL_S / 5, world_size / _POLLS_PER_S)
-    never = threading.Event()
+    give_up_mono_s = time.monotonic() + ATTACH_LIMIT_S
     store.set(f"{key}/{rank}", json.dumps(daemon))
+    missing = next(
+        (
+            other
+            for other in (range(world_size) if rank == 0 else [0])
+            if not _has_attached(store, f"{key}/{other}", other, every_s, give_up_mono_s)
+        ),
+        None,
+    )
     if rank == 0:
-        answer = _gather(store, key, world_size, every_s)
+        answer: dict[str, Any] = {"missing": missing}
+        if missing is None:
+            daemons = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
+            answer = {"daemons": daemons, "restart_id": secrets.token_hex(8)}
         store.set(f"{key}/all", json.dumps(answer))
-    elif wait_for_key(
-        store, f"{key}/all", never, every_s=every_s, limit_s=ATTACH_LIMIT_S + _ANSWER_LIMIT_S
-    ):
-        answer = json.loads(store.get(f"{key}/all"))
+    elif missing is None:
+        limit_s = ATTACH_LIMIT_S + _ANSWER_LIMIT_S
+        is_there = wait_for_key(store, f"{key}/all", _NEVER, every_s=every_s, limit_s=limit_s)
+        answer = json.loads(store.get(f"{key}/all")) if is_there else {"missing": 0}
     else:
-        answer = {"missing": 0}
+        answer = {"missing": missing}
     if "missing" in answer:
         raise PositionError(
             f"attach() failed: rank {answer['missing']} of {world_size} did not call swansong.attach() within"
-            f" {ATTACH_LIMIT_S:.0f} s; call it on all ranks, as often on each of them"
+            f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
         )
     return _placed(answer["daemons"], rank, answer["restart_id"])
 
 
-def _gather(store: JobStore, key: str, world_size: int, every_s: float) -> dict[str, Any]:
-    """The part of rank 0: collect the daemons of all ranks, and draw the id of this start of the job."""
-    give_up_mono_s = time.monotonic() + ATTACH_LIMIT_S
-    never = threading.Event()
-    daemons = []
-    for rank in range(world_size):
-        left_s = max(0.0, give_up_mono_s - time.monotonic())
-        if not wait_for_key(store, f"{key}/{rank}", never, every_s=every_s, limit_s=left_s):
-            return {"missing": rank}
-        daemons.append(json.loads(store.get(f"{key}/{rank}")))
-    return {"daemons": daemons, "restart_id": secrets.token_hex(8)}
+def _has_attached(
+    store: JobStore, key: str, rank: int, every_s: float, give_up_mono_s: float
+) -> bool:
+    """Wait until a rank has published its daemon; logs a warning if that takes long."""
+    if wait_for_key(store, key, _NEVER, every_s=every_s, limit_s=ATTACH_WARNING_S):
+        return True
+    log.warning("waiting for rank %s to call swansong.attach(); %s", rank, _CALL_IT)
+    left_s = max(0.0, give_up_mono_s - time.monotonic())
+    return wait_for_key(store, key, _NEVER, every_s=every_s, limit_s=left_s)
 
 
 def _placed(daemons: list[list[Any]], rank: int, restart_id: str) -> Ranks:

@@ -27,11 +27,14 @@ class Checksum:
     changed places, and changes that would cancel each other out.
 
     Source: multilinear hashing, Carter and Wegman, "Universal classes of hash functions", 1979, section 3.
+
+    Args:
+        size_bytes: number of bytes that :meth:`update` will add.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, size_bytes: int) -> None:
         self.value = 0
-        self._weighted = torch.empty(BLOCK_BYTES // 8, dtype=torch.int64)
+        self._weighted = torch.empty(min(size_bytes, BLOCK_BYTES) // 8, dtype=torch.int64)
 
     def update(self, block: torch.Tensor) -> None:
         """Add the next bytes.
@@ -54,8 +57,8 @@ class Checksum:
 
 def checksum(tensor: torch.Tensor) -> int:
     """Return the :class:`Checksum` of a contiguous tensor in host memory."""
-    found = Checksum()
     data = bytes_of(tensor)
+    found = Checksum(data.nbytes)
     for begin in range(0, data.nbytes, BLOCK_BYTES):
         found.update(data[begin : begin + BLOCK_BYTES])
     return found.value

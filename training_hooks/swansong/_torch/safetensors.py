@@ -90,7 +90,8 @@ class StoredTensor:
             OSError: the file cannot be read, or is truncated.
             ValueError: the checksum differs from that of the bytes written.
         """
-        data, found = bytes_of(tensor), Checksum()
+        data = bytes_of(tensor)
+        found = Checksum(data.nbytes)
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.begin)
             # Block by block, so that the checksum finds the bytes in the processor's cache.

@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each trainer of the zoo, preempted at every step and in every pause, continues like an uninterrupted run.
+
+Compared are all printed lines, with losses, batches, rates and metrics, and the last checkpoint, with
+weights, optimizer, generators and positions.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swansong
+from swansong._differences import find_differences
+from swansong.testing import ResumeMismatchError, check_resume
+
+from testkit.fake_daemon import FakeDaemon
+
+HOOKS = Path(swansong.__file__).parents[1]
+HERE = Path(__file__).parent
+TRAINERS = sorted((HERE / "trainers").glob("*.py"))
+SPAWNED = HERE / "trainers" / "spawned.py"
+ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "OMP_NUM_THREADS": "1"}
+pytestmark = pytest.mark.timeout(300)
+
+
+def read(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text().splitlines() if line.startswith("{")]
+
+
+def lines(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The lines that the trainer printed itself."""
+    return [event for event in events if "saved" not in event and "final" not in event]
+
+
+@pytest.mark.parametrize(
+    "script", [path for path in TRAINERS if path != SPAWNED], ids=lambda path: path.stem
+)
+def test_resumed_at_any_moment(
+    tmp_path: Path, daemon: FakeDaemon, warm_python: str, script: Path
+) -> None:
+    """From each checkpoint to the end, and after two preemptions."""
+    subprocess.run(
+        [warm_python, str(HERE / "drive.py"), str(script), str(tmp_path), str(daemon.staging)],
+        env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": daemon.path},
+        stdin=subprocess.DEVNULL,
+        timeout=280,
+        check=True,
+    )
+    reference = read(tmp_path / "reference")
+    steps = [event for event in reference if "step" in event]
+    saved = [place for place, event in enumerate(reference) if "saved" in event]
+    assert [event["step"] for event in steps] == list(range(1, len(steps) + 1))
+    assert len(steps) >= 8
+    once = read(tmp_path / "once")
+    assert lines(once) == lines(reference[saved[2] :])
+    wanted = {f"from-{number}": reference[place:] for number, place in enumerate(saved)}
+    wanted["twice"] = reference[saved[7] :]
+    final = daemon.staging / reference[-1]["final"]
+    problems = []
+    for name, events in wanted.items():
+        got = read(tmp_path / name)
+        pairs = zip(lines(events), lines(got), strict=False)
+        first = next(((a, b) for a, b in pairs if a != b), None)
+        if first is not None or len(lines(got)) != len(lines(events)):
+            problems.append(f"{name}: {first or (lines(events)[-1:], lines(got)[-1:])}")
+        found, _ = find_differences(final, daemon.staging / got[-1]["final"])
+        problems += [f"{name}: {difference.text}" for difference in found]
+    assert not problems, "\n".join(problems[:20])
+
+
+def test_spawned_ranks(tmp_path: Path, warm_python: str) -> None:
+    """Two ranks that know each other only by ``torch.distributed``, killed after each step."""
+    report = check_resume(
+        [warm_python, str(SPAWNED)],
+        steps=9,
+        kill_at=[1, 3, 4],
+        ranks=2,
+        has_launcher=True,
+        directory=tmp_path,
+        environment=ENVIRONMENT,
+    )
+    assert report.losses == 9
+
+
+@pytest.mark.parametrize(
+    ("mutant", "trainer", "line"),
+    [
+        ("generator", "reinforce", "  generators.torch differs"),
+        ("loader", "gan", "  loader: batch 5 of epoch 0 instead of batch 4"),
+        ("scheduler", "curriculum", "  scheduler: 'last_epoch' is "),
+        ("optimizer", "lbfgs", "  optimizer: 'state.0.func_evals' is "),
+    ],
+)
+def test_a_resume_that_lacks_something_is_named(
+    tmp_path: Path, warm_python: str, mutant: str, trainer: str, line: str
+) -> None:
+    """The conformance of the zoo is not empty: each part that is not restored is found and named."""
+    script = HERE / "trainers" / f"{trainer}.py"
+    with pytest.raises(ResumeMismatchError) as raised:
+        check_resume(
+            [warm_python, str(HERE / "mutant.py"), mutant, str(script)],
+            steps=7,
+            kill_at=[3],
+            directory=tmp_path,
+            environment=ENVIRONMENT,
+        )
+    text = str(raised.value)
+    assert re.search(r"^step [456] is the first whose loss differs", text, re.MULTILINE)
+    assert f"\n{line}" in text, text
