@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import random
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import pytest
 import swansong
 from swansong._ranks.agreement import Agreement, Ranks
 from swansong._ranks.choice import RestoreChoice
-from swansong._ranks.job_store import JobStore
+from swansong._ranks.job_store import JobStore, open_job_store
 from swansong._ranks.rendezvous import Rendezvous, report_absence
 from swansong._ranks.rounds import Decision, RoundRunner, take_part
 from swansong.protocol import (
@@ -505,6 +506,28 @@ def test_a_vm_without_a_daemon_is_named_soon(
         until(lambda: any(isinstance(m, JobStart) for m in present.sent))
     finally:
         job.__exit__()
+
+
+def test_the_store_of_the_process_group_serves_without_an_address(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Spawned ranks have no MASTER_ADDR; a store without an address is an error with the fix."""
+    distributed = pytest.importorskip("torch.distributed")
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"tcp://127.0.0.1:{free.getsockname()[1]}"
+    for method, is_reached in ((address, True), (f"file://{tmp_path}/store", False)):
+        distributed.init_process_group("gloo", init_method=method, rank=0, world_size=1)
+        try:
+            if is_reached:
+                open_job_store().set("key", "value")
+                assert open_job_store().get("key") == b"value"
+            else:
+                with pytest.raises(ConnectionError, match="set MASTER_ADDR and MASTER_PORT"):
+                    open_job_store()
+        finally:
+            distributed.destroy_process_group()
 
 
 def test_a_restore_without_a_daemon_announces_the_absence(

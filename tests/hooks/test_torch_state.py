@@ -27,6 +27,7 @@ from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.memory import checksum
+from swansong.dcp import DcpState
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
 from torch import nn
@@ -185,6 +186,15 @@ def test_a_sharded_tensor_of_a_larger_job_is_refused() -> None:
     Collector("model", 0, 2).encode(tensor, "weight")
     with pytest.raises(ValueError, match=r"weight is sharded over 2 ranks, .* found 1"):
         Collector("model", 0, 1).encode(tensor, "weight")
+
+
+def test_dcp_does_not_save_one_rank_as_the_whole_job(tmp_path: Path) -> None:
+    """The process group is destroyed already: the save fails with the fix."""
+    state = DcpState({"app": {"weight": torch.ones(2)}})
+    state.ranks = Ranks(rank=1, world_size=2, local_world_size=2)
+    with pytest.raises(RuntimeError, match="close the guard before destroy_process_group"):
+        state.snapshot()(tmp_path)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_index_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from swansong._lightning import pl
 from swansong._lightning.logged import set_logged, take_logged
 from swansong._torch.generators import set_global, take_global
-from swansong.torch import TrainingState
+from swansong.torch import ResumableLoader, TrainingState
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -62,6 +62,10 @@ class LightningState(TrainingState):
         finally:
             self._moment = None
             self._extras.is_between_batches = False
+
+    def is_at_boundary(self) -> bool:
+        """Whether the callback polls at a moment that it can save; it knows the moments of the trainer."""
+        return True
 
     def can_save(self) -> bool:
         """Whether the weights are those of the training, or can be exchanged for them."""
@@ -257,7 +261,8 @@ class _Extras:
             **{key: known[name] for key, name in state["known"].items() if name in known},
             **state["checkpoint"],
         }
-        checkpoint["loops"] = {"fit_loop": state["progress"]["fit_loop"]}
+        fit_loop = state["progress"]["fit_loop"]
+        checkpoint["loops"] = {"fit_loop": fit_loop}
         module.on_load_checkpoint(checkpoint)
         datamodule, precision = trainer.datamodule, trainer.precision_plugin
         if datamodule is not None and type(datamodule).__qualname__ in checkpoint:
@@ -307,11 +312,9 @@ class _Extras:
         trainer.accumulate_grad_batches = state["accumulate_grad_batches"]
         for (loop, name), epoch in zip(self._reloads(), state["reloaded"], strict=True):
             setattr(loop, name, epoch)
-        fit_loop = trainer.fit_loop
-        if fit_loop.epoch_loop.batch_progress.is_last_batch:
-            # Lightning has begun the next epoch already, and begins it again after the end of this one.
-            loaders = progress["fit_loop"]["state_dict"].get("combined_loader", [])
-            fit_loop._combined_loader._load_state_dicts(loaders)  # noqa: SLF001
+        for loader in trainer.fit_loop._combined_loader.flattened:  # noqa: SLF001
+            if isinstance(loader, ResumableLoader):
+                loader.set_generators()  # now, because a validation may come before the next batch
         evaluating = set(progress["evaluating"])
         for name, each in trainer.lightning_module.named_modules():
             each.training = name not in evaluating
