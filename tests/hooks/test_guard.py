@@ -892,6 +892,7 @@ def test_a_damaged_checkpoint_is_an_error(
     """The error names the directory; the run does not start from step 0."""
     guard = attach({"counter": counter})
     until(lambda: guard.save(3))
+    daemon.wait_for(Sealed)  # its thread has read the set
     (directory,) = daemon.sealed()
     damage(directory)
     daemon.restorable = lambda: (directory, 3)
