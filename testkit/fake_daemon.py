@@ -158,8 +158,7 @@ class FakeDaemon:
                 if connection not in self._connections:
                     self._connections.append(connection)
         if isinstance(message, Sealed) and self.commits:
-            manifest = self.staging / message.directory / protocol.rank_manifest_name(0)
-            is_final = RankManifest.decode(manifest.read_bytes()).kind == "final"
+            is_final = self._is_final(self.staging / message.directory)
             self.send(Committed(generation=1, step=message.step, is_final=is_final))
         if isinstance(message, Finish):
             return [Finished(message.job_start_id)]
@@ -181,3 +180,11 @@ class FakeDaemon:
                 for other in self._connections:
                     other.send(protocol.encode(target))
         return []
+
+    def _is_final(self, directory: Path) -> bool:
+        """Whether a set is the end of a run, by the manifest of any rank; a damaged set is not."""
+        manifests = [path for path in directory.iterdir() if protocol.is_rank_manifest(path.name)]
+        try:
+            return RankManifest.decode(manifests[0].read_bytes()).kind == "final"
+        except (IndexError, OSError, protocol.ProtocolError):
+            return False

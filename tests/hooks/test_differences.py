@@ -75,8 +75,16 @@ def advance_loader(training: Training) -> None:
             ["model: '1.weight' differs in 2 of 2 elements (largest difference 1)"],
             "outside of the state",
         ),
-        (lambda _: torch.rand(1), ["generators.torch differs"], "random numbers"),
-        (lambda _: random.random(), ["generators.python differs"], "random numbers"),
+        (
+            lambda _: torch.rand(1),
+            ["loader: its generators differ: resume_with", "generators.torch differs"],
+            "random numbers",
+        ),
+        (
+            lambda _: random.random(),
+            ["loader: its generators differ: resume_with", "generators.python differs"],
+            "random numbers",
+        ),
         (
             lambda training: torch.rand(1, generator=training.noise),
             ["noise: this generator differs"],

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import swansong
@@ -20,6 +21,7 @@ from swansong._checkpoint import restore
 from swansong._checkpoint.saver import SaveCost
 from swansong._daemon.channel import Channel
 from swansong._daemon.progress import Reporter
+from swansong._ranks import agreement
 from swansong._ranks.agreement import Agreement
 from swansong.protocol import (
     Accepted,
@@ -184,12 +186,12 @@ def test_a_request_is_answered_and_sealed_at_the_target(
     guard = attach({"counter": counter}, run="run")
     assert guard.restore() == 0
     train(guard, counter, 1, 10)
-    daemon.request("r1")
+    daemon.request("r1", seconds_left=1000.0)
     assert daemon.wait_for(Accepted) == Accepted("r1", 10)
     request = guard.request
     assert request is not None
     assert request.id == "r1"
-    assert 90 < request.deadline_mono_s - time.monotonic() <= 100
+    assert 900 < request.deadline_mono_s - time.monotonic() <= 1000
     train(guard, counter, 11, 14)
     (directory,) = daemon.sealed()
     assert daemon.partial() == []
@@ -229,14 +231,15 @@ def test_the_daemons_scanner_accepts_the_set(
 
 
 def test_no_step_boundary_is_passed_before_the_target_is_known(
-    tmp_path: Path, attach: Attach, counter: Counter
+    tmp_path: Path, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After Accepted the loop blocks at its next boundary; with the target it runs to the target."""
+    monkeypatch.setattr(agreement, "AGREEMENT_LIMIT_S", 60.0)
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
         guard.restore()
         train(guard, counter, 1, 7)
-        daemon.request()
+        daemon.request(seconds_left=1000.0)
         assert daemon.wait_for(Accepted).step == 7
         trainer = threading.Thread(target=train, args=(guard, counter, 8, 20), daemon=True)
         trainer.start()
@@ -245,13 +248,15 @@ def test_no_step_boundary_is_passed_before_the_target_is_known(
         assert counter.value == 8
         daemon.send(Target("r1", 12))
         assert daemon.wait_for(Sealed).step == 12
-        trainer.join(10)
+        trainer.join(60)
         assert counter.value == 20
         assert value_in(daemon.sealed()[0]) == 12
 
 
 @pytest.mark.fault("T04")
-def test_without_a_target_the_wait_ends(tmp_path: Path, attach: Attach, counter: Counter) -> None:
+def test_without_a_target_the_wait_ends(
+    tmp_path: Path, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After a tenth of the time left the rank declines, and training continues without another wait."""
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
@@ -260,21 +265,23 @@ def test_without_a_target_the_wait_ends(tmp_path: Path, attach: Attach, counter:
         daemon.wait_for(Accepted)
         begun_s = time.monotonic()
         train(guard, counter, 1, 1)
-        assert 0.2 <= time.monotonic() - begun_s < 2.0
+        assert time.monotonic() - begun_s >= 0.2
         assert daemon.wait_for(Declined).request_id == "r1"
         assert guard.request is None
-        begun_s = time.monotonic()
+        monkeypatch.setattr(guard._agreement._changed, "wait_for", pytest.fail)
         train(guard, counter, 2, 50)
-        assert time.monotonic() - begun_s < 1.0
         assert len(daemon.all_of(Declined)) == 1
 
 
-def test_a_late_target_is_still_met(tmp_path: Path, attach: Attach, counter: Counter) -> None:
+def test_a_late_target_is_still_met(
+    tmp_path: Path, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A rank that has declined still saves at a target that is a later step."""
+    monkeypatch.setattr(agreement, "AGREEMENT_LIMIT_S", 0.1)
     with FakeDaemon(tmp_path, target=None) as daemon:
         guard = attach({"counter": counter})
         guard.restore()
-        daemon.request(seconds_left=1.0)
+        daemon.request(seconds_left=1000.0)
         daemon.wait_for(Accepted)
         train(guard, counter, 1, 3)
         daemon.wait_for(Declined)
@@ -295,7 +302,7 @@ def test_a_withdrawn_request_is_forgotten(tmp_path: Path, attach: Attach, counte
         trainer.start()
         until(lambda: counter.value == 1)
         daemon.send(Withdrawn("r1", "false alarm"))
-        trainer.join(4)
+        trainer.join(60)
         assert counter.value == 9
         assert guard.request is None
         assert daemon.sealed() == []
@@ -365,7 +372,7 @@ def test_the_answer_is_repeated_to_a_restarted_daemon(
             daemon.send(Target("r1", 5))
             until(lambda: guard._agreement._active is not None and guard._agreement._active.target)
             if trainer.ident:
-                trainer.join(10)
+                trainer.join(60)
             train(guard, counter, 5, 5)
         assert daemon.wait_for(Sealed).step == 5
         (directory,) = daemon.sealed()
@@ -543,7 +550,7 @@ def test_a_request_is_answered_with_the_end_of_the_run(
     assert daemon.wait_for(Sealed, 2).request_id == "r2"
     (directory,) = daemon.sealed()
     daemon.send(Committed(1, 4, is_final=True))
-    finishing.join(10)
+    finishing.join(60)
     assert manifest_of(directory).kind == "final"
     assert not guard.should_stop
 
@@ -738,13 +745,13 @@ def test_a_daemon_that_does_not_read_does_not_stop_the_loop(
     """A full socket drops the message and causes a reconnect; nothing blocks."""
     with FakeDaemon(tmp_path) as daemon:
         release = threading.Event()
-        daemon.on_query = lambda _: release.wait(30)  # blocks the thread of the fake daemon
+        daemon.on_query = lambda _: release.wait(60)  # blocks the thread of the fake daemon
         guard = attach({"counter": counter})
         daemon.wait_connected()
         guard._session.channel.send(RestoreQuery("q"))
         begun_s = time.monotonic()
         while guard._session.channel.send(Bye("x" * 60000)):
-            assert time.monotonic() - begun_s < 10
+            assert time.monotonic() - begun_s < 60
         train(guard, counter, 1, 100)
         daemon.wait_for(Hello, 2)
         release.set()
@@ -811,20 +818,26 @@ def test_restore_waits_while_there_is_progress(
     daemon: FakeDaemon, attach: Attach, counter: Counter, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A restore waits for a long download; a stalled one is an error, not a fresh run."""
-    monkeypatch.setattr(restore, "PATIENCE_S", 0.5)
-    stop = threading.Event()
+    clock_s = [0.0]
+    monkeypatch.setattr(restore, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
+    guard = attach({"counter": counter})
+    client = guard._session.restore
 
     def download(query_id: str) -> None:
         for done in range(8):
+            clock_s[0] += 0.9 * restore.PATIENCE_S
             daemon.send(Restoring(query_id, done, 8))
-            stop.wait(0.1)
+            until(lambda: client._progress_mono_s == clock_s[0])
         daemon.send(Restored(query_id))
 
     daemon.on_query = lambda query_id: threading.Thread(target=download, args=(query_id,)).start()
-    assert attach({"counter": counter}).restore() == 0
+    assert guard.restore() == 0
+    guard.close()
+    stop = threading.Event()
 
     def hang(query_id: str) -> None:
-        while not stop.wait(0.05):
+        while not stop.wait(0.01):
+            clock_s[0] += 0.1 * restore.PATIENCE_S
             daemon.send(Restoring(query_id, 3, 8))
 
     hanging: list[threading.Thread] = []
@@ -851,11 +864,11 @@ def test_restore_survives_a_restart_of_the_daemon(
     guard = attach({"counter": counter})
     waiting = threading.Thread(target=lambda: steps.append(guard.restore()), daemon=True)
     waiting.start()
-    assert asked.wait(10)
+    assert asked.wait(60)
     daemon.stop()
     daemon.on_query = None
     daemon.start()
-    waiting.join(20)
+    waiting.join(60)
     assert steps == [0]
 
 
@@ -879,6 +892,7 @@ def test_a_damaged_checkpoint_is_an_error(
     """The error names the directory; the run does not start from step 0."""
     guard = attach({"counter": counter})
     until(lambda: guard.save(3))
+    daemon.wait_for(Sealed)  # its thread has read the set
     (directory,) = daemon.sealed()
     damage(directory)
     daemon.restorable = lambda: (directory, 3)
@@ -959,5 +973,5 @@ def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
     path.unlink()
     with FakeDaemon(tmp_path) as second:
         second.restorable = lambda: (saved, 7)
-        thread.join(20)
+        thread.join(60)
         assert steps == [7]

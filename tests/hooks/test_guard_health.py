@@ -213,7 +213,7 @@ def test_a_repeated_step_is_another_set(
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(20)
+        rank.join(60)
     assert back == [10, 10]
     assert (counter.value, other.value) == (10, 10)
     both(20)

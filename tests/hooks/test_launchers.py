@@ -193,7 +193,7 @@ def find_all(group: Group, monkeypatch: pytest.MonkeyPatch, sockets: list[Path])
     for thread in threads:
         thread.start()
     for thread in threads:
-        thread.join(30)
+        thread.join(60)
     return [found[rank] for rank in range(len(sockets))]
 
 

@@ -176,7 +176,7 @@ def test_a_forked_child_is_not_a_rank(daemon: FakeDaemon) -> None:
     assert trainer.stdout.readline() == "forked\n"
     daemon.request()
     daemon.wait_for(Accepted)
-    trainer.communicate("continue\n", timeout=30)
+    trainer.communicate("continue\n", timeout=100)
     assert trainer.returncode == 0
     # The last message of the connection: all messages before it have been read.
     assert [bye.reason for bye in (daemon.wait_for(Bye), *daemon.all_of(Bye)[1:])] == ["exit"]
@@ -217,7 +217,7 @@ def test_a_file_that_may_not_grow_does_not_end_the_training(daemon: FakeDaemon) 
     until(lambda: trainer.stdout and trainer.stdout.readline() == "stepped\n")
     daemon.request()
     daemon.wait_for(Accepted)
-    out, _ = trainer.communicate("continue\n", timeout=30)
+    out, _ = trainer.communicate("continue\n", timeout=100)
     assert trainer.returncode == 0
     assert out.endswith("trained on\n")
     assert re.search("File too large", daemon.wait_for(Failed).reason)

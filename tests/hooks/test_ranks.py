@@ -84,7 +84,7 @@ def test_all_ranks_save_the_same_step(
         assert len(daemon.wait_sealed(number)) == number, seed
     job.stop.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert daemon.partial() == []
     assert daemon.all_of(Failed) == []
     assert daemon.all_of(Declined) == []
@@ -106,7 +106,7 @@ def test_periodic_checkpoints_need_no_agreement(
     for guard in job.guards:
         guard.restore()
     for thread in job.start(1, steps=30):
-        thread.join(20)
+        thread.join(60)
     assert [path.name[5:17].lstrip("0") for path in daemon.sealed()] == ["10", "20", "30"]
     daemon.restorable = lambda: (daemon.sealed()[-1], 30)
     again = Job(attach, monkeypatch)
@@ -133,7 +133,7 @@ def test_a_failing_rank_voids_the_set(
     until(lambda: all(c.value > r + 3 for c, r in zip(job.counters, reached, strict=True)))
     job.stop.set()
     for thread in threads:
-        thread.join(10)
+        thread.join(60)
     assert daemon.sealed() == []
 
 

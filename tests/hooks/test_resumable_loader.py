@@ -267,6 +267,22 @@ def test_a_step_after_the_loop_ends_the_epoch_of_a_script_with_one_step_an_epoch
     assert (after.epoch, len(list(after))) == ((0, 0) if has_steps else (1, 2))
 
 
+def test_an_epoch_that_has_not_begun_sets_no_global_generator() -> None:
+    """Lightning ends an epoch before its validation, which draws random numbers after the resume."""
+    first, after = (
+        ResumableLoader(DataLoader(DATA, 5, generator=generator(seed))) for seed in (1, 2)
+    )
+    list(first)
+    first.end_epoch()
+    after.load_state_dict(first.state_dict())
+    seed_all(5)
+    wanted = torch.get_rng_state()
+    next(iter(after))
+    next(iter(first))
+    assert torch.equal(torch.get_rng_state(), wanted)
+    assert torch.equal(after.generator.get_state(), first.generator.get_state())
+
+
 def test_two_loops_at_the_same_time_are_refused() -> None:
     """Their positions differ.  Two loaders in one ``zip`` are not refused."""
     loader, other = (ResumableLoader(DataLoader(DATA, 5)) for _ in range(2))

@@ -174,7 +174,7 @@ def test_numpy_is_not_imported_for_a_state_without_arrays(tmp_path: Path) -> Non
 
 def test_generators_come_along_with_functions(tmp_path: Path) -> None:
     """``random``, numpy and, if it is imported, torch draw the same numbers after a restore."""
-    torch = pytest.importorskip("torch")
+    import torch
 
     def draw() -> list[float]:
         return [random.random(), np.random.rand(), torch.rand(1).item()]

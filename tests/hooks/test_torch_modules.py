@@ -46,7 +46,8 @@ def compiled(module: Any) -> Any:
 
 
 def in_fabric(module: nn.Module) -> nn.Module:
-    fabric = pytest.importorskip("lightning.fabric")
+    from lightning import fabric
+
     return fabric.Fabric(accelerator="cpu", devices=1).setup(module)
 
 

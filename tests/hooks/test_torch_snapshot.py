@@ -64,7 +64,7 @@ def test_a_copy_that_fails_leaves_the_previous_one_complete(
     write, fill = arena._write, Arena.fill
 
     def waits(file: object, data: memoryview) -> None:
-        assert released.wait(30)
+        assert released.wait(60)
         write(file, data)
 
     def fails(arena: Arena, pieces: list[Piece]) -> None:
@@ -177,14 +177,14 @@ def test_a_file_is_final_before_the_next_one_is_written(
             begun.append(file)
         if len(begun) == 2:
             second.set()
-            assert released.wait(30)
+            assert released.wait(60)
         write(file, data)
 
     monkeypatch.setattr(arena, "_write", waits)
     guard = attach(Trainer(1.0).state)
     guard.restore()
     assert guard.save(1)
-    assert second.wait(10)
+    assert second.wait(60)
     own = daemon.staging / daemon.partial()[0] / "rank-00000"
     final = [path.name for path in own.iterdir()]
     assert len(final) == 1

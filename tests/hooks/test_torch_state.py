@@ -27,6 +27,7 @@ from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.memory import checksum
+from swansong.dcp import DcpState
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
 from torch import nn
@@ -187,6 +188,15 @@ def test_a_sharded_tensor_of_a_larger_job_is_refused() -> None:
         Collector("model", 0, 1).encode(tensor, "weight")
 
 
+def test_dcp_does_not_save_one_rank_as_the_whole_job(tmp_path: Path) -> None:
+    """The process group is destroyed already: the save fails with the fix."""
+    state = DcpState({"app": {"weight": torch.ones(2)}})
+    state.ranks = Ranks(rank=1, world_size=2, local_world_size=2)
+    with pytest.raises(RuntimeError, match="close the guard before destroy_process_group"):
+        state.snapshot()(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_an_index_of_another_number_of_ranks_is_refused(tmp_path: Path) -> None:
     """Each of two ranks took itself for the whole job: neither state is loaded as if it were that of both."""
     trainer = Trainer(1)
@@ -326,7 +336,7 @@ class Held:
 
         def held(arena: Arena, directory: Path) -> Any:
             self.begun.set()
-            assert self.released.wait(30)
+            assert self.released.wait(60)
             if self.error is not None:
                 raise self.error
             return write(arena, directory)
@@ -430,7 +440,7 @@ def test_close_waits_for_the_copy_and_reports_its_cost(
     guard.restore()
     guard.step(1)
     assert guard.save(1)
-    assert held.begun.wait(10)
+    assert held.begun.wait(60)
     threading.Timer(0.2, held.released.set).start()
     assert guard.wait_saved(10)
     guard.step(2)
@@ -664,7 +674,7 @@ def test_the_log_of_a_restore_has_its_progress_and_the_time_of_each_part(
 )
 def test_a_file_name_of_another_form_is_refused(tmp_path: Path, name: str) -> None:
     """An index cannot make a restore open a file elsewhere."""
-    index = {"format": FORMAT, "world_size": 1, "objects": {}, "tensors": {}}
+    index = {"format": FORMAT, "rank": 0, "world_size": 1, "objects": {}, "tensors": {}}
     own = tmp_path / "rank-00000"
     own.mkdir()
     (own / INDEX).write_bytes(encode_index({**index, "files": {name: {"checksums": {}}}}))

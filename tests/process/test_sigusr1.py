@@ -39,6 +39,7 @@ def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     assert daemon.lines.wait(event="evacuation", phase="accepted")["pid"] == trainer.pid
     daemon.lines.wait(event="verdict", verdict="SAFE")
     (manifest,) = bucket.manifests()
+    assert [commit["kind"] for commit in vm.commits()] == [manifest["kind"]] == ["emergency"]
     (saved,) = vm.run_directory.glob("checkpoint-*")
     assert saved.name == f"checkpoint-{manifest['step']}"
     assert {shard["path"]: bucket.get(shard["key"]) for shard in manifest["shards"]} == {
@@ -71,7 +72,7 @@ def test_a_trainer_that_would_die_of_the_signal_does_not_get_it(
     turn = deaf.lines.wait(turn=3)["turn"]
     vm.pid_file.write_text(f"{deaf.pid}\n")
 
-    aws.notice(in_s=30)
+    aws.notice(in_s=8)
 
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "LOST"
@@ -112,7 +113,7 @@ def test_a_trainer_cannot_make_the_daemon_signal_foreign_processes(
     turn = root.lines.wait(turn=3)["turn"]
     vm.pid_file.write_text(f"{root.pid if target == 'root' else daemon.pid}\n")
     os.chown(vm.pid_file, TRAINER_UID, TRAINER_UID)
-    aws.notice(in_s=30)
+    aws.notice(in_s=8)
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "LOST"
     words = "user id 0, which is not in trainer.users" if target == "root" else "is the daemon"

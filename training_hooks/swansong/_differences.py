@@ -280,7 +280,8 @@ def _between_objects(
         elif _is_generator(one):
             yield Difference("generator", f"{name}: this generator differs{where}")
         elif _is_loader(name, one):
-            yield Difference("loader", f"{name}{where}: {_between_loaders(one, other, places)}")
+            kind, text = _between_loaders(one, other, places)
+            yield Difference(kind, f"{name}{where}: {text}")
         else:
             values = [place for place in places if not place[1].startswith("differs in")]
             tensors = [place for place in places if place not in values]
@@ -301,13 +302,23 @@ def _is_loader(name: str, tree: Any) -> bool:
     )
 
 
-def _between_loaders(one: Any, other: Any, places: list[tuple[tuple[Any, ...], str]]) -> str:
-    position = [(tree.get("epoch"), tree.get("batches")) for tree in (one, other)]
-    if None in position[0] or position[0] == position[1]:
-        return _summary(places)
-    (epoch, batch), (other_epoch, other_batch) = position
-    of_epoch = f" of epoch {epoch}" if epoch != other_epoch else ""
-    return f"batch {other_batch} of epoch {other_epoch} instead of batch {batch}{of_epoch}"
+def _between_loaders(
+    one: Any, other: Any, places: list[tuple[tuple[Any, ...], str]]
+) -> tuple[Kind, str]:
+    epoch, batch = one.get("epoch"), one.get("batches")
+    other_epoch, other_batch = other.get("epoch"), other.get("batches")
+    if None not in (batch, other_batch) and (epoch, batch) != (other_epoch, other_batch):
+        of_epoch = f" of epoch {epoch}" if epoch != other_epoch else ""
+        return (
+            "loader",
+            f"batch {other_batch} of epoch {other_epoch} instead of batch {batch}{of_epoch}",
+        )
+    keys = {str(path[0]) for path, _ in places}
+    if "checksum" in keys:
+        return "loader", f"batch {batch} of epoch {epoch} has other contents"
+    if batch is not None and all(key.endswith("_with") for key in keys):
+        return "generator", f"its generators differ: {', '.join(sorted(keys))}"
+    return "loader", _summary(places)
 
 
 def _summary(places: list[tuple[tuple[Any, ...], str]]) -> str:
@@ -356,6 +367,9 @@ def _walk(one: Any, other: Any, path: tuple[Any, ...]) -> Iterator[tuple[tuple[A
     elif isinstance(one, float):
         if struct.pack("d", one) != struct.pack("d", other):
             yield path, f"is {other!r} instead of {one!r}"
+    elif isinstance(one, bytes) and one != other and len(one) == len(other):
+        count = sum(a != b for a, b in zip(one, other, strict=True))
+        yield path, f"differs in {count} of {len(one)} bytes"
     elif one != other:
         yield path, f"is {_short(other)} instead of {_short(one)}"
 

@@ -142,6 +142,7 @@ class Guard:
         """Step of the end of the run that was restored or saved."""
         self._rollbacks = 0
         self._polls = 0
+        self._has_polled_early = False
         self._closed = False
         self._is_opening = True
         self._session = DaemonSession(
@@ -193,6 +194,7 @@ class Guard:
         health.loss = loss
         health.metrics = metrics
         agreement.step = step
+        self._state.note_boundary()
         # NaN or infinity minus itself is NaN: the cheapest check, and it runs at every step.
         if isinstance(loss, float) and (loss - loss != 0.0 or health.unhealthy_since is not None):
             health.judge(step, is_finite=math.isfinite(loss))
@@ -202,7 +204,8 @@ class Guard:
     def poll(self) -> CheckpointRequest | None:
         """Serve a checkpoint request during evaluation, warm-up and other long pauses.
 
-        Call it only while the state is that of the last completed step.  A job of one rank then saves here.
+        A job of one rank saves here, if the state is still that of the last :meth:`step`.  After a change,
+        such as another batch or an optimizer step, the save waits for the next :meth:`step`, with a warning.
         With several ranks, end the pause soon if a request is returned: they save at a later step.
 
         Returns:
@@ -211,7 +214,7 @@ class Guard:
         self._polls += 1
         step = int(self._agreement.step)
         due = self._agreement.between_steps() if step >= 0 else None
-        if due is not None:
+        if due is not None and self._is_between_steps():
             self._write_when_whole(due, step)
         return self._agreement.current
 
@@ -441,6 +444,16 @@ class Guard:
         if not self._closed:
             check_ranks(self._ranks)
             self._is_opening = self._state.observe_step()
+
+    def _is_between_steps(self) -> bool:
+        is_between = self._state.is_at_boundary()
+        if not is_between and not self._has_polled_early:
+            self._has_polled_early = True
+            log.warning(
+                "guard.poll() saves nothing here: a batch was drawn, or the weights changed, since the last"
+                " guard.step(), so the checkpoint waits for the next one; call poll() right after step()"
+            )
+        return is_between
 
     def _snapshot(self) -> Callable[[Path], object]:
         check_ranks(

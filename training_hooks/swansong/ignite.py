@@ -26,6 +26,7 @@ from ignite.engine.deterministic import DeterministicEngine
 from ignite.handlers import ParamScheduler
 
 import swansong
+from swansong._torch.generators import set_global, take_global
 from swansong.torch import TrainingState
 
 __all__ = ["attach"]
@@ -108,11 +109,14 @@ class _Handlers:
     ) -> None:
         self._guard, self._position = guard, position
         self._loader, self._accumulation = loader, accumulation
+        self._generators: dict[str, Any] | None = None
         trainer.add_event_handler(Events.STARTED, self._start)
 
     def _start(self, trainer: Engine) -> None:
         # Here, because handlers that the script adds before run() must come first.
         handlers = {
+            Events.DATALOADER_STOP_ITERATION: self._continue,
+            Events.GET_BATCH_COMPLETED: self._continue,
             Events.ITERATION_COMPLETED: self._end_iteration,
             Events.TERMINATE_SINGLE_EPOCH: self._warn_about_epoch,
             Events.COMPLETED: self._complete,
@@ -151,9 +155,16 @@ class _Handlers:
             trainer.terminate()
         elif iteration and length and iteration % length == 0 and not self._guard.finished:
             trainer.fire_event(Events.EPOCH_COMPLETED)
+            self._generators = take_global()
         is_over = trainer.should_terminate or trainer._is_done(state)  # noqa: SLF001
         if is_over and not self._guard.finished:  # the guard has logged the end of a finished run
             log.warning("the run finished at iteration %s: it does not train again", iteration)
+
+    def _continue(self, _trainer: Engine) -> None:
+        # ResumableLoader has set the generators to those of the checkpoint, from before EPOCH_COMPLETED.
+        if self._generators is not None:
+            set_global(self._generators)
+            self._generators = None
 
     def _end_iteration(self, trainer: Engine) -> None:
         iteration = trainer.state.iteration

@@ -205,6 +205,12 @@ class Snapshots(Protocol):
     def observe_step(self) -> bool:
         """Check the state at one of the first steps; returns whether to call this at the next step too."""
 
+    def note_boundary(self) -> None:
+        """Remember the present state as that of the last step."""
+
+    def is_at_boundary(self) -> bool:
+        """Whether the state is still that of the last step, as far as it can be seen."""
+
 
 class Untried:
     """Base of a state of which nothing can be checked before the first save."""
@@ -220,6 +226,13 @@ class Untried:
     def observe_step(self) -> bool:
         """Check nothing."""
         return False
+
+    def note_boundary(self) -> None:
+        """Remember nothing."""
+
+    def is_at_boundary(self) -> bool:
+        """Assume that the script polls only between steps."""
+        return True
 
 
 class Functions(Untried):

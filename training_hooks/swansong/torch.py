@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, Piece, check_headers, signature_of
+from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.end_of_loop import EndOfLoop
@@ -142,6 +143,7 @@ class TrainingState:
         self.count_steps_with = self._end_of_loop.count_steps_with
         self._arenas: list[Arena | None] = [None, None]
         self._watch: OrderWatch | None = None
+        self._boundary = StepBoundary(self._objects.values())
 
     # ------------------------------------------------------------ before the first step
 
@@ -188,6 +190,14 @@ class TrainingState:
         if self._watch.is_new:
             self._rehearse()
         return self._watch.report()
+
+    def note_boundary(self) -> None:
+        """Remember the present state as that of the last ``guard.step()``."""
+        self._boundary.note()
+
+    def is_at_boundary(self) -> bool:
+        """Whether the state is still that of the last ``guard.step()``, as far as it can be seen."""
+        return self._boundary.is_here()
 
     def _rehearse(self, but: Collection[str] = ()) -> None:
         index, pieces = self._gather(but)
@@ -344,6 +354,7 @@ class TrainingState:
         else:
             set_global(generators)
         self.read_s = found.read_s
+        self._boundary.note()
         if self._watch is not None:
             self._watch.begin()
 

@@ -94,6 +94,8 @@ class ResumableLoader:
         self._restored_checksum: int | None = None
         """The last batch's checksum, after a resume that has loaded no batch."""
         self._iteration: object = None
+        self.drawn = 0
+        """Number of batches that this process has yielded."""
         self._own = find_generators(loader)
         self._draws_here = self._inner is not loader or not self._inner.num_workers
 
@@ -171,7 +173,9 @@ class ResumableLoader:
         steps = self.completed_steps()
         is_over = self._loop_is_over and not self._has_steps and steps > self._steps_at_end
         if self._begun_with is None or is_over:
-            return {"epoch": self._epoch + is_over, "batches": 0, "resume_with": pack(self._take())}
+            # The work between two epochs may not be complete, so the next one does not set all generators.
+            generators = {"all": {}, "own": self._take()["own"]}
+            return {"epoch": self._epoch + is_over, "batches": 0, "resume_with": pack(generators)}
         return {
             "epoch": self._epoch,
             "batches": self._batches,
@@ -187,8 +191,8 @@ class ResumableLoader:
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from this state at the next ``iter()``.
 
-        Only ``epoch`` is required.  The next ``iter()`` sets the generators of the process to
-        ``resume_with``, so random numbers that are drawn before it do not change the run.
+        Only ``epoch`` is required.  In an epoch that has begun, the first batch is drawn after the generators
+        of the process are set to ``resume_with``, whatever was drawn since the restore.
         """
         self.end_epoch()
         self._restored = {"resume_with": None, "checksum": None, "was_left": False, **state}
@@ -226,6 +230,7 @@ class ResumableLoader:
                     break
                 if drawn_with is not None:
                     self._drawn_with.append(drawn_with)
+                self.drawn += 1
                 self._batches += 1
                 self._last = _versions(batch)
                 yield batch
@@ -253,7 +258,6 @@ class ResumableLoader:
                 " epoch is repeated",
                 self._epoch,
             )
-            _pending.difference_update([each for each in _pending if each._begun_with is None])  # noqa: SLF001
             self._resume_with(unpack(restored["resume_with"]))
             return iter(())
         for part in _samplers(self.loader):
@@ -263,8 +267,9 @@ class ResumableLoader:
             self.loader._num_iter_calls = self._epoch  # noqa: SLF001
         resume_with = None
         if restored is not None:
-            resume_with = unpack(restored["resume_with"]) if self in _pending else None
-            resume_with = resume_with or self._take()
+            resume_with = unpack(restored["resume_with"]) or self._take()
+            if self not in _pending:
+                resume_with["all"] = take_global()
             _pending.clear()
         if restored is not None and self._begun_with is not None:
             self._report(restored)
@@ -378,7 +383,8 @@ class ResumableLoader:
             self._own = find_generators(self.loader)  # some are created with the first sample
         for path in generators["own"].keys() & self._own.keys():
             set_state_of_generator(self._own[path], generators["own"][path])
-        set_global(generators["all"])
+        if generators["all"]:
+            set_global(generators["all"])
 
     def _resume_with(self, generators: dict[str, Any] | None) -> None:
         self._set(generators)

@@ -1,0 +1,64 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Detects that the state is no longer that of the last ``guard.step()``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from swansong._torch.loader import ResumableLoader
+from swansong._torch.sharding import is_sharded
+
+MOST_PARAMETERS = 8
+"""Number of parameters of each module that are compared: a look at each step takes about 2 us."""
+
+
+class StepBoundary:
+    """Compares parameters, and the positions of loaders, with those at the last ``guard.step()``.
+
+    Between two boundaries a step is in progress: its batch is drawn, its gradient is incomplete, or the
+    weights have changed already.  Averaged weights that are swapped in for an evaluation also count.
+
+    The comparison does not see parameters that change only through a compiled optimizer.
+
+    Args:
+        objects: of the training state.
+    """
+
+    def __init__(self, objects: Iterable[Any]) -> None:
+        objects = list(objects)
+        self._loaders = [item for item in objects if isinstance(item, ResumableLoader)]
+        self._parameters = [
+            parameter
+            for item in objects
+            if isinstance(item, torch.nn.Module)
+            for parameter in _some([each for each in item.parameters() if _counts_changes(each)])
+        ]
+        self._noted: list[int] | None = None
+
+    def note(self) -> None:
+        """Remember the present state as that of a boundary."""
+        self._noted = self._look()
+
+    def is_here(self) -> bool:
+        """Whether nothing has changed since the last :meth:`note`."""
+        return self._noted is None or self._noted == self._look()
+
+    def _look(self) -> list[int]:
+        drawn = [loader.drawn for loader in self._loaders]
+        for each in self._parameters:
+            drawn += (each._version, each.data_ptr())  # noqa: SLF001 - torch documents no other counter
+        return drawn
+
+
+def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return parameters from all parts of a module."""
+    return parameters[:: -(-len(parameters) // MOST_PARAMETERS) or 1]
+
+
+def _counts_changes(parameter: torch.Tensor) -> bool:
+    if torch.nn.parameter.is_lazy(parameter):
+        return False
+    return parameter.requires_grad and not is_sharded(parameter) and not parameter.is_inference()
