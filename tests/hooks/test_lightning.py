@@ -292,7 +292,7 @@ CASES = {
     "in a validation": Case(VALIDATION, 6, Model, averages, {"val_check_interval": 3}),
     "at the end of an epoch": Case(EPOCH, 2, callbacks=averages),
     "validation in accumulation": Case(
-        VALIDATION, 6, options={"val_check_interval": 3, "accumulate_grad_batches": 2}
+        VALIDATION, 2, options={"val_check_interval": 3, "accumulate_grad_batches": 2}
     ),
     "accumulation": Case(BATCH, 9, options={"accumulate_grad_batches": 2}),
     "accumulation by epoch": Case(
