@@ -674,7 +674,7 @@ def test_the_log_of_a_restore_has_its_progress_and_the_time_of_each_part(
 )
 def test_a_file_name_of_another_form_is_refused(tmp_path: Path, name: str) -> None:
     """An index cannot make a restore open a file elsewhere."""
-    index = {"format": FORMAT, "world_size": 1, "objects": {}, "tensors": {}}
+    index = {"format": FORMAT, "rank": 0, "world_size": 1, "objects": {}, "tensors": {}}
     own = tmp_path / "rank-00000"
     own.mkdir()
     (own / INDEX).write_bytes(encode_index({**index, "files": {name: {"checksums": {}}}}))

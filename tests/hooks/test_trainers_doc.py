@@ -32,6 +32,7 @@ def test_each_framework_has_a_block() -> None:
         "dcp.md",
         "fabric.md",
         "functions.md",
+        "ignite.md",
         "lightning.md",
         "pytorch.md",
         "transformers.md",

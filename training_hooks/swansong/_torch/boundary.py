@@ -59,4 +59,6 @@ def _some(parameters: list[torch.Tensor]) -> list[torch.Tensor]:
 
 
 def _counts_changes(parameter: torch.Tensor) -> bool:
+    if torch.nn.parameter.is_lazy(parameter):
+        return False
     return parameter.requires_grad and not is_sharded(parameter) and not parameter.is_inference()
