@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -108,11 +107,11 @@ def test_one_process(daemon: FakeDaemon, wraps: dict[str, Any]) -> None:
 
 
 @pytest.mark.fault("T12")
-def test_two_ranks_that_fabric_launches(tmp_path: Path) -> None:
+def test_two_ranks_that_fabric_launches(tmp_path: Path, warm_frameworks: str) -> None:
     """The example with DDP: no environment variable describes its ranks fully."""
     report = check_resume(
         [
-            *(sys.executable, str(HOOKS / "examples" / "with_fabric.py")),
+            *(warm_frameworks, str(HOOKS / "examples" / "with_fabric.py")),
             *("--windows", "256", "--devices", "2"),
         ],
         steps=6,

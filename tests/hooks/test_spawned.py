@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,14 +16,14 @@ from swansong.torch import load_weights
 from testkit import TRAINERS
 from testkit.fake_daemon import FakeDaemon
 
-SPAWNED = [sys.executable, str(TRAINERS / "spawned.py")]
+SPAWNED = str(TRAINERS / "spawned.py")
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
 
 
-def trained(daemon: FakeDaemon, *options: str) -> subprocess.CompletedProcess[str]:
+def trained(python: str, daemon: FakeDaemon, *options: str) -> subprocess.CompletedProcess[str]:
     """The trainer with these options, after its end."""
     return subprocess.run(
-        [*SPAWNED, "--method", "fork", *options],
+        [python, SPAWNED, "--method", "fork", *options],
         env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": daemon.path},
         capture_output=True,
         text=True,
@@ -35,10 +34,12 @@ def trained(daemon: FakeDaemon, *options: str) -> subprocess.CompletedProcess[st
 
 @pytest.mark.fault("T12")
 @pytest.mark.parametrize("options", [[], ["--fsdp"]], ids=["ddp", "fsdp2"])
-def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, options: list[str]) -> None:
+def test_a_spawned_job_resumes_to_the_bit(
+    tmp_path: Path, warm_python: str, options: list[str]
+) -> None:
     """DDP and FSDP2 in ``torch.multiprocessing``: one set of two ranks, and each rank loads its own state."""
     report = check_resume(
-        [*SPAWNED, "--method", "fork", *options],
+        [warm_python, SPAWNED, "--method", "fork", *options],
         steps=6,
         kill_at=[3],
         ranks=2,
@@ -51,9 +52,9 @@ def test_a_spawned_job_resumes_to_the_bit(tmp_path: Path, options: list[str]) ->
     assert report.files >= 4, "the files of two ranks"
 
 
-def test_attach_before_the_process_group_is_refused(daemon: FakeDaemon) -> None:
+def test_attach_before_the_process_group_is_refused(daemon: FakeDaemon, warm_python: str) -> None:
     """``restore()`` raises with the fix; it does not save one rank as if it were the whole job."""
-    found = trained(daemon, "--steps", "1", "--early")
+    found = trained(warm_python, daemon, "--steps", "1", "--early")
     assert found.returncode != 0
     assert "RestoreError: restore failed: this process is rank" in found.stderr
     assert "of 2 in torch.distributed, but it was rank 0 of 1 in swansong.attach()" in found.stderr
@@ -61,9 +62,9 @@ def test_attach_before_the_process_group_is_refused(daemon: FakeDaemon) -> None:
     assert daemon.sealed() == []
 
 
-def test_the_process_group_may_end_before_the_guard(daemon: FakeDaemon) -> None:
+def test_the_process_group_may_end_before_the_guard(daemon: FakeDaemon, warm_python: str) -> None:
     """``destroy_process_group()`` comes before ``finish()``: the last set has both ranks."""
-    assert trained(daemon, "--steps", "2", "--end-early", "--fsdp").returncode == 0
+    assert trained(warm_python, daemon, "--steps", "2", "--end-early", "--fsdp").returncode == 0
     (sealed,) = daemon.sealed()
     for rank in range(2):
         manifest = RankManifest.decode((sealed / f"rank-{rank:05d}.json").read_bytes())
