@@ -239,11 +239,15 @@ class GanRun:
     ids=lambda options: "-".join(f"{name}={value}" for name, value in options.items()) or "plain",
 )
 def test_handlers_of_epoch_completed_see_the_last_batch(
-    daemon: FakeDaemon, restore_from: Restore, options: dict[str, Any]
+    daemon: FakeDaemon,
+    restore_from: Restore,
+    caplog: pytest.LogCaptureFixture,
+    options: dict[str, Any],
 ) -> None:
     """A run that is preempted at any iteration fires each EPOCH_COMPLETED once, with batch and output."""
     whole = GanRun({"every_steps": 1, "socket": daemon.path}, **options)
     found = periodic_sets(daemon)
+    assert len([line for line in caplog.messages if "resets the metric average" in line]) == 1
     accumulation = options.get("accumulation", 1)
     assert set(found) == set(range(accumulation, whole.iteration + 1, accumulation))
     for iteration, directory in found.items():

@@ -24,6 +24,7 @@ import torch
 from ignite.engine import Engine, Events
 from ignite.engine.deterministic import DeterministicEngine
 from ignite.handlers import ParamScheduler
+from ignite.metrics import Metric
 
 import swansong
 from swansong.torch import ResumableLoader, TrainingState
@@ -70,6 +71,7 @@ def attach(
     if accumulation < 1:
         raise ValueError("accumulation= must be positive")
     objects = {name: item for name, item in to_save.items() if item is not trainer}
+    _warn_about_metrics(trainer, objects)
     position = _Position(trainer)
     state = TrainingState(
         objects.pop("model", None), loader=loader, resize=resize, engine=position, **objects
@@ -188,6 +190,19 @@ class _Handlers:
     def _complete(self, trainer: Engine) -> None:
         self._report(trainer)
         self._guard.finish()
+
+
+def _warn_about_metrics(trainer: Engine, objects: Mapping[str, Any]) -> None:
+    events = (Events.STARTED, Events.EPOCH_STARTED)
+    for name, item in objects.items():
+        if isinstance(item, Metric) and any(
+            trainer.has_event_handler(item.started, event) for event in events
+        ):
+            log.warning(
+                "ignite resets the metric %s at each start of a run, so its values differ after a resume;"
+                " the training is equal if nothing in it reads them",
+                name,
+            )
 
 
 def _loss(output: Any) -> Any:
