@@ -118,7 +118,7 @@ class WarmPythons:
 
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its descendants; never raises, and blocks for a limited time."""
-    pids = [process.pid]
+    pids = [process.pid] if process.poll() is None else []
     for pid in pids:  # grows
         with contextlib.suppress(OSError):
             for thread in Path(f"/proc/{pid}/task").iterdir():
