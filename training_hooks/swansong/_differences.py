@@ -37,6 +37,8 @@ class Difference:
 
     kind: Kind
     text: str
+    generators: frozenset[str] = frozenset()
+    """Names of the generators that differ, if nothing else of this part does."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +70,7 @@ class _Tensor:
 
 
 def find_differences(
-    wanted: Path, got: Path, ignoring: str = "(?!)"
+    wanted: Path, got: Path, ignoring: str = "(?!)", unseeded: frozenset[str] = frozenset()
 ) -> tuple[list[Difference], int]:
     """Compare two checkpoints.
 
@@ -76,6 +78,7 @@ def find_differences(
         wanted: directory of the uninterrupted run's checkpoint.
         got: directory of the other one.
         ignoring: a regular expression; files whose path matches may differ.
+        unseeded: names of generators that may differ, from :attr:`Difference.generators`.
 
     Returns:
         The differences, likely causes first; and the number of compared files.
@@ -101,6 +104,7 @@ def find_differences(
                 for tensor in _tensors(list((tree or {}).values()))
             }
             texts = list(_between_objects(trees[0], trees[1], where))
+            texts = [each for each in texts if not each.generators or each.generators - unseeded]
         else:
             texts = [Difference("value", f"{name}: {_between_files(ours[name], theirs[name])}")]
         found += texts
@@ -122,6 +126,11 @@ def likely_cause(differences: list[Difference], has_loader: bool) -> str:
     if kind == "generator":
         return (
             "a generator is at another position: the resumed run draws more or fewer random numbers"
+        )
+    if kind == "value" and "'last_epoch'" in differences[0].text:
+        return (
+            "the scheduler has stepped more or fewer times: step it before guard.step(), which comes last in"
+            " the loop body"
         )
     if kind == "value":
         return (
@@ -276,12 +285,16 @@ def _between_objects(
             continue
         if name in _GENERATORS:
             for each in sorted({str(path[0]) for path, _ in places}):
-                yield Difference("generator", f"generators.{each} differs{where}")
+                of_process = f"generators.{each}"
+                text = f"{of_process} differs{where}"
+                yield Difference("generator", text, frozenset({of_process}))
         elif _is_generator(one):
-            yield Difference("generator", f"{name}: this generator differs{where}")
+            text = f"{name}: this generator differs{where}"
+            yield Difference("generator", text, frozenset({name}))
         elif _is_loader(name, one):
             kind, text = _between_loaders(one, other, places)
-            yield Difference(kind, f"{name}{where}: {text}")
+            names = (_generator_at(name, path) for path, _ in places if kind == "generator")
+            yield Difference(kind, f"{name}{where}: {text}", frozenset(names))
         else:
             values = [place for place in places if not place[1].startswith("differs in")]
             tensors = [place for place in places if place not in values]
@@ -319,6 +332,14 @@ def _between_loaders(
     if batch is not None and all(key.endswith("_with") for key in keys):
         return "generator", f"its generators differ: {', '.join(sorted(keys))}"
     return "loader", _summary(places)
+
+
+def _generator_at(loader: str, path: tuple[Any, ...]) -> str:
+    """Return the name of the generator whose state is at this place of a loader's state."""
+    for holder, prefix in (("all", _GENERATORS[0]), ("own", loader)):
+        if holder in path[:-1]:
+            return f"{prefix}.{path[path.index(holder) + 1]}"
+    return ".".join(map(str, (loader, *path)))
 
 
 def _summary(places: list[tuple[tuple[Any, ...], str]]) -> str:
