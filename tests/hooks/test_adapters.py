@@ -81,7 +81,7 @@ def test_transformers(tmp_path: Path, warm_frameworks: str) -> None:
         ranks=2,
         directory=tmp_path,
         environment=ENVIRONMENT,
-        ignoring=r"training_args\.bin|trainer_state\.json",
+        ignoring=r"trainer_state\.json",
     )
     assert report.saved_steps == [3]
     # Weights, their two configurations, optimizer, schedule, and of each rank the generators and a note.

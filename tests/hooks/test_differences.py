@@ -185,3 +185,24 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
     ]
     found, _ = find_differences(tmp_path / "wanted", tmp_path / "got", r"wanted|got|\.bin")
     assert not found
+
+
+def test_directories_of_callbacks_do_not_count(tmp_path: Path) -> None:
+    """A logger creates another directory at each start; names of files count, and so do other values."""
+    sets = []
+    for version in ("0", "1"):
+        path = f"/logs/version_{version}/epoch=0.ckpt"
+        best = {"best": path, "models": {path: 0.5}, "last": f"/logs/step={version}.ckpt"}
+        (tmp_path / version / "rank-00000").mkdir(parents=True)
+        state = Counter({"callbacks": {"saver": best}, "data": f"/data/{version}/part"})
+        Bundle({"fit": state}).save(tmp_path / version / "rank-00000")
+        sets.append(tmp_path / version)
+    found, _ = find_differences(*sets)
+    assert [each.text for each in found] == [
+        (
+            "fit: 'value.callbacks.saver.last' is 'step=1.ckpt' instead of 'step=0.ckpt';"
+            " 'value.data' is '/data/1/part' instead of '/data/0/part'"
+        )
+    ]
+    found, _ = find_differences(*sets, r"state\.json:fit\.value\.(data|callbacks\.saver\.last)$")
+    assert not found

@@ -77,7 +77,8 @@ def find_differences(
     Args:
         wanted: directory of the uninterrupted run's checkpoint.
         got: directory of the other one.
-        ignoring: a regular expression; files whose path matches may differ.
+        ignoring: a regular expression; files whose path matches may differ, and places in the index, such as
+            ``rank-00000/state.json:values.best``.
         unseeded: names of generators that may differ, from :attr:`Difference.generators`.
 
     Returns:
@@ -103,7 +104,7 @@ def find_differences(
                 for tree in trees
                 for tensor in _tensors(list((tree or {}).values()))
             }
-            texts = list(_between_objects(trees[0], trees[1], where))
+            texts = list(_between_objects(trees[0], trees[1], where, f"{name}:", ignoring))
             texts = [each for each in texts if not each.generators or each.generators - unseeded]
         else:
             texts = [Difference("value", f"{name}: {_between_files(ours[name], theirs[name])}")]
@@ -272,15 +273,19 @@ def _read_array(path: Path) -> _Tensor:
 
 
 def _between_objects(
-    wanted: Mapping[str, Any], got: Mapping[str, Any], where: str
+    wanted: Mapping[str, Any], got: Mapping[str, Any], where: str, prefix: str, ignoring: str
 ) -> Iterator[Difference]:
     for name in {**wanted, **got}:
         if name not in got or name not in wanted:
             run = "resumed" if name in got else "uninterrupted"
             yield Difference("value", f"{name}{where}: only the {run} run saved it")
             continue
-        one, other = wanted[name], got[name]
-        places = list(_walk(one, other, ()))
+        one, other = _without_directories(wanted[name]), _without_directories(got[name])
+        places = [
+            (path, text)
+            for path, text in _walk(one, other, ())
+            if not re.search(ignoring, prefix + ".".join(map(str, (name, *path))))
+        ]
         if not places:
             continue
         if name in _GENERATORS:
@@ -349,6 +354,24 @@ def _summary(places: list[tuple[tuple[Any, ...], str]]) -> str:
         texts.append(f"{name!r} {text}" if name else text)
     more = [f"{len(places) - _SHOWN} more"] if len(places) > _SHOWN else []
     return "; ".join(texts + more)
+
+
+def _without_directories(tree: Any, is_below: bool = False) -> Any:
+    """Return a tree whose paths below ``callbacks`` are names of files.
+
+    A logger of Lightning creates another directory at each start, and callbacks save paths in it.
+    """
+    if isinstance(tree, dict):
+        return {
+            _without_directories(key, is_below): _without_directories(
+                item, is_below or key == "callbacks"
+            )
+            for key, item in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return type(tree)(_without_directories(item, is_below) for item in tree)
+    is_path = is_below and isinstance(tree, str) and (tree.startswith("/") or "://" in tree)
+    return tree.rpartition("/")[2] if is_path else tree
 
 
 def _tensors(tree: Any) -> Iterator[_Tensor]:
