@@ -42,6 +42,8 @@ for step in range(guard.restore() + 1, 1000):
     total["total"] += step
     print(json.dumps({"step": step, "loss": total["total"]}), flush=True)
     guard.step(step)
+    if sys.argv[1] == "polls":
+        guard.poll()
     if sys.argv[1] == "falters" and step == 1:
         assert not guard.save(1)
     if sys.argv[1] == "leaves" and guard.should_stop or sys.argv[1] == "broken" and step == 900:
@@ -163,6 +165,13 @@ def test_a_failed_save_without_a_request_is_not_an_answer(tmp_path: Path) -> Non
     report = check(tmp_path, TRAINER, "falters")
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
+
+
+def test_a_number_is_the_end_of_that_step(tmp_path: Path) -> None:
+    """A script that polls between its steps is not saved and killed at an earlier step."""
+    report = check(tmp_path, TRAINER, "polls", kill_at=[KILL_AT, KILL_AT + 1])
+    assert report.saved_steps == [KILL_AT, KILL_AT + 1]
+    assert list(tmp_path.glob(f"check/resumed/staging/step-{STEPS:012}.*"))
 
 
 MEETING = """
