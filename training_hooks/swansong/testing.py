@@ -55,6 +55,10 @@ _DETERMINISTIC = {
 }
 
 
+_NOT_DETERMINISTIC = (
+    "the trainer is not deterministic: two uninterrupted starts differ, too; seed all generators with"
+    " seed_all(), and use one thread"
+)
 _END_PATIENCE_S = 10.0
 """Longest wait for killed processes to end.  Only a blocked device driver delays the end."""
 
@@ -110,8 +114,8 @@ def check_resume(
     Args:
         command: starts the trainer; or a function at the top level of a module, which runs in a new Python.
         steps: step of the last checkpoint, at which the runs are compared.  The trainer must reach it.
-        kill_at: moments at which a start of the trainer is saved and killed.  Each is a step, or a regular
-            expression that matches a line of output.
+        kill_at: moments at which a start of the trainer is saved and killed.  Each is a step, whose
+            ``guard.step()`` saves, or a regular expression that matches a line of output.
         directory: for staging and the trainer's stderr; default: a temporary directory, removed at the end.
         ranks: number of ranks.
         has_launcher: whether ``command`` starts all ranks, as torchrun does.  Otherwise it is started once
@@ -120,7 +124,8 @@ def check_resume(
         loss_of: parses step and loss from a line of output, or returns None; default: lines that are JSON
             objects with ``step`` and ``loss``.  The trainer must print the line before ``guard.step()``,
             because it is killed when the checkpoint of that step is sealed.
-        ignoring: a regular expression; files of the last checkpoint whose path matches may differ.
+        ignoring: a regular expression; files of a checkpoint whose path matches may differ, and places in its
+            index, such as ``rank-00000/state.json:values.started``.
         limit_s: longest time of one start of the trainer, in seconds.
 
     Raises:
@@ -174,21 +179,16 @@ def check_resume(
     found, _ = find_differences(wanted, got, ignoring, repeat.unseeded)
     if not found and loss is None:
         return report
+    has_other_losses = _first_difference(reference.losses, losses_of_first, first_step) is not None
+    if has_other_losses or not all(each.generators for each in unresumed):
+        step, found, cause = first_step, unresumed, _NOT_DETERMINISTIC
+    else:
+        step, found = repeat.first(loss) or (steps, found)
+        cause = likely_cause(found, has_loader(wanted))
     lines = ["the resumed run differs from the uninterrupted one"]
     if loss is not None:
         before, after = reference.losses[loss], resumed.losses[loss]
         lines += [f"step {loss} is the first whose loss differs: {after!r} instead of {before!r}"]
-    if not all(each.generators for each in unresumed) or (
-        _first_difference(reference.losses, losses_of_first, first_step) is not None
-    ):
-        step, found = first_step, unresumed
-        cause = (
-            "the trainer is not deterministic: two uninterrupted starts differ, too; seed all generators with"
-            " seed_all(), and use one thread"
-        )
-    else:
-        step, found = repeat.first(loss) or (steps, found)
-        cause = likely_cause(found, has_loader(wanted))
     lines += [f"the checkpoints of step {step} differ:"] if found else []
     lines += [f"  {difference.text}" for difference in found]
     raise ResumeMismatchError("\n".join([*lines, f"likely cause: {cause}"]))
