@@ -123,6 +123,12 @@ def test_generators_of_a_loader_are_named(tmp_path: Path) -> None:
         "loader: its generators differ: resume_with",
         "generators.torch differs",
     ]
+    assert (
+        find_differences(wanted, tmp_path / "got", unseeded=frozenset({"generators.torch"}))[0]
+        == []
+    )
+    other = frozenset({"generators.python"})
+    assert find_differences(wanted, tmp_path / "got", unseeded=other)[0] == found
 
 
 def test_the_position_of_a_loader_comes_first(tmp_path: Path) -> None:
@@ -147,6 +153,7 @@ def test_a_scheduler_that_is_a_step_behind_is_named(tmp_path: Path) -> None:
     text = "\n".join(each.text for each in found)
     assert "scheduler: 'last_epoch' is 1 instead of 0" in text
     assert "'param_groups.0.lr' is 0.01" in text
+    assert "the scheduler has stepped" in likely_cause(found, has_loader=True)
 
 
 def test_arrays_and_values_of_a_plain_state(tmp_path: Path) -> None:

@@ -128,7 +128,7 @@ def likely_cause(differences: list[Difference], has_loader: bool) -> str:
         return (
             "a generator is at another position: the resumed run draws more or fewer random numbers"
         )
-    if kind == "value" and "'last_epoch'" in differences[0].text:
+    if kind == "value" and any("last_epoch' is" in each.text for each in differences):
         return (
             "the scheduler has stepped more or fewer times: step it before guard.step(), which comes last in"
             " the loop body"
