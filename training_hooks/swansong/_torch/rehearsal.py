@@ -66,7 +66,7 @@ def warn_about_loaders(objects: Mapping[str, Any]) -> None:
     ):
         log.warning(
             "a DataLoader has persistent_workers=True: a resumed run starts its workers again, and draws"
-            " other random numbers from then on; wrap it in swansong.torch.ResumableLoader, evaluation loaders too"
+            " other random numbers from then on; wrap it in a ResumableLoader, evaluation loaders too"
         )
     for name, item in objects.items():
         loader = None if isinstance(item, ResumableLoader) else find_data_loader(item)
