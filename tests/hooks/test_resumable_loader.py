@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import random
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -287,8 +288,18 @@ def test_two_loops_at_the_same_time_are_refused() -> None:
     """Their positions differ.  Two loaders in one ``zip`` are not refused."""
     loader, other = (ResumableLoader(DataLoader(DATA, 5)) for _ in range(2))
     assert len(list(zip(loader, other, strict=True))) == 2
-    with pytest.raises(RuntimeError, match="two loops"):
+    with pytest.raises(RuntimeError, match=r"two loops.*loader\.loader"):
         list(zip(loader, loader, strict=True))
+
+
+def test_another_loop_may_begin_after_the_last_batch() -> None:
+    """ignite evaluates there, and asks its own loop for one more batch only in the next epoch."""
+    loader = ResumableLoader(DataLoader(DATA, 5))
+    running = iter(loader)
+    batches = list(itertools.islice(running, len(loader)))
+    assert len(list(loader)) == len(batches)
+    assert list(running) == []
+    assert len(list(loader)) == len(batches)
 
 
 @pytest.mark.parametrize("stop_at", range(5))

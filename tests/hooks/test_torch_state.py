@@ -680,3 +680,40 @@ def test_a_file_name_of_another_form_is_refused(tmp_path: Path, name: str) -> No
     (own / INDEX).write_bytes(encode_index({**index, "files": {name: {"checksums": {}}}}))
     with pytest.raises(ValueError, match="names the file"):
         CheckpointSet(tmp_path)
+
+
+class AcceptsAnyName:
+    """As ignite's metrics: each unknown attribute is a function."""
+
+    def __init__(self) -> None:
+        self.value = 0
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        return lambda *_, **__: name
+
+    def state_dict(self) -> dict[str, int]:
+        return {"value": self.value}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.value = state["value"]
+
+
+@pytest.mark.parametrize("kind", ["TrainingState", "mapping"])
+def test_an_object_that_accepts_any_name_is_no_generator(tmp_path: Path, kind: str) -> None:
+    """``hasattr(item, "bit_generator")`` is true for this object, and it is saved by its ``state_dict``."""
+
+    def attach(objects: dict[str, Any]) -> swansong.Guard:
+        state = TrainingState(None, **objects) if kind == "TrainingState" else objects
+        return swansong.attach(state, socket="/nonexistent/swansong.sock")
+
+    item, generator = AcceptsAnyName(), np.random.default_rng(1)
+    item.value = 3
+    directory = tmp_path / "rank-00000"
+    directory.mkdir()
+    with attach({"average": item, "generator": generator}) as guard:
+        guard._state.snapshot()(directory)
+        drawn = generator.integers(1000, size=4).tolist()
+        item.value = 0
+        guard._state.load(tmp_path if guard._state.reads_whole_set else directory)
+    assert item.value == 3
+    assert generator.integers(1000, size=4).tolist() == drawn

@@ -26,8 +26,7 @@ from ignite.engine.deterministic import DeterministicEngine
 from ignite.handlers import ParamScheduler
 
 import swansong
-from swansong._torch.generators import set_global, take_global
-from swansong.torch import TrainingState
+from swansong.torch import ResumableLoader, TrainingState
 
 __all__ = ["attach"]
 
@@ -45,8 +44,8 @@ def attach(
 ) -> swansong.Guard:
     """Attach to the daemon, as :func:`swansong.attach`, and report the iterations of ``trainer``.
 
-    A checkpoint is taken after all handlers of ``ITERATION_COMPLETED``.  After the last iteration of an epoch
-    that is before ``EPOCH_COMPLETED``: a resumed run then fires that event first.
+    A checkpoint is taken after all handlers of ``ITERATION_COMPLETED``.  The checkpoint of an epoch's last
+    iteration is taken after all handlers of ``EPOCH_COMPLETED``, so a resumed run begins the next epoch.
 
     Args:
         trainer: the engine that trains.
@@ -109,16 +108,17 @@ class _Handlers:
     ) -> None:
         self._guard, self._position = guard, position
         self._loader, self._accumulation = loader, accumulation
-        self._generators: dict[str, Any] | None = None
+        self._is_due = False
+        """Whether the last iteration is to be reported."""
         trainer.add_event_handler(Events.STARTED, self._start)
 
     def _start(self, trainer: Engine) -> None:
         # Here, because handlers that the script adds before run() must come first.
         handlers = {
-            Events.DATALOADER_STOP_ITERATION: self._continue,
-            Events.GET_BATCH_COMPLETED: self._continue,
             Events.ITERATION_COMPLETED: self._end_iteration,
+            Events.EPOCH_COMPLETED: self._end_epoch,
             Events.TERMINATE_SINGLE_EPOCH: self._warn_about_epoch,
+            Events.TERMINATE: self._report,
             Events.COMPLETED: self._complete,
         }
         for event, handler in handlers.items():
@@ -153,23 +153,28 @@ class _Handlers:
         state.iteration, state.epoch = iteration, iteration // length if length else 0
         if restored["terminates"]:
             trainer.terminate()
-        elif iteration and length and iteration % length == 0 and not self._guard.finished:
-            trainer.fire_event(Events.EPOCH_COMPLETED)
-            self._generators = take_global()
         is_over = trainer.should_terminate or trainer._is_done(state)  # noqa: SLF001
         if is_over and not self._guard.finished:  # the guard has logged the end of a finished run
             log.warning("the run finished at iteration %s: it does not train again", iteration)
 
-    def _continue(self, _trainer: Engine) -> None:
-        # ResumableLoader has set the generators to those of the checkpoint, from before EPOCH_COMPLETED.
-        if self._generators is not None:
-            set_global(self._generators)
-            self._generators = None
-
     def _end_iteration(self, trainer: Engine) -> None:
-        iteration = trainer.state.iteration
-        if iteration % self._accumulation == 0:
-            self._guard.step(iteration, loss=_loss(trainer.state.output))
+        iteration, length = trainer.state.iteration, trainer.state.epoch_length
+        self._is_due = iteration % self._accumulation == 0
+        # A resume cannot fire EPOCH_COMPLETED: its handlers may read the last batch and its output.
+        if not length or iteration % length:
+            self._report(trainer)
+
+    def _end_epoch(self, trainer: Engine) -> None:
+        # ignite does not call next() after the last batch, so the loader does not see the end.
+        loader = self._loader
+        if isinstance(loader, ResumableLoader) and loader.is_at_last_batch:
+            loader.end_epoch()
+        self._report(trainer)
+
+    def _report(self, trainer: Engine) -> None:
+        if self._is_due:
+            self._is_due = False
+            self._guard.step(trainer.state.iteration, loss=_loss(trainer.state.output))
             if self._guard.should_stop:
                 trainer.terminate(skip_completed=True)
 
@@ -180,7 +185,8 @@ class _Handlers:
             iter_counter,
         )
 
-    def _complete(self, _trainer: Engine) -> None:
+    def _complete(self, trainer: Engine) -> None:
+        self._report(trainer)
         self._guard.finish()
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import base64
 import contextlib
+import inspect
 import json
 import logging
 import os
@@ -324,6 +325,14 @@ def _set_all(generators: Mapping[str, Any]) -> None:
             torch.cuda.set_rng_state(torch.tensor(list(state), dtype=torch.uint8), device)
 
 
+def has_bit_generator(item: Any) -> bool:
+    """Whether it is a numpy ``Generator``, or has a ``bit_generator`` as that does.
+
+    ``hasattr()`` is also true for objects whose ``__getattr__`` accepts any name, such as ignite's metrics.
+    """
+    return inspect.getattr_static(item, "bit_generator", None) is not None
+
+
 class Bundle(Untried):
     """The objects of one rank's training state, saved together with the global random generators.
 
@@ -344,7 +353,7 @@ class Bundle(Untried):
             if not isinstance(name, str):
                 raise TypeError(f"state= has the key {name!r}; names must be strings")
             stateful = hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
-            if not stateful and not hasattr(item, "bit_generator"):
+            if not stateful and not has_bit_generator(item):
                 raise TypeError(
                     f"state[{name!r}] is a {type(item).__qualname__}; it needs state_dict() and"
                     " load_state_dict(), or give attach() save= and load= instead"

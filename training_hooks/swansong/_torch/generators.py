@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from swansong.state import set_generators, take_generators
+from swansong.state import has_bit_generator, set_generators, take_generators
 
 MOST_ITEMS = 64
 """Length of the longest list in which generators are searched; a longer one contains data."""
@@ -74,7 +74,7 @@ def is_generator(item: Any) -> bool:
     """Whether it is a ``torch.Generator``, or a generator of numpy or ``random``."""
     return (
         isinstance(item, torch.Generator | random.Random)
-        or hasattr(item, "bit_generator")
+        or has_bit_generator(item)
         or _is_random_state(item)
     )
 

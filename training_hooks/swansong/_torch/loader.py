@@ -118,6 +118,11 @@ class ResumableLoader:
         return self._begun_with is not None and self._restored is None
 
     @property
+    def is_at_last_batch(self) -> bool:
+        """Whether the loop has yielded the last batch of the epoch, and has not asked for another."""
+        return self._restored is None and not self._loop_is_over and self._is_last(self._batches)
+
+    @property
     def _loop_is_over(self) -> bool:
         return self._restored is None and (self._is_ended or self._was_left)
 
@@ -233,9 +238,12 @@ class ResumableLoader:
                 self.drawn += 1
                 self._batches += 1
                 self._last = _versions(batch)
+                batches_yielded = self._batches
                 yield batch
                 if self._iteration is None:  # end_epoch() was called
                     return
+                if self._iteration is not iteration and self._is_last(batches_yielded):
+                    return  # another loop has begun after the last batch of this one
                 self._check(iteration)
         except GeneratorExit:
             if self._iteration is iteration:
@@ -289,10 +297,17 @@ class ResumableLoader:
             self._ended_with = self._take()
             self.on_loop_end()
 
+    def _is_last(self, batches: int) -> bool:
+        try:
+            return batches > 0 and batches == len(self)
+        except TypeError:  # the loader has no length
+            return False
+
     def _check(self, iteration: object) -> None:
         if self._iteration is not iteration:
             raise RuntimeError(
-                "two loops use one ResumableLoader at the same time; give each loop its own loader"
+                "two loops use one ResumableLoader at the same time; evaluate over loader.loader, or wrap"
+                " each loop's data in its own ResumableLoader"
             )
 
     def _finish_last_epoch(self) -> None:

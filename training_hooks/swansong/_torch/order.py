@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from swansong._torch.parts import Parts
+
 INTERVALS = 3
 """Number of intervals between two steps after which the order is clear."""
 STEPS_MAX = 20
@@ -121,7 +123,8 @@ def _count(item: Any) -> Any:
     """Return a value that changes when the object is stepped or updated."""
     if isinstance(item, torch.nn.Module):
         return sum(map(_version, item.parameters())) + _version(getattr(item, "n_averaged", None))
-    parts = getattr(item, "parts", None) or [getattr(item, "scheduler", None)]
+    attributes = getattr(item, "__dict__", {})  # some objects accept any name in getattr()
+    parts = item.parts if isinstance(item, Parts) else [attributes.get("scheduler")]
     return (
         [value for name in _COUNTERS if type(value := getattr(item, name, None)) is int],
         [_version(getattr(item, name, None)) for name in _COUNTING_TENSORS],
