@@ -76,6 +76,7 @@ _MAX_BYTES, _MAX_FDS = 2**18, 250
 _ABOVE_ALL = 700
 """Received descriptors wait here until their own numbers are free."""
 _PR_SET_PDEATHSIG = 1
+_END_PATIENCE_S = 10
 
 
 class WarmPythons:
@@ -86,7 +87,7 @@ class WarmPythons:
     """
 
     def __init__(self) -> None:
-        self._directory = tempfile.TemporaryDirectory(prefix="warm-")
+        self._directory = tempfile.TemporaryDirectory(prefix="warm-", ignore_cleanup_errors=True)
         self.directory = self._directory.name
         listeners = []
         for kind in MODULES:
@@ -110,11 +111,25 @@ class WarmPythons:
             listener.close()
 
     def close(self) -> None:
-        """End the server, and with it all processes that it has forked."""
-        assert self._server.stdin is not None
-        self._server.stdin.close()
-        self._server.wait(30)
+        """Kill the server and all processes below it, without waiting for an import or a test."""
+        kill_tree(self._server)
         self._directory.cleanup()
+
+
+def kill_tree(process: subprocess.Popen[bytes]) -> None:
+    """Kill a process and its descendants; never raises, and blocks for a limited time."""
+    pids = [process.pid] if process.poll() is None else []
+    for pid in pids:  # grows
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                pids += map(int, (thread / "children").read_text().split())
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
+    if process.stdin is not None:
+        process.stdin.close()
+    with contextlib.suppress(subprocess.TimeoutExpired):  # a blocked device driver
+        process.wait(_END_PATIENCE_S)
 
 
 def python_of(directory: str, kind: str) -> str:

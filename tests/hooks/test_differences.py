@@ -77,12 +77,12 @@ def advance_loader(training: Training) -> None:
         ),
         (
             lambda _: torch.rand(1),
-            ["loader: its generators differ: resume_with", "generators.torch differs"],
+            ["generators.torch differs"],
             "random numbers",
         ),
         (
             lambda _: random.random(),
-            ["loader: its generators differ: resume_with", "generators.python differs"],
+            ["generators.python differs"],
             "random numbers",
         ),
         (
@@ -111,6 +111,26 @@ def test_a_change_is_named(
     assert cause in likely_cause(found, has_loader=True)
 
 
+def test_generators_of_a_loader_are_named(tmp_path: Path) -> None:
+    """In an epoch the loader saves the global generators too; between epochs it does not."""
+    training = Training()
+    batches = iter(training.loader)
+    next(batches)
+    wanted = training.save(tmp_path / "wanted")
+    torch.rand(1)
+    found, _ = find_differences(wanted, training.save(tmp_path / "got"))
+    assert [each.text for each in found] == [
+        "loader: its generators differ: resume_with",
+        "generators.torch differs",
+    ]
+    assert (
+        find_differences(wanted, tmp_path / "got", unseeded=frozenset({"generators.torch"}))[0]
+        == []
+    )
+    other = frozenset({"generators.python"})
+    assert find_differences(wanted, tmp_path / "got", unseeded=other)[0] == found
+
+
 def test_the_position_of_a_loader_comes_first(tmp_path: Path) -> None:
     """Another batch changes all else, so the loader's position is the first difference."""
     training = Training()
@@ -133,6 +153,7 @@ def test_a_scheduler_that_is_a_step_behind_is_named(tmp_path: Path) -> None:
     text = "\n".join(each.text for each in found)
     assert "scheduler: 'last_epoch' is 1 instead of 0" in text
     assert "'param_groups.0.lr' is 0.01" in text
+    assert "the scheduler has stepped" in likely_cause(found, has_loader=True)
 
 
 def test_arrays_and_values_of_a_plain_state(tmp_path: Path) -> None:
@@ -170,4 +191,25 @@ def test_files_of_other_formats(tmp_path: Path) -> None:
         "rank-00001/weights.bin: differs, first at byte 4 of 5",
     ]
     found, _ = find_differences(tmp_path / "wanted", tmp_path / "got", r"wanted|got|\.bin")
+    assert not found
+
+
+def test_directories_of_callbacks_do_not_count(tmp_path: Path) -> None:
+    """A logger creates another directory at each start; names of files count, and so do other values."""
+    sets = []
+    for version in ("0", "1"):
+        path = f"/logs/version_{version}/epoch=0.ckpt"
+        best = {"best": path, "models": {path: 0.5}, "last": f"/logs/step={version}.ckpt"}
+        (tmp_path / version / "rank-00000").mkdir(parents=True)
+        state = Counter({"callbacks": {"saver": best}, "data": f"/data/{version}/part"})
+        Bundle({"fit": state}).save(tmp_path / version / "rank-00000")
+        sets.append(tmp_path / version)
+    found, _ = find_differences(*sets)
+    assert [each.text for each in found] == [
+        (
+            "fit: 'value.callbacks.saver.last' is 'step=1.ckpt' instead of 'step=0.ckpt';"
+            " 'value.data' is '/data/1/part' instead of '/data/0/part'"
+        )
+    ]
+    found, _ = find_differences(*sets, r"state\.json:fit\.value\.(data|callbacks\.saver\.last)$")
     assert not found

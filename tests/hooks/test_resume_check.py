@@ -42,6 +42,8 @@ for step in range(guard.restore() + 1, 1000):
     total["total"] += step
     print(json.dumps({"step": step, "loss": total["total"]}), flush=True)
     guard.step(step)
+    if sys.argv[1] == "polls":
+        guard.poll()
     if sys.argv[1] == "falters" and step == 1:
         assert not guard.save(1)
     if sys.argv[1] == "leaves" and guard.should_stop or sys.argv[1] == "broken" and step == 900:
@@ -165,6 +167,13 @@ def test_a_failed_save_without_a_request_is_not_an_answer(tmp_path: Path) -> Non
     assert report.losses == STEPS
 
 
+def test_a_number_is_the_end_of_that_step(tmp_path: Path) -> None:
+    """A script that polls between its steps is not saved and killed at an earlier step."""
+    report = check(tmp_path, TRAINER, "polls", kill_at=[KILL_AT, KILL_AT + 1])
+    assert report.saved_steps == [KILL_AT, KILL_AT + 1]
+    assert list(tmp_path.glob(f"check/resumed/staging/step-{STEPS:012}.*"))
+
+
 MEETING = """
 import os, sys
 import swansong
@@ -209,11 +218,15 @@ class Total:
     def load_state_dict(self, state):
         total.update(state)
 
-random.seed(1 if sys.argv[1] != "random" else None)
+random.seed(1 if sys.argv[1] == "hidden" else None)
 hidden = random.Random(2)
 guard = swansong.attach({"total": Total()})
 for step in range(guard.restore() + 1, 1000):
-    total["total"] += hidden.random() if sys.argv[1] == "hidden" else random.random()
+    if sys.argv[1] == "counts":
+        random.random()
+        total["total"] += 1
+    else:
+        total["total"] += hidden.random() if sys.argv[1] != "random" else random.random()
     if sys.argv[2] == "loud":
         print(json.dumps({"step": step, "loss": total["total"]}), flush=True)
     guard.step(step)
@@ -233,6 +246,15 @@ for step in range(guard.restore() + 1, 1000):
             ],
         ),
         ("hidden", "quiet", [r"the checkpoints of step 5 differ:", r"  total: 'total' is .*"]),
+        (
+            "unseeded",
+            "quiet",
+            [
+                r"the checkpoints of step 5 differ:",
+                r"  total: 'total' is .*",
+                r"likely cause: a value is not restored.*",
+            ],
+        ),
         ("random", "quiet", [r"  generators\.python differs", r"likely cause: .*not determin.*"]),
         (
             "random",
@@ -255,3 +277,10 @@ def test_the_first_difference_is_reported(
     for line in lines:
         assert any(re.fullmatch(line, each) for each in text), raised.value
     assert text[-1].startswith("likely cause: ")
+
+
+def test_an_unseeded_generator_without_effect_is_reported(tmp_path: Path) -> None:
+    """It differs between any two starts, so it shows nothing about the resume."""
+    report = check(tmp_path, FORGETS, "counts", "loud")
+    assert report.unseeded == ["generators.python"]
+    assert report.losses == STEPS

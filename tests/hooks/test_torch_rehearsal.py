@@ -17,6 +17,8 @@ from swansong._torch.order import STEPS_MAX
 from swansong.torch import ResumableLoader, TrainingState
 from torch import nn
 from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader
+from torchdata.stateful_dataloader import StatefulDataLoader
 
 Attach = Callable[..., swansong.Guard]
 
@@ -394,3 +396,37 @@ def test_restore_after_training_has_begun_causes_a_warning(
     assert "before the first iter()" in warnings_of(caplog)[1]
     guard.restore()
     assert "call it once" in warnings_of(caplog)[2]
+
+
+def persistent(wrapped: bool) -> Any:
+    loader = DataLoader(torch.zeros(4), num_workers=1, persistent_workers=True)
+    return ResumableLoader(loader) if wrapped else loader
+
+
+@pytest.mark.parametrize(("wrapped", "warnings"), [(False, 1), (True, 0)])
+def test_an_evaluation_loader_with_persistent_workers_is_found(
+    attach: Attach, caplog: pytest.LogCaptureFixture, wrapped: bool, warnings: int
+) -> None:
+    """A resumed run starts such workers again, with a seed from the global generator, at another moment."""
+    evaluation = persistent(wrapped)
+    model = nn.Linear(1, 1)
+    guard = attach(TrainingState(model, torch.optim.SGD(model.parameters(), 0.1)))
+    guard.step(1)
+    guard.step(2)
+    found = [each for each in warnings_of(caplog) if "persistent_workers=True" in each]
+    assert len(found) == warnings
+    del evaluation
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
+@pytest.mark.parametrize("generator", [None, torch.Generator()])
+def test_a_stateful_loader_without_a_generator_is_found(
+    attach: Attach, caplog: pytest.LogCaptureFixture, generator: torch.Generator | None
+) -> None:
+    """Each new iterator of torchdata's loader draws a seed, and a resume creates one more iterator."""
+    loader = StatefulDataLoader(torch.zeros(4), generator=generator)
+    guard = attach(TrainingState(nn.Linear(1, 1), loader=loader))
+    guard.step(1)
+    found = [each for each in warnings_of(caplog) if "without generator=" in each]
+    assert bool(found) == (generator is None)
+    assert all(each.startswith("loader is a StatefulDataLoader") for each in found)

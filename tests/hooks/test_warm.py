@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from testkit.waiting import until
+from testkit.warm import WarmPythons, kill_tree
 
 ASKS = """
 import json, os, sys, torch
@@ -93,3 +94,28 @@ def test_signals(warm_python: str) -> None:
         assert process.stdout.read() == "", "the pipe is still open"
     # A zombie, which init may never reap, has no executable.
     until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), what="their end")
+
+
+def test_close_does_not_wait_for_the_server() -> None:
+    """A server that does not run ends with its forks, and close() raises nothing."""
+    pythons = WarmPythons()
+    os.kill(pythons._server.pid, signal.SIGSTOP)
+    pythons.close()
+    assert pythons._server.returncode == -signal.SIGKILL
+    assert not os.path.exists(pythons.directory)
+    pythons.close()
+
+
+def test_a_tree_of_processes_is_killed() -> None:
+    """Also a process that has its own session, and one that ignores SIGTERM."""
+    code = "trap '' TERM; setsid sh -c 'sleep 1000 & echo $$ $!; wait' & wait"
+    process = subprocess.Popen(["/bin/sh", "-c", code], stdout=subprocess.PIPE)
+    assert process.stdout is not None
+    pids = process.stdout.readline().split()
+    kill_tree(process)
+    assert process.returncode == -signal.SIGKILL
+    assert process.stdout.read() == b"", "the pipe is still open"
+    until(
+        lambda: not any(os.path.exists(f"/proc/{int(pid)}/exe") for pid in pids), what="their end"
+    )
+    process.stdout.close()

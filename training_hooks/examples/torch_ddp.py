@@ -160,7 +160,7 @@ def main() -> None:
             total = 0.0
             if step % options.evaluate_every == 0:
                 evaluate(model, codes, guard, rank, device)
-    guard.close()
+    guard.finish()
     if is_distributed:
         dist.destroy_process_group()
 

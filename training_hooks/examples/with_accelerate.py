@@ -60,7 +60,7 @@ def main() -> None:
                 if accelerator.is_main_process:
                     print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
                 guard.step(step, loss=loss)  # Swansong
-    guard.close()  # Swansong
+    guard.finish()  # Swansong
     accelerator.end_training()
 
 

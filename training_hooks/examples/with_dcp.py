@@ -72,7 +72,7 @@ def main() -> None:
         if rank == 0:
             print(json.dumps({"step": step, "loss": loss.item()}), flush=True)
         guard.step(step, loss=loss)  # Swansong
-    guard.close()  # Swansong
+    guard.finish()  # Swansong
     if is_distributed:
         dist.destroy_process_group()
 

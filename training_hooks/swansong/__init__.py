@@ -9,7 +9,7 @@
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
         guard.step(step + 1, loss=loss)  # last in the loop body
-    guard.close()
+    guard.finish()
 
 Standard library only.  Without the daemon every call does nothing.
 """

@@ -37,6 +37,8 @@ class Difference:
 
     kind: Kind
     text: str
+    generators: frozenset[str] = frozenset()
+    """Names of the generators that differ, if nothing else of this part does."""
 
 
 @dataclass(frozen=True)
@@ -68,14 +70,16 @@ class _Tensor:
 
 
 def find_differences(
-    wanted: Path, got: Path, ignoring: str = "(?!)"
+    wanted: Path, got: Path, ignoring: str = "(?!)", unseeded: frozenset[str] = frozenset()
 ) -> tuple[list[Difference], int]:
     """Compare two checkpoints.
 
     Args:
         wanted: directory of the uninterrupted run's checkpoint.
         got: directory of the other one.
-        ignoring: a regular expression; files whose path matches may differ.
+        ignoring: a regular expression; files whose path matches may differ, and places in the index, such as
+            ``rank-00000/state.json:values.best``.
+        unseeded: names of generators that may differ, from :attr:`Difference.generators`.
 
     Returns:
         The differences, likely causes first; and the number of compared files.
@@ -100,7 +104,8 @@ def find_differences(
                 for tree in trees
                 for tensor in _tensors(list((tree or {}).values()))
             }
-            texts = list(_between_objects(trees[0], trees[1], where))
+            texts = list(_between_objects(trees[0], trees[1], where, f"{name}:", ignoring))
+            texts = [each for each in texts if not each.generators or each.generators - unseeded]
         else:
             texts = [Difference("value", f"{name}: {_between_files(ours[name], theirs[name])}")]
         found += texts
@@ -122,6 +127,11 @@ def likely_cause(differences: list[Difference], has_loader: bool) -> str:
     if kind == "generator":
         return (
             "a generator is at another position: the resumed run draws more or fewer random numbers"
+        )
+    if kind == "value" and any("last_epoch' is" in each.text for each in differences):
+        return (
+            "the scheduler has stepped more or fewer times: step it before guard.step(), which comes last in"
+            " the loop body"
         )
     if kind == "value":
         return (
@@ -263,25 +273,33 @@ def _read_array(path: Path) -> _Tensor:
 
 
 def _between_objects(
-    wanted: Mapping[str, Any], got: Mapping[str, Any], where: str
+    wanted: Mapping[str, Any], got: Mapping[str, Any], where: str, prefix: str, ignoring: str
 ) -> Iterator[Difference]:
     for name in {**wanted, **got}:
         if name not in got or name not in wanted:
             run = "resumed" if name in got else "uninterrupted"
             yield Difference("value", f"{name}{where}: only the {run} run saved it")
             continue
-        one, other = wanted[name], got[name]
-        places = list(_walk(one, other, ()))
+        one, other = _without_directories(wanted[name]), _without_directories(got[name])
+        places = [
+            (path, text)
+            for path, text in _walk(one, other, ())
+            if not re.search(ignoring, prefix + ".".join(map(str, (name, *path))))
+        ]
         if not places:
             continue
         if name in _GENERATORS:
             for each in sorted({str(path[0]) for path, _ in places}):
-                yield Difference("generator", f"generators.{each} differs{where}")
+                of_process = f"generators.{each}"
+                text = f"{of_process} differs{where}"
+                yield Difference("generator", text, frozenset({of_process}))
         elif _is_generator(one):
-            yield Difference("generator", f"{name}: this generator differs{where}")
+            text = f"{name}: this generator differs{where}"
+            yield Difference("generator", text, frozenset({name}))
         elif _is_loader(name, one):
             kind, text = _between_loaders(one, other, places)
-            yield Difference(kind, f"{name}{where}: {text}")
+            names = (_generator_at(name, path) for path, _ in places if kind == "generator")
+            yield Difference(kind, f"{name}{where}: {text}", frozenset(names))
         else:
             values = [place for place in places if not place[1].startswith("differs in")]
             tensors = [place for place in places if place not in values]
@@ -321,6 +339,14 @@ def _between_loaders(
     return "loader", _summary(places)
 
 
+def _generator_at(loader: str, path: tuple[Any, ...]) -> str:
+    """Return the name of the generator whose state is at this place of a loader's state."""
+    for holder, prefix in (("all", _GENERATORS[0]), ("own", loader)):
+        if holder in path[:-1]:
+            return f"{prefix}.{path[path.index(holder) + 1]}"
+    return ".".join(map(str, (loader, *path)))
+
+
 def _summary(places: list[tuple[tuple[Any, ...], str]]) -> str:
     texts = []
     for path, text in places[:_SHOWN]:
@@ -328,6 +354,24 @@ def _summary(places: list[tuple[tuple[Any, ...], str]]) -> str:
         texts.append(f"{name!r} {text}" if name else text)
     more = [f"{len(places) - _SHOWN} more"] if len(places) > _SHOWN else []
     return "; ".join(texts + more)
+
+
+def _without_directories(tree: Any, is_below: bool = False) -> Any:
+    """Return a tree whose paths below ``callbacks`` are names of files.
+
+    A logger of Lightning creates another directory at each start, and callbacks save paths in it.
+    """
+    if isinstance(tree, dict):
+        return {
+            _without_directories(key, is_below): _without_directories(
+                item, is_below or key == "callbacks"
+            )
+            for key, item in tree.items()
+        }
+    if isinstance(tree, list | tuple):
+        return type(tree)(_without_directories(item, is_below) for item in tree)
+    is_path = is_below and isinstance(tree, str) and (tree.startswith("/") or "://" in tree)
+    return tree.rpartition("/")[2] if is_path else tree
 
 
 def _tensors(tree: Any) -> Iterator[_Tensor]:

@@ -15,9 +15,9 @@ again.  At step ``steps`` both runs take a last checkpoint.  All bytes of the tw
 optimizer, random generators, position in the data, and all else that the trainer saves.  If they differ, both
 runs are repeated up to the first difference, and the error names the step, the objects and the likely cause.
 
-The trainer must seed all generators that it saves (``swansong.torch.seed_all``), even those that it does
-not use.  Run it with deterministic kernels, or on the CPU with a fixed number of threads (the default here
-is one).
+The trainer must seed all generators that it uses (``swansong.torch.seed_all``).  If nothing else differs, a
+generator that differs between two uninterrupted starts is not compared.  Run the trainer with
+deterministic kernels, or on the CPU with a fixed number of threads (the default here is one).
 """
 
 from __future__ import annotations
@@ -55,6 +55,10 @@ _DETERMINISTIC = {
 }
 
 
+_NOT_DETERMINISTIC = (
+    "the trainer is not deterministic: two uninterrupted starts differ, too; seed all generators with"
+    " seed_all(), and use one thread"
+)
 _END_PATIENCE_S = 10.0
 """Longest wait for killed processes to end.  Only a blocked device driver delays the end."""
 
@@ -88,6 +92,8 @@ class ResumeReport:
     """Number of compared files of the last checkpoint."""
     losses: int = 0
     """Number of compared losses: those of steps up to ``steps`` that both runs printed."""
+    unseeded: list[str] = field(default_factory=list)
+    """Generators that were not compared, because they differ between two uninterrupted starts."""
 
 
 def check_resume(
@@ -108,8 +114,8 @@ def check_resume(
     Args:
         command: starts the trainer; or a function at the top level of a module, which runs in a new Python.
         steps: step of the last checkpoint, at which the runs are compared.  The trainer must reach it.
-        kill_at: moments at which a start of the trainer is saved and killed.  Each is a step, or a regular
-            expression that matches a line of output.
+        kill_at: moments at which a start of the trainer is saved and killed.  Each is a step, whose
+            ``guard.step()`` saves, or a regular expression that matches a line of output.
         directory: for staging and the trainer's stderr; default: a temporary directory, removed at the end.
         ranks: number of ranks.
         has_launcher: whether ``command`` starts all ranks, as torchrun does.  Otherwise it is started once
@@ -118,7 +124,8 @@ def check_resume(
         loss_of: parses step and loss from a line of output, or returns None; default: lines that are JSON
             objects with ``step`` and ``loss``.  The trainer must print the line before ``guard.step()``,
             because it is killed when the checkpoint of that step is sealed.
-        ignoring: a regular expression; files of the last checkpoint whose path matches may differ.
+        ignoring: a regular expression; files of a checkpoint whose path matches may differ, and places in its
+            index, such as ``rank-00000/state.json:values.started``.
         limit_s: longest time of one start of the trainer, in seconds.
 
     Raises:
@@ -149,34 +156,52 @@ def check_resume(
     report = ResumeReport()
     reference, resumed = _Run(Path(directory, "reference")), _Run(Path(directory, "resumed"))
     wanted = trainer.until_saved(reference, steps)
-    saved = [trainer.until_saved(resumed, moment) for moment in kill_at]
+    saved: list[Path] = []
+    losses_of_first: dict[int, float] = {}
+    for moment in kill_at:
+        saved.append(trainer.until_saved(resumed, moment))
+        losses_of_first = losses_of_first or dict(resumed.losses)
     report.saved_steps = [_step_of(path) for path in saved]
     got = trainer.until_saved(resumed, steps)
     # Either run may have printed losses of later steps before it was killed.
     both = [step for step in reference.losses.keys() & resumed.losses.keys() if step <= steps]
     report.losses = len(both)
-    loss = next((step for step in sorted(both) if _differ(reference, resumed, step)), None)
+    loss = _first_difference(reference.losses, resumed.losses, steps)
     if _step_of(wanted) != _step_of(got):
         raise ResumeMismatchError(f"{got.name} is of another step than {wanted.name}")
     found, report.files = find_differences(wanted, got, ignoring)
     if not found and loss is None:
         return report
+    repeat = _Repeat(trainer, Path(directory), saved, ignoring)
+    first_step, unresumed = repeat.without_resume(kill_at) or (steps, found)
+    repeat.unseeded = frozenset().union(*(each.generators for each in unresumed))
+    report.unseeded = sorted(repeat.unseeded)
+    found, _ = find_differences(wanted, got, ignoring, repeat.unseeded)
+    if not found and loss is None:
+        return report
+    has_other_losses = _first_difference(reference.losses, losses_of_first, first_step) is not None
+    if has_other_losses or not all(each.generators for each in unresumed):
+        step, found, cause = first_step, unresumed, _NOT_DETERMINISTIC
+    else:
+        step, found = repeat.first(loss) or (steps, found)
+        cause = likely_cause(found, has_loader(wanted))
     lines = ["the resumed run differs from the uninterrupted one"]
     if loss is not None:
         before, after = reference.losses[loss], resumed.losses[loss]
         lines += [f"step {loss} is the first whose loss differs: {after!r} instead of {before!r}"]
-    repeat = _Repeat(trainer, Path(directory), saved, ignoring)
-    step, found = repeat.first(loss) or (steps, found)
     lines += [f"the checkpoints of step {step} differ:"] if found else []
     lines += [f"  {difference.text}" for difference in found]
-    cause = likely_cause(found, has_loader(wanted))
-    if saved and (step if loss is None else loss) <= report.saved_steps[0]:
-        cause = "the trainer is not deterministic: seed all generators, and use one thread"
     raise ResumeMismatchError("\n".join([*lines, f"likely cause: {cause}"]))
 
 
-def _differ(reference: _Run, resumed: _Run, step: int) -> bool:
-    return struct.pack("d", reference.losses[step]) != struct.pack("d", resumed.losses[step])
+def _first_difference(
+    wanted: Mapping[int, float], got: Mapping[int, float], last: int
+) -> int | None:
+    """Return the first step, up to ``last``, whose losses differ."""
+    for step in sorted(wanted.keys() & got.keys()):
+        if step <= last and struct.pack("d", wanted[step]) != struct.pack("d", got[step]):
+            return step
+    return None
 
 
 @dataclass
@@ -188,6 +213,24 @@ class _Repeat:
     saved: list[Path]
     """Checkpoints at which the resumed run was killed."""
     ignoring: str
+    unseeded: frozenset[str] = frozenset()
+    """Names of generators that may differ."""
+    count: int = 0
+
+    def without_resume(self, moments: Sequence[int | str]) -> tuple[int, list[Difference]] | None:
+        """Return how two starts differ that resume nothing, and their step; None if this is unknown."""
+        if not self.saved:
+            return None
+        step = _step_of(self.saved[0])
+        try:
+            one = self.saved[0]
+            if not isinstance(moments[0], int):
+                one = self._until(step, None)  # another moment of the step may have another state
+            other = self._until(step, None)
+        except TrainerFailedError:
+            return step, []
+        found, _ = find_differences(other, one, self.ignoring)
+        return step, found if _step_of(one) == _step_of(other) else []
 
     def first(self, loss: int | None) -> tuple[int, list[Difference]] | None:
         """Return the first step whose checkpoints differ, and how; None if no repeated part differs.
@@ -205,13 +248,14 @@ class _Repeat:
                 got = self._until(step, path) if loss is not None else path
             except TrainerFailedError:
                 return None
-            found, _ = find_differences(wanted, got, self.ignoring)
+            found, _ = find_differences(wanted, got, self.ignoring, self.unseeded)
             if found and _step_of(wanted) == _step_of(got):
                 return step, found
         return None
 
     def _until(self, step: int, start: Path | None) -> Path:
-        name = f"{'resumed' if start is not None else 'reference'}-until-{step}"
+        self.count += 1
+        name = f"repeat-{self.count}-until-{step}"
         return self.trainer.until_saved(_Run(self.directory / name, start), step)
 
 

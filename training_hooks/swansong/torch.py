@@ -10,7 +10,7 @@
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
         guard.step(step + 1, loss=loss)  # last in the loop body
-    guard.close()
+    guard.finish()
 
 A save blocks the training loop only while it copies the state to host memory.  A background thread writes the
 files from there.  A save uses no collectives and gathers nothing, so no rank waits for another.  A checkpoint
@@ -59,7 +59,7 @@ from swansong._torch.objects import (
     take_optimizer,
 )
 from swansong._torch.order import OrderWatch
-from swansong._torch.rehearsal import check_module, check_relations, trying
+from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
 from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
@@ -189,6 +189,7 @@ class TrainingState:
             return False
         if self._watch.is_new:
             self._rehearse()
+            warn_about_loaders(self._objects)
         return self._watch.report()
 
     def note_boundary(self) -> None:

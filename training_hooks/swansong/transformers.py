@@ -35,6 +35,7 @@ from transformers import (
     TrainerState,
     TrainingArguments,
 )
+from transformers.trainer import TRAINING_ARGS_NAME
 
 import swansong
 from swansong._torch.parts import JointDirectory
@@ -77,6 +78,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
                 "the Trainer uses DeepSpeed, whose state cannot be saved by rank; use DDP or FSDP"
             )
         self._trainer = trainer
+        self._restores_callbacks = trainer.args.restore_callback_states_from_checkpoint
         self._restored: Path | None = None
         self._reported_step = 0
         self._arguments: dict[str, Any] | None = None
@@ -250,6 +252,11 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         ):
             trainer._save_checkpoint(trainer.model, trial=None)  # noqa: SLF001
         (own,) = directory.glob("checkpoint-*")
+        if (own / TRAINING_ARGS_NAME).exists():
+            with _changed(
+                trainer.args, restore_callback_states_from_checkpoint=self._restores_callbacks
+            ):
+                torch.save(trainer.args, own / TRAINING_ARGS_NAME)
         if self._generators is not None:
             shutil.copytree(self._generators, own, dirs_exist_ok=True)
         name = _NOTE.format(trainer.args.process_index)

@@ -248,8 +248,9 @@ class Agreement:
             active = self._active
             if active is None or self.world_size > 1 or active.timed_out_at is not None:
                 return None
-            # A target beyond the next boundary is intended: save at that step only.
-            is_later = active.target is not None and active.target > self.step + 1
+            # The target is the next boundary at the acceptance.  A later one means that step only.
+            next_step = active.accepted.step + 1
+            is_later = active.target is not None and active.target > max(self.step, next_step)
             return None if is_later else active.due
 
     def _decide_request(self, step: int) -> Due | None:

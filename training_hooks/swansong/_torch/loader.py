@@ -73,7 +73,7 @@ class ResumableLoader:
         """Returns the number of steps that the guard has reported."""
         self.on_loop_end: Callable[[], None] = lambda: None
         """Called after the last batch of each epoch."""
-        self._inner = _find_data_loader(loader)
+        self._inner = find_data_loader(loader)
         if self._inner is not None:
             _make_repeatable(self._inner)
         self._fixed_samples = fixed_samples
@@ -419,7 +419,7 @@ _pending: weakref.WeakSet[ResumableLoader] = weakref.WeakSet()
 # ---------------------------------------------------------------- the wrapped loader
 
 
-def _find_data_loader(loader: Any) -> Any:
+def find_data_loader(loader: Any) -> Any:
     """Return the ``DataLoader`` in a wrapper, or None."""
     for _ in range(8):
         # accelerate's wrapper sets __class__, so isinstance() would return True.

@@ -4,12 +4,15 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import logging
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import DataLoader
 
+from swansong._torch.loader import ResumableLoader, find_data_loader
 from swansong._torch.modules import load_module, state_of_module, unwrap
 from swansong._torch.objects import params_of
 from swansong._torch.sharding import is_sharded
@@ -44,6 +47,36 @@ def check_module(module: torch.nn.Module) -> None:
         Exception: the module does not accept the state that it returns.
     """
     load_module(module, state_of_module(module))
+
+
+def warn_about_loaders(objects: Mapping[str, Any]) -> None:
+    """Warn about loaders that change the random numbers of a resumed run.
+
+    A loader draws a seed from the global generator when it starts its workers, or for each new iterator.  A
+    resumed run draws that seed once more, and its later random numbers differ.
+
+    Args:
+        objects: of the training state, by name.
+    """
+    # Evaluation loaders are no part of the state, so only the garbage collector knows them all.
+    if any(
+        loader.num_workers and loader.persistent_workers
+        for loader in gc.get_objects()
+        if issubclass(type(loader), DataLoader)
+    ):
+        log.warning(
+            "a DataLoader has persistent_workers=True: a resumed run starts its workers again, and draws"
+            " other random numbers from then on; wrap it in a ResumableLoader, evaluation loaders too"
+        )
+    for name, item in objects.items():
+        loader = None if isinstance(item, ResumableLoader) else find_data_loader(item)
+        if loader is not None and loader.generator is None:
+            log.warning(
+                "%s is a %s without generator=: a resumed run draws other random numbers; pass"
+                " generator=torch.Generator() to it",
+                name,
+                type(loader).__name__,
+            )
 
 
 def check_relations(objects: Mapping[str, Any]) -> None:
