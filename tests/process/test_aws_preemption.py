@@ -43,7 +43,7 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
         for path in sealed.rglob("*")
         if path.is_file()
     }
-    assert len(files) == 4  # three files of the trainer, and the rank manifest
+    assert len(files) == 5  # three files of the trainer, the generators, and the rank manifest
     assert {shard["path"]: bucket.get(shard["key"]) for shard in manifest["shards"]} == files
 
     # The trainer receives the commit and continues until the VM is terminated.

@@ -39,4 +39,4 @@ def test_data_that_cannot_fit_ends_partial_and_the_older_commit_remains(
     strict_bucket.order("clear")
     assert newest >= older
     assert max(manifest["step"] for manifest in strict_bucket.manifests()) == newest
-    assert len(strict_bucket.restored(tmp_path / "restored")) == 4
+    assert len(strict_bucket.restored(tmp_path / "restored")) == 5
