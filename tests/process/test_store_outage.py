@@ -100,7 +100,8 @@ def test_a_trainer_does_not_wait_for_the_store(bucket: Bucket, new_vm: Any, witn
     # Single attempts fail: status shows the outage long before the call of 20 s fails.
     waiting = until(lambda: flush_without_store(vm), what="status that shows the outage")
     assert waiting["unsent"]["failures"] == 0, "the flush is still in its first call"
-    assert waiting["flush"]["stored_bytes"] == 0
+    # One small file may have been sent before the outage.
+    assert waiting["flush"]["stored_bytes"] < waiting["flush"]["size_bytes"]
     shown = vm.swansong("status").stdout
     assert "degraded" in shown
     assert "flush" in shown
