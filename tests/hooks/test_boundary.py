@@ -113,3 +113,28 @@ def test_poll_in_the_middle_of_a_step_leaves_the_save_to_the_next_step(
     job.guard.step(2)
     (sealed,) = daemon.wait_sealed(1)
     assert parse_sealed_name(sealed.name)[0] == 2
+
+
+def test_a_poll_in_a_critical_block_owes_its_save_to_the_end_of_the_block(
+    daemon: FakeDaemon, job: Job, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Averaged weights are swapped in for an evaluation: the save comes when they are swapped out."""
+    with job.guard.critical(), torch.no_grad():
+        for parameter in job.model.parameters():
+            parameter.add_(1)
+        request(daemon, job)
+        job.guard.poll()
+        assert daemon.sealed() == []
+        for parameter in job.model.parameters():
+            parameter.sub_(1)
+    daemon.wait_sealed(1)
+    assert not [each for each in caplog.messages if "guard.poll() saves nothing here" in each]
+
+
+def test_a_poll_after_a_critical_block_saves(daemon: FakeDaemon, job: Job) -> None:
+    """The block has undone its changes, so the state is that of the last step."""
+    with job.guard.critical():
+        swap_in_place(job)
+    request(daemon, job)
+    job.guard.poll()
+    daemon.wait_sealed(1)

@@ -430,3 +430,19 @@ def test_a_stateful_loader_without_a_generator_is_found(
     found = [each for each in warnings_of(caplog) if "without generator=" in each]
     assert bool(found) == (generator is None)
     assert all(each.startswith("loader is a StatefulDataLoader") for each in found)
+
+
+class RaisesWhenCounted(Stateful):
+    @property
+    def last_epoch(self) -> int:
+        raise RuntimeError("not ready")
+
+
+def test_an_object_that_raises_does_not_stop_the_training(attach: Attach) -> None:
+    """The watch of the order reads counters of the script's objects, in the loop and in optimizer hooks."""
+    model = nn.Linear(1, 1)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    guard = attach(TrainingState(model, optimizer, clock=RaisesWhenCounted(1)))
+    for step in (1, 2, 3):
+        optimizer.step()
+        guard.step(step)

@@ -137,6 +137,8 @@ class Guard:
         self._health = LossMonitor()
         self._critical_depth = 0
         self._owes_save = False
+        self._is_whole_after_block = True
+        """Whether the state is that of the last step again at the end of the critical block."""
         self._should_stop = False
         self._finished_at: int | None = None
         """Step of the end of the run that was restored or saved."""
@@ -182,6 +184,7 @@ class Guard:
         Raises:
             ValueError: at the first step only: ``torch.distributed`` contradicts the position that
                 :func:`attach` found.
+            TypeError: at the first step only: an object cannot be saved; names it.
         """
         if self._is_opening:
             self._observe_step()
@@ -253,14 +256,19 @@ class Guard:
 
         With several ranks, the block must end in the step in which it began.
         """
+        if self._critical_depth == 0:
+            self._is_whole_after_block = self._state.is_at_boundary()
         self._critical_depth += 1
         try:
             yield
         finally:
             self._critical_depth -= 1
+        if self._critical_depth == 0 and self._is_whole_after_block:
+            self._state.note_boundary()  # the block has undone its changes
         if self._owes_save and self._critical_depth == 0:
             self._owes_save = False
             self._boundary(int(self._agreement.step))
+            self.poll()  # a request during the block, whose target is the next step
 
     def restore(self, from_directory: str | os.PathLike[str] | None = None) -> int:
         """Load the newest whole checkpoint of the run.
@@ -446,7 +454,8 @@ class Guard:
             self._is_opening = self._state.observe_step()
 
     def _is_between_steps(self) -> bool:
-        is_between = self._state.is_at_boundary()
+        is_in_block = self._critical_depth > 0
+        is_between = self._is_whole_after_block if is_in_block else self._state.is_at_boundary()
         if not is_between and not self._has_polled_early:
             self._has_polled_early = True
             log.warning(

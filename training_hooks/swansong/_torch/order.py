@@ -111,12 +111,19 @@ class OrderWatch:
             self._intervals = INTERVALS
 
     def _counters(self) -> dict[str, Any]:
-        counters = {name: _count(item) for name, item in self._objects.items()}
+        counters = {name: _count_or_none(item) for name, item in self._objects.items()}
         return {**counters, **self._optimizer_steps}
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
     return {name for name, count in after.items() if before[name] != count}
+
+
+def _count_or_none(item: Any) -> Any:
+    try:
+        return _count(item)
+    except Exception:  # an object of the script may raise anything, and training must not suffer
+        return None
 
 
 def _count(item: Any) -> Any:

@@ -60,7 +60,7 @@ def warn_about_loaders(objects: Mapping[str, Any]) -> None:
     """
     # Evaluation loaders are no part of the state, so only the garbage collector knows them all.
     if any(
-        loader.num_workers and loader.persistent_workers
+        vars(loader).get("persistent_workers")  # the script may not have initialised it yet
         for loader in gc.get_objects()
         if issubclass(type(loader), DataLoader)
     ):
