@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from swansong import protocol
 
-from swansongd.core import nodes, planner
+from swansongd.core import learning, nodes, planner
 from swansongd.core.events import Rescan, Scanned, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, send
@@ -53,6 +53,7 @@ def make(transition: Transition) -> None:
     connected = transition.state.connected
     by_signal = not connected
     again = f"{nodes.AGAIN}{evacuation.requests}" if evacuation.requests else ""
+    made = transition.state.forecast
     request = CheckpointRequest(
         request_id=f"{evacuation.id}{again}",
         reason=evacuation.reason,
@@ -68,6 +69,8 @@ def make(transition: Transition) -> None:
         ),
         at_step=max((trainer.step for trainer in transition.state.trainers), default=-1),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
+        expected_s=made.expected_s if made.is_measured else None,
+        pessimistic_s=made.pessimistic_s if made.is_measured else None,
     )
     transition.evacuation = replace(evacuation, request=request, requests=evacuation.requests + 1)
     if by_signal:
@@ -254,7 +257,8 @@ def _record_newer(transition: Transition, event: Scanned, request: CheckpointReq
 
 
 def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
-    transition.update_request(replace(request, sealed=answer.id))
+    transition.update_request(replace(request, sealed=answer.id, sealed_mono_s=transition.now))
+    learning.record_sealed(transition, request)
     if request.by_signal:
         save_s = transition.now - request.asked_mono_s
         transition.state = replace(transition.state, signal_save_s=save_s)

@@ -83,6 +83,7 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
     if evacuation is None:
         return None
     wait_s = arrival.wait_s(state, now_mono_s)
+    request = evacuation.request
     return {
         "id": evacuation.id,
         "reason": evacuation.reason,
@@ -91,7 +92,14 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
         "why": evacuation.plan.reason,
         "phase": state.phase.value,
         "trainer_wait_s": None if wait_s is None else round(wait_s, 1),
+        "expected_s": _rounded(request.expected_s if request else None),
+        "pessimistic_s": _rounded(request.pessimistic_s if request else None),
+        "took_s": _rounded(request.took_s if request else None),
     }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)
 
 
 def status_line(state: State, now_mono_s: float) -> str:
@@ -143,6 +151,8 @@ def _last_verdict(state: State, now_mono_s: float) -> dict[str, object] | None:
         "age_s": round(now_mono_s - last.mono_s, 1),
         "evacuation": last.evacuation_id,
         "notices": sorted(last.notices),
+        "expected_s": last.expected_s,
+        "took_s": last.took_s,
     }
 
 
