@@ -40,7 +40,7 @@ class Decisions:
 
     Args:
         state: the initial one.
-        log: a structlog logger.
+        log: see :mod:`swansongd.util.log`.
     """
 
     def __init__(self, state: State, log: Any) -> None:

@@ -19,7 +19,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
-import structlog
 from swansong import protocol
 
 import swansongd
@@ -85,6 +84,7 @@ from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
 from swansongd.trainers.translate import message_of
+from swansongd.util.log import logger as _log
 from swansongd.util.threads import Worker
 
 _TICK_S = 1.0
@@ -95,8 +95,6 @@ _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the farewell takes."""
 _JUDGEMENTS_MAX = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-_log = structlog.get_logger(__name__)
 
 
 class Service:

@@ -35,7 +35,6 @@ CLIENT = """
 import sys
 import threading
 from pathlib import Path
-import structlog
 from testkit.bodies import CountedBody
 from swansongd.config.config import StoreConfig
 from swansongd.errors import StoreError
@@ -43,7 +42,6 @@ from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.util.threads import parallel
 
-structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 url, endpoint, ca_bundle = sys.argv[1:]
 store = open_store(
     StoreConfig(url=url, endpoint=endpoint, region="us-east-1", ca_bundle=Path(ca_bundle))

@@ -15,9 +15,8 @@ from testkit.waiting import until
 
 PRELUDE = """
 import json, logging, os, sys, time
-import structlog
-from swansongd.observe import log
-logger = structlog.get_logger("made-before-configure")
+from swansongd.util import log
+logger = log.logger
 """
 
 

@@ -36,12 +36,12 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
 from swansongd.config.values import InvalidValue, run_name
 from swansongd.flush.claim_record import expect_recorded_store
-from swansongd.observe.log import printable
 from swansongd.restore.reader import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
+from swansongd.util.log import printable
 
 _SILENT_S = 5.0
 """Work that finishes within this time prints no progress lines."""

@@ -9,13 +9,11 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-import structlog
-
 import swansongd
 from swansongd.config.config import DEFAULT_PATH, load
 from swansongd.errors import ConfigError, SwansongError
-from swansongd.observe import log
 from swansongd.service import Service
+from swansongd.util import log
 
 _EPILOG = """\
 examples:
@@ -69,14 +67,11 @@ def _run(path: Path) -> int:
 
 def _complain(error: SwansongError) -> None:
     """Log one line per problem, also before logging is configured."""
-    if not structlog.is_configured():
-        log.configure("console", "info")
-    logger = structlog.get_logger(__name__)
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
-        logger.error("cannot_start", problem=problem)
+        log.logger.error("cannot_start", problem=problem)
     if error.hint:
-        logger.error("cannot_start", hint=error.hint)
+        log.logger.error("cannot_start", hint=error.hint)
 
 
 if __name__ == "__main__":

@@ -16,8 +16,8 @@ from swansongd.cli.common import add_json, console, print_json
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
-from swansongd.observe import log
-from swansongd.observe.log import printable
+from swansongd.util import log
+from swansongd.util.log import printable
 
 _STYLES = {
     Level.OK: "green",

@@ -25,8 +25,8 @@ from swansongd.cli.common import (
 )
 from swansongd.errors import CorruptError
 from swansongd.model import CheckpointKind, CommitRef, is_healthy
-from swansongd.observe.log import printable
 from swansongd.restore.restore import health_of
+from swansongd.util.log import printable
 
 EXAMPLES = {
     "List all commits of the configured run.": "swansong ls",

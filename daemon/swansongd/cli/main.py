@@ -14,7 +14,7 @@ from typing import Any
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
-from swansongd.observe import log
+from swansongd.util import log
 
 COMMANDS = {
     "status": "show the state of the daemon on this VM",

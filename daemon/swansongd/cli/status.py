@@ -11,7 +11,7 @@ from rich.table import Table
 from swansongd.cli.client import DaemonClient
 from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
 from swansongd.config.config import load
-from swansongd.observe.log import printable
+from swansongd.util.log import printable
 
 EXAMPLES = {
     "Show the state, the last commit and the replication lag.": "swansong status",

@@ -15,9 +15,9 @@ from swansongd.cli.common import (
     print_json,
 )
 from swansongd.errors import CorruptError
-from swansongd.observe.log import printable
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import verify
+from swansongd.util.log import printable
 
 EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",

@@ -6,13 +6,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
-import structlog
-
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import SwansongError
 from swansongd.stores.base import ObjectStore
-
-_log = structlog.get_logger(__name__)
+from swansongd.util.log import logger as _log
 
 
 class Sweeper:

@@ -24,7 +24,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import structlog
 from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 
@@ -56,6 +55,7 @@ from swansongd.restore.target import Access, RestoreTarget, interrupted
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
+from swansongd.util.log import logger as _log
 
 BUDGET_S = 100.0
 """Time for retries of the store, and for the start of a job, before a query gets an error."""
@@ -67,7 +67,6 @@ _LOOK_INTERVAL_S = 0.02
 _SCAN_TIMEOUT_S = 10.0
 """Timeout of a scan; after that, the choice uses the result of the last scan."""
 
-_log = structlog.get_logger(__name__)
 
 Reply = Callable[[Message], None]
 

@@ -45,7 +45,7 @@ class StagingObserver:
     Args:
         scanner: does the scan.
         post: takes the events.
-        log: a structlog logger.
+        log: see :mod:`swansongd.util.log`.
         interval_s: interval of the periodic scans.
     """
 

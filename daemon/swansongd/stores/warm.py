@@ -10,12 +10,9 @@ import threading
 import time
 from collections.abc import Callable
 
-import structlog
-
 from swansongd.errors import StoreError
 from swansongd.stores.base import ObjectStore
-
-_log = structlog.get_logger(__name__)
+from swansongd.util.log import logger as _log
 
 
 class Warmer:

@@ -19,7 +19,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansongd.core.events import Event, Scanned
 from swansongd.errors import StagingError
@@ -28,6 +27,7 @@ from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
 
+from testkit.logs import CapturingLogger, capture_logs
 from testkit.staged import ME, write_files, write_set
 from testkit.waiting import until
 
@@ -186,7 +186,7 @@ def count_scans(scanner: Scanner) -> list[None]:
 EXHAUSTED = """
 import ctypes, json, os, sys, time
 from pathlib import Path
-from structlog.testing import CapturingLogger, capture_logs
+from testkit.logs import CapturingLogger, capture_logs
 from swansong import openat
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver

@@ -12,9 +12,8 @@ import socket
 import threading
 from typing import Any
 
-import structlog
+from swansongd.util.log import logger as _log
 
-_log = structlog.get_logger(__name__)
 _NAMES_MAX = 256
 
 

@@ -10,6 +10,7 @@ libraries that might log a credential are limited to warnings.
 from __future__ import annotations
 
 import atexit
+import json
 import logging
 import math
 import os
@@ -17,10 +18,8 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
-from typing import Any
-
-import structlog
+import traceback
+from collections.abc import Mapping
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -91,36 +90,55 @@ class _Writer:
             data = data[os.write(self._fd, data) :]
 
 
-class _Lines:
-    """A logger as structlog needs one: takes finished lines."""
+class Logger:
+    """Logs events with fields.  ``exc_info`` is an exception, or True for the one that is being handled."""
 
-    def __init__(self, writer: _Writer) -> None:
-        self._writer = writer
+    def debug(self, event: str, **fields: object) -> None:
+        self.log("debug", event, **fields)
 
-    def msg(self, line: str) -> None:
-        self._writer.put(line)
+    def info(self, event: str, **fields: object) -> None:
+        self.log("info", event, **fields)
 
-    debug = info = warning = warn = error = critical = exception = fatal = log = msg
+    def warning(self, event: str, **fields: object) -> None:
+        self.log("warning", event, **fields)
+
+    def error(self, event: str, **fields: object) -> None:
+        self.log("error", event, **fields)
+
+    def exception(self, event: str, **fields: object) -> None:
+        """Log an error with the traceback of the exception that is being handled."""
+        self.log("error", event, exc_info=True, **fields)
+
+    def log(self, level: str, event: str, **fields: object) -> None:
+        """Log an event at a level of :data:`LEVELS`."""
+        if LEVELS[level] >= _threshold:
+            line = _line(level, event, fields)
+            _put(json.dumps(line) if _is_json else _console_line(line))
+
+
+logger = Logger()
+"""The log of the process."""
 
 
 class _Libraries(logging.Handler):
-    """Passes records of other libraries to structlog, as ``message`` of the event ``library_log``."""
+    """Logs records of other libraries, as ``message`` of the event ``library_log``."""
 
     def emit(self, record: logging.LogRecord) -> None:
         try:
             message = record.getMessage()
         except Exception as error:  # a broken log call must not break its caller
             message = f"{record.msg!s} (cannot be formatted: {error})"
-        structlog.get_logger().log(
-            max(record.levelno, logging.DEBUG),
-            "library_log",
-            logger=record.name,
-            message=message,
-            exc_info=record.exc_info,
+        level = next(
+            (name for name, number in reversed(LEVELS.items()) if record.levelno >= number), "debug"
         )
+        error_info = record.exc_info[1] if record.exc_info else None
+        logger.log(level, "library_log", logger=record.name, message=message, exc_info=error_info)
 
 
 _writer: _Writer | None = None
+"""None before :func:`configure`: lines are then written by the caller's thread."""
+_threshold = logging.DEBUG
+_is_json = False
 
 
 def configure(log_format: str, level: str, *, fd: int | None = None) -> None:
@@ -128,32 +146,17 @@ def configure(log_format: str, level: str, *, fd: int | None = None) -> None:
 
     Args:
         log_format: ``json`` or ``console``.
-        level: the lowest level to write: ``debug``, ``info``, ``warning`` or ``error``.
+        level: the lowest level to write, of :data:`LEVELS`.
         fd: the descriptor to write to; None for standard error.
     """
-    global _writer  # noqa: PLW0603 - the process has one log
+    global _writer, _threshold, _is_json  # noqa: PLW0603 - the process has one log
     flush(1.0)
     _writer = _Writer(sys.stderr.fileno() if fd is None else fd)
-    number = LEVELS[level]
-    renderer: Any = structlog.processors.JSONRenderer()
-    if log_format == "console":
-        renderer = structlog.dev.ConsoleRenderer(colors=fd is None and sys.stderr.isatty())
-    structlog.configure(
-        processors=[
-            structlog.processors.add_log_level,
-            structlog.processors.TimeStamper(fmt="iso", utc=True),
-            structlog.processors.format_exc_info,
-            _event_first,
-            renderer,
-        ],
-        wrapper_class=structlog.make_filtering_bound_logger(number),
-        logger_factory=lambda *_: _Lines(_writer),
-        cache_logger_on_first_use=False,
-    )
-    logging.basicConfig(handlers=[_Libraries()], level=number, force=True)
+    _threshold, _is_json = LEVELS[level], log_format == "json"
+    logging.basicConfig(handlers=[_Libraries()], level=_threshold, force=True)
     logging.captureWarnings(capture=True)
     for name in _CAPPED:
-        logging.getLogger(name).setLevel(max(number, logging.WARNING))
+        logging.getLogger(name).setLevel(max(_threshold, logging.WARNING))
 
 
 def flush(timeout_s: float) -> bool:
@@ -166,15 +169,32 @@ def dropped() -> int:
     return 0 if _writer is None else _writer.dropped
 
 
-def _event_first(
-    _logger: Any, _method: str, line: MutableMapping[str, Any]
-) -> MutableMapping[str, Any]:
-    head = {name: line.pop(name) for name in ("event", "level", "timestamp")}
-    exception = line.pop("exception", None)
-    facts = {**head, **{str(name): printable(value) for name, value in line.items()}}
-    if exception is not None:
-        facts["exception"] = str(exception)[-_TRACEBACK_MAX:]
-    return facts
+def _put(line: str) -> None:
+    if _writer is not None:
+        _writer.put(line)
+    else:
+        print(line, file=sys.stderr)
+
+
+def _line(level: str, event: str, fields: dict[str, object]) -> dict[str, object]:
+    now_s, now_us = divmod(time.time_ns() // 1000, 10**6)
+    utc = f"{time.strftime('%Y-%m-%dT%H:%M:%S', time.gmtime(now_s))}.{now_us:06}Z"
+    error = fields.pop("exc_info", None)
+    if error is True:
+        error = sys.exc_info()[1]
+    line: dict[str, object] = {"event": event, "level": level, "timestamp": utc}
+    line.update((name, printable(value)) for name, value in fields.items())
+    if isinstance(error, BaseException):
+        line["exception"] = "".join(traceback.format_exception(error)).rstrip()[-_TRACEBACK_MAX:]
+    return line
+
+
+def _console_line(line: dict[str, object]) -> str:
+    fields = dict(line)
+    head = f"{fields.pop('timestamp')} [{fields.pop('level')}] {fields.pop('event')}"
+    trace = fields.pop("exception", None)
+    words = (f"{name}={value}" for name, value in fields.items())
+    return " ".join((head, *words)) + (f"\n{trace}" if trace else "")
 
 
 def printable(value: object, depth: int = 0) -> object:
