@@ -67,12 +67,13 @@ from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import Severity
+from swansongd.model import NoticeKind, Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
 from swansongd.sources.opening import (
+    notice_kinds,
     open_lifecycle_hook,
     open_sources,
     shortest_grace_s,
@@ -140,8 +141,10 @@ class Service:
             stop=self._stop,
         )
         self._flush, self._committer = self._storage.flush, self._storage.committer
+        cloud_sources = open_sources(config.sources, config.deadline, boot_id=boot_id)
+        kinds = notice_kinds(cloud_sources, config.sources, config.deadline)
         self._decisions = Decisions(
-            _first_state(config, self._staging, self._committer, boot_id), _log
+            _first_state(config, self._staging, self._committer, boot_id, kinds), _log
         )
         uids = users.uids_of(config.trainer.users)
         self._observer = StagingObserver(
@@ -188,7 +191,7 @@ class Service:
         )
         self._asg_hook = open_lifecycle_hook(config.sources)
         self._sources = [
-            *open_sources(config.sources, config.deadline, boot_id=boot_id),
+            *cloud_sources,
             self._logind,
         ]
         self._channel.grace_s = shortest_grace_s(
@@ -433,7 +436,11 @@ class Service:
 
 
 def _first_state(
-    config: Config, staging: RunDirectory, committer: Committer, boot_id: str
+    config: Config,
+    staging: RunDirectory,
+    committer: Committer,
+    boot_id: str,
+    kinds: tuple[NoticeKind, ...],
 ) -> State:
     """The state that the decision loop begins with: the settings, and the committer's record."""
     vm = hashlib.sha256(f"{boot_id}{staging.path}".encode()).hexdigest()[:16]
@@ -444,6 +451,7 @@ def _first_state(
         checkpoint_interval_s=config.run.checkpoint_interval_s,
         mtbf_s=config.run.mtbf_s,
         assumed_grace_s=config.deadline.assumed_grace_s,
+        notice_kinds=kinds,
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         several_vms=config.run.several_vms,

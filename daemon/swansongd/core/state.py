@@ -16,6 +16,7 @@ from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
+    NoticeKind,
     Severity,
     SourceStatus,
     Staged,
@@ -70,6 +71,8 @@ class Settings:
     """Mean time between interruptions that is assumed before any was observed."""
     assumed_grace_s: float = 25.0
     """Assumed time left when a source names a time in the past."""
+    notice_kinds: tuple[NoticeKind, ...] = ()
+    """The notices that this VM may get, for the margin in the status."""
     stall_steps: float = 20.0
     stall_min_s: float = 60.0
     """A trainer is stalled without a report for ``stall_steps`` usual steps and at least ``stall_min_s``."""

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from swansongd.core import arrival, periodic, staged_sets
+from swansongd.core.margin import Margin, margins
 from swansongd.core.state import FailedSaves, State
 from swansongd.model import Health, Notice, SourceStatus, TrainerView
 
@@ -41,6 +42,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "unsent": _unsent(state, now_mono_s),
         "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
         "evacuation": _evacuation(state, now_mono_s),
+        "margins": [_margin(each) for each in margins(state)],
     }
 
 
@@ -95,6 +97,16 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
         "expected_s": _rounded(request.expected_s if request else None),
         "pessimistic_s": _rounded(request.pessimistic_s if request else None),
         "took_s": _rounded(request.took_s if request else None),
+    }
+
+
+def _margin(margin: Margin) -> dict[str, object]:
+    return {
+        "source": margin.source,
+        "grace_s": round(margin.grace_s, 1),
+        "spare_s": None if margin.spare_s is None else round(margin.spare_s, 1),
+        "fits": None if margin.spare_s is None else margin.spare_s >= 0,
+        "lost_since_step": margin.lost_since_step,
     }
 
 
