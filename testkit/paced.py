@@ -27,7 +27,7 @@ from swansongd.model import CommitRef, Staged, StoredShard
 
 from testkit.story import Story, a_set, shards_of
 
-TICK_S = 0.05
+TICK_S = 0.1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

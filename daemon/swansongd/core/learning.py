@@ -52,29 +52,40 @@ def _last_share(staged: Staged) -> float:
     return min(1.0, sum(largest.values()) / staged.size_bytes)
 
 
-def record_sealed(transition: Transition, request: CheckpointRequest) -> None:
-    """The set that answers an urgent request is sealed."""
+def record_sealed(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
+    """The set that answers an urgent request is sealed, and early shards of it may be sent."""
     if request.by_signal or not request.is_urgent:
         return
     took_s = transition.now - request.asked_mono_s
     saves_s = [t.save_s for t in transition.state.connected if t.save_s is not None]
-    save_s = max(saves_s, default=None)
-    if (
-        save_s is not None and save_s <= took_s
-    ):  # else the report of the new save has not arrived yet
-        _learn(transition, "urgent_save_s", save_s)
-        _learn(transition, "wait_s", took_s - save_s)
+    save_s = max(saves_s, default=0.0)
+    if not 0 < save_s <= took_s:  # the report of the new save has not arrived yet
+        return
+    _learn_hidden(transition, answer, save_s)
+    _learn(transition, "urgent_save_s", save_s)
+    _learn(transition, "wait_s", took_s - save_s)
+
+
+def _learn_hidden(transition: Transition, answer: Staged, save_s: float) -> None:
+    state, flight = transition.state, transition.state.flight
+    sent_bytes = state.stored_bytes.get(answer.id, 0)
+    if flight is not None and flight.staged.id == answer.id:
+        sent_bytes = max(sent_bytes, flight.bytes_before + flight.bytes_sent)
+    measured = replace(state.measured, save_bytes=answer.size_bytes, is_sending=False)
+    send_s = planner.send_alone_s(measured)
+    if send_s > 0:
+        share = min(sent_bytes / answer.size_bytes, 1.0)
+        _learn(transition, "hidden_share", share)
+        _learn(transition, "hidden_use", min(share * send_s / save_s, 1.0))
 
 
 def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_bytes: int) -> None:
     """All shards of a set are stored."""
     if not flight.staged.size_bytes:
         return
-    before = transition.state
     parts = max((-(-s.size_bytes // s.part_size_bytes) for s in event.shards), default=1)
     _learn(transition, "parts", max(parts, 1))
     _learn_sending(transition, flight, event.bytes_referenced, sent_bytes, max(parts, 1))
-    _learn_hidden(transition, before, flight.staged)
 
 
 def _learn_sending(
@@ -101,29 +112,6 @@ def is_throttled(state: State, flight: Flight) -> bool:
     return state.settings.background_limit_bytes_per_s is not None and is_background
 
 
-def _learn_hidden(transition: Transition, before: State, staged: Staged) -> None:
-    """The requested set is stored: the shorter its flush after the seal, the more was sent before.
-
-    Args:
-        before: the state whose figures contain no sample of this set.
-    """
-    evacuation = before.evacuation
-    request = None if evacuation is None else evacuation.request
-    if request is None or request.sealed != staged.id or request.sealed_mono_s is None:
-        return
-    if request.by_signal or not request.is_urgent:
-        return
-    measured = replace(before.measured, save_bytes=staged.size_bytes, is_sending=False)
-    send_s, completion_s = planner.send_alone_s(measured)
-    saves_s = [t.save_s for t in before.connected if t.save_s]
-    if send_s <= 0 or not saves_s:
-        return
-    tail_s = transition.now - request.sealed_mono_s
-    hidden_s = min(max(0.0, send_s + completion_s - tail_s), send_s, max(saves_s))
-    _learn(transition, "hidden_share", hidden_s / send_s)
-    _learn(transition, "hidden_use", hidden_s / max(saves_s))
-
-
 def record_manifest(transition: Transition, stored: StoredSet) -> None:
     """The manifest of this set is written."""
     if stored.asked_mono_s is not None:
@@ -141,7 +129,8 @@ def record_whole(transition: Transition, ref: CommitRef) -> None:
     took_s = max(0.0, transition.now - request.asked_mono_s)
     transition.update_request(replace(request, took_s=took_s))
     if request.expected_s:
-        _learn(transition, "error", (took_s - request.expected_s) / request.expected_s)
+        error = took_s / request.expected_s - 1
+        _learn(transition, "error_square", min(max(error * error, 1e-4), 1.0))
 
 
 def _learn(transition: Transition, name: str, value: float) -> None:

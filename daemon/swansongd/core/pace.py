@@ -3,7 +3,7 @@
 
 Each quantity is a :class:`Figure`: a mean in which the last four samples weigh most, and the variance around
 it.  Manifests carry the means, so that the first plan of the next VM already knows them.  A bucket writer can
-forge these numbers.  Each is therefore limited to a range, and the first own sample replaces it.
+forge these numbers.  Each is therefore limited to a range, and the first own sample replaces most of them.
 """
 
 from __future__ import annotations
@@ -81,11 +81,11 @@ class Pace:
     commit_s: Figure | None = None
     """Time to write a manifest and to find it in the listing."""
     hidden_share: Figure | None = None
-    """Share of the sending time that passed during the save of an evacuation."""
+    """Share of the bytes that were sent during the save of an evacuation."""
     hidden_use: Figure | None = None
-    """The same time as a share of the save."""
-    error: Figure | None = None
-    """Relative error of the forecasts: 0.1 if the checkpoint took 10 % longer than expected."""
+    """The time to send them, as a share of the save."""
+    error_square: Figure | None = None
+    """Square of the relative error of a forecast: 0.01 if the checkpoint took 10 % longer than expected."""
 
 
 def completion_s(parts: int) -> float:
@@ -103,9 +103,15 @@ _RANGES: dict[str, tuple[float, float]] = {
     "commit_s": (0, 60.0),
     "hidden_share": (0, 1),
     "hidden_use": (0, 1),
+    "error_square": (1e-4, 1),
 }
 """The figures that a manifest carries, with the range of each.  The others would mislead another VM: it may
 know no earlier commit to refer to, and no sample would replace a forged wait before an evacuation."""
+
+_LASTING = frozenset({"hidden_share", "hidden_use", "error_square"})
+"""Only evacuations show these figures, about one on each VM, and their ranges are narrow.  Own samples
+therefore shift them, and do not replace them at once."""
+_LASTING_SAMPLES = 3
 
 
 def published(pace: Pace) -> dict[str, float]:
@@ -128,11 +134,11 @@ def inherited(pace: Pace, figures: Mapping[str, float]) -> Pace:
     found = {}
     for name in _RANGES:
         own, value = getattr(pace, name), figures.get(name)
-        is_own = own is not None and own.samples > 0
+        is_own = own is not None and own.samples > 0  # or a lasting figure that was read before
         if is_own or value is None or not _is_in_range(name, value):
             found[name] = own
         else:
-            found[name] = Figure(value, samples=0)
+            found[name] = Figure(value, samples=_LASTING_SAMPLES if name in _LASTING else 0)
     return replace(pace, **found)
 
 

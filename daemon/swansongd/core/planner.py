@@ -17,7 +17,7 @@ from enum import StrEnum
 from swansong import bounds
 
 from swansongd.core import pace
-from swansongd.core.pace import Figure, Pace, completion_s
+from swansongd.core.pace import Pace, completion_s
 from swansongd.model import CheckpointId
 
 BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
@@ -33,7 +33,7 @@ Otherwise two sets that both just fit would alternate with every fluctuation of 
 
 _NINE_OF_TEN = 1.28
 """Nine of ten values of a normal distribution lie below its mean plus this number of standard deviations."""
-_PRIOR_SPREAD = 0.2
+_PRIOR_SPREAD = 0.15
 """Relative standard deviation that is assumed before any was measured."""
 _PRIOR_WEIGHT = 2
 """Samples that an assumed value weighs."""
@@ -150,8 +150,11 @@ def forecast(measured: Measurements) -> Forecast:
     if known.commit_s is not None:
         variance += known.commit_s.expected_variance((_PRIOR_SPREAD * commit_s) ** 2)
     expected_s = wait_s + save_s + all_s - hidden_s + completion_s + commit_s
-    if known.error is not None:
-        variance = max(variance, expected_s**2 * _error_variance(known.error))
+    if known.error_square is not None:
+        error = known.error_square
+        variance = (_PRIOR_WEIGHT * variance + error.samples * error.mean * expected_s**2) / (
+            _PRIOR_WEIGHT + error.samples
+        )
     return Forecast(
         save_s=min(wait_s + save_s, bounds.SECONDS_MAX),
         send_s=min(all_s - hidden_s + completion_s, bounds.SECONDS_MAX),
@@ -198,7 +201,7 @@ def _send(measured: Measurements) -> tuple[float, float]:
 
 
 def _hidden(measured: Measurements, save_s: float, send_s: float) -> tuple[float, float, bool]:
-    """Sending time that passes during the save, its spread, and whether the set limits it, not the save."""
+    """Sending time that passes during the save, its spread, and whether the files limit it, not the link."""
     share, use = measured.pace.hidden_share, measured.pace.hidden_use
     if share is None or use is None:
         early = 1.0 - measured.last_share
@@ -221,15 +224,9 @@ def _completion(measured: Measurements) -> tuple[float, float]:
     return assumed_s * ratio.mean, _NINE_OF_TEN * assumed_s * deviation
 
 
-def send_alone_s(measured: Measurements) -> tuple[float, float]:
-    """Expected time to send a set after it is sealed, and to complete its uploads."""
-    return _send(measured)[0], _completion(measured)[0]
-
-
-def _error_variance(error: Figure) -> float:
-    """Mean square of the relative errors of earlier forecasts; few samples count little."""
-    square = error.mean**2 + error.variance
-    return square * error.samples / (_PRIOR_WEIGHT + error.samples)
+def send_alone_s(measured: Measurements) -> float:
+    """Expected time to send a whole set after it is sealed, without the completion of its uploads."""
+    return _send(measured)[0]
 
 
 def take_s(measured: Measurements) -> float:

@@ -117,7 +117,7 @@ def test_bytes_that_an_earlier_commit_has_are_not_planned() -> None:
 
 
 hostile = st.dictionaries(
-    st.sampled_from([*pace._RANGES, "wait_s", "new_share", "error", "unknown"]),
+    st.sampled_from([*pace._RANGES, "wait_s", "new_share", "unknown"]),
     st.floats(allow_nan=True, allow_infinity=True) | st.integers(-(10**30), 10**30),
 )
 
@@ -128,7 +128,7 @@ def test_no_figures_of_a_manifest_break_a_forecast(
 ) -> None:
     """Every figure is limited to its range, and what remains gives finite times."""
     known = pace.inherited(pace.UNKNOWN, figures)
-    assert known.wait_s is known.new_share is known.error is None
+    assert known.wait_s is known.new_share is None
     made = planner.forecast(
         Measurements(save_s=save_s, save_bytes=save_bytes, bandwidth_bytes_per_s=1e6, pace=known)
     )
