@@ -438,6 +438,7 @@ def _first_state(
         checkpoint_interval_s=config.run.checkpoint_interval_s,
         mtbf_s=config.run.mtbf_s,
         assumed_grace_s=config.deadline.assumed_grace_s,
+        follow_ups=config.trainer.follow_ups,
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         several_vms=config.run.several_vms,
