@@ -11,10 +11,12 @@ earliest end of any VM is its deadline.
 
 from __future__ import annotations
 
+import math
+
 from swansongd.core import emergency, planner
 from swansongd.core.arrival import ENDED_BY_VERDICT
 from swansongd.core.notices import BY_HAND
-from swansongd.core.schedule import Ending, FollowUpCost, next_start_s
+from swansongd.core.schedule import INTERVAL_MIN_S, Ending, FollowUpCost, next_start_s
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import Transition
 from swansongd.model import DeadlineQuality, Notice
@@ -25,6 +27,10 @@ EARLY_SHARE_STATED = 0.05
 effort: a VM was seen to end 39 s after it."""
 EARLY_SHARE_ASSUMED = 0.5
 """The same without a stated deadline.  Compute Engine gives 0, 30 or 120 s, and does not report which."""
+TICK_S = 0.1
+"""The decision loop looks at the time at this interval during an evacuation."""
+ROUND_S = 1.0
+"""The same, and the time until the ranks of all VMs notice a round."""
 SIGNAL_PROOF_S = 10.0
 """A process that still runs this long after its checkpoint trains on: many exit after the save."""
 
@@ -38,9 +44,11 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
         _hooks_take(state) if state.trainers else _process_takes(state, evacuation, now_mono_s)
     ):
         return None
-    made_mono_s = max(
-        (r.asked_mono_s for r in evacuation.requests_made), default=-planner.SHOWN_S_MAX
-    )
+    age_s = max(0.0, now_mono_s - _captured_mono_s(state, evacuation))
+    asked_mono_s = max((r.asked_mono_s for r in evacuation.requests_made), default=-math.inf)
+    tried_s = now_mono_s - asked_mono_s
+    if state.trainers and _is_bandwidth_unknown(state):  # an attempt measures it
+        return max(0.0, INTERVAL_MIN_S - min(age_s, tried_s))
     return next_start_s(
         Ending(
             left_s=_end_mono_s(state, evacuation) - now_mono_s,
@@ -48,8 +56,8 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
         ),
         _cost(state),
         reserve_s=state.settings.reserve_s,
-        age_s=max(0.0, now_mono_s - _captured_mono_s(state, evacuation)),
-        tried_s=now_mono_s - made_mono_s,
+        age_s=age_s,
+        tried_s=tried_s,
     )
 
 
@@ -128,6 +136,14 @@ def _process_takes(state: State, evacuation: Evacuation, now_mono_s: float) -> b
     )
 
 
+def _is_bandwidth_unknown(state: State) -> bool:
+    measured = state.measured
+    size_bytes = measured.save_bytes or 0
+    return measured.bandwidth_bytes_per_s is None and (
+        size_bytes >= planner.BANDWIDTH_SAMPLE_MIN_BYTES
+    )
+
+
 def _captured_mono_s(state: State, evacuation: Evacuation) -> float:
     """When the newest sealed state was that of the trainer."""
     if state.saved_mono_s is None:
@@ -163,9 +179,10 @@ def _cost(state: State) -> FollowUpCost:
     stall_s = max((stall for stall in stalls if stall is not None), default=None)
     if stall_s is None:  # a process without hooks saves in its training loop
         stall_s = state.measured.save_s or 0.0
+    step_s = max((t.step_s for t in state.connected if t.step_s is not None), default=0.0)
     return FollowUpCost(
         data_s=forecast.data_s + forecast.spread_s,
         commit_s=forecast.pessimistic_s,
         stall_s=stall_s,
-        step_s=max((t.step_s for t in state.connected if t.step_s is not None), default=0.0),
+        step_s=step_s + (ROUND_S if state.spans_vms else TICK_S),
     )

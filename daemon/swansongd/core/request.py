@@ -121,8 +121,10 @@ def fail(transition: Transition, request: CheckpointRequest, reason: str) -> Non
         transition.log("warning", "periodic_checkpoint_missed", reason=reason)
         transition.state = replace(transition.state, periodic=None)
     else:
-        phase = "follow_up_failed" if request.is_follow_up else "request_failed"
-        transition.mark(phase, reason=reason)
+        if request.is_follow_up:
+            transition.mark("follow_up_failed", reason=reason)
+        else:
+            transition.mark("request_failed", reason=reason)
         transition.update_request(replace(request, failure=reason, failed_mono_s=transition.now))
     if not request.by_signal:
         withdraw(transition, request, reason)
