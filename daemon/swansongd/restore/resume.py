@@ -111,6 +111,8 @@ class Resume:
         self._monotonic = monotonic
         self.downloads = Downloads(store, keys, run, state, stop, monotonic=monotonic)
         self.downloads.listener = self._report
+        self.answered: Callable[[], None] = lambda: None
+        """Called after each answer without an error."""
         self._reported_mono_s = monotonic()
         self._cached: _CachedAnswer | None = None
         self._last_rollback: tuple[int, float, Restored] | None = None
@@ -160,6 +162,8 @@ class Resume:
                 error=answer.error,
             )
             _send(ticket, answer)
+            if not answer.error:
+                self.answered()
 
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
