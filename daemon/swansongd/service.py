@@ -164,6 +164,7 @@ class Service:
             lambda: self._state,
             self._stop,
             rescan=self._observer.rescan,
+            post=self._post,
         )
         self._prefetch = Prefetch(
             self._resume.downloads,

@@ -25,6 +25,7 @@ from swansong.protocol import RESTORED_DIRECTORY
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
+from swansongd.core.events import DownloadEnded, DownloadStarted, Event
 from swansongd.core.state import State
 from swansongd.errors import StagingError, Stopped
 from swansongd.model import CommitRef, StoredShard
@@ -109,7 +110,7 @@ class Download:
 
     @property
     def name(self) -> str:
-        """Of the finished directory; empty before."""
+        """Name of the finished directory; empty before."""
         return "" if self.result is None else self.result.path.name
 
     def cancel(self) -> None:
@@ -137,6 +138,7 @@ class Downloads:
         run: staging directory of the run.
         state: returns the newest state of the decision loop.
         stop: ends all downloads.
+        post: takes DownloadStarted and DownloadEnded.
         monotonic: the clock.
     """
 
@@ -148,6 +150,7 @@ class Downloads:
         state: Callable[[], State],
         stop: threading.Event,
         *,
+        post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -155,6 +158,7 @@ class Downloads:
         self._run = run
         self._state = state
         self._stop = stop
+        self._post = post
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._running: Download | None = None
@@ -174,10 +178,15 @@ class Downloads:
             if not wish.is_prefetch:
                 self._remove_others(download)
             return download
+        self._post(DownloadStarted())
         try:
-            download.result = self._restored(download)
+            download.result = result = self._restored(download)
+        except Exception as error:
+            self._post(DownloadEnded(error=str(error) or type(error).__name__))
+            raise
         finally:
             self._end(download)
+        self._post(DownloadEnded(result.size_bytes - result.reused_bytes, result.reused_bytes))
         if download.is_asked:
             self._remove_others(download)
         return download

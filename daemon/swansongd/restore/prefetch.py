@@ -176,11 +176,11 @@ class Prefetch:
         )
 
     def _show(self, state: PrefetchState, reason: str = "") -> None:
-        shown, self._shown = self._shown, (state, reason)
-        if shown != self._shown and state is not PrefetchState.READY:
-            log = _log.warning if state is PrefetchState.FAILED else _log.info
-            log("prefetch", state=state.value, reason=reason, newest=_text(self._newest))
-
-
-def _text(ref: CommitRef | None) -> str:
-    return "" if ref is None else str(ref)
+        before, self._shown = self._shown, (state, reason)
+        if before == self._shown:
+            return
+        if state is PrefetchState.FAILED:
+            _log.warning("prefetch_failed", reason=reason)
+        elif state is not PrefetchState.READY:
+            newest = None if self._newest is None else str(self._newest)
+            _log.info("prefetch", state=state.value, reason=reason, newest=newest)
