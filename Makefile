@@ -125,7 +125,7 @@ bench-beside: $(STAMP)  ## measure what a flush costs the trainer on the same VM
 bench-notices: $(STAMP)  ## measure the time from a notice to the request at the trainer (20 minutes)
 	$(BIN)/python -m bench.notices
 
-bench-preemption: $(STAMP)  ## measure what one preemption costs, also with other means (3 hours; BENCH_ARGS="--lanes 6" for half an hour)
+bench-preemption: $(STAMP)  ## measure what one preemption costs, also with other means (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)
 	$(BIN)/python -m bench.preemption $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)

@@ -82,6 +82,8 @@ def run(contestant: Contestant, size: str, repeat: int, options: argparse.Namesp
         step_s=loss.step_s,
         last_step=loss.last_step,
         restored_step=loss.restored_step,
+        imported_s=outcome.imported_s,
+        restored_s=outcome.restored_s,
         bound_s=measured and sum(measured.bound_parts(loss.step_s).values()),
         bound_parts=measured and measured.bound_parts(loss.step_s),
     )
@@ -137,7 +139,7 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=["32MB", "1GB"])
     parser.add_argument("--large", action="store_true", help="also 4 GB of state (20 GB of memory)")
     parser.add_argument(
-        "--lanes", type=int, default=1, help="runs at the same time, each with its own store"
+        "--lanes", type=int, default=4, help="runs at the same time, each with its own store"
     )
     parser.add_argument("--list", action="store_true", help="print the contestants, and exit")
     parser.add_argument("--json", type=Path, help="results file; its runs are not repeated")

@@ -172,6 +172,8 @@ def mount_refusal() -> str:
     """Why FUSE does not work here; empty if it does."""
     if not os.path.exists("/dev/fuse"):
         return "this machine has no /dev/fuse"
+    if os.geteuid():
+        return "--allow-other, which SkyPilot uses, needs root"
     if not shutil.which("fusermount3"):
         return "fusermount3 is missing: sudo apt-get install fuse3"
     return ""

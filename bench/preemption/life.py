@@ -70,7 +70,10 @@ class Outcome:
     """All tensors held the step that the trainer resumed from."""
     measured: Measured | None
     """Only of Swansong."""
-    facts: dict[str, Any]
+    imported_s: float
+    """From the start of the second VM to the end of the trainer's imports."""
+    restored_s: float
+    """From the start of the second VM to the restored state."""
 
 
 def live(contestant: Contestant, plan: Plan, place: Path, store: ExitStack) -> Outcome:
@@ -113,16 +116,20 @@ def live(contestant: Contestant, plan: Plan, place: Path, store: ExitStack) -> O
         cut=cut,
         pause_s=plan.pause_s,
     )
-    facts = {
-        "saves": [line["saved"] for line in first.lines() if "saved" in line],
-        "started_s": round(resumed["mono_s"] - cut - plan.pause_s, 3),
-    }
+    started = cut + plan.pause_s
+    imported_s = second.line("imported")["mono_s"] - started
     measured = None
     if contestant.name == contestants.OURS:
         assert first.vm.daemon is not None
         measured = _measured(first.vm.daemon.lines.all(), url)
     is_intact = bool(resumed["is_intact"]) and after[0][0] == resumed["restored"] + 1
-    return Outcome(loss=loss, is_intact=is_intact, measured=measured, facts=facts)
+    return Outcome(
+        loss=loss,
+        is_intact=is_intact,
+        measured=measured,
+        imported_s=imported_s,
+        restored_s=resumed["mono_s"] - started,
+    )
 
 
 def end_all() -> None:

@@ -35,6 +35,10 @@ class Result:
     step_s: float = 0.0
     last_step: int = 0
     restored_step: int = 0
+    imported_s: float | None = None
+    """From the start of the second VM to the end of the trainer's imports."""
+    restored_s: float | None = None
+    """From the start of the second VM to the restored state."""
     bound_s: float | None = None
     """Only of Swansong."""
     bound_parts: Mapping[str, float] | None = None

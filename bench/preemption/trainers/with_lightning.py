@@ -46,6 +46,7 @@ class Module(lightning.LightningModule):
 
 def main() -> None:
     options = work.options()
+    witness = work.Witness(options.witness)
     trainer = lightning.Trainer(
         max_steps=99_999,
         default_root_dir=options.out,
@@ -56,7 +57,7 @@ def main() -> None:
         enable_progress_bar=False,
         enable_model_summary=False,
     )
-    module = Module(options, work.Witness(options.witness))
+    module = Module(options, witness)
     # The plugin's own checkpoint is the newest one, and ``fit`` finds it alone.
     has_own = any(work.checkpoints(options.out, "hpc_ckpt_"))
     last = os.path.join(options.out, "last.ckpt")

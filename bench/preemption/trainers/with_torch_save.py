@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import itertools
 import os
-import time
 
 import torch
 import work
@@ -18,9 +17,9 @@ import work
 
 def main() -> None:
     options = work.options()
+    witness = work.Witness(options.witness)
     model = work.Model(options.size_bytes, options.step_s)
     optimizer = work.Optimizer(model)
-    witness = work.Witness(options.witness)
     start = 0
     newest = os.path.join(options.out, "latest.pt")
     if os.path.exists(newest):
@@ -37,7 +36,6 @@ def main() -> None:
         optimizer.zero_grad()
         witness.step(step)
         if timer.is_due():
-            began = time.monotonic()
             state = {
                 "step": step,
                 "model": model.state_dict(),
@@ -46,7 +44,6 @@ def main() -> None:
             torch.save(state, newest + ".tmp")
             os.replace(newest + ".tmp", newest)
             del state
-            witness.saved(step, time.monotonic() - began)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class Steps(TrainerCallback):
 
 def main() -> None:
     options = work.options()
+    witness = work.Witness(options.witness)
     model = work.Model(options.size_bytes, options.step_s)
     optimizer = work.Optimizer(model)
     args = TrainingArguments(
@@ -65,7 +66,7 @@ def main() -> None:
         args,
         train_dataset=Numbers(),
         optimizers=(optimizer, torch.optim.lr_scheduler.ConstantLR(optimizer)),
-        callbacks=[Steps(work.Witness(options.witness), timer)],
+        callbacks=[Steps(witness, timer)],
     )
     whole = (
         path

@@ -82,6 +82,7 @@ class Witness:
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        self._write(imported=True)
 
     def step(self, step: int) -> None:
         self._write(step=step)
@@ -89,9 +90,6 @@ class Witness:
     def restored(self, step: int, found: int) -> None:
         """Note the step that the contestant says it resumes, and the one that the tensors hold."""
         self._write(restored=step, is_intact=step == found)
-
-    def saved(self, step: int, seconds: float) -> None:
-        self._write(saved=step, seconds=seconds)
 
     def _write(self, **facts: Any) -> None:
         line = json.dumps({**facts, "mono_s": time.monotonic()}) + "\n"
