@@ -39,11 +39,13 @@ from swansongd.core.events import (
     Exit,
     FlushFailed,
     JoinGeneration,
+    LastFarewell,
     Log,
     Mark,
     NoticeRaised,
     NoticeWithdrawn,
     Prune,
+    RecordResumption,
     Rescan,
     SendTarget,
     SetAside,
@@ -363,6 +365,10 @@ class Service:
                     self._storage.expedite()
             case Conclude():
                 self._conclude(action)
+            case LastFarewell(conclusion):
+                self._conclude(conclusion)
+            case RecordResumption():
+                pass
             case Log():
                 self._decision_log.write(action, now)
             case Exit():
