@@ -17,6 +17,11 @@ import matplotlib.pyplot as plt
 PARTS = {"stall_s": "tab:red", "redone_s": "tab:orange", "down_s": "tab:blue"}
 
 
+def titled(size: str) -> str:
+    """``32MB`` as ``32 MB``."""
+    return f"{size[:-2]} {size[-2:]}"
+
+
 def main() -> None:
     source, target = sys.argv[1:]
     results: list[dict[str, Any]] = [
@@ -43,9 +48,9 @@ def main() -> None:
             values = [medians[name][part] for name in names]
             axis.barh(names, values, left=left, color=colour, label=part.removesuffix("_s"))
             left = [a + b for a, b in zip(left, values, strict=True)]
-        axis.set_title(f"{size} of state")
+        axis.set_title(f"{titled(size)} of state")
         axis.set_xlabel("seconds lost to one preemption (medians)")
-    axes.flat[0].legend(loc="lower right")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper center", ncols=3)
     figure.savefig(target, metadata={"Date": None})
 
 

@@ -93,7 +93,7 @@ def markdown(results: Sequence[Result]) -> str:
         if not runs:
             continue
         lines += [
-            f"### {size.replace('MB', ' MB').replace('GB', ' GB')} of state\n",
+            f"### {size[:-2]} {size[-2:]} of state\n",
             "| | loss, s | stall, s | redone, s | down, s | n |",
             "| --- | --- | --- | --- | --- | --- |",
         ]
