@@ -9,7 +9,8 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.cli.client import DaemonClient
-from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
+from swansongd.cli.common import add_json, human_bytes, human_s, print_json
+from swansongd.cli.terminal import console
 from swansongd.config.config import load
 from swansongd.util.log import printable
 

@@ -5,15 +5,9 @@ from __future__ import annotations
 
 import argparse
 
-from swansongd.cli.common import (
-    ShownCount,
-    ShownProgress,
-    add_json,
-    add_run,
-    add_step,
-    opened,
-    print_json,
-)
+from swansongd.cli.common import add_json, add_run, add_step, print_json
+from swansongd.cli.opening import opened
+from swansongd.cli.progress import ShownCount, ShownProgress
 from swansongd.errors import CorruptError
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import verify

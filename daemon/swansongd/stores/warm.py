@@ -12,6 +12,7 @@ from collections.abc import Callable
 
 from swansongd.errors import StoreError
 from swansongd.stores.base import ObjectStore
+from swansongd.stores.checksums import crc32c
 from swansongd.util.log import logger as _log
 
 
@@ -54,6 +55,7 @@ class Warmer:
 
     def _run(self) -> None:
         is_cold = False
+        crc32c(b"")  # loads its library, which takes longer than a small upload
         while not self._stop.is_set():
             self._called.clear()
             began_mono_s = time.monotonic()
