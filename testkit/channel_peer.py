@@ -15,12 +15,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from structlog.testing import CapturingLogger
 from swansong import protocol
 from swansong.protocol import Message
 from swansongd.core.events import Event, TrainerJoined
 from swansongd.trainers.channel import TrainerChannel
 
-from testkit.logs import CapturingLogger
 from testkit.waiting import until
 
 

@@ -40,7 +40,7 @@ class Decisions:
 
     Args:
         state: the initial one.
-        log: see :mod:`swansongd.util.log`.
+        log: a structlog logger.
     """
 
     def __init__(self, state: State, log: Any) -> None:

@@ -245,6 +245,8 @@ class TrainerView:
     rank: int
     world_size: int
     local_world_size: int
+    node: int = 0
+    """Number of this VM in the job."""
     nodes: int = 1
     """Number of VMs of the job."""
     step: int = -1

@@ -19,6 +19,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, assert_never
 
+import structlog
 from swansong import protocol
 
 import swansongd
@@ -38,11 +39,13 @@ from swansongd.core.events import (
     Exit,
     FlushFailed,
     JoinGeneration,
+    LastFarewell,
     Log,
     Mark,
     NoticeRaised,
     NoticeWithdrawn,
     Prune,
+    RecordResumption,
     Rescan,
     SendTarget,
     SetAside,
@@ -84,7 +87,6 @@ from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
 from swansongd.trainers.translate import message_of
-from swansongd.util.log import logger as _log
 from swansongd.util.threads import Worker
 
 _TICK_S = 1.0
@@ -95,6 +97,8 @@ _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the farewell takes."""
 _JUDGEMENTS_MAX = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
+
+_log = structlog.get_logger(__name__)
 
 
 class Service:
@@ -361,6 +365,10 @@ class Service:
                     self._storage.expedite()
             case Conclude():
                 self._conclude(action)
+            case LastFarewell(conclusion):
+                self._conclude(conclusion)
+            case RecordResumption():
+                pass
             case Log():
                 self._decision_log.write(action, now)
             case Exit():

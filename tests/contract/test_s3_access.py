@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 from botocore.credentials import CredentialResolver
+from structlog.testing import capture_logs
+from structlog.typing import EventDict
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
 from swansongd.stores import credentials
 from swansongd.stores.options import S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.bodies import CountedBody, CountedSink
-from testkit.logs import capture_logs
 from testkit.raw_server import Peer, RawServer
 from testkit.store_backends import PART, Cloud, in_threads, retrying, send_parts
 
@@ -91,7 +92,7 @@ def test_addressing_and_checksums(cloud: Cloud, addressing: str, checksums: str)
 # ---------------------------------------------------------------- stores that read no trailers
 
 
-def sent_by_many(store: S3Store) -> list[dict[str, Any]]:
+def sent_by_many(store: S3Store) -> list[EventDict]:
     """Store a shard in each of eight threads, and complete an upload; returns the log."""
     with capture_logs() as lines:
         in_threads(

@@ -8,11 +8,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from structlog.testing import capture_logs
 from swansongd.sources.asg import IDENTITY_PATH, LifecycleHook
 
 from testkit.emulators.aws_imds import TOKEN_PATH
 from testkit.emulators.process import EmulatorProcess
-from testkit.logs import capture_logs
 from testkit.source_run import control, http
 from testkit.waiting import until
 

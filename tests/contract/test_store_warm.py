@@ -35,6 +35,7 @@ CLIENT = """
 import sys
 import threading
 from pathlib import Path
+import structlog
 from testkit.bodies import CountedBody
 from swansongd.config.config import StoreConfig
 from swansongd.errors import StoreError
@@ -42,6 +43,7 @@ from swansongd.stores.opening import open_store
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.util.threads import parallel
 
+structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 url, endpoint, ca_bundle = sys.argv[1:]
 store = open_store(
     StoreConfig(url=url, endpoint=endpoint, region="us-east-1", ca_bundle=Path(ca_bundle))

@@ -15,8 +15,9 @@ from testkit.waiting import until
 
 PRELUDE = """
 import json, logging, os, sys, time
-from swansongd.util import log
-logger = log.logger
+import structlog
+from swansongd.observe import log
+logger = structlog.get_logger("made-before-configure")
 """
 
 

@@ -23,6 +23,8 @@ from itertools import islice
 from operator import attrgetter, itemgetter
 from typing import TypeVar
 
+import structlog
+
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket.claim import ClaimObject
@@ -33,7 +35,6 @@ from swansongd.core.cadence import History
 from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge, UnreadableError
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.stores.base import ObjectStore
-from swansongd.util.log import logger as _log
 from swansongd.util.threads import parallel
 
 LISTED_MAX = 200_000
@@ -64,6 +65,8 @@ _decoding = threading.Lock()
 """Threads decode one manifest at a time, which limits the memory."""
 
 T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

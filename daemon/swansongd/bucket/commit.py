@@ -17,6 +17,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import structlog
 from swansong import bounds
 from swansong.bounds import BoundsError
 
@@ -36,11 +37,12 @@ from swansongd.errors import (
 )
 from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
-from swansongd.util.log import logger as _log
 
 _CLAIM_ATTEMPTS_MAX = 100
 _LOOK_BACK = 5
 """Number of newest claims that are searched for that of a job start."""
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

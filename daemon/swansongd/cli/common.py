@@ -10,7 +10,7 @@ import sys
 from swansong import bounds
 
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.util.log import printable
+from swansongd.util.printable import printable
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

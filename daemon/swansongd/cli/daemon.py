@@ -9,11 +9,13 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import structlog
+
 import swansongd
 from swansongd.config.config import DEFAULT_PATH, load
 from swansongd.errors import ConfigError, SwansongError
+from swansongd.observe import log
 from swansongd.service import Service
-from swansongd.util import log
 
 _EPILOG = """\
 examples:
@@ -67,11 +69,14 @@ def _run(path: Path) -> int:
 
 def _complain(error: SwansongError) -> None:
     """Log one line per problem, also before logging is configured."""
+    if not structlog.is_configured():
+        log.configure("console", "info")
+    logger = structlog.get_logger(__name__)
     problems = error.problems if isinstance(error, ConfigError) else [str(error)]
     for problem in problems:
-        log.logger.error("cannot_start", problem=problem)
+        logger.error("cannot_start", problem=problem)
     if error.hint:
-        log.logger.error("cannot_start", hint=error.hint)
+        logger.error("cannot_start", hint=error.hint)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,8 @@ from swansongd.cli.terminal import console
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
-from swansongd.util import log
-from swansongd.util.log import printable
+from swansongd.observe import log
+from swansongd.util.printable import printable
 
 _STYLES = {
     Level.OK: "green",

@@ -19,7 +19,7 @@ from swansongd.cli.terminal import console
 from swansongd.errors import CorruptError
 from swansongd.model import CheckpointKind, CommitRef, is_healthy
 from swansongd.restore.restore import health_of
-from swansongd.util.log import printable
+from swansongd.util.printable import printable
 
 EXAMPLES = {
     "List all commits of the configured run.": "swansong ls",

@@ -16,6 +16,7 @@ from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
 from swansongd.flush.claim_record import expect_recorded_store
+from swansongd.observe import log
 from swansongd.restore.reader import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
@@ -46,6 +47,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     Raises:
         ConfigError: the configuration is not valid.
     """
+    log.configure("console", "warning")
     config = load(args.config)
     connections = max(CONNECTIONS, config.flush.connections)
     store = open_store(config.store, connections=connections)

@@ -11,7 +11,7 @@ from swansongd.cli.progress import ShownCount, ShownProgress
 from swansongd.errors import CorruptError
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import verify
-from swansongd.util.log import printable
+from swansongd.util.printable import printable
 
 EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",

@@ -80,6 +80,20 @@ def may_answer(state: State, query: RestoreQuery) -> bool:
     return is_wanted and state.finishing is None and state.generation is not None
 
 
+def may_download(state: State, *, is_asked: bool) -> bool:
+    """Whether a download may use the link now.
+
+    The link belongs to an evacuation.  A download that no trainer has asked for stops while one is open.
+    One that a trainer waits for runs, unless the evacuation sends bytes or is about to.
+    """
+    evacuation = state.evacuation
+    if evacuation is None:
+        return True
+    is_saving = evacuation.request is not None and evacuation.request.is_waiting
+    is_sending = state.flight is not None or bool(state.stored) or bool(state.uncommitted)
+    return is_asked and not is_saving and not is_sending
+
+
 def newest_local(state: State, newest: CommitRef | None) -> Staged | None:
     """The newest usable set in staging; None without one, and if the newest commit is newer."""
     if _is_part_only(state):

@@ -9,6 +9,7 @@ from enum import StrEnum
 
 from swansongd.core.cadence import History
 from swansongd.core.events import ClaimGeneration, JoinGeneration
+from swansongd.core.ledger import Milestones, Training
 from swansongd.core.planner import Candidate, Measurements, Plan, take_s
 from swansongd.model import (
     CheckpointId,
@@ -365,6 +366,13 @@ class State:
     evacuations: int = 0
     """Number of evacuations so far."""
     last_verdict: Concluded | None = None
+    milestones: Milestones = field(default_factory=Milestones)
+    """How far the resume in progress has come."""
+    training: Training = field(default_factory=Training)
+    recorded: int | None = None
+    """Generation whose resumption was recorded last."""
+    parted: str = ""
+    """Evacuation whose last farewell was written."""
     is_leaving: bool = False
 
     @property

@@ -37,7 +37,7 @@ _DELAY_S = 24.0
 """Below the 30 s after which GCP cuts the power."""
 _PACKAGES = (
     "blake3", "boto3", "crc32c", "google.auth", "jeepney", "requests", "rich",
-    "swansong.protocol", "watchdog",
+    "structlog", "swansong.protocol", "watchdog",
 )  # fmt: skip
 _STOP_RESERVE_S = 30.0
 _HOME = Path("/var/lib/swansong")

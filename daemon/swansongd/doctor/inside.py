@@ -21,8 +21,8 @@ from swansongd.doctor.accounts import own_account
 from swansongd.doctor.findings import Check, examine
 from swansongd.doctor.grace import grace_s
 from swansongd.errors import ConfigError
+from swansongd.observe import log
 from swansongd.sources.detect import detect_cloud
-from swansongd.util import log
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,8 @@ from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
 
+import structlog
+
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
@@ -32,12 +34,13 @@ from swansongd.stores.opening import open_store
 from swansongd.stores.warm import Warmer
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
-from swansongd.util.log import logger as _log
 
 SMALL_CONNECTIONS = 4
 """Connections besides those of the flush: for the committer, a restore and the warmer."""
 _CALL_BUDGET_S = 20.0
 """Time for which a request is retried in the background before it counts as failed."""
+
+_log = structlog.get_logger(__name__)
 
 
 class Storage:

@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import structlog
+
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
@@ -16,7 +18,8 @@ from swansongd.errors import FencedError
 from swansongd.flush.claim_record import ABANDONED_MAX, ClaimRecord, read_record
 from swansongd.model import CheckpointId
 from swansongd.stores.base import ObjectStore
-from swansongd.util.log import logger as _log
+
+_log = structlog.get_logger(__name__)
 
 
 class Claimant:

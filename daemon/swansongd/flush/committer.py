@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 
+import structlog
 from swansong.bounds import BoundsError
 
 from swansongd.bucket import catalog, commit
@@ -42,13 +43,14 @@ from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
-from swansongd.util.log import logger as _log
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 10.0
 _CLAIM_RETRY_EXPEDITED_S = 0.5
 _CLAIM, _COMMIT = "claim", "commit"
 """The operations that are reported to the health of the store."""
+
+_log = structlog.get_logger(__name__)
 
 
 class Committer:

@@ -30,6 +30,7 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import structlog
 from swansong.bounds import BoundsError
 
 from swansongd.bucket.keys import RunKeys
@@ -45,9 +46,10 @@ from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.util.concurrency import ConcurrencyLimit
-from swansongd.util.log import logger as _log
 
 _PROGRESS_INTERVAL_S = 0.05
+
+_log = structlog.get_logger(__name__)
 
 
 def upload_nonce() -> str:

@@ -23,13 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import structlog
 from blake3 import blake3
 from swansong import bounds, openat
 
 from swansongd.digests import PART_SIZE_BYTES_MAX, part_count
 from swansongd.model import StagedFile, StoredShard
 from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt, Upload
-from swansongd.util.log import logger as _log
 
 FILE_NAME = "uploads.journal"
 _TEMPORARY = f".{FILE_NAME}.new"
@@ -44,6 +44,7 @@ _VERSION = 1
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
+_log = structlog.get_logger(__name__)
 
 Entry = dict[str, Any]
 """One line of the journal, as JSON."""

@@ -6,10 +6,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 
+import structlog
+
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import SwansongError
 from swansongd.stores.base import ObjectStore
-from swansongd.util.log import logger as _log
+
+_log = structlog.get_logger(__name__)
 
 
 class Sweeper:

@@ -7,6 +7,8 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 
+import structlog
+
 from swansongd.digests import part_count, shard_digest
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.flush.active import ActiveFlush
@@ -17,7 +19,8 @@ from swansongd.model import StoredShard
 from swansongd.staging import scan
 from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
 from swansongd.stores.checksums import crc32c_of_parts
-from swansongd.util.log import logger as _log
+
+_log = structlog.get_logger(__name__)
 
 
 class ShardUploader:

@@ -3,9 +3,11 @@
 
 from __future__ import annotations
 
+import structlog
+
 from swansongd.core.events import Conclude, Log, Mark
+from swansongd.observe import log as logs
 from swansongd.observe.timeline import Timeline
-from swansongd.util.log import logger as _log
 from swansongd.util.rates import LogLimit
 
 # More than a normal job causes: a trainer must not fill the system journal.
@@ -14,6 +16,8 @@ _MARKS_AT_ONCE, _MARK_EVERY_S = 200, 1.0
 # Neither must a source whose values change with each poll.
 _SOURCE_LINES_AT_ONCE, _SOURCE_LINE_EVERY_S = 10, 30.0
 _OF_SOURCES = ("health", "notice", "notice_withdrawn", "evacuation_held", "precaution_skipped")
+
+_log = structlog.get_logger(__name__)
 
 
 class DecisionLog:
@@ -31,7 +35,7 @@ class DecisionLog:
         limit = self._source_lines if line.event in _OF_SOURCES else self._lines
         extra = limit.admit((line.event, facts.get("source")), now_mono_s)
         if extra is not None:
-            _log.log(line.level, line.event, **facts, **extra)
+            _log.log(logs.LEVELS[line.level], line.event, **facts, **extra)
 
     def mark(self, mark: Mark, now_mono_s: float) -> bool:
         """Append to the timeline.

@@ -11,6 +11,7 @@ import threading
 import time
 from typing import Any
 
+import structlog
 from swansong.bounds import BoundsError, json_object, text
 
 from swansongd.sources.aws import Imds
@@ -24,12 +25,13 @@ from swansongd.sources.metadata import (
     fallback_url,
     shortened,
 )
-from swansongd.util.log import logger as _log
 
 IDENTITY_PATH = "/latest/dynamic/instance-identity/document"
 _INSTANCE = re.compile(r"[A-Za-z0-9-]{1,64}")
 _REGION = re.compile(r"[a-z0-9-]{1,40}")
 """Checked because the region becomes part of the endpoint's host name."""
+
+_log = structlog.get_logger(__name__)
 
 
 class _Rejected(Exception):

@@ -25,7 +25,7 @@ class StagingObserver:
     Args:
         scanner: does the scan.
         post: takes the events.
-        log: see :mod:`swansongd.util.log`.
+        log: a structlog logger.
         interval_s: interval of the periodic scans.
     """
 

@@ -14,13 +14,13 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
+import structlog
 from swansong import bounds, openat, protocol
 from swansong.bounds import BoundsError
 
 from swansongd.errors import StagingError
 from swansongd.staging import acl
 from swansongd.staging.scan import OWN_DIRECTORY
-from swansongd.util.log import logger as _log
 
 RUN_DIRECTORY_MODE = 0o1770
 """Trainers get access by their group; the sticky bit prevents renames of other users' entries."""
@@ -28,6 +28,8 @@ RESTORED_DIRECTORY_MODE = 0o750
 _ATTEMPTS = 3
 _NAMING_KEY = "naming.key"
 _NAMING_KEY_BYTES = 32
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,13 +6,16 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 
+import structlog
+
 from swansongd.core.events import Prune, SetAside
 from swansongd.errors import StagingError
 from swansongd.staging import scan
-from swansongd.util.log import logger as _log
 from swansongd.util.threads import Worker
 
 _REMOVALS_MAX = 16
+
+_log = structlog.get_logger(__name__)
 
 
 class Remover:

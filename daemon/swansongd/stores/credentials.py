@@ -15,13 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 
+import structlog
+
 from swansongd.errors import Permanent, StoreError, Transient
-from swansongd.util.log import logger as _log
 
 Value = TypeVar("Value")
 
 _PAUSE_S = 2.0
 """Minimum time between two reads, unless the store has accepted the credentials of the first one."""
+
+_log = structlog.get_logger(__name__)
 
 
 class CredentialCache(Generic[Value]):

@@ -10,10 +10,13 @@ import threading
 import time
 from collections.abc import Callable
 
+import structlog
+
 from swansongd.errors import StoreError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.checksums import crc32c
-from swansongd.util.log import logger as _log
+
+_log = structlog.get_logger(__name__)
 
 
 class Warmer:

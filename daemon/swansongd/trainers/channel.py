@@ -73,7 +73,7 @@ class TrainerChannel:
         post: takes the events.
         answer: takes RestoreQuery, StatusQuery, Notify and NotifyWithdrawn with a function that sends
             the reply, now or later, from any thread.  Each RestoreQuery must get one Restored.
-        log: see :mod:`swansongd.util.log`.
+        log: a structlog logger.
         listener_fd: the listening socket, if it exists already; ``path`` is then left alone.
         several_vms: whether trainers may have ranks on other VMs.
         naming_secret: by user id, see :class:`swansong.protocol.Welcome`.

@@ -77,6 +77,7 @@ def view_of(
         rank=hello.rank,
         world_size=hello.world_size,
         local_world_size=hello.local_world_size,
+        node=hello.node,
         nodes=hello.nodes,
         step=hello.step,
         takes_periodic="periodic" in hello.capabilities,

@@ -11,12 +11,15 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
+import structlog
+
 from swansongd.errors import Stopped
-from swansongd.util.log import logger as _log
 
 Task = TypeVar("Task")
 
 _POLL_S = 0.2
+
+_log = structlog.get_logger(__name__)
 
 
 class Worker:

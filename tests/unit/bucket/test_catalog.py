@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from swansongd.bucket import catalog, claim, manifest
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
@@ -25,7 +26,6 @@ from swansongd.stores.base import ObjectInfo
 from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, object_path
-from testkit.logs import capture_logs
 
 KEYS = RunKeys("r")
 SIGNER = Signer(b"k" * 32)

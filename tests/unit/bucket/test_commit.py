@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from swansong import bounds
 from swansong.bounds import BoundsError
 from swansongd.bucket import claim as claims
@@ -34,7 +35,6 @@ from swansongd.stores.wrappers.retry import Retrying
 
 from testkit import committed
 from testkit.committed import file_store
-from testkit.logs import capture_logs
 
 KEYS = RunKeys("r")
 

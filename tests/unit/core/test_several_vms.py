@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from swansong.protocol import Hello, Message, Restored, RestoreQuery
 from swansongd.bucket import commit
 from swansongd.bucket.keys import RunKeys
@@ -38,7 +39,6 @@ from swansongd.stores.file.store import FileStore
 from swansongd.trainers.translate import problem_with
 
 from testkit import committed
-from testkit.logs import capture_logs
 from testkit.story import Story, a_set
 
 KEYS = RunKeys("r")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from swansong import bounds
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
@@ -44,7 +45,6 @@ from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
 from testkit import committed
-from testkit.logs import capture_logs
 from testkit.story import a_set
 from testkit.waiting import until
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from swansong import openat
 from swansongd.core.events import Flushed, FlushFailed
 from swansongd.errors import Transient
@@ -32,7 +33,6 @@ from swansongd.model import StagedFile, StoredShard
 from swansongd.stores.base import PartReceipt, Upload
 
 from testkit.flush_rig import PART, FlushRig, staged_set
-from testkit.logs import capture_logs
 
 FILE = StagedFile(path="d/a", size_bytes=2500, mtime_ns=17, inode=4)
 HEADER = {"is": "journal", "version": 1, "run": "r", "store": "s3://b"}

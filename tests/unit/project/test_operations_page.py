@@ -41,7 +41,7 @@ PAGES = {
 LEVELS = {name: name for name in ("debug", "info", "warning", "error")} | {"exception": "error"}
 LEVEL_OF_LIBRARIES = {"any"}
 BY_THE_WRITER = {"log_dropped": {"warning"}}
-"""Log events written without a level, by the writer thread."""
+"""Log events written without structlog, by the writer thread."""
 OF_THE_KERNEL = {"Read-only file system"}
 OTHER_NAMES = {"credential_process", "nvme_card"}
 """Names of AWS and of disks."""

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import CapturingLogger, capture_logs
 from swansong import protocol
 from swansongd import decisions
 from swansongd.config.config import load
@@ -35,7 +36,6 @@ from swansongd.model import TrainerView
 from swansongd.service import Service
 from swansongd.staging import scan
 
-from testkit.logs import CapturingLogger, capture_logs
 from testkit.story import a_notice, a_set
 from testkit.waiting import until
 

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
+from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansongd.core.events import Event, Scanned
 from swansongd.errors import StagingError
@@ -27,7 +28,6 @@ from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner
 
-from testkit.logs import CapturingLogger, capture_logs
 from testkit.staged import ME, write_files, write_set
 from testkit.waiting import until
 
@@ -189,7 +189,7 @@ def count_scans(scanner: Scanner) -> list[None]:
 EXHAUSTED = """
 import ctypes, json, os, sys, time
 from pathlib import Path
-from testkit.logs import CapturingLogger, capture_logs
+from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansongd.staging import scan
 import watchdog.observers  # before the user changes, who cannot read this Python

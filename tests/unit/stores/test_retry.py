@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import Body, Page, PartReceipt, Sink, Upload
 from swansongd.stores.checksums import crc32c
@@ -16,7 +17,6 @@ from swansongd.stores.file.store import FileStore
 from swansongd.stores.wrappers.retry import Retrying
 
 from testkit.bodies import CountedBody, CountedSink
-from testkit.logs import capture_logs
 
 
 class Moody(FileStore):

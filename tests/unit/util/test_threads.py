@@ -6,11 +6,11 @@ from __future__ import annotations
 import threading
 
 import pytest
+from structlog.testing import CapturingLogger
 from swansongd.errors import Stopped
 from swansongd.util import threads as module
 from swansongd.util.threads import Worker, parallel
 
-from testkit.logs import CapturingLogger
 from testkit.waiting import until
 
 

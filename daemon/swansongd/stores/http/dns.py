@@ -12,8 +12,9 @@ import socket
 import threading
 from typing import Any
 
-from swansongd.util.log import logger as _log
+import structlog
 
+_log = structlog.get_logger(__name__)
 _NAMES_MAX = 256
 
 

@@ -12,6 +12,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from xml.etree import ElementTree as ET
 
+import structlog
+
 from swansongd.errors import Exists, NotFound, Permanent, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
@@ -45,11 +47,12 @@ from swansongd.stores.s3.access import (
     Unsupported,
 )
 from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
-from swansongd.util.log import logger as _log
 
 _CHECKSUM = "x-amz-checksum-crc32c"
 _CHECKSUM_TYPE = {"x-amz-checksum-type": "FULL_OBJECT"}
 _ABSENT = {"if-none-match": "*"}
+
+_log = structlog.get_logger(__name__)
 
 
 class S3Store:

@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterator, Sequence
 from random import SystemRandom
 from typing import TypeVar
 
+import structlog
+
 from swansongd.errors import StoreError, Transient
 from swansongd.stores.base import (
     Body,
@@ -27,7 +29,6 @@ from swansongd.stores.base import (
     Upload,
     listed,
 )
-from swansongd.util.log import logger as _log
 
 T = TypeVar("T")
 
@@ -38,6 +39,7 @@ _BACKOFF_S_MAX_URGENT = 0.5
 _REQUESTED_WAIT_S_MAX = 60.0
 """Limit of a wait that the store requests by Retry-After."""
 
+_log = structlog.get_logger(__name__)
 _random = SystemRandom()
 
 
