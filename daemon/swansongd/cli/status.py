@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.cli.client import DaemonClient
-from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
+from swansongd.cli.common import add_json, human_bytes, human_s, print_json
+from swansongd.cli.terminal import console
 from swansongd.config.config import load
-from swansongd.observe.log import printable
+from swansongd.util.printable import printable
 
 EXAMPLES = {
     "Show the state, the last commit and the replication lag.": "swansong status",
