@@ -70,6 +70,7 @@ from swansongd.inbox import Inbox
 from swansongd.model import Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
@@ -164,6 +165,7 @@ class Service:
             lambda: self._state,
             self._stop,
             rescan=self._observer.rescan,
+            local=LocalFiles(self._staging, lambda: self._state, self._storage.digest_of),
             post=self._post,
         )
         self._prefetch = Prefetch(

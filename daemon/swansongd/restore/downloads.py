@@ -21,7 +21,7 @@ from enum import Enum, auto
 
 import structlog
 from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY
+from swansong.protocol import RESTORED_DIRECTORY, sealed_name
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
@@ -29,6 +29,7 @@ from swansongd.core.events import DownloadEnded, DownloadStarted, Event
 from swansongd.core.state import State
 from swansongd.errors import StagingError, Stopped
 from swansongd.model import CommitRef, StoredShard
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, Selection, restore
 from swansongd.restore.target import Access, RestoreTarget, interrupted
@@ -138,6 +139,7 @@ class Downloads:
         run: staging directory of the run.
         state: returns the newest state of the decision loop.
         stop: ends all downloads.
+        local: finds files on this machine that need not be fetched.
         post: takes DownloadStarted and DownloadEnded.
         monotonic: the clock.
     """
@@ -150,6 +152,7 @@ class Downloads:
         state: Callable[[], State],
         stop: threading.Event,
         *,
+        local: LocalFiles | None = None,
         post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -158,6 +161,7 @@ class Downloads:
         self._run = run
         self._state = state
         self._stop = stop
+        self._local = local or LocalFiles(run, state)
         self._post = post
         self._monotonic = monotonic
         self._changed = threading.Condition()
@@ -186,7 +190,8 @@ class Downloads:
             raise
         finally:
             self._end(download)
-        self._post(DownloadEnded(result.size_bytes - result.reused_bytes, result.reused_bytes))
+        here_bytes = result.reused_bytes + result.local_bytes
+        self._post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
         if download.is_asked:
             self._remove_others(download)
         return download
@@ -290,7 +295,11 @@ class Downloads:
 
     def _attempt(self, download: Download, parent_fd: int) -> RestoreResult:
         """Restore into a directory below the open one; continues an interrupted download."""
-        name = interrupted(parent_fd) or secrets.token_hex(4)
+        step = 0 if download.wish.ref is None else download.wish.ref.step
+        # A restarted daemon knows the step of an earlier download by its name.
+        name = interrupted(parent_fd, sealed_name(step, "")) or sealed_name(
+            step, secrets.token_hex(4)
+        )
         target = RestoreTarget(
             self._run.path / RESTORED_DIRECTORY / name,
             parent_fd=parent_fd,
@@ -306,7 +315,9 @@ class Downloads:
             download.total_bytes = sum(shard.size_bytes for shard in shards)
             download.ref = ref
 
-        options = ReadOptions(progress=self._progress(download), stop=download.halt)
+        options = ReadOptions(
+            progress=self._progress(download), stop=download.halt, local=self._local.of
+        )
         return restore(store, self._keys, target, download.wish.selection(chosen), options)
 
     def _progress(self, download: Download) -> Listener:

@@ -39,6 +39,7 @@ from swansongd.errors import (
 )
 from swansongd.model import CommitRef, Staged
 from swansongd.restore.downloads import BUDGET_S, Choice, Downloads, Wish
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.restore import health_of, healthy, whole
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
@@ -88,6 +89,7 @@ class Resume:
         state: returns the newest state of the decision loop.
         stop: ends the thread and its download.
         rescan: requests a scan of staging; None: the choice uses the last scan.
+        local: finds files on this machine that need not be fetched; None: without known digests.
         post: takes the events of the downloads, and those of each query.
         monotonic: the clock.
     """
@@ -101,6 +103,7 @@ class Resume:
         stop: threading.Event,
         *,
         rescan: Callable[[], None] | None = None,
+        local: LocalFiles | None = None,
         post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,7 +114,9 @@ class Resume:
         self._stop = stop
         self._rescan = rescan
         self._monotonic = monotonic
-        self.downloads = Downloads(store, keys, run, state, stop, post=post, monotonic=monotonic)
+        self.downloads = Downloads(
+            store, keys, run, state, stop, local=local, post=post, monotonic=monotonic
+        )
         self._post = post
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
