@@ -412,6 +412,8 @@ class Service:
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
             self._resume.ask(message, reply, self._post)
+        elif isinstance(message, protocol.ShardsTaken):
+            self._resume.take(message, reply)
 
     def _leave(self, order: Exit) -> int:
         """End in bounded time: nothing here waits for a flush, a source or a trainer."""

@@ -26,7 +26,14 @@ from pathlib import Path
 
 import structlog
 from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
+from swansong.protocol import (
+    RESTORED_DIRECTORY,
+    Message,
+    Restored,
+    RestoreQuery,
+    Restoring,
+    ShardsTaken,
+)
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
@@ -53,9 +60,11 @@ from swansongd.restore.restore import (
     whole,
 )
 from swansongd.restore.target import Access, RestoreTarget, interrupted
+from swansongd.restore.verified import VerifiedShards
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
+from swansongd.trainers.admission import Reply
 
 BUDGET_S = 100.0
 """Time for retries of the store, and for the start of a job, before a query gets an error."""
@@ -68,8 +77,6 @@ _SCAN_TIMEOUT_S = 10.0
 """Timeout of a scan; after that, the choice uses the result of the last scan."""
 
 _log = structlog.get_logger(__name__)
-
-Reply = Callable[[Message], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +137,7 @@ class Resume:
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
+        self._verified = VerifiedShards()
         threading.Thread(target=self._serve, name="resume", daemon=True).start()
 
     def ask(self, query: RestoreQuery, reply: Reply, post: Callable[[Event], None]) -> None:
@@ -150,6 +158,12 @@ class Resume:
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
+        else:
+            self._verified.join(query, reply)
+
+    def take(self, message: ShardsTaken, reply: Reply) -> None:
+        """Record how many shards a trainer has taken, before its query is answered."""
+        self._verified.take(message, reply)
 
     def _serve(self) -> None:
         while not self._stop.is_set():
@@ -172,6 +186,7 @@ class Resume:
                 path=answer.path,
                 error=answer.error,
             )
+            self._verified.leave(ticket.reply)
             _send(ticket, answer)
 
     def _next(self) -> _Ticket | None:
@@ -332,7 +347,7 @@ class Resume:
             # Only the manifests of that step are read: there may be thousands of commits.
             step=None if wanted is None or newest is None else newest.step,
             wanted=wanted,
-            skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
+            skipped=self._skipped,
         )
         parent_fd = _opened_restored(self._run)
         try:
@@ -343,11 +358,23 @@ class Resume:
                 if newest is None and error.is_fresh:
                     return Restored("")
                 raise
+            finally:
+                download = self._verified.end()
             _remove(before, parent_fd)  # downloads for earlier trainers on this VM
         finally:
             os.close(parent_fd)
         ref = restored.ref
-        return Restored("", path=str(restored.path), step=ref.step, generation=ref.generation)
+        return Restored(
+            "",
+            path=str(restored.path),
+            step=ref.step,
+            generation=ref.generation,
+            download=download,
+        )
+
+    def _skipped(self, ref: CommitRef, reason: str) -> None:
+        self._verified.end()
+        _log.error("commit_skipped", commit=str(ref), reason=reason)
 
     def _download(self, store: ObjectStore, parent_fd: int, selection: Selection) -> RestoreResult:
         """Restore into a directory below the open one; continues an interrupted download."""
@@ -357,7 +384,9 @@ class Resume:
             parent_fd=parent_fd,
             access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
         )
-        options = ReadOptions(progress=self._progress(), stop=self._stop)
+        options = ReadOptions(
+            progress=self._progress(), stop=self._stop, verified=self._verified.add
+        )
         return restore(store, self._keys, target, selection, options)
 
     def _progress(self) -> Callable[[int, int], None]:
