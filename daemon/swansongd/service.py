@@ -60,6 +60,7 @@ from swansongd.core.events import (
     WithdrawRequest,
     WokeUp,
 )
+from swansongd.core.ledger import LastReport, last_report
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.flush.assembly import Storage
@@ -382,7 +383,9 @@ class Service:
             case LastFarewell(conclusion):
                 self._conclude(conclusion)
             case RecordResumption():
-                pass
+                self._storage.ledger.record(
+                    action, vm=self._state.settings.vm, daemon_mono_s=self._born_mono_s
+                )
             case Log():
                 self._decision_log.write(action, now)
             case Exit():
@@ -402,8 +405,22 @@ class Service:
         assert timeline is not None
         if generation is not None:
             self._committer.farewell(
-                generation, conclusion, timeline.entries, left_out=timeline.left_out
+                generation,
+                conclusion,
+                timeline.entries,
+                left_out=timeline.left_out,
+                training=self._last_report(),
             )
+
+    def _last_report(self) -> LastReport | None:
+        evacuation = self._state.evacuation
+        return last_report(
+            self._state.training,
+            is_ending=host.NAME in self._state.notices,
+            deadline_mono_s=None if evacuation is None else evacuation.deadline_mono_s,
+            now_mono_s=time.monotonic(),
+            now_wall_s=time.time(),
+        )
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
@@ -433,6 +450,8 @@ class Service:
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
             self._resume.ask(message, reply, self._post)
+        elif isinstance(message, protocol.ShardsTaken):
+            self._resume.take(message, reply)
 
     def _leave(self, order: Exit) -> int:
         """End in bounded time: nothing here waits for a flush, a source or a trainer."""
@@ -459,6 +478,7 @@ def _first_state(
         checkpoint_interval_s=config.run.checkpoint_interval_s,
         mtbf_s=config.run.mtbf_s,
         assumed_grace_s=config.deadline.assumed_grace_s,
+        follow_ups=config.trainer.follow_ups,
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         several_vms=config.run.several_vms,

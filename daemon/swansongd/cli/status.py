@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.cli.client import DaemonClient
-from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
+from swansongd.cli.common import add_json, human_bytes, human_s, print_json
+from swansongd.cli.terminal import console
 from swansongd.config.config import load
-from swansongd.observe.log import printable
+from swansongd.util.printable import printable
 
 EXAMPLES = {
     "Show the state, the last commit and the replication lag.": "swansong status",
@@ -221,7 +222,18 @@ def _evacuation(evacuation: Any) -> str:
     wait_s = evacuation.get("trainer_wait_s")
     if wait_s is not None:
         shown += f"; waiting for a trainer to connect, {_seconds(wait_s)} left"
-    return shown
+    return shown + _follow_ups(evacuation.get("follow_ups"))
+
+
+def _follow_ups(follow_ups: Any) -> str:
+    if not isinstance(follow_ups, dict):
+        return ""
+    next_s = follow_ups.get("next_in_s")
+    if follow_ups.get("under_way"):
+        return f"; follow-up checkpoint {_word(follow_ups.get('count'))} is under way"
+    if next_s is not None:
+        return f"; next follow-up checkpoint in {_seconds(next_s)}"
+    return ""
 
 
 def _word(value: Any) -> str:

@@ -116,6 +116,7 @@ class TrainerConfig:
     users: tuple[str | int, ...] = _key(read.users, default=())
     """Users that may connect to the socket and own staged files, besides root and the daemon's user."""
     settle_s: float = _key(read.duration, default=2.0)
+    follow_ups: bool = _key(read.yes_or_no, default=True)
     stall_steps: float = _key(read.factor, default=20.0)
     stall_min_s: float = _key(read.duration, default=60.0)
 

@@ -33,6 +33,7 @@ from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, Selection, restore
 from swansongd.restore.target import Access, RestoreTarget, interrupted
+from swansongd.restore.verified import VerifiedShards
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -101,6 +102,8 @@ class Download:
     """The commit that is fetched, once its manifests are read."""
     result: RestoreResult | None = None
     """None until the download is finished."""
+    id: str = ""
+    """Names the finished download to the trainers that took its shards; empty before."""
     done_bytes: int = 0
     total_bytes: int = 0
     is_asked: bool = False
@@ -167,6 +170,8 @@ class Downloads:
         self._changed = threading.Condition()
         self._running: Download | None = None
         self._last: Download | None = None
+        self.verified = VerifiedShards()
+        """Passes the files of the download in progress to the trainers that wait for it."""
         self.listener: Listener = lambda _done_bytes, _total_bytes: None
         """Called in the thread of the download."""
 
@@ -256,12 +261,15 @@ class Downloads:
             while True:
                 self._await_link(download)
                 try:
-                    return self._attempt(download, parent_fd)
+                    result = self._attempt(download, parent_fd)
+                    download.id = self.verified.end()
+                    return result
                 except Stopped:
                     if download.is_cancelled or self._stop.is_set():
                         raise
                     download.halt.clear()  # it was paused
         finally:
+            self.verified.end()
             os.close(parent_fd)
 
     def _remove_others(self, download: Download) -> None:
@@ -314,9 +322,13 @@ class Downloads:
         def chosen(ref: CommitRef, shards: Sequence[StoredShard]) -> None:
             download.total_bytes = sum(shard.size_bytes for shard in shards)
             download.ref = ref
+            self.verified.end()  # those of a damaged commit
 
         options = ReadOptions(
-            progress=self._progress(download), stop=download.halt, local=self._local.of
+            progress=self._progress(download),
+            stop=download.halt,
+            local=self._local.of,
+            verified=self.verified.add,
         )
         return restore(store, self._keys, target, download.wish.selection(chosen), options)
 

@@ -35,6 +35,8 @@ from swansongd.util.threads import Task, parallel
 
 Progress = Callable[[int, int], None]
 """Takes the bytes done and the total; called from any thread, one call at a time."""
+Verified = Callable[[str, RestoreTarget], None]
+"""Takes the path of a file that matches its digest, and the target that contains it."""
 Problems = dict[StoredShard, str]
 """The defect of each damaged shard, in words."""
 
@@ -49,6 +51,7 @@ CONNECTIONS = 16
 """Default limit of parallel connections."""
 _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
+_SMALL_BYTES = 2**20
 _MISSING = "{} is missing from the store"
 
 
@@ -61,12 +64,14 @@ class ReadOptions:
         progress: called with the bytes done.
         stop: ends the pass with Stopped, within one window.
         local: finds files on this machine, which are copied instead of fetched.
+        verified: called with each file that is complete in a target, before it is synced; from any thread.
     """
 
     connections: int = CONNECTIONS
     progress: Progress | None = None
     stop: threading.Event | None = None
     local: LocalSource | None = None
+    verified: Verified | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -153,11 +158,19 @@ class Reader:
         total_bytes = sum(shard.size_bytes for shard in shards.values())
         limit = ConcurrencyLimit(self.options.connections)
         transfer = _Transfer(total_bytes, limit, progress, self.options.stop)
-        reading = _Reading(self.store, target, noted or {}, transfer, self._refused)
+        reading = _Reading(
+            self.store,
+            target,
+            noted or {},
+            transfer,
+            self._refused,
+            verified=self.options.verified,
+        )
         reading.local = local or {}
-        # The largest first: the last parts should be small, so that no connection is idle for long.
-        largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
-        states = [_Shard(number, shard) for number, shard in largest_first]
+        states = [
+            _Shard(number, shard)
+            for number, shard in sorted(shards.items(), key=lambda item: _place(item[1]))
+        ]
         self._each(
             [(state, index) for state in states for index in range(state.parts_left)],
             lambda part: reading.part(*part),
@@ -310,11 +323,14 @@ class _Reading:
         noted: Noted,
         transfer: _Transfer,
         refused: Callable[[str, Permanent], str],
+        *,
+        verified: Verified | None,
     ) -> None:
         self.problems: Problems = {}
         self.reused_bytes = 0
         self.local_bytes = 0
         self.local: Mapping[int, OpenLocal] = {}
+        self._verified = verified
         self._store = store
         self._target = target
         self._noted = noted
@@ -332,6 +348,8 @@ class _Reading:
             return
         with self._target.file(shard.path) as file:
             if self._read(state, index, file):
+                if self._verified is not None:
+                    self._verified(shard.path, self._target)
                 file.sync()
 
     def _read(self, state: _Shard, index: int, file: RestoredFile | None) -> bool:
@@ -413,6 +431,15 @@ class _Reading:
         sink = _PartSink(offset, size_bytes, write, self._transfer)
         self._store.get_range(shard.key, offset, size_bytes, sink)
         return sink.digest()
+
+
+def _place(shard: StoredShard) -> tuple[bool, int]:
+    """The place of a shard in the order of a pass.
+
+    The small files come first: a trainer reads the indexes before all others.  Then the largest ones, so that
+    no connection is idle for long at the end.
+    """
+    return shard.size_bytes > _SMALL_BYTES, -shard.size_bytes
 
 
 def _span(shard: StoredShard, index: int) -> tuple[int, int]:

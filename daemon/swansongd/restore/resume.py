@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
-from swansong.protocol import Message, Restored, RestoreQuery, Restoring
+from swansong.protocol import Message, Restored, RestoreQuery, Restoring, ShardsTaken
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
@@ -44,6 +44,7 @@ from swansongd.restore.restore import health_of, healthy, whole
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
+from swansongd.trainers.admission import Reply
 
 QUERIES_MAX = 1024
 """Limit of the queue; further queries are refused."""
@@ -53,8 +54,6 @@ _SCAN_TIMEOUT_S = 10.0
 """Timeout of a scan; after that, the choice uses the result of the last scan."""
 
 _log = structlog.get_logger(__name__)
-
-Reply = Callable[[Message], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +148,12 @@ class Resume:
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
+        else:
+            self.downloads.verified.join(query, reply)
+
+    def take(self, message: ShardsTaken, reply: Reply) -> None:
+        """Record how many shards a trainer has taken, before its query is answered."""
+        self.downloads.verified.take(message, reply)
 
     def _serve(self) -> None:
         while not self._stop.is_set():
@@ -171,6 +176,7 @@ class Resume:
                 path=answer.path,
                 error=answer.error,
             )
+            self.downloads.verified.leave(ticket.reply)
             _send(ticket, answer)
             if not ticket.query.rollback:
                 self._post(RestoreAnswered(answer.step, answer.generation, answer.error))
@@ -327,14 +333,20 @@ class Resume:
     def _fetched(self, ref: CommitRef | None, choice: Choice = Choice.NEWEST) -> Restored:
         """Download this commit; the answer has no path if the run is fresh."""
         try:
-            result = self.downloads.fetch(Wish(ref=ref, choice=choice)).result
+            download = self.downloads.fetch(Wish(ref=ref, choice=choice))
         except NothingToRestore as error:
             if ref is None and error.is_fresh:
                 return Restored("")
             raise
-        assert result is not None
-        place = result.ref
-        return Restored("", path=str(result.path), step=place.step, generation=place.generation)
+        assert download.result is not None
+        place = download.result.ref
+        return Restored(
+            "",
+            path=str(download.result.path),
+            step=place.step,
+            generation=place.generation,
+            download=download.id,
+        )
 
     def _report(self, done_bytes: int, total_bytes: int) -> None:
         """Report the progress of a download to all queries in the queue."""

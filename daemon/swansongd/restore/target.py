@@ -261,6 +261,11 @@ class RestoreTarget:
         with self._errors(), self._open(path) as fd:
             yield RestoredFile(fd, self._writing[path], self._errors)
 
+    def duplicate(self) -> int:
+        """Another descriptor of the directory with the files, which the caller closes."""
+        with self._errors():
+            return os.dup(self._files_fd)
+
     def note(self, shard_number: int, part_index: int, digest: bytes) -> None:
         """Record that the bytes of this part are in their file."""
         with self._errors():
