@@ -71,6 +71,7 @@ from swansongd.inbox import Inbox
 from swansongd.model import Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
+from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
 from swansongd.sources.opening import (
@@ -164,7 +165,17 @@ class Service:
             lambda: self._state,
             self._stop,
             rescan=self._observer.rescan,
+            post=self._post,
         )
+        self._prefetch = Prefetch(
+            self._resume.downloads,
+            self._storage.backend,
+            self._storage.keys,
+            lambda: self._state,
+            self._stop,
+            is_enabled=config.restore.prefetch,
+        )
+        self._resume.answered = self._prefetch.answered
         self._channel = TrainerChannel(
             config.trainer.socket,
             run=config.run.name,
@@ -206,6 +217,7 @@ class Service:
             signal.signal(number, lambda number, _frame: self._signals.append(number))
         for notice in self._fdstore.notices(time.monotonic()):
             self._post(NoticeRaised(notice))
+        self._prefetch.start()  # first: a trainer may wait for every byte of it
         self._sigterm_judge.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
@@ -422,6 +434,7 @@ class Service:
                     "last": self._decisions.last_fault,
                 },
                 "staging": self._staging.room(),
+                "prefetch": self._prefetch.report(),
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))
@@ -461,6 +474,7 @@ def _first_state(
         checkpoint_interval_s=config.run.checkpoint_interval_s,
         mtbf_s=config.run.mtbf_s,
         assumed_grace_s=config.deadline.assumed_grace_s,
+        follow_ups=config.trainer.follow_ups,
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         several_vms=config.run.several_vms,

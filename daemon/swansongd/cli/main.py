@@ -14,7 +14,6 @@ from typing import Any
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
-from swansongd.observe import log
 
 COMMANDS = {
     "status": "show the state of the daemon on this VM",
@@ -108,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     args = parser(words).parse_args(words)
-    log.configure("console", "warning")
     try:
         code: int = _module(args.command).run(args)
         sys.stdout.flush()
