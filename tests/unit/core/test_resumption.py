@@ -74,7 +74,7 @@ def test_a_record_waits_for_the_claim() -> None:
 
 
 def test_a_reconnection_is_no_resume() -> None:
-    """A restarted daemon hears of steps only: training began before, and nothing is recorded."""
+    """The first report to a restarted daemon is a step: training began before, and nothing is recorded."""
     story = Story(newest=NEWEST)
     story.join(start_id="s1")
     story.progress(500)
@@ -110,7 +110,7 @@ def test_a_later_start_has_its_own_question() -> None:
 
 
 def evacuated(in_s: float = 60.0) -> Story:
-    """An evacuation whose verdict is SAFE, with training going on."""
+    """An evacuation whose verdict is SAFE, while training continues."""
     story = Story(newest=NEWEST)
     resumed(story)
     story.notice(in_s=in_s)
