@@ -76,23 +76,24 @@ class Outcome:
     """From the start of the second VM to the restored state."""
 
 
-def live(contestant: Contestant, plan: Plan, place: Path, store: ExitStack) -> Outcome:
+def live(
+    contestant: Contestant, plan: Plan, place: Path, objects: Path, stack: ExitStack
+) -> Outcome:
     """Run a preemption.
 
     Args:
-        place: an empty directory for all files of the run.
-        store: ends the store and the emulators.
+        place: an empty directory for the disks of the VMs and the files of the witnesses.
+        objects: an empty directory for the objects of the store.
+        stack: ends the store and the emulators.
 
     Raises:
         Failed: a process ended, or the second VM did not train in time.
     """
-    objects = place / "objects"
-    objects.mkdir()
-    url = store.enter_context(
+    url = stack.enter_context(
         EmulatorProcess("bench.preemption.store", "--directory", str(objects))
     ).url
     first = _Machine(1, contestant, plan, place, url)
-    first.begin(store)
+    first.begin(stack)
     first_step = first.until_steps(1)[0][1]
     _sleep_until(first_step + plan.noticed_after_s)
     noticed = time.monotonic()
@@ -103,7 +104,7 @@ def live(contestant: Contestant, plan: Plan, place: Path, store: ExitStack) -> O
     first.power_off()
     second = _Machine(2, contestant, plan, place, url)
     _sleep_until(cut + plan.pause_s)
-    second.begin(store)
+    second.begin(stack)
     second.until_steps(NEW_STEPS)
     second.power_off()
     resumed = second.line("restored")
