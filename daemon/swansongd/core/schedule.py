@@ -113,9 +113,7 @@ def _earlier_start_s(
     return None
 
 
-def earlier_count(
-    between_s: float, *, early_per_s: float, stall_s: float, apart_s: float
-) -> int:
+def earlier_count(between_s: float, *, early_per_s: float, stall_s: float, apart_s: float) -> int:
     """Number of follow-ups that divide ``between_s`` of training with the least expected loss.
 
     Args:
