@@ -227,16 +227,17 @@ class _Machine:
 
 def _measured(lines: list[dict[str, Any]], store_url: str) -> Measured:
     """The values of the bound, from the log of the first daemon and the counters of the store."""
-    sets: dict[str, dict[str, dict[str, Any]]] = {}
+    sets: list[dict[str, dict[str, Any]]] = []
     for line in lines:
-        if line["event"] == "evacuation" and "id" in line:
-            sets.setdefault(line["id"], {})[line["phase"]] = line
-    newest = [
-        phases for phases in sets.values() if {"accepted", "sealed", "flushed"} <= phases.keys()
-    ]
-    if not newest:
+        if line["event"] == "evacuation":
+            if line["phase"] in ("request", "follow_up"):
+                sets.append({})
+            if sets:
+                sets[-1][line["phase"]] = line
+    whole = [phases for phases in sets if {"accepted", "sealed", "flushed"} <= phases.keys()]
+    if not whole:
         raise Failed("the daemon flushed no checkpoint after the notice")
-    phases = newest[-1]
+    phases = whole[-1]
     size_bytes = int(phases["sealed"]["size_bytes"])
     began = phases.get("early_shards", phases["sealed"])["at_s"]
     sending_s = max(1e-3, phases["flushed"]["at_s"] - began)
