@@ -238,13 +238,11 @@ def _measured(lines: list[dict[str, Any]], store_url: str) -> Measured:
     if not whole:
         raise Failed("the daemon flushed no checkpoint after the notice")
     phases = whole[-1]
-    size_bytes = int(phases["sealed"]["size_bytes"])
-    began = phases.get("early_shards", phases["sealed"])["at_s"]
-    sending_s = max(1e-3, phases["flushed"]["at_s"] - began)
+    sent, fetched = control(store_url, RATES)
     return Measured(
         save_s=phases["sealed"]["at_s"] - phases["accepted"]["at_s"],
-        size_bytes=size_bytes,
-        send_bytes_s=size_bytes / sending_s,
-        fetch_bytes_s=control(store_url, RATES)[1],
+        size_bytes=int(phases["sealed"]["size_bytes"]),
+        send_bytes_s=sent,
+        fetch_bytes_s=fetched,
         reserve_s=RESERVE_S,
     )

@@ -80,8 +80,8 @@ def step_of(model: Model, optimizer: Any) -> int:
 class Witness:
     """Writes each step with its instant to a file outside of the VM.
 
-    Its creation marks the end of the imports.  Create the optimizer before: torch imports a third of its modules
-    with the first optimizer.
+    Its creation marks the end of the imports.  Create the optimizer before: torch imports hundreds of modules
+    with the first one.
     """
 
     def __init__(self, path: str) -> None:
