@@ -96,7 +96,8 @@ class Hello(Message):
     restart_id: Text = ""
     """Identity of this start of the trainer processes, such as ``run-id/restart-count`` of torchrun."""
     capabilities: Capabilities = field(default_factory=list)
-    """``periodic``: takes periodic checkpoints at the daemon's request, and schedules none itself."""
+    """``periodic``: takes periodic checkpoints at the daemon's request, and schedules none itself.
+    ``follow_ups``: trains on after an emergency checkpoint, and takes further ones."""
     step: Step = -1
     start_id: Id = ""
     """Id of this start of the training; also in its rank manifests."""

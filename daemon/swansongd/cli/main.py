@@ -20,6 +20,7 @@ COMMANDS = {
     "notify": "give the daemon notice that this VM will be terminated",
     "drill": "rehearse an evacuation on this VM",
     "ls": "list the commits of a run, newest first",
+    "loss": "show what interruptions have cost a run",
     "finished": "report by the exit code whether a run has ended",
     "restore": "fetch the newest whole commit of a run",
     "verify": "compare all stored bytes of a run with its manifests",

@@ -27,7 +27,7 @@ from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
-from swansongd.core.events import Event, RolledBack
+from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
 from swansongd.core.resume import Basis
 from swansongd.core.state import State
 from swansongd.errors import (
@@ -88,6 +88,7 @@ class Resume:
         state: returns the newest state of the decision loop.
         stop: ends the thread and its download.
         rescan: requests a scan of staging; None: the choice uses the last scan.
+        post: takes the events of the downloads, and those of each query.
         monotonic: the clock.
     """
 
@@ -100,6 +101,7 @@ class Resume:
         stop: threading.Event,
         *,
         rescan: Callable[[], None] | None = None,
+        post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = store
@@ -109,8 +111,11 @@ class Resume:
         self._stop = stop
         self._rescan = rescan
         self._monotonic = monotonic
-        self.downloads = Downloads(store, keys, run, state, stop, monotonic=monotonic)
+        self.downloads = Downloads(store, keys, run, state, stop, post=post, monotonic=monotonic)
+        self._post = post
         self.downloads.listener = self._report
+        self.answered: Callable[[], None] = lambda: None
+        """Called after each answer without an error."""
         self._reported_mono_s = monotonic()
         self._cached: _CachedAnswer | None = None
         self._last_rollback: tuple[int, float, Restored] | None = None
@@ -134,6 +139,8 @@ class Resume:
             if not is_full:
                 self._waiting.append(ticket)
                 self._changed.notify()
+        if not query.rollback:
+            self._post(RestoreAsked())
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
@@ -160,6 +167,10 @@ class Resume:
                 error=answer.error,
             )
             _send(ticket, answer)
+            if not ticket.query.rollback:
+                self._post(RestoreAnswered(answer.step, answer.generation, answer.error))
+            if not answer.error:
+                self.answered()
 
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
