@@ -207,15 +207,22 @@ def test_daemon_stops_before_the_services_that_the_flush_needs() -> None:
     shutdown = settings(UNITS / SHUTDOWN)
     assert {"docker.service", "containerd.service"} <= set(shutdown["After"])
     assert shutdown["ExecStop"] == ["/bin/systemctl", "stop", "swansongd.service"]
-    trainer = settings(UNITS / "trainer.service.d" / "swansong.conf")
-    assert trainer["Before"] == [SHUTDOWN]
-    assert trainer["After"] == trainer["Requires"] == ["swansong-restore@my-run.service"]
+    assert settings(UNITS / "trainer.service.d" / "swansong.conf")["Before"] == [SHUTDOWN]
 
 
 def test_the_daemon_starts_before_the_trainer_and_waits_for_no_container() -> None:
     """The restore unit starts after the daemon, so the daemon has no order with the trainer, with Docker or
     with the unit for the shutdown: that would be a cycle, or a wait at the boot."""
+    ready = settings(UNITS / "swansong-ready.service")
+    assert ready["Requires"] == ready["After"] == ["swansongd.service"]
+    assert not ready["RemainAfterExit"]  # else the trainer would stop before the daemon
     assert "swansongd.service" in settings(UNITS / "swansong-restore@.service")["After"]
+    for drop_in, unit in {
+        "swansong": "swansong-ready.service",
+        "without-hooks": "swansong-restore@my-run.service",
+    }.items():
+        trainer = settings(UNITS / "trainer.service.d" / f"{drop_in}.conf")
+        assert trainer["After"] == trainer["Requires"] == [unit]
     daemon, shutdown = settings(UNITS / "swansongd.service"), settings(UNITS / SHUTDOWN)
     assert not {SHUTDOWN, "docker.service", "containerd.service"} & set(daemon["After"])
     assert not daemon["Before"]
