@@ -10,17 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.bucket import lives, wall
-from swansongd.cli.common import (
-    ShownCount,
-    add_json,
-    add_run,
-    console,
-    human_bytes,
-    human_s,
-    note,
-    opened,
-    print_json,
-)
+from swansongd.cli.common import add_json, add_run, human_bytes, human_s, note, print_json
+from swansongd.cli.opening import opened
+from swansongd.cli.progress import ShownCount
+from swansongd.cli.terminal import console
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
 
