@@ -38,9 +38,7 @@ def loaded(program: str) -> set[str]:
         ("swansongd.cli.status", SDKS | {"structlog", "swansongd.stores"}, 270),
     ],
 )
-def test_a_start_imports_no_more_than_it_needs(
-    module: str, unwanted: set[str], most: int
-) -> None:
+def test_a_start_imports_no_more_than_it_needs(module: str, unwanted: set[str], most: int) -> None:
     """No cloud library is loaded at the start, and the number of modules is bounded."""
     found = loaded(f"import {module}")
     assert module in found
