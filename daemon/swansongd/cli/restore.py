@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local",
         action="store_true",
         help="prefer a sealed checkpoint in this VM's staging directory if the store has no newer one; "
-        "DIR becomes a link to it",
+        "DIR becomes a link to it, or to the download of the daemon",
     )
     parser.add_argument(
         "--generation",
