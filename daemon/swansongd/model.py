@@ -245,6 +245,8 @@ class TrainerView:
     rank: int
     world_size: int
     local_world_size: int
+    node: int = 0
+    """Number of this VM in the job."""
     nodes: int = 1
     """Number of VMs of the job."""
     step: int = -1
@@ -260,6 +262,8 @@ class TrainerView:
     loss_is_finite: bool | None = None
     takes_periodic: bool = False
     """The daemon decides when its periodic checkpoints are due."""
+    takes_follow_ups: bool = False
+    """It trains on after an emergency checkpoint, and takes further ones."""
     reported_mono_s: float | None = None
     greeted_mono_s: float = 0.0
     """When its hello arrived."""

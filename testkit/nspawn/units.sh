@@ -11,6 +11,6 @@ install -D -m 0644 -t /etc/systemd/system/trainer.service.d "$source/trainer.ser
 printf '[Service]\nExecStart=/bin/true\n' >/etc/systemd/system/trainer.service
 systemd-sysusers "$source/sysusers.d/swansong.conf" 2>&1 | grep -v '^Creating' || true
 systemd-tmpfiles --create "$source/tmpfiles.d/swansong.conf"
-for unit in swansongd swansong-restore@my-run swansong-nvme trainer; do
+for unit in swansongd swansong-restore@my-run swansong-shutdown swansong-nvme trainer; do
 	systemd-analyze verify --man=no "$unit.service" 2>&1
 done

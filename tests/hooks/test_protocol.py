@@ -33,6 +33,9 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "Text": TEXT,
     "PathText": TEXT,
     "Capabilities": st.lists(ID, max_size=16),
+    "Prefixes": st.lists(
+        st.from_regex(r"\A(rank-[0-9]{5}/?|[a-z]{1,9}/[a-z]{1,9})\Z"), max_size=256
+    ),
     "Report": st.dictionaries(TEXT, st.none() | st.integers(-(2**63), 2**63) | TEXT, max_size=4),
 }
 """Values in the range of each alias."""
@@ -108,6 +111,11 @@ OUT_OF_RANGE = [
     (protocol.RestoreQuery("q"), "before_step", [-2]),
     (protocol.RestoreQuery("q"), "generation", [-2, 10**8]),
     (protocol.RestoreQuery("q"), "job_start_id", ["x" * 129]),
+    (
+        protocol.RestoreQuery("q"),
+        "prefixes",
+        [["a"] * 257, ["../a"], ["/a"], ["a//"], [""], ["x" * 1025], [1], "rank-00000/"],
+    ),
     (protocol.JobStart("i"), "id", ["x" * 129, "a;b"]),
     (protocol.PeerRequest("q", "r", 1.0), "seconds_left", [-1.0, 1e10]),
     (protocol.Sealed(1, "d", 1.0, 1), "size_bytes", [-1]),

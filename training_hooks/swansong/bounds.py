@@ -131,6 +131,17 @@ def path(value: Any, field: str) -> str:
     return value
 
 
+def prefix(value: Any, field: str) -> str:
+    """The beginning of a :func:`path`: a path, or a path and a slash.
+
+    Raises:
+        BoundsError: no path that a restore may write to begins so.
+    """
+    begin = text(value, field, PATH_CHARS_MAX)
+    path(begin.removesuffix("/"), field)
+    return begin
+
+
 def _path_problem(path: str) -> str:
     names = path.split("/")
     longest = max(map(len, names))

@@ -152,6 +152,7 @@ class Guard:
             run=run,
             every_steps=every_steps,
             plans_periodic=every_steps is not None or every_s is not None,
+            trains_on=not stop_after_save,
             socket=socket,
             tick=self._tick,
         )

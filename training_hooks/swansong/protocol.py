@@ -60,6 +60,8 @@ PathText = str
 ShardPath = str
 """See :func:`swansong.bounds.path`."""
 Capabilities = list[str]
+Prefixes = list[str]
+"""Beginnings of paths within a checkpoint; at most :data:`PREFIXES_MAX`."""
 Metrics = dict[str, float]
 Report = dict[str, Any]
 
@@ -94,7 +96,8 @@ class Hello(Message):
     restart_id: Text = ""
     """Identity of this start of the trainer processes, such as ``run-id/restart-count`` of torchrun."""
     capabilities: Capabilities = field(default_factory=list)
-    """``periodic``: takes periodic checkpoints at the daemon's request, and schedules none itself."""
+    """``periodic``: takes periodic checkpoints at the daemon's request, and schedules none itself.
+    ``follow_ups``: trains on after an emergency checkpoint, and takes further ones."""
     step: Step = -1
     start_id: Id = ""
     """Id of this start of the training; also in its rank manifests."""
@@ -223,6 +226,8 @@ class RestoreQuery(Message):
     """With ``generation``: exactly this commit, which rank 0 has chosen."""
     job_start_id: Id = ""
     """The daemon answers only after this :class:`JobStart` has begun."""
+    prefixes: Prefixes = field(default_factory=list)
+    """The rank reads only files whose paths begin with one of these; empty: it reads all files."""
 
 
 @dataclass(frozen=True)
@@ -397,6 +402,7 @@ FROM_DAEMON: tuple[type[Message], ...] = (
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 
+PREFIXES_MAX = 256
 _CAPABILITIES_MAX = 16
 _KEYS_MAX = 1000
 """Keys of a JSON object, unknown fields included."""
@@ -684,6 +690,11 @@ def _check_capabilities(value: Any, name: str) -> list[str]:
     return [bounds.identifier(each, f"{name}[{number}]") for number, each in enumerate(found)]
 
 
+def _check_prefixes(value: Any, name: str) -> list[str]:
+    found = bounds.items(value, name, PREFIXES_MAX)
+    return [bounds.prefix(each, f"{name}[{number}]") for number, each in enumerate(found)]
+
+
 def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     # The daemon reads these two names, so they come first if there are too many.
     names = sorted(metrics, key=lambda name: name not in ("loss", "loss_is_finite"))
@@ -725,6 +736,7 @@ _FIELD_TYPES = {
     "PathText": _clamped_text(bounds.TEXT_CHARS_MAX),
     "ShardPath": _FieldType(bounds.path),
     "Capabilities": _FieldType(_check_capabilities),
+    "Prefixes": _FieldType(_check_prefixes),
     "Metrics": _FieldType(bounds.metrics, _fit_metrics),
     "Report": _FieldType(lambda value, name: bounds.mapping(value, name, _KEYS_MAX)),
     "list[FileEntry]": _FieldType(_check_files, _fit_files),

@@ -15,16 +15,16 @@ from pathlib import Path
 
 from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import (
-    ShownProgress,
     add_json,
     add_run,
     add_step,
     generation,
     human_bytes,
     note,
-    opened,
     print_json,
 )
+from swansongd.cli.opening import opened
+from swansongd.cli.progress import ShownProgress
 from swansongd.errors import ConfigError, NothingToRestore, StagingError
 from swansongd.model import CommitRef, Staged
 from swansongd.restore.local_sets import newest_local

@@ -154,6 +154,9 @@ def _open(
     )
     if not is_precaution:
         notices.record_opened(transition, notice.source)
+    follow_up = transition.state.follow_up
+    if follow_up is not None and follow_up.is_waiting:
+        request.withdraw(transition, follow_up, "another notice needs a checkpoint at once")
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",
@@ -183,6 +186,6 @@ def _open(
 
 def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:
     transition.mark("withdrawn", reason=reason)
-    if evacuation.request is not None:
-        request.withdraw(transition, evacuation.request, reason)
+    for made in evacuation.requests_made:
+        request.withdraw(transition, made, reason)
     transition.state = replace(transition.state, evacuation=None)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swansongd.core.ledger import Milestones, Training
 from swansongd.model import (
     CheckpointId,
     CommitRef,
@@ -84,6 +85,38 @@ class RolledBack:
     """The trainer rolls back to this step; it got the path of the checkpoint."""
 
     step: int
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadStarted:
+    """The download of a checkpoint began: a prefetch, or the answer to a trainer."""
+
+
+@dataclass(frozen=True, slots=True)
+class DownloadEnded:
+    """The download ended; the checkpoint lies in a directory, unless there is an error."""
+
+    bytes_fetched: int = 0
+    """Bytes that came from the store."""
+    bytes_linked: int = 0
+    """Bytes that this machine already had."""
+    error: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreAsked:
+    """A rank, or ``swansong restore``, asked for the checkpoint to resume from."""
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreAnswered:
+    """The answer was sent."""
+
+    step: int = -1
+    """-1: there is no checkpoint, the run is fresh."""
+    generation: int = -1
+    """Generation of the checkpoint; -1 if it is a set in staging without one."""
+    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -311,6 +344,7 @@ Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged
     | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
     | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | JobStarted
+    | DownloadStarted | DownloadEnded | RestoreAsked | RestoreAnswered
     | RolledBack | NewestDated | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
@@ -319,6 +353,7 @@ Event = (
 CAUSED_BY_TRAINERS = (
     TrainerJoined, TrainerRefused, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed,
     TrainerSealed, TrainerFailed, PeerRequested, FinishAsked, JobStarted,
+    DownloadStarted, DownloadEnded, RestoreAsked, RestoreAnswered,
 )  # fmt: skip
 """Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
 
@@ -485,6 +520,22 @@ class Conclude:
 
 
 @dataclass(frozen=True, slots=True)
+class LastFarewell:
+    """The VM is about to end: write a farewell with the last step, which no verdict depends on."""
+
+    conclusion: Conclude
+
+
+@dataclass(frozen=True, slots=True)
+class RecordResumption:
+    """The first new step after a resume is known: record in the store how long the resume took."""
+
+    generation: int
+    milestones: Milestones
+    training: Training
+
+
+@dataclass(frozen=True, slots=True)
 class Log:
     """One structured log line that belongs to no evacuation."""
 
@@ -503,5 +554,5 @@ Action = (
     AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced | TellFinished
     | StartFlush | CancelFlush | CommitManifest | ClaimGeneration | JoinGeneration
     | CheckComplete | CheckFence | Rescan
-    | SetAside | Prune | Mark | Conclude | Log | Exit
+    | SetAside | Prune | Mark | Conclude | LastFarewell | RecordResumption | Log | Exit
 )  # fmt: skip

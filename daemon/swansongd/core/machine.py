@@ -30,12 +30,14 @@ from swansongd.core import (
     emergency,
     evacuation,
     flight,
+    followup,
     lineage,
     nodes,
     notices,
     periodic,
     ranks,
     request,
+    resumption,
     staged_sets,
     stall,
     verdict,
@@ -45,6 +47,8 @@ from swansongd.core.events import (
     Action,
     CommitDone,
     CommitFailed,
+    DownloadEnded,
+    DownloadStarted,
     Event,
     Exit,
     FenceFound,
@@ -60,6 +64,8 @@ from swansongd.core.events import (
     NoticeWithdrawn,
     PartsCounted,
     PeerRequested,
+    RestoreAnswered,
+    RestoreAsked,
     RolledBack,
     Scanned,
     SignalledExited,
@@ -78,6 +84,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WokeUp,
 )
+from swansongd.core.ledger import Milestones, Training
 from swansongd.core.state import State
 from swansongd.core.transition import EXIT_STOPPED, Transition
 from swansongd.model import TrainerView
@@ -107,9 +114,12 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             ranks.record_refused(transition, reason)
         case TrainerLeft():
             ranks.record_left(transition, event)
+            resumption.record_left(transition)
         case TrainerProgress():
             ranks.record_progress(transition, event)
+            resumption.record_progress(transition, event)
         case TrainerAccepted(connection, request_id, at_step):
+            resumption.record_step(transition, at_step)
             request.record_accepted(transition, connection, request_id, at_step)
         case TrainerAgreed(request_id, at_step):
             request.record_agreed(transition, request_id, at_step)
@@ -120,15 +130,26 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case FinishAsked(job_start_id):
             nodes.record_finish_asked(transition, job_start_id)
         case JobStarted(job_start_id):
+            resumption.record_line_left(transition)
             nodes.record_job_start(transition, job_start_id)
         case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
             emergency.record_sealed(transition, request_id, at_step)
             measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)
             ranks.record_measures(transition, measured)
+            resumption.record_sealed(transition, event)
         case TrainerFailed(_, request_id, reason):
             ranks.record_save_failed(transition, event)
             request.record_failed(transition, request_id, reason)
+        case DownloadStarted():
+            resumption.record_download_started(transition)
+        case DownloadEnded():
+            resumption.record_download_ended(transition, event)
+        case RestoreAsked():
+            resumption.record_asked(transition)
+        case RestoreAnswered():
+            resumption.record_answered(transition, event)
         case RolledBack(to_step):
+            resumption.record_line_left(transition)
             lineage.record_rolled_back(transition, to_step)
         case NewestDated(ref, age_s):
             dated_mono_s = transition.now - age_s
@@ -183,12 +204,14 @@ def _reconcile(transition: Transition) -> None:
     emergency.reconcile(transition)
     nodes.reconcile(transition)
     claims.reconcile(transition)
+    followup.reconcile(transition)
     periodic.reconcile(transition)
     stall.reconcile(transition)
     flight.reconcile(transition)
     commits.reconcile(transition)
     staged_sets.reconcile(transition)
     verdict.reconcile(transition)
+    resumption.reconcile(transition)
 
 
 def rebuilt(state: State) -> State:
@@ -218,6 +241,8 @@ def rebuilt(state: State) -> State:
         stalled=frozenset(),
         evacuation=None,
         opened=(),
+        milestones=Milestones(),
+        training=Training(),
     )
 
 
@@ -231,6 +256,7 @@ def _without_reports(trainer: TrainerView) -> TrainerView:
         nodes=trainer.nodes,
         step=trainer.step,
         takes_periodic=trainer.takes_periodic,
+        takes_follow_ups=trainer.takes_follow_ups,
         is_connected=trainer.is_connected,
         greeted_mono_s=trainer.greeted_mono_s,
         start_id=trainer.start_id,

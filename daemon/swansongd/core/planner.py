@@ -30,6 +30,9 @@ _SWITCH_MARGIN = 1.25
 """A set in flight that fits is replaced by a newer one only if the newer one fits with this factor to spare.
 Otherwise two sets that both just fit would alternate with every fluctuation of the bandwidth."""
 
+_PRIOR_SPREAD = 0.25
+"""Relative spread that is assumed before any was measured."""
+
 
 class PlanKind(StrEnum):
     """The work of an evacuation."""
@@ -76,6 +79,47 @@ def seconds_to_store(size_bytes: int, bandwidth_bytes_per_s: float | None) -> fl
     if not bandwidth_bytes_per_s:
         return 0.0
     return min(size_bytes / bandwidth_bytes_per_s, bounds.SECONDS_MAX)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Forecast:
+    """The time of a new checkpoint, from the request to the end of its commit."""
+
+    save_s: float
+    """Expected time from the request to the sealed set."""
+    send_s: float
+    """Expected time from the sealed set to its last stored shard, without the bytes sent during the save."""
+    commit_s: float
+    """Expected time from the last stored shard to the end of the commit."""
+    spread_s: float
+    """About nine of ten checkpoints take at most this much longer than expected."""
+
+    @property
+    def data_s(self) -> float:
+        """Expected time from the request to the last stored shard."""
+        return min(self.save_s + self.send_s, bounds.SECONDS_MAX)
+
+    @property
+    def expected_s(self) -> float:
+        """Expected time from the request to the end of the commit."""
+        return min(self.data_s + self.commit_s, bounds.SECONDS_MAX)
+
+    @property
+    def pessimistic_s(self) -> float:
+        """The time within which about nine of ten checkpoints are committed."""
+        return min(self.expected_s + self.spread_s, bounds.SECONDS_MAX)
+
+
+def forecast(measured: Measurements) -> Forecast:
+    """The expected time of a new checkpoint that is requested now, and its spread.
+
+    Values that were never measured count as zero.
+    """
+    save_s = measured.save_s or 0.0
+    send_s = seconds_to_store(measured.save_bytes or 0, measured.bandwidth_bytes_per_s)
+    return Forecast(
+        save_s=save_s, send_s=send_s, commit_s=0.0, spread_s=_PRIOR_SPREAD * (save_s + send_s)
+    )
 
 
 def take_s(measured: Measurements) -> float:

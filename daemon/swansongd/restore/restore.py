@@ -40,6 +40,9 @@ Skipped = Callable[[CommitRef, str], None]
 Wanted = Callable[[CommitRef, Mapping[str, float]], bool]
 """Whether a commit with this health is acceptable."""
 
+Chosen = Callable[[CommitRef, Sequence[StoredShard]], None]
+"""Takes a commit that is about to be fetched, and its shards."""
+
 
 def healthy(_ref: CommitRef, health: Mapping[str, float]) -> bool:
     """A :data:`Wanted`: only commits that are known to be healthy."""
@@ -54,11 +57,13 @@ class Selection:
         step: only commits of this step.
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
+        chosen: called with each commit that is about to be fetched, and its shards.
     """
 
     step: int | None = None
     wanted: Wanted | None = None
     skipped: Skipped | None = None
+    chosen: Chosen | None = None
 
 
 _NEWEST = Selection()
@@ -112,7 +117,7 @@ def restore(
         for commit in commits:
             try:
                 restored = _restore_commit(
-                    store, keys, commit, target, wanted=selection.wanted, options=options
+                    store, keys, commit, target, selection=selection, options=options
                 )
             except CorruptError as error:
                 skipped.append((commit.ref, error.line()))
@@ -137,7 +142,7 @@ def _restore_commit(
     commit: Commit,
     target: RestoreTarget,
     *,
-    wanted: Wanted | None,
+    selection: Selection,
     options: ReadOptions,
 ) -> RestoreResult | None:
     """Restore one commit; None if it is not wanted.
@@ -146,9 +151,11 @@ def _restore_commit(
         CorruptError: the commit is incomplete or damaged.
     """
     manifests = whole(store, keys, commit)
-    if wanted is not None and not wanted(commit.ref, health_of(manifests)):
+    if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
     shards = _merged(manifests)
+    if selection.chosen is not None:
+        selection.chosen(commit.ref, shards)
     reader = Reader(store, options, _refused(store, keys, commit))
     reused_bytes = _fetch(reader, shards, target, identity_of(keys.run, commit.ref, shards))
     target.publish()

@@ -9,14 +9,11 @@
 Staging is scanned before the choice.  Every rank sends its own query, and all ranks of one start get the
 same answer: two checkpoints are never mixed, and none is fetched twice.
 
-One thread answers all queries in order, from a bounded queue.  Downloads go to a directory that only the
-daemon can write, so trainers can neither redirect them nor change verified bytes.
+One thread answers all queries in order, from a bounded queue.  :mod:`swansongd.restore.downloads` fetches.
 """
 
 from __future__ import annotations
 
-import os
-import secrets
 import threading
 import time
 from collections import deque
@@ -25,13 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
-from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
+from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
-from swansongd.core.events import Event, RolledBack
+from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
 from swansongd.core.resume import Basis
 from swansongd.core.state import State
 from swansongd.errors import (
@@ -42,26 +38,14 @@ from swansongd.errors import (
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import (
-    RestoreResult,
-    Selection,
-    Wanted,
-    health_of,
-    healthy,
-    restore,
-    whole,
-)
-from swansongd.restore.target import Access, RestoreTarget, interrupted
-from swansongd.staging.prepare import RunDirectory, open_restored
+from swansongd.restore.downloads import BUDGET_S, Choice, Downloads, Wish
+from swansongd.restore.restore import health_of, healthy, whole
+from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
 
-BUDGET_S = 100.0
-"""Time for retries of the store, and for the start of a job, before a query gets an error."""
 QUERIES_MAX = 1024
 """Limit of the queue; further queries are refused."""
-RESTORED_FILE_MODE = 0o640
 _PROGRESS_INTERVAL_S = 0.5
 _LOOK_INTERVAL_S = 0.02
 _SCAN_TIMEOUT_S = 10.0
@@ -104,6 +88,7 @@ class Resume:
         state: returns the newest state of the decision loop.
         stop: ends the thread and its download.
         rescan: requests a scan of staging; None: the choice uses the last scan.
+        post: takes the events of the downloads, and those of each query.
         monotonic: the clock.
     """
 
@@ -116,6 +101,7 @@ class Resume:
         stop: threading.Event,
         *,
         rescan: Callable[[], None] | None = None,
+        post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = store
@@ -125,6 +111,12 @@ class Resume:
         self._stop = stop
         self._rescan = rescan
         self._monotonic = monotonic
+        self.downloads = Downloads(store, keys, run, state, stop, post=post, monotonic=monotonic)
+        self._post = post
+        self.downloads.listener = self._report
+        self.answered: Callable[[], None] = lambda: None
+        """Called after each answer without an error."""
+        self._reported_mono_s = monotonic()
         self._cached: _CachedAnswer | None = None
         self._last_rollback: tuple[int, float, Restored] | None = None
         self._changed = threading.Condition()
@@ -147,6 +139,8 @@ class Resume:
             if not is_full:
                 self._waiting.append(ticket)
                 self._changed.notify()
+        if not query.rollback:
+            self._post(RestoreAsked())
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
@@ -173,6 +167,10 @@ class Resume:
                 error=answer.error,
             )
             _send(ticket, answer)
+            if not ticket.query.rollback:
+                self._post(RestoreAnswered(answer.step, answer.generation, answer.error))
+            if not answer.error:
+                self.answered()
 
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
@@ -235,7 +233,7 @@ class Resume:
         elif own is not None:
             answer = self._in_staging(own, state)
         else:
-            answer = self._fetched(store, newest)
+            answer = self._fetched(newest)
         basis = resume.basis(state, newest, self._monotonic())
         self._cached = _CachedAnswer(answer=answer, basis=basis)
         return answer
@@ -248,10 +246,7 @@ class Resume:
         return self._fetch_named(ref)
 
     def _fetch_named(self, ref: CommitRef) -> Restored:
-        # The query names no kind: the end of the run has the state of the other commit of its step.
-        answer = self._fetched(
-            self._store(), ref, lambda found, _: replace(found, is_final=False) == ref
-        )
+        answer = self._fetched(ref, Choice.NAMED)
         basis = Basis(answered_mono_s=self._monotonic(), newest=ref)
         self._cached = _CachedAnswer(answer=answer, basis=basis)
         return answer
@@ -275,7 +270,7 @@ class Resume:
         if own is not None:
             answer = self._in_staging(own, state)
         elif committed is not None:
-            answer = self._fetched(store, committed, lambda ref, _: ref == committed)
+            answer = self._fetched(committed, Choice.EXACT)
         else:
             raise self._nothing_before(query.before_step)
         post(RolledBack(answer.step))
@@ -324,58 +319,29 @@ class Resume:
             generation=state.generation if state.generation is not None else -1,
         )
 
-    def _fetched(
-        self, store: ObjectStore, newest: CommitRef | None, wanted: Wanted | None = None
-    ) -> Restored:
-        """Download the newest commit that is wanted; the answer has no path if the run is fresh."""
-        selection = Selection(
-            # Only the manifests of that step are read: there may be thousands of commits.
-            step=None if wanted is None or newest is None else newest.step,
-            wanted=wanted,
-            skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
-        )
-        parent_fd = _opened_restored(self._run)
+    def _fetched(self, ref: CommitRef | None, choice: Choice = Choice.NEWEST) -> Restored:
+        """Download this commit; the answer has no path if the run is fresh."""
         try:
-            before = os.listdir(parent_fd)
-            try:
-                restored = self._download(store, parent_fd, selection)
-            except NothingToRestore as error:
-                if newest is None and error.is_fresh:
-                    return Restored("")
-                raise
-            _remove(before, parent_fd)  # downloads for earlier trainers on this VM
-        finally:
-            os.close(parent_fd)
-        ref = restored.ref
-        return Restored("", path=str(restored.path), step=ref.step, generation=ref.generation)
+            result = self.downloads.fetch(Wish(ref=ref, choice=choice)).result
+        except NothingToRestore as error:
+            if ref is None and error.is_fresh:
+                return Restored("")
+            raise
+        assert result is not None
+        place = result.ref
+        return Restored("", path=str(result.path), step=place.step, generation=place.generation)
 
-    def _download(self, store: ObjectStore, parent_fd: int, selection: Selection) -> RestoreResult:
-        """Restore into a directory below the open one; continues an interrupted download."""
-        name = interrupted(parent_fd) or secrets.token_hex(4)
-        target = RestoreTarget(
-            self._run.path / RESTORED_DIRECTORY / name,
-            parent_fd=parent_fd,
-            access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
-        )
-        options = ReadOptions(progress=self._progress(), stop=self._stop)
-        return restore(store, self._keys, target, selection, options)
-
-    def _progress(self) -> Callable[[int, int], None]:
-        """Reports to all queries in the queue."""
-        last_mono_s = self._monotonic()
-
-        def progress(done_bytes: int, total_bytes: int) -> None:
-            nonlocal last_mono_s
-            if self._monotonic() - last_mono_s < _PROGRESS_INTERVAL_S:
+    def _report(self, done_bytes: int, total_bytes: int) -> None:
+        """Report the progress of a download to all queries in the queue."""
+        now_mono_s = self._monotonic()
+        with self._changed:
+            if now_mono_s - self._reported_mono_s < _PROGRESS_INTERVAL_S:
                 return
-            last_mono_s = self._monotonic()
-            with self._changed:
-                current = [] if self._current is None else [self._current]
-                tickets = [*current, *self._waiting]
-            for ticket in tickets:
-                _send(ticket, Restoring(ticket.query.query_id, done_bytes, total_bytes))
-
-        return progress
+            self._reported_mono_s = now_mono_s
+            current = [] if self._current is None else [self._current]
+            tickets = [*current, *self._waiting]
+        for ticket in tickets:
+            _send(ticket, Restoring(ticket.query.query_id, done_bytes, total_bytes))
 
 
 def _send(ticket: _Ticket, message: Message) -> None:
@@ -384,21 +350,3 @@ def _send(ticket: _Ticket, message: Message) -> None:
         ticket.reply(message)
     except Exception as error:
         _log.warning("restore_reply_failed", reason=f"{type(error).__name__}: {error}")
-
-
-def _opened_restored(run: RunDirectory) -> int:
-    try:
-        return open_restored(run.fd)
-    except OSError as error:
-        raise StagingError(
-            f"{run.path / RESTORED_DIRECTORY} cannot be used: {error.strerror}",
-            hint="let the daemon's user own the staging directory of the run",
-        ) from error
-
-
-def _remove(names: list[str], parent_fd: int) -> None:
-    for name in names:
-        try:
-            openat.remove_tree(name, dir_fd=parent_fd)
-        except OSError as error:
-            _log.warning("not_removed", directory=name, error=error.strerror)

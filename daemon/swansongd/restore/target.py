@@ -116,6 +116,7 @@ class RestoreTarget:
         destination: path of the directory; its parent must not be a link.
         parent_fd: its parent, open; None opens the parent, and creates it if necessary.
         access: permissions of the restored files.
+        spare_sets: further checkpoints of this size that must have room beside the restored files.
 
     Raises:
         StagingError: on entry, unless ``destination`` is absent or an empty directory; from each method,
@@ -123,10 +124,16 @@ class RestoreTarget:
     """
 
     def __init__(
-        self, destination: Path, *, parent_fd: int | None = None, access: Access | None = None
+        self,
+        destination: Path,
+        *,
+        parent_fd: int | None = None,
+        access: Access | None = None,
+        spare_sets: int = 0,
     ) -> None:
         self.destination = destination
         self._access = access or Access.by_umask()
+        self._spare_sets = spare_sets
         self._name = ""
         self._given_parent_fd = parent_fd
         self._parent_fd = -1
@@ -327,7 +334,7 @@ class RestoreTarget:
             os.rmdir(name, dir_fd=self._parent_fd)
 
     def _check_space(self, shards: Sequence[StoredShard]) -> None:
-        """Require space for all shards, less the blocks that are allocated for them already."""
+        """Require space for all shards and the spare sets, less the blocks that are allocated already."""
         here_bytes = 0
         for _, _, names, directory_fd in os.fwalk(".", dir_fd=self._files_fd):
             for name in names:
@@ -335,7 +342,8 @@ class RestoreTarget:
                 here_bytes += min(status.st_blocks * _BLOCK_BYTES, status.st_size)
         space = os.fstatvfs(self._parent_fd)
         free_bytes = space.f_bavail * space.f_frsize
-        needed_bytes = sum(shard.size_bytes for shard in shards) - here_bytes
+        size_bytes = sum(shard.size_bytes for shard in shards)
+        needed_bytes = size_bytes * (1 + self._spare_sets) - here_bytes
         if needed_bytes > free_bytes:
             raise StagingError(
                 f"{self.destination} needs {needed_bytes} bytes; {free_bytes} are free there",

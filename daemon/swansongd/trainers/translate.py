@@ -77,9 +77,11 @@ def view_of(
         rank=hello.rank,
         world_size=hello.world_size,
         local_world_size=hello.local_world_size,
+        node=hello.node,
         nodes=hello.nodes,
         step=hello.step,
         takes_periodic="periodic" in hello.capabilities,
+        takes_follow_ups="follow_ups" in hello.capabilities,
         start_id=hello.start_id,
         greeted_mono_s=greeted_mono_s,
     )

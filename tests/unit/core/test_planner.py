@@ -16,6 +16,7 @@ from swansongd.core.planner import (
     choose,
     decide,
     fits,
+    forecast,
     seconds_to_store,
     take_s,
     updated_bandwidth,
@@ -213,3 +214,13 @@ def test_no_time_to_store_is_infinite(size_bytes: int, bandwidth: float | None) 
     """After minutes without progress the bandwidth is next to zero; the numbers stay finite."""
     assert 0 <= seconds_to_store(size_bytes, bandwidth) <= SECONDS_MAX
     assert seconds_to_store(2**60, 5e-324) == SECONDS_MAX
+
+
+@given(measures)
+def test_a_forecast_covers_save_and_send_and_is_never_below_its_expectation(
+    measured: Measurements,
+) -> None:
+    """The pessimistic value is finite, and at least the expected one."""
+    made = forecast(measured)
+    assert 0 <= made.data_s <= made.expected_s <= made.pessimistic_s <= SECONDS_MAX
+    assert made.save_s >= (measured.save_s or 0)

@@ -1,0 +1,347 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The download in progress, which several askers join, and the directory of the last one.
+
+One download runs at a time, in the thread of the asker that began it.  The prefetch and the restore queries
+of trainers are such askers.  An asker that wants the same commit joins the download in progress.  One that
+wants another commit cancels a prefetch; the parts that were fetched stay on the disk.
+
+Downloads go to a directory that only the daemon can write, so trainers can neither redirect them nor change
+verified bytes.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from enum import Enum, auto
+
+import structlog
+from swansong import openat
+from swansong.protocol import RESTORED_DIRECTORY
+
+from swansongd.bucket.keys import RunKeys
+from swansongd.core import resume
+from swansongd.core.events import DownloadEnded, DownloadStarted, Event
+from swansongd.core.state import State
+from swansongd.errors import StagingError, Stopped
+from swansongd.model import CommitRef, StoredShard
+from swansongd.restore.reader import ReadOptions
+from swansongd.restore.restore import RestoreResult, Selection, restore
+from swansongd.restore.target import Access, RestoreTarget, interrupted
+from swansongd.staging.prepare import RunDirectory, open_restored
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.wrappers.retry import Retrying
+
+BUDGET_S = 100.0
+"""Time for retries of the store before a download fails."""
+PREFETCH_BUDGET_S = 10.0
+"""The same for a prefetch, which is repeated: a trainer that joins it then still has the whole budget."""
+RESTORED_FILE_MODE = 0o640
+SPARE_SETS = 2
+"""A prefetch leaves room for this number of further checkpoints of its size, as doctor demands it."""
+_LOOK_INTERVAL_S = 0.05
+
+_log = structlog.get_logger(__name__)
+
+Listener = Callable[[int, int], None]
+"""Takes the bytes done and the total of the download in progress."""
+
+
+class Choice(Enum):
+    """How exactly an asker names its commit."""
+
+    NEWEST = auto()
+    """The newest one; an older one if it is damaged."""
+    NAMED = auto()
+    """This generation and step; the end of the run has the state of the other commit of its step."""
+    EXACT = auto()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wish:
+    """The commit that an asker wants."""
+
+    ref: CommitRef | None
+    """None: the run has no whole commit as far as the asker knows."""
+    choice: Choice = Choice.NEWEST
+    is_prefetch: bool = False
+    """No trainer has asked yet: the download gives way to others, and leaves room for checkpoints."""
+    is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
+    """Whether a prefetch has become useless: it ends with Stopped then, unless a trainer waits for it."""
+
+    def accepts(self, found: CommitRef) -> bool:
+        """Whether this commit is wanted."""
+        if self.choice is Choice.NAMED:
+            return replace(found, is_final=False) == self.ref
+        return self.choice is Choice.NEWEST or found == self.ref
+
+    def selection(self, chosen: Callable[[CommitRef, Sequence[StoredShard]], None]) -> Selection:
+        """The commits that the restore considers."""
+        is_any = self.choice is Choice.NEWEST or self.ref is None
+        return Selection(
+            # Only the manifests of that step are read: there may be thousands of commits.
+            step=None if is_any or self.ref is None else self.ref.step,
+            wanted=None if is_any else lambda ref, _: self.accepts(ref),
+            skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
+            chosen=chosen,
+        )
+
+
+@dataclass(slots=True, kw_only=True)
+class Download:
+    """One download, in progress or finished."""
+
+    wish: Wish
+    ref: CommitRef | None = None
+    """The commit that is fetched, once its manifests are read."""
+    result: RestoreResult | None = None
+    """None until the download is finished."""
+    done_bytes: int = 0
+    total_bytes: int = 0
+    is_asked: bool = False
+    """A trainer waits for it, or got it."""
+    is_cancelled: bool = False
+    is_paused: bool = False
+    halt: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def name(self) -> str:
+        """Name of the finished directory; empty before."""
+        return "" if self.result is None else self.result.path.name
+
+    def cancel(self) -> None:
+        self.is_cancelled = True
+        self.halt.set()
+
+    def serves(self, wish: Wish) -> bool:
+        """Whether an asker with this wish gets what it wants."""
+        if self.is_cancelled:
+            return False
+        expected = self.ref or self.wish.ref
+        if wish.choice is Choice.NEWEST:
+            # The same newest commit: if it is damaged, every asker gets the same older one.
+            is_same = self.wish.choice is Choice.NEWEST and self.wish.ref == wish.ref
+            return is_same or expected == wish.ref
+        return expected is not None and wish.accepts(expected)
+
+
+class Downloads:
+    """Downloads commits to ``<run>/restored/``, one at a time.
+
+    Args:
+        store: the backend; this class adds the retries.
+        keys: of the run.
+        run: staging directory of the run.
+        state: returns the newest state of the decision loop.
+        stop: ends all downloads.
+        post: takes DownloadStarted and DownloadEnded.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        run: RunDirectory,
+        state: Callable[[], State],
+        stop: threading.Event,
+        *,
+        post: Callable[[Event], None] = lambda _event: None,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._run = run
+        self._state = state
+        self._stop = stop
+        self._post = post
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._running: Download | None = None
+        self._last: Download | None = None
+        self.listener: Listener = lambda _done_bytes, _total_bytes: None
+        """Called in the thread of the download."""
+
+    def fetch(self, wish: Wish) -> Download:
+        """The finished download of a commit, perhaps one that another asker began.
+
+        Raises:
+            NothingToRestore, CorruptError, StagingError, StoreError: see :func:`restore`.
+            Stopped: the daemon stops, or an asker with another wish cancelled this prefetch.
+        """
+        download = self._finished_or_begun(wish)
+        if download.result is not None:
+            if not wish.is_prefetch:
+                self._remove_others(download)
+            return download
+        self._post(DownloadStarted())
+        try:
+            download.result = result = self._restored(download)
+        except Exception as error:
+            self._post(DownloadEnded(error=str(error) or type(error).__name__))
+            raise
+        finally:
+            self._end(download)
+        self._post(DownloadEnded(result.size_bytes - result.reused_bytes, result.reused_bytes))
+        if download.is_asked:
+            self._remove_others(download)
+        return download
+
+    def _end(self, download: Download | None) -> None:
+        with self._changed:
+            self._running = None
+            if download is not None and download.result is not None:
+                self._last = download
+            self._changed.notify_all()
+
+    @property
+    def current(self) -> Download | None:
+        """The download in progress."""
+        return self._running
+
+    def remove_unasked(self) -> None:
+        """Delete the prefetch, finished or not, unless a trainer got it or waits for it."""
+        with self._changed:
+            if self._running is not None or (self._last is not None and self._last.is_asked):
+                return
+            name = None if self._last is None else self._last.name
+            self._last = None
+            # A new download must wait: it would continue the parts that are deleted here.
+            self._running = Download(wish=Wish(ref=None), is_asked=True, is_cancelled=True)
+        try:
+            parent_fd = _opened_restored(self._run)
+            try:
+                # Whole directories of an earlier life of the daemon stay: a trainer may still read one.
+                unfinished = [each for each in os.listdir(parent_fd) if each.startswith(".")]
+                _remove(unfinished if name is None else [*unfinished, name], parent_fd)
+            finally:
+                os.close(parent_fd)
+        finally:
+            self._end(None)
+
+    def _finished_or_begun(self, wish: Wish) -> Download:
+        """A finished download that serves the wish, or a new one, which the caller must run."""
+        with self._changed:
+            while not self._stop.is_set():
+                last, running = self._last, self._running
+                if wish.is_prefetch and (wish.is_over() or (last is not None and last.is_asked)):
+                    break
+                is_served = last is not None and last.serves(wish) and _is_there(last)
+                if running is None and is_served:
+                    assert last is not None
+                    last.is_asked |= not wish.is_prefetch
+                    return last
+                if running is None:
+                    self._running = Download(wish=wish, is_asked=not wish.is_prefetch)
+                    return self._running
+                if running.serves(wish) and not is_served:
+                    running.is_asked |= not wish.is_prefetch
+                elif not running.is_asked and not wish.is_prefetch:
+                    running.cancel()
+                self._changed.wait(_LOOK_INTERVAL_S)
+        raise Stopped("the daemon stops, or a trainer has its checkpoint")
+
+    def _restored(self, download: Download) -> RestoreResult:
+        parent_fd = _opened_restored(self._run)
+        try:
+            while True:
+                self._await_link(download)
+                try:
+                    return self._attempt(download, parent_fd)
+                except Stopped:
+                    if download.is_cancelled or self._stop.is_set():
+                        raise
+                    download.halt.clear()  # it was paused
+        finally:
+            os.close(parent_fd)
+
+    def _remove_others(self, download: Download) -> None:
+        """Delete the downloads for earlier trainers on this VM: a trainer has its answer."""
+        parent_fd = _opened_restored(self._run)
+        try:
+            names = [name for name in os.listdir(parent_fd) if name != download.name]
+            _remove(names, parent_fd)
+        finally:
+            os.close(parent_fd)
+
+    def _await_link(self, download: Download) -> None:
+        """Block while an evacuation needs the link; raises Stopped if the download is cancelled."""
+        while not self._may_run(download):
+            if not download.is_paused:
+                _log.info("download_paused", commit=str(download.ref or download.wish.ref))
+            download.is_paused = True
+            if self._is_useless(download) or self._stop.wait(_LOOK_INTERVAL_S):
+                raise Stopped("stopped before it was done")
+        download.is_paused = False
+        if self._is_useless(download):
+            raise Stopped("stopped before it was done")
+
+    def _may_run(self, download: Download) -> bool:
+        return resume.may_download(self._state(), is_asked=download.is_asked)
+
+    def _is_useless(self, download: Download) -> bool:
+        if not download.is_asked and download.wish.is_over():
+            download.cancel()
+        return download.is_cancelled
+
+    def _attempt(self, download: Download, parent_fd: int) -> RestoreResult:
+        """Restore into a directory below the open one; continues an interrupted download."""
+        name = interrupted(parent_fd) or secrets.token_hex(4)
+        target = RestoreTarget(
+            self._run.path / RESTORED_DIRECTORY / name,
+            parent_fd=parent_fd,
+            access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
+            spare_sets=0 if download.is_asked else SPARE_SETS,
+        )
+        budget_s = BUDGET_S if download.is_asked else PREFETCH_BUDGET_S
+        store = Retrying(
+            self._store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=download.halt
+        )
+
+        def chosen(ref: CommitRef, shards: Sequence[StoredShard]) -> None:
+            download.total_bytes = sum(shard.size_bytes for shard in shards)
+            download.ref = ref
+
+        options = ReadOptions(progress=self._progress(download), stop=download.halt)
+        return restore(store, self._keys, target, download.wish.selection(chosen), options)
+
+    def _progress(self, download: Download) -> Listener:
+        looked_mono_s = self._monotonic()
+
+        def progress(done_bytes: int, total_bytes: int) -> None:
+            nonlocal looked_mono_s
+            download.done_bytes, download.total_bytes = done_bytes, total_bytes
+            if self._monotonic() - looked_mono_s >= _LOOK_INTERVAL_S:
+                looked_mono_s = self._monotonic()
+                # Only bytes that flow need the link: a look for each window is enough.
+                if self._stop.is_set() or self._is_useless(download) or not self._may_run(download):
+                    download.halt.set()
+            self.listener(done_bytes, total_bytes)
+
+        return progress
+
+
+def _is_there(download: Download) -> bool:
+    return download.result is not None and download.result.path.is_dir()
+
+
+def _opened_restored(run: RunDirectory) -> int:
+    try:
+        return open_restored(run.fd)
+    except OSError as error:
+        raise StagingError(
+            f"{run.path / RESTORED_DIRECTORY} cannot be used: {error.strerror}",
+            hint="let the daemon's user own the staging directory of the run",
+        ) from error
+
+
+def _remove(names: Sequence[str], parent_fd: int) -> None:
+    for name in names:
+        try:
+            openat.remove_tree(name, dir_fd=parent_fd)
+        except OSError as error:
+            _log.warning("not_removed", directory=name, error=error.strerror)

@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The schedule of follow-up checkpoints: what fits, what pays, and what it saves."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from swansong.bounds import SECONDS_MAX
+from swansongd.core.schedule import (
+    INTERVAL_MIN_S,
+    LATE_S,
+    Ending,
+    FollowUpCost,
+    earlier_count,
+    lead_s,
+    next_start_s,
+)
+
+RESERVE_S = 3.0
+
+
+def a_cost(
+    data_s: float = 2.0, *, stall_s: float = 0.1, step_s: float = 0.5, commit_s: float | None = None
+) -> FollowUpCost:
+    return FollowUpCost(
+        data_s=data_s,
+        commit_s=data_s if commit_s is None else commit_s,
+        stall_s=stall_s,
+        step_s=step_s,
+    )
+
+
+def starts(
+    left_s: float, cost: FollowUpCost, *, early_per_s: float = 0.0, age_s: float = 0.0
+) -> list[float]:
+    """Seconds left at the start of each follow-up, where each one takes the time of the cost."""
+    found = []
+    while True:
+        ending = Ending(left_s=left_s, early_per_s=early_per_s)
+        wait_s = next_start_s(ending, cost, reserve_s=RESERVE_S, age_s=age_s)
+        if wait_s is None:
+            return found
+        left_s -= wait_s
+        age_s += wait_s
+        if wait_s == 0 or next_start_s(
+            Ending(left_s=left_s, early_per_s=early_per_s), cost, reserve_s=RESERVE_S, age_s=age_s
+        ) == pytest.approx(0.0, abs=1e-6):
+            found.append(left_s)
+            left_s -= cost.commit_s + cost.step_s
+            age_s = cost.commit_s + cost.step_s
+
+
+costs = st.builds(
+    a_cost,
+    st.floats(0.01, 100),
+    stall_s=st.floats(0.0, 20),
+    step_s=st.floats(0.01, 10),
+)
+
+
+@given(costs, st.floats(0, 300), st.floats(0, 0.1), st.floats(0, 3600))
+def test_no_follow_up_starts_that_does_not_fit(
+    cost: FollowUpCost, left_s: float, early_per_s: float, age_s: float
+) -> None:
+    """Data, reserve and a step fit into the time left at each start, and no two follow-ups overlap."""
+    found = starts(left_s, cost, early_per_s=early_per_s, age_s=age_s)
+    for left in found:
+        assert left >= lead_s(cost, reserve_s=RESERVE_S) - LATE_S - 1e-6
+    for before, after in itertools.pairwise(found):
+        assert before - after >= max(INTERVAL_MIN_S, cost.commit_s + cost.step_s) - 1e-6 or (
+            after == found[-1] and before - after >= cost.commit_s + cost.step_s - 1e-6
+        )
+
+
+@given(costs, st.floats(0, 300), st.floats(0, 0.01), st.floats(0, 3600))
+def test_the_training_to_repeat_is_bounded(
+    cost: FollowUpCost, left_s: float, early_per_s: float, age_s: float
+) -> None:
+    """With exact numbers: save, send, reserve and one step, if one fits and blocks less than it gains."""
+    assume(left_s > lead_s(cost, reserve_s=RESERVE_S))
+    found = starts(left_s, cost, early_per_s=early_per_s, age_s=age_s)
+    newest_s = found[-1] if found else left_s + age_s
+    bound_s = cost.data_s + RESERVE_S + cost.step_s + cost.stall_s
+    alone_s = early_per_s * left_s * (age_s + left_s)  # one early follow-up instead of a last one
+    slack_s = cost.commit_s + cost.step_s if alone_s > 0 else 0.0
+    assert newest_s <= bound_s + slack_s + 1e-6
+
+
+@given(costs, st.floats(0, 3600), st.floats(0, 3600))
+def test_with_an_exact_end_the_last_one_starts_as_late_as_is_safe(
+    cost: FollowUpCost, left_s: float, age_s: float
+) -> None:
+    """No earlier one, and the last one a step before the last moment, unless it blocks more than it gains."""
+    found = starts(left_s, cost, age_s=age_s)
+    assert len(found) <= 1
+    lead = lead_s(cost, reserve_s=RESERVE_S)
+    if left_s >= lead and age_s + left_s - lead > cost.stall_s:
+        assert found == [pytest.approx(lead)]
+
+
+@given(
+    st.floats(1, 10_000), st.floats(1e-6, 0.1), st.floats(0, 100), st.floats(INTERVAL_MIN_S, 100)
+)
+def test_no_other_number_of_earlier_ones_is_better(
+    between_s: float, early_per_s: float, stall_s: float, apart_s: float
+) -> None:
+    """The count minimises stalls plus the training that an early end repeats, among those that fit."""
+
+    def loss_s(count: int) -> float:
+        return count * stall_s + early_per_s * between_s**2 / 2 / (count + 1)
+
+    count = earlier_count(between_s, early_per_s=early_per_s, stall_s=stall_s, apart_s=apart_s)
+    room = max(0, math.floor(between_s / apart_s) - 1)
+    assert 0 <= count <= room
+    for other in {0, count - 1, count + 1, room // 2, room}:
+        if 0 <= other <= room:
+            assert loss_s(count) <= loss_s(other) * (1 + 1e-9)
+
+
+def test_many_earlier_ones_are_as_far_apart_as_by_young() -> None:
+    """A cheap save over a long time with a constant rate of early ends: the root of 2s/h."""
+    count = earlier_count(100_000, early_per_s=1 / 2400, stall_s=0.5, apart_s=5.0)
+    assert 100_000 / count == pytest.approx(math.sqrt(2 * 0.5 * 2400), rel=0.01)
+
+
+def test_a_notice_of_aws_has_a_few_cheap_ones_and_the_last() -> None:
+    """120 s, a save that blocks for 0.1 s, and one end in twenty that comes early."""
+    found = starts(118.0, a_cost(2.0, stall_s=0.1), early_per_s=0.05 / 120)
+    assert len(found) == 5
+    assert found[-1] == pytest.approx(2.0 + RESERVE_S + 0.5)
+    gaps = [before - after for before, after in itertools.pairwise(found)]
+    assert gaps == [pytest.approx(gaps[0], rel=0.2)] * 4
+
+
+def test_an_expensive_save_has_the_last_one_only() -> None:
+    """A save that blocks for 10 s costs more than an early end, which is rare."""
+    found = starts(100.0, a_cost(20.0, stall_s=10.0), early_per_s=0.05 / 120)
+    assert found == [pytest.approx(23.5)]
+
+
+def test_an_earlier_one_never_costs_the_last_one() -> None:
+    """A state of 40 s: after the first commit one more fits, and it starts late, not at once."""
+    found = starts(70.0, a_cost(40.0, stall_s=0.1), early_per_s=0.05 / 120, age_s=40.0)
+    assert found == [pytest.approx(43.5)]
+
+
+def test_a_start_now_beats_a_later_one_that_gains_little() -> None:
+    """The end may come any second, much training is unsaved, and waiting gains a second or two only."""
+    cost = a_cost(8.0, stall_s=0.1)
+    likely = Ending(left_s=13.0, early_per_s=1 / 60)
+    assert next_start_s(likely, cost, reserve_s=RESERVE_S, age_s=20.0) == 0.0
+    unlikely = Ending(left_s=13.0, early_per_s=1e-5)
+    assert next_start_s(unlikely, cost, reserve_s=RESERVE_S, age_s=20.0) == pytest.approx(1.5)
+
+
+def test_a_failed_one_is_not_repeated_at_once_and_does_not_delay_the_last() -> None:
+    """After a failure an interval passes, as after a success; the last one starts at its moment."""
+    cost, ending = a_cost(2.0), Ending(left_s=100.0, early_per_s=0.05 / 120)
+    assert next_start_s(ending, cost, reserve_s=RESERVE_S, age_s=60.0) == 0.0
+    wait_s = next_start_s(ending, cost, reserve_s=RESERVE_S, age_s=60.0, tried_s=1.0)
+    assert wait_s is not None
+    assert wait_s >= INTERVAL_MIN_S
+    near = Ending(left_s=6.0, early_per_s=0.05 / 120)
+    last_s = next_start_s(near, cost, reserve_s=RESERVE_S, age_s=60.0, tried_s=1.0)
+    assert last_s == pytest.approx(0.5)
+
+
+def test_none_starts_that_blocks_more_than_it_gains() -> None:
+    """Ten seconds since the newest state, and a save that blocks for twenty."""
+    cost = a_cost(2.0, stall_s=20.0)
+    assert next_start_s(Ending(left_s=10.0), cost, reserve_s=RESERVE_S, age_s=5.0) is None
+
+
+@pytest.mark.fault("S13")
+@given(*[st.floats(0, SECONDS_MAX)] * 5)
+def test_any_report_of_a_trainer_gives_a_finite_time(
+    left_s: float, data_s: float, stall_s: float, step_s: float, age_s: float
+) -> None:
+    """No time that a trainer may report breaks the arithmetic."""
+    cost = a_cost(data_s, stall_s=stall_s, step_s=step_s)
+    ending = Ending(left_s=left_s, early_per_s=0.01)
+    wait_s = next_start_s(ending, cost, reserve_s=RESERVE_S, age_s=age_s)
+    assert wait_s is None or 0 <= wait_s <= SECONDS_MAX
