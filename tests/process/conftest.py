@@ -63,10 +63,16 @@ def new_vm(tmp_path: Path) -> Iterator[NewVm]:
     """Make VMs: ``new_vm("a", store, metadata=...)``.  They are shut down after the test."""
     with ExitStack() as vms:
 
-        def make(name: str, store: dict[str, str], **options: Any) -> Vm:
+        def make(
+            name: str, store: dict[str, str], *, follow_ups: bool = False, **options: Any
+        ) -> Vm:
+            # Most tests count the checkpoints of one notice: they have no follow-ups.
             disk = tmp_path / name
             disk.mkdir()
-            return vms.enter_context(Vm(disk, store, **options))
+            settings = options.pop("settings", None) or {}
+            trainer = {"follow_ups": follow_ups, **settings.get("trainer", {})}
+            settings = {**settings, "trainer": trainer}
+            return vms.enter_context(Vm(disk, store, settings=settings, **options))
 
         yield make
 
