@@ -10,17 +10,10 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.bucket import lives, wall
-from swansongd.cli.common import (
-    ShownCount,
-    add_json,
-    add_run,
-    console,
-    human_bytes,
-    human_s,
-    note,
-    opened,
-    print_json,
-)
+from swansongd.cli.common import add_json, add_run, human_bytes, human_s, note, print_json
+from swansongd.cli.opening import opened
+from swansongd.cli.progress import ShownCount
+from swansongd.cli.terminal import console
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
 
@@ -127,7 +120,7 @@ def _print(run_name: str, loss: Loss, left_out: int) -> None:
 def _lost(loss: Loss) -> Table:
     """One line for each interruption; fits into 80 columns."""
     names = (
-        "GENERATION",
+        "GEN",
         "ENDED (UTC)",
         "STEP",
         "FROM",
@@ -157,7 +150,7 @@ def _lost(loss: Loss) -> Table:
 def _down(loss: Loss) -> Table:
     """The parts of DOWN, in the order in which they happen."""
     parts = [name.upper().replace("_", "-") for name in losses.PARTS]
-    table = _right_aligned(("GENERATION", *parts, "FETCHED", "LINKED"))
+    table = _right_aligned(("GEN", *parts, "FETCHED", "LINKED"))
     for each in loss.interruptions:
         table.add_row(
             _name(each),
