@@ -71,6 +71,7 @@ from swansongd.inbox import Inbox
 from swansongd.model import Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
@@ -165,6 +166,7 @@ class Service:
             lambda: self._state,
             self._stop,
             rescan=self._observer.rescan,
+            local=LocalFiles(self._staging, lambda: self._state, self._storage.digest_of),
             post=self._post,
         )
         self._prefetch = Prefetch(
@@ -448,6 +450,8 @@ class Service:
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
             self._resume.ask(message, reply, self._post)
+        elif isinstance(message, protocol.ShardsTaken):
+            self._resume.take(message, reply)
 
     def _leave(self, order: Exit) -> int:
         """End in bounded time: nothing here waits for a flush, a source or a trainer."""

@@ -21,7 +21,7 @@ from enum import Enum, auto
 
 import structlog
 from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY
+from swansong.protocol import RESTORED_DIRECTORY, sealed_name
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
@@ -29,9 +29,11 @@ from swansongd.core.events import DownloadEnded, DownloadStarted, Event
 from swansongd.core.state import State
 from swansongd.errors import StagingError, Stopped
 from swansongd.model import CommitRef, StoredShard
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, Selection, restore
 from swansongd.restore.target import Access, RestoreTarget, interrupted
+from swansongd.restore.verified import VerifiedShards
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -100,6 +102,8 @@ class Download:
     """The commit that is fetched, once its manifests are read."""
     result: RestoreResult | None = None
     """None until the download is finished."""
+    id: str = ""
+    """Names the finished download to the trainers that took its shards; empty before."""
     done_bytes: int = 0
     total_bytes: int = 0
     is_asked: bool = False
@@ -138,6 +142,7 @@ class Downloads:
         run: staging directory of the run.
         state: returns the newest state of the decision loop.
         stop: ends all downloads.
+        local: finds files on this machine that need not be fetched.
         post: takes DownloadStarted and DownloadEnded.
         monotonic: the clock.
     """
@@ -150,6 +155,7 @@ class Downloads:
         state: Callable[[], State],
         stop: threading.Event,
         *,
+        local: LocalFiles | None = None,
         post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -158,11 +164,14 @@ class Downloads:
         self._run = run
         self._state = state
         self._stop = stop
+        self._local = local or LocalFiles(run, state)
         self._post = post
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._running: Download | None = None
         self._last: Download | None = None
+        self.verified = VerifiedShards()
+        """Passes the files of the download in progress to the trainers that wait for it."""
         self.listener: Listener = lambda _done_bytes, _total_bytes: None
         """Called in the thread of the download."""
 
@@ -186,7 +195,8 @@ class Downloads:
             raise
         finally:
             self._end(download)
-        self._post(DownloadEnded(result.size_bytes - result.reused_bytes, result.reused_bytes))
+        here_bytes = result.reused_bytes + result.local_bytes
+        self._post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
         if download.is_asked:
             self._remove_others(download)
         return download
@@ -251,12 +261,15 @@ class Downloads:
             while True:
                 self._await_link(download)
                 try:
-                    return self._attempt(download, parent_fd)
+                    result = self._attempt(download, parent_fd)
+                    download.id = self.verified.end()
+                    return result
                 except Stopped:
                     if download.is_cancelled or self._stop.is_set():
                         raise
                     download.halt.clear()  # it was paused
         finally:
+            self.verified.end()
             os.close(parent_fd)
 
     def _remove_others(self, download: Download) -> None:
@@ -290,7 +303,11 @@ class Downloads:
 
     def _attempt(self, download: Download, parent_fd: int) -> RestoreResult:
         """Restore into a directory below the open one; continues an interrupted download."""
-        name = interrupted(parent_fd) or secrets.token_hex(4)
+        step = 0 if download.wish.ref is None else download.wish.ref.step
+        # A restarted daemon knows the step of an earlier download by its name.
+        name = interrupted(parent_fd, sealed_name(step, "")) or sealed_name(
+            step, secrets.token_hex(4)
+        )
         target = RestoreTarget(
             self._run.path / RESTORED_DIRECTORY / name,
             parent_fd=parent_fd,
@@ -305,8 +322,14 @@ class Downloads:
         def chosen(ref: CommitRef, shards: Sequence[StoredShard]) -> None:
             download.total_bytes = sum(shard.size_bytes for shard in shards)
             download.ref = ref
+            self.verified.end()  # those of a damaged commit
 
-        options = ReadOptions(progress=self._progress(download), stop=download.halt)
+        options = ReadOptions(
+            progress=self._progress(download),
+            stop=download.halt,
+            local=self._local.of,
+            verified=self.verified.add,
+        )
         return restore(store, self._keys, target, download.wish.selection(chosen), options)
 
     def _progress(self, download: Download) -> Listener:

@@ -172,6 +172,7 @@ class Prefetch:
             step=fetched.result.ref.step,
             size_bytes=fetched.result.size_bytes,
             reused_bytes=fetched.result.reused_bytes,
+            local_bytes=fetched.result.local_bytes,
             seconds=round(self._monotonic() - began_mono_s, 3),
         )
 
