@@ -499,7 +499,7 @@ os._exit(0)  # gloo's threads sometimes abort a process that exits normally
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_another_number_of_ranks(tmp_path: Path) -> None:
+def test_another_number_of_ranks(tmp_path: Path, warm_python: str) -> None:
     """Two ranks of FSDP resume the checkpoint of one process, and one process theirs; nothing is gathered."""
     model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
@@ -510,7 +510,7 @@ def test_another_number_of_ranks(tmp_path: Path) -> None:
     hooks = str(Path(swansong.__file__).parents[1])
     children = [
         subprocess.Popen(
-            [sys.executable, "-c", RANKS, str(tmp_path)],
+            [warm_python, "-c", RANKS, str(tmp_path)],
             env={
                 **os.environ,
                 "PYTHONPATH": hooks,
