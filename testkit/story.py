@@ -169,6 +169,8 @@ class Story:
         save_s: float | None = None,
         save_bytes: int | None = None,
         start_id: str = "",
+        nodes: int = 1,
+        takes_follow_ups: bool = False,
     ) -> list[Action]:
         view = TrainerView(
             connection=connection,
@@ -180,6 +182,8 @@ class Story:
             save_s=save_s,
             save_bytes=save_bytes,
             start_id=start_id,
+            nodes=nodes,
+            takes_follow_ups=takes_follow_ups,
         )
         return self.tell(TrainerJoined(view))
 

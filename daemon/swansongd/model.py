@@ -273,6 +273,8 @@ class TrainerView:
     loss_is_finite: bool | None = None
     takes_periodic: bool = False
     """The daemon decides when its periodic checkpoints are due."""
+    takes_follow_ups: bool = False
+    """It trains on after an emergency checkpoint, and takes further ones."""
     reported_mono_s: float | None = None
     greeted_mono_s: float = 0.0
     """When its hello arrived."""

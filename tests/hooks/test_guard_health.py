@@ -251,11 +251,21 @@ def test_hello_contains_who_schedules_periodic_checkpoints(
 ) -> None:
     """The daemon schedules them, unless the script sets an interval."""
     attach({"counter": counter})
-    assert daemon.wait_for(Hello).capabilities == ["periodic"]
+    assert "periodic" in daemon.wait_for(Hello).capabilities
     attach({"counter": counter}, every_steps=3)
-    assert daemon.wait_for(Hello, 2).capabilities == []
+    assert "periodic" not in daemon.wait_for(Hello, 2).capabilities
     attach({"counter": counter}, every_s=3.0)
-    assert daemon.wait_for(Hello, 3).capabilities == []
+    assert "periodic" not in daemon.wait_for(Hello, 3).capabilities
+
+
+def test_hello_contains_whether_training_continues_after_an_emergency_checkpoint(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Only then follow-up checkpoints make sense."""
+    attach({"counter": counter})
+    assert "follow_ups" in daemon.wait_for(Hello).capabilities
+    attach({"counter": counter}, stop_after_save=True)
+    assert "follow_ups" not in daemon.wait_for(Hello, 2).capabilities
 
 
 def test_a_periodic_request_is_a_periodic_checkpoint_and_does_not_stop_the_trainer(

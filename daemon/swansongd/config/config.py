@@ -116,6 +116,7 @@ class TrainerConfig:
     users: tuple[str | int, ...] = _key(read.users, default=())
     """Users that may connect to the socket and own staged files, besides root and the daemon's user."""
     settle_s: float = _key(read.duration, default=2.0)
+    follow_ups: bool = _key(read.yes_or_no, default=True)
     stall_steps: float = _key(read.factor, default=20.0)
     stall_min_s: float = _key(read.duration, default=60.0)
 
@@ -142,6 +143,12 @@ class FlushConfig:
 
 
 @_section
+class RestoreConfig:
+    prefetch: bool = _key(read.yes_or_no, default=True)
+    """Fetch the newest whole commit when the daemon starts, before a trainer asks."""
+
+
+@_section
 class LogConfig:
     format: str = _key(read.one_of("json", "console"), default="json")
     level: str = _key(read.one_of("debug", "info", "warning", "error"), default="info")
@@ -156,6 +163,7 @@ class Config:
     trainer: TrainerConfig
     deadline: DeadlineConfig
     flush: FlushConfig
+    restore: RestoreConfig
     log: LogConfig
 
 

@@ -16,13 +16,13 @@ from dataclasses import replace
 
 from swansongd.core import planner
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.core.nodes import AGAIN
+from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
 
 RECONNECT_S = 10.0
 """The hooks reconnect to a restarted daemon within this time."""
-_ENDED_BY_VERDICT = frozenset({LOGIND_SOURCE, HOST_SOURCE, ASG_SOURCE})
+ENDED_BY_VERDICT = frozenset({LOGIND_SOURCE, HOST_SOURCE, ASG_SOURCE})
 """Sources that end the VM as soon as it has a verdict."""
 
 
@@ -43,8 +43,7 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
 
 def _was_answered(state: State, evacuation: Evacuation) -> bool:
     """Whether the request of this evacuation was answered in an earlier life of the daemon."""
-    ids = {staged.request_id.partition(AGAIN)[0] for staged in state.staged}
-    return evacuation.id in ids
+    return any(are_of_one(evacuation.id, staged.request_id) for staged in state.staged)
 
 
 def _may_come(state: State, now_mono_s: float) -> bool:
@@ -53,7 +52,7 @@ def _may_come(state: State, now_mono_s: float) -> bool:
     started_mono_s = state.first_scan_mono_s
     if started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S:
         return True
-    return all(n.source not in _ENDED_BY_VERDICT for n in state.urgent_notices(now_mono_s))
+    return all(n.source not in ENDED_BY_VERDICT for n in state.urgent_notices(now_mono_s))
 
 
 def reconcile(transition: Transition) -> None:

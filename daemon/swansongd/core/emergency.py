@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The request of an evacuation: whether one is made, when it is too late for it, and what answers it.
+"""The requests of an evacuation: whether one is made, when it is too late for it, and what answers it.
 
 :mod:`swansongd.core.request` has its way to the ranks and their common step.
 """
@@ -14,6 +14,7 @@ from swansongd.core import learning, nodes, planner
 from swansongd.core.events import Rescan, Scanned, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, send
+from swansongd.core.request_ids import AGAIN, FOLLOW_UP
 from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import Transition
 from swansongd.model import CheckpointId, Staged
@@ -50,12 +51,34 @@ def has_trainer(state: State) -> bool:
 def make(transition: Transition) -> None:
     """Request a checkpoint over the socket, or by signal if no trainer is connected."""
     evacuation = transition.evacuation
-    connected = transition.state.connected
+    again = f"{AGAIN}{evacuation.requests}" if evacuation.requests else ""
+    request = _new(transition, f"{evacuation.id}{again}")
+    transition.evacuation = replace(evacuation, request=request, requests=evacuation.requests + 1)
+    if not request.by_signal:
+        transition.mark("request", ranks=len(request.ranks))
+    elif not evacuation.refusal:
+        transition.mark("signal")
+    _ask(transition, request)
+
+
+def make_follow_up(transition: Transition) -> None:
+    """Request a follow-up checkpoint, in the same way."""
+    evacuation = transition.evacuation
+    # The instant makes the id differ from those of an earlier life of the daemon, which hooks remember.
+    request = _new(transition, f"{evacuation.id}{FOLLOW_UP}{transition.now:.3f}")
+    request = replace(request, is_follow_up=True)
+    number = evacuation.follow_ups + 1
+    transition.evacuation = replace(evacuation, follow_up=request, follow_ups=number)
+    transition.mark("follow_up", number=number, seconds_left=round(transition.left_s, 2))
+    _ask(transition, request)
+
+
+def _new(transition: Transition, request_id: str) -> CheckpointRequest:
+    evacuation, connected = transition.evacuation, transition.state.connected
     by_signal = not connected
-    again = f"{nodes.AGAIN}{evacuation.requests}" if evacuation.requests else ""
     made = transition.state.forecast
-    request = CheckpointRequest(
-        request_id=f"{evacuation.id}{again}",
+    return CheckpointRequest(
+        request_id=request_id,
         reason=evacuation.reason,
         by_signal=by_signal,
         is_urgent=not evacuation.is_precaution,
@@ -72,14 +95,13 @@ def make(transition: Transition) -> None:
         expected_s=made.expected_s if made.is_measured else None,
         pessimistic_s=made.pessimistic_s if made.is_measured else None,
     )
-    transition.evacuation = replace(evacuation, request=request, requests=evacuation.requests + 1)
-    if by_signal:
-        if not evacuation.refusal:
-            transition.mark("signal")
+
+
+def _ask(transition: Transition, request: CheckpointRequest) -> None:
+    if request.by_signal:
         transition.do(SignalTrainer(request.request_id))
     else:
-        transition.mark("request", ranks=len(connected))
-        send(transition, request, tuple(t.connection for t in connected))
+        send(transition, request, tuple(t.connection for t in transition.state.connected))
 
 
 def reconcile(transition: Transition) -> None:
@@ -88,11 +110,20 @@ def reconcile(transition: Transition) -> None:
         return
     _make_missing(transition)
     request = transition.evacuation.request
-    if request is None or not request.is_waiting:
-        return
-    reconcile_target(transition, request)
-    _fail_if_too_late(transition)
-    _scan_for_early_shards(transition)
+    if request is not None:
+        attend(transition, request)
+
+
+def attend(transition: Transition, request: CheckpointRequest) -> None:
+    """Bring the ranks to one step, and stop waiting for their set when it is too late for it."""
+    if request.is_waiting:
+        reconcile_target(transition, request)
+    waiting = transition.waiting_request(request.request_id)
+    if waiting is not None and (waiting.is_follow_up or transition.evacuation.plan.fits):
+        _fail_if_too_late(transition, waiting)
+    waiting = transition.waiting_request(request.request_id)
+    if waiting is not None and waiting.target is not None:
+        _scan_for_early_shards(transition, waiting)
 
 
 def _make_missing(transition: Transition) -> None:
@@ -128,12 +159,9 @@ def will_repeat(transition: Transition) -> bool:
     )
 
 
-def _fail_if_too_late(transition: Transition) -> None:
+def _fail_if_too_late(transition: Transition, request: CheckpointRequest) -> None:
     """Stop waiting for a set that could not be stored in time even if it were sealed now."""
     state = transition.state
-    request = transition.evacuation.request
-    if request is None or not request.is_waiting or not transition.evacuation.plan.fits:
-        return
     flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
     data_left_s = transition.left_s - state.settings.reserve_s
     if flush_s <= data_left_s:
@@ -148,10 +176,7 @@ def _fail_if_too_late(transition: Transition) -> None:
         transition.update_request(replace(request, too_late_mono_s=transition.now))
 
 
-def _scan_for_early_shards(transition: Transition) -> None:
-    request = transition.evacuation.request
-    if request is None or not request.is_waiting or request.target is None:
-        return
+def _scan_for_early_shards(transition: Transition, request: CheckpointRequest) -> None:
     is_due = transition.now - request.rescan_mono_s >= EARLY_SCAN_S
     if is_due and not transition.evacuation.is_precaution:
         transition.update_request(replace(request, rescan_mono_s=transition.now))
@@ -190,6 +215,9 @@ def record_signal_refused(transition: Transition, request_id: str, reason: str) 
     request = transition.waiting_request(request_id)
     if request is None:
         return
+    if request.is_follow_up:
+        fail(transition, request, reason)
+        return
     if reason != transition.evacuation.refusal:
         transition.mark("request_failed", reason=reason)
     refused = replace(request, failure=reason, is_unsent=True, failed_mono_s=transition.now)
@@ -199,9 +227,10 @@ def record_signal_refused(transition: Transition, request_id: str, reason: str) 
 
 def record_process_ended(transition: Transition, request_id: str) -> None:
     """The process that got the signal ended: a scan that begins now decides whether it had sealed."""
-    request = transition.waiting_request(request_id)
-    if request is not None:
-        _record_lost(transition, request)
+    evacuation = transition.state.evacuation
+    for request in () if evacuation is None else evacuation.requests_made:
+        if request.request_id == request_id:
+            _record_lost(transition, request)
 
 
 def record_rank_ended(transition: Transition, rank: int) -> None:
@@ -217,14 +246,18 @@ def _record_lost(transition: Transition, request: CheckpointRequest) -> None:
 
 
 def record_scan(transition: Transition, event: Scanned) -> None:
-    """Whether a set answers the request, or none ever will."""
+    """Whether a set answers a request, or none ever will."""
     evacuation = transition.state.evacuation
-    if evacuation is None or evacuation.request is None:
+    if evacuation is None:
         return
-    _record_newer(transition, event, evacuation.request)
-    request = transition.evacuation.request
-    if request is None or not request.is_waiting:
-        return
+    if evacuation.request is not None:
+        _record_newer(transition, event, evacuation.request)
+    for request in transition.evacuation.requests_made:
+        if request.is_waiting:
+            _record_outcome(transition, event, request)
+
+
+def _record_outcome(transition: Transition, event: Scanned, request: CheckpointRequest) -> None:
     of_line = [s for s in event.staged if s.id not in transition.state.abandoned]
     answer = next((s for s in of_line if _answers(s, request)), None)
     if answer is None and transition.state.is_finished:

@@ -154,6 +154,9 @@ def _open(
     )
     if not is_precaution:
         notices.record_opened(transition, notice.source)
+    follow_up = transition.state.follow_up
+    if follow_up is not None and follow_up.is_waiting:
+        request.withdraw(transition, follow_up, "another notice needs a checkpoint at once")
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",
@@ -192,6 +195,6 @@ def _foreseen(plan: Plan, state: State) -> dict[str, object]:
 
 def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:
     transition.mark("withdrawn", reason=reason)
-    if evacuation.request is not None:
-        request.withdraw(transition, evacuation.request, reason)
+    for made in evacuation.requests_made:
+        request.withdraw(transition, made, reason)
     transition.state = replace(transition.state, evacuation=None)

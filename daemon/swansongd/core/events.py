@@ -501,6 +501,8 @@ class Prune:
     """Delete local sets that a commit made dispensable, and those that were set aside."""
 
     directories: tuple[str, ...]
+    keeps_aside: bool = False
+    """Keep the sets that were set aside: no commit has replaced them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -206,8 +206,8 @@ def _change_flight(transition: Transition) -> None:
         return
     if transition.left_s <= 0:  # the VM has outlived its deadline: whatever still arrives counts
         data_left_s = math.inf
-    answer = state.answer
-    if answer is not None and state.evacuation.verdict is None and not state.is_covered(answer):
+    answer = state.answer if state.evacuation.verdict is None else state.follow_up_answer
+    if answer is not None and not state.is_covered(answer):
         # A trainer that continues may seal newer sets: they wait until this one is committed.
         candidates = tuple(c for c in candidates if c.id <= answer)
     wanted = planner.choose(

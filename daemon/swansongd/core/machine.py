@@ -30,6 +30,7 @@ from swansongd.core import (
     emergency,
     evacuation,
     flight,
+    followup,
     learning,
     lineage,
     nodes,
@@ -208,6 +209,7 @@ def _reconcile(transition: Transition) -> None:
     emergency.reconcile(transition)
     nodes.reconcile(transition)
     claims.reconcile(transition)
+    followup.reconcile(transition)
     periodic.reconcile(transition)
     stall.reconcile(transition)
     flight.reconcile(transition)
@@ -260,6 +262,7 @@ def _without_reports(trainer: TrainerView) -> TrainerView:
         nodes=trainer.nodes,
         step=trainer.step,
         takes_periodic=trainer.takes_periodic,
+        takes_follow_ups=trainer.takes_follow_ups,
         is_connected=trainer.is_connected,
         greeted_mono_s=trainer.greeted_mono_s,
         start_id=trainer.start_id,

@@ -7,6 +7,8 @@ job's own store, and from the bucket.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swansongd.core import claims, request
@@ -16,9 +18,11 @@ from swansongd.core.events import (
     JoinGeneration,
     Prune,
     Rescan,
+    SetAside,
     TellFenced,
     TellFinished,
 )
+from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import Evacuation, Finishing, State
 from swansongd.core.transition import Transition
 from swansongd.model import DeadlineQuality, Notice, Severity, Staged, TrainerView
@@ -38,8 +42,8 @@ PEER_LONGEST_S = 3600.0
 PEER_REQUESTS_MAX = 3
 PEER_WINDOW_S = 60.0
 """No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
-AGAIN = ".again-"
-"""Between the id of an evacuation and the number of a repeated request."""
+ASIDE_MAX = 2
+"""Sets of earlier starts that are kept for the restore of the next one."""
 _ALONE = "alone:"
 
 
@@ -123,14 +127,40 @@ def record_job_start(transition: Transition, name: str) -> None:
         and not (answer is not None and state.is_whole(answer))
     ):
         request.fail(transition, pending, "the job was started again")
+    follow_up = transition.state.follow_up
+    if follow_up is not None and follow_up.is_waiting:
+        request.fail(transition, follow_up, "the job was started again")
     dropped = _drop_all(transition)
     transition.state = replace(
-        transition.state, job_start_id=name, finishing=None, overtaken_by=None
+        transition.state,
+        job_start_id=name,
+        finishing=None,
+        overtaken_by=None,
+        peer_end_mono_s=None,
     )
     claims.set_due(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
-    dispensable = tuple(s.directory for s in dropped if s.framework == "swansong")
+    own = [staged for staged in dropped if staged.framework == "swansong"]
+    wanted = _resumable(state, own)
+    dispensable = tuple(staged.directory for staged in own if staged not in wanted)
     if dispensable:
-        transition.do(Prune(dispensable))
+        transition.do(Prune(dispensable, keeps_aside=True))
+    if wanted:
+        transition.state = replace(transition.state, has_aside=True)
+        transition.do(SetAside(tuple(staged.directory for staged in wanted)))
+
+
+def _resumable(state: State, sets: Sequence[Staged]) -> list[Staged]:
+    """The sets of which the next start may read the same bytes: those of the newest whole checkpoint.
+
+    A newer one of which this VM's part is committed may have become whole since.  They are set aside, and
+    the next commit deletes them; meanwhile a download copies them.
+    """
+    if state.last_commit is None and state.generation is not None:
+        return []  # the run has no commit
+    first = -1 if state.last_complete is None else state.last_complete.step
+    last = math.inf if state.last_commit is None else state.last_commit.step
+    may_count = [staged for staged in sets if first <= staged.id.step <= last]
+    return sorted(may_count, key=lambda staged: staged.id)[-ASIDE_MAX:]
 
 
 def record_fence(transition: Transition, event: FenceFound) -> None:
@@ -187,24 +217,32 @@ def peer_notice(
     """
     state = transition.state
     known = state.notices.get(PEER_SOURCE)
-    # A repeated request has the id of the first one and a suffix.
-    ids = {request_id, request_id.partition(AGAIN)[0]}
-    is_known = bool(ids & set(state.opened)) or (known is not None and known.identity in ids)
-    evacuation = state.evacuation
-    is_own = evacuation is not None and evacuation.id in ids
-    if is_known or is_own or not state.spans_vms:
+    # Repeated and follow-up requests have the id of the first one and a suffix.
+    names = (
+        *state.opened,
+        known.identity if known is not None else "",
+        state.evacuation.id if state.evacuation is not None else "",
+    )
+    is_known = any(name and are_of_one(request_id, name) for name in names)
+    if is_known or not state.spans_vms:
         return None
     recent = tuple(taken for taken in state.peers_mono_s if transition.now - taken < PEER_WINDOW_S)
     if len(recent) >= PEER_REQUESTS_MAX:
         transition.log("warning", "peer_request_ignored", reason=f"over {len(recent)} in a minute")
         return None
-    transition.state = replace(transition.state, peers_mono_s=(*recent, transition.now))
+    deadline_mono_s = transition.now + min(max(0.0, seconds_left), PEER_LONGEST_S)
+    ends = (state.peer_end_mono_s, deadline_mono_s)
+    transition.state = replace(
+        transition.state,
+        peers_mono_s=(*recent, transition.now),
+        peer_end_mono_s=min(end for end in ends if end is not None),
+    )
     return Notice(
         source=PEER_SOURCE,
         kind="reclaim",
         identity=request_id,
         severity=Severity.IMMINENT,
-        deadline_mono_s=transition.now + min(max(0.0, seconds_left), PEER_LONGEST_S),
+        deadline_mono_s=deadline_mono_s,
         deadline_quality=DeadlineQuality.DERIVED,
         detail=reason,
     )

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """One checkpoint request, from the ranks that get it to their common step, or to its failure.
 
-The request of an evacuation (:mod:`swansongd.core.emergency`) and the periodic one
-(:mod:`swansongd.core.periodic`) take this path.  Each rank that accepts stops at its next step boundary and
-reports the step.  When all have accepted, the target is the greatest of these steps plus one.  Over several
-VMs the ranks agree on the target among themselves and report it.
+The request of an evacuation (:mod:`swansongd.core.emergency`), its follow-ups
+(:mod:`swansongd.core.followup`) and the periodic one (:mod:`swansongd.core.periodic`) take this path.  Each
+rank that accepts stops at its next step boundary and reports the step.  When all have accepted, the target is
+the greatest of these steps plus one.  Over several VMs the ranks agree on the target among themselves and
+report it.
 """
 
 from __future__ import annotations
@@ -113,14 +114,17 @@ def _set_target(transition: Transition, request: CheckpointRequest, step: int) -
 def fail(transition: Transition, request: CheckpointRequest, reason: str) -> None:
     """End a request whose checkpoint will not come.
 
-    The request of an evacuation stays there with the reason.  A periodic one is forgotten: the next interval
-    brings the next one.
+    The request of an evacuation stays there with the reason, and so does a follow-up request.  A periodic one
+    is forgotten: the next interval brings the next one.
     """
     if request.is_periodic:
         transition.log("warning", "periodic_checkpoint_missed", reason=reason)
         transition.state = replace(transition.state, periodic=None)
     else:
-        transition.mark("request_failed", reason=reason)
+        if request.is_follow_up:
+            transition.mark("follow_up_failed", reason=reason)
+        else:
+            transition.mark("request_failed", reason=reason)
         transition.update_request(replace(request, failure=reason, failed_mono_s=transition.now))
     if not request.by_signal:
         withdraw(transition, request, reason)

@@ -90,9 +90,7 @@ def _record_found(
 
 def _note_signalled(transition: Transition, new: Sequence[Staged]) -> None:
     """Sets of other frameworks do not name their kind: those that answer a signal are for an emergency."""
-    evacuation = transition.state.evacuation
-    request = None if evacuation is None else evacuation.request
-    if request is None or not (request.by_signal and request.is_urgent and request.is_waiting):
+    if not any(r.by_signal and r.is_urgent for r in transition.waiting_requests):
         return
     adopted = frozenset(staged.id for staged in new if staged.framework != "swansong")
     transition.state = replace(transition.state, by_signal=transition.state.by_signal | adopted)
@@ -196,7 +194,8 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
     if state.flight is not None:
         wanted.add(state.flight.staged.id)
     wanted.update(item.staged.id for item in state.stored)
-    wanted.update(id_ for id_ in (state.answer, state.newer) if id_ is not None)
+    answers = (state.answer, state.newer, state.follow_up_answer)
+    wanted.update(id_ for id_ in answers if id_ is not None)
     partly = [staged for staged in newest_first if state.stored_bytes.get(staged.id)]
     if partly:
         wanted.add(max(partly, key=lambda staged: state.stored_bytes[staged.id]).id)

@@ -12,6 +12,7 @@ from swansongd.core.events import ClaimGeneration, JoinGeneration
 from swansongd.core.ledger import Milestones, Training
 from swansongd.core.pace import UNKNOWN, Pace
 from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
+from swansongd.core.request_ids import are_of_one
 from swansongd.model import (
     CheckpointId,
     CommitRef,
@@ -71,6 +72,8 @@ class Settings:
     """Mean time between interruptions that is assumed before any was observed."""
     assumed_grace_s: float = 25.0
     """Assumed time left when a source names a time in the past."""
+    follow_ups: bool = True
+    """After the verdict, further checkpoints follow while the VM runs and another one fits."""
     notice_kinds: tuple[NoticeKind, ...] = ()
     """The notices that this VM may get, for the margin in the status."""
     stall_steps: float = 20.0
@@ -176,6 +179,7 @@ class CheckpointRequest:
     request_id: str
     reason: str
     is_periodic: bool = False
+    is_follow_up: bool = False
     by_signal: bool = False
     is_urgent: bool = True
     """False for a precaution and a periodic checkpoint: training does not stop for them."""
@@ -256,6 +260,15 @@ class Evacuation:
     verdict_commit: CommitRef | None = None
     part_reported: CommitRef | None = None
     """A farewell reports this VM's part of this checkpoint."""
+    follow_up: CheckpointRequest | None = None
+    """The newest follow-up request.  ``request`` stays, with the verdict that it led to."""
+    follow_ups: int = 0
+    """Number of follow-up requests so far."""
+
+    @property
+    def requests_made(self) -> tuple[CheckpointRequest, ...]:
+        """The newest request, and the newest follow-up request."""
+        return tuple(made for made in (self.request, self.follow_up) if made is not None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -383,6 +396,8 @@ class State:
     """When the last claims were made."""
     peers_mono_s: tuple[float, ...] = ()
     """When the last requests of other VMs became notices."""
+    peer_end_mono_s: float | None = None
+    """Earliest end of another VM of this job start, as its request stated it."""
     opened: tuple[str, ...] = ()
     """Ids of the last evacuations."""
     evacuations: int = 0
@@ -406,6 +421,8 @@ class State:
         if evacuation is None or evacuation.is_precaution:
             is_armed = any(n.identity not in self.concluded for n in self.notices.values())
             return Phase.ARMED if is_armed else Phase.IDLE
+        if evacuation.verdict is Verdict.SAFE:
+            return evacuation.verdict  # whatever follows
         request = evacuation.request
         if request is not None and request.is_waiting and evacuation.verdict is None:
             return Phase.CHECKPOINTING
@@ -505,16 +522,26 @@ class State:
 
     @property
     def early(self) -> Staged | None:
-        """The growing set that answers an urgent request, once a file of it is final."""
+        """The growing set that answers an urgent request, once a file of it is final.
+
+        Over several VMs the request of a follow-up may be that of another VM's daemon.
+        """
         evacuation = self.evacuation
-        request = None if evacuation is None or evacuation.is_precaution else evacuation.request
-        if request is None or not request.is_waiting:
+        if evacuation is None or evacuation.is_precaution:
             return None
+        waiting = [request for request in evacuation.requests_made if request.is_waiting]
+        ids = {request.request_id for request in waiting}
+        targets = {request.target for request in waiting}
+        is_led = self.spans_vms and evacuation.verdict is not None
         answering = (
             staged
             for staged in self.growing
-            if (staged.request_id == request.request_id or staged.id.step == request.target)
-            and staged.files
+            if staged.files
+            and (
+                staged.request_id in ids
+                or staged.id.step in targets
+                or (is_led and are_of_one(staged.request_id, evacuation.id))
+            )
         )
         return max(answering, key=lambda staged: staged.id, default=None)
 
@@ -534,6 +561,17 @@ class State:
         return None if request is None or request.sealed in self.unusable else request.sealed
 
     @property
+    def follow_up(self) -> CheckpointRequest | None:
+        """The newest follow-up request of this evacuation."""
+        return None if self.evacuation is None else self.evacuation.follow_up
+
+    @property
+    def follow_up_answer(self) -> CheckpointId | None:
+        """The set that answers the follow-up request, once it is sealed and while it is sound."""
+        request = self.follow_up
+        return None if request is None or request.sealed in self.unusable else request.sealed
+
+    @property
     def newer(self) -> CheckpointId | None:
         """Over several VMs: a set of a step after a failed request is as good as its answer."""
         request = self.evacuation.request if self.evacuation is not None else None
@@ -548,13 +586,15 @@ class State:
         On one VM, a commit of a later step from before the request belongs to another line.
         """
         evacuation, last = self.evacuation, self.last_complete
-        if evacuation is None or evacuation.request is None or last is None:
+        if evacuation is None or not evacuation.requests_made or last is None:
             return False
-        answers = [id_ for id_ in (self.answer, self.newer) if id_ is not None]
+        found = (self.answer, self.newer, self.follow_up_answer)
+        answers = [id_ for id_ in found if id_ is not None]
         if self.settings.several_vms:  # each start of the job has another generation
             return any(self.is_whole(id_) for id_ in answers)
         seen_mono_s = self.last_commit_seen_mono_s
-        is_newer = seen_mono_s is not None and seen_mono_s >= evacuation.request.asked_mono_s
+        asked_mono_s = min(request.asked_mono_s for request in evacuation.requests_made)
+        is_newer = seen_mono_s is not None and seen_mono_s >= asked_mono_s
         return any(self.is_whole(id_) and (is_newer or last.step == id_.step) for id_ in answers)
 
     @property

@@ -39,17 +39,20 @@ class Transition:
     def waiting_requests(self) -> tuple[CheckpointRequest, ...]:
         """The requests whose checkpoints may still come."""
         evacuation = self.state.evacuation
-        both = (evacuation.request if evacuation is not None else None, self.state.periodic)
-        return tuple(request for request in both if request is not None and request.is_waiting)
+        made = () if evacuation is None else evacuation.requests_made
+        periodic = () if self.state.periodic is None else (self.state.periodic,)
+        return tuple(request for request in (*made, *periodic) if request.is_waiting)
 
     def waiting_request(self, request_id: str) -> CheckpointRequest | None:
         """The waiting request with this id."""
         return next((r for r in self.waiting_requests if r.request_id == request_id), None)
 
     def update_request(self, request: CheckpointRequest) -> None:
-        """Replace the request of the evacuation, or the periodic one."""
+        """Replace the request of the evacuation, its follow-up request, or the periodic one."""
         if request.is_periodic:
             self.state = replace(self.state, periodic=request)
+        elif request.is_follow_up:
+            self.evacuation = replace(self.evacuation, follow_up=request)
         else:
             self.evacuation = replace(self.evacuation, request=request)
 

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from swansongd.core import arrival, periodic, staged_sets
+from swansongd.core import arrival, followup, periodic, staged_sets
 from swansongd.core.margin import Margin, margins
 from swansongd.core.state import FailedSaves, State
 from swansongd.model import Health, Notice, SourceStatus, TrainerView
@@ -94,9 +94,19 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
         "why": evacuation.plan.reason,
         "phase": state.phase.value,
         "trainer_wait_s": None if wait_s is None else round(wait_s, 1),
+        "follow_ups": _follow_ups(state, now_mono_s),
         "expected_s": _rounded(request.expected_s if request else None),
         "pessimistic_s": _rounded(request.pessimistic_s if request else None),
         "took_s": _rounded(request.took_s if request else None),
+    }
+
+
+def _follow_ups(state: State, now_mono_s: float) -> dict[str, object]:
+    evacuation, next_s = state.evacuation, followup.wait_s(state, now_mono_s)
+    return {
+        "count": 0 if evacuation is None else evacuation.follow_ups,
+        "under_way": followup.is_under_way(state),
+        "next_in_s": None if next_s is None else round(next_s, 1),
     }
 
 
@@ -130,6 +140,8 @@ def status_line(state: State, now_mono_s: float) -> str:
         return f"{state.phase.value}; {last}"
     left_s = state.evacuation.deadline_mono_s - now_mono_s
     wait_s = arrival.wait_s(state, now_mono_s)
+    if followup.is_under_way(state):
+        last = f"a follow-up checkpoint is under way; {last}"
     if wait_s is not None:
         last = f"waiting for a trainer to connect, {wait_s:.0f} s left; {last}"
     return f"{state.phase.value}; {left_s:.0f} s left; {last}"

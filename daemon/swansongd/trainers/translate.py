@@ -81,6 +81,7 @@ def view_of(
         nodes=hello.nodes,
         step=hello.step,
         takes_periodic="periodic" in hello.capabilities,
+        takes_follow_ups="follow_ups" in hello.capabilities,
         start_id=hello.start_id,
         greeted_mono_s=greeted_mono_s,
     )

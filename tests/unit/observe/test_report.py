@@ -137,6 +137,30 @@ def test_failed_saves_are_shown() -> None:
     }
 
 
+def test_a_follow_up_shows_beside_safe() -> None:
+    """The state stays SAFE; the report has their number, and the time until the next one."""
+    story = Story()
+    story.join(step=40, takes_follow_ups=True)
+    story.notice(in_s=120)
+    assert shown(story)["evacuation"]["follow_ups"] == {
+        "count": 0, "under_way": False, "next_in_s": None,
+    }  # fmt: skip
+    story.accept(40)
+    story.answer(41)
+    story.store_all(after_s=1.0)
+    story.progress(60)
+    wait_s = shown(story)["evacuation"]["follow_ups"]["next_in_s"]
+    assert 1 < wait_s < 120
+    story.wait(wait_s + 0.1)
+    assert shown(story)["state"] == "SAFE"
+    assert shown(story)["evacuation"]["follow_ups"]["under_way"]
+    assert "a follow-up checkpoint is under way" in status_line(story.state, story.now)
+    story.accept(60)
+    story.answer(61)
+    story.store_all()
+    assert not shown(story)["evacuation"]["follow_ups"]["under_way"]
+
+
 @pytest.mark.parametrize("health", list(Health))
 def test_the_store_has_its_own_health_field(health: Health) -> None:
     story = Story()

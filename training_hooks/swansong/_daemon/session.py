@@ -34,6 +34,7 @@ from swansong.protocol import (
     Request,
     Restored,
     Restoring,
+    ShardVerified,
     Target,
     Welcome,
     Withdrawn,
@@ -50,6 +51,7 @@ class DaemonSession:
         run: name of the run; empty takes the name from the daemon.
         every_steps: interval of periodic checkpoints, in steps.
         plans_periodic: whether the trainer, and not the daemon, schedules periodic checkpoints.
+        trains_on: whether training continues after an emergency checkpoint.
         socket: path of the daemon's socket; None: see :func:`socket_path`.
         tick: called at least once a second, connected or not.
     """
@@ -61,6 +63,7 @@ class DaemonSession:
         run: str,
         every_steps: int | None,
         plans_periodic: bool,
+        trains_on: bool,
         socket: str | os.PathLike[str] | None,
         tick: Callable[[], None],
     ) -> None:
@@ -78,7 +81,8 @@ class DaemonSession:
         self.refusal = ""
         """Reason of the daemon's last refusal; empty after a welcome."""
         self.last_committed: Committed | None = None
-        self._capabilities = [] if plans_periodic else ["periodic"]
+        capabilities = {"periodic": not plans_periodic, "follow_ups": trains_on}
+        self._capabilities = [name for name, is_given in capabilities.items() if is_given]
         path, is_expected = socket_path(socket)
         self.channel = Channel(
             path,
@@ -148,7 +152,12 @@ class DaemonSession:
         self.restore.resend()
         self.agreement.resend()
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, fd: int = -1) -> None:
+        if isinstance(message, ShardVerified):
+            self.restore.receive_shard(message, fd)
+            return
+        if fd >= 0:
+            os.close(fd)
         if isinstance(message, Welcome):
             self._welcomed(message)
         elif isinstance(message, Request):

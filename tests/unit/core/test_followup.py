@@ -1,0 +1,443 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Stories of follow-up checkpoints: requested after the verdict, as long as another one fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from swansong.protocol import Hello
+from swansongd.core import followup
+from swansongd.core.events import (
+    AskTrainers,
+    CancelFlush,
+    Conclude,
+    FlushProgress,
+    Mark,
+    NoticeRaised,
+    PeerRequested,
+    SignalledExited,
+    SignalSent,
+    SignalTrainer,
+    TrainerAgreed,
+    TrainerFailed,
+    TrainerProgress,
+    WithdrawRequest,
+)
+from swansongd.core.request_ids import FOLLOW_UP
+from swansongd.core.schedule import INTERVAL_MIN_S
+from swansongd.model import DeadlineQuality, Severity, Verdict
+from swansongd.trainers.translate import view_of
+
+from testkit.story import MIB, Story, a_notice, a_set
+
+TICK_S = 0.5
+STEP_S = 0.5
+
+
+def asks(story: Story) -> list[AskTrainers]:
+    return [ask for ask in story.all(AskTrainers) if FOLLOW_UP in ask.request_id]
+
+
+def marks(story: Story) -> list[str]:
+    return [mark.phase for mark in story.all(Mark)]
+
+
+def safe(in_s: float = 120.0, *, source: str = "aws.spot", takes_follow_ups: bool = True) -> Story:
+    """SAFE at step 42, one second after the notice; a save blocks for 0.1 s, and training continues."""
+    story = Story()
+    story.join(step=40, takes_follow_ups=takes_follow_ups)
+    report(story, 40)
+    story.notice(in_s=in_s, source=source)
+    story.accept(41)
+    story.answer(42)
+    story.store_all(after_s=1.0)
+    assert story.state.phase is Verdict.SAFE
+    return story
+
+
+def report(story: Story, step: int, connection: int = 1, *, snapshot_s: float = 0.1) -> None:
+    measured = TrainerProgress(
+        connection,
+        step,
+        save_s=1.0,
+        save_bytes=100 * MIB,
+        snapshot_s=snapshot_s,
+        step_s=STEP_S,
+    )
+    story.tell(measured)
+
+
+def train(story: Story, until_s: float, *, step: int = 50) -> int:
+    """Train, and answer each follow-up one step later, until ``until_s``; returns the last step."""
+    served = len(asks(story))
+    while story.now < until_s:
+        story.wait(TICK_S)
+        if story.now % STEP_S < TICK_S:
+            step += 1
+            report(story, step)
+        if len(asks(story)) > served:
+            served += 1
+            story.accept(step)
+            step += 1
+            story.now += 1.0
+            story.answer(step, nonce=f"f{served}")
+            story.store_all(after_s=0.5)
+            report(story, step)
+    return step
+
+
+def test_follow_ups_are_committed_until_no_more_fits() -> None:
+    """Each one is reported with the verdict; at the deadline the last commit is a few seconds old."""
+    story = safe()
+    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    last_step = train(story, deadline_mono_s)
+    assert len(asks(story)) >= 3
+    assert all(ask.is_urgent for ask in asks(story))
+    assert [word.split()[0] for word in story.verdicts] == ["SAFE"] * (1 + len(asks(story)))
+    last = story.all(Conclude)[-1]
+    assert last.commit == story.state.last_commit
+    assert 5.0 < last.slack_s < 7.0, "as late as is safe: reserve, save, send and a step"
+    assert last.commit is not None
+    assert last_step - last.commit.step < 20
+    assert marks(story).count("follow_up") == len(asks(story))
+    assert len({ask.request_id for ask in asks(story)}) == len(asks(story))
+
+
+def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
+    """The state shows SAFE in each of its phases, and beside it that a follow-up is under way."""
+    story = safe()
+    assert not followup.is_under_way(story.state)
+    report(story, 60)
+    while not asks(story):
+        story.wait(TICK_S)
+    assert followup.is_under_way(story.state)
+    story.accept(60)
+    assert story.state.phase is Verdict.SAFE
+    story.answer(61)
+    assert story.state.flight is not None
+    assert story.state.phase is Verdict.SAFE
+    story.flushed()
+    assert story.state.phase is Verdict.SAFE
+    assert followup.is_under_way(story.state)
+    story.committed()
+    assert not followup.is_under_way(story.state)
+    assert story.verdicts == ["SAFE generation 2 step 42", "SAFE generation 2 step 61"]
+
+
+@pytest.mark.parametrize("end", ["declined", "process", "withdrawn", "job"])
+def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
+    """Its rank declines, its rank dies, or the notice is withdrawn: SAFE stands, with its commit."""
+    story = safe()
+    report(story, 60)
+    while not asks(story):
+        story.wait(TICK_S)
+    story.accept(60)
+    before, commit = story.verdicts, story.state.last_complete
+    if end == "declined":
+        story.tell(TrainerFailed(1, story.request_id, "declined: no room"))
+    elif end == "process":
+        story.leave()
+        story.scan()
+    elif end == "withdrawn":
+        story.withdraw()
+        assert story.state.evacuation is None
+    else:
+        story.notice(source="logind", in_s=20.0, severity=Severity.SHUTTING_DOWN)
+        assert FOLLOW_UP not in story.request_id, "the shutdown has a request of its own"
+    assert story.verdicts == before
+    assert story.state.last_complete == commit
+    assert asks(story)[0].request_id in {order.request_id for order in story.all(WithdrawRequest)}
+
+
+def test_after_a_failure_the_next_one_waits_and_the_last_one_comes() -> None:
+    """A trainer that declines is asked again after an interval, not with every tick."""
+    story = safe()
+    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    step = 60
+    while story.now < deadline_mono_s:
+        story.wait(TICK_S)
+        step += 1
+        report(story, step)
+        request = story.state.follow_up
+        if request is not None and request.is_waiting:
+            story.tell(TrainerFailed(1, request.request_id, "declined: no room"))
+    assert 3 <= len(asks(story)) <= 15
+    assert story.verdicts == ["SAFE generation 2 step 42"]
+
+
+def test_the_flush_of_a_follow_up_stops_at_the_reserve() -> None:
+    """The store becomes slow: data stops at the reserve, and the verdict stands."""
+    story = safe(in_s=60.0)
+    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    report(story, 60)
+    while not asks(story):
+        story.wait(TICK_S)
+        report(story, 60)
+    story.accept(60)
+    story.answer(61)
+    flight = story.state.flight
+    assert flight is not None
+    while story.now < deadline_mono_s - 1.0:
+        story.wait(TICK_S)
+        if story.state.flight is not None:
+            story.tell(FlushProgress(flight.flush_id, MIB, MIB))
+            assert story.now < deadline_mono_s - 5.0 + TICK_S
+    assert story.all(CancelFlush)
+    assert story.verdicts == ["SAFE generation 2 step 42"]
+
+
+def test_a_follow_up_can_improve_a_verdict() -> None:
+    """The first request failed, so the verdict is PARTIAL; a follow-up makes it SAFE."""
+    story = Story(newest=None)
+    story.join(step=40, takes_follow_ups=True)
+    story.seal(30)
+    story.store_all()
+    report(story, 40)
+    story.notice()
+    story.scan()
+    story.tell(TrainerFailed(1, story.request_id, "no space left"))
+    assert story.verdicts == ["PARTIAL generation 2 step 30"]
+    train(story, story.now + 30.0)
+    assert story.verdicts[1].startswith("SAFE ")
+
+
+@pytest.mark.parametrize("source", ["logind", "host", "aws.asg"])
+def test_none_where_the_verdict_ends_the_vm(source: str) -> None:
+    """A shutdown, and a termination by an Auto Scaling group, wait for the verdict only."""
+    story = Story()
+    story.join(step=40, takes_follow_ups=True)
+    report(story, 40)
+    story.notice(source=source, severity=Severity.SHUTTING_DOWN)
+    story.accept(41)
+    story.answer(42)
+    story.store_all()
+    for step in range(60, 160):
+        report(story, step)
+        story.wait(1.0)
+    assert not asks(story)
+
+
+def test_none_for_a_trainer_that_stops_after_its_save() -> None:
+    """Its hello lacks the capability."""
+    hello = Hello(run="r", capabilities=["periodic", "follow_ups"])
+    assert view_of(1, 1, hello, greeted_mono_s=0.0).takes_follow_ups
+    story = safe(takes_follow_ups=False)
+    for step in range(60, 160):
+        report(story, step)
+        story.wait(1.0)
+    assert not asks(story)
+
+
+def test_none_when_switched_off() -> None:
+    """``trainer.follow_ups = false``."""
+    story = safe()
+    settings = replace(story.state.settings, follow_ups=False)
+    story.state = replace(story.state, settings=settings)
+    for step in range(60, 160):
+        report(story, step)
+        story.wait(1.0)
+    assert not asks(story)
+
+
+def test_none_while_training_does_not_move() -> None:
+    """A trainer without a step since the last commit has nothing to save."""
+    story = safe()
+    for _ in range(100):
+        story.wait(1.0)
+    assert not asks(story)
+
+
+def test_none_while_a_set_is_sent() -> None:
+    """A set that the trainer took itself is committed first; the follow-up comes after it."""
+    story = safe()
+    report(story, 60)
+    story.seal(60, "own")
+    flight = story.state.flight
+    assert flight is not None
+    for step in range(60, 80):
+        report(story, step)
+        story.wait(1.0)
+        story.tell(FlushProgress(flight.flush_id, 5 * step * MIB // 4, 5 * (step - 60) * MIB))
+    assert not asks(story)
+    story.store_all()
+    assert story.verdicts[-1] == "SAFE generation 2 step 60"
+    report(story, 100)
+    story.wait(20.0)
+    assert asks(story)
+
+
+def test_a_newer_set_waits_until_the_follow_up_is_committed() -> None:
+    """The set that answers is finished, although the trainer seals its own sets meanwhile."""
+    story = safe()
+    report(story, 60)
+    while not asks(story):
+        story.wait(TICK_S)
+    story.accept(60)
+    story.answer(61)
+    story.seal(65, "own")
+    story.wait(1.0)
+    assert story.state.flight is not None
+    assert story.state.flight.staged.id.step == 61
+    story.flushed()
+    story.committed()
+    assert story.verdicts[-1] == "SAFE generation 2 step 61"
+
+
+def test_a_distant_end_leaves_the_time_before_to_periodic_checkpoints() -> None:
+    """With an hour left, no follow-up is requested before the end is near."""
+    story = safe(in_s=3600.0, source="manual")
+    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    step = 50
+    while story.now < deadline_mono_s - story.state.lead_s - 6.0:
+        step += 10
+        report(story, step)
+        story.wait(5.0)
+    assert not asks(story)
+    train(story, deadline_mono_s, step=step)
+    assert asks(story)
+    assert not [ask for ask in story.all(AskTrainers) if ask.request_id.startswith("periodic-")][1:]
+
+
+def test_early_shards_of_a_follow_up_are_sent_during_the_save() -> None:
+    """As for the first request: final files of the growing set are sent before it is sealed."""
+    story = safe()
+    report(story, 60)
+    while not asks(story):
+        story.wait(TICK_S)
+    story.accept(60)
+    growing = a_set(61, "grow", request_id=story.request_id)
+    story.scan(growing=(growing,))
+    assert story.state.flight is not None
+    assert not story.state.flight.is_sealed
+
+
+def test_the_earliest_end_of_any_vm_counts() -> None:
+    """Rank 0 leads, and another VM ends before this one: no follow-up starts that is too late for it."""
+    story = Story()
+    settings = replace(story.state.settings, several_vms=True)
+    story.state = replace(story.state, settings=settings, job_start_id="j")
+    story.join(step=40, ranks=1, nodes=2, takes_follow_ups=True)
+    report(story, 40)
+    story.tell(PeerRequested("peer-a", "gone", 30.0))
+    end_mono_s = story.now + 30.0
+    story.tell(TrainerAgreed(story.request_id, 42))
+    answered = replace(a_set(42, request_id=story.request_id), nodes=1)
+    story.staging.append(answered)
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 42"]
+    story.notice(in_s=300.0)
+    while story.now < end_mono_s + 60:
+        report(story, round(story.now))
+        story.wait(TICK_S)
+    assert all("peer-a" in ask.request_id or "." not in ask.request_id for ask in asks(story))
+
+
+def test_only_the_daemon_of_rank_0_leads_and_the_others_take_part() -> None:
+    """A follow-up request of another VM is no new notice, and its set is committed."""
+    story = Story()
+    settings = replace(story.state.settings, several_vms=True)
+    story.state = replace(story.state, settings=settings, job_start_id="j")
+    story.join(rank=1, step=40, ranks=1, nodes=2, takes_follow_ups=True)
+    report(story, 40)
+    story.tell(PeerRequested("peer-a", "gone", 110.0))
+    story.tell(TrainerAgreed(story.request_id, 42))
+    story.staging.append(a_set(42, request_id=story.request_id))
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 42"]
+    for step in range(43, 90):
+        report(story, step)
+        story.wait(1.0)
+    assert not asks(story)
+    led = f"peer-a{FOLLOW_UP}123.456"
+    opened = story.state.evacuations
+    story.tell(PeerRequested(led, "gone", 50.0))
+    assert story.state.evacuations == opened
+    story.scan(growing=(a_set(91, "led", request_id=led),))
+    assert story.state.flight is not None, (
+        "early shards, also of a request that another daemon made"
+    )
+    story.staging.append(a_set(91, "led", request_id=led))
+    story.scan()
+    story.store_all()
+    assert story.verdicts[-1] == "SAFE generation 2 step 91"
+
+
+def signalled() -> Story:
+    """SAFE at a signal, without hooks; the process runs on."""
+    story = Story(signals_trainer=True)
+    story.notice()
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 77))
+    story.now += 1.0
+    story.seal(42, framework="dcp")
+    story.store_all(after_s=1.0)
+    assert story.state.phase is Verdict.SAFE
+    return story
+
+
+def test_a_process_that_trains_on_after_its_signal_gets_another_one() -> None:
+    """The last moment that is safe; only the id of the request differs."""
+    story = signalled()
+    while len(story.all(SignalTrainer)) < 2:
+        story.wait(TICK_S)
+        assert story.now < 1120.0
+    first, second = story.all(SignalTrainer)
+    assert second.request_id.startswith(f"{first.request_id}{FOLLOW_UP}")
+    story.tell(SignalSent(second.request_id, 77))
+    story.now += 1.0
+    story.seal(90, framework="dcp")
+    story.store_all()
+    assert story.verdicts[-1] == "SAFE generation 2 step 90"
+
+
+def test_a_process_that_ended_after_its_signal_gets_no_other() -> None:
+    """Many trainers save at the signal and exit."""
+    story = signalled()
+    story.tell(SignalledExited(story.last(SignalTrainer).request_id, 77))
+    for _ in range(118):
+        story.wait(1.0)
+    assert len(story.all(SignalTrainer)) == 1
+
+
+def test_a_process_whose_save_costs_more_than_it_gains_gets_no_other() -> None:
+    """The save took 60 s of a notice of 120 s."""
+    story = Story(signals_trainer=True)
+    story.notice()
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 77))
+    story.now += 60.0
+    story.seal(42, framework="dcp")
+    story.store_all(after_s=1.0)
+    for _ in range(58):
+        story.wait(1.0)
+    assert len(story.all(SignalTrainer)) == 1
+
+
+def test_an_assumed_deadline_brings_follow_ups_closer_together() -> None:
+    """Compute Engine may end the VM at any moment: the next one is due earlier than by a stated deadline."""
+    waits_s = []
+    for quality in (DeadlineQuality.STATED, DeadlineQuality.ASSUMED):
+        story = Story()
+        story.join(step=40, takes_follow_ups=True)
+        report(story, 40)
+        notice = a_notice("gcp.preempted", deadline_mono_s=story.now + 120.0)
+        story.tell(NoticeRaised(replace(notice, deadline_quality=quality)))
+        story.accept(41)
+        story.answer(42)
+        story.store_all(after_s=1.0)
+        report(story, 60)
+        waits_s.append(followup.wait_s(story.state, story.now))
+    stated_s, assumed_s = waits_s
+    assert stated_s is not None
+    assert assumed_s is not None
+    assert assumed_s < stated_s / 2
+
+
+def test_an_unknown_bandwidth_is_measured_by_an_early_follow_up() -> None:
+    """After a restart of the daemon nothing is known of the store: the last moment cannot be computed."""
+    story = safe()
+    story.state = replace(story.state, bandwidth_bytes_per_s=None)
+    report(story, 60)
+    story.wait(INTERVAL_MIN_S)
+    assert asks(story)
