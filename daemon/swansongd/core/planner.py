@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from swansong import bounds
@@ -222,6 +222,12 @@ def _completion(measured: Measurements) -> tuple[float, float]:
         return 0.0, 0.0
     deviation = math.sqrt(ratio.expected_variance((_PRIOR_SPREAD * ratio.mean) ** 2))
     return assumed_s * ratio.mean, _NINE_OF_TEN * assumed_s * deviation
+
+
+def send_s(measured: Measurements, size_bytes: int) -> float:
+    """Expected time to send these bytes of the next set."""
+    known = replace(measured.pace, new_share=None)
+    return _send(replace(measured, save_bytes=size_bytes, pace=known))[0]
 
 
 def flush_s(measured: Measurements) -> tuple[float, float]:
