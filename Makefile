@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small format clean
+.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-torch bench-frozen bench-small bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -124,6 +124,9 @@ bench-beside: $(STAMP)  ## measure what a flush costs the trainer on the same VM
 
 bench-notices: $(STAMP)  ## measure the time from a notice to the request at the trainer (20 minutes)
 	$(BIN)/python -m bench.notices
+
+bench-preemption: $(STAMP)  ## measure what one preemption costs, also with other means (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)
+	$(BIN)/python -m bench.preemption $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)
 	$(BIN)/python -m bench.frozen

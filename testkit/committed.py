@@ -60,6 +60,7 @@ def commit(
     loss: float = 2.5,
     health: Mapping[str, float] | None = None,
     kind: CheckpointKind = CheckpointKind.PERIODIC,
+    part_size_bytes: int = PART_SIZE_BYTES,
 ) -> Manifest:
     """Store the files as one node's part of a checkpoint, and commit the part."""
     keys = RunKeys(run)
@@ -72,9 +73,9 @@ def commit(
             StoredShard(
                 path=path,
                 size_bytes=len(data),
-                digest=digest_of(data),
+                digest=digest_of(data, part_size_bytes),
                 key=key,
-                part_size_bytes=PART_SIZE_BYTES,
+                part_size_bytes=part_size_bytes,
                 crc32c=crc32c(data),
             )
         )

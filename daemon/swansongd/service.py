@@ -60,6 +60,7 @@ from swansongd.core.events import (
     WithdrawRequest,
     WokeUp,
 )
+from swansongd.core.ledger import LastReport, last_report
 from swansongd.core.state import Settings, State
 from swansongd.decisions import Decisions
 from swansongd.flush.assembly import Storage
@@ -70,6 +71,8 @@ from swansongd.inbox import Inbox
 from swansongd.model import Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
+from swansongd.restore.local_files import LocalFiles
+from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
 from swansongd.sources.opening import (
@@ -163,7 +166,18 @@ class Service:
             lambda: self._state,
             self._stop,
             rescan=self._observer.rescan,
+            local=LocalFiles(self._staging, lambda: self._state, self._storage.digest_of),
+            post=self._post,
         )
+        self._prefetch = Prefetch(
+            self._resume.downloads,
+            self._storage.backend,
+            self._storage.keys,
+            lambda: self._state,
+            self._stop,
+            is_enabled=config.restore.prefetch,
+        )
+        self._resume.answered = self._prefetch.answered
         self._channel = TrainerChannel(
             config.trainer.socket,
             run=config.run.name,
@@ -205,6 +219,7 @@ class Service:
             signal.signal(number, lambda number, _frame: self._signals.append(number))
         for notice in self._fdstore.notices(time.monotonic()):
             self._post(NoticeRaised(notice))
+        self._prefetch.start()  # first: a trainer may wait for every byte of it
         self._sigterm_judge.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
@@ -368,7 +383,9 @@ class Service:
             case LastFarewell(conclusion):
                 self._conclude(conclusion)
             case RecordResumption():
-                pass
+                self._storage.ledger.record(
+                    action, vm=self._state.settings.vm, daemon_mono_s=self._born_mono_s
+                )
             case Log():
                 self._decision_log.write(action, now)
             case Exit():
@@ -388,8 +405,22 @@ class Service:
         assert timeline is not None
         if generation is not None:
             self._committer.farewell(
-                generation, conclusion, timeline.entries, left_out=timeline.left_out
+                generation,
+                conclusion,
+                timeline.entries,
+                left_out=timeline.left_out,
+                training=self._last_report(),
             )
+
+    def _last_report(self) -> LastReport | None:
+        evacuation = self._state.evacuation
+        return last_report(
+            self._state.training,
+            is_ending=host.NAME in self._state.notices,
+            deadline_mono_s=None if evacuation is None else evacuation.deadline_mono_s,
+            now_mono_s=time.monotonic(),
+            now_wall_s=time.time(),
+        )
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
@@ -405,6 +436,7 @@ class Service:
                     "last": self._decisions.last_fault,
                 },
                 "staging": self._staging.room(),
+                "prefetch": self._prefetch.report(),
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))
@@ -418,6 +450,8 @@ class Service:
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):
             self._resume.ask(message, reply, self._post)
+        elif isinstance(message, protocol.ShardsTaken):
+            self._resume.take(message, reply)
 
     def _leave(self, order: Exit) -> int:
         """End in bounded time: nothing here waits for a flush, a source or a trainer."""

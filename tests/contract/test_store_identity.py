@@ -14,8 +14,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansongd.cli.common import opened
 from swansongd.cli.main import parser
+from swansongd.cli.opening import opened
 from swansongd.config.config import load
 from swansongd.doctor.accounts import daemon_account
 from swansongd.doctor.findings import Judgement, Level

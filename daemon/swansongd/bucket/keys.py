@@ -16,6 +16,7 @@ from swansongd.bucket.signing import Signer
 from swansongd.model import CheckpointId, CommitRef
 
 _GENERATION = re.compile(r"([0-9]{8})\.json")
+_FAREWELL = re.compile(r"([0-9]{8})-[0-9A-Za-z-]{1,100}\.json")
 _FINAL = "-final"
 _COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
 _SHARD_DIRECTORY = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/")
@@ -36,7 +37,7 @@ class RunKeys:
 
     run: str
     signer: Signer | None = None
-    """Signs the manifests and claims of the run, and decides which ones count; None: all count.
+    """Signs the manifests, claims and resumptions of the run, and decides which ones count; None: all count.
 
     Every reader and writer of the run has this object, so none can omit the check.
     """
@@ -56,6 +57,10 @@ class RunKeys:
     @property
     def farewells(self) -> str:
         return f"{self.run}/farewells/"
+
+    @property
+    def resumptions(self) -> str:
+        return f"{self.run}/resumptions/"
 
     @property
     def probes(self) -> str:
@@ -86,9 +91,21 @@ class RunKeys:
     def farewell(self, generation: int, stamp: str) -> str:
         return f"{self.farewell_prefix(generation)}{stamp}.json"
 
+    def resumption(self, generation: int) -> str:
+        return f"{self.resumptions}{_generation(generation)}.json"
+
     def parse_generation(self, key: str) -> int | None:
         match = _GENERATION.fullmatch(key.removeprefix(self.generations))
         return int(match[1]) if match and key.startswith(self.generations) else None
+
+    def parse_resumption(self, key: str) -> int | None:
+        match = _GENERATION.fullmatch(key.removeprefix(self.resumptions))
+        return int(match[1]) if match and key.startswith(self.resumptions) else None
+
+    def parse_farewell(self, key: str) -> int | None:
+        """The generation of a farewell."""
+        match = _FAREWELL.fullmatch(key.removeprefix(self.farewells))
+        return int(match[1]) if match and key.startswith(self.farewells) else None
 
     def parse_commit(self, key: str) -> CommitKey | None:
         match = _COMMIT.fullmatch(key.removeprefix(self.commits))

@@ -12,12 +12,13 @@ from rich.console import Console
 from rich.text import Text
 
 from swansongd.cli.client import DaemonClient
-from swansongd.cli.common import add_json, console, print_json
+from swansongd.cli.common import add_json, print_json
+from swansongd.cli.terminal import console
 from swansongd.doctor.checkup import check_image, check_vm
 from swansongd.doctor.findings import Finding, Level, has_failure
 from swansongd.errors import Stopped, Unready
 from swansongd.observe import log
-from swansongd.observe.log import printable
+from swansongd.util.printable import printable
 
 _STYLES = {
     Level.OK: "green",

@@ -6,7 +6,8 @@ from __future__ import annotations
 import argparse
 
 from swansongd.bucket.commit import newest_whole_commit
-from swansongd.cli.common import add_json, add_run, opened, print_json
+from swansongd.cli.common import add_json, add_run, print_json
+from swansongd.cli.opening import opened
 
 EXIT_UNFINISHED = 18
 

@@ -12,21 +12,14 @@ from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.protected import Ranking, protected_commits
-from swansongd.cli.common import (
-    Opened,
-    ShownCount,
-    add_json,
-    add_run,
-    console,
-    human_bytes,
-    note,
-    opened,
-    print_json,
-)
+from swansongd.cli.common import add_json, add_run, human_bytes, note, print_json
+from swansongd.cli.opening import Opened, opened
+from swansongd.cli.progress import ShownCount
+from swansongd.cli.terminal import console
 from swansongd.errors import CorruptError
 from swansongd.model import CheckpointKind, CommitRef, is_healthy
-from swansongd.observe.log import printable
 from swansongd.restore.restore import health_of
+from swansongd.util.printable import printable
 
 EXAMPLES = {
     "List all commits of the configured run.": "swansong ls",

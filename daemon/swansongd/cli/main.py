@@ -14,13 +14,13 @@ from typing import Any
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
 from swansongd.errors import ConfigError, SwansongError
-from swansongd.observe import log
 
 COMMANDS = {
     "status": "show the state of the daemon on this VM",
     "notify": "give the daemon notice that this VM will be terminated",
     "drill": "rehearse an evacuation on this VM",
     "ls": "list the commits of a run, newest first",
+    "loss": "show what interruptions have cost a run",
     "finished": "report by the exit code whether a run has ended",
     "restore": "fetch the newest whole commit of a run",
     "verify": "compare all stored bytes of a run with its manifests",
@@ -107,7 +107,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command and return its exit code."""
     words = sys.argv[1:] if argv is None else argv
     args = parser(words).parse_args(words)
-    log.configure("console", "warning")
     try:
         code: int = _module(args.command).run(args)
         sys.stdout.flush()

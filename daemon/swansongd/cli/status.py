@@ -9,9 +9,10 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.cli.client import DaemonClient
-from swansongd.cli.common import add_json, console, human_bytes, human_s, print_json
+from swansongd.cli.common import add_json, human_bytes, human_s, print_json
+from swansongd.cli.terminal import console
 from swansongd.config.config import load
-from swansongd.observe.log import printable
+from swansongd.util.printable import printable
 
 EXAMPLES = {
     "Show the state, the last commit and the replication lag.": "swansong status",
@@ -61,6 +62,7 @@ def _summary(report: dict[str, Any]) -> Table:
         table.add_row("flush", _flush(report["flush"]))
     table.add_row("pending", _pending(report.get("unsent"), report.get("pending_bytes")))
     table.add_row("staging", _staging(report.get("staging")))
+    table.add_row("prefetch", _prefetch(report.get("prefetch")))
     if report.get("bytes_referenced"):
         table.add_row("reused", _bytes(report["bytes_referenced"]))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
@@ -165,6 +167,18 @@ def _staging(staging: Any) -> str:
     if not isinstance(staging, dict):
         return "unknown"
     return f"{_bytes(staging.get('free_bytes'))} of {_bytes(staging.get('size_bytes'))} free"
+
+
+def _prefetch(prefetch: Any) -> str:
+    """State of the prefetch, and how far it is."""
+    if not isinstance(prefetch, dict):
+        return "unknown"
+    shown = _word(prefetch.get("state")).replace("_", " ")
+    if prefetch.get("step") is not None:
+        shown += f", step {_word(prefetch['step'])}"
+    if prefetch.get("bytes_total"):
+        shown += f", {_bytes(prefetch.get('bytes_done'))} of {_bytes(prefetch['bytes_total'])}"
+    return f"{shown}: {_word(prefetch['reason'])}" if prefetch.get("reason") else shown
 
 
 def _last_commit(commit: Any) -> str:

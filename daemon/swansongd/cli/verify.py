@@ -5,19 +5,13 @@ from __future__ import annotations
 
 import argparse
 
-from swansongd.cli.common import (
-    ShownCount,
-    ShownProgress,
-    add_json,
-    add_run,
-    add_step,
-    opened,
-    print_json,
-)
+from swansongd.cli.common import add_json, add_run, add_step, print_json
+from swansongd.cli.opening import opened
+from swansongd.cli.progress import ShownCount, ShownProgress
 from swansongd.errors import CorruptError
-from swansongd.observe.log import printable
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import verify
+from swansongd.util.printable import printable
 
 EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",

@@ -143,6 +143,12 @@ class FlushConfig:
 
 
 @_section
+class RestoreConfig:
+    prefetch: bool = _key(read.yes_or_no, default=True)
+    """Fetch the newest whole commit when the daemon starts, before a trainer asks."""
+
+
+@_section
 class LogConfig:
     format: str = _key(read.one_of("json", "console"), default="json")
     level: str = _key(read.one_of("debug", "info", "warning", "error"), default="info")
@@ -157,6 +163,7 @@ class Config:
     trainer: TrainerConfig
     deadline: DeadlineConfig
     flush: FlushConfig
+    restore: RestoreConfig
     log: LogConfig
 
 

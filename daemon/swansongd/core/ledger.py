@@ -8,9 +8,15 @@ seconds since 1970, which several VMs do not share exactly.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
+from swansong import bounds
+
 from swansongd.model import CommitRef
+
+STEP_S_MIN = 1e-6
+"""No step is faster: a shorter one is forged."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,3 +66,194 @@ class Training:
     """A rank has sealed, and its next report has the time for which it stood still."""
     is_over: bool = False
     """All ranks have ended."""
+
+
+# ---------------------------------------------------------------- the records in the store
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LastReport:
+    """The training as a farewell has it."""
+
+    step: int
+    wall_s: float
+    """When this step was completed."""
+    step_s: float | None
+    ranks: int
+    saves_s: float
+    stall_s: float
+    is_over: bool
+    """No further step follows."""
+    deadline_wall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ending:
+    """The last step that a generation is known to have completed."""
+
+    generation: int
+    step: int
+    wall_s: float
+    is_estimated: bool
+    step_s: float | None = None
+    ranks: int | None = None
+    saves_s: float | None = None
+    """Time for which training stood still for checkpoints before the last evacuation; None if unknown."""
+    stall_s: float | None = None
+    """The same for the last evacuation."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Resumption:
+    """A resume as it is recorded in the store."""
+
+    run: str
+    generation: int
+    vm: str
+    """Identifies the VM and its boot."""
+    ranks: int
+    node: int
+    nodes: int
+    booted_wall_s: float
+    daemon_wall_s: float
+    """When the daemon started."""
+    download_began_wall_s: float | None
+    download_ended_wall_s: float | None
+    bytes_fetched: int
+    bytes_linked: int
+    asked_wall_s: float | None
+    answered_wall_s: float | None
+    started_wall_s: float
+    """When training started: the checkpoint is loaded."""
+    first_step_wall_s: float
+    """When the first new step was completed."""
+    start_step: int
+    """The step of the restored state; 0 for a fresh run."""
+    first_step: int
+    restored: CommitRef | None
+    earlier: Ending | None
+    """The end of the generation that trained before; None for the first one of the run."""
+
+
+def last_report(
+    training: Training,
+    *,
+    is_ending: bool,
+    deadline_mono_s: float | None,
+    now_mono_s: float,
+    now_wall_s: float,
+) -> LastReport | None:
+    """The training for a farewell that is written now; None before the first step.
+
+    Args:
+        is_ending: the operating system of the VM is shutting down.
+    """
+    if training.step < 0:
+        return None
+    offset_s = now_wall_s - now_mono_s
+    return LastReport(
+        step=training.step,
+        wall_s=training.mono_s + offset_s,
+        step_s=training.step_s,
+        ranks=training.ranks,
+        saves_s=training.saves_s,
+        stall_s=training.stall_s,
+        is_over=training.is_over or is_ending,
+        deadline_wall_s=None if deadline_mono_s is None else deadline_mono_s + offset_s,
+    )
+
+
+# ---------------------------------------------------------------- the end of a generation
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """A step that was completed by this time."""
+
+    step: int
+    wall_s: float
+
+
+def ending(
+    generation: int,
+    *,
+    report: LastReport | None,
+    points: Sequence[Point],
+    ended_by_s: Sequence[float],
+) -> Ending | None:
+    """The last step of a generation, from everything that its VM has left behind; None without a trace.
+
+    Training continues after the last farewell until the deadline, at the usual pace.  A VM without a farewell
+    died at an unknown moment before its next commit, on average half an interval after the last one.  The
+    error moves time between *redone* and *down*, and leaves their sum as it is.
+
+    Args:
+        report: of the newest farewell.
+        points: the first new step and the newest commits, in any order.
+        ended_by_s: times at which the next generation existed already; the earliest one after the last trace
+            counts.  Empty: the generation may still train, and nothing is estimated.
+    """
+    known = sorted(points, key=lambda point: (point.wall_s, point.step))
+    pace_s = _pace_s(known) if report is None or report.step_s is None else report.step_s
+    newest = known[-1] if known else None
+    if report is not None and (newest is None or newest.step <= report.step):
+        last, end_s = Point(report.step, report.wall_s), report.deadline_wall_s
+    elif newest is not None:
+        last, end_s = newest, None
+        if len(known) > 1:
+            end_s = last.wall_s + (last.wall_s - known[-2].wall_s) / 2
+    else:
+        return None
+    is_exact = report is not None and report.is_over and last.step == report.step
+    by_wall_s = min((at_s for at_s in ended_by_s if at_s > last.wall_s), default=last.wall_s)
+    if end_s is not None and not is_exact:
+        last = _further(last, min(end_s, by_wall_s), pace_s)
+    return Ending(
+        generation=generation,
+        step=last.step,
+        wall_s=last.wall_s,
+        is_estimated=not is_exact,
+        step_s=pace_s,
+        ranks=None if report is None else report.ranks,
+        saves_s=None if report is None else report.saves_s,
+        stall_s=None if report is None else report.stall_s,
+    )
+
+
+def ended_by(following: Resumption) -> tuple[float, ...]:
+    """Times at which this generation existed: the earlier one had ended by then, if they come after it."""
+    asked_s = following.asked_wall_s
+    return (
+        following.booted_wall_s,
+        following.daemon_wall_s,
+        *(() if asked_s is None else (asked_s,)),
+        following.started_wall_s,
+    )
+
+
+def _further(last: Point, until_wall_s: float, pace_s: float | None) -> Point:
+    """The last step that was completed by then, at this pace."""
+    if pace_s is None or pace_s < STEP_S_MIN or until_wall_s <= last.wall_s:
+        return last
+    steps = min(int((until_wall_s - last.wall_s) / pace_s), bounds.STEP_MAX - last.step)
+    return Point(last.step + steps, last.wall_s + steps * pace_s)
+
+
+def _pace_s(known: Sequence[Point]) -> float | None:
+    """Time of a step between the first and the last of these points."""
+    if not known or known[-1].step <= known[0].step or known[-1].wall_s <= known[0].wall_s:
+        return None
+    return (known[-1].wall_s - known[0].wall_s) / (known[-1].step - known[0].step)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Life:
+    """One generation that trained, from its first new step to its last known one."""
+
+    generation: int
+    claimed_wall_s: float | None
+    resumption: Resumption | None
+    """None: it was not recorded."""
+    start_step: int
+    """The step of the state that it continued from; without a record, of the newest commit before it."""
+    ending: Ending

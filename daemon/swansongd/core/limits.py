@@ -15,6 +15,11 @@ def is_urgent(state: State) -> bool:
     return state.evacuation is not None
 
 
+def is_undecided(state: State) -> bool:
+    """Whether an evacuation has no verdict yet: nothing that it does not need may use the store."""
+    return state.evacuation is not None and state.evacuation.verdict is None
+
+
 def rate_bytes_per_s(state: State) -> float | None:
     """The bandwidth that a flush may use; None for all of it.
 

@@ -80,6 +80,33 @@ def may_answer(state: State, query: RestoreQuery) -> bool:
     return is_wanted and state.finishing is None and state.generation is not None
 
 
+def why_no_prefetch(state: State, newest: CommitRef | None) -> str:
+    """The reason why no trainer will need this commit from the store; empty: it is fetched.
+
+    Args:
+        newest: the newest whole commit of the run.
+    """
+    if state.newer_generation is not None:
+        return f"generation {state.newer_generation} has taken the run over"
+    if any(trainer.start_step >= 0 for trainer in state.trainers):
+        return "training has begun"
+    known = state.last_complete
+    if known is not None and known.generation == state.generation and known != newest:
+        return "this VM has committed a newer checkpoint"
+    if newest is None:
+        return "" if state.generation is None else "the run has no commit"
+    local = newest_local(state, newest)
+    return "" if local is None else f"step {local.id.step} is in staging"
+
+
+def newest_known(state: State, listed: CommitRef | None) -> CommitRef | None:
+    """The newest whole commit: an earlier VM may have committed between the listing and our claim."""
+    known = state.last_complete
+    if known is None or known.generation == state.generation:
+        return listed
+    return known if listed is None else max(listed, known)
+
+
 def may_download(state: State, *, is_asked: bool) -> bool:
     """Whether a download may use the link now.
 

@@ -30,6 +30,9 @@ from swansongd.model import CommitRef
 PART_S = 2.0
 """The last farewell is written this long before the deadline.  It is one small request."""
 
+PACE_S = 5.0
+"""The record waits at most this long for the duration of a step."""
+
 # ---------------------------------------------------------------- milestones
 
 
@@ -83,7 +86,7 @@ def record_progress(transition: Transition, event: TrainerProgress) -> None:
         _reached(
             transition,
             started_mono_s=transition.now,
-            start_step=event.step,
+            start_step=max(0, event.step),
             first_step=-1,
             first_step_mono_s=None,
         )
@@ -209,8 +212,23 @@ def _record_resumption(transition: Transition) -> None:
     generation, milestones = state.generation, state.milestones
     if generation is None or generation == state.recorded or milestones.first_step < 0:
         return
-    transition.do(RecordResumption(generation, milestones, state.training))
+    if state.training.step_s is None and transition.now < _first_mono_s(milestones) + PACE_S:
+        return
+    made = _backdated(milestones, state.training.step_s or 0.0)
+    transition.do(RecordResumption(generation, made, state.training))
     transition.state = replace(state, recorded=generation, milestones=Milestones())
+
+
+def _backdated(milestones: Milestones, step_s: float) -> Milestones:
+    """The first new step: ranks report once a second, perhaps after several steps."""
+    since_s = (milestones.first_step - milestones.start_step - 1) * step_s
+    first_mono_s = max(milestones.started_mono_s or 0.0, _first_mono_s(milestones) - since_s)
+    return replace(milestones, first_step=milestones.start_step + 1, first_step_mono_s=first_mono_s)
+
+
+def _first_mono_s(milestones: Milestones) -> float:
+    assert milestones.first_step_mono_s is not None
+    return milestones.first_step_mono_s
 
 
 def _part(transition: Transition) -> None:
@@ -218,9 +236,12 @@ def _part(transition: Transition) -> None:
     state, evacuation = transition.state, transition.state.evacuation
     if evacuation is None or evacuation.verdict is None or evacuation.id == state.parted:
         return
-    is_ending = HOST_SOURCE in state.notices or transition.left_s <= PART_S
+    # In the reserve no further checkpoint begins, so no manifest can wait behind this farewell.
+    is_near = transition.left_s <= min(PART_S, state.settings.reserve_s)
+    is_ending = HOST_SOURCE in state.notices or is_near
     request = evacuation.request
-    is_busy = bool(state.stored) or (request is not None and request.is_waiting)
+    is_waiting = request is not None and request.is_waiting
+    is_busy = state.flight is not None or bool(state.stored) or is_waiting
     if not is_ending or is_busy or state.last_verdict is None:
         return
     transition.state = replace(state, parted=evacuation.id)

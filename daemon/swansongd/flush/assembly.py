@@ -24,6 +24,7 @@ from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
+from swansongd.flush.ledger import Ledger
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.staging.prepare import RunDirectory
@@ -90,6 +91,7 @@ class Storage:
             self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
         )
         journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
+        self.digest_of = journal.digest_of
         self.flush = FlushEngine(
             data_store,
             self.keys,
@@ -118,6 +120,13 @@ class Storage:
             wall=utc_now,
             health=self._health,
         )
+        self.ledger = Ledger(
+            small_store,
+            self.keys,
+            is_urgent=lambda: limits.is_undecided(state()),
+            is_fenced=lambda: state().newer_generation is not None,
+            stop=stop,
+        )
         self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
         self._sweeper = Sweeper(
             small_store,
@@ -129,10 +138,14 @@ class Storage:
         )
 
     def start(self) -> None:
-        """Start the threads: claim a generation, keep the store warm, sweep.  Returns immediately."""
+        """Start the threads: claim a generation, keep the store warm, sweep, record resumes.
+
+        Returns immediately.
+        """
         self.committer.start()
         self._warmer.start()
         self._sweeper.start()
+        self.ledger.start()
 
     def expedite(self) -> None:
         """A notice arrived: claim without backoff, and warm the store now."""

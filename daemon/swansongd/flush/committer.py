@@ -37,6 +37,7 @@ from swansongd.core.events import (
     NewestDated,
     PartsCounted,
 )
+from swansongd.core.ledger import LastReport
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.journal import UploadJournal
@@ -118,12 +119,14 @@ class Committer:
         timeline: Sequence[Mapping[str, object]],
         *,
         left_out: int = 0,
+        training: LastReport | None = None,
     ) -> None:
         """Create the farewell of an evacuation.
 
         Args:
             timeline: its entries, oldest first; read before this returns.
             left_out: entries that were removed from it.
+            training: the last step; None if no trainer reported one.
         """
         farewell = Farewell(
             run=self._keys.run,
@@ -131,6 +134,7 @@ class Committer:
             conclusion=conclusion,
             timeline=timeline,
             left_out=left_out,
+            training=training,
             written=self._wall(),
         )
         data = farewells.encode(farewell)

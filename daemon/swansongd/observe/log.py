@@ -11,16 +11,17 @@ from __future__ import annotations
 
 import atexit
 import logging
-import math
 import os
 import queue
 import sys
 import threading
 import time
-from collections.abc import Mapping, MutableMapping
+from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
+
+from swansongd.util.printable import printable
 
 LEVELS = {
     "debug": logging.DEBUG,
@@ -29,10 +30,7 @@ LEVELS = {
     "error": logging.ERROR,
 }
 _LINES_MAX = 10_000
-_TEXT_MAX = 500
 _TRACEBACK_MAX = 8_000
-_ITEMS_MAX = 50
-_DEPTH_MAX = 4
 _CAPPED = ("boto3", "botocore", "s3transfer", "urllib3", "requests", "google", "watchdog")
 
 
@@ -175,27 +173,6 @@ def _event_first(
     if exception is not None:
         facts["exception"] = str(exception)[-_TRACEBACK_MAX:]
     return facts
-
-
-def printable(value: object, depth: int = 0) -> object:
-    """A copy for JSON: strings shortened and without control characters, large containers cut."""
-    if value is None or isinstance(value, (bool, int)):
-        return value
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if depth < _DEPTH_MAX and isinstance(value, Mapping):
-        items = list(value.items())[:_ITEMS_MAX]
-        return {str(printable(str(key))): printable(item, depth + 1) for key, item in items}
-    if depth < _DEPTH_MAX and isinstance(value, (list, tuple, set, frozenset)):
-        return [printable(item, depth + 1) for item in list(value)[:_ITEMS_MAX]]
-    text = str(value)
-    if len(text) > _TEXT_MAX:
-        text = f"{text[:_TEXT_MAX]}... ({len(text)} characters)"
-    return text if text.isprintable() else "".join(map(_escaped, text))
-
-
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
 
 
 atexit.register(flush, 1.0)

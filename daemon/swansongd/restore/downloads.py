@@ -21,16 +21,19 @@ from enum import Enum, auto
 
 import structlog
 from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY
+from swansong.protocol import RESTORED_DIRECTORY, sealed_name
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
+from swansongd.core.events import DownloadEnded, DownloadStarted, Event
 from swansongd.core.state import State
 from swansongd.errors import StagingError, Stopped
 from swansongd.model import CommitRef, StoredShard
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, Selection, restore
 from swansongd.restore.target import Access, RestoreTarget, interrupted
+from swansongd.restore.verified import VerifiedShards
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -69,6 +72,8 @@ class Wish:
     choice: Choice = Choice.NEWEST
     is_prefetch: bool = False
     """No trainer has asked yet: the download gives way to others, and leaves room for checkpoints."""
+    is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
+    """Whether a prefetch has become useless: it ends with Stopped then, unless a trainer waits for it."""
 
     def accepts(self, found: CommitRef) -> bool:
         """Whether this commit is wanted."""
@@ -97,6 +102,8 @@ class Download:
     """The commit that is fetched, once its manifests are read."""
     result: RestoreResult | None = None
     """None until the download is finished."""
+    id: str = ""
+    """Names the finished download to the trainers that took its shards; empty before."""
     done_bytes: int = 0
     total_bytes: int = 0
     is_asked: bool = False
@@ -104,6 +111,11 @@ class Download:
     is_cancelled: bool = False
     is_paused: bool = False
     halt: threading.Event = field(default_factory=threading.Event)
+
+    @property
+    def name(self) -> str:
+        """Name of the finished directory; empty before."""
+        return "" if self.result is None else self.result.path.name
 
     def cancel(self) -> None:
         self.is_cancelled = True
@@ -130,6 +142,8 @@ class Downloads:
         run: staging directory of the run.
         state: returns the newest state of the decision loop.
         stop: ends all downloads.
+        local: finds files on this machine that need not be fetched.
+        post: takes DownloadStarted and DownloadEnded.
         monotonic: the clock.
     """
 
@@ -141,6 +155,8 @@ class Downloads:
         state: Callable[[], State],
         stop: threading.Event,
         *,
+        local: LocalFiles | None = None,
+        post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
@@ -148,10 +164,14 @@ class Downloads:
         self._run = run
         self._state = state
         self._stop = stop
+        self._local = local or LocalFiles(run, state)
+        self._post = post
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._running: Download | None = None
         self._last: Download | None = None
+        self.verified = VerifiedShards()
+        """Passes the files of the download in progress to the trainers that wait for it."""
         self.listener: Listener = lambda _done_bytes, _total_bytes: None
         """Called in the thread of the download."""
 
@@ -164,99 +184,130 @@ class Downloads:
         """
         download = self._finished_or_begun(wish)
         if download.result is not None:
+            if not wish.is_prefetch:
+                self._remove_others(download)
             return download
+        self._post(DownloadStarted())
         try:
-            download.result = self._restored(download)
+            download.result = result = self._restored(download)
+        except Exception as error:
+            self._post(DownloadEnded(error=str(error) or type(error).__name__))
+            raise
         finally:
-            with self._changed:
-                self._running = None
-                if download.result is not None:
-                    self._last = download
-                self._changed.notify_all()
+            self._end(download)
+        here_bytes = result.reused_bytes + result.local_bytes
+        self._post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
+        if download.is_asked:
+            self._remove_others(download)
         return download
+
+    def _end(self, download: Download | None) -> None:
+        with self._changed:
+            self._running = None
+            if download is not None and download.result is not None:
+                self._last = download
+            self._changed.notify_all()
 
     @property
     def current(self) -> Download | None:
         """The download in progress."""
         return self._running
 
-    @property
-    def last(self) -> Download | None:
-        """The last finished download, if its directory exists."""
-        last = self._last
-        return last if last is not None and _is_there(last) else None
-
-    def cancel_prefetch(self) -> None:
-        """End the prefetch that is in progress, unless a trainer waits for it."""
+    def remove_unasked(self) -> None:
+        """Delete the prefetch, finished or not, unless a trainer got it or waits for it."""
         with self._changed:
-            if self._running is not None and not self._running.is_asked:
-                self._running.cancel()
-
-    def remove_all(self) -> None:
-        """Delete finished and unfinished downloads, unless one is in progress or a trainer got it."""
-        with self._changed:
-            last = self._last
-            if self._running is not None or (last is not None and last.is_asked):
+            if self._running is not None or (self._last is not None and self._last.is_asked):
                 return
+            name = None if self._last is None else self._last.name
             self._last = None
-        parent_fd = _opened_restored(self._run)
+            # A new download must wait: it would continue the parts that are deleted here.
+            self._running = Download(wish=Wish(ref=None), is_asked=True, is_cancelled=True)
         try:
-            _remove(os.listdir(parent_fd), parent_fd)
+            parent_fd = _opened_restored(self._run)
+            try:
+                # Whole directories of an earlier life of the daemon stay: a trainer may still read one.
+                unfinished = [each for each in os.listdir(parent_fd) if each.startswith(".")]
+                _remove(unfinished if name is None else [*unfinished, name], parent_fd)
+            finally:
+                os.close(parent_fd)
         finally:
-            os.close(parent_fd)
+            self._end(None)
 
     def _finished_or_begun(self, wish: Wish) -> Download:
         """A finished download that serves the wish, or a new one, which the caller must run."""
         with self._changed:
             while not self._stop.is_set():
                 last, running = self._last, self._running
-                if last is not None and last.serves(wish) and _is_there(last):
+                if wish.is_prefetch and (wish.is_over() or (last is not None and last.is_asked)):
+                    break
+                is_served = last is not None and last.serves(wish) and _is_there(last)
+                if running is None and is_served:
+                    assert last is not None
                     last.is_asked |= not wish.is_prefetch
                     return last
                 if running is None:
                     self._running = Download(wish=wish, is_asked=not wish.is_prefetch)
                     return self._running
-                if running.serves(wish):
+                if running.serves(wish) and not is_served:
                     running.is_asked |= not wish.is_prefetch
                 elif not running.is_asked and not wish.is_prefetch:
                     running.cancel()
                 self._changed.wait(_LOOK_INTERVAL_S)
-        raise Stopped("the daemon stops")
+        raise Stopped("the daemon stops, or a trainer has its checkpoint")
 
     def _restored(self, download: Download) -> RestoreResult:
         parent_fd = _opened_restored(self._run)
         try:
-            before = os.listdir(parent_fd)
             while True:
                 self._await_link(download)
                 try:
                     result = self._attempt(download, parent_fd)
-                    break
+                    download.id = self.verified.end()
+                    return result
                 except Stopped:
                     if download.is_cancelled or self._stop.is_set():
                         raise
                     download.halt.clear()  # it was paused
-            _remove(before, parent_fd)  # downloads for earlier trainers on this VM
-            return result
+        finally:
+            self.verified.end()
+            os.close(parent_fd)
+
+    def _remove_others(self, download: Download) -> None:
+        """Delete the downloads for earlier trainers on this VM: a trainer has its answer."""
+        parent_fd = _opened_restored(self._run)
+        try:
+            names = [name for name in os.listdir(parent_fd) if name != download.name]
+            _remove(names, parent_fd)
         finally:
             os.close(parent_fd)
 
     def _await_link(self, download: Download) -> None:
-        """Block while an evacuation needs the link."""
+        """Block while an evacuation needs the link; raises Stopped if the download is cancelled."""
         while not self._may_run(download):
             if not download.is_paused:
                 _log.info("download_paused", commit=str(download.ref or download.wish.ref))
             download.is_paused = True
-            if download.is_cancelled or self._stop.wait(_LOOK_INTERVAL_S):
+            if self._is_useless(download) or self._stop.wait(_LOOK_INTERVAL_S):
                 raise Stopped("stopped before it was done")
         download.is_paused = False
+        if self._is_useless(download):
+            raise Stopped("stopped before it was done")
 
     def _may_run(self, download: Download) -> bool:
         return resume.may_download(self._state(), is_asked=download.is_asked)
 
+    def _is_useless(self, download: Download) -> bool:
+        if not download.is_asked and download.wish.is_over():
+            download.cancel()
+        return download.is_cancelled
+
     def _attempt(self, download: Download, parent_fd: int) -> RestoreResult:
         """Restore into a directory below the open one; continues an interrupted download."""
-        name = interrupted(parent_fd) or secrets.token_hex(4)
+        step = 0 if download.wish.ref is None else download.wish.ref.step
+        # A restarted daemon knows the step of an earlier download by its name.
+        name = interrupted(parent_fd, sealed_name(step, "")) or sealed_name(
+            step, secrets.token_hex(4)
+        )
         target = RestoreTarget(
             self._run.path / RESTORED_DIRECTORY / name,
             parent_fd=parent_fd,
@@ -271,8 +322,14 @@ class Downloads:
         def chosen(ref: CommitRef, shards: Sequence[StoredShard]) -> None:
             download.total_bytes = sum(shard.size_bytes for shard in shards)
             download.ref = ref
+            self.verified.end()  # those of a damaged commit
 
-        options = ReadOptions(progress=self._progress(download), stop=download.halt)
+        options = ReadOptions(
+            progress=self._progress(download),
+            stop=download.halt,
+            local=self._local.of,
+            verified=self.verified.add,
+        )
         return restore(store, self._keys, target, download.wish.selection(chosen), options)
 
     def _progress(self, download: Download) -> Listener:
@@ -284,7 +341,7 @@ class Downloads:
             if self._monotonic() - looked_mono_s >= _LOOK_INTERVAL_S:
                 looked_mono_s = self._monotonic()
                 # Only bytes that flow need the link: a look for each window is enough.
-                if self._stop.is_set() or not self._may_run(download):
+                if self._stop.is_set() or self._is_useless(download) or not self._may_run(download):
                     download.halt.set()
             self.listener(done_bytes, total_bytes)
 

@@ -22,12 +22,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
-from swansong.protocol import Message, Restored, RestoreQuery, Restoring
+from swansong.protocol import Message, Restored, RestoreQuery, Restoring, ShardsTaken
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
-from swansongd.core.events import Event, RolledBack
+from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
 from swansongd.core.resume import Basis
 from swansongd.core.state import State
 from swansongd.errors import (
@@ -39,10 +39,12 @@ from swansongd.errors import (
 )
 from swansongd.model import CommitRef, Staged
 from swansongd.restore.downloads import BUDGET_S, Choice, Downloads, Wish
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.restore import health_of, healthy, whole
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
+from swansongd.trainers.admission import Reply
 
 QUERIES_MAX = 1024
 """Limit of the queue; further queries are refused."""
@@ -52,8 +54,6 @@ _SCAN_TIMEOUT_S = 10.0
 """Timeout of a scan; after that, the choice uses the result of the last scan."""
 
 _log = structlog.get_logger(__name__)
-
-Reply = Callable[[Message], None]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -88,6 +88,8 @@ class Resume:
         state: returns the newest state of the decision loop.
         stop: ends the thread and its download.
         rescan: requests a scan of staging; None: the choice uses the last scan.
+        local: finds files on this machine that need not be fetched; None: without known digests.
+        post: takes the events of the downloads, and those of each query.
         monotonic: the clock.
     """
 
@@ -100,6 +102,8 @@ class Resume:
         stop: threading.Event,
         *,
         rescan: Callable[[], None] | None = None,
+        local: LocalFiles | None = None,
+        post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._backend = store
@@ -109,8 +113,13 @@ class Resume:
         self._stop = stop
         self._rescan = rescan
         self._monotonic = monotonic
-        self.downloads = Downloads(store, keys, run, state, stop, monotonic=monotonic)
+        self.downloads = Downloads(
+            store, keys, run, state, stop, local=local, post=post, monotonic=monotonic
+        )
+        self._post = post
         self.downloads.listener = self._report
+        self.answered: Callable[[], None] = lambda: None
+        """Called after each answer without an error."""
         self._reported_mono_s = monotonic()
         self._cached: _CachedAnswer | None = None
         self._last_rollback: tuple[int, float, Restored] | None = None
@@ -134,9 +143,17 @@ class Resume:
             if not is_full:
                 self._waiting.append(ticket)
                 self._changed.notify()
+        if not query.rollback:
+            self._post(RestoreAsked())
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
+        else:
+            self.downloads.verified.join(query, reply)
+
+    def take(self, message: ShardsTaken, reply: Reply) -> None:
+        """Record how many shards a trainer has taken, before its query is answered."""
+        self.downloads.verified.take(message, reply)
 
     def _serve(self) -> None:
         while not self._stop.is_set():
@@ -159,7 +176,12 @@ class Resume:
                 path=answer.path,
                 error=answer.error,
             )
+            self.downloads.verified.leave(ticket.reply)
             _send(ticket, answer)
+            if not ticket.query.rollback:
+                self._post(RestoreAnswered(answer.step, answer.generation, answer.error))
+            if not answer.error:
+                self.answered()
 
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
@@ -311,14 +333,20 @@ class Resume:
     def _fetched(self, ref: CommitRef | None, choice: Choice = Choice.NEWEST) -> Restored:
         """Download this commit; the answer has no path if the run is fresh."""
         try:
-            result = self.downloads.fetch(Wish(ref=ref, choice=choice)).result
+            download = self.downloads.fetch(Wish(ref=ref, choice=choice))
         except NothingToRestore as error:
             if ref is None and error.is_fresh:
                 return Restored("")
             raise
-        assert result is not None
-        place = result.ref
-        return Restored("", path=str(result.path), step=place.step, generation=place.generation)
+        assert download.result is not None
+        place = download.result.ref
+        return Restored(
+            "",
+            path=str(download.result.path),
+            step=place.step,
+            generation=place.generation,
+            download=download.id,
+        )
 
     def _report(self, done_bytes: int, total_bytes: int) -> None:
         """Report the progress of a download to all queries in the queue."""

@@ -21,6 +21,7 @@ import os
 import re
 import secrets
 import stat
+import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, suppress
@@ -43,6 +44,8 @@ _PARTIAL = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
 _WORKING_MODE = 0o700
 _BLOCK_BYTES = 512
 """The unit of ``st_blocks``."""
+_FICLONERANGE = 0x4020940D
+"""From ``linux/fs.h``; on XFS and Btrfs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,6 +94,16 @@ class RestoredFile:
             done = 0
             while done < data.nbytes:
                 done += os.pwrite(self._fd, data[done:], offset + done)
+
+    def clone(self, fd: int, offset: int, size_bytes: int) -> bool:
+        """Share the blocks of another file's range; False if the file system cannot."""
+        try:
+            fcntl.ioctl(
+                self._fd, _FICLONERANGE, struct.pack("qQQQ", fd, offset, size_bytes, offset)
+            )
+        except OSError:
+            return False
+        return True
 
     def sync(self) -> None:
         """Make the file durable."""
@@ -247,6 +260,11 @@ class RestoreTarget:
         """One of the files, open."""
         with self._errors(), self._open(path) as fd:
             yield RestoredFile(fd, self._writing[path], self._errors)
+
+    def duplicate(self) -> int:
+        """Another descriptor of the directory with the files, which the caller closes."""
+        with self._errors():
+            return os.dup(self._files_fd)
 
     def note(self, shard_number: int, part_index: int, digest: bytes) -> None:
         """Record that the bytes of this part are in their file."""
@@ -462,14 +480,15 @@ def _journal(fd: int, identity: str, shards: Sequence[StoredShard]) -> Noted | N
     return journal.parse(data, identity, shards)
 
 
-def interrupted(parent_fd: int) -> str | None:
+def interrupted(parent_fd: int, prefix: str = "") -> str | None:
     """Name of the destination of an unfinished restore in an open directory; None without one.
 
-    If there are several, the first in the order of names.  The next restore checks whether its owner lives.
+    Only names with the prefix count.  If there are several, it is the first in the order of names.  The next
+    restore checks whether its owner lives.
     """
     for name in sorted(os.listdir(parent_fd)):
         match = _PARTIAL.fullmatch(name)
-        if match is not None:
+        if match is not None and match[1].startswith(prefix):
             try:
                 os.stat(match[1], dir_fd=parent_fd, follow_symlinks=False)
             except FileNotFoundError:

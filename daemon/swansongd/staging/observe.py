@@ -11,32 +11,12 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from watchdog.events import (
-    DirCreatedEvent,
-    DirDeletedEvent,
-    DirMovedEvent,
-    FileClosedEvent,
-    FileDeletedEvent,
-    FileMovedEvent,
-    FileSystemEventHandler,
-)
-from watchdog.observers import Observer
-
 from swansongd.core.events import Event, Scanned
 from swansongd.staging.seal import Scanner
 
 CLOSE_TIMEOUT_S = 1.0
 _GAP_MIN_S = 0.02
 _INTERVAL_MIN_S = 0.05
-_EVENTS = [
-    DirCreatedEvent,
-    DirDeletedEvent,
-    DirMovedEvent,
-    FileClosedEvent,
-    FileDeletedEvent,
-    FileMovedEvent,
-]
-"""Without opening and reading, which the daemon itself does."""
 
 
 class StagingObserver:
@@ -83,6 +63,7 @@ class StagingObserver:
         self._thread.join(CLOSE_TIMEOUT_S)
 
     def _run(self) -> None:
+        self._scan()  # before the watch: a trainer may wait for the result
         observer = self._watch()
         while not self._stop.is_set():
             self._wake.clear()
@@ -120,18 +101,34 @@ class StagingObserver:
             self._post(scanned)
 
     def _watch(self) -> Any:
-        handler = FileSystemEventHandler()
-        handler.on_any_event = lambda _: self._wake.set()
         try:
-            observer = Observer()
-            # Not recursive: a seal is a rename in this directory, and adopted sets must settle anyway.
-            observer.schedule(
-                handler, str(self._scanner.run_directory), recursive=False, event_filter=_EVENTS
-            )
-            observer.start()
+            return self._started_watch()
         except Exception as error:  # any failure: the periodic scan is enough
             self._log.warning("staging_watch_failed", error=str(error), fallback="periodic scan")
             return None
+
+    def _started_watch(self) -> Any:
+        # Slow to import, and a start must not wait for it.
+        from watchdog import events  # noqa: PLC0415
+        from watchdog.observers import Observer  # noqa: PLC0415
+
+        # Without opening and reading, which the daemon itself does.
+        kinds = [
+            events.DirCreatedEvent,
+            events.DirDeletedEvent,
+            events.DirMovedEvent,
+            events.FileClosedEvent,
+            events.FileDeletedEvent,
+            events.FileMovedEvent,
+        ]
+        handler = events.FileSystemEventHandler()
+        handler.on_any_event = lambda _: self._wake.set()
+        observer = Observer()
+        # Not recursive: a seal is a rename in this directory, and adopted sets must settle anyway.
+        observer.schedule(
+            handler, str(self._scanner.run_directory), recursive=False, event_filter=kinds
+        )
+        observer.start()
         return observer
 
 

@@ -8,10 +8,8 @@ is therefore also the final value of the bytes so far.
 from __future__ import annotations
 
 import base64
-from collections.abc import Sequence
-from functools import lru_cache
-
-from crc32c import crc32c as _crc32c
+from collections.abc import Callable, Sequence
+from functools import cache, lru_cache
 
 _POLYNOMIAL = 0x82F63B78
 """Castagnoli, reflected."""
@@ -31,7 +29,15 @@ def crc32c(data: bytes | bytearray | memoryview, value: int = 0) -> int:
     Args:
         value: CRC32C of the bytes before ``data``; the result is then that of both together.
     """
-    return _crc32c(data, value, gil_release_mode=1 if len(data) > _ALONE_BYTES_MAX else 0)
+    return _implementation()(data, value, gil_release_mode=1 if len(data) > _ALONE_BYTES_MAX else 0)
+
+
+@cache
+def _implementation() -> Callable[..., int]:
+    from crc32c import crc32c as found  # noqa: PLC0415 - slow to import, and a restore does not use it
+
+    implementation: Callable[..., int] = found
+    return implementation
 
 
 def crc32c_combine(first: int, second: int, second_bytes: int) -> int:

@@ -15,7 +15,7 @@ Addressing = Literal["auto", "path", "virtual"]
 Checksums = Literal["auto", "trailer", "header"]
 
 _GCS_ENDPOINT = "https://storage.googleapis.com"
-_ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
+ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,7 +72,7 @@ class GcsOptions(StoreOptions):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not _ENDPOINT.fullmatch(self.address):
+        if not ENDPOINT.fullmatch(self.address):
             raise ConfigError(
                 [f"store.endpoint: {self.address!r:.80} must read https://host[:port]"]
             )

@@ -14,6 +14,7 @@ import structlog
 
 from swansongd.errors import StoreError
 from swansongd.stores.base import ObjectStore
+from swansongd.stores.checksums import crc32c
 
 _log = structlog.get_logger(__name__)
 
@@ -57,6 +58,7 @@ class Warmer:
 
     def _run(self) -> None:
         is_cold = False
+        crc32c(b"")  # loads its library, which takes longer than a small upload
         while not self._stop.is_set():
             self._called.clear()
             began_mono_s = time.monotonic()

@@ -14,8 +14,10 @@ from swansongd.bucket import catalog, manifest
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.cli import common, ls
-from swansongd.cli.common import Opened, ShownCount
+from swansongd.cli import ls
+from swansongd.cli import progress as progress_module
+from swansongd.cli.opening import Opened
+from swansongd.cli.progress import ShownCount
 from swansongd.errors import CorruptError, Transient
 from swansongd.model import CommitRef
 from swansongd.restore.restore import verify
@@ -188,7 +190,7 @@ def test_a_count_is_shown_on_a_terminal_and_for_long_work(
         return err.splitlines()
 
     assert shown(is_quiet=False) == []
-    monkeypatch.setattr(common, "_SILENT_S", 0.0)
+    monkeypatch.setattr(progress_module, "_SILENT_S", 0.0)
     assert shown(is_quiet=True) == []
     lines = shown(is_quiet=False)
     assert len(lines) == 10

@@ -22,7 +22,9 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("name", ["make bench", "make bench-beside", "make bench-torch"])
+@pytest.mark.parametrize(
+    "name", ["make bench", "make bench-beside", "make bench-torch", "make bench-preemption"]
+)
 def test_writing_the_same_tables_changes_no_page(copies: Path, name: str) -> None:
     """Exactly one page has the marks of each benchmark, and only the text between them is replaced."""
     before = {page.name: page.read_text() for page in copies.iterdir()}

@@ -165,7 +165,10 @@ def test_errors_never_end_the_observer(run: Path, observing: Callable[..., Obser
     until(lambda: seen.log_lines, what="the log line")
     scans = count_scans(seen.scanner)
     until(lambda: len(scans) > 3)
-    assert seen.log_lines == ["staging_scan_failed"]
+    # The directory may be gone before the watch begins.
+    assert [line for line in seen.log_lines if line != "staging_watch_failed"] == [
+        "staging_scan_failed"
+    ]
     seen.observer.rescan()
     (run.parent / "away").rename(run)
     until(lambda: len(seen.events) == 2, what="the requested scan")
@@ -189,6 +192,7 @@ from pathlib import Path
 from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
 from swansongd.staging import scan
+import watchdog.observers  # before the user changes, who cannot read this Python
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.seal import Scanner
 os.setgroups([]); os.setgid({uid}); os.setuid({uid})

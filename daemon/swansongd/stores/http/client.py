@@ -9,6 +9,7 @@ any size takes one window of memory.  The callers sign, retry and interpret resp
 from __future__ import annotations
 
 import base64
+import os
 import re
 import socket
 import ssl
@@ -17,8 +18,6 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
-
-from requests.utils import get_environ_proxies, select_proxy
 
 from swansongd.errors import Permanent, Transient
 from swansongd.stores.base import WINDOW_BYTES, Body, Sink
@@ -63,6 +62,17 @@ class _Request:
         self.range = {name.lower(): value for name, value in self.headers.items()}.get("range", "")
 
 
+def _proxy_of(endpoint: str) -> str | None:
+    """The proxy that the environment names for an endpoint."""
+    if not any(name.lower().endswith("_proxy") for name in os.environ):
+        return None
+    # Slow to import, and most VMs have no proxy.
+    from requests.utils import get_environ_proxies, select_proxy  # noqa: PLC0415
+
+    proxy: str | None = select_proxy(endpoint, get_environ_proxies(endpoint))
+    return proxy
+
+
 class Wire:
     """Requests to one endpoint.  Every method is safe to call from many threads at the same time.
 
@@ -97,7 +107,7 @@ class Wire:
         self._ca_bundle = ca_bundle
         self._connect_timeout_s = connect_timeout_s
         self._response_s = response_s
-        proxy = select_proxy(endpoint, get_environ_proxies(endpoint)) if is_proxied else None
+        proxy = _proxy_of(endpoint) if is_proxied else None
         self._proxy = urlsplit(proxy if "://" in proxy else f"http://{proxy}") if proxy else None
         is_forwarded = self._proxy is not None and parts.scheme == "http"
         self._prefix = endpoint.rstrip("/") if is_forwarded else ""

@@ -16,13 +16,11 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from urllib3.exceptions import HTTPError
-
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import Body, Sink, is_certificate_problem, named
 from swansongd.stores.credentials import CredentialCache
 from swansongd.stores.http.client import Response, Wire
-from swansongd.stores.options import Addressing, S3Options
+from swansongd.stores.options import ENDPOINT, Addressing, S3Options
 from swansongd.stores.responses import one_line, xml_text
 from swansongd.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
@@ -131,8 +129,6 @@ class S3Access:
         self._options = options
         self._region = options.region
         """Replaced by the region in a redirect."""
-        self._lock = threading.Lock()
-        self._made_client: Any = None
         self._credentials = CredentialCache(
             "S3", load=self._load_credentials, fetch=_aws_credentials, has_expired=_has_expired
         )
@@ -199,8 +195,7 @@ class S3Access:
             if self._known_route is route:
                 self._known_route = None
                 route.wire.close()
-                with self._lock:
-                    self._region, self._made_client = region, None
+                self._region = region
         return Transient(f"{message} but in {region}")
 
     def _expect_no_others(
@@ -228,11 +223,7 @@ class S3Access:
         with _errors_of(
             "find the address of the bucket", "Check table [store] of the configuration"
         ):
-            url = self._client().generate_presigned_url(
-                "put_object", Params={"Bucket": self._bucket, "Key": _SAMPLE_KEY}
-            )
-        parts = urlsplit(url)
-        endpoint = f"{parts.scheme}://{parts.netloc}"
+            endpoint, base_path, region = self._address()
         wire = Wire(
             endpoint,
             connections=self._options.connections,
@@ -241,30 +232,35 @@ class S3Access:
             stall_s=min(_STALL_S, self._options.read_timeout_s),
             first_byte_s=self._options.read_timeout_s,
         )
-        region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
-        return Route(wire, endpoint, parts.path.removesuffix(f"/{_SAMPLE_KEY}"), region)
+        return Route(wire, endpoint, base_path, region)
 
     # ------------------------------------------------------------ botocore
 
-    def _client(self) -> Any:
-        """A client that only builds URLs."""
-        import boto3  # noqa: PLC0415 - loaded only where it is used
-        import botocore.session  # noqa: PLC0415
+    def _address(self) -> tuple[str, str, str]:
+        """Endpoint of the bucket, path before the ``/`` of the key, and region."""
+        import botocore.session  # noqa: PLC0415 - slow to import
         from botocore.config import Config  # noqa: PLC0415
 
-        with self._lock:
-            if self._made_client is None:
-                base = botocore.session.Session(profile=self._options.profile)
-                self._ca_bundle = self._ca_bundle or base.get_config_variable("ca_bundle")
-                session = boto3.Session(botocore_session=base, region_name=self._region)
-                addressing: Any = {"addressing_style": self._addressing_style()}
-                self._made_client = session.client(
-                    "s3",
-                    endpoint_url=self._options.endpoint,
-                    config=Config(signature_version="s3v4", s3=addressing),
-                    **_UNUSED_KEYS,
-                )
-            return self._made_client
+        session = botocore.session.Session(profile=self._options.profile)
+        self._ca_bundle = self._ca_bundle or session.get_config_variable("ca_bundle")
+        given, region, style = self._options.endpoint, self._region, self._addressing_style()
+        if given and ENDPOINT.fullmatch(given) and region and style == "path":
+            return given, f"/{self._bucket}", region  # a client of botocore reads 2 MB of models
+        addressing: Any = {"addressing_style": style}
+        client = session.create_client(
+            "s3",
+            region_name=region,
+            endpoint_url=given,
+            config=Config(signature_version="s3v4", s3=addressing),
+            **_UNUSED_KEYS,
+        )
+        url = client.generate_presigned_url(
+            "put_object", Params={"Bucket": self._bucket, "Key": _SAMPLE_KEY}
+        )
+        parts = urlsplit(url)
+        found_region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
+        base_path = parts.path.removesuffix(f"/{_SAMPLE_KEY}")
+        return f"{parts.scheme}://{parts.netloc}", base_path, found_region
 
     def _addressing_style(self) -> Addressing:
         if self._options.addressing != "auto":
@@ -377,6 +373,7 @@ def _classified(error: Exception, what: str, hint: str) -> StoreError:
     """The error of the contract for one of botocore's, urllib3's or the system's, by its type."""
     from botocore import exceptions as of  # noqa: PLC0415
     from botocore.parsers import ResponseParserError  # noqa: PLC0415
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
 
     message = f"{what}: {error!s:.300}"
     if is_certificate_problem(error):

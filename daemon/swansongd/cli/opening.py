@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration, the store and the signals of a command that reads the bucket."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from swansongd.bucket import signing
+from swansongd.bucket.keys import RunKeys
+from swansongd.config.config import Config, load
+from swansongd.flush.claim_record import expect_recorded_store
+from swansongd.observe import log
+from swansongd.restore.reader import CONNECTIONS
+from swansongd.staging.scan import OWN_DIRECTORY
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.opening import open_store
+from swansongd.stores.wrappers.retry import Retrying
+
+_CALL_BUDGET_S = 30.0
+"""Time in which one failed call to the store is retried."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The configuration, its store, and the selected run."""
+
+    config: Config
+    store: ObjectStore
+    keys: RunKeys
+    stop: threading.Event
+    """Set by SIGINT or SIGTERM; a second signal ends the process immediately."""
+    connections: int
+    """Maximum number of connections to the store.  No trainer needs a share of them."""
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Iterator[Opened]:
+    """Read the configuration, open the store, and turn the first signal into ``stop``.
+
+    Raises:
+        ConfigError: the configuration is not valid.
+    """
+    log.configure("console", "warning")
+    config = load(args.config)
+    connections = max(CONNECTIONS, config.flush.connections)
+    store = open_store(config.store, connections=connections)
+    own = config.staging.path / config.run.name / OWN_DIRECTORY
+    expect_recorded_store(store, own, config.run.name)
+    key_file = config.store.signing_key_file
+    # The daemon's user owns the key.  Root, who restores as well, accepts any owner.
+    owners = None if os.geteuid() == 0 else {0, os.geteuid()}
+    signer = None if key_file is None else signing.load(key_file, owners=owners)
+    stop = threading.Event()
+    before = {}
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, on_signal)
+    try:
+        yield Opened(
+            config=config,
+            store=Retrying(store, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=stop),
+            keys=RunKeys(args.run or config.run.name, signer),
+            stop=stop,
+            connections=connections,
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

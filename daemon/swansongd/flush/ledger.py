@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Writes the resumption of a generation to the store, in a thread of its own.
+
+The record is informational.  It waits for the verdict of an open evacuation, so that it takes no connection
+and no processor time from a commit, and it is dropped once another VM has taken the run over.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+
+import structlog
+
+from swansongd.bucket import lives
+from swansongd.bucket import resumption as resumptions
+from swansongd.bucket.keys import RunKeys
+from swansongd.core.events import RecordResumption
+from swansongd.core.ledger import Resumption, ended_by
+from swansongd.errors import Exists, SwansongError
+from swansongd.stores.base import ObjectStore
+from swansongd.util.threads import Worker
+
+YIELD_S = 20.0
+"""A VM that has trained before waits this long: a VM that was booted for this start has more to record."""
+RETRY_S = 5.0
+RETRY_S_MAX = 300.0
+RETRIES_MAX = 20
+RECORDS_MAX = 8
+_URGENT_S = 1.0
+
+_log = structlog.get_logger(__name__)
+
+
+class Ledger:
+    """Records resumes, each once.
+
+    Args:
+        store: retries failed requests.
+        keys: of the run.
+        is_urgent: whether an evacuation has no verdict yet.
+        is_fenced: whether another VM has taken the run over.
+        stop: ends the waits.
+        wall_s: wall clock in seconds since 1970.
+        yield_s: see YIELD_S.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        *,
+        is_urgent: Callable[[], bool],
+        is_fenced: Callable[[], bool],
+        stop: threading.Event,
+        wall_s: Callable[[], float] = time.time,
+        yield_s: float = YIELD_S,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._is_urgent = is_urgent
+        self._is_fenced = is_fenced
+        self._stop = stop
+        self._wall_s = wall_s
+        self._yield_s = yield_s
+        self._has_trained = False
+        self._worker = Worker("ledger", tasks_max=RECORDS_MAX)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._worker.start()
+
+    def record(self, action: RecordResumption, *, vm: str, daemon_mono_s: float) -> None:
+        """Write the record as soon as nothing more important is in progress.  Returns immediately.
+
+        Args:
+            vm: identifies this VM and its boot.
+            daemon_mono_s: when the daemon started.
+        """
+        resumption = self._resumption(action, vm, daemon_mono_s)
+        wait_s = self._yield_s if self._has_trained and resumption.nodes > 1 else 0.0
+        self._has_trained = True
+        if not self._worker.submit(partial(self._write, resumption, wait_s)):
+            _log.warning("resumption_not_recorded", reason="too many records wait")
+
+    def _resumption(self, action: RecordResumption, vm: str, daemon_mono_s: float) -> Resumption:
+        """All times by one reading of the wall clock: it may have been set since the boot."""
+        made, training = action.milestones, action.training
+        offset_s = self._wall_s() - time.monotonic()
+
+        def perhaps(mono_s: float | None) -> float | None:
+            return None if mono_s is None else mono_s + offset_s
+
+        assert made.started_mono_s is not None
+        assert made.first_step_mono_s is not None
+        return Resumption(
+            run=self._keys.run,
+            generation=action.generation,
+            vm=vm,
+            ranks=training.ranks,
+            node=training.node,
+            nodes=training.nodes,
+            booted_wall_s=self._wall_s() - time.clock_gettime(time.CLOCK_BOOTTIME),
+            daemon_wall_s=daemon_mono_s + offset_s,
+            download_began_wall_s=perhaps(made.download_began_mono_s),
+            download_ended_wall_s=perhaps(made.download_ended_mono_s),
+            bytes_fetched=made.bytes_fetched,
+            bytes_linked=made.bytes_linked,
+            asked_wall_s=perhaps(made.asked_mono_s),
+            answered_wall_s=perhaps(made.answered_mono_s),
+            started_wall_s=made.started_mono_s + offset_s,
+            first_step_wall_s=made.first_step_mono_s + offset_s,
+            start_step=made.start_step,
+            first_step=made.first_step,
+            restored=made.restored,
+            earlier=None,
+        )
+
+    def _write(self, resumption: Resumption, wait_s: float) -> None:
+        for _ in range(RETRIES_MAX):
+            if self._stop.wait(wait_s) or not self._is_quiet():
+                return
+            try:
+                self._put(resumption)
+            except Exists:
+                return  # another VM of the job, or an earlier life of this daemon
+            except SwansongError as error:
+                _log.info("resumption_delayed", reason=error.line())
+                wait_s = min(max(RETRY_S, 2 * wait_s), RETRY_S_MAX)
+            else:
+                return
+        _log.warning("resumption_not_recorded", reason=f"the store failed {RETRIES_MAX} times")
+
+    def _is_quiet(self) -> bool:
+        """Wait for the end of an evacuation; False if the daemon stops or is fenced."""
+        while self._is_urgent() and not self._is_fenced():
+            if self._stop.wait(_URGENT_S):
+                return False
+        return not self._is_fenced()
+
+    def _put(self, resumption: Resumption) -> None:
+        earlier = lives.earlier_ending(
+            self._store,
+            self._keys,
+            resumption.generation,
+            ended_by_s=ended_by(resumption),
+        )
+        data = resumptions.encode(replace(resumption, earlier=earlier), self._keys.signer)
+        resumptions.decode(
+            data, self._keys.signer
+        )  # fails before a record that no reader would accept
+        self._store.put(self._keys.resumption(resumption.generation), data, if_absent=True)
+        _log.info(
+            "resumption_recorded",
+            generation=resumption.generation,
+            start_step=resumption.start_step,
+            first_step=resumption.first_step,
+        )

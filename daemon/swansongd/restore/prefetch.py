@@ -1,0 +1,187 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Fetches the newest whole commit when the daemon starts, before a trainer asks.
+
+:mod:`swansongd.core.resume` has the rule when there is nothing to fetch.  A trainer that asks gets the
+finished directory, or joins the download, see :mod:`swansongd.restore.downloads`.  The thread ends with the
+first answer to a trainer, or once training has begun without one.  It then deletes what no trainer got.
+
+The prefetch only reads the bucket.  It therefore needs no generation, and begins before the claim.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from enum import StrEnum
+
+import structlog
+
+from swansongd.bucket import commit
+from swansongd.bucket.keys import RunKeys
+from swansongd.core import resume
+from swansongd.core.state import State
+from swansongd.errors import Stopped, StoreError, SwansongError
+from swansongd.model import CommitRef
+from swansongd.restore.downloads import Download, Downloads, Wish
+from swansongd.stores.base import ObjectStore
+
+_LOOK_INTERVAL_S = 0.2
+_RETRY_S_FIRST = 0.5
+_RETRY_S_MAX = 15.0
+
+_log = structlog.get_logger(__name__)
+
+
+class PrefetchState(StrEnum):
+    """The state of the prefetch, as ``swansong status`` shows it."""
+
+    OFF = "off"
+    WAITING = "waiting"
+    """For the store, for the first scan of staging, or for the end of an evacuation."""
+    FETCHING = "fetching"
+    READY = "ready"
+    """The directory is complete."""
+    ANSWERED = "answered"
+    """A trainer got its answer."""
+    NOT_NEEDED = "not_needed"
+    FAILED = "failed"
+
+
+class Prefetch:
+    """Fetches the newest whole commit in a thread.
+
+    Args:
+        downloads: fetches, and knows the finished directory.
+        store: the backend, for the listing.
+        keys: of the run.
+        state: returns the newest state of the decision loop.
+        stop: ends the thread.
+        is_enabled: False: there is no prefetch.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        downloads: Downloads,
+        store: ObjectStore,
+        keys: RunKeys,
+        state: Callable[[], State],
+        stop: threading.Event,
+        *,
+        is_enabled: bool = True,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._downloads = downloads
+        self._store = store  # without retries: the thread repeats the listing itself
+        self._keys = keys
+        self._state = state
+        self._stop = stop
+        self._monotonic = monotonic
+        self._is_listed = False
+        self._newest: CommitRef | None = None
+        self._fetched: Download | None = None
+        self._is_answered = threading.Event()
+        self._shown = (PrefetchState.WAITING if is_enabled else PrefetchState.OFF, "")
+
+    def start(self) -> None:
+        """Start the thread.  Returns immediately."""
+        if self._shown[0] is not PrefetchState.OFF:
+            threading.Thread(target=self._run, name="prefetch", daemon=True).start()
+
+    def answered(self) -> None:
+        """A trainer got its answer: the prefetch ends."""
+        self._is_answered.set()
+
+    def report(self) -> dict[str, object]:
+        """The JSON fields of the status."""
+        state, reason = self._shown
+        running = self._downloads.current
+        if state is PrefetchState.FETCHING and running is not None and running.is_paused:
+            state, reason = PrefetchState.WAITING, "an evacuation is open"
+        shown = running or self._fetched
+        ref = self._newest if shown is None or shown.ref is None else shown.ref
+        return {
+            "state": state.value,
+            "reason": reason,
+            "generation": None if ref is None else ref.generation,
+            "step": None if ref is None else ref.step,
+            "bytes_done": 0 if shown is None else shown.done_bytes,
+            "bytes_total": 0 if shown is None else shown.total_bytes,
+        }
+
+    # ------------------------------------------------------------------ the thread
+
+    def _run(self) -> None:
+        retry_s = _RETRY_S_FIRST
+        while not self._is_over():
+            wait_s = _LOOK_INTERVAL_S
+            try:
+                self._fetch_newest()
+                retry_s = _RETRY_S_FIRST
+            except Stopped:
+                pass  # the daemon stops, a trainer wants another commit, or the prefetch is over
+            except StoreError as error:
+                self._show(PrefetchState.WAITING, error.line())
+                wait_s, retry_s = retry_s, min(2 * retry_s, _RETRY_S_MAX)
+            except SwansongError as error:
+                # A trainer that asks gets the same error, or finds more room.
+                self._show(PrefetchState.FAILED, error.line())
+                return
+            except Exception as error:
+                _log.exception("prefetch_fault")
+                self._show(PrefetchState.FAILED, f"{type(error).__name__}: {error}")
+                return
+            self._stop.wait(wait_s)
+        if not self._stop.is_set():
+            self._downloads.remove_unasked()
+
+    def _is_over(self) -> bool:
+        """Whether no trainer needs the prefetch any more."""
+        if self._stop.is_set():
+            return True
+        if self._is_answered.is_set():
+            self._show(PrefetchState.ANSWERED)
+            return True
+        if not self._is_listed:
+            return False
+        reason = resume.why_no_prefetch(self._state(), self._newest)
+        if reason:
+            self._show(PrefetchState.NOT_NEEDED, reason)
+        return bool(reason)
+
+    def _fetch_newest(self) -> None:
+        if not self._is_listed:
+            self._newest = commit.newest_whole_commit(self._store, self._keys)
+            self._is_listed = True
+        state = self._state()
+        self._newest = resume.newest_known(state, self._newest)
+        if self._newest is None or state.first_scan_mono_s is None or self._is_over():
+            return
+        if self._fetched is not None and self._fetched.wish.ref == self._newest:
+            return
+        self._show(PrefetchState.FETCHING)
+        wish = Wish(ref=self._newest, is_prefetch=True, is_over=self._is_over)
+        began_mono_s = self._monotonic()
+        self._fetched = fetched = self._downloads.fetch(wish)
+        assert fetched.result is not None
+        self._show(PrefetchState.READY)
+        _log.info(
+            "prefetched",
+            generation=fetched.result.ref.generation,
+            step=fetched.result.ref.step,
+            size_bytes=fetched.result.size_bytes,
+            reused_bytes=fetched.result.reused_bytes,
+            local_bytes=fetched.result.local_bytes,
+            seconds=round(self._monotonic() - began_mono_s, 3),
+        )
+
+    def _show(self, state: PrefetchState, reason: str = "") -> None:
+        before, self._shown = self._shown, (state, reason)
+        if before == self._shown:
+            return
+        if state is PrefetchState.FAILED:
+            _log.warning("prefetch_failed", reason=reason)
+        elif state is not PrefetchState.READY:
+            newest = None if self._newest is None else str(self._newest)
+            _log.info("prefetch", state=state.value, reason=reason, newest=newest)

@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefetch of a real daemon, as the requests that the store receives show it."""
+
+from __future__ import annotations
+
+import json
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import committed
+from testkit.rig import Vm, control
+from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.waiting import until
+
+FILES = {f"rank-00000/{name}.bin": name.encode() * 200_000 for name in "abcd"}
+PART_SIZE_BYTES = 50_000
+PARTS = 16
+
+
+@pytest.fixture
+def vm(strict_bucket: Strict, new_vm: Any) -> Vm:
+    """A VM that has just booted, and a run with one commit of 800 kB."""
+    committed.commit(
+        strict_bucket.store, FILES, run="run", step=100, part_size_bytes=PART_SIZE_BYTES
+    )
+    strict_bucket.order("clear")
+    made: Vm = new_vm("vm", strict_bucket.table())
+    return made
+
+
+def data_requests(bucket: Strict) -> int:
+    """Number of GET requests for data objects since the last ``clear``."""
+    below = f"/{bucket.prefix}/run/data/"
+    requests = control(bucket.url, "requests")
+    return sum(method == "GET" and below in target for method, target in requests)
+
+
+class Rank:
+    """A trainer that asks for its checkpoint."""
+
+    def __init__(self, vm: Vm) -> None:
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.socket.settimeout(60)
+        self.socket.connect(str(vm.socket))
+        self._send(type="hello", run="run", rank=0, world_size=1)
+        self._send(type="restore_query", query_id="q")
+        self.progress: list[int] = []
+
+    def answer(self) -> dict[str, Any]:
+        while True:
+            message: dict[str, Any] = json.loads(self.socket.recv(65536))
+            if message["type"] == "restoring":
+                self.progress.append(message["bytes_done"])
+            if message["type"] == "restored":
+                self.socket.close()
+                return message
+
+    def _send(self, **message: Any) -> None:
+        self.socket.send(json.dumps(message).encode())
+
+
+@pytest.mark.fault("G25")
+def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, strict_bucket: Strict) -> None:
+    """The store fails while the daemon starts.  It returns, and the daemon fetches at once; the answer to
+    the trainer costs no further request for data."""
+    strict_bucket.order("answer", status=503, method="GET", match="list-type", times=1_000_000)
+    daemon = vm.start_daemon(**ACCOUNT)
+    daemon.lines.wait(event="prefetch", state="waiting")
+    strict_bucket.order("clear")
+    found = daemon.lines.wait(event="prefetched")
+    assert (found["step"], found["size_bytes"]) == (100, 800_000)
+    assert data_requests(strict_bucket) == PARTS
+    assert vm.status()["prefetch"]["state"] == "ready"
+    answer = Rank(vm).answer()
+    assert (answer["step"], answer["error"]) == (100, "")
+    assert committed.tree(Path(answer["path"])) == FILES
+    assert data_requests(strict_bucket) == PARTS
+
+
+def test_a_trainer_joins_a_slow_prefetch(vm: Vm, strict_bucket: Strict) -> None:
+    """The trainer gets the progress of the download in progress, and each part is fetched once."""
+    strict_bucket.order("pace", total_bytes_per_s=300_000)
+    vm.start_daemon(**ACCOUNT)
+    until(lambda: data_requests(strict_bucket) >= 2, what="the first parts")
+    rank = Rank(vm)
+    answer = rank.answer()
+    assert committed.tree(Path(answer["path"])) == FILES
+    assert rank.progress, "the trainer saw the download"
+    assert data_requests(strict_bucket) == PARTS

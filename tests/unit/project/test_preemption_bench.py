@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``make bench-preemption``: the arithmetic of the loss, the store, and one tiny preemption."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import boto3
+import pytest
+
+from bench.preemption.loss import Measured, split
+from testkit import REPOSITORY
+from testkit.emulators.process import EmulatorProcess
+
+
+def steps(first: int, start: float, count: int, step_s: float = 0.1) -> list[tuple[int, float]]:
+    return [(first + n, start + n * step_s) for n in range(count)]
+
+
+def test_parts_of_a_loss() -> None:
+    """A stall is time beyond the usual step; redone are the steps after the restored one."""
+    before = steps(1, 100.0, 50) + steps(51, 107.0, 20)
+    after = steps(41, 130.0, 5)
+    loss = split(before, after, restored=40, noticed=103.0, cut=109.0, pause_s=10.0)
+    assert loss.stall_s == pytest.approx(107.0 - 104.9 - 0.1)
+    assert loss.redone_s == pytest.approx((70 - 40) * 0.1)
+    assert loss.down_s == pytest.approx(130.0 - 109.0 - 10.0 - 0.1)
+    assert loss.total_s == pytest.approx(2.0 + 3.0 + 10.9)
+
+
+def test_a_trainer_that_stops_early_stands_still_until_the_cut() -> None:
+    """The time from the last step to the power cut is a stall, even if no step follows the notice."""
+    for last, noticed in ((100.9, 100.5), (100.9, 102.0)):
+        loss = split(
+            steps(1, 100.0, 10),
+            steps(11, 120.0, 2),
+            restored=10,
+            noticed=noticed,
+            cut=109.0,
+            pause_s=0.0,
+        )
+        assert loss.stall_s == pytest.approx(109.0 - max(last, noticed) - 0.1)
+        assert loss.redone_s == 0.0
+
+
+def test_the_bound_has_the_terms_of_the_goal() -> None:
+    """Save, B/W, reserve, one step, B/R, and the time to start."""
+    measured = Measured(
+        save_s=1.0, size_bytes=600, send_bytes_s=300.0, fetch_bytes_s=200.0, reserve_s=3.0
+    )
+    parts = measured.bound_parts(step_s=0.5)
+    assert parts["send"] == 2.0
+    assert parts["fetch"] == 3.0
+    assert sum(parts.values()) == 1.0 + 2.0 + 3.0 + 0.5 + 3.0 + 5.0
+
+
+def test_a_tiny_preemption(tmp_path: Path) -> None:
+    """The whole benchmark runs: notice, power cut, a second VM, and a state that proves its step."""
+    results = tmp_path / "results.jsonl"
+    command = [sys.executable, "-m", "bench.preemption", "--quick", "--only", "swansong"]
+    done = subprocess.run(
+        [*command, "--data", str(tmp_path), "--objects", str(tmp_path), "--json", str(results)],
+        cwd=REPOSITORY,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    (line,) = [json.loads(text) for text in results.read_text().splitlines()]
+    assert line["problem"] == ""
+    assert line["restored_step"] > 0
+    assert line["bound_s"] > 8.0
+    assert "**swansong**" in done.stdout
+    assert [path.name for path in tmp_path.iterdir()] == ["results.jsonl"]
+
+
+def test_the_store_limits_its_rate(tmp_path: Path) -> None:
+    """A transfer takes at least the time of its bytes at the stated rate, and returns the same bytes."""
+    options = ["--directory", str(tmp_path), "--total-bytes-s", "20000000", "--latency-s", "0"]
+    with EmulatorProcess("bench.preemption.store", *options) as store:
+        client = boto3.client(
+            "s3",
+            endpoint_url=store.url,
+            region_name="us-east-1",
+            aws_access_key_id="x",
+            aws_secret_access_key="x",
+        )
+        body = bytes(range(256)) * 2**14
+        began = time.monotonic()
+        client.put_object(Bucket="bench", Key="a/b", Body=body)
+        assert client.get_object(Bucket="bench", Key="a/b")["Body"].read() == body
+        assert time.monotonic() - began >= 2 * (len(body) - 2**20) / 20e6
+        listed = client.list_objects_v2(Bucket="bench", Delimiter="/")
+        assert [entry["Prefix"] for entry in listed["CommonPrefixes"]] == ["a/"]
+        part = client.get_object(Bucket="bench", Key="a/b", Range="bytes=5-9")
+        assert part["Body"].read() == body[5:10]

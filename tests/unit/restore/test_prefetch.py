@@ -1,0 +1,329 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The prefetch and the trainers that join it: real directories, a real store whose reads can be held."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery
+from swansongd.bucket.keys import RunKeys
+from swansongd.core.events import FenceFound, GenerationClaimed
+from swansongd.core.state import State
+from swansongd.errors import Transient
+from swansongd.model import CommitRef
+from swansongd.restore.prefetch import Prefetch
+from swansongd.restore.resume import Resume
+from swansongd.staging.prepare import prepare
+from swansongd.stores.base import ObjectInfo
+
+from testkit import committed
+from testkit.odd_store import OddStore
+from testkit.story import Story, a_set
+from testkit.waiting import until
+
+FILES = {"weights.bin": bytes(range(256)) * 20}
+PARTS = 6
+"""Of these files, in parts of :data:`committed.PART_SIZE_BYTES`."""
+
+
+class Held(OddStore):
+    """A store that holds reads beyond an offset until it is released, and fails on order."""
+
+    def __init__(self, directory: Path) -> None:
+        super().__init__(directory, self._hold)
+        self.release = threading.Event()
+        self.release.set()
+        self.is_away = False
+
+    def hold(self) -> None:
+        self.release.clear()
+
+    def _hold(self, _key: str, offset: int, _window: memoryview) -> None:
+        if offset >= 3 * committed.PART_SIZE_BYTES:
+            assert self.release.wait(30)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        if self.is_away:
+            raise Transient("503")
+        return super().list(prefix)
+
+
+class Vm:
+    """A daemon that has just started: its restore thread, and the prefetch."""
+
+    def __init__(self, directory: Path) -> None:
+        self.bucket = directory / "bucket"
+        committed.file_store(self.bucket)
+        self.store = Held(self.bucket)
+        (directory / "staging").mkdir()
+        self.run = prepare(directory / "staging", "r")
+        self.restored = self.run.path / RESTORED_DIRECTORY
+        self.story = Story(claimed=False)
+        self.story.scan()
+        self.stop = threading.Event()
+        clock = itertools.count(0.0, 0.06)  # a download looks at the state with each window
+        self.resume = Resume(
+            self.store,
+            RunKeys("r"),
+            self.run,
+            lambda: self.state,
+            self.stop,
+            monotonic=lambda: next(clock),
+        )
+        self.prefetch = Prefetch(
+            self.resume.downloads, self.store, RunKeys("r"), lambda: self.state, self.stop
+        )
+        self.resume.answered = self.prefetch.answered
+
+    @property
+    def state(self) -> State:
+        return self.story.state
+
+    def commit(self, step: int, **options: Any) -> Path:
+        """Commit; returns the file that holds the weights in the store."""
+        files = {"weights.bin": bytes([step % 256]) + FILES["weights.bin"][1:]}
+        made = committed.commit(self.store, files, step=step, upload_nonce=f"a{step}", **options)
+        return self.bucket / made.shards[0].key
+
+    def ask(self, **query: Any) -> Callable[[], Restored]:
+        """Send a query; returns a function that waits for the answer."""
+        replies: queue.Queue[Message] = queue.Queue()
+        self.resume.ask(RestoreQuery("q", **query), replies.put, lambda _: None)
+
+        def answer() -> Restored:
+            while not isinstance(reply := replies.get(timeout=30), Restored):
+                pass
+            return reply
+
+        return answer
+
+    def shows(self, state: str, reason: str = "") -> None:
+        """Wait until the status shows this."""
+
+        def is_shown() -> bool:
+            report = self.prefetch.report()
+            return report["state"] == state and reason in str(report["reason"])
+
+        until(is_shown, what=f"{state} {reason}; it is {self.prefetch.report()}")
+
+    @property
+    def directories(self) -> list[str]:
+        return sorted(os.listdir(self.restored)) if self.restored.exists() else []
+
+    @contextmanager
+    def half_fetched(self) -> Iterator[None]:
+        """Start the prefetch, and hold its last parts until the end of the block."""
+        self.store.hold()
+        self.prefetch.start()
+        try:
+            until(lambda: len(self.store.given) >= 4, what="the first parts")
+            (journal,) = self.restored.glob(".*.partial-*/journal")
+            until(lambda: journal.read_bytes().count(b"\n") >= 4, what="three parts in the journal")
+            yield
+        finally:
+            self.store.release.set()
+
+
+@pytest.fixture
+def vm(tmp_path: Path) -> Iterator[Vm]:
+    vm = Vm(tmp_path)
+    yield vm
+    vm.stop.set()
+    vm.store.release.set()
+
+
+def test_the_bytes_are_there_before_a_trainer_asks(vm: Vm) -> None:
+    """The prefetch needs no generation, and the answer reads nothing more."""
+    vm.commit(100)
+    vm.prefetch.start()
+    vm.shows("ready")
+    report = vm.prefetch.report()
+    assert (report["step"], report["bytes_done"], report["bytes_total"]) == (100, 5120, 5120)
+    reads = len(vm.store.given)
+    answer = vm.ask()()
+    assert (answer.step, answer.generation, answer.error) == (100, 1, "")
+    assert Path(answer.path, "weights.bin").stat().st_size == 5120
+    assert (reads, len(vm.store.given)) == (PARTS, PARTS)
+    vm.shows("answered")
+    assert vm.directories == [Path(answer.path).name]
+
+
+def test_a_trainer_joins_the_prefetch_in_progress(vm: Vm) -> None:
+    """Each part is fetched once, and the answer comes with the last one."""
+    vm.commit(100)
+    with vm.half_fetched():
+        answer = vm.ask()
+    assert answer().step == 100
+    assert len(vm.store.given) == PARTS
+    vm.shows("answered")
+
+
+@pytest.mark.fault("G19")
+@pytest.mark.parametrize("is_finished", [False, True])
+def test_a_trainer_that_wants_another_step_gets_that_step(vm: Vm, is_finished: bool) -> None:
+    """Rank 0 of a job over several VMs chose an older commit: the prefetch makes way for it."""
+    vm.commit(100)
+    vm.commit(110)
+    if is_finished:
+        vm.prefetch.start()
+        vm.shows("ready")
+        answer = vm.ask(generation=1, step=100)()
+    else:
+        with vm.half_fetched():
+            asked = vm.ask(generation=1, step=100)
+            until(lambda: _is_cancelled(vm), what="the end of the prefetch")
+        answer = asked()
+    assert (answer.step, answer.error) == (100, "")
+    assert Path(answer.path, "weights.bin").read_bytes()[0] == 100
+    vm.shows("answered")
+    assert vm.directories == [Path(answer.path).name]
+
+
+def _is_cancelled(vm: Vm) -> bool:
+    current = vm.resume.downloads.current
+    return current is not None and current.is_cancelled
+
+
+@pytest.mark.fault("G20")
+def test_a_rollback_during_a_prefetch_gets_the_healthy_commit(vm: Vm) -> None:
+    vm.commit(100, health={"loss_is_finite": 1.0})
+    vm.commit(110, health={"loss_is_finite": 0.0})
+    with vm.half_fetched():
+        asked = vm.ask(rollback=1, before_step=110)
+        until(lambda: _is_cancelled(vm), what="the end of the prefetch")
+    answer = asked()
+    assert (answer.step, answer.error) == (100, "")
+    vm.shows("answered")
+    until(lambda: vm.directories == [Path(answer.path).name], what="only this directory")
+
+
+@pytest.mark.fault("G21")
+def test_an_evacuation_pauses_the_prefetch_and_its_parts_stay(vm: Vm) -> None:
+    """After the notice is withdrawn, only the missing parts are fetched."""
+    vm.commit(100)
+    with vm.half_fetched():
+        vm.story.notice()
+        assert vm.state.evacuation is not None
+    vm.shows("waiting", "evacuation")
+    reads = len(vm.store.given)
+    (partial,) = vm.restored.glob(".*.partial-*")
+    assert (partial / "journal").read_bytes().count(b"\n") >= 4
+    vm.story.withdraw()
+    vm.shows("ready")
+    assert len(vm.store.given) < reads + PARTS, "the parts of before were not fetched again"
+
+
+def test_training_that_began_without_the_prefetch_ends_it(vm: Vm) -> None:
+    """The trainer did not ask: the directory only takes space."""
+    vm.commit(100)
+    vm.prefetch.start()
+    vm.shows("ready")
+    vm.story.join()
+    assert vm.prefetch.report()["state"] == "ready"
+    vm.story.progress(0)
+    vm.shows("not_needed", "training has begun")
+    until(lambda: not vm.directories, what="the removal")
+
+
+def test_a_set_in_staging_needs_no_prefetch(vm: Vm) -> None:
+    vm.commit(100)
+    vm.story.staging = [a_set(100)]
+    vm.story.scan()
+    vm.story.tell(GenerationClaimed(2, CommitRef(1, 100)))
+    vm.prefetch.start()
+    vm.shows("not_needed", "step 100 is in staging")
+    assert not vm.store.given
+
+
+def test_a_fresh_run_needs_no_prefetch(vm: Vm) -> None:
+    """Until the claim, an earlier VM may still commit."""
+    vm.prefetch.start()
+    vm.shows("waiting")
+    vm.story = Story()
+    vm.shows("not_needed", "no commit")
+
+
+def test_a_commit_before_the_claim_replaces_the_prefetched_one(vm: Vm) -> None:
+    """The earlier VM made its last commit while this VM started."""
+    vm.commit(100)
+    vm.prefetch.start()
+    vm.shows("ready")
+    vm.commit(110)
+    vm.story = Story(newest=CommitRef(1, 110))
+    until(lambda: vm.prefetch.report()["step"] == 110, what="the newer commit")
+    vm.shows("ready")
+    answer = vm.ask()()
+    assert answer.step == 110
+    assert vm.directories == [Path(answer.path).name]
+
+
+@pytest.mark.fault("G22")
+def test_a_fence_ends_the_prefetch(vm: Vm) -> None:
+    """Another VM has taken the run over: nothing more is fetched."""
+    vm.commit(100)
+    vm.story.state = replace(vm.state, settings=replace(vm.state.settings, several_vms=True))
+    with vm.half_fetched():
+        vm.story.tell(FenceFound(7))
+    vm.shows("not_needed", "generation 7")
+    until(lambda: not vm.directories, what="the removal")
+
+
+@pytest.mark.fault("G23")
+def test_a_prefetch_passes_over_a_corrupt_commit(vm: Vm) -> None:
+    """The trainer gets the same older commit, without another download."""
+    vm.commit(100)
+    committed.flip_bit(vm.commit(110), 77)
+    vm.prefetch.start()
+    vm.shows("ready")
+    reads = len(vm.store.given)
+    assert vm.ask()().step == 100
+    assert len(vm.store.given) == reads
+
+
+@pytest.mark.fault("G24")
+def test_a_prefetch_leaves_room_for_checkpoints(vm: Vm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A trainer that asks gets the checkpoint nevertheless, as long as it fits."""
+    vm.commit(100)
+    real = os.fstatvfs
+
+    def nearly_full(fd: int) -> Any:
+        facts = list(real(fd))
+        facts[0:2] = [1, 1]
+        facts[4] = 2 * 5120
+        return os.statvfs_result(facts)
+
+    monkeypatch.setattr(os, "fstatvfs", nearly_full)
+    vm.prefetch.start()
+    vm.shows("failed", "bytes")
+    assert not vm.directories
+    assert (vm.ask()().step, vm.prefetch.report()["state"]) == (100, "failed")
+
+
+@pytest.mark.fault("G25")
+def test_a_prefetch_waits_for_a_store_that_is_away(vm: Vm) -> None:
+    """It begins when the store returns."""
+    vm.commit(100)
+    vm.store.is_away = True
+    vm.prefetch.start()
+    vm.shows("waiting", "503")
+    vm.store.is_away = False
+    vm.shows("ready")
+
+
+def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:
+    vm.commit(100)
+    prefetch = Prefetch(
+        vm.resume.downloads, vm.store, RunKeys("r"), lambda: vm.state, vm.stop, is_enabled=False
+    )
+    prefetch.start()
+    assert prefetch.report()["state"] == "off"
+    assert vm.ask()().step == 100
