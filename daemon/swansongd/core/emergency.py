@@ -296,7 +296,7 @@ def _record_newer(transition: Transition, event: Scanned, request: CheckpointReq
 
 def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
     transition.update_request(replace(request, sealed=answer.id, sealed_mono_s=transition.now))
-    learning.record_sealed(transition, request, answer)
+    learning.record_sealed(transition, request)
     if request.by_signal:
         save_s = transition.now - request.asked_mono_s
         transition.state = replace(transition.state, signal_save_s=save_s)

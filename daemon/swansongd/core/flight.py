@@ -54,10 +54,10 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
     )
     if first:  # the time to the first byte is not part of the bandwidth
         moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
-    if moved.bytes_unsent:
-        moved = replace(moved, all_sent_mono_s=None)
-    elif moved.all_sent_mono_s is None:
-        moved = replace(moved, all_sent_mono_s=transition.now)
+    if event.bytes_stored < flight.staged.size_bytes:
+        moved = replace(moved, parts_stored_mono_s=None)
+    elif moved.parts_stored_mono_s is None:
+        moved = replace(moved, parts_stored_mono_s=transition.now)
     transition.state = replace(
         transition.state,
         flight=moved,

@@ -97,8 +97,8 @@ class Flight:
     """Instant and ``bytes_sent`` of the last bandwidth sample."""
     sampled_bytes: int = 0
     is_sampled: bool = False
-    all_sent_mono_s: float | None = None
-    """When the last of its bytes was sent."""
+    parts_stored_mono_s: float | None = None
+    """When the store had received all parts of its shards; the largest may still have to be completed."""
 
     @property
     def bytes_unsent(self) -> int:
