@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 from swansongd.core.events import (
+    Conclude,
     DownloadEnded,
     DownloadStarted,
     GenerationClaimed,
@@ -199,6 +200,21 @@ def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
     assert not last.conclusion.is_final
     assert last.conclusion.verdict == story.state.last_verdict.verdict  # type: ignore[union-attr]
     assert story.verdicts == verdicts
+
+
+def test_the_last_farewell_waits_for_a_commit() -> None:
+    """A manifest never waits behind it."""
+    story = evacuated()
+    story.seal(70)
+    story.flushed()
+    assert story.state.stored
+    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
+    story.wait(left_s - PART_S / 2)
+    assert not story.all(LastFarewell)
+    before = len(story.all(Conclude))
+    story.store_all()
+    story.wait(0.1)
+    assert len(story.all(LastFarewell)) + len(story.all(Conclude)) - before == 1
 
 
 def test_a_shutdown_of_the_host_has_a_last_farewell() -> None:
