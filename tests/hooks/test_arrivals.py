@@ -187,7 +187,7 @@ class Restore:
         self._thread = threading.Thread(target=restore)
         self._thread.start()
         query = daemon.wait_for(RestoreQuery)
-        assert query.takes_shards
+        assert (query.takes_shards, query.prefixes) == (True, ["rank-00000/"])
         self.query, self._daemon = query.query_id, daemon
 
     def send(self, download: str, directory: Path) -> None:

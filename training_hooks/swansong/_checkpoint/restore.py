@@ -185,6 +185,7 @@ class RestoreClient:
             generation,
             step,
             job_start_id,
+            prefixes=[] if arrivals is None else arrivals.prefixes,
             takes_shards=arrivals is not None,
         )
         with self._changed:

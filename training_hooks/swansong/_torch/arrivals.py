@@ -38,9 +38,11 @@ class ArrivedTensors:
     Args:
         objects: of the training state, by name.
         rank: of this process.
+        prefixes: see :class:`swansong.state.Arrivals`.
     """
 
-    def __init__(self, objects: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, objects: Mapping[str, Any], rank: int, prefixes: list[str]) -> None:
+        self.prefixes = prefixes
         self._objects = objects
         self._rank = rank
         self.read_s = 0.0
@@ -52,7 +54,7 @@ class ArrivedTensors:
         """Rank whose tensors are read where the ranks hold different ones."""
         self._returned: set[tuple[str, str]] = set()
         self._states: dict[str, dict[str, Any]] = {}
-        """Of the modules."""
+        """By name of the module."""
         self._waiting: dict[str, int] = {}
 
     def take(self, path: str, fd: int) -> None:
