@@ -113,6 +113,7 @@ def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert are_equal(loaded(directory, Ranks(), files(directory)[::-1]), wanted)
 
 
+@pytest.mark.fault("G26")
 def test_files_of_another_checkpoint_leave_nothing(tmp_path: Path) -> None:
     """After the files of a commit that turns out damaged, the load of an older one is that of a new process.
 
