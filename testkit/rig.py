@@ -22,6 +22,7 @@ from typing import Any, Self
 
 from testkit import EXAMPLES
 from testkit.waiting import until
+from testkit.warm import WarmProcess
 
 BIN = Path(sys.executable).parent
 CREDENTIALS = {
@@ -49,17 +50,17 @@ def control(url: str, order: str, **body: Any) -> Any:
 
 
 class Lines:
-    """The JSON lines that a process writes."""
+    """The JSON lines that a process writes to a pipe, until its end."""
 
-    def __init__(self, stream: Any) -> None:
+    def __init__(self, pipe: int) -> None:
         self._changed = threading.Condition()
         self._lines: list[dict[str, Any]] = []
         self.raw: list[str] = []
-        self._thread = threading.Thread(target=self._read, args=(stream,), daemon=True)
+        self._thread = threading.Thread(target=self._read, args=(pipe,), daemon=True)
         self._thread.start()
 
-    def _read(self, stream: Any) -> None:
-        with stream:
+    def _read(self, pipe: int) -> None:
+        with open(pipe, errors="replace") as stream:
             for raw in stream:
                 with self._changed:
                     self.raw.append(raw.rstrip("\n"))
@@ -94,22 +95,22 @@ class Lines:
 
 
 class Process:
-    """A process with JSON lines on one of its streams."""
+    """A process with JSON lines on one of its streams.
 
-    def __init__(self, arguments: list[str], *, lines_on: str = "stderr", **env: str) -> None:
-        streams: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": None}
-        streams[lines_on] = subprocess.PIPE
-        self.popen = subprocess.Popen(
-            arguments,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            errors="replace",
-            env=environment(**env),
-            start_new_session=True,
-            **streams,
-        )
+    Args:
+        warm: path of a warm Python that forks the process, if the command is one of Python.
+    """
+
+    def __init__(
+        self, command: list[str], *, lines_on: str = "stderr", warm: str | None = None, **env: str
+    ) -> None:
+        reads, writes = os.pipe()
+        with open(os.devnull, "r+b") as null, open(writes, "wb") as pipe:
+            nowhere, lines = null.fileno(), pipe.fileno()
+            streams = (nowhere, lines, 2) if lines_on == "stdout" else (nowhere, nowhere, lines)
+            self.popen = _start(command, streams, environment(**env), warm)
         self.pid = self.popen.pid
-        self.lines = Lines(getattr(self.popen, lines_on))
+        self.lines = Lines(reads)
 
     def kill(self, number: int = signal.SIGKILL) -> None:
         """Send a signal; after SIGKILL, wait for the end."""
@@ -125,6 +126,25 @@ class Process:
         return code
 
 
+def _start(
+    command: list[str], streams: tuple[int, int, int], env: dict[str, str], warm: str | None
+) -> subprocess.Popen[bytes] | WarmProcess:
+    arguments = python_arguments(command)
+    if warm and arguments:
+        return WarmProcess(warm, arguments, env=env, streams=streams)
+    stdin, stdout, stderr = streams
+    return subprocess.Popen(
+        command, stdin=stdin, stdout=stdout, stderr=stderr, env=env, start_new_session=True
+    )
+
+
+def python_arguments(command: list[str]) -> list[str]:
+    """The command without the Python that runs it; empty if that is not the Python of this process."""
+    if command[0] == sys.executable:
+        return command[1:]
+    return command if Path(command[0]).parent == BIN else []
+
+
 class Vm:
     """One VM: a directory for its disk, the daemon, and optionally a trainer.
 
@@ -134,6 +154,7 @@ class Vm:
         metadata: cloud and URL of its metadata service, None for no cloud; with a URL of None the daemon uses
             the address of real clouds.
         settings: further tables of the configuration, which override the default ones.
+        warm: path of a warm Python, which forks the processes of Python; see ``testkit/warm.py``.
     """
 
     def __init__(
@@ -144,8 +165,10 @@ class Vm:
         run: str = "run",
         metadata: tuple[str, str | None] | None = None,
         settings: dict[str, dict[str, Any]] | None = None,
+        warm: str | None = None,
     ) -> None:
         self.disk = disk
+        self.warm = warm
         self.staging = disk / "staging"
         self.staging.mkdir(exist_ok=True)
         self.run_directory = self.staging / run
@@ -188,14 +211,15 @@ class Vm:
         return self.trainer
 
     def spawn(self, command: list[str], *, lines_on: str = "stderr", **env: str) -> Process:
-        process = Process(command, lines_on=lines_on, **env)
+        process = Process(command, lines_on=lines_on, warm=self.warm, **env)
         self.processes.append(process)
         return process
 
     def swansong(self, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
         """Run one command of ``swansong`` on this VM."""
+        warm = [self.warm] if self.warm else []
         return subprocess.run(
-            [str(BIN / "swansong"), "--config", str(self.config), *arguments],
+            [*warm, str(BIN / "swansong"), "--config", str(self.config), *arguments],
             capture_output=True,
             text=True,
             timeout=60,

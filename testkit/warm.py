@@ -5,7 +5,7 @@ A server imports the modules once, with one thread, and forks for each start.  T
 client: it passes its arguments, environment, working directory and open files to the server, waits for the
 forked process, and ends with its status.  The forked process has its own pid and session.  Signals to the
 client are passed on.  The end of the client kills the process group of the forked process, and the end of
-the server kills all.
+the server kills all.  :class:`WarmProcess` is a client without a process: its pid is that of the forked one.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, sig
     signal.signal(number, lambda number, frame: server.send(bytes([number])))
 server.sendmsg([asked], [(_socket.SOL_SOCKET, _socket.SCM_RIGHTS, rights)])
 os.closerange(3, server.fileno())
+server.recv(4)  # the pid
 status = server.recv(4)
 code = int.from_bytes(status, "big", signed=True) if status else -9
 if code < 0:
@@ -64,8 +65,14 @@ MODULES = {
         *("torch.distributed.launcher.api", "torchdata.stateful_dataloader"),
     ),
     "frameworks": ("accelerate", "lightning", "transformers.trainer"),
+    "swansongd": (
+        *("swansongd.cli.daemon", "swansongd.cli.main", "swansongd.cli.doctor", "swansongd.cli.ls"),
+        *("boto3", "google.cloud.storage", "numpy", "swansong"),
+    ),
 }
-"""Modules of each kind of warm Python.  The second kind has those of the first, too."""
+"""Modules of each kind of warm Python."""
+_FAMILIES = (("torch", "frameworks"), ("swansongd",))
+"""The kinds of each server.  The second kind of a server has the modules of the first, too."""
 _ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
@@ -80,39 +87,44 @@ _END_PATIENCE_S = 10
 
 
 class WarmPythons:
-    """One warm Python for torch, and one that has the frameworks too.
+    """A warm Python of each kind.
 
-    Nothing is imported before the first start.  Several processes may use the executables; their server
-    ends with this object.
+    Nothing is imported before the first start.  Several processes may use the executables; their servers
+    end with this object.
     """
 
     def __init__(self) -> None:
         self._directory = tempfile.TemporaryDirectory(prefix="warm-", ignore_cleanup_errors=True)
         self.directory = self._directory.name
-        listeners = []
-        for kind in MODULES:
+        self._servers = [self._server(family) for family in _FAMILIES]
+
+    def _server(self, kinds: tuple[str, ...]) -> subprocess.Popen[bytes]:
+        listeners: dict[str, socket.socket] = {}
+        for kind in kinds:
             os.mkdir(os.path.join(self.directory, kind))
             path = os.path.join(self.directory, kind, "socket")
             python = Path(python_of(self.directory, kind))
             python.write_text(_CLIENT.format(python=sys.executable, path=path))
             python.chmod(0o700)
-            listeners.append(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            listeners[-1].bind(path)
-            listeners[-1].listen(64)
-        fds = [listener.fileno() for listener in listeners]
-        self._server = subprocess.Popen(
-            [sys.executable, "-u", "-m", __name__, *map(str, fds)],
+            listeners[kind] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            listeners[kind].bind(path)
+            listeners[kind].listen(64)
+        fds = {kind: listener.fileno() for kind, listener in listeners.items()}
+        server = subprocess.Popen(
+            [sys.executable, "-u", "-m", __name__, *(f"{kind}={fd}" for kind, fd in fds.items())],
             cwd=Path(__file__).parents[1],
             env={**os.environ, **_ONE_THREAD},
             stdin=subprocess.PIPE,
-            pass_fds=fds,
+            pass_fds=tuple(fds.values()),
         )
-        for listener in listeners:
+        for listener in listeners.values():
             listener.close()
+        return server
 
     def close(self) -> None:
-        """Kill the server and all processes below it, without waiting for an import or a test."""
-        kill_tree(self._server)
+        """Kill the servers and all processes below them, without waiting for an import or a test."""
+        for server in self._servers:
+            kill_tree(server)
         self._directory.cleanup()
 
 
@@ -135,6 +147,54 @@ def kill_tree(process: subprocess.Popen[bytes]) -> None:
 def python_of(directory: str, kind: str) -> str:
     """Return the path of the executable of a kind, one of :data:`MODULES`."""
     return os.path.join(directory, kind, "python")
+
+
+class WarmProcess:
+    """A process that a warm Python forked, with a part of the interface of :class:`subprocess.Popen`.
+
+    Args:
+        python: path of the warm Python.
+        arguments: a command line of Python, without its first word.
+        streams: descriptors of standard input, output and error.
+    """
+
+    def __init__(
+        self, python: str, arguments: list[str], *, env: dict[str, str], streams: tuple[int, ...]
+    ) -> None:
+        self.returncode: int | None = None
+        self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._server.connect(os.path.join(os.path.dirname(python), "socket"))
+        start = ([sys.executable, *arguments], env, os.getcwd(), list(range(len(streams))))
+        socket.send_fds(self._server, [repr(start).encode()], list(streams))
+        self.pid = int.from_bytes(self._server.recv(4), "big")
+        self._pidfd = os.pidfd_open(self.pid)
+
+    def poll(self) -> int | None:
+        """The exit code as of Popen, None as long as the process runs."""
+        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
+            self._end()
+        return self.returncode
+
+    def wait(self, timeout: float | None = None) -> int:
+        """The exit code.  :class:`subprocess.TimeoutExpired` if the process does not end in time."""
+        if self.returncode is None:
+            if not select.select([self._server], [], [], timeout)[0]:
+                raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
+            self._end()
+        assert self.returncode is not None
+        return self.returncode
+
+    def send_signal(self, number: int) -> None:
+        """Send a signal, unless the process has ended."""
+        if self.poll() is None:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self._pidfd, number)
+
+    def _end(self) -> None:
+        status = self._server.recv(4)
+        self.returncode = int.from_bytes(status, "big", signed=True) if status else -signal.SIGKILL
+        self._server.close()
+        os.close(self._pidfd)
 
 
 # ---------------------------------------------------------------- in the server
@@ -198,6 +258,8 @@ class _Server:
             return arguments, environment, directory, dict(zip(numbers, fds, strict=True))
         for fd in fds:
             os.close(fd)
+        with contextlib.suppress(OSError):
+            client.send(pid.to_bytes(4, "big"))
         self._clients[pid] = client
         for fd in (client.fileno(), os.pidfd_open(pid)):
             self._pids[fd] = pid
@@ -297,8 +359,8 @@ def _run(main: dict[str, Any]) -> None:
 
 
 def _main() -> None:
-    fds = map(int, sys.argv[1:])
-    start = _Server(dict(zip(fds, MODULES, strict=True))).serve()
+    kinds = (argument.split("=") for argument in sys.argv[1:])
+    start = _Server({int(fd): kind for kind, fd in kinds}).serve()
     if start is None:
         os._exit(0)
     main = _become(start)

@@ -64,13 +64,15 @@ def run(contestant: Contestant, size: str, repeat: int, options: argparse.Namesp
         "load": round(os.getloadavg()[0], 1),
     }
     place = Path(tempfile.mkdtemp(dir=options.data))
+    objects = Path(tempfile.mkdtemp(dir=options.objects))
     try:
         with ExitStack() as stack:
-            outcome = live(contestant, plan, place, stack)
+            outcome = live(contestant, plan, place, objects, stack)
     except (Failed, RuntimeError, AssertionError, OSError) as error:
         return Result(**head, problem=str(error)[:500])
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        for directory in (place, objects):
+            shutil.rmtree(directory, ignore_errors=True)
     loss, measured = outcome.loss, outcome.measured
     if not outcome.is_intact:
         return Result(**head, problem=f"the state of step {loss.restored_step} is not whole")
@@ -144,7 +146,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the contestants, and exit")
     parser.add_argument("--json", type=Path, help="results file; its runs are not repeated")
     parser.add_argument("--fresh", action="store_true", help="start with an empty results file")
-    parser.add_argument("--data", type=Path, help="directory for the disks and the objects")
+    parser.add_argument(
+        "--data", type=Path, default=Path("/dev/shm"), help="directory for the disks of the VMs"
+    )
+    parser.add_argument("--objects", type=Path, help="directory for the objects of the store")
     parser.add_argument(
         "--write", action="store_true", help="write tables and plot into docs/performance/"
     )
@@ -195,8 +200,12 @@ def main() -> None:
                 due.put(item)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="swansong-bench-", dir=options.data) as data:
-        options.data = Path(data)
+    with ExitStack() as directories:
+        for name in ("data", "objects"):
+            place = tempfile.TemporaryDirectory(
+                prefix="swansong-bench-", dir=getattr(options, name)
+            )
+            setattr(options, name, Path(directories.enter_context(place)))
         lanes = [
             threading.Thread(target=work, args=(due, file, options), daemon=True)
             for _ in range(options.lanes)

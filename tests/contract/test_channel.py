@@ -111,7 +111,7 @@ def test_an_impossible_hello_is_refused(
 
 def test_hello_comes_first(running: RunningChannel) -> None:
     """A peer without a hello, or with a message that only the daemon sends, is refused."""
-    for message in (protocol.Progress(1), protocol.RestoreQuery("x"), protocol.Fenced(2)):
+    for message in (protocol.Progress(1), protocol.Fenced(2)):
         with running.connect() as client:
             client.send(message)
             assert isinstance(client.receive(), protocol.Refused)

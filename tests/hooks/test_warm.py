@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from testkit.waiting import until
-from testkit.warm import WarmPythons, kill_tree
+from testkit.warm import WarmProcess, WarmPythons, kill_tree
 
 ASKS = """
 import json, os, sys, torch
@@ -96,12 +96,45 @@ def test_signals(warm_python: str) -> None:
     until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), what="their end")
 
 
+REPORTS = """
+import os, sys, time
+os.write(1, f"{os.getpid()} {sys.argv[1:]} {dict(os.environ)}\\n".encode())
+time.sleep(float(sys.argv[1]))
+sys.exit(7)
+"""
+
+
+def test_a_process_without_a_client(warm_python: str) -> None:
+    """The pid is that of the script.  poll() and wait() return its status, also that of a signal."""
+    reads, writes = os.pipe()
+    with open("/dev/null", "r+b") as null, open(reads) as lines:
+        streams = (null.fileno(), writes, null.fileno())
+        ends, stays = (
+            WarmProcess(warm_python, ["-c", REPORTS, seconds], env={"A": "1"}, streams=streams)
+            for seconds in ("0", "1000")
+        )
+        printed = [lines.readline(), lines.readline()]
+        assert (ends.wait(60), ends.poll(), stays.poll()) == (7, 7, None)
+        with pytest.raises(subprocess.TimeoutExpired):
+            stays.wait(0.01)
+        stays.send_signal(signal.SIGTERM)
+        assert (stays.wait(60), stays.poll()) == (-signal.SIGTERM, -signal.SIGTERM)
+        stays.send_signal(signal.SIGTERM)
+        os.close(writes)
+        assert lines.read() == ""
+    assert sorted(printed) == sorted(
+        f"{process.pid} ['{seconds}'] {{'A': '1'}}\n"
+        for process, seconds in ((ends, 0), (stays, 1000))
+    )
+
+
 def test_close_does_not_wait_for_the_server() -> None:
-    """A server that does not run ends with its forks, and close() raises nothing."""
+    """Servers that do not run end with their forks, and close() raises nothing."""
     pythons = WarmPythons()
-    os.kill(pythons._server.pid, signal.SIGSTOP)
+    for server in pythons._servers:
+        os.kill(server.pid, signal.SIGSTOP)
     pythons.close()
-    assert pythons._server.returncode == -signal.SIGKILL
+    assert {server.returncode for server in pythons._servers} == {-signal.SIGKILL}
     assert not os.path.exists(pythons.directory)
     pythons.close()
 

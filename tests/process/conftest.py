@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import secrets
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,7 @@ from testkit.clouds import Aws, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Process, Vm, control
 from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.warm import python_of
 
 NewVm = Callable[..., Vm]
 WITNESS = str(TRAINERS / "witness.py")
@@ -58,14 +60,30 @@ def bucket(s3: EmulatorProcess) -> Iterator[Bucket]:
     control(s3.url, "clear")
 
 
+@pytest.fixture(scope="session")
+def warm_python() -> str:
+    """Path of a Python that starts scripts in processes that have the daemon, boto3 and numpy already."""
+    return python_of(os.environ["SWANSONG_TEST_WARM"], "swansongd")
+
+
 @pytest.fixture
-def new_vm(tmp_path: Path) -> Iterator[NewVm]:
-    """Make VMs: ``new_vm("a", store, metadata=...)``.  They are shut down after the test."""
+def new_vm(tmp_path: Path, warm_python: str) -> Iterator[NewVm]:
+    """Make VMs: ``new_vm("a", store, metadata=...)``.  They are shut down after the test.
+
+    Their processes are forks of a warm Python; ``warm=None`` starts the installed programs.
+    """
     with ExitStack() as vms:
 
-        def make(name: str, store: dict[str, str], **options: Any) -> Vm:
+        def make(
+            name: str, store: dict[str, str], *, follow_ups: bool = False, **options: Any
+        ) -> Vm:
+            # Most tests count the checkpoints of one notice: they have no follow-ups.
             disk = tmp_path / name
             disk.mkdir()
+            settings = options.pop("settings", None) or {}
+            trainer = {"follow_ups": follow_ups, **settings.get("trainer", {})}
+            options = {"warm": warm_python, **options}
+            options["settings"] = {**settings, "trainer": trainer}
             return vms.enter_context(Vm(disk, store, **options))
 
         yield make

@@ -68,7 +68,7 @@ def test_the_next_vm_ends_with_the_same_weights(
 ) -> None:
     """A preempted run ends with the same bits as a run without interruption."""
     command_line = ("--steps", "300")
-    first = new_vm("first", bucket.store, metadata=aws.metadata)
+    first = new_vm("first", bucket.store, metadata=aws.metadata, warm=None)
     daemon = first.start_daemon()
     trainer = first.start_trainer(*command_line, "--step-delay-s", "0.01")
     trainer.lines.wait(step=20)
@@ -77,7 +77,7 @@ def test_the_next_vm_ends_with_the_same_weights(
     first.power_off()
     aws.withdraw()  # the notice was for the first VM
 
-    second = new_vm("second", bucket.store, metadata=aws.metadata)
+    second = new_vm("second", bucket.store, metadata=aws.metadata, warm=None)
     second.start_daemon()
     trainer = second.start_trainer(*command_line)
 

@@ -31,6 +31,7 @@ from swansongd.model import CheckpointKind, CommitRef
 from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
+from testkit.rig import BIN
 from testkit.waiting import until
 
 FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
@@ -40,8 +41,9 @@ SWANSONG = [sys.executable, "-m", "swansongd.cli.main"]
 class Place:
     """A configuration, a store and a directory to restore to."""
 
-    def __init__(self, tmp_path: Path) -> None:
+    def __init__(self, tmp_path: Path, warm_python: str) -> None:
         self.tmp_path = tmp_path
+        self._warm_python = warm_python
         self.store: FileStore = file_store(tmp_path / "store")
         self.to = tmp_path / "restored" / "here"
         self.socket = tmp_path / "s"
@@ -67,8 +69,10 @@ class Place:
         return [*SWANSONG, "--config", str(self.config), *arguments]
 
     def run(self, *arguments: str) -> subprocess.CompletedProcess[str]:
+        """Run a command in a fork of the warm Python."""
+        program = [self._warm_python, str(BIN / "swansong"), "--config", str(self.config)]
         return subprocess.run(
-            self.command(*arguments), capture_output=True, text=True, timeout=60, check=False
+            [*program, *arguments], capture_output=True, text=True, timeout=60, check=False
         )
 
     def run_json(self, *arguments: str) -> Any:
@@ -78,8 +82,8 @@ class Place:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Place:
-    return Place(tmp_path)
+def place(tmp_path: Path, warm_python: str) -> Place:
+    return Place(tmp_path, warm_python)
 
 
 def is_one_line_of_swansong(text: str) -> bool:

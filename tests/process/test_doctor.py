@@ -13,6 +13,7 @@ import subprocess
 import tempfile
 import tomllib
 from collections.abc import Callable, Iterator
+from functools import partial
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from testkit.emulators.process import EmulatorProcess
 from testkit.rig import BIN, CREDENTIALS, Vm, control, environment
 from testkit.store_tap import StoreTap
 from testkit.waiting import until
+from testkit.warm import python_of
 
 SECRET = "a-secret-that-is-never-printed"
 ELSEWHERE = "# with rights on the account: "
@@ -37,8 +39,9 @@ Findings = dict[str, dict[str, str]]
 def run_doctor(
     vm: Vm, *arguments: str, prefix: tuple[str, ...] = (), **env: str
 ) -> subprocess.CompletedProcess[str]:
+    python = prefix or (python_of(os.environ["SWANSONG_TEST_WARM"], "swansongd"),)
     done = subprocess.run(
-        [*prefix, str(BIN / "swansong"), "--config", str(vm.config), "doctor", *arguments],
+        [*python, str(BIN / "swansong"), "--config", str(vm.config), "doctor", *arguments],
         capture_output=True,
         text=True,
         timeout=90,
@@ -70,6 +73,12 @@ def only_failure(result: tuple[int, Findings], name: str) -> dict[str, str]:
     assert code == 12
     assert findings[name]["fix"]
     return findings[name]
+
+
+@pytest.fixture
+def new_vm(new_vm: NewVm) -> NewVm:
+    """VMs that start the installed daemon: /proc, which doctor reads, has no environment of a fork."""
+    return partial(new_vm, warm=None)
 
 
 @pytest.fixture

@@ -52,7 +52,8 @@ def test_a_foreign_store_returns_what_was_committed(
             **({"ca_bundle": str(ca)} if is_tls else {}),
         }
         flush = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
-        vm = new_vm("vm", store, metadata=aws.metadata, settings=flush)
+        # Its doctor reads the environment of the daemon in /proc, where a fork has none.
+        vm = new_vm("vm", store, metadata=aws.metadata, settings=flush, warm=None)
         daemon = vm.start_daemon(**ACCOUNT)
         daemon.lines.wait(event="health", source="store", health="ok")
         trainer = vm.start_trainer("--size-bytes", str(LARGE), script=witness)

@@ -229,7 +229,8 @@ class TrainerChannel:
             return
         self._swept_mono_s = now
         for connection in list(self._connections.values()):
-            if not connection.has_joined and now - connection.received_mono_s > HELLO_LIMIT_S:
+            is_silent = now - connection.received_mono_s > HELLO_LIMIT_S
+            if is_silent and not connection.has_joined and not self._queries_of(connection):
                 reason = f"no hello within {HELLO_LIMIT_S:g} s: send hello first"
                 self._refuse(connection, reason)
 
@@ -363,8 +364,10 @@ class TrainerChannel:
                 self._answer(message, partial(self.send, (number,)))
             else:
                 self._refuse(connection, "too many status queries: query less often")
-        elif isinstance(message, protocol.RestoreQuery) and connection.has_joined:
-            self._ask_restore(connection, message)
+        elif isinstance(message, protocol.RestoreQuery) and (
+            connection.has_joined or connection.peer.uid in (0, os.geteuid())
+        ):
+            self._ask_restore(connection, message)  # also for the restore unit
         elif isinstance(message, protocol.ShardsTaken):
             self._take_shards(connection, message)
         elif isinstance(message, (protocol.Notify, protocol.NotifyWithdrawn)):
@@ -393,7 +396,7 @@ class TrainerChannel:
         key = connection.number, query.query_id
         if key in queries:
             return  # a repeated query: the answer follows
-        own = sum(number == connection.number for number, _ in tuple(queries))
+        own = self._queries_of(connection)
         if own >= QUERIES_MAX or len(queries) >= CONNECTIONS_PER_USER:
             self._refuse(
                 connection,
@@ -419,6 +422,11 @@ class TrainerChannel:
         reply = queries.get((connection.number, taken.query_id))
         if reply is not None:  # otherwise the answer is on its way
             self._answer(taken, reply)
+
+    def _queries_of(self, connection: PeerConnection) -> int:
+        """Number of the pending restore queries of this connection."""
+        queries = self._admission.user(connection.peer.uid).queries
+        return sum(number == connection.number for number, _ in tuple(queries))
 
     def _join(self, connection: PeerConnection, hello: protocol.Hello) -> None:
         """Accept a hello: send the welcome, watch the process, and post TrainerJoined."""
