@@ -117,8 +117,7 @@ install_system_files() {
 	install -D -m 0644 -t /etc/systemd/system "$units/swansong-nvme.service"
 	install -D -m 0755 "$units/nvme/swansong_nvme.py" /usr/lib/swansong/swansong-nvme
 	install -D -m 0644 "$units/nvme/staging.conf" /usr/lib/swansong/nvme-staging.conf
-	install -D -m 0644 "$units/trainer.service.d/swansong.conf" \
-		/usr/share/doc/swansong/trainer.service.d/swansong.conf
+	install -D -m 0644 -t /usr/share/doc/swansong/trainer.service.d "$units"/trainer.service.d/*.conf
 	systemd-sysusers swansong.conf
 	systemd-tmpfiles --create swansong.conf
 }

@@ -19,6 +19,7 @@ from structlog.testing import CapturingLogger
 from swansong import protocol
 from swansong.protocol import Message
 from swansongd.core.events import Event, TrainerJoined
+from swansongd.trainers.admission import Reply
 from swansongd.trainers.channel import TrainerChannel
 
 from testkit.waiting import until
@@ -31,7 +32,7 @@ class RunningChannel:
         self,
         *,
         allowed_uids: frozenset[int] = frozenset({0}),
-        answer: Callable[[Message, Callable[[Message], None]], None] = lambda _, __: None,
+        answer: Callable[[Message, Reply], None] = lambda _, __: None,
         path: Path | None = None,
         listener_fd: int | None = None,
     ) -> None:

@@ -25,6 +25,7 @@ from swansong.protocol import (
     Restored,
     RestoreQuery,
     Sealed,
+    ShardVerified,
     Target,
     Welcome,
 )
@@ -86,6 +87,13 @@ class FakeDaemon:
             for connection in self._connections:
                 with contextlib.suppress(OSError):  # its messages can still be read
                     connection.send(protocol.encode(message))
+
+    def send_shard(self, query_id: str, download: str, root: Path, path: str) -> None:
+        """Send a verified file below ``root``, with its descriptor, on all connections."""
+        message = protocol.encode(ShardVerified(query_id, download, path))
+        with open(root / path, "rb") as file, self._lock:
+            for connection in self._connections:
+                socket.send_fds(connection, [message], [file.fileno()])
 
     def request(self, request_id: str = "r1", seconds_left: float = 100.0) -> None:
         self.send(Request(id=request_id, reason="test", seconds_left=seconds_left))

@@ -49,7 +49,7 @@ if have systemd-analyze "units"; then
 	root=$scratch/root
 	mkdir -p "$root"/{bin,opt/swansong/bin,etc/systemd/system,usr/lib/systemd}
 	ln -s usr/lib "$root/lib"
-	programs=(bin/sh bin/rm bin/systemctl bin/udevadm bin/systemd-tmpfiles opt/swansong/bin/swansongd opt/swansong/bin/swansong)
+	programs=(bin/sh bin/rm bin/true bin/systemctl bin/udevadm bin/systemd-tmpfiles opt/swansong/bin/swansongd opt/swansong/bin/swansong)
 	programs+=(usr/lib/swansong/swansong-nvme)
 	for program in "${programs[@]}"; do
 		install -D -m 0755 /dev/null "$root/$program"
@@ -59,7 +59,8 @@ if have systemd-analyze "units"; then
 	done
 	cp -r systemd/*.service systemd/trainer.service.d "$root/etc/systemd/system/"
 	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
-	for unit in swansongd.service swansong-restore@my-run.service swansong-shutdown.service swansong-nvme.service trainer.service; do
+	for unit in swansongd swansong-restore@my-run swansong-ready swansong-shutdown swansong-nvme trainer; do
+		unit+=.service
 		check "syntax of $unit" systemd-analyze verify --man=no --recursive-errors=no \
 			--root="$root" "/etc/systemd/system/$unit"
 	done

@@ -26,7 +26,7 @@ from bench.preemption import agent, results, store
 from bench.preemption.contestants import BUILD, CONTESTANTS, Contestant, mount_refusal
 from bench.preemption.life import STEP_S, Failed, Plan, end_all, live
 from bench.preemption.results import Result, ResultsFile
-from bench.transfer.__main__ import box
+from bench.transfer.__main__ import machine
 from bench.transfer.contestants import BENCH, interpreter
 from bench.transfer.results import PAGES, write_page
 
@@ -36,7 +36,7 @@ SAVE_EVERY_S = 300.0
 PHASES = (1 / 2, 1 / 6, 5 / 6)
 """Age of the newest periodic save at the power cut, as a share of the interval, by repetition."""
 SIZES = {"32MB": 32_000_000, "1GB": 1_000_000_000, "4GB": 4_000_000_000}
-QUICK = {"size_bytes": 1_000_000, "notice_s": 8.0, "pause_s": 0.5, "warm_up_s": 1.0}
+QUICK = {"size_bytes": 1_000_000, "notice_s": 15.0, "pause_s": 0.5, "warm_up_s": 1.0}
 
 
 def plan_of(size: str, repeat: int, *, is_quick: bool) -> Plan:
@@ -64,13 +64,15 @@ def run(contestant: Contestant, size: str, repeat: int, options: argparse.Namesp
         "load": round(os.getloadavg()[0], 1),
     }
     place = Path(tempfile.mkdtemp(dir=options.data))
+    objects = Path(tempfile.mkdtemp(dir=options.objects))
     try:
         with ExitStack() as stack:
-            outcome = live(contestant, plan, place, stack)
+            outcome = live(contestant, plan, place, objects, stack)
     except (Failed, RuntimeError, AssertionError, OSError) as error:
         return Result(**head, problem=str(error)[:500])
     finally:
-        shutil.rmtree(place, ignore_errors=True)
+        for directory in (place, objects):
+            shutil.rmtree(directory, ignore_errors=True)
     loss, measured = outcome.loss, outcome.measured
     if not outcome.is_intact:
         return Result(**head, problem=f"the state of step {loss.restored_step} is not whole")
@@ -102,11 +104,6 @@ def work(
         if result.bound_s:
             shown += f"; bound {result.bound_s:.1f} s"
         print(f"{size} {repeat + 1}/{options.repeats} {name}: {shown}", file=sys.stderr)
-
-
-def machine() -> str:
-    """Processor, kernel and Python, in one line."""
-    return box().partition(", OpenSSL")[0]
 
 
 def conditions(file: ResultsFile) -> str:
@@ -144,7 +141,10 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--list", action="store_true", help="print the contestants, and exit")
     parser.add_argument("--json", type=Path, help="results file; its runs are not repeated")
     parser.add_argument("--fresh", action="store_true", help="start with an empty results file")
-    parser.add_argument("--data", type=Path, help="directory for the disks and the objects")
+    parser.add_argument(
+        "--data", type=Path, default=Path("/dev/shm"), help="directory for the disks of the VMs"
+    )
+    parser.add_argument("--objects", type=Path, help="directory for the objects of the store")
     parser.add_argument(
         "--write", action="store_true", help="write tables and plot into docs/performance/"
     )
@@ -195,8 +195,12 @@ def main() -> None:
                 due.put(item)
     began = time.monotonic()
     signal.signal(signal.SIGTERM, signal.default_int_handler)
-    with tempfile.TemporaryDirectory(prefix="swansong-bench-", dir=options.data) as data:
-        options.data = Path(data)
+    with ExitStack() as directories:
+        for name in ("data", "objects"):
+            place = tempfile.TemporaryDirectory(
+                prefix="swansong-bench-", dir=getattr(options, name)
+            )
+            setattr(options, name, Path(directories.enter_context(place)))
         lanes = [
             threading.Thread(target=work, args=(due, file, options), daemon=True)
             for _ in range(options.lanes)

@@ -76,23 +76,24 @@ class Outcome:
     """From the start of the second VM to the restored state."""
 
 
-def live(contestant: Contestant, plan: Plan, place: Path, store: ExitStack) -> Outcome:
+def live(
+    contestant: Contestant, plan: Plan, place: Path, objects: Path, stack: ExitStack
+) -> Outcome:
     """Run a preemption.
 
     Args:
-        place: an empty directory for all files of the run.
-        store: ends the store and the emulators.
+        place: an empty directory for the disks of the VMs and the files of the witnesses.
+        objects: an empty directory for the objects of the store.
+        stack: ends the store and the emulators.
 
     Raises:
         Failed: a process ended, or the second VM did not train in time.
     """
-    objects = place / "objects"
-    objects.mkdir()
-    url = store.enter_context(
+    url = stack.enter_context(
         EmulatorProcess("bench.preemption.store", "--directory", str(objects))
     ).url
     first = _Machine(1, contestant, plan, place, url)
-    first.begin(store)
+    first.begin(stack)
     first_step = first.until_steps(1)[0][1]
     _sleep_until(first_step + plan.noticed_after_s)
     noticed = time.monotonic()
@@ -103,7 +104,7 @@ def live(contestant: Contestant, plan: Plan, place: Path, store: ExitStack) -> O
     first.power_off()
     second = _Machine(2, contestant, plan, place, url)
     _sleep_until(cut + plan.pause_s)
-    second.begin(store)
+    second.begin(stack)
     second.until_steps(NEW_STEPS)
     second.power_off()
     resumed = second.line("restored")
@@ -226,23 +227,22 @@ class _Machine:
 
 def _measured(lines: list[dict[str, Any]], store_url: str) -> Measured:
     """The values of the bound, from the log of the first daemon and the counters of the store."""
-    sets: dict[str, dict[str, dict[str, Any]]] = {}
+    sets: list[dict[str, dict[str, Any]]] = []
     for line in lines:
-        if line["event"] == "evacuation" and "id" in line:
-            sets.setdefault(line["id"], {})[line["phase"]] = line
-    newest = [
-        phases for phases in sets.values() if {"accepted", "sealed", "flushed"} <= phases.keys()
-    ]
-    if not newest:
+        if line["event"] == "evacuation":
+            if line["phase"] in ("request", "follow_up"):
+                sets.append({})
+            if sets:
+                sets[-1][line["phase"]] = line
+    whole = [phases for phases in sets if {"accepted", "sealed", "flushed"} <= phases.keys()]
+    if not whole:
         raise Failed("the daemon flushed no checkpoint after the notice")
-    phases = newest[-1]
-    size_bytes = int(phases["sealed"]["size_bytes"])
-    began = phases.get("early_shards", phases["sealed"])["at_s"]
-    sending_s = max(1e-3, phases["flushed"]["at_s"] - began)
+    phases = whole[-1]
+    sent, fetched = control(store_url, RATES)
     return Measured(
         save_s=phases["sealed"]["at_s"] - phases["accepted"]["at_s"],
-        size_bytes=size_bytes,
-        send_bytes_s=size_bytes / sending_s,
-        fetch_bytes_s=control(store_url, RATES)[1],
+        size_bytes=int(phases["sealed"]["size_bytes"]),
+        send_bytes_s=sent,
+        fetch_bytes_s=fetched,
         reserve_s=RESERVE_S,
     )

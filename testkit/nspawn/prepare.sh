@@ -26,9 +26,7 @@ cat >/etc/systemd/system/trainer.service <<-'UNIT'
 	[Install]
 	WantedBy=multi-user.target
 UNIT
-install -d /etc/systemd/system/trainer.service.d
-sed 's/my-run/run/g' /usr/share/doc/swansong/trainer.service.d/swansong.conf \
-	>/etc/systemd/system/trainer.service.d/swansong.conf
+install -D -m 0644 -t /etc/systemd/system/trainer.service.d /usr/share/doc/swansong/trainer.service.d/swansong.conf
 
 cat >/etc/systemd/network/10-host0.network <<-'NETWORK'
 	[Match]

@@ -54,12 +54,21 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
+from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, State
 from swansongd.errors import FencedError, StoreError, Transient
 from swansongd.model import CheckpointId, CommitRef, Notice, Staged, TrainerView, Verdict
 from swansongd.stores.base import ObjectInfo
 
-from testkit.simulation.world import KEYS, MIB, Broken, SimStore, commit_event, fence_found
+from testkit.simulation.world import (
+    KEYS,
+    MIB,
+    Broken,
+    SimStore,
+    commit_event,
+    fence_found,
+    is_no_worse,
+)
 from testkit.story import a_notice, a_set, shards_of
 
 TICK_S = 0.5
@@ -198,6 +207,7 @@ class Vm:
             local_world_size=1,
             nodes=len(start.members),
             step=start.step,
+            takes_follow_ups=self.fleet.takes_follow_ups,
         )
         self.post(lambda: TrainerJoined(view), 0.1)
         if start.is_alone:
@@ -385,6 +395,10 @@ class Fleet:
         self.start_of: dict[CommitRef, Start] = {}
         self.starts: list[Start] = []
         self.start: Start | None = None
+        # Another random stream: seeds that found a bug before still find the bug.
+        self.takes_follow_ups = random.Random(f"follow-ups {seed}").random() < 0.7
+        self.follow_ups: set[str] = set()
+        """Ids of the follow-up requests."""
         self.flush_s = self.random.choice((1.0, 4.0, 8.0))
         self._boundary_s = self.random.choice((0.5, 1.0))
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
@@ -532,7 +546,11 @@ class Fleet:
         start = self.start
         connection = vm.connection
         assert start is not None
-        self.asked_at.setdefault(request_id.partition(nodes.AGAIN)[0], (start, start.step))
+        if FOLLOW_UP in request_id:
+            self.follow_ups.add(request_id)
+            if 0 not in {trainer.rank for trainer in vm.state.connected}:
+                raise Broken(f"{request_id}: a follow-up of a VM that does not lead")
+        self.asked_at.setdefault(evacuation_of(request_id), (start, start.step))
         if request_id in start.targets:
             target = start.targets[request_id]
             vm.post(lambda: TrainerAgreed(request_id, target), 0.1)
@@ -647,6 +665,9 @@ class Fleet:
     def concluded(self, vm: Vm, conclusion: Conclude) -> None:
         if not conclusion.is_final:
             return
+        before = [each for each in vm.verdicts if each.evacuation_id == conclusion.evacuation_id]
+        if before and not is_no_worse(before[-1], conclusion):
+            raise Broken(f"F5: {conclusion} after {before[-1]}")
         vm.verdicts.append(conclusion)
         self._check_new()
         commit_ref, restored = conclusion.commit, self.whole()

@@ -53,6 +53,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
+from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.state import Settings, State
 from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
 from swansongd.model import (
@@ -95,6 +96,15 @@ FAULTS = (
 
 class Broken(AssertionError):
     """An invariant is violated; the message names it."""
+
+
+_MERIT = (Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE)
+
+
+def is_no_worse(before: Conclude, after: Conclude) -> bool:
+    """Whether a verdict of the same evacuation stands up to the one before, and so does its commit."""
+    is_older = before.commit is not None and (after.commit is None or after.commit < before.commit)
+    return _MERIT.index(after.verdict) >= _MERIT.index(before.verdict) and not is_older
 
 
 class SimStore:
@@ -291,6 +301,10 @@ class World:
         self.interval_s = periodic.choice((7.0, 40.0))
         self.every_steps = 10
         """The trainer saves at this interval by itself."""
+        # A trainer that takes none shows the other outcomes.
+        self.takes_follow_ups = random.Random(f"follow-ups {seed}").random() < 0.7
+        self.follow_ups: dict[str, float] = {}
+        """By id of the follow-up requests: the seconds left at the request."""
         self.periodic: list[int] = []
         """Steps of the sets that were sealed for a periodic request."""
         self._boundary_s = self.random.choice((0.2, 1.0, 5.0))
@@ -298,6 +312,8 @@ class World:
         self._size_bytes = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
         self._bandwidth = self.random.choice((20, 200)) * MIB
         self.conclusions: list[Conclude] = []
+        self._told: list[tuple[int, Conclude]] = []
+        """The reported verdicts, with the life of the daemon that reported them."""
         self._start_daemon()
         if has_trainer:
             self._trainer_starts()
@@ -412,7 +428,9 @@ class World:
 
     def _carry_out(self, action: Action) -> None:
         match action:
-            case AskTrainers(request_id, _, _, connections):
+            case AskTrainers(request_id, _, deadline_mono_s, connections):
+                if FOLLOW_UP in request_id:
+                    self.follow_ups.setdefault(request_id, deadline_mono_s - self.now)
                 trainer = self.trainer
                 if trainer is not None and trainer.connection in connections:
                     self._asked(trainer, request_id)
@@ -430,7 +448,7 @@ class World:
                 if self.trainer is not None:
                     if self.trainer.request == request_id:
                         self.trainer.is_standing = False
-                    if request_id.startswith("periodic-"):
+                    if request_id.startswith("periodic-") or FOLLOW_UP in request_id:
                         self.trainer.withdrawn.add(request_id)
             case StartFlush():
                 if not action.is_sealed:
@@ -557,6 +575,7 @@ class World:
             step=trainer.step,
             save_s=trainer.saved_s,
             takes_periodic=self.takes_periodic,
+            takes_follow_ups=self.takes_follow_ups,
             start_id=trainer.start_id,
             greeted_mono_s=self.now,
         )
@@ -578,7 +597,8 @@ class World:
                 return
             trainer.step += 1
             at_step = trainer.step
-            self.post(lambda: TrainerProgress(trainer.connection, at_step), 0.1)
+            report = TrainerProgress(trainer.connection, at_step, step_s=self._boundary_s)
+            self.post(lambda: report, 0.1)
             if trainer.step % self.every_steps == 0:
                 self._seal(self._new_set(trainer.step))
             if self.chance("trainer_death", 0.01):
@@ -891,6 +911,15 @@ class World:
                 raise Broken(f"I5: {key} is of no sealed set")
 
     def _concluded(self, conclusion: Conclude) -> None:
+        before = [
+            told
+            for life, told in self._told
+            if life == self.life and told.evacuation_id == conclusion.evacuation_id
+        ]
+        if before and conclusion.is_final and not is_no_worse(before[-1], conclusion):
+            raise Broken(f"{conclusion} after {before[-1]}")
+        if conclusion.is_final:
+            self._told.append((self.life, conclusion))
         self.verdict = conclusion
         self.conclusions.append(conclusion)
         refs = self.commits()

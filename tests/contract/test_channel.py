@@ -22,6 +22,7 @@ from swansongd.core.events import (
 )
 from swansongd.errors import SwansongError
 from swansongd.trainers import connection
+from swansongd.trainers.admission import Reply
 
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from testkit.waiting import until
@@ -110,7 +111,7 @@ def test_an_impossible_hello_is_refused(
 
 def test_hello_comes_first(running: RunningChannel) -> None:
     """A peer without a hello, or with a message that only the daemon sends, is refused."""
-    for message in (protocol.Progress(1), protocol.RestoreQuery("x"), protocol.Fenced(2)):
+    for message in (protocol.Progress(1), protocol.Fenced(2)):
         with running.connect() as client:
             client.send(message)
             assert isinstance(client.receive(), protocol.Refused)
@@ -137,6 +138,33 @@ def test_queries_are_answered_later_and_from_other_threads() -> None:
             other.send(protocol.RestoreQuery("k"))
             assert other.receive() == protocol.Restored("k", path="/x")
         assert running.lines == []
+
+
+def test_a_reply_may_carry_a_descriptor(tmp_path: Path) -> None:
+    """The peer gets the open file, its confirmation comes with the same reply, and nothing stays open."""
+    (tmp_path / "file").write_bytes(b"content")
+    replies: list[object] = []
+
+    def answer(message: protocol.Message, reply: Reply) -> None:
+        replies.append(reply)
+        if isinstance(message, protocol.RestoreQuery):
+            fd = os.open(tmp_path / "file", os.O_RDONLY)
+            reply(protocol.ShardVerified(message.query_id, "d", "file"), fd)
+
+    with RunningChannel(answer=answer) as running, running.joined() as client:
+        before = len(os.listdir("/proc/self/fd"))
+        client.send(protocol.RestoreQuery("k", takes_shards=True))
+        data, fds, _, _ = socket.recv_fds(client.socket, 4096, 2)
+        assert protocol.decode(data) == protocol.ShardVerified("k", "d", "file")
+        with open(*fds, "rb") as file:
+            assert file.read() == b"content"
+        client.send(protocol.ShardsTaken("k", "d", 1))
+        client.send(protocol.ShardsTaken("unknown", "d", 1))
+        until(lambda: len(replies) == 2, what="the confirmation")
+        assert replies[0] is replies[1]
+        until(lambda: len(os.listdir("/proc/self/fd")) == before, what="the closed file")
+        running.channel.send((99,), protocol.Fenced(1), os.open(tmp_path / "file", os.O_RDONLY))
+        until(lambda: len(os.listdir("/proc/self/fd")) == before, what="the closed file")
 
 
 def test_an_error_in_the_answer_costs_one_connection() -> None:

@@ -28,6 +28,7 @@ from swansongd.trainers.admission import (
     QUERIES_MAX,
 )
 
+from testkit.as_user import as_user
 from testkit.channel_peer import Client, PeerProcess, RunningChannel
 from testkit.waiting import until
 
@@ -195,6 +196,34 @@ def test_a_silent_connection_is_closed_and_a_querying_one_is_not(
         assert time.monotonic() - began_mono_s >= 2.5
         running.channel.send((rank.number,), protocol.Committed(1, 2))
         assert rank.receive() == protocol.Committed(1, 2)  # a rank may be silent forever
+
+
+@as_root
+def test_the_restore_unit_asks_without_a_hello(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The daemon's own user waits for an answer without a hello, longer than a silent connection may.
+    Another user is refused."""
+    monkeypatch.setattr(channel, "HELLO_LIMIT_S", 0.1)
+    monkeypatch.setattr(channel, "_SWEEP_S", 0.05)
+    asked: list[Callable[[protocol.Message], None]] = []
+
+    def answer(_: protocol.Message, reply: Callable[[protocol.Message], None]) -> None:
+        asked.append(reply)
+
+    def ask_as_a_trainer() -> str:
+        with running.connect() as client:
+            client.send(protocol.RestoreQuery("x"))
+            return type(client.receive()).__name__
+
+    with RunningChannel(answer=answer, allowed_uids=frozenset({0, TRAINER})) as running:
+        os.chmod(running.path, 0o777)
+        assert as_user(TRAINER, ask_as_a_trainer) == "Refused"
+        with running.connect() as unit, running.connect() as silent:
+            unit.send(protocol.RestoreQuery("k"))
+            assert isinstance(
+                silent.receive(), protocol.Refused
+            )  # later than the limit of the unit
+            asked[0](protocol.Restored("k", path="/x"))
+            assert unit.receive() == protocol.Restored("k", path="/x")
 
 
 @pytest.mark.fault("S12")

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import os
+import re
 import socket
 import threading
 import time
@@ -11,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import botocore.session
 import pytest
 from botocore.credentials import CredentialResolver
 from structlog.testing import capture_logs
@@ -18,6 +20,7 @@ from structlog.typing import EventDict
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
 from swansongd.stores import credentials
 from swansongd.stores.options import S3Options
+from swansongd.stores.s3 import access
 from swansongd.stores.s3.store import S3Store
 
 from testkit.bodies import CountedBody, CountedSink
@@ -65,6 +68,23 @@ def below_localhost(monkeypatch: pytest.MonkeyPatch) -> None:
         return ask("127.0.0.1" if str(host).endswith("localhost") else host, *args, **kwargs)
 
     monkeypatch.setattr(socket, "getaddrinfo", resolved)
+
+
+@pytest.mark.parametrize(
+    "endpoint",
+    ["http://127.0.0.1:9000", "https://store.example.org", "https://[::1]:9000", "http://a-b:80"],
+)
+@pytest.mark.parametrize("addressing", ["auto", "path"])
+def test_a_configured_address_is_that_of_a_client(
+    monkeypatch: pytest.MonkeyPatch, endpoint: str, addressing: Any
+) -> None:
+    """With endpoint and region in the configuration, no client of botocore is created for its address."""
+    options = S3Options(endpoint=endpoint, region="eu-west-1", addressing=addressing)
+    with monkeypatch.context() as without_address:
+        without_address.setattr(access, "ENDPOINT", re.compile("nothing"))
+        expected = access.S3Access("bucket", options)._address()
+    monkeypatch.delattr(botocore.session.Session, "create_client")
+    assert access.S3Access("bucket", options)._address() == expected
 
 
 @pytest.mark.usefixtures("below_localhost")

@@ -49,7 +49,7 @@ def test_after_any_number_of_lines_the_next_minute_has_one_again(
     """Malformed answers of many kinds do not flood the log, and never silence it."""
     for minute in range(1, 4):
         for number in range(1000):
-            channel._received(b'{"type": "%d"}' % (1000 * minute + number))
+            channel._received(b'{"type": "%d"}' % (1000 * minute + number), -1)
         assert len(caplog.records) == minute
         clock.now += 61
     assert len(channel._logged) == 1

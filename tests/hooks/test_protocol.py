@@ -33,6 +33,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "Text": TEXT,
     "PathText": TEXT,
     "Capabilities": st.lists(ID, max_size=16),
+    "ShardPath": st.from_regex(r"\A[a-z]{1,9}/[a-z]{1,9}\Z"),
     "Prefixes": st.lists(
         st.from_regex(r"\A(rank-[0-9]{5}/?|[a-z]{1,9}/[a-z]{1,9})\Z"), max_size=256
     ),

@@ -474,6 +474,11 @@ fully_shard(model)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 state = TrainingState(model, optimizer)
 state.ranks = Ranks(rank=rank, world_size=2, local_world_size=2)
+if rank == 1:  # all its files arrive early, the index last
+    early = state.arrivals()
+    assert early.prefixes == ["rank-00001/"]
+    for path in sorted((root / "one").glob("*/*")):
+        early.take(str(path.relative_to(root / "one")), os.open(path, os.O_RDONLY))
 state.load(root / "one")
 for name, value in model.state_dict().items():
     wanted = torch.load(root / "one.pt", weights_only=True)[name]

@@ -74,10 +74,17 @@ def new_vm(tmp_path: Path, warm_python: str) -> Iterator[NewVm]:
     """
     with ExitStack() as vms:
 
-        def make(name: str, store: dict[str, str], **options: Any) -> Vm:
+        def make(
+            name: str, store: dict[str, str], *, follow_ups: bool = False, **options: Any
+        ) -> Vm:
+            # Most tests count the checkpoints of one notice: they have no follow-ups.
             disk = tmp_path / name
             disk.mkdir()
-            return vms.enter_context(Vm(disk, store, **{"warm": warm_python, **options}))
+            settings = options.pop("settings", None) or {}
+            trainer = {"follow_ups": follow_ups, **settings.get("trainer", {})}
+            options = {"warm": warm_python, **options}
+            options["settings"] = {**settings, "trainer": trainer}
+            return vms.enter_context(Vm(disk, store, **options))
 
         yield make
 

@@ -21,6 +21,7 @@ from swansongd.errors import ConfigError, FencedError
 from testkit import REPOSITORY
 
 UNITS = REPOSITORY / "systemd"
+SHUTDOWN = "swansong-shutdown.service"
 STORE_CLIENTS = ["swansongd.service", "swansong-restore@.service"]
 CHECKED = ("systemd", "packer", "constraints.txt", "tests/check_system_files.sh", ".ci/run")
 
@@ -197,12 +198,36 @@ def test_shutdown_leaves_time_for_the_flush() -> None:
 
 def test_daemon_stops_before_the_services_that_the_flush_needs() -> None:
     """During a shutdown network, names, mounts, containers and the trainer stop after the daemon."""
-    after = set(settings(UNITS / "swansongd.service")["After"])
-    assert {"network-online.target", "nss-lookup.target", "remote-fs.target"} <= after
-    assert {"docker.service", "containerd.service", "dbus.service"} <= after
-    trainer = settings(UNITS / "trainer.service.d" / "swansong.conf")
-    assert trainer["Before"] == ["swansongd.service"]
-    assert trainer["After"] == trainer["Requires"] == ["swansong-restore@my-run.service"]
+    daemon = settings(UNITS / "swansongd.service")
+    assert {"network-online.target", "nss-lookup.target", "remote-fs.target"} <= set(
+        daemon["After"]
+    )
+    assert "dbus.service" in daemon["After"]
+    assert SHUTDOWN in daemon["Wants"]
+    shutdown = settings(UNITS / SHUTDOWN)
+    assert {"docker.service", "containerd.service"} <= set(shutdown["After"])
+    assert shutdown["ExecStop"] == ["/bin/systemctl", "stop", "swansongd.service"]
+    assert settings(UNITS / "trainer.service.d" / "swansong.conf")["Before"] == [SHUTDOWN]
+
+
+def test_the_daemon_starts_before_the_trainer_and_waits_for_no_container() -> None:
+    """The restore unit starts after the daemon, so the daemon has no order with the trainer, with Docker or
+    with the unit for the shutdown: that would be a cycle, or a wait at the boot."""
+    ready = settings(UNITS / "swansong-ready.service")
+    assert ready["Requires"] == ready["After"] == ["swansongd.service"]
+    assert not ready["RemainAfterExit"]  # else the trainer would stop before the daemon
+    assert "swansongd.service" in settings(UNITS / "swansong-restore@.service")["After"]
+    for drop_in, unit in {
+        "swansong": "swansong-ready.service",
+        "without-hooks": "swansong-restore@my-run.service",
+    }.items():
+        trainer = settings(UNITS / "trainer.service.d" / f"{drop_in}.conf")
+        assert trainer["After"] == trainer["Requires"] == [unit]
+    daemon, shutdown = settings(UNITS / "swansongd.service"), settings(UNITS / SHUTDOWN)
+    assert not {SHUTDOWN, "docker.service", "containerd.service"} & set(daemon["After"])
+    assert not daemon["Before"]
+    assert not shutdown["Before"]
+    assert "swansongd.service" not in shutdown["After"]
 
 
 @pytest.fixture

@@ -306,7 +306,7 @@ class Guard:
             step = self._loaded(load_checkpoint(os.fspath(chosen), self._ranks, self._state))
         elif not self._closed and self._session.channel.is_connected():
             begun_mono_s = time.monotonic()
-            answer = self._session.restore.find_newest()
+            answer = self._session.restore.find_newest(self._state.arrivals())
             if answer.path:
                 step = self._load(answer, time.monotonic() - begun_mono_s)
         elif self._session.refusal:

@@ -227,7 +227,23 @@ class RestoreQuery(Message):
     job_start_id: Id = ""
     """The daemon answers only after this :class:`JobStart` has begun."""
     prefixes: Prefixes = field(default_factory=list)
-    """The rank reads only files whose paths begin with one of these; empty: it reads all files."""
+    """The rank takes only :class:`ShardVerified` of paths that begin with one of these; empty: of all paths.
+
+    The directory of the answer has all files.
+    """
+    takes_shards: Flag = False
+    """The rank takes :class:`ShardVerified` messages while the checkpoint is fetched."""
+
+
+@dataclass(frozen=True)
+class ShardsTaken(Message):
+    """The rank has loaded shards; the daemon sends only a few ahead of this message."""
+
+    TYPE: ClassVar[str] = "shards_taken"
+    query_id: Id
+    download: Id
+    count: Count
+    """Number of :class:`ShardVerified` messages of this download that the rank has handled."""
 
 
 @dataclass(frozen=True)
@@ -334,6 +350,21 @@ class Restoring(Message):
 
 
 @dataclass(frozen=True)
+class ShardVerified(Message):
+    """A file of the checkpoint that is being fetched matches its digest.
+
+    The message passes a read-only descriptor of the file (``SCM_RIGHTS``), if the daemon could pass one.  The
+    checkpoint may still turn out to be damaged: only Restored, with the same ``download``, confirms it.
+    """
+
+    TYPE: ClassVar[str] = "shard_verified"
+    query_id: Id
+    download: Id
+    """Id of one attempt to fetch one commit."""
+    path: ShardPath
+
+
+@dataclass(frozen=True)
 class Restored(Message):
     """Answer to RestoreQuery.  An empty ``path`` with an empty ``error`` means a fresh run."""
 
@@ -343,6 +374,8 @@ class Restored(Message):
     step: Step = -1
     generation: Generation = -1
     error: Text = ""
+    download: Id = ""
+    """The download that fetched these files; the :class:`ShardVerified` messages of all others are void."""
 
 
 # ---------------------------------------------------------------- operator <-> daemon
@@ -394,11 +427,11 @@ class Noted(Message):
 
 FROM_TRAINER: tuple[type[Message], ...] = (
     Hello, Progress, Accepted, Agreed, PeerRequest, Finish, JobStart, Sealed, Failed, Declined,
-    RestoreQuery, Bye, StatusQuery, Notify, NotifyWithdrawn,
+    RestoreQuery, ShardsTaken, Bye, StatusQuery, Notify, NotifyWithdrawn,
 )  # fmt: skip
 FROM_DAEMON: tuple[type[Message], ...] = (
-    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, Restoring, Restored,
-    Status, Noted,
+    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, Restoring, ShardVerified,
+    Restored, Status, Noted,
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 

@@ -179,6 +179,24 @@ def decode_tree(node: Any, get: Callable[[str, Any], Any]) -> Any:
     return get(word, body)
 
 
+class Arrivals(Protocol):
+    """Loads files of a checkpoint that the daemon is still fetching."""
+
+    prefixes: list[str]
+    """Beginnings of the paths that it takes early; empty: it takes all files."""
+
+    def take(self, path: str, fd: int) -> None:
+        """Load what this rank reads of a verified file, and close its descriptor; raises nothing.
+
+        Args:
+            path: within the checkpoint.
+            fd: the open file; -1: the file is read from the directory at the end.
+        """
+
+    def clear(self) -> None:
+        """Forget all files: the next ones are of another checkpoint."""
+
+
 class Snapshots(Protocol):
     """The interface of a training state to the guard."""
 
@@ -203,6 +221,9 @@ class Snapshots(Protocol):
     def before_restore(self) -> None:
         """Warn if training has begun before restore()."""
 
+    def arrivals(self) -> Arrivals | None:
+        """Begin a load that takes files as they arrive, and ends with ``load``; None: ``load`` reads all."""
+
     def observe_step(self) -> bool:
         """Check the state at one of the first steps; returns whether to call this at the next step too."""
 
@@ -223,6 +244,10 @@ class Untried:
 
     def before_restore(self) -> None:
         """Check nothing."""
+
+    def arrivals(self) -> Arrivals | None:
+        """Read all files from the directory."""
+        return None
 
     def observe_step(self) -> bool:
         """Check nothing."""

@@ -34,6 +34,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arena, Piece, check_headers, signature_of
+from swansong._torch.arrivals import ArrivedTensors
 from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
@@ -60,6 +61,8 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
+from swansong._torch.sharding import is_sharded, is_written_here
+from swansong.protocol import rank_directory
 from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
@@ -144,6 +147,7 @@ class TrainingState:
         self._arenas: list[Arena | None] = [None, None]
         self._watch: OrderWatch | None = None
         self._boundary = StepBoundary(self._objects.values())
+        self._arrived: ArrivedTensors | None = None
 
     # ------------------------------------------------------------ before the first step
 
@@ -178,6 +182,22 @@ class TrainingState:
                 "the loader has begun an epoch before restore(): it continues from its restored position"
                 " only at the next iter(); call restore() before the first iter()"
             )
+
+    def arrivals(self) -> ArrivedTensors:
+        """Begin a load that reads tensors as their files arrive, and ends with :meth:`load`."""
+        prefixes = [f"{rank_directory(self.ranks.rank)}/"] if self._reads_own_part() else []
+        self._arrived = ArrivedTensors(self._objects, self.ranks.rank, prefixes)
+        return self._arrived
+
+    def _reads_own_part(self) -> bool:
+        """Whether this rank reads no file of another rank, if as many ranks saved the checkpoint."""
+        return not self._common_memory() and all(
+            is_written_here(tensor)
+            for item in self._objects.values()
+            if isinstance(item, torch.nn.Module)
+            for tensor in item.state_dict().values()
+            if is_sharded(tensor)
+        )
 
     def observe_step(self) -> bool:
         """Try a save with the state of the first step, and watch the order of calls in the first steps.
@@ -309,7 +329,10 @@ class TrainingState:
             KeyError, ValueError, TypeError, OSError: a part is missing, is damaged or does not fit.  The
                 state may be half loaded.
         """
-        found = CheckpointSet(directory)
+        arrived, self._arrived = self._arrived, None
+        if arrived is not None:
+            arrived.close()
+        found = CheckpointSet(directory, arrived)
         is_resized = found.world_size != self.ranks.world_size
         source = self.ranks.rank % found.world_size
         nodes = found.indexes[source]["objects"]
@@ -354,7 +377,7 @@ class TrainingState:
             _reseed(generators, self.ranks.rank)
         else:
             set_global(generators)
-        self.read_s = found.read_s
+        self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
         self._boundary.note()
         if self._watch is not None:
             self._watch.begin()

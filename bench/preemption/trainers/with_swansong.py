@@ -12,9 +12,9 @@ from swansong.torch import TrainingState
 
 def main() -> None:
     options = work.options()
-    witness = work.Witness(options.witness)
     model = work.Model(options.size_bytes, options.step_s)
     optimizer = work.Optimizer(model)
+    witness = work.Witness(options.witness)
     guard = swansong.attach(TrainingState(model, optimizer))
     start = guard.restore()
     witness.restored(start, work.step_of(model, optimizer))

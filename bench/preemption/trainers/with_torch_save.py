@@ -17,9 +17,9 @@ import work
 
 def main() -> None:
     options = work.options()
-    witness = work.Witness(options.witness)
     model = work.Model(options.size_bytes, options.step_s)
     optimizer = work.Optimizer(model)
+    witness = work.Witness(options.witness)
     start = 0
     newest = os.path.join(options.out, "latest.pt")
     if os.path.exists(newest):

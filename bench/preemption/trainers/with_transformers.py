@@ -45,9 +45,9 @@ class Steps(TrainerCallback):
 
 def main() -> None:
     options = work.options()
-    witness = work.Witness(options.witness)
     model = work.Model(options.size_bytes, options.step_s)
     optimizer = work.Optimizer(model)
+    witness = work.Witness(options.witness)
     args = TrainingArguments(
         options.out,
         max_steps=99_999,

@@ -78,7 +78,11 @@ def step_of(model: Model, optimizer: Any) -> int:
 
 
 class Witness:
-    """Writes each step with its instant to a file outside of the VM."""
+    """Writes each step with its instant to a file outside of the VM.
+
+    Its creation marks the end of the imports.  Create the optimizer before: torch imports hundreds of modules
+    with the first one.
+    """
 
     def __init__(self, path: str) -> None:
         self._file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -51,10 +51,11 @@ def read(
     store: ObjectStore,
     keys: RunKeys,
     *,
+    lives_max: int = LIVES_MAX,
     progress: Callable[[int, int], None] | None = None,
     stop: threading.Event | None = None,
 ) -> Lives:
-    """The lives of a run.
+    """The lives of a run, at most this number of newest ones.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote.
@@ -72,7 +73,7 @@ def read(
         if (number := keys.parse_resumption(info.key))
     }
     known = [number for number in numbers if number in commits or number in said | recorded]
-    newest = known[-LIVES_MAX:]
+    newest = known[-lives_max:]
     found = _resumptions(store, keys, recorded.intersection(newest), progress, stop)
     lives: list[Life] = []
     following: Resumption | None = None

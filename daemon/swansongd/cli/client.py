@@ -3,10 +3,11 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import struct
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Self, TypeVar
@@ -16,6 +17,9 @@ from swansong.protocol import (
     Message,
     ProtocolError,
     Refused,
+    Restored,
+    RestoreQuery,
+    Restoring,
     Status,
     StatusQuery,
     decode,
@@ -25,6 +29,8 @@ from swansong.protocol import (
 from swansongd.errors import Unreachable
 
 TIMEOUT_S = 5.0
+RESTORE_TIMEOUT_S = 120.0
+"""Longer than the daemon waits for the store before it reports progress or an error."""
 _RETRY_S = 0.05
 _UCRED = struct.Struct("3i")
 """Process, user and group."""
@@ -72,12 +78,29 @@ class DaemonClient:
                 reply = decode(data)
                 if isinstance(reply, answered_by):
                     return reply
-                if isinstance(reply, Refused):
-                    raise Unreachable(
-                        f"the request failed: the daemon refused it: {reply.reason}",
-                        hint=_NOT_ALLOWED,
-                    )
-        raise Unreachable(
+                _expect_not_refused(reply)
+        raise self._closed()
+
+    def restored(self, progress: Callable[[int, int], None]) -> Restored:
+        """Ask for the checkpoint that a trainer would get, and wait while the daemon downloads it.
+
+        Args:
+            progress: takes the bytes done and the total.
+        """
+        self._channel.settimeout(RESTORE_TIMEOUT_S)
+        with self._explained():
+            self._channel.send(encode(RestoreQuery(secrets.token_hex(8))))
+            while data := self._channel.recv(MAX_MESSAGE_BYTES + 1):
+                reply = decode(data)
+                if isinstance(reply, Restored):
+                    return reply
+                if isinstance(reply, Restoring):
+                    progress(reply.bytes_done, reply.bytes_total)
+                _expect_not_refused(reply)
+        raise self._closed()
+
+    def _closed(self) -> Unreachable:
+        return Unreachable(
             f"the request failed: the daemon at {self._path} closed the connection",
             hint=_NOT_ALLOWED,
         )
@@ -109,7 +132,7 @@ class DaemonClient:
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
-        path = self._path
+        path, timeout_s = self._path, self._channel.gettimeout()
         try:
             yield
         except PermissionError:
@@ -118,7 +141,7 @@ class DaemonClient:
             ) from None
         except TimeoutError:
             raise Unreachable(
-                f"the request failed: the daemon at {path} did not reply within {TIMEOUT_S:g} s",
+                f"the request failed: the daemon at {path} did not reply within {timeout_s:g} s",
                 hint=_NOT_RUNNING,
             ) from None
         except OSError as error:
@@ -130,3 +153,10 @@ class DaemonClient:
                 f"the request failed: {path} returned an invalid message ({error})",
                 hint="Restart the daemon after an upgrade",
             ) from None
+
+
+def _expect_not_refused(reply: Message) -> None:
+    if isinstance(reply, Refused):
+        raise Unreachable(
+            f"the request failed: the daemon refused it: {reply.reason}", hint=_NOT_ALLOWED
+        )

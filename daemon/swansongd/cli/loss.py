@@ -120,7 +120,7 @@ def _print(run_name: str, loss: Loss, left_out: int) -> None:
 def _lost(loss: Loss) -> Table:
     """One line for each interruption; fits into 80 columns."""
     names = (
-        "GENERATION",
+        "GEN",
         "ENDED (UTC)",
         "STEP",
         "FROM",
@@ -150,7 +150,7 @@ def _lost(loss: Loss) -> Table:
 def _down(loss: Loss) -> Table:
     """The parts of DOWN, in the order in which they happen."""
     parts = [name.upper().replace("_", "-") for name in losses.PARTS]
-    table = _right_aligned(("GENERATION", *parts, "FETCHED", "LINKED"))
+    table = _right_aligned(("GEN", *parts, "FETCHED", "LINKED"))
     for each in loss.interruptions:
         table.add_row(
             _name(each),

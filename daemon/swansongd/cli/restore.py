@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """``swansong restore``: fetch the newest whole commit of a run to a directory.
 
-After an interruption the fetched bytes stay on disk, and the same command resumes from there.
+With ``--local`` the daemon of this VM answers as it answers a trainer: its download may be finished already.
 """
 
 from __future__ import annotations
@@ -9,11 +9,12 @@ from __future__ import annotations
 import argparse
 import os
 import time
-from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 
-from swansongd.bucket.commit import newest_whole_commit
+from swansong.protocol import RESTORED_DIRECTORY, Restored
+
+from swansongd.cli.client import DaemonClient
 from swansongd.cli.common import (
     add_json,
     add_run,
@@ -23,14 +24,9 @@ from swansongd.cli.common import (
     note,
     print_json,
 )
-from swansongd.cli.opening import opened
 from swansongd.cli.progress import ShownProgress
-from swansongd.errors import ConfigError, NothingToRestore, StagingError
-from swansongd.model import CommitRef, Staged
-from swansongd.restore.local_sets import newest_local
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import Selection, Wanted, healthy, restore
-from swansongd.restore.target import RestoreTarget
+from swansongd.config.config import Config, load
+from swansongd.errors import ConfigError, StagingError, Stopped, Unreachable
 
 EXAMPLES = {
     "Fetch the newest whole commit.": "swansong restore --to /mnt/resume",
@@ -66,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--local",
         action="store_true",
         help="prefer a sealed checkpoint in this VM's staging directory if the store has no newer one; "
-        "DIR becomes a link to it",
+        "DIR becomes a link to it, or to the download of the daemon",
     )
     parser.add_argument(
         "--generation",
@@ -81,112 +77,92 @@ def run(args: argparse.Namespace) -> int:
     # Links above the destination are resolved here.  From the destination on, no link is followed.
     absolute = os.path.abspath(args.to)
     destination = Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
-    skipped: list[dict[str, object]] = []
-
-    def on_skipped(ref: CommitRef, reason: str) -> None:
-        skipped.append({"generation": ref.generation, "step": ref.step, "reason": reason})
-        note(f"skipped {ref}: {reason}")
-
     if args.local and (args.step is not None or args.generation is not None or args.healthy):
         raise ConfigError(
             [
                 "--local always takes the newest checkpoint; remove --step, --generation and --healthy"
             ]
         )
-    began_mono_s = time.monotonic()
-    with opened(args) as here, ShownProgress("restore") as progress:
-        run_name = here.keys.run
-        if args.local and run_name == here.config.run.name:
-            newest = newest_whole_commit(here.store, here.keys)
-            local = newest_local(here.config, here.store.url, newest)
-            if local is not None:
-                return _linked(args, run_name, *local, destination)
-        try:
-            restored = restore(
-                here.store,
-                here.keys,
-                RestoreTarget(destination),
-                Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped),
-                ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
-            )
-        except NothingToRestore as error:
-            # Only a run that never committed is fresh.  Damaged or missing commits need an operator.
-            is_any = args.step is None and args.generation is None and not args.healthy
-            if not args.fresh_ok or skipped or not is_any or not error.is_fresh:
-                raise
-            restored = None
-    seconds = time.monotonic() - began_mono_s
-    facts = {"run": run_name, "skipped": skipped, "seconds": round(seconds, 3)}
-    if restored is None:
-        if args.json:
-            print_json(
-                {
-                    **facts,
-                    "generation": None,
-                    "step": None,
-                    "path": None,
-                    "size_bytes": 0,
-                    "reused_bytes": 0,
-                }
-            )
-        else:
-            print(f"nothing to restore: run {run_name} has no commit yet")
+    if args.local and _is_given_by_the_daemon(args, destination):
         return 0
-    ref, size_bytes = restored.ref, restored.size_bytes
-    if args.json:
-        place = {"generation": ref.generation, "step": ref.step, "path": str(restored.path)}
-        sizes = {"size_bytes": size_bytes, "reused_bytes": restored.reused_bytes}
-        print_json({**facts, **place, **sizes})
+    from swansongd.cli import fetch  # noqa: PLC0415 - slow to import
+
+    return fetch.run(args, destination)
+
+
+def _is_given_by_the_daemon(args: argparse.Namespace, destination: Path) -> bool:
+    """Replace the destination by a link to the directory that the daemon gives a trainer.
+
+    Returns:
+        False if this command must fetch the checkpoint: the daemon of the run does not answer, or has an
+        error.
+    """
+    config = load(args.config)
+    began_mono_s = time.monotonic()
+    answer = _answer(args, config)
+    if answer is None:
+        return False
+    facts = {"run": config.run.name, "seconds": round(time.monotonic() - began_mono_s, 3)}
+    if not answer.path:
+        report_fresh(facts, as_json=args.json)
+        return True
+    # A set in staging has no generation yet.
+    is_fetched = Path(answer.path).parent.name == RESTORED_DIRECTORY
+    facts |= {"generation": answer.generation if is_fetched else None, "step": answer.step}
+    link(destination, Path(answer.path), facts, as_json=args.json)
+    return True
+
+
+def _answer(args: argparse.Namespace, config: Config) -> Restored | None:
+    socket = config.trainer.socket
+    # Over several VMs the ranks agree on one commit first, and then ask for it.
+    is_other_run = args.run not in (None, config.run.name)
+    if is_other_run or config.run.several_vms or not os.path.exists(socket):
+        return None
+    run_directory = config.staging.path / config.run.name
+    try:
+        with DaemonClient(socket) as daemon, ShownProgress("restore") as progress:
+            answer = daemon.restored(progress)
+    except Unreachable as error:
+        reason = error.line()
+    except KeyboardInterrupt:
+        raise Stopped("restore interrupted") from None
     else:
-        fetched_bytes = size_bytes - restored.reused_bytes
-        reused = f" ({human_bytes(restored.reused_bytes)} were already on disk)"
-        print(
-            f"restored step {ref.step} of run {run_name} (generation {ref.generation}): "
-            f"{human_bytes(size_bytes)}{reused if restored.reused_bytes else ''} "
-            f"in {seconds:.1f} s, {fetched_bytes / seconds / 1e6:.0f} MB/s"
-        )
-    return 0
+        path = Path(answer.path)
+        is_ours = path.parent in (run_directory, run_directory / RESTORED_DIRECTORY)
+        if not answer.error and (is_ours if answer.path else args.fresh_ok):
+            return answer
+        reason = answer.error or f"{answer.path or 'no checkpoint'} is not in {run_directory}"
+    note(f"the daemon gave no checkpoint: {reason}")
+    return None
 
 
-def _wanted(args: argparse.Namespace) -> Wanted | None:
-    if args.generation is None:
-        return healthy if args.healthy else None
-
-    def wanted(ref: CommitRef, health: Mapping[str, float]) -> bool:
-        return ref.generation == args.generation and (not args.healthy or healthy(ref, health))
-
-    return wanted
-
-
-def _linked(
-    args: argparse.Namespace, run_name: str, staged: Staged, path: Path, destination: Path
-) -> int:
-    """Replace the destination by a link to a sealed set in staging."""
+def link(destination: Path, path: Path, facts: dict[str, object], *, as_json: bool) -> None:
+    """Replace the destination by a link to a checkpoint on this VM, and report it."""
     try:
         with suppress(FileNotFoundError):
             os.rmdir(destination)  # an empty directory is replaced, as by a download
         os.symlink(path, destination)
+        size_bytes = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
     except OSError as error:
         raise StagingError(
             f"linking {destination} to {path} failed: {error.strerror}",
             hint="Name a directory that is empty or does not exist",
         ) from error
-    if args.json:
-        print_json(
-            {
-                "run": run_name,
-                "skipped": [],
-                "seconds": 0.0,
-                "generation": None,
-                "step": staged.id.step,
-                "path": str(destination),
-                "size_bytes": staged.size_bytes,
-                "reused_bytes": staged.size_bytes,
-            }
-        )
+    if as_json:
+        sizes = {"size_bytes": size_bytes, "reused_bytes": size_bytes}
+        print_json({"skipped": [], **facts, "path": str(destination), **sizes})
     else:
         print(
-            f"step {staged.id.step} of run {run_name} is in staging: {human_bytes(staged.size_bytes)}; "
+            f"step {facts['step']} of run {facts['run']} is on this VM: {human_bytes(size_bytes)}; "
             f"{destination} links to {path}"
         )
-    return 0
+
+
+def report_fresh(facts: dict[str, object], *, as_json: bool) -> None:
+    """Report that the run has no commit yet."""
+    if as_json:
+        nothing = {"generation": None, "step": None, "path": None}
+        print_json({"skipped": [], **facts, **nothing, "size_bytes": 0, "reused_bytes": 0})
+    else:
+        print(f"nothing to restore: run {facts['run']} has no commit yet")

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from swansong import protocol
 
-from swansongd.core import nodes, planner
+from swansongd.core import learning, nodes, planner
 from swansongd.core.events import Rescan, Scanned, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, send
@@ -76,6 +76,7 @@ def make_follow_up(transition: Transition) -> None:
 def _new(transition: Transition, request_id: str) -> CheckpointRequest:
     evacuation, connected = transition.evacuation, transition.state.connected
     by_signal = not connected
+    made = transition.state.forecast
     return CheckpointRequest(
         request_id=request_id,
         reason=evacuation.reason,
@@ -91,6 +92,8 @@ def _new(transition: Transition, request_id: str) -> CheckpointRequest:
         ),
         at_step=max((trainer.step for trainer in transition.state.trainers), default=-1),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
+        expected_s=made.expected_s if made.is_measured else None,
+        pessimistic_s=made.pessimistic_s if made.is_measured else None,
     )
 
 
@@ -113,8 +116,14 @@ def reconcile(transition: Transition) -> None:
 
 def attend(transition: Transition, request: CheckpointRequest) -> None:
     """Bring the ranks to one step, and stop waiting for their set when it is too late for it."""
-    if request.is_waiting:
-        reconcile_target(transition, request)
+    step = request.reported_step
+    if transition.evacuation.is_resumed and step is not None and _is_committed(transition, step):
+        _record_committed(
+            transition, request, step
+        )  # the claim may come after the trainer's answer
+    waiting = transition.waiting_request(request.request_id)
+    if waiting is not None:
+        reconcile_target(transition, waiting)
     waiting = transition.waiting_request(request.request_id)
     if waiting is not None and (waiting.is_follow_up or transition.evacuation.plan.fits):
         _fail_if_too_late(transition, waiting)
@@ -264,8 +273,7 @@ def _record_outcome(transition: Transition, event: Scanned, request: CheckpointR
     if answer is not None:
         _record_answer(transition, request, answer)
     elif request.reported_step is not None and _is_committed(transition, request.reported_step):
-        sealed = CheckpointId(request.reported_step, "")
-        transition.update_request(replace(request, sealed=sealed))
+        _record_committed(transition, request, request.reported_step)
     elif unsound is not None:
         fail(transition, request, f"the sealed set is not sound: {unsound}")
     elif (
@@ -287,11 +295,17 @@ def _record_newer(transition: Transition, event: Scanned, request: CheckpointReq
 
 
 def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
-    transition.update_request(replace(request, sealed=answer.id))
+    transition.update_request(replace(request, sealed=answer.id, sealed_mono_s=transition.now))
+    learning.record_sealed(transition, request)
     if request.by_signal:
         save_s = transition.now - request.asked_mono_s
         transition.state = replace(transition.state, signal_save_s=save_s)
     transition.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
+
+
+def _record_committed(transition: Transition, request: CheckpointRequest, step: int) -> None:
+    if request.is_waiting:  # the nonce of the set is not known any more
+        transition.update_request(replace(request, sealed=CheckpointId(step, "")))
 
 
 def _is_committed(transition: Transition, step: int) -> bool:

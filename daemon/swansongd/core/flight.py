@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from swansongd.core import planner
+from swansongd.core import learning, planner
 from swansongd.core.events import (
     CancelFlush,
     Flushed,
@@ -54,6 +54,10 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
     )
     if first:  # the time to the first byte is not part of the bandwidth
         moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
+    if event.bytes_stored < flight.staged.size_bytes:
+        moved = replace(moved, parts_stored_mono_s=None)
+    elif moved.parts_stored_mono_s is None:
+        moved = replace(moved, parts_stored_mono_s=transition.now)
     transition.state = replace(
         transition.state,
         flight=moved,
@@ -70,7 +74,9 @@ def record_flushed(transition: Transition, event: Flushed) -> None:
     size_bytes = flight.staged.size_bytes
     before = max(flight.bytes_before, event.bytes_referenced)
     sent = event.bytes_sent if event.bytes_sent is not None else size_bytes - before
-    _learn_from_the_end(transition, flight, max(sent, flight.bytes_sent))
+    sent = max(sent, flight.bytes_sent)
+    learning.record_flushed(transition, flight, event, sent)
+    _learn_from_the_end(transition, flight, sent)
     transition.state = replace(
         transition.state,
         flight=None,

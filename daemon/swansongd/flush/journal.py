@@ -192,6 +192,16 @@ class UploadJournal:
         with self._lock:
             return self._contents.known.get(path)
 
+    def digest_of(self, file: StagedFile) -> str | None:
+        """The digest of an unchanged file in staging that is stored; None if it is unknown."""
+        with self._lock:
+            contents = self._contents
+            records = [paths.get(file.path) for paths in contents.sets.values()]
+            for record in (contents.known.get(file.path), *records):
+                if isinstance(record, ShardRecord) and record.file == file:
+                    return record.shard.digest
+        return None
+
     def holds_upload(self, upload_id: str) -> bool:
         """Whether a flush may still resume this upload."""
         with self._lock:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Sealed sets in staging, for commands that run without the daemon.
 
-The restore unit runs before the trainer and the daemon.  It must choose the same checkpoint as the daemon, so
-it uses the same scan, the same record of abandoned sets and the same rule.
+The restore unit must choose the same checkpoint as the daemon, so it uses the same scan, the same record of
+abandoned sets and the same rule.
 """
 
 from __future__ import annotations

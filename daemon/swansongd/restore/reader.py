@@ -2,7 +2,7 @@
 """Reads shards over many connections, each byte once: hashed and written to its place as it arrives.
 
 The unit is the part.  A part that an interrupted restore already wrote is read back from the disk, which is
-cheaper than the network.  All other parts are fetched.
+cheaper than the network.  A part of a file that this machine has is copied.  All other parts are fetched.
 """
 
 from __future__ import annotations
@@ -12,14 +12,21 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 
 from blake3 import blake3
 
 from swansongd.digests import part_count, shard_digest
-from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
-from swansongd.model import StoredShard
+from swansongd.errors import (
+    CorruptError,
+    NotFound,
+    Permanent,
+    StagingError,
+    Stopped,
+    Transient,
+)
+from swansongd.model import CommitRef, StoredShard
 from swansongd.restore.journal import Noted
 from swansongd.restore.target import RestoredFile, RestoreTarget
 from swansongd.stores.base import WINDOW_BYTES, ObjectStore
@@ -28,13 +35,23 @@ from swansongd.util.threads import Task, parallel
 
 Progress = Callable[[int, int], None]
 """Takes the bytes done and the total; called from any thread, one call at a time."""
+Verified = Callable[[str, RestoreTarget], None]
+"""Takes the path of a file that matches its digest, and the target that contains it."""
 Problems = dict[StoredShard, str]
 """The defect of each damaged shard, in words."""
+
+OpenLocal = Callable[[], int]
+"""Opens a file on this machine that may have the bytes of a shard; raises StagingError."""
+LocalSource = Callable[
+    [CommitRef, Mapping[int, StoredShard]], AbstractContextManager[Mapping[int, OpenLocal]]
+]
+"""Finds such files for the shards of a commit, by their number, while the context is open."""
 
 CONNECTIONS = 16
 """Default limit of parallel connections."""
 _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
+_SMALL_BYTES = 2**20
 _MISSING = "{} is missing from the store"
 
 
@@ -46,11 +63,26 @@ class ReadOptions:
         connections: limit of parts in flight.
         progress: called with the bytes done.
         stop: ends the pass with Stopped, within one window.
+        local: finds files on this machine, which are copied instead of fetched.
+        verified: called with each file that is complete in a target, before it is synced; from any thread.
     """
 
     connections: int = CONNECTIONS
     progress: Progress | None = None
     stop: threading.Event | None = None
+    local: LocalSource | None = None
+    verified: Verified | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassResult:
+    """The outcome of one pass."""
+
+    problems: Problems
+    reused_bytes: int
+    """Bytes that an interrupted restore had fetched already."""
+    local_bytes: int
+    """Bytes that were copied from files on this machine."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,8 +141,9 @@ class Reader:
         *,
         target: RestoreTarget | None = None,
         noted: Noted | None = None,
+        local: Mapping[int, OpenLocal] | None = None,
         progress: Progress | None = None,
-    ) -> tuple[Problems, int]:
+    ) -> PassResult:
         """Read all bytes of the shards, and compare their digests.
 
         With a ``target`` the bytes are written there, recorded in its journal, and synced.  While the disk
@@ -119,24 +152,35 @@ class Reader:
         Args:
             shards: by their number in the journal.
             noted: parts that the journal of an interrupted restore names.
+            local: files on this machine that may have the bytes of a shard, by its number.
             progress: called with the bytes done.
-
-        Returns:
-            The defects, and the bytes that were not fetched because the target had them already.
         """
         total_bytes = sum(shard.size_bytes for shard in shards.values())
         limit = ConcurrencyLimit(self.options.connections)
         transfer = _Transfer(total_bytes, limit, progress, self.options.stop)
-        reading = _Reading(self.store, target, noted or {}, transfer, self._refused)
-        # The largest first: the last parts should be small, so that no connection is idle for long.
-        largest_first = sorted(shards.items(), key=lambda item: -item[1].size_bytes)
-        states = [_Shard(number, shard) for number, shard in largest_first]
+        reading = _Reading(
+            self.store,
+            target,
+            noted or {},
+            transfer,
+            self._refused,
+            verified=self.options.verified,
+        )
+        reading.local = local or {}
+        states = [
+            _Shard(number, shard)
+            for number, shard in sorted(shards.items(), key=lambda item: _place(item[1]))
+        ]
         self._each(
             [(state, index) for state in states for index in range(state.parts_left)],
             lambda part: reading.part(*part),
             threads=self.options.connections * (1 if target is None else _SYNCS),
         )
-        return reading.problems, reading.reused_bytes
+        return PassResult(
+            problems=reading.problems,
+            reused_bytes=reading.reused_bytes,
+            local_bytes=reading.local_bytes,
+        )
 
     def _refused(self, what: str, error: Permanent) -> str:
         """The defect of one object that the store refuses; raises ``error`` if it refuses all objects."""
@@ -279,9 +323,14 @@ class _Reading:
         noted: Noted,
         transfer: _Transfer,
         refused: Callable[[str, Permanent], str],
+        *,
+        verified: Verified | None,
     ) -> None:
         self.problems: Problems = {}
         self.reused_bytes = 0
+        self.local_bytes = 0
+        self.local: Mapping[int, OpenLocal] = {}
+        self._verified = verified
         self._store = store
         self._target = target
         self._noted = noted
@@ -299,6 +348,8 @@ class _Reading:
             return
         with self._target.file(shard.path) as file:
             if self._read(state, index, file):
+                if self._verified is not None:
+                    self._verified(shard.path, self._target)
                 file.sync()
 
     def _read(self, state: _Shard, index: int, file: RestoredFile | None) -> bool:
@@ -343,9 +394,34 @@ class _Reading:
                 self.reused_bytes += size_bytes
             self._transfer.add(size_bytes)
             return noted
-        digest = self._fetched(state.shard, index, file.write)
+        digest = self._copied(state, index, file)
+        if not digest:
+            digest = self._fetched(state.shard, index, file.write)
         assert self._target is not None
         self._target.note(state.number, index, digest)
+        return digest
+
+    def _copied(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
+        """Copy the part from a file on this machine; returns its digest, or nothing without such a file."""
+        opening = self.local.get(state.number)
+        if opening is None:
+            return b""
+        try:
+            fd = opening()
+        except StagingError:
+            return b""  # removed or changed since it was found
+        try:
+            offset, size_bytes = _span(state.shard, index)
+            if file.clone(fd, offset, size_bytes):
+                digest = _read_back(file, state.shard, index)
+            else:
+                digest = _copy(fd, file, offset, size_bytes)
+        finally:
+            os.close(fd)
+        if digest:
+            with self._lock:
+                self.local_bytes += size_bytes
+            self._transfer.add(size_bytes)
         return digest
 
     def _fetched(
@@ -357,6 +433,15 @@ class _Reading:
         return sink.digest()
 
 
+def _place(shard: StoredShard) -> tuple[bool, int]:
+    """The place of a shard in the order of a pass.
+
+    The small files come first: a trainer reads the indexes before all others.  Then the largest ones, so that
+    no connection is idle for long at the end.
+    """
+    return shard.size_bytes > _SMALL_BYTES, -shard.size_bytes
+
+
 def _span(shard: StoredShard, index: int) -> tuple[int, int]:
     """Offset and size of a part."""
     offset = index * shard.part_size_bytes
@@ -366,12 +451,31 @@ def _span(shard: StoredShard, index: int) -> tuple[int, int]:
 def _read_back(file: RestoredFile, shard: StoredShard, index: int) -> bytes:
     """Digest of the bytes in the file at the place of the part; empty if they cannot be read."""
     offset, size_bytes = _span(shard, index)
+    return _hashed(file.read_into, offset, size_bytes)
+
+
+def _copy(fd: int, file: RestoredFile, offset: int, size_bytes: int) -> bytes:
+    """Copy a range to the same place of the file; returns its digest, or nothing if it cannot be read."""
+
+    def copy(window: memoryview, at: int) -> int:
+        try:
+            count = os.preadv(fd, [window], at)
+        except OSError:
+            return 0
+        file.write(window[:count], at)
+        return count
+
+    return _hashed(copy, offset, size_bytes)
+
+
+def _hashed(read: Callable[[memoryview, int], int], offset: int, size_bytes: int) -> bytes:
+    """Digest of a range that ``read`` returns window by window; empty if it ends early."""
     seen = blake3()
     buffer = memoryview(bytearray(min(size_bytes, WINDOW_BYTES)))
     done_bytes = 0
     while done_bytes < size_bytes:
         window = buffer[: size_bytes - done_bytes]
-        count = file.read_into(window, offset + done_bytes)
+        count = read(window, offset + done_bytes)
         if not count:
             return b""
         seen.update(window[:count])

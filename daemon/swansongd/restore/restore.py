@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -26,8 +27,8 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest, check_paths
 from swansongd.errors import CorruptError, NothingToRestore, Permanent
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
-from swansongd.restore.journal import identity_of
-from swansongd.restore.reader import Problems, Reader, ReadOptions
+from swansongd.restore.journal import Noted, identity_of
+from swansongd.restore.reader import OpenLocal, PassResult, Problems, Reader, ReadOptions
 from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectStore
 
@@ -57,12 +58,14 @@ class Selection:
         step: only commits of this step.
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
-        chosen: called with each commit that is about to be fetched, and its shards.
+        files: only shards that it accepts are fetched; the sizes of all stored objects are compared.
+        chosen: called with each commit that is about to be fetched, and the shards that will be.
     """
 
     step: int | None = None
     wanted: Wanted | None = None
     skipped: Skipped | None = None
+    files: Callable[[StoredShard], bool] | None = None
     chosen: Chosen | None = None
 
 
@@ -79,6 +82,8 @@ class RestoreResult:
     size_bytes: int
     reused_bytes: int
     """Bytes that an interrupted restore had fetched already."""
+    local_bytes: int
+    """Bytes that were copied from files on this machine."""
     skipped: tuple[tuple[CommitRef, str], ...]
     """Newer commits that are damaged, and the reasons."""
 
@@ -154,16 +159,26 @@ def _restore_commit(
     if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
     shards = _merged(manifests)
+    numbered = {
+        number: shard
+        for number, shard in enumerate(shards)
+        if selection.files is None or selection.files(shard)
+    }
     if selection.chosen is not None:
-        selection.chosen(commit.ref, shards)
+        selection.chosen(commit.ref, list(numbered.values()))
     reader = Reader(store, options, _refused(store, keys, commit))
-    reused_bytes = _fetch(reader, shards, target, identity_of(keys.run, commit.ref, shards))
+    _require_none(reader.check_sizes(shards))
+    find_local = options.local or (lambda _ref, _shards: nullcontext({}))
+    with find_local(commit.ref, numbered) as local:
+        noted = target.begin(identity_of(keys.run, commit.ref, shards), shards, numbered)
+        done = _fetch(reader, numbered, target, noted, local)
     target.publish()
     return RestoreResult(
         ref=commit.ref,
         path=target.destination,
-        size_bytes=sum(shard.size_bytes for shard in shards),
-        reused_bytes=reused_bytes,
+        size_bytes=sum(shard.size_bytes for shard in numbered.values()),
+        reused_bytes=done.reused_bytes,
+        local_bytes=done.local_bytes,
         skipped=(),
     )
 
@@ -207,7 +222,7 @@ def verify(
     reader = Reader(store, options, _refused(store, keys, commits[0]))
     bad = reader.check_sizes(list(is_shared))
     sized = [shard for shard in is_shared if shard not in bad]
-    bad |= reader.read(dict(enumerate(sized)), progress=options.progress)[0]
+    bad |= reader.read(dict(enumerate(sized)), progress=options.progress).problems
     if bad:
         # The manifests are read a second time: which commits name each shard is too much for memory.
         def blame(commit: Commit, shards: Sequence[StoredShard]) -> None:
@@ -308,25 +323,33 @@ def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
 
 
 def _fetch(
-    reader: Reader, shards: Sequence[StoredShard], target: RestoreTarget, identity: str
-) -> int:
-    """Write the shards to the target, verified and synced; returns the bytes that it had already.
+    reader: Reader,
+    shards: Mapping[int, StoredShard],
+    target: RestoreTarget,
+    noted: Noted,
+    local: Mapping[int, OpenLocal],
+) -> PassResult:
+    """Write the shards to the target, verified and synced.
 
     Raises:
         CorruptError: a shard is missing, or does not match its digest twice.
     """
-    _require_none(reader.check_sizes(shards))
-    noted = target.begin(identity, shards)
-    numbered = dict(enumerate(shards))
-    problems, reused_bytes = reader.read(
-        numbered, target=target, noted=noted, progress=reader.options.progress
+    first = reader.read(
+        shards, target=target, noted=noted, local=local, progress=reader.options.progress
     )
+    problems, local_bytes = first.problems, first.local_bytes
+    # A copy of a file with other bytes is no defect of the commit.
+    wrong = {number: shards[number] for number in local if shards[number] in problems}
+    if wrong:
+        local_bytes -= sum(shard.size_bytes for shard in wrong.values())
+        problems = {shard: why for shard, why in problems.items() if shard not in wrong.values()}
+        problems |= reader.read(wrong, target=target).problems
     if problems:
         # The network or this VM's memory may have flipped a bit; a second read costs less than lost steps.
-        again = {number: shard for number, shard in numbered.items() if shard in problems}
-        problems, _ = reader.read(again, target=target)
+        again = {number: shard for number, shard in shards.items() if shard in problems}
+        problems = reader.read(again, target=target).problems
     _require_none(problems)
-    return reused_bytes
+    return replace(first, local_bytes=max(0, local_bytes))
 
 
 def _require_none(problems: Problems) -> None:

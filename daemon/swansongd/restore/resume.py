@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import structlog
-from swansong.protocol import Message, Restored, RestoreQuery, Restoring
+from swansong.protocol import Message, Restored, RestoreQuery, Restoring, ShardsTaken
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
@@ -38,11 +38,14 @@ from swansongd.errors import (
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
-from swansongd.restore.downloads import BUDGET_S, Choice, Downloads, Wish
+from swansongd.restore.downloads import BUDGET_S, Downloads
+from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.restore import health_of, healthy, whole
+from swansongd.restore.wish import Choice, Wish, union
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
+from swansongd.trainers.admission import Reply
 
 QUERIES_MAX = 1024
 """Limit of the queue; further queries are refused."""
@@ -53,8 +56,6 @@ _SCAN_TIMEOUT_S = 10.0
 
 _log = structlog.get_logger(__name__)
 
-Reply = Callable[[Message], None]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedAnswer:
@@ -62,6 +63,8 @@ class _CachedAnswer:
 
     answer: Restored
     basis: Basis
+    wish: Wish | None = None
+    """Of a download; None for a set in staging and for a fresh run."""
 
     def is_there(self) -> bool:
         """Whether its directory exists; the answer for a fresh run names none."""
@@ -88,6 +91,7 @@ class Resume:
         state: returns the newest state of the decision loop.
         stop: ends the thread and its download.
         rescan: requests a scan of staging; None: the choice uses the last scan.
+        local: finds files on this machine that need not be fetched; None: without known digests.
         post: takes the events of the downloads, and those of each query.
         monotonic: the clock.
     """
@@ -101,6 +105,7 @@ class Resume:
         stop: threading.Event,
         *,
         rescan: Callable[[], None] | None = None,
+        local: LocalFiles | None = None,
         post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -111,14 +116,16 @@ class Resume:
         self._stop = stop
         self._rescan = rescan
         self._monotonic = monotonic
-        self.downloads = Downloads(store, keys, run, state, stop, post=post, monotonic=monotonic)
+        self.downloads = Downloads(
+            store, keys, run, state, stop, local=local, post=post, monotonic=monotonic
+        )
         self._post = post
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
         """Called after each answer without an error."""
         self._reported_mono_s = monotonic()
         self._cached: _CachedAnswer | None = None
-        self._last_rollback: tuple[int, float, Restored] | None = None
+        self._last_rollback: tuple[int, _CachedAnswer] | None = None
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
@@ -144,6 +151,12 @@ class Resume:
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
+        else:
+            self.downloads.verified.join(query, reply)
+
+    def take(self, message: ShardsTaken, reply: Reply) -> None:
+        """Record how many shards a trainer has taken, before its query is answered."""
+        self.downloads.verified.take(message, reply)
 
     def _serve(self) -> None:
         while not self._stop.is_set():
@@ -166,6 +179,7 @@ class Resume:
                 path=answer.path,
                 error=answer.error,
             )
+            self.downloads.verified.leave(ticket.reply)
             _send(ticket, answer)
             if not ticket.query.rollback:
                 self._post(RestoreAnswered(answer.step, answer.generation, answer.error))
@@ -224,32 +238,38 @@ class Resume:
         ):
             cached = None
         if cached is not None and cached.basis.is_recent(self._monotonic()):
-            return cached.answer
+            return self._repeated(cached)
         store = self._store()
         newest = commit.newest_whole_commit(store, self._keys)
         own = resume.newest_local(state, newest)
+        wish = Wish(ref=newest) if own is None else None
         if cached is not None and cached.basis.newest == newest:
-            answer = cached.answer
+            answer, wish = self._repeated(cached), cached.wish
         elif own is not None:
             answer = self._in_staging(own, state)
         else:
-            answer = self._fetched(newest)
+            answer = self._fetched(Wish(ref=newest))
         basis = resume.basis(state, newest, self._monotonic())
-        self._cached = _CachedAnswer(answer=answer, basis=basis)
+        self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish if answer.path else None)
         return answer
 
     def _named(self, ref: CommitRef) -> Restored:
         """This commit, downloaded once for all ranks of this VM."""
         cached = self._cached
         if cached is not None and cached.basis.newest == ref and cached.is_there():
-            return cached.answer
+            return self._repeated(cached)
         return self._fetch_named(ref)
 
     def _fetch_named(self, ref: CommitRef) -> Restored:
-        answer = self._fetched(ref, Choice.NAMED)
+        wish = Wish(ref=ref, choice=Choice.NAMED)
+        answer = self._fetched(wish)
         basis = Basis(answered_mono_s=self._monotonic(), newest=ref)
-        self._cached = _CachedAnswer(answer=answer, basis=basis)
+        self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish)
         return answer
+
+    def _repeated(self, cached: _CachedAnswer) -> Restored:
+        """The same checkpoint, with the files that this rank reads."""
+        return cached.answer if cached.wish is None else self._fetched(cached.wish)
 
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
         """The newest healthy checkpoint before a step; posts RolledBack once for all ranks."""
@@ -261,21 +281,24 @@ class Resume:
                 raise self._nothing_before(query.before_step)
             return self._fetch_named(CommitRef(committed.generation, committed.step))
         if self._last_rollback is not None:
-            number, mono_s, answer = self._last_rollback
-            is_one_start = resume.is_one_start(mono_s, self._monotonic())
-            if number == query.rollback and is_one_start:
-                return answer  # to another rank
+            number, cached = self._last_rollback
+            if number == query.rollback and cached.basis.is_recent(self._monotonic()):
+                return self._repeated(cached)  # to another rank
         committed = self._newest_healthy_commit(store, query.before_step)
         own = resume.newest_healthy_local(state, query.before_step, committed)
+        wish = None
         if own is not None:
             answer = self._in_staging(own, state)
         elif committed is not None:
-            answer = self._fetched(committed, Choice.EXACT)
+            wish = Wish(ref=committed, choice=Choice.EXACT)
+            answer = self._fetched(wish)
         else:
             raise self._nothing_before(query.before_step)
         post(RolledBack(answer.step))
         self._cached = None
-        self._last_rollback = (query.rollback, self._monotonic(), answer)
+        basis = Basis(answered_mono_s=self._monotonic(), newest=committed)
+        rolled_back = _CachedAnswer(answer=answer, basis=basis, wish=wish)
+        self._last_rollback = (query.rollback, rolled_back)
         return answer
 
     def _nothing_before(self, step: int) -> NothingToRestore:
@@ -319,17 +342,26 @@ class Resume:
             generation=state.generation if state.generation is not None else -1,
         )
 
-    def _fetched(self, ref: CommitRef | None, choice: Choice = Choice.NEWEST) -> Restored:
-        """Download this commit; the answer has no path if the run is fresh."""
+    def _fetched(self, wish: Wish) -> Restored:
+        """Download this commit, for all ranks that wait; the answer has no path if the run is fresh."""
+        with self._changed:
+            tickets = [*self._waiting] if self._current is None else [self._current, *self._waiting]
+        prefixes = union(frozenset(ticket.query.prefixes) for ticket in tickets)
         try:
-            result = self.downloads.fetch(Wish(ref=ref, choice=choice)).result
+            download = self.downloads.fetch(replace(wish, prefixes=prefixes))
         except NothingToRestore as error:
-            if ref is None and error.is_fresh:
+            if wish.ref is None and error.is_fresh:
                 return Restored("")
             raise
-        assert result is not None
-        place = result.ref
-        return Restored("", path=str(result.path), step=place.step, generation=place.generation)
+        assert download.result is not None
+        place = download.result.ref
+        return Restored(
+            "",
+            path=str(download.result.path),
+            step=place.step,
+            generation=place.generation,
+            download=download.id,
+        )
 
     def _report(self, done_bytes: int, total_bytes: int) -> None:
         """Report the progress of a download to all queries in the queue."""

@@ -21,9 +21,10 @@ import os
 import re
 import secrets
 import stat
+import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -43,6 +44,8 @@ _PARTIAL = re.compile(r"\.(.+)\.partial-[0-9a-f]{16}")
 _WORKING_MODE = 0o700
 _BLOCK_BYTES = 512
 """The unit of ``st_blocks``."""
+_FICLONERANGE = 0x4020940D
+"""From ``linux/fs.h``; on XFS and Btrfs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,16 @@ class RestoredFile:
             while done < data.nbytes:
                 done += os.pwrite(self._fd, data[done:], offset + done)
 
+    def clone(self, fd: int, offset: int, size_bytes: int) -> bool:
+        """Share the blocks of another file's range; False if the file system cannot."""
+        try:
+            fcntl.ioctl(
+                self._fd, _FICLONERANGE, struct.pack("qQQQ", fd, offset, size_bytes, offset)
+            )
+        except OSError:
+            return False
+        return True
+
     def sync(self) -> None:
         """Make the file durable."""
         with self._errors():
@@ -116,6 +129,7 @@ class RestoreTarget:
         destination: path of the directory; its parent must not be a link.
         parent_fd: its parent, open; None opens the parent, and creates it if necessary.
         access: permissions of the restored files.
+        extends: the destination exists, and gets further files.
         spare_sets: further checkpoints of this size that must have room beside the restored files.
 
     Raises:
@@ -129,10 +143,12 @@ class RestoreTarget:
         *,
         parent_fd: int | None = None,
         access: Access | None = None,
+        extends: bool = False,
         spare_sets: int = 0,
     ) -> None:
         self.destination = destination
         self._access = access or Access.by_umask()
+        self._extends = extends
         self._spare_sets = spare_sets
         self._name = ""
         self._given_parent_fd = parent_fd
@@ -157,6 +173,8 @@ class RestoreTarget:
         with self._errors():
             if self._given_parent_fd is not None:
                 self._parent_fd = os.dup(self._given_parent_fd)
+            if self._extends:
+                return
             try:
                 found = self._open_destination()
             except FileNotFoundError:
@@ -205,15 +223,26 @@ class RestoreTarget:
         self._close()
         self._close_parent()
 
-    def begin(self, identity: str, shards: Sequence[StoredShard]) -> Noted:
-        """Create a file for each shard, if there is enough space.
+    def begin(
+        self,
+        identity: str,
+        shards: Sequence[StoredShard],
+        wanted: Mapping[int, StoredShard] | None = None,
+    ) -> Noted:
+        """Create a file for each wanted shard, if there is enough space.
 
         Continues an interrupted restore of the same ``identity``, and removes all other partial
         directories of this destination, including one of this restore.
 
+        Args:
+            identity: of the restore, see :func:`journal.identity_of`.
+            shards: all shards of the commit, which the journal names by their number.
+            wanted: those that are restored; None: all.
+
         Returns:
             The parts that the journal names.  The caller must read them back and verify them.
         """
+        files = list(shards if wanted is None else wanted.values())
         with self._errors():
             if self._parent_fd < 0:
                 os.makedirs(self.destination.parent, exist_ok=True)
@@ -225,12 +254,14 @@ class RestoreTarget:
                 self._create()
             self._has_parts = bool(noted)
             self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
-            self._check_space(shards)
-            for shard in shards:
+            if noted:
+                self._remove_others({shard.path for shard in files})
+            self._check_space(files)
+            for shard in files:
                 self._make_directories(shard.path)
                 with self._open(shard.path, create=True) as fd:
                     os.ftruncate(fd, shard.size_bytes)
-            self._writing = {shard.path: threading.Lock() for shard in shards}
+            self._writing = {shard.path: threading.Lock() for shard in files}
             if noted:
                 self._journal_fd = _open_own(
                     _JOURNAL, _APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._partial_fd
@@ -248,6 +279,11 @@ class RestoreTarget:
         with self._errors(), self._open(path) as fd:
             yield RestoredFile(fd, self._writing[path], self._errors)
 
+    def duplicate(self) -> int:
+        """Another descriptor of the directory with the files, which the caller closes."""
+        with self._errors():
+            return os.dup(self._files_fd)
+
     def note(self, shard_number: int, part_index: int, digest: bytes) -> None:
         """Record that the bytes of this part are in their file."""
         with self._errors():
@@ -261,6 +297,10 @@ class RestoreTarget:
             for parts in self._directories:
                 with self._directory(parts) as fd:
                     os.fsync(fd)
+            if self._extends:
+                self._move_files()
+                self._discard()
+                return
             os.fchmod(self._files_fd, self._access.directory_mode)
             os.fsync(self._files_fd)
             os.rename(
@@ -271,6 +311,30 @@ class RestoreTarget:
             )
             os.fsync(self._parent_fd)
         self._discard()
+
+    def _move_files(self) -> None:
+        """Move each file into the existing destination, where it appears whole."""
+        partial_fd = self._files_fd
+        self._files_fd = openat.open_directory(
+            self.destination.name, dir_fd=self._parent_fd, owners={os.geteuid()}
+        )
+        try:
+            self._directories.clear()
+            for path in self._writing:
+                self._make_directories(path)
+                *parents, name = path.split("/")
+                with ExitStack() as stack:
+                    source_fd = partial_fd
+                    for parent in parents:
+                        source_fd = openat.open_directory(parent, dir_fd=source_fd)
+                        stack.callback(os.close, source_fd)
+                    target_fd = stack.enter_context(self._directory(tuple(parents)))
+                    os.rename(name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+            for parts in (*self._directories, ()):
+                with self._directory(parts) as fd:
+                    os.fsync(fd)
+        finally:
+            os.close(partial_fd)
 
     # ------------------------------------------------------------ the partial directory
 
@@ -332,6 +396,13 @@ class RestoreTarget:
         with suppress(OSError):
             openat.empty_directory(fd)
             os.rmdir(name, dir_fd=self._parent_fd)
+
+    def _remove_others(self, wanted: Collection[str]) -> None:
+        """Remove the files that an interrupted restore of further shards began."""
+        for parent, _, names, directory_fd in os.fwalk(".", dir_fd=self._files_fd):
+            for name in names:
+                if os.path.normpath(os.path.join(parent, name)) not in wanted:
+                    os.unlink(name, dir_fd=directory_fd)
 
     def _check_space(self, shards: Sequence[StoredShard]) -> None:
         """Require space for all shards and the spare sets, less the blocks that are allocated already."""
@@ -462,14 +533,15 @@ def _journal(fd: int, identity: str, shards: Sequence[StoredShard]) -> Noted | N
     return journal.parse(data, identity, shards)
 
 
-def interrupted(parent_fd: int) -> str | None:
+def interrupted(parent_fd: int, prefix: str = "") -> str | None:
     """Name of the destination of an unfinished restore in an open directory; None without one.
 
-    If there are several, the first in the order of names.  The next restore checks whether its owner lives.
+    Only names with the prefix count.  If there are several, it is the first in the order of names.  The next
+    restore checks whether its owner lives.
     """
     for name in sorted(os.listdir(parent_fd)):
         match = _PARTIAL.fullmatch(name)
-        if match is not None:
+        if match is not None and match[1].startswith(prefix):
             try:
                 os.stat(match[1], dir_fd=parent_fd, follow_symlinks=False)
             except FileNotFoundError:

@@ -312,6 +312,12 @@ def set_aside(run_directory: int | Path, directory: str) -> None:
         raise StagingError(f"{directory} cannot be moved aside: {error.strerror}") from error
 
 
+def sets_aside(own_fd: int) -> dict[str, str]:
+    """The sets that were moved aside: their names in the daemon's own directory, and their former names."""
+    names = (name for name in os.listdir(own_fd) if name.endswith(_ASIDE_SUFFIX))
+    return {name: name.removesuffix(_ASIDE_SUFFIX).rpartition(".")[0] for name in names}
+
+
 def remove_set_aside(run_directory: int | Path) -> None:
     """Delete the sets that were moved aside, as far as possible."""
     _remove_own(run_directory, _ASIDE_SUFFIX)

@@ -1,12 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """The limits of each user of the trainer channel, so that no user can lock the others out.
 
-Only the thread of the channel uses it, except that ``User.queries`` may be discarded from any thread.
+Only the thread of the channel uses it, except that any thread may remove from ``User.queries``.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Protocol
+
+from swansong.protocol import Message
 
 from swansongd.trainers.connection import PeerConnection
 from swansongd.util.rates import TokenBucket
@@ -26,6 +29,13 @@ _HELLOS_AT_ONCE, _HELLOS_PER_S = 2 * CONNECTIONS_PER_USER, 20.0
 _MESSAGES_AT_ONCE, _MESSAGES_PER_S = 2000.0, 1000.0
 
 
+class Reply(Protocol):
+    """Sends a reply to one query, without blocking, from any thread."""
+
+    def __call__(self, message: Message, fd: int = -1) -> None:
+        """Send the message, with a descriptor that the callee closes; -1: without one."""
+
+
 class Refusal(Exception):
     """A peer is refused; ``str()`` is the reason and the fix."""
 
@@ -36,8 +46,8 @@ class User:
     def __init__(self) -> None:
         self.hellos = TokenBucket(_HELLOS_AT_ONCE, _HELLOS_PER_S)
         self.messages = TokenBucket(_MESSAGES_AT_ONCE, _MESSAGES_PER_S)
-        self.queries: set[tuple[int, str]] = set()
-        """Pending restore queries: number of the connection, and query id."""
+        self.queries: dict[tuple[int, str], Reply] = {}
+        """Replies to the pending restore queries, by number of the connection and query id."""
 
 
 class Admission:

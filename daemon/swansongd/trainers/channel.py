@@ -43,6 +43,7 @@ from swansongd.trainers.admission import (
     STATUS_COST,
     Admission,
     Refusal,
+    Reply,
 )
 from swansongd.trainers.connection import (
     MESSAGES_PER_S_MAX,
@@ -72,7 +73,8 @@ class TrainerChannel:
         allowed_uids: users that may connect, including root and the daemon's own.
         post: takes the events.
         answer: takes RestoreQuery, StatusQuery, Notify and NotifyWithdrawn with a function that sends
-            the reply, now or later, from any thread.  Each RestoreQuery must get one Restored.
+            the reply, now or later, from any thread.  Each RestoreQuery must get one Restored; until then
+            ShardsTaken comes with the same function.
         log: a structlog logger.
         listener_fd: the listening socket, if it exists already; ``path`` is then left alone.
         several_vms: whether trainers may have ranks on other VMs.
@@ -87,7 +89,7 @@ class TrainerChannel:
         staging: Path,
         allowed_uids: frozenset[int],
         post: Callable[[Event], None],
-        answer: Callable[[Message, Callable[[Message], None]], None],
+        answer: Callable[[Message, Reply], None],
         log: Any,
         listener_fd: int | None = None,
         several_vms: bool = False,
@@ -116,7 +118,7 @@ class TrainerChannel:
         self._log_limit = LogLimit(burst=1, interval_s=_LOG_INTERVAL_S)
         self._swept_mono_s = 0.0
         self._accept_again_mono_s: float | None = None
-        self._commands: deque[tuple[frozenset[int] | None, bytes]] = deque()
+        self._commands: deque[tuple[frozenset[int] | None, bytes, int]] = deque()
         self._selector = selectors.DefaultSelector()
         self._lock = threading.Lock()
         self._wakefd = os.eventfd(0, os.EFD_CLOEXEC | os.EFD_NONBLOCK)
@@ -154,14 +156,19 @@ class TrainerChannel:
         self._own_file = None
         return self._listener.fileno()
 
-    def send(self, connections: Iterable[int] | None, message: Message) -> None:
+    def send(self, connections: Iterable[int] | None, message: Message, fd: int = -1) -> None:
         """Send to these connections; None means all that have joined.  Unknown numbers are skipped.
+
+        Args:
+            connections: their numbers.
+            message: for each of them.
+            fd: a descriptor for the only one of them, which the channel closes; -1: none.
 
         Raises:
             ProtocolError: the message is too large.
         """
         targets = None if connections is None else frozenset(connections)
-        self._commands.append((targets, protocol.encode(message)))
+        self._commands.append((targets, protocol.encode(message), fd))
         self._wake()
 
     def set_generation(self, generation: int) -> None:
@@ -222,7 +229,8 @@ class TrainerChannel:
             return
         self._swept_mono_s = now
         for connection in list(self._connections.values()):
-            if not connection.has_joined and now - connection.received_mono_s > HELLO_LIMIT_S:
+            is_silent = now - connection.received_mono_s > HELLO_LIMIT_S
+            if is_silent and not connection.has_joined and not self._queries_of(connection):
                 reason = f"no hello within {HELLO_LIMIT_S:g} s: send hello first"
                 self._refuse(connection, reason)
 
@@ -230,10 +238,13 @@ class TrainerChannel:
         with suppress(BlockingIOError):
             os.eventfd_read(self._wakefd)
         while self._commands:
-            targets, data = self._commands.popleft()
+            targets, data, fd = self._commands.popleft()
             for connection in list(self._connections.values()):
                 if connection.number in targets if targets is not None else connection.has_joined:
-                    self._send(connection, data)
+                    self._send(connection, data, fd)
+                    fd = -1
+            if fd >= 0:
+                os.close(fd)  # the connection has ended
 
     def _accept(self, _: int) -> None:
         try:
@@ -353,8 +364,12 @@ class TrainerChannel:
                 self._answer(message, partial(self.send, (number,)))
             else:
                 self._refuse(connection, "too many status queries: query less often")
-        elif isinstance(message, protocol.RestoreQuery) and connection.has_joined:
-            self._ask_restore(connection, message)
+        elif isinstance(message, protocol.RestoreQuery) and (
+            connection.has_joined or connection.peer.uid in (0, os.geteuid())
+        ):
+            self._ask_restore(connection, message)  # also for the restore unit
+        elif isinstance(message, protocol.ShardsTaken):
+            self._take_shards(connection, message)
         elif isinstance(message, (protocol.Notify, protocol.NotifyWithdrawn)):
             if connection.peer.uid in (0, os.geteuid()):
                 self._answer(message, partial(self.send, (number,)))
@@ -381,7 +396,7 @@ class TrainerChannel:
         key = connection.number, query.query_id
         if key in queries:
             return  # a repeated query: the answer follows
-        own = sum(number == connection.number for number, _ in tuple(queries))
+        own = self._queries_of(connection)
         if own >= QUERIES_MAX or len(queries) >= CONNECTIONS_PER_USER:
             self._refuse(
                 connection,
@@ -390,17 +405,28 @@ class TrainerChannel:
             )
             return
 
-        def reply(message: Message) -> None:
+        def reply(message: Message, fd: int = -1) -> None:
             if isinstance(message, protocol.Restored):
-                queries.discard(key)
-            self.send((connection.number,), message)
+                queries.pop(key, None)
+            self.send((connection.number,), message, fd)
 
-        queries.add(key)
+        queries[key] = reply
         try:
             self._answer(query, reply)
         except BaseException:
-            queries.discard(key)
+            queries.pop(key, None)
             raise
+
+    def _take_shards(self, connection: PeerConnection, taken: protocol.ShardsTaken) -> None:
+        queries = self._admission.user(connection.peer.uid).queries
+        reply = queries.get((connection.number, taken.query_id))
+        if reply is not None:  # otherwise the answer is on its way
+            self._answer(taken, reply)
+
+    def _queries_of(self, connection: PeerConnection) -> int:
+        """Number of the pending restore queries of this connection."""
+        queries = self._admission.user(connection.peer.uid).queries
+        return sum(number == connection.number for number, _ in tuple(queries))
 
     def _join(self, connection: PeerConnection, hello: protocol.Hello) -> None:
         """Accept a hello: send the welcome, watch the process, and post TrainerJoined."""
@@ -458,11 +484,11 @@ class TrainerChannel:
 
     # ------------------------------------------------------------------ sending and ending
 
-    def _send(self, connection: PeerConnection, data: bytes) -> None:
+    def _send(self, connection: PeerConnection, data: bytes, fd: int = -1) -> None:
         if connection.socket is None:
             return
         try:
-            if not connection.send(data):
+            if not connection.send(data, fd):
                 self._log_limited(
                     "trainer_dropped",
                     reason="the peer does not read its messages",

@@ -8,6 +8,7 @@ import os
 import select
 import socket
 import stat
+import sys
 from collections import deque
 from contextlib import suppress
 from pathlib import Path
@@ -43,7 +44,7 @@ class PeerConnection:
         self.messages = TokenBucket(MESSAGES_PER_S_MAX, MESSAGES_PER_S_MAX)
         self.received_mono_s = now_mono_s
         """Time of the last valid message, or of the connection."""
-        self._outgoing: deque[bytes] = deque()
+        self._outgoing: deque[tuple[bytes, int]] = deque()
         self._outgoing_bytes = 0
 
     @property
@@ -83,16 +84,22 @@ class PeerConnection:
                 pid = unpack_credentials(content)[0]
         return data, pid, bool(flags & socket.MSG_TRUNC)
 
-    def send(self, message: bytes) -> bool:
+    def send(self, message: bytes, fd: int = -1) -> bool:
         """Send, or queue until the peer reads; False if the queue is full.
+
+        Args:
+            message: one datagram.
+            fd: a descriptor to pass with it, which this object closes; -1: none.
 
         Raises:
             OSError: the connection is broken.
         """
         size_bytes = self._outgoing_bytes + len(message)
-        if len(self._outgoing) >= OUTGOING_MESSAGES_MAX or size_bytes > OUTGOING_BYTES_MAX:
+        is_full = len(self._outgoing) >= OUTGOING_MESSAGES_MAX
+        if self.socket is None or is_full or size_bytes > OUTGOING_BYTES_MAX:
+            _close(fd)
             return False
-        self._outgoing.append(message)
+        self._outgoing.append((message, fd))
         self._outgoing_bytes = size_bytes
         self.flush()
         return True
@@ -105,16 +112,40 @@ class PeerConnection:
         """
         with suppress(BlockingIOError):
             while self._outgoing and self.socket is not None:
-                self.socket.send(self._outgoing[0], socket.MSG_NOSIGNAL)
-                self._outgoing_bytes -= len(self._outgoing.popleft())
+                message, fd = self._outgoing[0]
+                _send(self.socket, message, fd)
+                self._outgoing.popleft()
+                self._outgoing_bytes -= len(message)
+                _close(fd)
 
     def close(self, last_message: bytes | None = None) -> None:
         """Close the socket; send ``last_message`` before, if the peer's buffer has room for it."""
         if self.socket is not None:
             close_socket(self.socket, last_message)
             self.socket = None
+            for _, fd in self._outgoing:
+                _close(fd)
             self._outgoing.clear()
             self._outgoing_bytes = 0
+
+
+def _send(connected: socket.socket, message: bytes, fd: int) -> None:
+    """Send a message with a descriptor; without it if the kernel has too many descriptors in flight."""
+    if fd >= 0:
+        rights = fd.to_bytes(4, sys.byteorder)
+        ancillary = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, rights)]
+        try:
+            connected.sendmsg([message], ancillary, socket.MSG_NOSIGNAL)
+            return
+        except OSError as error:
+            if error.errno != errno.ETOOMANYREFS:
+                raise
+    connected.send(message, socket.MSG_NOSIGNAL)
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
 
 
 def close_socket(connected: socket.socket, last_message: bytes | None) -> None:

@@ -8,11 +8,15 @@ from typing import Any
 import pytest
 from swansong import protocol
 
+from testkit import REPOSITORY
 from testkit.clouds import Aws, Bucket
 from testkit.nspawn.container import DAEMON, TRAINER, Container
 from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
+
+
+WITHOUT_HOOKS = REPOSITORY / "systemd" / "trainer.service.d" / "without-hooks.conf"
 
 
 def joined(vm: Container) -> list[dict[str, Any]]:
@@ -91,8 +95,12 @@ def sealed_steps(vm: Container) -> list[int]:
 
 @pytest.mark.fault("D06")
 def test_power_cut_and_boot(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) -> None:
-    """After a power cut the trainer resumes from a set that survived, newer than the newest commit."""
+    """After a power cut the trainer resumes from a set that survived, newer than the newest commit.
+
+    The restore unit runs after the daemon and before the trainer, and gets the daemon's answer.
+    """
     vm = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --every-steps 25")
+    vm.drop_in(TRAINER, WITHOUT_HOOKS.read_text().replace("my-run", "run"))
     vm.power_on()
     until(lambda: len(bucket.manifests()) >= 2, timeout_s=60, what="two commits")
     bucket.order("outage", seconds=600)
@@ -113,6 +121,9 @@ def test_power_cut_and_boot(new_vm: Any, bucket: Bucket, aws: Aws, phases: Any) 
         what="the commit of the surviving set",
     )
     phases.add("last entry before the power cut", before.all()[-1])
-    phases.add("restore begins", vm.journal.wait("Starting swansong-restore@run.service"))
+    begins = vm.journal.wait("Starting swansong-restore@run.service")
+    assert vm.journal.wait(event="started").mono_s < begins.mono_s < first.mono_s
+    assert vm.journal.wait(event="resume").facts["step"] == survived
+    phases.add("restore begins", begins)
     phases.add("restore done", vm.journal.wait("Finished swansong-restore@run.service"))
     phases.add("first step", first)

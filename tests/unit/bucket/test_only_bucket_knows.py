@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only ``bucket/`` formats and parses keys, manifests, claims and farewells."""
+"""Only ``bucket/`` formats and parses keys, manifests, claims, farewells and resumptions."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from testkit import REPOSITORY
 
 DAEMON = REPOSITORY / "daemon" / "swansongd"
 FORMAT = re.compile(
-    r"(?:^|/)(?:commits|generations|data|farewells|probes)/"  # prefixes of keys
+    r"(?:^|/)(?:commits|generations|data|farewells|resumptions|probes)/"  # prefixes of keys
     r"|^0(?:5|8|12)d$"  # widths of the numbers in keys
     r"|-of-"
-    r"|^swansong-(?:manifest|claim|farewell)$"
+    r"|^swansong-(?:manifest|claim|farewell|resumption)$"
 )
 
 
@@ -56,5 +56,5 @@ def test_pieces_of_the_format_are_recognised(line: str) -> None:
 
 def test_the_check_recognises_the_real_modules() -> None:
     """Each module of the bucket that has pieces of the format would be reported elsewhere."""
-    for name in ("keys", "manifest", "claim", "farewell"):
+    for name in ("keys", "manifest", "claim", "farewell", "resumption"):
         assert list(found((DAEMON / "bucket" / f"{name}.py").read_text(encoding="utf-8"))), name

@@ -228,6 +228,7 @@ def test_a_question_that_was_not_seen_is_part_of_the_start() -> None:
     )
 
 
+@pytest.mark.fault("N11")
 def test_a_clock_that_is_behind_is_marked() -> None:
     """The new VM's first step is before the old VM's last one: nothing is negative."""
     stay = Stay((5.0,) * 6, steps=10, step_s=1.0, back=0, saves_s=0.0, stall_s=0.0)

@@ -85,7 +85,7 @@ def test_aws_user_data_names_run_bucket_and_group(vm: Vm) -> None:
     assert (config.run.name, config.store.url) == (WORDS["run"], WORDS["store"])
     assert (config.sources.asg_name, config.sources.asg_hook) == (WORDS["group"], "swansong")
     assert config.sources.asg_grace_s == 300
-    assert vm.drop_in.read_text() == DROP_IN.replace("my-run", WORDS["run"])
+    assert vm.drop_in.read_text() == DROP_IN
     for command in body["runcmd"]:
         vm.run(*command)
     assert vm.calls() == ["daemon-reload", "enable --now --no-block trainer.service"]
@@ -98,7 +98,7 @@ def test_gcp_startup_script_names_run_and_bucket(vm: Vm) -> None:
     config = load(vm.config)
     assert (config.run.name, config.store.url) == (WORDS["run"], WORDS["store"])
     assert config.sources.gcp_preemption_notice_s == 120
-    assert vm.drop_in.read_text() == DROP_IN.replace("my-run", WORDS["run"])
+    assert vm.drop_in.read_text() == DROP_IN
     start = ["daemon-reload", "start --no-block trainer.service"]
     assert vm.calls() == ["restart swansongd.service", *start]
     before = vm.config.read_text()

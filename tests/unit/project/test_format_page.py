@@ -14,10 +14,13 @@ from swansongd.bucket import catalog
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket import manifest as manifests
+from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
+from swansongd.core.ledger import LastReport
 from swansongd.digests import PART_SIZE_BYTES_MAX, shard_digest
+from swansongd.flush.ledger import YIELD_S
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,
@@ -30,10 +33,12 @@ from swansongd.observe.timeline import ENTRIES_MAX
 
 from testkit import REPOSITORY
 from testkit.committed import part_digest
+from tests.unit.bucket.test_resumption import RESUMPTION
 
 DOCS = REPOSITORY / "docs"
 KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
 OBJECTS_PAGE = (DOCS / "format-objects.md").read_text(encoding="utf-8")
+RECORDS_PAGE = (DOCS / "format-records.md").read_text(encoding="utf-8")
 SIGNER = Signer(b"k" * 32)
 KEYS = RunKeys("my-run")
 REF = CommitRef(7, 4200)
@@ -104,6 +109,7 @@ def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
         KEYS.commit(REF, 0, 2),
         KEYS.commit(replace(REF, is_final=True), 0, 2),
         KEYS.farewell(7, "20261121T024201Z-0af1"),
+        KEYS.resumption(7),
         f"{KEYS.probes}doctor-0af1/",
     ]
     for form, key in zip(forms, made, strict=True):
@@ -149,14 +155,36 @@ def test_the_fields_of_a_claim() -> None:
 def test_the_fields_of_a_farewell() -> None:
     """The page lists exactly the fields of the object."""
     conclusion = Conclude("e1", Verdict.PARTIAL, "why", REF, 1.5, VmPart(REF, 2))
+    training = LastReport(
+        step=1, wall_s=2.0, step_s=3.0, ranks=4, saves_s=5.0, stall_s=6.0, is_over=True
+    )
     farewell = farewells.Farewell(
-        run="my-run", generation=7, conclusion=conclusion, timeline=[], left_out=1, written="now"
+        run="my-run",
+        generation=7,
+        conclusion=conclusion,
+        timeline=[],
+        left_out=1,
+        training=training,
+        written="now",
     )
     body = json.loads(farewells.encode(farewell))
-    text = section(OBJECTS_PAGE, "The farewell")
-    assert sorted(first_names(text)) == sorted(body)
+    text = section(RECORDS_PAGE, "The farewell")
+    of_farewell, of_training = text.split("| field of `training`")
+    assert sorted(first_names(of_farewell)) == sorted(body)
+    assert sorted(first_names(f"| {of_training}")) == sorted(body["training"])
     assert set(re.findall(r"`(\w+)`", text)) >= set(body["part"])
     assert f"at most {ENTRIES_MAX}" in text
+
+
+def test_the_fields_of_a_resumption() -> None:
+    """The page lists exactly the fields of the object."""
+    body = json.loads(resumptions.encode(RESUMPTION, SIGNER))
+    of_resumption, of_earlier = section(RECORDS_PAGE, "The resumption").split(
+        "| field of `earlier`"
+    )
+    assert sorted(first_names(of_resumption)) == sorted(body)
+    assert sorted(first_names(f"| {of_earlier}")) == sorted(body["earlier"])
+    assert f"waits {YIELD_S:g} s" in RECORDS_PAGE
 
 
 def number(text: str) -> int:
@@ -183,6 +211,7 @@ BOUNDS = {
     "commas, opening brackets and opening braces of one object": bounds.JSON_VALUES_MAX,
     "bytes of a claim": claims.BYTES_MAX,
     "bytes of a farewell": farewells.BYTES_MAX,
+    "bytes of a resumption": resumptions.BYTES_MAX,
     "manifests of a run that a reader holds, the newest ones; claims likewise": catalog.LISTED_MAX,
 }
 
@@ -204,11 +233,12 @@ def test_the_digest_of_a_shard(data: bytes) -> None:
 
 
 def test_the_signatures() -> None:
-    """The function on the page returns the signatures of the code, for a manifest and a claim."""
+    """The function on the page returns the signatures of the code, for each kind of object."""
     signature = snippet(OBJECTS_PAGE, "Signatures")["signature"]
     for kind, data in (
         (manifests.FORMAT, manifests.encode(MANIFEST, SIGNER)),
         (claims.FORMAT, claims.encode(CLAIM, SIGNER)),
+        (resumptions.FORMAT, resumptions.encode(RESUMPTION, SIGNER)),
     ):
         body = json.loads(data)
         assert signature(kind, body, SIGNER.key) == body["signature"]

@@ -63,7 +63,7 @@ def test_a_tiny_preemption(tmp_path: Path) -> None:
     results = tmp_path / "results.jsonl"
     command = [sys.executable, "-m", "bench.preemption", "--quick", "--only", "swansong"]
     done = subprocess.run(
-        [*command, "--data", str(tmp_path), "--json", str(results)],
+        [*command, "--data", str(tmp_path), "--objects", str(tmp_path), "--json", str(results)],
         cwd=REPOSITORY,
         capture_output=True,
         text=True,

@@ -42,7 +42,7 @@ def reading(tmp_path: Path) -> Iterator[list[str]]:
     problems: list[object] = []
     reader = Reader(flush.store, ReadOptions(connections=FILES))
     thread = threading.Thread(
-        target=lambda: problems.append(reader.read(dict(enumerate(done.shards)))[0])
+        target=lambda: problems.append(reader.read(dict(enumerate(done.shards))).problems)
     )
     thread.start()
     try:

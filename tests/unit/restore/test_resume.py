@@ -261,7 +261,7 @@ def test_earlier_downloads_are_removed(vm: Vm) -> None:
     first, second = vm.ask(), vm.ask()
     assert first.path != second.path
     assert [str(path) for path in (vm.staging / RESTORED_DIRECTORY).iterdir()] == [second.path]
-    committed.flip_bit(damaged, 3)
+    damaged.unlink()
     assert vm.ask().error
     assert committed.tree(Path(second.path)) == FILES
 

@@ -9,6 +9,7 @@ import os
 import secrets
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -16,11 +17,23 @@ from typing import Any, BinaryIO
 from swansong import openat, protocol
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.choice import RestoreChoice
-from swansong.protocol import Message, RankManifest, Refused, Restored, RestoreQuery, Restoring
-from swansong.state import Snapshots
+from swansong.protocol import (
+    Message,
+    RankManifest,
+    Refused,
+    Restored,
+    RestoreQuery,
+    Restoring,
+    ShardsTaken,
+    ShardVerified,
+)
+from swansong.state import Arrivals, Snapshots
 
 PATIENCE_S = 120.0
 """Longest time of a restore without any progress."""
+
+CONFIRM_EVERY_S = 0.02
+"""Shortest time between two confirmations of shards; the daemon refuses peers that send too many messages."""
 
 REPORT_EVERY_S = 5.0
 """Time between two lines about the progress of a restore."""
@@ -50,20 +63,24 @@ class RestoreClient:
         self._answer: Restored | None = None
         self._bytes_done = -1
         self._progress_mono_s = self._reported_mono_s = 0.0
+        self._arrived: deque[tuple[ShardVerified, int]] = deque()
 
-    def find_newest(self) -> Restored:
+    def find_newest(self, arrivals: Arrivals | None = None) -> Restored:
         """Return the newest whole checkpoint; its ``path`` is empty for a fresh run.
+
+        Args:
+            arrivals: loads files of the checkpoint while the daemon fetches the others.
 
         Raises:
             RestoreError: the ranks cannot agree, or the daemon cannot restore, refuses or makes no progress.
         """
         if self._choice is None:
-            return self._ask()
+            return self._ask(arrivals=arrivals)
         chosen: list[Restored] = []
 
         def choose(job_start_id: str) -> dict[str, Any]:
             try:
-                chosen.append(self._ask(job_start_id=job_start_id))
+                chosen.append(self._ask(job_start_id=job_start_id, arrivals=arrivals))
             except RestoreError as error:
                 return {"error": f"rank 0: {error}"}
             return {"generation": chosen[0].generation, "step": chosen[0].step}
@@ -75,7 +92,7 @@ class RestoreClient:
             return chosen[0]
         if choice["generation"] < 0:
             return Restored("")  # a fresh run
-        return self._ask(generation=choice["generation"], step=choice["step"])
+        return self._ask(generation=choice["generation"], step=choice["step"], arrivals=arrivals)
 
     def find_healthy(self, *, number: int, at_step: int, before_step: int) -> Restored:
         """Return the newest healthy checkpoint, and begin a rollback to it.
@@ -131,6 +148,16 @@ class RestoreClient:
                 self._report(message)
             self._changed.notify_all()
 
+    def receive_shard(self, message: ShardVerified, fd: int) -> None:
+        """Take a file that the daemon has verified, and its descriptor; the training loop loads it."""
+        with self._changed:
+            if self._query is not None and message.query_id == self._query.query_id:
+                self._arrived.append((message, fd))
+                self._progress_mono_s = time.monotonic()
+                self._changed.notify_all()
+            elif fd >= 0:
+                os.close(fd)
+
     def _report(self, message: Restoring) -> None:
         if self._progress_mono_s - self._reported_mono_s >= REPORT_EVERY_S:
             self._reported_mono_s = self._progress_mono_s
@@ -148,27 +175,72 @@ class RestoreClient:
         generation: int = -1,
         step: int = -1,
         job_start_id: str = "",
+        arrivals: Arrivals | None = None,
     ) -> Restored:
         """Send a :class:`swansong.protocol.RestoreQuery` with these fields, and wait for the answer."""
+        query = RestoreQuery(
+            secrets.token_hex(8),
+            rollback,
+            before_step,
+            generation,
+            step,
+            job_start_id,
+            prefixes=[] if arrivals is None else arrivals.prefixes,
+            takes_shards=arrivals is not None,
+        )
         with self._changed:
             self._answer = None
-            self._query = RestoreQuery(
-                secrets.token_hex(8), rollback, before_step, generation, step, job_start_id
-            )
+            self._query = query
             self._progress_mono_s = self._reported_mono_s = time.monotonic()
-            self._send(self._query)
-            while self._answer is None:
-                left_s = self._progress_mono_s + PATIENCE_S - time.monotonic()
-                if left_s <= 0:
-                    raise RestoreError(
-                        f"restore failed: the daemon made no progress for {PATIENCE_S:.0f} s; see"
-                        " swansong status"
-                    )
-                self._changed.wait(left_s)
-            self._query = None
-        if self._answer.error:
-            raise RestoreError(f"the daemon cannot restore: {self._answer.error}")
-        return self._answer
+            self._send(query)
+        try:
+            answer, download = self._wait(query.query_id, arrivals)
+        finally:
+            with self._changed:
+                self._query = None
+            while self._arrived:
+                _, fd = self._arrived.popleft()
+                if fd >= 0:
+                    os.close(fd)
+        if answer.error:
+            raise RestoreError(f"the daemon cannot restore: {answer.error}")
+        if arrivals is not None and download and answer.download != download:
+            arrivals.clear()
+            if not answer.path:
+                raise RestoreError(
+                    "restore failed: the daemon reports a fresh run after it has sent a checkpoint"
+                )
+        return answer
+
+    def _wait(self, query_id: str, arrivals: Arrivals | None) -> tuple[Restored, str]:
+        """Return the answer, and the download whose files were loaded meanwhile; empty without one."""
+        download, taken, confirmed_mono_s = "", 0, 0.0
+        while True:
+            with self._changed:
+                if self._answer is not None:
+                    return self._answer, download
+                if not self._arrived:
+                    self._wait_for_news()
+                    continue
+            while self._arrived and self._answer is None and arrivals is not None:
+                message, fd = self._arrived.popleft()
+                if message.download != download:
+                    arrivals.clear()
+                    download, taken = message.download, 0
+                arrivals.take(message.path, fd)
+                taken += 1
+            time.sleep(max(0.0, confirmed_mono_s + CONFIRM_EVERY_S - time.monotonic()))
+            confirmed_mono_s = time.monotonic()
+            self._send(ShardsTaken(query_id, download, taken))
+
+    def _wait_for_news(self) -> None:
+        left_s = self._progress_mono_s + PATIENCE_S - time.monotonic()
+        if left_s <= 0:
+            raise RestoreError(
+                f"restore failed: the daemon made no progress for {PATIENCE_S:.0f} s; see"
+                " swansong status"
+            )
+        self._changed.wait(left_s)
 
 
 def _healthy(answer: Restored) -> Restored:

@@ -11,6 +11,7 @@ import math
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -24,6 +25,7 @@ BACKOFF_MAX_S = 5.0
 RESTART_PATIENCE_S = 30.0
 """Longest wait of a restore for a daemon whose socket exists but refuses connections."""
 CONNECT_TIMEOUT_S = 2.0
+_FD_BYTES = 4
 TICK_S = 1.0
 LOG_INTERVAL_S = 60.0
 """Shortest time between two log lines of one kind."""
@@ -39,7 +41,8 @@ class Channel:
         expected: whether the path was configured; the daemon's absence is then logged as a warning.
         hello: returns the first message of each connection.  The thread calls it, and the functions below.
         connected: called after the first message was sent.
-        handle: called with each message of the daemon.
+        handle: called with each message of the daemon, and with the descriptor that came with it, which
+            the callee closes; -1 if none came.
         tick: called at least once a second, connected or not.
     """
 
@@ -50,7 +53,7 @@ class Channel:
         expected: bool,
         hello: Callable[[], Message],
         connected: Callable[[], None],
-        handle: Callable[[Message], None],
+        handle: Callable[[Message, int], None],
         tick: Callable[[], None],
     ) -> None:
         self.path = path
@@ -196,7 +199,7 @@ class Channel:
         while not self._closing.is_set():
             if poll.poll(TICK_S * 1000):
                 try:
-                    data = connection.recv(protocol.MAX_MESSAGE_BYTES + 1)
+                    data, fd = _receive(connection)
                 except BlockingIOError:
                     continue
                 except OSError:
@@ -204,17 +207,19 @@ class Channel:
                 if not data:
                     return has_received
                 has_received = True
-                self._received(data)
+                self._received(data, fd)
             self._guarded(self._tick)
         return has_received
 
-    def _received(self, data: bytes) -> None:
+    def _received(self, data: bytes, fd: int) -> None:
         try:
             message = protocol.decode(data)
         except ProtocolError as error:
             self._log("unread", logging.WARNING, f"cannot decode a message of the daemon: {error}")
+            if fd >= 0:
+                os.close(fd)
             return
-        self._guarded(lambda: self._handle(message))
+        self._guarded(lambda: self._handle(message, fd))
 
     def _guarded(self, call: Callable[[], None]) -> None:
         # The thread must survive every error: without it, no request would be answered.
@@ -237,6 +242,21 @@ class Channel:
         if text != last and now - logged_mono_s >= LOG_INTERVAL_S:
             self._logged[kind] = text, now
             log.log(level, "%s", text, exc_info=trace)
+
+
+def _receive(connection: socket.socket) -> tuple[bytes, int]:
+    """Return a message, and the descriptor that came with it; -1 if none came.
+
+    Raises:
+        OSError: there is no message, or the connection is broken.
+    """
+    data, ancillary, _, _ = connection.recvmsg(
+        protocol.MAX_MESSAGE_BYTES + 1, socket.CMSG_SPACE(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(content) == _FD_BYTES:
+            return data, int.from_bytes(content, sys.byteorder)
+    return data, -1
 
 
 def socket_path(given: str | os.PathLike[str] | None) -> tuple[str, bool]:

@@ -34,6 +34,7 @@ from swansong.protocol import (
     Request,
     Restored,
     Restoring,
+    ShardVerified,
     Target,
     Welcome,
     Withdrawn,
@@ -151,7 +152,12 @@ class DaemonSession:
         self.restore.resend()
         self.agreement.resend()
 
-    def _handle(self, message: Message) -> None:
+    def _handle(self, message: Message, fd: int = -1) -> None:
+        if isinstance(message, ShardVerified):
+            self.restore.receive_shard(message, fd)
+            return
+        if fd >= 0:
+            os.close(fd)
         if isinstance(message, Welcome):
             self._welcomed(message)
         elif isinstance(message, Request):

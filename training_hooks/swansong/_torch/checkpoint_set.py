@@ -12,7 +12,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
@@ -29,20 +29,32 @@ READERS = 8
 """Largest number of threads that read and verify tensors."""
 
 
+class Early(Protocol):
+    """Tensors that were read before the whole checkpoint was there."""
+
+    def new(self, source: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor of the source rank that is laid out as ``like``; ``like`` itself without one."""
+
+    def has_read(self, rank: int, group: str, key: str, target: torch.Tensor) -> bool:
+        """Whether the part that this rank wrote is in the memory of ``target`` already."""
+
+
 class CheckpointSet:
     """The tensors and indexes that all ranks wrote.
 
     Args:
         directory: contains a directory for each rank.
+        early: tensors that were read before the directory existed.
 
     Raises:
         ValueError: a file is malformed, or parts of a tensor are missing.
         OSError: a file is missing or cannot be read.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, early: Early | None = None) -> None:
         begun_mono_s = self._reported_mono_s = time.monotonic()
         self._directory = directory
+        self._early = early
         first = self._read_index(0)
         self.world_size = int(first["world_size"])
         found = sum(is_rank_directory(path.name) for path in directory.iterdir())
@@ -59,6 +71,10 @@ class CheckpointSet:
         self._read_bytes = 0
         self.read_s = time.monotonic() - begun_mono_s
         """Time of all reads, with the checksums."""
+
+    def arrived(self, source_rank: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
+        """Return the tensor that was read early, if it is laid out as ``like``; otherwise ``like``."""
+        return like if self._early is None else self._early.new(source_rank, group, key, like)
 
     def load(self, source_rank: int, targets: dict[tuple[str, str], torch.Tensor]) -> None:
         """Fill tensors in place.
@@ -79,13 +95,15 @@ class CheckpointSet:
                     f"{name} has the shape {tuple(target.shape)}, but was saved in the shape {tuple(shape)}"
                 )
             own, begin = own_part(target)
-            for offsets, stored in chunks:
+            for rank, offsets, stored in chunks:
                 if stored.dtype != target.dtype:
                     raise ValueError(f"{name} is {target.dtype}, but was saved as {stored.dtype}")
-                if (overlap := _overlap(begin, own.shape, offsets, stored.shape)) is not None:
-                    reads.append(functools.partial(self._read, stored, own, *overlap))
+                if self._early is not None and self._early.has_read(rank, group, key, target):
+                    continue
+                if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
+                    reads.append(functools.partial(self._read, stored, own, *both))
         begun_mono_s = time.monotonic()
-        _run(reads)
+        run(reads)
         self.read_s += time.monotonic() - begun_mono_s
 
     def shape_and_dtype(
@@ -93,24 +111,26 @@ class CheckpointSet:
     ) -> tuple[torch.Size, torch.dtype]:
         """Return shape and type of a whole tensor."""
         shape, chunks = self._find(source_rank, group, key)
-        return shape, chunks[0][1].dtype
+        return shape, chunks[0][2].dtype
 
     def _find(
         self, source_rank: int, group: str, key: str
-    ) -> tuple[torch.Size, list[tuple[torch.Size, StoredTensor]]]:
+    ) -> tuple[torch.Size, list[tuple[int, torch.Size, StoredTensor]]]:
+        """Return the shape of a whole tensor, and rank, offsets and place of each part of it."""
         entry = self.indexes[source_rank]["tensors"][group].get(key)
         if entry is None:
             raise ValueError(f"the checkpoint has no tensor {key!r} of {group}")
         if "shape" not in entry:
             stored = self._stored[source_rank][group, key]
-            return stored.shape, [(torch.Size([0] * len(stored.shape)), stored)]
+            return stored.shape, [(source_rank, torch.Size([0] * len(stored.shape)), stored)]
         shape = torch.Size(entry["shape"])
         chunks = []
         for rank, index in enumerate(self.indexes):
             part = index["tensors"].get(group, {}).get(key, {})
             if "offsets" in part:
-                chunks.append((torch.Size(part["offsets"]), self._stored[rank][group, key]))
-        if sum(math.prod(stored.shape) for _, stored in chunks) != math.prod(shape):
+                stored = self._stored[rank][group, key]
+                chunks.append((rank, torch.Size(part["offsets"]), stored))
+        if sum(math.prod(stored.shape) for _, _, stored in chunks) != math.prod(shape):
             raise ValueError(f"parts of {key!r} of {group} are missing")
         return shape, chunks
 
@@ -121,12 +141,7 @@ class CheckpointSet:
         ours: tuple[slice, ...],
         theirs: tuple[slice, ...],
     ) -> None:
-        target = own[ours]
-        is_whole = target.shape == stored.shape
-        if is_whole and target.device.type == "cpu" and target.is_contiguous():
-            stored.read_into(target)
-        else:
-            target.copy_(stored.read()[theirs])
+        read_into(stored, own, ours, theirs)
         self._read_bytes += stored.size_bytes
         now_mono_s = time.monotonic()
         if now_mono_s - self._reported_mono_s >= REPORT_EVERY_S:
@@ -158,7 +173,22 @@ class CheckpointSet:
         return found
 
 
-def _run(reads: Sequence[Callable[[], None]]) -> None:
+def read_into(
+    stored: StoredTensor,
+    own: torch.Tensor,
+    ours: tuple[slice, ...],
+    theirs: tuple[slice, ...],
+) -> None:
+    """Read a region of a stored tensor into a region of another one; see :func:`overlap`."""
+    target = own[ours]
+    is_whole = target.shape == stored.shape
+    if is_whole and target.device.type == "cpu" and target.is_contiguous():
+        stored.read_into(target)
+    else:
+        target.copy_(stored.read()[theirs])
+
+
+def run(reads: Sequence[Callable[[], None]]) -> None:
     """Call all functions, in several threads, and raise the first error."""
     left, errors = iter(reads), list[BaseException]()
 
@@ -184,7 +214,7 @@ def _run(reads: Sequence[Callable[[], None]]) -> None:
         raise errors[0]
 
 
-def _overlap(
+def overlap(
     begin: Sequence[int],
     shape: Sequence[int],
     stored_begin: Sequence[int],

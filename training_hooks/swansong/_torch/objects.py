@@ -102,17 +102,29 @@ def load_optimizer_from(
 ) -> None:
     """Load an optimizer, whose state has the known layout, from the parts of a checkpoint."""
     params = params_of(optimizer)
-    targets = {}
-    for key in found.indexes[source]["tensors"][name]:
-        param = param_of(key, params)
-        if param is not None and is_sharded(param):
-            shape, dtype = found.shape_and_dtype(source, name, key)
-            if shape == param.shape:
-                targets[key] = torch.empty_like(param.detach(), dtype=dtype)
+    targets = {
+        key: found.arrived(
+            source,
+            name,
+            key,
+            new_state_of_param(params, key, *found.shape_and_dtype(source, name, key)),
+        )
+        for key in found.indexes[source]["tensors"][name]
+    }
     get = getter(read(found, source, name, targets))
     node = found.indexes[source]["objects"][name]
     state = {key: decode_tree(value, get) for key, value in node["state"]}
     optimizer.load_state_dict({"state": state, **decode_tree(node["rest"], get)})
+
+
+def new_state_of_param(
+    params: list[torch.Tensor], key: str, shape: torch.Size, dtype: torch.dtype
+) -> torch.Tensor:
+    """Return a new tensor for the state of a parameter, sharded like the parameter if it has its shape."""
+    param = param_of(key, params)
+    if param is not None and is_sharded(param) and shape == param.shape:
+        return torch.empty_like(param.detach(), dtype=dtype)
+    return torch.empty(shape, dtype=dtype)
 
 
 def is_node_of_optimizer(node: Any) -> bool:
@@ -148,7 +160,7 @@ def read(
             tensors[key] = targets[key]
         else:
             shape, dtype = found.shape_and_dtype(source, group, key)
-            tensors[key] = torch.empty(shape, dtype=dtype)
+            tensors[key] = found.arrived(source, group, key, torch.empty(shape, dtype=dtype))
     found.load(source, {(group, key): tensor for key, tensor in tensors.items()})
     return tensors
 

@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong restore`` without the daemon: fetch a commit in this process.
+
+After an interruption the fetched bytes stay on disk, and the same command resumes from there.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Mapping
+from pathlib import Path
+
+from swansongd.bucket.commit import newest_whole_commit
+from swansongd.cli.common import human_bytes, note, print_json
+from swansongd.cli.opening import opened
+from swansongd.cli.progress import ShownProgress
+from swansongd.cli.restore import link, report_fresh
+from swansongd.errors import NothingToRestore
+from swansongd.model import CommitRef
+from swansongd.restore.local_sets import newest_local
+from swansongd.restore.reader import ReadOptions
+from swansongd.restore.restore import RestoreResult, Selection, Wanted, healthy, restore
+from swansongd.restore.target import RestoreTarget
+
+
+def run(args: argparse.Namespace, destination: Path) -> int:
+    """Restore to the destination; with ``--local`` the newest sealed set in staging may be newer."""
+    skipped: list[dict[str, object]] = []
+
+    def on_skipped(ref: CommitRef, reason: str) -> None:
+        skipped.append({"generation": ref.generation, "step": ref.step, "reason": reason})
+        note(f"skipped {ref}: {reason}")
+
+    began_mono_s = time.monotonic()
+    restored: RestoreResult | None = None
+    with opened(args) as here, ShownProgress("restore") as progress:
+        run_name = here.keys.run
+        if args.local and run_name == here.config.run.name:
+            newest = newest_whole_commit(here.store, here.keys)
+            local = newest_local(here.config, here.store.url, newest)
+            if local is not None:
+                staged, path = local
+                facts = {
+                    "run": run_name,
+                    "seconds": 0.0,
+                    "generation": None,
+                    "step": staged.id.step,
+                }
+                link(destination, path, facts, as_json=args.json)
+                return 0
+        try:
+            restored = restore(
+                here.store,
+                here.keys,
+                RestoreTarget(destination),
+                Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped),
+                ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
+            )
+        except NothingToRestore as error:
+            # Only a run that never committed is fresh.  Damaged or missing commits need an operator.
+            is_any = args.step is None and args.generation is None and not args.healthy
+            if not args.fresh_ok or skipped or not is_any or not error.is_fresh:
+                raise
+    seconds = time.monotonic() - began_mono_s
+    found = {"run": run_name, "skipped": skipped, "seconds": round(seconds, 3)}
+    if restored is None:
+        report_fresh(found, as_json=args.json)
+    else:
+        _report(restored, found, seconds, as_json=args.json)
+    return 0
+
+
+def _report(
+    restored: RestoreResult, found: dict[str, object], seconds: float, *, as_json: bool
+) -> None:
+    ref, size_bytes = restored.ref, restored.size_bytes
+    if as_json:
+        place = {"generation": ref.generation, "step": ref.step, "path": str(restored.path)}
+        sizes = {"size_bytes": size_bytes, "reused_bytes": restored.reused_bytes}
+        print_json({**found, **place, **sizes})
+        return
+    fetched_bytes = size_bytes - restored.reused_bytes
+    reused = f" ({human_bytes(restored.reused_bytes)} were already on disk)"
+    print(
+        f"restored step {ref.step} of run {found['run']} (generation {ref.generation}): "
+        f"{human_bytes(size_bytes)}{reused if restored.reused_bytes else ''} "
+        f"in {seconds:.1f} s, {fetched_bytes / seconds / 1e6:.0f} MB/s"
+    )
+
+
+def _wanted(args: argparse.Namespace) -> Wanted | None:
+    if args.generation is None:
+        return healthy if args.healthy else None
+
+    def wanted(ref: CommitRef, health: Mapping[str, float]) -> bool:
+        return ref.generation == args.generation and (not args.healthy or healthy(ref, health))
+
+    return wanted

@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files on this machine that may have the bytes of a shard: they are copied, and need not be fetched.
+
+Candidates are the sealed sets in staging, those that were set aside, and earlier downloads.  A file of the
+same path and size counts if the upload journal knows its digest, or if its set is of the same step.
+
+A candidate is only a hint.  Its owner may change it at any time, so its bytes are copied, or cloned where the
+file system can, and the digest of the copy decides.  There are no hard links: through its own name, a trainer
+could change bytes that were verified.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+
+from swansong import openat
+from swansong.protocol import RESTORED_DIRECTORY, parse_sealed_name
+
+from swansongd.core.state import State
+from swansongd.errors import StagingError
+from swansongd.model import CommitRef, StagedFile, StoredShard
+from swansongd.restore.reader import OpenLocal
+from swansongd.staging import scan
+from swansongd.staging.prepare import RunDirectory
+
+
+@dataclass(frozen=True, slots=True)
+class _Set:
+    """A directory with candidates."""
+
+    parent_fd: int
+    name: str
+    step: int
+    files: Mapping[str, StagedFile]
+
+
+class LocalFiles:
+    """Finds candidates in the staging directory of a run.
+
+    Args:
+        run: staging directory of the run.
+        state: returns the newest state of the decision loop.
+        digest_of: returns the digest of a file in staging; None if it is unknown.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        state: Callable[[], State],
+        digest_of: Callable[[StagedFile], str | None] = lambda _file: None,
+    ) -> None:
+        self._run = run
+        self._state = state
+        self._digest_of = digest_of
+
+    @contextmanager
+    def of(
+        self, ref: CommitRef, shards: Mapping[int, StoredShard]
+    ) -> Iterator[Mapping[int, OpenLocal]]:
+        """Functions that open a candidate, by the number of the shard, while the context is open."""
+        with ExitStack() as stack:
+            found: dict[int, OpenLocal] = {}
+            for each in self._sets(stack):
+                wanted = {
+                    number: each.files[shard.path]
+                    for number, shard in shards.items()
+                    if number not in found and self._fits(each, shard, ref)
+                }
+                with suppress(StagingError):
+                    if wanted:
+                        directory = scan.SetDirectory(each.parent_fd, each.name)
+                        stack.callback(directory.close)
+                        opening = {n: partial(directory.open, file) for n, file in wanted.items()}
+                        found.update(opening)
+            yield found
+
+    def _fits(self, candidates: _Set, shard: StoredShard, ref: CommitRef) -> bool:
+        file = candidates.files.get(shard.path)
+        if file is None or file.size_bytes != shard.size_bytes:
+            return False
+        digest = self._digest_of(file)
+        return candidates.step == ref.step if digest is None else digest == shard.digest
+
+    def _sets(self, stack: ExitStack) -> Iterator[_Set]:
+        """All sets; first those in staging, which may be set aside meanwhile."""
+        for staged in self._state().staged:
+            files = {file.path: file for file in staged.files}
+            yield _Set(self._run.fd, staged.directory, staged.id.step, files)
+        yield from _listed(self._run.own_fd, scan.sets_aside(self._run.own_fd))
+        with suppress(OSError):
+            restored_fd = openat.open_directory(RESTORED_DIRECTORY, dir_fd=self._run.fd)
+            stack.callback(os.close, restored_fd)
+            yield from _listed(restored_fd, {name: name for name in os.listdir(restored_fd)})
+
+
+def _listed(parent_fd: int, names: Mapping[str, str]) -> Iterator[_Set]:
+    """Sets by the name of their directory; the value has the form of a sealed name."""
+    for name, sealed in names.items():
+        parsed = parse_sealed_name(sealed)
+        if parsed is not None:
+            with suppress(StagingError):
+                files = {file.path: file for file in scan.listing(parent_fd, name)}
+                yield _Set(parent_fd, name, parsed[0], files)

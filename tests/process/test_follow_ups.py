@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Follow-up checkpoints: training continues after SAFE, and the next VM continues from the newest one."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import pytest
+
+from testkit.clouds import Aws, Bucket
+from testkit.rig import Process, Vm
+from testkit.waiting import until
+
+RANKS = 2
+
+
+def safe_steps(daemon: Process) -> list[int]:
+    """The steps of the reported verdicts, all of which are SAFE."""
+    verdicts = daemon.lines.all(event="verdict")
+    assert {verdict["verdict"] for verdict in verdicts} <= {"SAFE"}
+    return [verdict["step"] for verdict in verdicts]
+
+
+def newest_step(trainer: Process) -> int:
+    return max(int(line["step"]) for line in trainer.lines.all() if "step" in line)
+
+
+def resumed_step(new_vm: Any, bucket: Bucket, witness: str) -> int:
+    """The step from which the next VM continues."""
+    vm = new_vm("next", bucket.store)
+    vm.start_daemon()
+    return int(vm.start_trainer(script=witness).lines.wait(event="resumed")["from_step"])
+
+
+@pytest.mark.fault("T19", "T22", "H01")
+def test_the_next_vm_continues_from_the_last_follow_up(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """SAFE again and again, also from a daemon that was killed between two; then the power is cut."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, follow_ups=True)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--step-delay-s", "0.05", script=witness)
+    trainer.lines.wait(step=5)
+    aws.notice(in_s=60)
+    until(lambda: len(safe_steps(daemon)) > 1, what="the first follow-up")
+    before = safe_steps(daemon)
+    assert before == sorted(set(before))
+    daemon.kill()
+    daemon = vm.start_daemon()
+    until(lambda: len(safe_steps(daemon)) > 1, what="a follow-up after the restart")
+    vm.power_off()
+    after = safe_steps(daemon)
+    assert before[0] < before[-1] <= after[0] < after[-1] <= newest_step(trainer)
+    aws.withdraw()  # the notice was for the first VM
+    assert resumed_step(new_vm, bucket, witness) == after[-1]
+    assert {manifest["kind"] for manifest in bucket.manifests()} == {"emergency"}
+
+
+@pytest.mark.fault("T19")
+def test_a_power_cut_during_a_follow_up_keeps_the_standing_commit(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The store takes no more data: the follow-up stays in flight, and the next VM resumes from SAFE."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, follow_ups=True)
+    daemon = vm.start_daemon()
+    vm.start_trainer("--step-delay-s", "0.05", script=witness).lines.wait(step=5)
+    aws.notice(in_s=30)
+    daemon.lines.wait(event="verdict", verdict="SAFE")
+    bucket.order("answer", status=503, times=100_000, method="PUT", match="/data/")
+    daemon.lines.wait(event="evacuation", phase="follow_up")
+    until(lambda: len(daemon.lines.all(event="evacuation", phase="flush")) > 1, what="its flush")
+    report = vm.status()
+    assert (report["state"], report["verdict"]) == ("SAFE", "SAFE")
+    assert report["evacuation"]["follow_ups"]["under_way"]
+    vm.power_off()
+    bucket.order("clear")
+    aws.withdraw()
+    assert [resumed_step(new_vm, bucket, witness)] == safe_steps(daemon)
+
+
+@pytest.mark.fault("T20", "T03", "T21")
+def test_a_trainer_that_dies_in_a_follow_up_changes_no_verdict(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """It is killed while it writes the follow-up; SAFE and its commit stand until the notice is withdrawn."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, follow_ups=True)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--step-delay-s", "0.1", "--die-in-save", "60", script=witness)
+    trainer.lines.wait(step=3)
+    aws.notice(in_s=60)
+    daemon.lines.wait(event="verdict", verdict="SAFE")
+    failed = daemon.lines.wait(event="evacuation", phase="follow_up_failed")
+    assert "ended" in failed["reason"]
+    steps = safe_steps(daemon)
+    report = vm.status()
+    assert (report["state"], report["last_commit"]["step"]) == ("SAFE", steps[-1])
+    aws.withdraw()
+    daemon.lines.wait(event="evacuation", phase="withdrawn")
+    assert safe_steps(daemon) == steps
+
+
+def test_all_ranks_of_a_vm_take_a_follow_up_together(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """Two ranks agree on one step for each follow-up, and its set has the files of both."""
+    vm: Vm = new_vm("vm", bucket.store, metadata=aws.metadata, follow_ups=True)
+    daemon = vm.start_daemon()
+    ranks = [start_rank(vm, witness, rank) for rank in range(RANKS)]
+    for rank in ranks:
+        rank.lines.wait(step=5)
+    aws.notice(in_s=30)
+    until(lambda: len(safe_steps(daemon)) > 1, what="a follow-up")
+    newest = bucket.manifests()[-1]
+    owners = {shard["path"].partition("/")[0] for shard in newest["shards"]}
+    assert owners >= {f"rank-{rank:05d}" for rank in range(RANKS)}
+
+
+def start_rank(vm: Vm, witness: str, rank: int) -> Process:
+    position = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": RANKS, "LOCAL_WORLD_SIZE": RANKS}
+    return vm.spawn(
+        [sys.executable, "-u", witness, "--step-delay-s", "0.05"],
+        lines_on="stdout",
+        SWANSONG_SOCKET=str(vm.socket),
+        **{name: str(value) for name, value in position.items()},
+    )

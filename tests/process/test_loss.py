@@ -1,0 +1,79 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong loss`` with real processes: each second of a run that lost two VMs belongs to one part."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from testkit.clouds import Aws, Bucket
+from testkit.waiting import until
+
+
+def loss_of(vm: Any) -> dict[str, Any]:
+    answer = vm.swansong("loss", "--json")
+    assert answer.returncode == 0, answer.stderr
+    report: dict[str, Any] = json.loads(answer.stdout)
+    return report
+
+
+@pytest.mark.fault("N12")
+def test_two_lost_vms_and_their_cost(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """A preemption with a farewell, then a power cut without one: the third VM has the whole account."""
+    first = new_vm("first", bucket.store, metadata=aws.metadata)
+    daemon = first.start_daemon()
+    first.start_trainer(script=witness)
+    daemon.lines.wait(event="resumption_recorded")
+    fresh = loss_of(first)
+    assert (fresh["interruptions"], fresh["total"]["unproductive"]["redone"]) == ([], 0.0)
+    aws.notice(in_s=6)
+    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
+    # The last farewell comes shortly before the deadline.
+    until(lambda: len(farewells(bucket)) > 1, what="the last farewell")
+    first.power_off()
+    aws.withdraw()
+
+    second = new_vm("second", bucket.store)
+    daemon = second.start_daemon()
+    trainer = second.start_trainer(script=witness)
+    resumed = trainer.lines.wait(event="resumed")
+    daemon.lines.wait(event="resumption_recorded")
+    second.power_off()
+
+    third = new_vm("third", bucket.store)
+    daemon = third.start_daemon()
+    third.start_trainer(script=witness)
+    daemon.lines.wait(event="resumption_recorded")
+    report = loss_of(third)
+
+    preempted, cut = report["interruptions"]
+    assert (preempted["generation"], cut["generation"]) == (2, 3)
+    assert preempted["resumed_from_step"] == resumed["from_step"] >= verdict["step"]
+    assert preempted["last_step"] >= preempted["resumed_from_step"]
+    assert preempted["redone_s"] >= 0.0
+    assert preempted["stall_s"] is not None
+    assert cut["estimated"] is True
+    assert cut["stall_s"] is None
+    assert not preempted["same_vm"]
+    for each in (preempted, cut):
+        known_s = sum(seconds or 0.0 for seconds in each["down"].values())
+        assert known_s == pytest.approx(each["down_s"], abs=0.01)
+        assert each["down"]["fetch"] is not None
+        assert each["bytes_fetched"] > 0
+    total = report["total"]
+    spent_s = total["productive_s"] + sum(total["unproductive"].values())
+    assert spent_s == pytest.approx(total["wall_s"], rel=0.01)
+    assert sum(total["goodput"].values()) == pytest.approx(
+        sum(total["unproductive"].values()), rel=0.01
+    )
+    assert 0.0 < total["ettr"] < 1.0
+    shown = third.swansong("loss")
+    assert shown.returncode == 0
+    assert "ETTR" in shown.stdout
+    assert max(map(len, shown.stdout.rstrip().splitlines())) < 100
+
+
+def farewells(bucket: Bucket) -> list[str]:
+    return [key for key in bucket.keys("run/farewells/") if key]

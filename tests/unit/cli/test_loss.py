@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong loss``: its tables fit a terminal, and docs/operations/loss.md explains every name."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swansongd.bucket import resumption as resumptions
+from swansongd.bucket.keys import RunKeys
+from swansongd.cli import loss as command
+from swansongd.cli import main
+from swansongd.observe.loss import GOODPUT, PARTS, Loss
+
+from testkit import REPOSITORY
+from testkit.committed import file_store
+from tests.unit.bucket.test_lives import claim, farewell
+from tests.unit.bucket.test_resumption import RESUMPTION
+from tests.unit.observe.test_loss import Stay, of, told
+
+PAGE = (REPOSITORY / "docs/operations/loss.md").read_text(encoding="utf-8")
+STAY = Stay((70.0, 9000.0, 12.0, 4.0, 1.25, 9.0), 90_000, 0.9, 40, 30.0, 0.5)
+
+
+def a_loss() -> Loss:
+    """Two interruptions: an exact one, and one of which hardly anything is known."""
+    first, second, third = told([STAY, STAY, STAY])
+    assert second.resumption is not None
+    unsure = replace(second.ending, is_estimated=True, stall_s=None)
+    same_vm = replace(second.resumption, vm="vm1", answered_wall_s=None)
+    return of(
+        [first, replace(second, ending=unsure, resumption=same_vm), replace(third, resumption=None)]
+    )
+
+
+def names_of(value: Any) -> set[str]:
+    """All keys of a JSON value."""
+    if isinstance(value, dict):
+        return set(value).union(*(names_of(each) for each in value.values()))
+    return set().union(*map(names_of, value)) if isinstance(value, list) else set()
+
+
+def test_every_field_is_explained() -> None:
+    """The page names each field of the JSON."""
+    fields = names_of(command.facts("r", a_loss(), 0)) - {"run", "interruptions", "total"}
+    assert fields - set(re.findall(r"`(\w+)`", PAGE)) == set()
+    assert json.loads(json.dumps(command.facts("r", None, 0)))["total"] is None
+
+
+def test_the_page_has_the_categories_of_googles_library() -> None:
+    """The table on the page is the mapping of the code."""
+    found = {
+        part: category
+        for parts, category in re.findall(r"^\| (`.+) \| `([A-Z_]{5,})` \|$", PAGE, re.MULTILINE)
+        for part in re.findall(r"`(\w+)`", parts)
+    }
+    assert found == GOODPUT
+    assert set(PARTS) <= set(found)
+
+
+@pytest.fixture
+def configuration(tmp_path: Path) -> Path:
+    """A run with one preemption in a store of files."""
+    store, keys = file_store(tmp_path / "bucket"), RunKeys("r")
+    claim(store, 1, 1_800_000_000.0)  # type: ignore[arg-type]
+    farewell(store, 1, 150, 1_800_000_050.0, over=True)  # type: ignore[arg-type]
+    claim(store, 7, 1_800_000_100.0)  # type: ignore[arg-type]
+    store.put(keys.resumption(7), resumptions.encode(replace(RESUMPTION, earlier=None)))
+    (tmp_path / "staging").mkdir()
+    file = tmp_path / "swansong.toml"
+    file.write_text(
+        f'[run]\nname = "r"\n[store]\nurl = "file://{tmp_path}/bucket"\n'
+        f'[staging]\npath = "{tmp_path}/staging"\n'
+    )
+    return file
+
+
+def test_the_command_prints_json(configuration: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    """One interruption, with the end that the farewell reports."""
+    assert main.main(["--config", str(configuration), "loss", "--json"]) == 0
+    (each,) = json.loads(capfd.readouterr().out)["interruptions"]
+    assert (each["after_generation"], each["generation"], each["last_step"]) == (1, 7, 150)
+    assert (each["estimated"], each["down_s"]) == (False, pytest.approx(57.001))
+
+
+def test_a_run_without_training_is_no_error(
+    configuration: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Its total is null, and a person gets a sentence."""
+    words = ["--config", str(configuration), "loss", "--run", "other"]
+    assert main.main([*words, "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)["total"] is None
+    assert main.main(words) == 0
+    assert "has not trained yet" in capfd.readouterr().err
+
+
+def test_the_tables_fit_into_80_columns(capfd: pytest.CaptureFixture[str]) -> None:
+    """All marks are explained below the tables."""
+    command._print("my-run", a_loss(), 3)
+    shown = capfd.readouterr().out
+    assert max(len(line.rstrip()) for line in shown.splitlines()) <= 80, shown
+    assert "3 older generations" in shown
+    for mark in ("~", "^", "?"):
+        assert re.search(rf"^\{mark}  ", shown, re.MULTILINE), shown
+    assert "ETTR" in shown

@@ -1,0 +1,188 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Files on this machine in place of bytes from the store: real directories, and a store that counts."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from swansong.protocol import RESTORED_DIRECTORY
+from swansongd.bucket.keys import RunKeys
+from swansongd.model import CommitRef, StagedFile
+from swansongd.restore.downloads import Downloads
+from swansongd.restore.local_files import LocalFiles
+from swansongd.restore.restore import RestoreResult
+from swansongd.restore.target import RestoredFile
+from swansongd.restore.wish import Wish
+from swansongd.staging import scan
+from swansongd.staging.prepare import prepare
+from swansongd.staging.seal import Scanner
+
+from testkit import committed
+from testkit.odd_store import OddStore
+from testkit.staged import ME, seal_files
+from testkit.story import Story
+
+FILES = {"model.bin": bytes(range(256)) * 20, "optimizer.bin": b"o" * 3000}
+
+
+class Vm:
+    """A staging directory with a sealed set of step 100, which is also committed."""
+
+    def __init__(self, directory: Path) -> None:
+        committed.file_store(directory / "bucket")
+        self.store = OddStore(directory / "bucket")
+        (directory / "staging").mkdir()
+        self.run = prepare(directory / "staging", "r")
+        self.content = seal_files(self.run.path, 100, FILES)
+        self.digests: dict[str, str] = {}
+        self.story = Story(claimed=False)
+        self.scan()
+
+    @property
+    def set(self) -> Path:
+        (found,) = self.run.path.glob("step-*")
+        return found
+
+    def scan(self) -> None:
+        scanner = Scanner(self.run.path, allowed_uids=ME, settle_s=0, monotonic=lambda: 0.0)
+        self.story.staging = list(scanner.scan().staged)
+        self.story.scan()
+
+    def commit(self, step: int, files: dict[str, bytes] | None = None) -> CommitRef:
+        return committed.commit(
+            self.store, files or self.content, step=step, upload_nonce=f"a{step}"
+        ).ref
+
+    def fetch(self, ref: CommitRef) -> RestoreResult:
+        """Download by a daemon that has just started."""
+        local = LocalFiles(self.run, lambda: self.story.state, self.digest_of)
+        downloads = Downloads(
+            self.store,
+            RunKeys("r"),
+            self.run,
+            lambda: self.story.state,
+            threading.Event(),
+            local=local,
+        )
+        result = downloads.fetch(Wish(ref=ref)).result
+        assert result is not None
+        return result
+
+    def digest_of(self, file: StagedFile) -> str | None:
+        return self.digests.get(file.path)
+
+
+@pytest.fixture
+def vm(tmp_path: Path) -> Vm:
+    return Vm(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["staging", "aside", "download"])
+def test_a_checkpoint_that_is_on_this_machine_is_not_fetched(vm: Vm, place: str) -> None:
+    """All bytes are copied and verified; the restored files belong to the daemon alone."""
+    ref = vm.commit(100)
+    if place == "aside":
+        scan.set_aside(vm.run.fd, vm.set.name)
+        vm.scan()
+    elif place == "download":
+        vm.fetch(ref)
+        scan.remove_set(vm.run.fd, vm.set.name)
+        vm.scan()
+    vm.store.given.clear()
+    result = vm.fetch(ref)
+    assert result.local_bytes == result.size_bytes
+    assert not vm.store.given
+    assert committed.tree(result.path) == vm.content
+    assert all(path.stat().st_nlink == 1 for path in result.path.rglob("*.bin"))
+    assert [path.name for path in (vm.run.path / RESTORED_DIRECTORY).iterdir()] == [
+        result.path.name
+    ]
+
+
+def test_a_file_with_a_known_digest_serves_a_commit_of_another_step(vm: Vm) -> None:
+    """The optimizer did not change since step 100, as the upload journal shows; the model did."""
+    changed = {**vm.content, "rank-00000/model.bin": b"m" * 5120}
+    ref = vm.commit(200, changed)
+    path = "rank-00000/optimizer.bin"
+    vm.digests = {path: committed.digest_of(vm.content[path])}
+    result = vm.fetch(ref)
+    assert result.local_bytes == 3000
+    assert {key.rpartition("/")[2] for key, _, _ in vm.store.given} == {
+        "model.bin",
+        "rank-00000.json",
+    }
+    assert committed.tree(result.path) == changed
+
+
+def test_a_trainer_that_changed_a_staged_file_costs_only_a_download(vm: Vm) -> None:
+    """The file has the size and the step of the shard, and other bytes."""
+    ref = vm.commit(100)
+    (vm.set / "rank-00000/model.bin").write_bytes(b"x" * 5120)
+    vm.scan()
+    result = vm.fetch(ref)
+    assert committed.tree(result.path) == vm.content
+    assert result.local_bytes == result.size_bytes - 5120
+
+
+def test_a_file_that_changes_during_the_copy_is_fetched(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part is checked as it is copied, and the shard as a whole."""
+    ref = vm.commit(100)
+    model = vm.set / "rank-00000/model.bin"
+    real = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        count = real(fd, buffers, offset)
+        if os.readlink(f"/proc/self/fd/{fd}") == str(model) and offset == 2000:
+            buffers[0][:1] = b"!"
+        return count
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    result = vm.fetch(ref)
+    assert committed.tree(result.path) == vm.content
+    assert result.local_bytes == result.size_bytes - 5120
+
+
+def test_a_clone_is_verified_like_a_copy(vm: Vm, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a file system that shares blocks: a clone with a flipped bit is fetched instead."""
+    ref = vm.commit(100)
+
+    def clone(file: RestoredFile, fd: int, offset: int, size_bytes: int) -> bool:
+        data = bytearray(os.pread(fd, size_bytes, offset))
+        if offset == 1000:
+            data[0] ^= 1
+        file.write(memoryview(data), offset)
+        return True
+
+    monkeypatch.setattr(RestoredFile, "clone", clone)
+    result = vm.fetch(ref)
+    assert committed.tree(result.path) == vm.content
+    assert result.local_bytes == len(vm.content["rank-00000.json"])
+
+
+@pytest.mark.parametrize("make", [os.symlink, os.link])
+def test_a_name_that_leads_elsewhere_is_not_copied(
+    vm: Vm, tmp_path: Path, make: Callable[[Path, Path], None]
+) -> None:
+    """Links in a set are never followed, and the bytes come from the store."""
+    ref = vm.commit(100)
+    other = tmp_path / "other"
+    other.write_bytes(FILES["model.bin"])
+    model = vm.set / "rank-00000/model.bin"
+    model.unlink()
+    make(other, model)
+    result = vm.fetch(ref)
+    assert committed.tree(result.path) == vm.content
+    assert any(key.endswith("model.bin") for key, _, _ in vm.store.given)
+
+
+def test_sets_of_other_steps_without_a_known_digest_are_not_read(vm: Vm) -> None:
+    """Each checkpoint has files of the same names and sizes: reading them costs time and helps nothing."""
+    ref = vm.commit(200)
+    result = vm.fetch(ref)
+    assert result.local_bytes == 0

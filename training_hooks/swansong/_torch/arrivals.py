@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the tensors of a checkpoint file by file, while the daemon fetches further files.
+
+Only tensors are read early: those of modules into their place, all others into new memory.  Everything else
+follows in :meth:`swansong.torch.TrainingState.load`, when the whole checkpoint is verified.  That method also
+reads each tensor that did not arrive early.  So a load has the same result with and without early files.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+import re
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from swansong._torch.checkpoint_set import overlap, read_into, run
+from swansong._torch.index import INDEX, decode_index
+from swansong._torch.modules import state_of_module
+from swansong._torch.objects import OTHERS, new_state_of_param, params_of
+from swansong._torch.safetensors import read_header
+from swansong._torch.sharding import is_sharded, own_part
+
+log = logging.getLogger("swansong")
+
+WAITING_MAX = 64
+"""Open files that wait for the index of their rank; the directory has any others."""
+_PATH = re.compile(r"rank-([0-9]{5,9})/([A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors|state\.json)")
+
+
+class ArrivedTensors:
+    """The tensors that arrived early.
+
+    Args:
+        objects: of the training state, by name.
+        rank: of this process.
+        prefixes: see :class:`swansong.state.Arrivals`.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], rank: int, prefixes: list[str]) -> None:
+        self.prefixes = prefixes
+        self._objects = objects
+        self._rank = rank
+        self.read_s = 0.0
+        """Time of all reads, with the checksums."""
+        self._targets: dict[tuple[str, str], torch.Tensor] = {}
+        self._has_read: set[tuple[int, str, str]] = set()
+        self._indexes: dict[int, dict[str, Any]] = {}
+        self._source = -1
+        """Rank whose tensors are read where the ranks hold different ones."""
+        self._returned: set[tuple[str, str]] = set()
+        self._states: dict[str, dict[str, Any]] = {}
+        """By name of the module."""
+        self._waiting: dict[str, int] = {}
+
+    def take(self, path: str, fd: int) -> None:
+        """Read the tensors of a file into place; see :class:`swansong.state.Arrivals`."""
+        match = _PATH.fullmatch(path)
+        if match is None or fd < 0 or len(self._waiting) >= WAITING_MAX:
+            _close(fd)
+            return
+        rank = int(match[1])
+        if match[2] == INDEX:
+            self._trying(path, fd, lambda: self._read_index(rank, fd))
+            waiting, self._waiting = self._waiting, {}
+            for other, other_fd in waiting.items():
+                self.take(other, other_fd)
+        elif rank not in self._indexes:
+            _close(self._waiting.pop(path, -1))
+            self._waiting[path] = fd
+        else:
+            self._trying(path, fd, lambda: self._read_file(rank, match[2], fd))
+
+    def clear(self) -> None:
+        """Forget all files: the next ones are of another checkpoint."""
+        self.close()
+        self._targets.clear()
+        self._has_read.clear()
+        self._indexes.clear()
+
+    def close(self) -> None:
+        """Close the files that wait for an index which did not arrive early."""
+        while self._waiting:
+            _close(self._waiting.popitem()[1])
+
+    def new(self, source: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
+        """See :class:`swansong._torch.checkpoint_set.Early`; returns each tensor once."""
+        found = self._targets.get((group, key))
+        is_free = source == self._source and (group, key) not in self._returned
+        if found is None or not is_free or _layout(found) != _layout(like):
+            return like
+        self._returned.add((group, key))
+        return found
+
+    def has_read(self, rank: int, group: str, key: str, target: torch.Tensor) -> bool:
+        """Whether a rank's part of a tensor was read into the memory of ``target``."""
+        if (rank, group, key) not in self._has_read:
+            return False
+        ours, theirs = own_part(self._targets[group, key])[0], own_part(target)[0]
+        return (ours.data_ptr(), ours.stride()) == (theirs.data_ptr(), theirs.stride())
+
+    def _trying(self, path: str, fd: int, read: Callable[[], object]) -> None:
+        begun_mono_s = time.monotonic()
+        try:
+            read()
+        except Exception as error:  # the load from the directory finds it again, and raises it
+            log.debug("%s was not read early: %s: %s", path, type(error).__name__, error)
+        finally:
+            self.read_s += time.monotonic() - begun_mono_s
+            os.close(fd)
+
+    def _read_index(self, rank: int, fd: int) -> None:
+        with open(_again(fd), "rb") as file:
+            self._indexes[rank] = decode_index(file.read())
+
+    def _read_file(self, rank: int, name: str, fd: int) -> None:
+        index = self._indexes[rank]
+        facts = index["files"][name]
+        group = facts["group"]
+        self._source = self._rank % int(index["world_size"])
+        reads, keys = [], set[str]()
+        for key, stored in read_header(_again(fd), facts["checksums"]).items():
+            entry = index["tensors"][group][key]
+            if "shape" not in entry and rank != self._source:
+                continue
+            shape = torch.Size(entry.get("shape", stored.shape))
+            target = self._target(group, key, shape, stored.dtype, is_sharded="shape" in entry)
+            if target is None:
+                continue
+            own, begin = own_part(target)
+            offsets = entry.get("offsets", [0] * len(shape))
+            if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
+                reads.append(functools.partial(read_into, stored, own, *both))
+            keys.add(key)
+        self._has_read.difference_update((rank, group, key) for key in keys)
+        run(reads)
+        self._has_read.update((rank, group, key) for key in keys)
+
+    def _target(
+        self, group: str, key: str, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool
+    ) -> torch.Tensor | None:
+        """Return the tensor to read into; None for one that only the load from the directory can place."""
+        if (group, key) not in self._targets:
+            item = self._objects.get(group)
+            if isinstance(item, torch.nn.Module):
+                if group not in self._states:
+                    self._states[group] = state_of_module(item)
+                found = self._states[group].get(key)
+                target = (
+                    found if isinstance(found, torch.Tensor) else torch.empty(shape, dtype=dtype)
+                )
+            elif isinstance(item, torch.optim.Optimizer):
+                target = new_state_of_param(params_of(item), key, shape, dtype)
+            elif group == OTHERS and not is_sharded:
+                target = torch.empty(shape, dtype=dtype)
+            else:
+                return None
+            self._targets[group, key] = target
+        target = self._targets[group, key]
+        return target if (target.shape, target.dtype) == (shape, dtype) else None
+
+
+def _again(fd: int) -> str:
+    """The path of an open file, which each reading thread opens again, at an offset of its own."""
+    return f"/proc/self/fd/{fd}"
+
+
+def _close(fd: int) -> None:
+    if fd >= 0:
+        os.close(fd)
+
+
+def _layout(tensor: Any) -> tuple[Any, ...]:
+    facts = (tensor.shape, tensor.dtype, tensor.device)
+    if not is_sharded(tensor):
+        return (False, *facts)
+    return (True, *facts, tensor.device_mesh, tuple(tensor.placements))
