@@ -82,8 +82,8 @@ def new_vm(tmp_path: Path, warm_python: str) -> Iterator[NewVm]:
             disk.mkdir()
             settings = options.pop("settings", None) or {}
             trainer = {"follow_ups": follow_ups, **settings.get("trainer", {})}
-            settings = {**settings, "trainer": trainer}
-            options = {"warm": warm_python, "settings": settings, **options}
+            options = {"warm": warm_python, **options}
+            options["settings"] = {**settings, "trainer": trainer}
             return vms.enter_context(Vm(disk, store, **options))
 
         yield make

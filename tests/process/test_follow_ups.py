@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Follow-up checkpoints: training continues after SAFE, and the next VM repeats a few steps only."""
+"""Follow-up checkpoints: training continues after SAFE, and the next VM continues from the newest one."""
 
 from __future__ import annotations
 
@@ -34,36 +34,27 @@ def resumed_step(new_vm: Any, bucket: Bucket, witness: str) -> int:
 
 
 @pytest.mark.fault("T19", "T22", "H01")
-def test_the_next_vm_repeats_only_the_last_seconds(
+def test_the_next_vm_continues_from_the_last_follow_up(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """SAFE again and again, also from a daemon that was killed between two; then the power is cut.
-
-    The newest commit is from the last seconds before the deadline.
-    """
+    """SAFE again and again, also from a daemon that was killed between two; then the power is cut."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, follow_ups=True)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer("--step-delay-s", "0.05", script=witness)
     trainer.lines.wait(step=5)
-    aws.notice(in_s=28)
-    first = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
+    aws.notice(in_s=60)
     until(lambda: len(safe_steps(daemon)) > 1, what="the first follow-up")
+    before = safe_steps(daemon)
+    assert before == sorted(set(before))
     daemon.kill()
     daemon = vm.start_daemon()
-    last = until(
-        lambda: [v for v in daemon.lines.all(event="verdict") if v["slack_s"] < 6.0],
-        what="the last follow-up",
-    )[-1]
+    until(lambda: len(safe_steps(daemon)) > 1, what="a follow-up after the restart")
     vm.power_off()
-    ended_at = newest_step(trainer)
-    assert last["verdict"] == "SAFE"
-    assert last["slack_s"] > 0
-    assert first < last["step"] <= ended_at
+    after = safe_steps(daemon)
+    assert before[0] < before[-1] <= after[0] < after[-1] <= newest_step(trainer)
     aws.withdraw()  # the notice was for the first VM
-    assert resumed_step(new_vm, bucket, witness) == max(safe_steps(daemon))
-    kinds = [manifest["kind"] for manifest in bucket.manifests()]
-    assert kinds == ["emergency"] * len(kinds)
-    assert len(kinds) >= 3
+    assert resumed_step(new_vm, bucket, witness) == after[-1]
+    assert {manifest["kind"] for manifest in bucket.manifests()} == {"emergency"}
 
 
 @pytest.mark.fault("T19")

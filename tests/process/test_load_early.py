@@ -62,6 +62,7 @@ def two_steps(bucket: Bucket, new_vm: Any) -> list[list[torch.Tensor]]:
     return states
 
 
+@pytest.mark.fault("G26")
 @pytest.mark.parametrize("is_damaged", [False, True], ids=["whole", "damaged"])
 def test_weights_are_in_place_before_the_last_byte_is_sent(
     bucket: Bucket, new_vm: Any, two_steps: list[list[torch.Tensor]], *, is_damaged: bool

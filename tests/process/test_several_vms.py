@@ -38,6 +38,7 @@ class Rank:
             node=node,
             nodes=nodes,
             step=1,
+            capabilities=["follow_ups"],
         )
         self.receive("welcome")
 
@@ -84,10 +85,19 @@ class Rank:
 class Pair:
     """Two VMs in one job start, with a whole checkpoint of step 5."""
 
-    def __init__(self, directory: Path, new_vm: Callable[..., Vm], opened: ExitStack) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        new_vm: Callable[..., Vm],
+        opened: ExitStack,
+        *,
+        follow_ups: bool = False,
+    ) -> None:
         store = {"url": f"file://{directory}/shelf"}
         (directory / "shelf").mkdir()
-        self.vms = [new_vm(name, store, settings=SETTINGS) for name in ("a", "b")]
+        self.vms = [
+            new_vm(name, store, settings=SETTINGS, follow_ups=follow_ups) for name in ("a", "b")
+        ]
         for vm in self.vms:
             vm.start_daemon()
         self.ranks = [Rank(vm, node) for node, vm in enumerate(self.vms)]
@@ -220,3 +230,37 @@ def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitSt
     assert done.returncode == 10
     assert done.stdout.endswith("; generation 2 has taken the run over\n")
     assert "generation 2 has taken the run over" in first.swansong("status").stdout
+
+
+def test_a_follow_up_is_one_round_of_all_vms(
+    tmp_path: Path, new_vm: Callable[..., Vm], opened: ExitStack
+) -> None:
+    """The VM with the notice is not that of rank 0: rank 0's daemon leads, and both report SAFE again."""
+    pair = Pair(tmp_path, new_vm, opened, follow_ups=True)
+    lead, noticed = pair.vms
+    assert noticed.swansong("notify", "--in", "40s").returncode == 0
+    first = pair.ranks[1].receive("request")["id"]
+    take_round(pair, first, step=9, caller=1)
+    for rank in pair.ranks:
+        rank.send(type="progress", step=20, step_s=0.1, save_s=0.1, snapshot_s=0.1)
+    led = pair.ranks[0].receive("request")["id"]
+    while led == first:
+        led = pair.ranks[0].receive("request")["id"]
+    assert led.startswith(f"{first}.follow-")
+    take_round(pair, led, step=21, caller=0)
+    assert not noticed.daemon.lines.all(event="evacuation", phase="follow_up")  # type: ignore[union-attr]
+    for vm in (lead, noticed):
+        assert len({line["id"] for line in vm.daemon.lines.all(event="evacuation")}) == 1  # type: ignore[union-attr]
+
+
+def take_round(pair: Pair, request_id: str, *, step: int, caller: int) -> None:
+    """All ranks take part in the round of one rank, as the hooks do, and both VMs report SAFE."""
+    pair.ranks[1 - caller].send(
+        type="peer_request", request_id=request_id, reason="gone", seconds_left=30.0
+    )
+    for rank in pair.ranks:
+        rank.send(type="agreed", request_id=request_id, step=step)
+        rank.seal(step, request_id)
+    for vm in pair.vms:
+        assert vm.daemon is not None
+        vm.daemon.lines.wait(event="verdict", verdict="SAFE", step=step)

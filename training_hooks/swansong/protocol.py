@@ -227,10 +227,7 @@ class RestoreQuery(Message):
     job_start_id: Id = ""
     """The daemon answers only after this :class:`JobStart` has begun."""
     prefixes: Prefixes = field(default_factory=list)
-    """The rank takes only :class:`ShardVerified` of paths that begin with one of these; empty: of all paths.
-
-    The directory of the answer has all files.
-    """
+    """The rank reads only files whose paths begin with one of these; empty: it reads all files."""
     takes_shards: Flag = False
     """The rank takes :class:`ShardVerified` messages while the checkpoint is fetched."""
 

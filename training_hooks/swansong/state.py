@@ -182,9 +182,6 @@ def decode_tree(node: Any, get: Callable[[str, Any], Any]) -> Any:
 class Arrivals(Protocol):
     """Loads files of a checkpoint that the daemon is still fetching."""
 
-    prefixes: list[str]
-    """Beginnings of the paths that it takes early; empty: it takes all files."""
-
     def take(self, path: str, fd: int) -> None:
         """Load what this rank reads of a verified file, and close its descriptor; raises nothing.
 

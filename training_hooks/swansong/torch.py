@@ -62,7 +62,6 @@ from swansong._torch.objects import (
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
 from swansong._torch.sharding import is_sharded, is_written_here
-from swansong.protocol import rank_directory
 from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
@@ -185,8 +184,9 @@ class TrainingState:
 
     def arrivals(self) -> ArrivedTensors:
         """Begin a load that reads tensors as their files arrive, and ends with :meth:`load`."""
-        prefixes = [f"{rank_directory(self.ranks.rank)}/"] if self._reads_own_part() else []
-        self._arrived = ArrivedTensors(self._objects, self.ranks.rank, prefixes)
+        self._arrived = ArrivedTensors(
+            self._objects, self.ranks.rank, is_alone=self._reads_own_part()
+        )
         return self._arrived
 
     def _reads_own_part(self) -> bool:

@@ -116,8 +116,14 @@ def reconcile(transition: Transition) -> None:
 
 def attend(transition: Transition, request: CheckpointRequest) -> None:
     """Bring the ranks to one step, and stop waiting for their set when it is too late for it."""
-    if request.is_waiting:
-        reconcile_target(transition, request)
+    step = request.reported_step
+    if transition.evacuation.is_resumed and step is not None and _is_committed(transition, step):
+        _record_committed(
+            transition, request, step
+        )  # the claim may come after the trainer's answer
+    waiting = transition.waiting_request(request.request_id)
+    if waiting is not None:
+        reconcile_target(transition, waiting)
     waiting = transition.waiting_request(request.request_id)
     if waiting is not None and (waiting.is_follow_up or transition.evacuation.plan.fits):
         _fail_if_too_late(transition, waiting)
@@ -162,7 +168,7 @@ def will_repeat(transition: Transition) -> bool:
 def _fail_if_too_late(transition: Transition, request: CheckpointRequest) -> None:
     """Stop waiting for a set that could not be stored in time even if it were sealed now."""
     state = transition.state
-    flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
+    flush_s = planner.send_s(state.measured, state.bytes_to_come)
     data_left_s = transition.left_s - state.settings.reserve_s
     if flush_s <= data_left_s:
         if request.too_late_mono_s is not None:
@@ -267,8 +273,7 @@ def _record_outcome(transition: Transition, event: Scanned, request: CheckpointR
     if answer is not None:
         _record_answer(transition, request, answer)
     elif request.reported_step is not None and _is_committed(transition, request.reported_step):
-        sealed = CheckpointId(request.reported_step, "")
-        transition.update_request(replace(request, sealed=sealed))
+        _record_committed(transition, request, request.reported_step)
     elif unsound is not None:
         fail(transition, request, f"the sealed set is not sound: {unsound}")
     elif (
@@ -291,11 +296,16 @@ def _record_newer(transition: Transition, event: Scanned, request: CheckpointReq
 
 def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
     transition.update_request(replace(request, sealed=answer.id, sealed_mono_s=transition.now))
-    learning.record_sealed(transition, request, answer)
+    learning.record_sealed(transition, request)
     if request.by_signal:
         save_s = transition.now - request.asked_mono_s
         transition.state = replace(transition.state, signal_save_s=save_s)
     transition.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
+
+
+def _record_committed(transition: Transition, request: CheckpointRequest, step: int) -> None:
+    if request.is_waiting:  # the nonce of the set is not known any more
+        transition.update_request(replace(request, sealed=CheckpointId(step, "")))
 
 
 def _is_committed(transition: Transition, step: int) -> bool:

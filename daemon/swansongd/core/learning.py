@@ -52,8 +52,8 @@ def _last_share(staged: Staged) -> float:
     return min(1.0, sum(largest.values()) / staged.size_bytes)
 
 
-def record_sealed(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
-    """The set that answers an urgent request is sealed, and early shards of it may be sent."""
+def record_sealed(transition: Transition, request: CheckpointRequest) -> None:
+    """The set that answers an urgent request is sealed."""
     if request.by_signal or not request.is_urgent:
         return
     took_s = transition.now - request.asked_mono_s
@@ -61,22 +61,8 @@ def record_sealed(transition: Transition, request: CheckpointRequest, answer: St
     save_s = max(saves_s, default=0.0)
     if not 0 < save_s <= took_s:  # the report of the new save has not arrived yet
         return
-    _learn_hidden(transition, answer, save_s)
     _learn(transition, "urgent_save_s", save_s)
     _learn(transition, "wait_s", took_s - save_s)
-
-
-def _learn_hidden(transition: Transition, answer: Staged, save_s: float) -> None:
-    state, flight = transition.state, transition.state.flight
-    sent_bytes = state.stored_bytes.get(answer.id, 0)
-    if flight is not None and flight.staged.id == answer.id:
-        sent_bytes = max(sent_bytes, flight.bytes_before + flight.bytes_sent)
-    measured = replace(state.measured, save_bytes=answer.size_bytes, is_sending=False)
-    send_s = planner.send_alone_s(measured)
-    if send_s > 0:
-        share = min(sent_bytes / answer.size_bytes, 1.0)
-        _learn(transition, "hidden_share", share)
-        _learn(transition, "hidden_use", min(share * send_s / save_s, 1.0))
 
 
 def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_bytes: int) -> None:
@@ -85,6 +71,7 @@ def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_
         return
     parts = max((-(-s.size_bytes // s.part_size_bytes) for s in event.shards), default=1)
     _learn(transition, "parts", max(parts, 1))
+    _learn_hidden(transition, flight.staged)  # first: by figures without a sample of this set
     _learn_sending(transition, flight, event.bytes_referenced, sent_bytes, max(parts, 1))
 
 
@@ -97,11 +84,11 @@ def _learn_sending(
         _learn(transition, "new_share", new_bytes / size_bytes)
     if sent_bytes < max(planner.BANDWIDTH_SAMPLE_MIN_BYTES, SENT_SHARE_MIN * new_bytes):
         return
-    all_sent_mono_s = flight.all_sent_mono_s or transition.now
-    completion_s = max(0.0, transition.now - all_sent_mono_s)
+    parts_stored_mono_s = flight.parts_stored_mono_s or transition.now
+    completion_s = max(0.0, transition.now - parts_stored_mono_s)
     _learn(transition, "completion_ratio", completion_s / pace.completion_s(parts))
     if not is_throttled(transition.state, flight):
-        send_s = max(0.0, all_sent_mono_s - flight.started_mono_s)
+        send_s = max(0.0, parts_stored_mono_s - flight.started_mono_s)
         _learn(transition, "send_s_per_byte", send_s / sent_bytes)
 
 
@@ -110,6 +97,23 @@ def is_throttled(state: State, flight: Flight) -> bool:
     evacuation = state.evacuation
     is_background = evacuation is None or evacuation.opened_mono_s > flight.started_mono_s
     return state.settings.background_limit_bytes_per_s is not None and is_background
+
+
+def _learn_hidden(transition: Transition, staged: Staged) -> None:
+    """The requested set is stored: the shorter its flush after the seal, the more was sent before."""
+    state = transition.state
+    request = None if state.evacuation is None else state.evacuation.request
+    if request is None or request.sealed != staged.id or request.sealed_mono_s is None:
+        return
+    save_s = max((t.save_s for t in state.connected if t.save_s is not None), default=0.0)
+    measured = replace(state.measured, save_bytes=staged.size_bytes, is_sending=False)
+    send_s, completion_s = planner.flush_s(measured)
+    if request.by_signal or not request.is_urgent or save_s <= 0 or send_s <= 0:
+        return
+    tail_s = transition.now - request.sealed_mono_s
+    hidden_s = min(max(0.0, send_s + completion_s - tail_s), send_s, save_s)
+    _learn(transition, "hidden_share", hidden_s / send_s)
+    _learn(transition, "hidden_use", hidden_s / save_s)
 
 
 def record_manifest(transition: Transition, stored: StoredSet) -> None:

@@ -77,13 +77,13 @@ class Pace:
     parts: Figure | None = None
     """Number of parts of the largest shard."""
     completion_ratio: Figure | None = None
-    """Time from the last sent byte to the last stored shard, as a multiple of :func:`completion_s`."""
+    """Time from the last stored part to the last stored shard, as a multiple of :func:`completion_s`."""
     commit_s: Figure | None = None
     """Time to write a manifest and to find it in the listing."""
     hidden_share: Figure | None = None
-    """Share of the bytes that were sent during the save of an evacuation."""
+    """Share of the sending time that passed during the save of an evacuation."""
     hidden_use: Figure | None = None
-    """The time to send them, as a share of the save."""
+    """The same time as a share of the save."""
     error_square: Figure | None = None
     """Square of the relative error of a forecast: 0.01 if the checkpoint took 10 % longer than expected."""
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from swansong import bounds
@@ -215,7 +215,7 @@ def _hidden(measured: Measurements, save_s: float, send_s: float) -> tuple[float
 
 
 def _completion(measured: Measurements) -> tuple[float, float]:
-    """Time from the last sent byte to the last stored shard, and its spread."""
+    """Time from the last stored part to the last stored shard, and its spread."""
     parts, ratio = measured.pace.parts, measured.pace.completion_ratio
     assumed_s = completion_s(1 if parts is None else round(parts.mean))
     if ratio is None:
@@ -224,9 +224,15 @@ def _completion(measured: Measurements) -> tuple[float, float]:
     return assumed_s * ratio.mean, _NINE_OF_TEN * assumed_s * deviation
 
 
-def send_alone_s(measured: Measurements) -> float:
-    """Expected time to send a whole set after it is sealed, without the completion of its uploads."""
-    return _send(measured)[0]
+def send_s(measured: Measurements, size_bytes: int) -> float:
+    """Expected time to send these bytes of the next set."""
+    known = replace(measured.pace, new_share=None)
+    return _send(replace(measured, save_bytes=size_bytes, pace=known))[0]
+
+
+def flush_s(measured: Measurements) -> tuple[float, float]:
+    """Expected time to send a whole set after it is sealed, and to complete its uploads."""
+    return _send(measured)[0], _completion(measured)[0]
 
 
 def take_s(measured: Measurements) -> float:

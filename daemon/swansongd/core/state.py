@@ -97,8 +97,8 @@ class Flight:
     """Instant and ``bytes_sent`` of the last bandwidth sample."""
     sampled_bytes: int = 0
     is_sampled: bool = False
-    all_sent_mono_s: float | None = None
-    """When the last of its bytes was sent."""
+    parts_stored_mono_s: float | None = None
+    """When the store had received all parts of its shards; the largest may still have to be completed."""
 
     @property
     def bytes_unsent(self) -> int:
@@ -583,7 +583,8 @@ class State:
     def is_answered(self) -> bool:
         """Whether a checkpoint from after the request is committed, with the parts of all VMs.
 
-        On one VM, a commit of a later step from before the request belongs to another line.
+        On one VM, a commit of a later step from before the request belongs to another line.  The exception is
+        an answer that this generation committed before the daemon was restarted: follow-ups came after it.
         """
         evacuation, last = self.evacuation, self.last_complete
         if evacuation is None or not evacuation.requests_made or last is None:
@@ -595,7 +596,10 @@ class State:
         seen_mono_s = self.last_commit_seen_mono_s
         asked_mono_s = min(request.asked_mono_s for request in evacuation.requests_made)
         is_newer = seen_mono_s is not None and seen_mono_s >= asked_mono_s
-        return any(self.is_whole(id_) and (is_newer or last.step == id_.step) for id_ in answers)
+        return any(
+            self.is_whole(id_) and (is_newer or last.step == id_.step or not id_.nonce)
+            for id_ in answers
+        )
 
     @property
     def is_finished(self) -> bool:

@@ -56,7 +56,7 @@ class Remover:
                 _log.info("set_aside", directory=directory)
         self._rescan()
 
-    def _prune(self, directories: tuple[str, ...], *, keeps_aside: bool) -> None:
+    def _prune(self, directories: tuple[str, ...], *, keeps_aside: bool = False) -> None:
         refused: list[tuple[str, str]] = []
         if not keeps_aside:
             scan.remove_set_aside(self._run_fd)

@@ -13,6 +13,7 @@ from swansongd.core.events import (
     CancelFlush,
     Conclude,
     FlushProgress,
+    GenerationClaimed,
     Mark,
     NoticeRaised,
     PeerRequested,
@@ -22,11 +23,12 @@ from swansongd.core.events import (
     TrainerAgreed,
     TrainerFailed,
     TrainerProgress,
+    TrainerSealed,
     WithdrawRequest,
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
-from swansongd.model import DeadlineQuality, Severity, Verdict
+from swansongd.model import CommitRef, DeadlineQuality, Severity, Verdict
 from swansongd.trainers.translate import view_of
 
 from testkit.story import MIB, Story, a_notice, a_set
@@ -441,3 +443,23 @@ def test_an_unknown_bandwidth_is_measured_by_an_early_follow_up() -> None:
     report(story, 60)
     story.wait(INTERVAL_MIN_S)
     assert asks(story)
+
+
+@pytest.mark.fault("T22")
+def test_a_restarted_daemon_takes_the_follow_ups_of_its_earlier_life_for_the_answer() -> None:
+    """The trainer repeats its first answer, whose commit a follow-up has replaced: SAFE, and more follow."""
+    story = Story(claimed=False)
+    story.scan()
+    story.join(step=70, takes_follow_ups=True)
+    report(story, 70)
+    raised = a_notice(deadline_mono_s=story.now + 60.0)
+    story.tell(NoticeRaised(replace(raised, evacuation_id="earlier")))
+    assert story.request_id == "earlier"
+    story.tell(TrainerSealed(1, "earlier", 42, 1.0, 100 * MIB))
+    story.scan()
+    assert not story.verdicts
+    story.tell(GenerationClaimed(2, CommitRef(2, 61)))
+    assert story.verdicts == ["SAFE generation 2 step 61"]
+    train(story, story.now + 30.0, step=80)
+    assert asks(story)
+    assert story.verdicts[-1].startswith("SAFE")

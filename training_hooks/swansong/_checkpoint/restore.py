@@ -185,7 +185,6 @@ class RestoreClient:
             generation,
             step,
             job_start_id,
-            prefixes=[] if arrivals is None else arrivals.prefixes,
             takes_shards=arrivals is not None,
         )
         with self._changed:
