@@ -17,7 +17,7 @@ from swansongd.core.state import CheckpointRequest, Flight, State, StoredSet
 from swansongd.core.transition import Transition
 from swansongd.model import CommitRef, Staged
 
-SENT_SHARE_MIN = 0.5
+SENT_SHARE_MIN = 0.95
 """A flush that sent a smaller share of the unreferenced bytes only finished the work of an earlier one."""
 
 
