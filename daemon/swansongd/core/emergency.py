@@ -168,7 +168,7 @@ def will_repeat(transition: Transition) -> bool:
 def _fail_if_too_late(transition: Transition, request: CheckpointRequest) -> None:
     """Stop waiting for a set that could not be stored in time even if it were sealed now."""
     state = transition.state
-    flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
+    flush_s = planner.send_s(state.measured, state.bytes_to_come)
     data_left_s = transition.left_s - state.settings.reserve_s
     if flush_s <= data_left_s:
         if request.too_late_mono_s is not None:

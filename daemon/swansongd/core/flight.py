@@ -99,12 +99,12 @@ def record_flushed(transition: Transition, event: Flushed) -> None:
 def _learn_from_the_end(transition: Transition, flight: Flight, bytes_sent: int) -> None:
     if bytes_sent < planner.BANDWIDTH_SAMPLE_MIN_BYTES:
         return
+    # The completion of uploads is not part of the bandwidth.
+    end_mono_s = flight.parts_stored_mono_s or transition.now
     if flight.is_sampled:
-        _learn(
-            transition, bytes_sent - flight.sampled_bytes, transition.now - flight.sampled_mono_s
-        )
+        _learn(transition, bytes_sent - flight.sampled_bytes, end_mono_s - flight.sampled_mono_s)
     else:  # too short for a sample on the way
-        _learn(transition, bytes_sent, transition.now - flight.started_mono_s)
+        _learn(transition, bytes_sent, end_mono_s - flight.started_mono_s)
 
 
 def sample_bandwidth(transition: Transition) -> None:
@@ -120,6 +120,8 @@ def sample_bandwidth(transition: Transition) -> None:
     ):
         return
     moved = flight.bytes_sent - flight.sampled_bytes
+    if flight.parts_stored_mono_s is not None:
+        return  # the rest counts at the end
     if moved or flight.bytes_unsent:  # else the flush only waits for responses
         _learn(transition, moved, duration_s)
     transition.state = replace(
@@ -229,7 +231,7 @@ def _is_early_better(state: State, wanted: Candidate | None, data_left_s: float)
     bandwidth = state.bandwidth_bytes_per_s
     return (
         not planner.fits(wanted, data_left_s, bandwidth)
-        and planner.seconds_to_store(state.bytes_to_come, bandwidth) <= data_left_s
+        and planner.send_s(state.measured, state.bytes_to_come) <= data_left_s
     )
 
 

@@ -259,6 +259,7 @@ def _without_reports(trainer: TrainerView) -> TrainerView:
         rank=trainer.rank,
         world_size=trainer.world_size,
         local_world_size=trainer.local_world_size,
+        node=trainer.node,
         nodes=trainer.nodes,
         step=trainer.step,
         takes_periodic=trainer.takes_periodic,

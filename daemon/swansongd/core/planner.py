@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from swansong import bounds
@@ -168,7 +168,8 @@ def _wait(measured: Measurements) -> tuple[float, float]:
     """Time from the request to the begin of the save: the rest of the step, and the messages."""
     if measured.step_s is None:
         return 0.0, 0.0
-    prior_s, prior_var = measured.step_s / 2, measured.step_s**2 / 12
+    step_s = min(measured.step_s, bounds.SECONDS_MAX)
+    prior_s, prior_var = step_s / 2, step_s**2 / 12
     figure = measured.pace.wait_s
     if figure is None:
         return prior_s, prior_var
@@ -179,7 +180,8 @@ def _wait(measured: Measurements) -> tuple[float, float]:
 
 def _save(measured: Measurements) -> tuple[float, float]:
     """Save time of the slowest rank, and its variance."""
-    save_s, urgent = measured.save_s or 0.0, measured.pace.urgent_save_s
+    save_s = min(measured.save_s or 0.0, bounds.SECONDS_MAX)  # a larger one has no square
+    urgent = measured.pace.urgent_save_s
     if urgent is not None and urgent.samples:
         save_s = urgent.mean
     elif urgent is not None:  # an evacuation of an earlier VM
@@ -222,6 +224,12 @@ def _completion(measured: Measurements) -> tuple[float, float]:
         return 0.0, 0.0
     deviation = math.sqrt(ratio.expected_variance((_PRIOR_SPREAD * ratio.mean) ** 2))
     return assumed_s * ratio.mean, _NINE_OF_TEN * assumed_s * deviation
+
+
+def send_s(measured: Measurements, size_bytes: int) -> float:
+    """Expected time to send these bytes of the next set."""
+    known = replace(measured.pace, new_share=None)
+    return _send(replace(measured, save_bytes=size_bytes, pace=known))[0]
 
 
 def flush_s(measured: Measurements) -> tuple[float, float]:

@@ -273,7 +273,8 @@ class Committer:
                     manifests = catalog.load(self._store, self._keys, found)
                     self._journal.seed([shard for made in manifests for shard in made.shards])
                     self._date(newest, manifests[0].created)
-                    self._post(PaceRead(manifests[0].pace))
+                    if manifests[0].pace:
+                        self._post(PaceRead(manifests[0].pace))
         except SwansongError as error:
             _log.warning("newest_commit_not_read", commit=str(newest), error=error.line())
 

@@ -68,11 +68,16 @@ class Wish:
 
 
 def selects(prefixes: frozenset[str], shard: StoredShard) -> bool:
-    """Whether ranks with these wishes read the shard.  Files of no rank are for all, if they are small."""
-    if not prefixes or shard.path.startswith(tuple(prefixes)):
+    """Whether ranks with these wishes read the shard.
+
+    The manifest of a rank belongs to its directory.  Small files of no rank are for all ranks.
+    """
+    starts = tuple(prefixes)
+    if not prefixes or shard.path.startswith(starts):
         return True
-    is_common = "/" not in shard.path and not is_rank_manifest(shard.path)
-    return is_common and shard.size_bytes <= COMMON_BYTES_MAX
+    if is_rank_manifest(shard.path):
+        return f"{shard.path.removesuffix('.json')}/".startswith(starts)
+    return "/" not in shard.path and shard.size_bytes <= COMMON_BYTES_MAX
 
 
 def covers(prefixes: frozenset[str], others: frozenset[str]) -> bool:

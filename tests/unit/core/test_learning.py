@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import SECONDS_MAX
 from swansongd.core import machine, pace, planner
-from swansongd.core.events import Conclude, Flushed, Mark, PaceRead
+from swansongd.core.events import Conclude, Flushed, FlushProgress, Mark, PaceRead
 from swansongd.core.planner import Measurements, PlanKind
 from swansongd.core.state import Phase
 
@@ -170,3 +170,26 @@ def test_a_rebuilt_state_forgets_the_pace() -> None:
     assert machine.rebuilt(vm.state).pace == pace.UNKNOWN
     assert vm.state.phase is Phase.IDLE
     assert a_set(1).size_bytes
+
+
+def test_the_completion_of_uploads_does_not_lower_the_bandwidth() -> None:
+    """Otherwise the next request would be given up: by the figures its set could not be sent in time."""
+    story = Story()
+    story.join(step=1)
+    staged = story.seal(1)
+    flight = story.state.flight
+    assert flight is not None
+    size_bytes = staged.size_bytes
+    for second in range(1, 11):
+        story.wait(1.0)
+        sent = size_bytes * second // 10
+        story.tell(FlushProgress(flight.flush_id, sent, sent))
+    before = story.state.bandwidth_bytes_per_s
+    assert before == pytest.approx(10 * MIB, rel=0.1)
+    for _ in range(8):
+        story.wait(1.0)
+    story.flushed()
+    assert story.state.bandwidth_bytes_per_s == pytest.approx(before, rel=0.01)
+    assert story.state.pace.completion_ratio is not None
+    assert story.state.pace.send_s_per_byte is not None
+    assert story.state.pace.send_s_per_byte.mean * size_bytes == pytest.approx(10.0)

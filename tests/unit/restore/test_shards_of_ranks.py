@@ -38,7 +38,8 @@ def part_of(node: int) -> dict[str, bytes]:
 
 
 def prefixes_of(*ranks: int) -> list[str]:
-    return [f"rank-{rank:05d}" for rank in ranks]
+    """As the hooks name them; the manifest of a rank belongs to its directory."""
+    return [f"rank-{rank:05d}/" for rank in ranks]
 
 
 class Vm:
