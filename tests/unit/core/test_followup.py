@@ -99,7 +99,7 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     assert [word.split()[0] for word in story.verdicts] == ["SAFE"] * (1 + len(asks(story)))
     last = story.all(Conclude)[-1]
     assert last.commit == story.state.last_commit
-    assert 5.0 < last.slack_s < 7.0, "as late as is safe: reserve, save, send and a step"
+    assert 5.0 < last.slack_s < 7.5, "as late as is safe: reserve, save, send and a step"
     assert last.commit is not None
     assert last_step - last.commit.step < 20
     assert marks(story).count("follow_up") == len(asks(story))
