@@ -90,7 +90,6 @@ PARTS = {
     "fetch": "fetch",
     "load": "load",
     "warm_up": "first step",
-    "unknown": "not split, because the store has no record of the resume:",
 }
 """Text for each part of the time without training, by its name in ``swansong loss --json``."""
 
@@ -304,15 +303,12 @@ class Stage:
         if self._by_signal:
             return None
 
-        patient_until = time.monotonic() + 10
-
         def found() -> list[dict[str, Any]]:
             answer = watch.vm.swansong("loss", "--json")
             if answer.returncode != 0:
                 raise Broken("swansong loss failed", answer.stderr.splitlines())
             interruptions = json.loads(answer.stdout)["interruptions"]
-            is_late = time.monotonic() > patient_until  # vm-2 wrote no record of its resume
-            return [each for each in interruptions if is_late or "unknown" not in each["down"]]
+            return [each for each in interruptions if "unknown" not in each["down"]]
 
         return watch.until(found, "the record of the resume in the store")[0]
 
@@ -447,9 +443,6 @@ def _costs(watch: Watch, restored: int, loss: dict[str, Any] | None) -> Iterator
     yield "redone", f"{loss['redone_s']:5.2f} s  {redone}"
     yield "down", f"{loss['down_s']:5.2f} s  {parts}"
     yield "lost", f"{loss['lost_s']:5.2f} s  for each GPU"
-    if loss["last_step"] < reached - 2:
-        text = f"the last step that the store knows of vm-1 is {loss['last_step']}"
-        yield "", f"{text}; the time since then counts as down"
 
 
 def _weights(process: Process) -> str:

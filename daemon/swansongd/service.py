@@ -462,6 +462,7 @@ class Service:
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
+        self._storage.ledger.finish(_EXIT_DRAIN_S)
         self._stop.set()
         self._inbox.close()
         self._committer.close()

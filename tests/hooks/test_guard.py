@@ -948,6 +948,42 @@ def test_reports_are_rare() -> None:
     assert len(said) <= time.monotonic() - begun_s
 
 
+def test_the_first_new_step_is_reported_without_a_wait() -> None:
+    """The daemon measures a resume by it; the reports after it are rare again."""
+    said: list[Message] = []
+    reporter = Reporter(lambda message: said.append(message) or True)  # type: ignore[func-returns-value]
+    reporter.started(40, "start")
+    for step in (40, 41, 42):
+        reporter.tick(step, 1.0, SaveCost())
+    assert [report.step for report in said if isinstance(report, Progress)] == [40, 41]
+
+
+@pytest.mark.parametrize("is_connected", [True, False])
+def test_the_end_of_the_training_reports_its_last_step(is_connected: bool) -> None:
+    """Also if the start was not sent yet, because no daemon was connected."""
+    said: list[Message] = []
+    reporter = Reporter(lambda message: is_connected and (said.append(message) or True))  # type: ignore[func-returns-value]
+    reporter.started(40, "start")
+    reporter.tick(41, 1.0, SaveCost())
+    is_connected = True
+    reporter.ended(45)
+    reports = [(p.step, p.start_id) for p in said if isinstance(p, Progress)]
+    assert (reports[0], reports[-1]) == ((40, "start"), (45, ""))
+
+
+def test_a_short_training_reports_its_step_before_its_goodbye(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """It ends before the first report is due."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    guard.step(1)
+    guard.close()
+    daemon.wait_for(Bye)
+    steps = [message.step for message in daemon.all_of(Progress)]
+    assert steps == [0, 1]
+
+
 @pytest.mark.fault("T09")
 def test_a_restore_waits_for_a_daemon_that_is_being_restarted(
     tmp_path: Path, attach: Attach, counter: Counter

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import signal
 from typing import Any
 
 import pytest
@@ -73,6 +74,24 @@ def test_two_lost_vms_and_their_cost(aws: Aws, bucket: Bucket, new_vm: Any, witn
     assert shown.returncode == 0
     assert "ETTR" in shown.stdout
     assert max(map(len, shown.stdout.rstrip().splitlines())) < 100
+
+
+def test_short_trainings_are_recorded(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """One trainer ends right after its first steps, and one daemon does."""
+    first = new_vm("first", bucket.store)
+    daemon = first.start_daemon()
+    trainer = first.start_trainer("--steps", "2", script=witness)
+    assert trainer.wait() == 0
+    daemon.lines.wait(event="resumption_recorded", first_step=1)
+    first.power_off()
+
+    second = new_vm("second", bucket.store)
+    daemon = second.start_daemon()
+    second.start_trainer(script=witness)
+    until(lambda: any(each["step"] > 0 for each in second.status()["trainers"]), what="a step")
+    daemon.kill(signal.SIGTERM)
+    assert daemon.wait() == 0
+    assert daemon.lines.all(event="resumption_recorded", generation=2)
 
 
 def farewells(bucket: Bucket) -> list[str]:

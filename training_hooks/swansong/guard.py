@@ -583,6 +583,7 @@ class Guard:
                 log.warning(
                     "a checkpoint is not written after %.0f s; it is lost", CLOSE_PATIENCE_S
                 )
+            self._reporter.ended(int(self._agreement.step))
             self._session.end(reason)
             self._agreement = self._session.agreement
             atexit.unregister(self._end)

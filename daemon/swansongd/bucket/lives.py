@@ -33,7 +33,7 @@ _READS = 16
 _EARLIER_MAX = 8
 """Number of generations without any training that are passed over."""
 _FAREWELLS_MAX = 5
-"""Number of newest farewells of a generation that are read: an evacuation leaves up to three."""
+"""Number of newest farewells of a generation that are read: the keys of one second have no order."""
 _COMMITS_MAX = 2
 """Two commits give the interval between them."""
 

@@ -537,7 +537,10 @@ class Conclude:
 
 @dataclass(frozen=True, slots=True)
 class LastFarewell:
-    """The VM is about to end: write a farewell with the last step, which no verdict depends on."""
+    """The VM is about to end: write a farewell with the last step, which no verdict depends on.
+
+    It is repeated while the VM outlives its deadline.
+    """
 
     conclusion: Conclude
 

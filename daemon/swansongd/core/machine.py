@@ -119,6 +119,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             ranks.record_left(transition, event)
             resumption.record_left(transition)
         case TrainerProgress():
+            resumption.record_started(transition, event)
             ranks.record_progress(transition, event)
             resumption.record_progress(transition, event)
         case TrainerAccepted(connection, request_id, at_step):
@@ -190,7 +191,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case WokeUp(slept_s):
             claims.record_woke_up(transition, slept_s)
         case StopRequested(reason):
-            transition.state = replace(state, is_leaving=True)
+            resumption.record_leaving(transition)
+            transition.state = replace(transition.state, is_leaving=True)
             transition.do(Exit(EXIT_STOPPED, reason))
         case Tick():
             flight.sample_bandwidth(transition)

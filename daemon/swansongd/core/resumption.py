@@ -3,7 +3,8 @@
 
 The milestones of a resume are recorded in the store once, with the first new step.  The end of the training,
 and the time for which checkpoints held it up, go into each farewell.  An evacuation that has a verdict gets
-one more farewell just before the VM ends: training continues after the verdict.
+one more farewell just before the VM ends, because training continues after the verdict.  If the VM outlives
+the deadline, which may be assumed, further ones follow.
 
 No decision depends on these facts.
 """
@@ -23,15 +24,18 @@ from swansongd.core.events import (
     TrainerSealed,
 )
 from swansongd.core.ledger import Milestones
-from swansongd.core.state import CheckpointRequest
+from swansongd.core.state import CheckpointRequest, Evacuation
 from swansongd.core.transition import HOST_SOURCE, Transition
 from swansongd.model import CommitRef
 
 PART_S = 2.0
 """The last farewell is written this long before the deadline.  It is one small request."""
 
+AGAIN_S = 1.0
+"""After the deadline it is written again at this interval.  Ranks report once a second."""
+
 PACE_S = 5.0
-"""The record waits at most this long for the duration of a step."""
+"""While training continues, the record waits at most this long for the duration of a step."""
 
 # ---------------------------------------------------------------- milestones
 
@@ -76,26 +80,32 @@ def record_answered(transition: Transition, event: RestoreAnswered) -> None:
 
 def record_line_left(transition: Transition) -> None:
     """Training will start again under another generation: the start so far does not count for it."""
+    _record_resumption(transition, is_last=True)
     _reached(transition, started_mono_s=None, start_step=-1, first_step=-1, first_step_mono_s=None)
 
 
+def record_started(transition: Transition, event: TrainerProgress) -> None:
+    """A rank reported the start of its training, with which it may leave the generation.
+
+    So the start before it is recorded first.
+    """
+    if not event.start_id:
+        return
+    _record_resumption(transition, is_last=True)
+    _reached(
+        transition,
+        started_mono_s=transition.now,
+        start_step=max(0, event.step),
+        first_step=-1,
+        first_step_mono_s=None,
+    )
+    _trains(transition, step=event.step, mono_s=transition.now)
+
+
 def record_progress(transition: Transition, event: TrainerProgress) -> None:
-    """A rank reported its step, or the start of its training."""
-    milestones = transition.state.milestones
-    if event.start_id:
-        _reached(
-            transition,
-            started_mono_s=transition.now,
-            start_step=max(0, event.step),
-            first_step=-1,
-            first_step_mono_s=None,
-        )
-        _trains(transition, step=event.step, mono_s=transition.now)
-    else:
+    """A rank reported its step."""
+    if not event.start_id:
         record_step(transition, event.step)
-        has_started = milestones.started_mono_s is not None
-        if has_started and milestones.first_step < 0 and event.step > milestones.start_step:
-            _reached(transition, first_step=event.step, first_step_mono_s=transition.now)
     _record_ranks(transition)
     _record_standstill(transition, event)
 
@@ -109,9 +119,13 @@ def _reached(transition: Transition, **facts: object) -> None:
 
 
 def record_step(transition: Transition, step: int) -> None:
-    """A rank has completed this step."""
+    """A rank has completed this step, whichever message reports it."""
     if step > transition.state.training.step:
         _trains(transition, step=step, mono_s=transition.now)
+    milestones = transition.state.milestones
+    has_started = milestones.started_mono_s is not None
+    if has_started and milestones.first_step < 0 and step > milestones.start_step:
+        _reached(transition, first_step=step, first_step_mono_s=transition.now)
 
 
 def record_sealed(transition: Transition, event: TrainerSealed) -> None:
@@ -175,8 +189,13 @@ def reconcile(transition: Transition) -> None:
     """Measure agreements, record a resume once, and write the last farewell of an evacuation."""
     _begin_evacuation(transition)
     _measure_agreement(transition)
-    _record_resumption(transition)
+    _record_resumption(transition, is_last=transition.state.is_leaving)
     _part(transition)
+
+
+def record_leaving(transition: Transition) -> None:
+    """The daemon stops: record now what would wait."""
+    _record_resumption(transition, is_last=True)
 
 
 def _begin_evacuation(transition: Transition) -> None:
@@ -207,22 +226,30 @@ def _holds_ranks(request: CheckpointRequest) -> bool:
     return bool(request.accepted) and request.target is None
 
 
-def _record_resumption(transition: Transition) -> None:
+def _record_resumption(transition: Transition, *, is_last: bool) -> None:
+    """Record a resume once; ``is_last``: no later call knows more."""
     state = transition.state
     generation, milestones = state.generation, state.milestones
     if generation is None or generation == state.recorded or milestones.first_step < 0:
         return
-    if state.training.step_s is None and transition.now < _first_mono_s(milestones) + PACE_S:
+    may_learn = bool(state.trainers) and not is_last
+    is_early = transition.now < _first_mono_s(milestones) + PACE_S
+    if state.training.step_s is None and may_learn and is_early:
         return
-    made = _backdated(milestones, state.training.step_s or 0.0)
+    made = _backdated(milestones, state.training.step_s)
     transition.do(RecordResumption(generation, made, state.training))
     transition.state = replace(state, recorded=generation, milestones=Milestones())
 
 
-def _backdated(milestones: Milestones, step_s: float) -> Milestones:
-    """The first new step: ranks report once a second, perhaps after several steps."""
-    since_s = (milestones.first_step - milestones.start_step - 1) * step_s
-    first_mono_s = max(milestones.started_mono_s or 0.0, _first_mono_s(milestones) - since_s)
+def _backdated(milestones: Milestones, step_s: float | None) -> Milestones:
+    """The first new step: ranks report once a second, perhaps after several steps.
+
+    If the duration of a step is unknown, all of them count as equally long.
+    """
+    started_mono_s, reported_mono_s = milestones.started_mono_s or 0.0, _first_mono_s(milestones)
+    steps = milestones.first_step - milestones.start_step
+    pace_s = (reported_mono_s - started_mono_s) / steps if step_s is None else step_s
+    first_mono_s = max(started_mono_s, reported_mono_s - (steps - 1) * pace_s)
     return replace(milestones, first_step=milestones.start_step + 1, first_step_mono_s=first_mono_s)
 
 
@@ -232,9 +259,14 @@ def _first_mono_s(milestones: Milestones) -> float:
 
 
 def _part(transition: Transition) -> None:
-    """Training continues after the verdict: report its last step as late as is safe."""
+    """Training continues after the verdict: report its last step as late as is safe.
+
+    A VM that outlives its deadline reports each later step too, because its end is unknown.
+    """
     state, evacuation = transition.state, transition.state.evacuation
-    if evacuation is None or evacuation.verdict is None or evacuation.id == state.parted:
+    if evacuation is None or evacuation.verdict is None:
+        return
+    if evacuation.id == state.parted and not _is_due_again(transition, evacuation):
         return
     # In the reserve no further checkpoint begins, so no manifest can wait behind this farewell.
     is_near = transition.left_s <= min(PART_S, state.settings.reserve_s)
@@ -243,7 +275,9 @@ def _part(transition: Transition) -> None:
     is_busy = state.flight is not None or bool(state.stored) or is_waiting
     if not is_ending or is_busy or state.last_verdict is None:
         return
-    transition.state = replace(state, parted=evacuation.id)
+    transition.state = replace(
+        state, parted=evacuation.id, parted_step=state.training.step, parted_mono_s=transition.now
+    )
     if any(isinstance(action, Conclude) for action in transition.actions):
         return  # its farewell has the same step
     transition.do(
@@ -259,3 +293,9 @@ def _part(transition: Transition) -> None:
             )
         )
     )
+
+
+def _is_due_again(transition: Transition, evacuation: Evacuation) -> bool:
+    state = transition.state
+    is_late = transition.now >= max(evacuation.deadline_mono_s, state.parted_mono_s + AGAIN_S)
+    return is_late and state.training.step > state.parted_step

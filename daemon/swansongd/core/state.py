@@ -410,6 +410,10 @@ class State:
     """Generation whose resumption was recorded last."""
     parted: str = ""
     """Evacuation whose last farewell was written."""
+    parted_step: int = -1
+    """Step in that farewell."""
+    parted_mono_s: float = 0.0
+    """When that farewell was requested."""
     is_leaving: bool = False
 
     @property

@@ -125,7 +125,6 @@ class Storage:
             self.keys,
             is_urgent=lambda: limits.is_undecided(state()),
             is_fenced=lambda: state().newer_generation is not None,
-            stop=stop,
         )
         self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
         self._sweeper = Sweeper(

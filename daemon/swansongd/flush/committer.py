@@ -96,6 +96,8 @@ class Committer:
         """The claim of the generation that this VM commits under."""
         self._has_read_back = False
         """Whether this daemon has read a manifest back and found the bytes that it had written."""
+        self._farewells = 0
+        """Number of farewells that were requested."""
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue()
         self._stop = threading.Event()
         self._is_expedited = threading.Event()
@@ -124,6 +126,9 @@ class Committer:
     ) -> None:
         """Create the farewell of an evacuation.
 
+        One that announces no verdict is dropped if a newer one is requested before its turn: during an outage
+        of the store, a manifest would wait behind all of them.
+
         Args:
             timeline: its entries, oldest first; read before this returns.
             left_out: entries that were removed from it.
@@ -139,7 +144,14 @@ class Committer:
             written=self._wall(),
         )
         data = farewells.encode(farewell)
-        self._jobs.put(lambda: self._farewell(generation, data))
+        self._farewells += 1
+        number = self._farewells
+
+        def run() -> None:
+            if conclusion.is_final or number == self._farewells:
+                self._farewell(generation, data)
+
+        self._jobs.put(run)
 
     def check_fence(self) -> None:
         """Check whether another VM has taken the run over; posts FenceFound if so."""

@@ -2,7 +2,8 @@
 """Writes the resumption of a generation to the store, in a thread of its own.
 
 The record is informational.  It waits for the verdict of an open evacuation, so that it takes no connection
-and no processor time from a commit, and it is dropped once another VM has taken the run over.
+and no processor time from a commit, and it is dropped once another VM has taken the run over.  When the
+daemon ends, it is written without any wait.
 """
 
 from __future__ import annotations
@@ -43,7 +44,6 @@ class Ledger:
         keys: of the run.
         is_urgent: whether an evacuation has no verdict yet.
         is_fenced: whether another VM has taken the run over.
-        stop: ends the waits.
         wall_s: wall clock in seconds since 1970.
         yield_s: see YIELD_S.
     """
@@ -55,7 +55,6 @@ class Ledger:
         *,
         is_urgent: Callable[[], bool],
         is_fenced: Callable[[], bool],
-        stop: threading.Event,
         wall_s: Callable[[], float] = time.time,
         yield_s: float = YIELD_S,
     ) -> None:
@@ -63,7 +62,7 @@ class Ledger:
         self._keys = keys
         self._is_urgent = is_urgent
         self._is_fenced = is_fenced
-        self._stop = stop
+        self._is_ending = threading.Event()
         self._wall_s = wall_s
         self._yield_s = yield_s
         self._has_trained = False
@@ -85,6 +84,15 @@ class Ledger:
         self._has_trained = True
         if not self._worker.submit(partial(self._write, resumption, wait_s)):
             _log.warning("resumption_not_recorded", reason="too many records wait")
+
+    def finish(self, limit_s: float) -> None:
+        """The daemon ends: make one attempt for each record that waits, and block at most this long."""
+        self._is_ending.set()
+        done = threading.Event()
+        if not self._worker.submit(done.set) or not done.wait(limit_s):
+            _log.warning(
+                "resumption_not_recorded", reason="the daemon ends before the store answers"
+            )
 
     def _resumption(self, action: RecordResumption, vm: str, daemon_mono_s: float) -> Resumption:
         """All times by one reading of the wall clock: it may have been set since the boot."""
@@ -121,13 +129,17 @@ class Ledger:
 
     def _write(self, resumption: Resumption, wait_s: float) -> None:
         for _ in range(RETRIES_MAX):
-            if self._stop.wait(wait_s) or not self._is_quiet():
+            is_last = self._is_ending.wait(wait_s)
+            if not self._is_quiet():
                 return
             try:
                 self._put(resumption)
             except Exists:
                 return  # another VM of the job, or an earlier life of this daemon
             except SwansongError as error:
+                if is_last:
+                    _log.warning("resumption_not_recorded", reason=error.line())
+                    return
                 _log.info("resumption_delayed", reason=error.line())
                 wait_s = min(max(RETRY_S, 2 * wait_s), RETRY_S_MAX)
             else:
@@ -135,10 +147,9 @@ class Ledger:
         _log.warning("resumption_not_recorded", reason=f"the store failed {RETRIES_MAX} times")
 
     def _is_quiet(self) -> bool:
-        """Wait for the end of an evacuation; False if the daemon stops or is fenced."""
-        while self._is_urgent() and not self._is_fenced():
-            if self._stop.wait(_URGENT_S):
-                return False
+        """Wait for the end of an evacuation, or of the daemon; False if the daemon is fenced."""
+        while self._is_urgent() and not self._is_fenced() and not self._is_ending.wait(_URGENT_S):
+            pass
         return not self._is_fenced()
 
     def _put(self, resumption: Resumption) -> None:

@@ -10,6 +10,7 @@ from swansongd.core.events import (
     Conclude,
     DownloadEnded,
     DownloadStarted,
+    Exit,
     GenerationClaimed,
     JobStarted,
     LastFarewell,
@@ -17,10 +18,12 @@ from swansongd.core.events import (
     RestoreAnswered,
     RestoreAsked,
     RolledBack,
+    StopRequested,
     TrainerJoined,
     TrainerProgress,
+    TrainerSealed,
 )
-from swansongd.core.resumption import PART_S
+from swansongd.core.resumption import AGAIN_S, PACE_S, PART_S
 from swansongd.model import CommitRef, Severity, TrainerView
 
 from testkit.story import Story
@@ -86,6 +89,72 @@ def test_a_reconnection_is_no_resume() -> None:
     story.progress(501)
     story.wait(60.0)
     assert not story.all(RecordResumption)
+
+
+def short(newest: CommitRef = NEWEST) -> Story:
+    """A training that starts at step 40, and whose pace stays unknown."""
+    story = Story(newest=newest)
+    story.join(start_id="s1")
+    at(story, 3.0, TrainerProgress(1, 40, start_id="s1"))
+    return story
+
+
+def test_a_trainer_that_only_sealed_its_end_is_recorded_when_it_leaves() -> None:
+    """A training of a second may report no step before its final checkpoint."""
+    story = short()
+    begun_s = story.now
+    at(story, 2.0, TrainerSealed(1, "", 44, 0.1, 100))
+    assert not story.all(RecordResumption)
+    story.leave()
+    (record,) = story.all(RecordResumption)
+    made = record.milestones
+    assert (made.start_step, made.first_step) == (40, 41)
+    # Four steps of unknown duration count as equally long.
+    assert made.first_step_mono_s == pytest.approx(begun_s + 0.5)
+    assert record.training.is_over
+
+
+def test_without_the_duration_of_a_step_the_record_waits_a_little() -> None:
+    """While the trainer is connected, its next report probably has the duration."""
+    story = short()
+    story.progress(41)
+    story.wait(PACE_S - 0.1)
+    assert not story.all(RecordResumption)
+    story.wait(0.2)
+    assert len(story.all(RecordResumption)) == 1
+
+
+def test_a_stop_of_the_daemon_records_at_once() -> None:
+    """The record comes before the exit, and has no second copy."""
+    story = short()
+    story.progress(41)
+    actions = story.tell(StopRequested("stopped"))
+    assert [type(action) for action in actions] == [RecordResumption, Exit]
+    assert not short().tell(StopRequested("stopped"))[:-1]  # no new step
+
+
+def test_a_shutdown_of_the_host_records_at_once() -> None:
+    """The daemon ends with its verdict."""
+    story = short()
+    story.notice(in_s=30.0, source="host", severity=Severity.SHUTTING_DOWN)
+    story.accept(41)
+    story.answer(42)
+    assert not story.all(RecordResumption)
+    story.store_all()
+    assert story.state.is_leaving
+    assert len(story.all(RecordResumption)) == 1
+
+
+def test_a_start_that_leaves_the_line_records_the_start_before_it() -> None:
+    """The first one made a step under the old generation; the pace of its steps was not known yet."""
+    story = short()
+    story.progress(41)
+    story.seal(41, start_id="s1")
+    story.store_all()
+    at(story, 1.0, TrainerProgress(1, 40, start_id="s2"))
+    assert story.state.generation is None
+    (record,) = story.all(RecordResumption)
+    assert (record.generation, record.milestones.first_step) == (2, 41)
 
 
 def test_a_rollback_is_recorded_by_its_own_start() -> None:
@@ -200,6 +269,35 @@ def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
     assert not last.conclusion.is_final
     assert last.conclusion.verdict == story.state.last_verdict.verdict  # type: ignore[union-attr]
     assert story.verdicts == verdicts
+
+
+def test_a_vm_that_outlives_its_deadline_reports_its_later_steps() -> None:
+    """An assumed deadline is too early, and steps that no farewell has would count as downtime."""
+    story = evacuated()
+    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
+    story.wait(left_s - 0.5)
+    assert len(story.all(LastFarewell)) == 1
+    story.progress(91)
+    story.wait(0.4)
+    assert len(story.all(LastFarewell)) == 1  # before the deadline one is enough
+    verdicts = list(story.verdicts)
+    story.wait(AGAIN_S)
+    assert (len(story.all(LastFarewell)), story.state.parted_step) == (2, 91)
+    for step in (92, 93):
+        story.progress(step)
+        assert story.state.parted_step == step - 1
+        story.wait(AGAIN_S)
+        assert story.state.parted_step == step
+    count = len(story.all(LastFarewell))
+    assert count == 4
+    story.wait(AGAIN_S)
+    assert len(story.all(LastFarewell)) == count  # no further step
+    assert story.verdicts == verdicts
+    story.wait(60.0)
+    story.progress(200)
+    story.wait(AGAIN_S)
+    assert story.state.evacuation is None
+    assert len(story.all(LastFarewell)) == count
 
 
 def test_the_last_farewell_waits_for_a_commit() -> None:

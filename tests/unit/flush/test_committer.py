@@ -576,6 +576,17 @@ def test_two_farewells_of_one_second_have_different_keys(
     assert all(key.startswith(f"{KEYS.farewells}00000001-20300101T000000Z-") for key in keys)
 
 
+def test_farewells_without_a_verdict_do_not_queue(rig: CommitterRig) -> None:
+    """During an outage a manifest would wait behind all of them: only the newest one is written."""
+    with rig.committer() as committer:
+        for step in range(5):
+            committer.farewell(1, replace(LOST, is_final=False, slack_s=-step), [])
+        assert rig.next() == GenerationClaimed(1, None)
+        assert committer.drain(10)
+    (key,) = stored(rig, KEYS.farewells)
+    assert json.loads(rig.store.get(key))["slack_s"] == -4
+
+
 def test_a_failed_farewell_does_not_stop_the_committer(
     rig: CommitterRig, working: Committer
 ) -> None:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from swansongd.bucket import resumption
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import RecordResumption
@@ -43,7 +44,7 @@ class Rig:
 
     def __init__(self) -> None:
         self.store = MemoryStore()
-        self.stop = threading.Event()
+        self.ledgers: list[Ledger] = []
         self.urgent, self.fenced = False, False
 
     def ledger(self, **options: Any) -> Ledger:
@@ -52,11 +53,11 @@ class Rig:
             KEYS,
             is_urgent=lambda: self.urgent,
             is_fenced=lambda: self.fenced,
-            stop=self.stop,
             wall_s=lambda: WALL_S,
             **options,
         )
         made.start()
+        self.ledgers.append(made)
         return made
 
     def written(self, generation: int = 2) -> Resumption | None:
@@ -73,7 +74,8 @@ def rig(monkeypatch: pytest.MonkeyPatch) -> Iterator[Rig]:
     monkeypatch.setattr(ledgers, "_URGENT_S", 0.01)
     made = Rig()
     yield made
-    made.stop.set()
+    for ledger in made.ledgers:
+        ledger.finish(0.0)
 
 
 def test_a_record_has_wall_clock_times_and_the_end_before_it(rig: Rig) -> None:
@@ -165,3 +167,48 @@ def test_a_damaged_bucket_costs_no_thread(rig: Rig, monkeypatch: pytest.MonkeyPa
     del rig.store.objects[foreign]
     rig.record(ledger, a_record(3))
     assert until(lambda: rig.written(3), what="the next record")
+
+
+@pytest.mark.parametrize("is_urgent", [False, True])
+def test_the_end_of_the_daemon_cuts_each_wait_short(rig: Rig, is_urgent: bool) -> None:
+    """A record that waits for other VMs, or for a verdict, is written before the process ends."""
+    ledger = rig.ledger(yield_s=600.0)
+    rig.record(ledger, a_record(2, nodes=4))
+    until(lambda: rig.written(2), what="the first record")
+    rig.urgent = is_urgent
+    rig.record(ledger, a_record(3, nodes=4))
+    ledger.finish(20.0)
+    assert rig.written(3)
+
+
+def test_the_end_of_the_daemon_tries_a_failed_record_once_more(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The backoff ends, and a store that still fails is not asked again."""
+    monkeypatch.setattr(ledgers, "RETRY_S", 600.0)
+    asked: list[str] = []
+
+    def before(what: str, key: str) -> None:
+        if what == "put":
+            asked.append(key)
+            raise Transient("503")
+
+    rig.store.before = before
+    ledger = rig.ledger()
+    rig.record(ledger)
+    until(lambda: asked, what="the first attempt")
+    with capture_logs() as logs:
+        ledger.finish(20.0)
+    assert len(asked) == 2
+    assert "resumption_not_recorded" in [line["event"] for line in logs]
+
+
+def test_the_end_of_the_daemon_is_bounded(rig: Rig) -> None:
+    """The store never answers: the daemon ends without the record."""
+    release = threading.Event()
+    rig.store.before = lambda _what, _key: release.wait(60)
+    ledger = rig.ledger()
+    rig.record(ledger)
+    ledger.finish(0.05)
+    assert rig.written() is None
+    release.set()

@@ -39,6 +39,8 @@ class Reporter:
     def tick(self, step: int, loss: Any, cost: SaveCost, polls: int = 0) -> None:
         """Report after a step, a save or a poll, if the last report is at least :data:`INTERVAL_S` old.
 
+        The first new step after a start is reported without this wait.
+
         Args:
             step: last completed step.
             loss: of that step.  Only a plain number is sent, because reading a tensor blocks on its device.
@@ -51,7 +53,8 @@ class Reporter:
         elapsed_s = now - self._last_mono_s
         last = self._last
         known = (last.step, last.save_s, self._last_polls)
-        if elapsed_s < INTERVAL_S or (step, cost.save_s, polls) == known:
+        is_first = bool(last.start_id) and step > last.step
+        if (elapsed_s < INTERVAL_S and not is_first) or (step, cost.save_s, polls) == known:
             return
         step_s = last.step_s
         if step > last.step >= 0 and not last.start_id:
@@ -75,6 +78,14 @@ class Reporter:
     def is_behind(self, step: int) -> bool:
         """Whether a later step was reported before, because the script has loaded an older state."""
         return 0 <= step < self._last.step
+
+    def ended(self, step: int) -> None:
+        """Report the last step: no further report follows."""
+        unsent = self._unsent
+        if unsent is not None:
+            self._send(unsent)
+        if unsent is not None or step > self._last.step:
+            self._send(Progress(step=step))
 
     def started(self, step: int, start_id: str) -> None:
         """Report that training starts from ``step``, now or as soon as the daemon is connected."""
