@@ -26,8 +26,8 @@ from testkit.rig import Process, Vm, control
 
 T = TypeVar("T")
 
-EVERY_STEPS = 40
-STEP_DELAY_S = 0.1
+EVERY_STEPS = 30
+STEP_DELAY_S = 0.25
 PAD_MB = 32
 """Padding that makes a flush long enough to watch."""
 
@@ -56,14 +56,14 @@ CLOUDS = {
         "testkit.emulators.aws_imds",
         "s3",
         15,
-        320,
+        160,
         "AWS sends it 120 s before the end, the demo 15 s",
     ),
     "gcp": Cloud(
         "testkit.emulators.gcp_metadata",
         "gcs",
         30,
-        480,
+        220,
         "30 s, as on Google Cloud; swansongd assumes 25 s",
     ),
 }
@@ -79,8 +79,19 @@ MOMENTS = {
     "flushed": "all shards of step {step} are stored",
     "committed": "manifest of step {step} created: durable from here",
     "verdict": "{verdict}, {slack_s:.1f} s before swansongd's deadline",
+    "follow_up": "follow-up checkpoint {number} requested, {seconds_left:.1f} s left",
+    "follow_up_failed": "the follow-up checkpoint failed: {reason}",
 }
 """Text for each phase of the evacuation, with fields of the daemon's log line."""
+PARTS = {
+    "cloud": "no VM",
+    "boot": "boot",
+    "start": "trainer start",
+    "fetch": "fetch",
+    "load": "load",
+    "warm_up": "first step",
+}
+"""Text for each part of the time without training, by its name in ``swansong loss --json``."""
 
 
 def describe(line: dict[str, Any]) -> str:
@@ -99,6 +110,8 @@ class Watch:
         """Wall-clock time of the power cut, once known."""
         self.timeline: list[tuple[float, dict[str, Any]]] = []
         """Log lines of the evacuation until the verdict, each with its wall-clock time."""
+        self.follow_ups: list[tuple[float, dict[str, Any]]] = []
+        """Log lines of the follow-up checkpoints: their requests and their commits."""
         self.commits: list[int] = []
         self._screen = screen
         self._emulators = emulators
@@ -171,6 +184,12 @@ class Watch:
                 text = f"step {line['step']} committed: {megabytes(line)}, {lag}"
                 if is_over or not self.timeline:  # the timeline shows it otherwise
                     self._screen.say(self.name, text, at=at, style="green")
+            case "evacuation" if is_over:
+                phase = line["phase"]
+                if phase in ("follow_up", "follow_up_failed"):
+                    self._screen.say(self.name, describe(line), at=at)
+                if phase in ("follow_up", "follow_up_failed", "committed"):
+                    self.follow_ups.append((at, line))
             case "evacuation" | "verdict" if not is_over:
                 self.timeline.append((at, line))
                 style = "bold green" if line.get("verdict") == "SAFE" else "yellow"
@@ -248,7 +267,7 @@ class Stage:
         watch.power_off_at = power_off_at
         self._screen.say("cloud", f"notice set: {self._cloud.honest}", at=noticed_at, style="bold")
         watch.until(lambda: watch.daemon.lines.all(event="verdict"), "a verdict")
-        self._screen.say(watch.name, "continues to train until the power is off")
+        self._screen.say(watch.name, "training continues until the power is off")
         watch.until(lambda: time.time() >= power_off_at, "the power cut")
         watch.vm.power_off()
         watch.alive["the trainer"].lines.drained()
@@ -278,6 +297,20 @@ class Stage:
         text = f"trained from step {watch.steps[0]} to the end, step {watch.steps[-1]}"
         self._screen.say(watch.name, text)
         return watch, int(found["step"])
+
+    def loss(self, watch: Watch) -> dict[str, Any] | None:
+        """The cost of the preemption, from ``swansong loss``; None for a trainer that reports no steps."""
+        if self._by_signal:
+            return None
+
+        def found() -> list[dict[str, Any]]:
+            answer = watch.vm.swansong("loss", "--json")
+            if answer.returncode != 0:
+                raise Broken("swansong loss failed", answer.stderr.splitlines())
+            interruptions = json.loads(answer.stdout)["interruptions"]
+            return [each for each in interruptions if each["down"].keys() >= PARTS.keys()]
+
+        return watch.until(found, "the record of the resume in the store")[0]
 
     def _start_store(self, kind: str) -> dict[str, str]:
         """Start the store; returns table ``[store]`` of the configuration."""
@@ -350,16 +383,18 @@ def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
         noticed_at, power_off_at = stage.take_back(first)
         screen.chapter("A second VM resumes")
         second, restored = stage.second_vm()
+        loss = stage.loss(second)
 
     screen.quiet()
     screen.chapter("The evacuation, in seconds since the notice")
     moments = [(at, describe(line)) for at, line in first.timeline]
+    moments += [(at, describe(line)) for at, line in first.follow_ups]
     moments = [(noticed_at, "notice set"), *moments, (power_off_at, "power off")]
     screen.table((f"{at - noticed_at:.2f}", what) for at, what in moments)
     when = {line.get("phase", line["event"]): at for at, line in first.timeline}
     verdict = first.timeline[-1][1]
     screen.chapter("Figures")
-    screen.table(_figures(first, when, power_off_at, restored))
+    screen.table(_figures(first, when, power_off_at))
     screen.chapter("Promises")
     ours = _weights(second.alive["the trainer"])
     theirs = _weights(stage.reference)
@@ -373,11 +408,13 @@ def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
         screen.check("the weights are those of the uninterrupted run", kept=ours == theirs),
     )
     screen.table([("vm-2", f"sha256 {ours}"), ("reference", f"sha256 {theirs}")])
+    screen.chapter("The cost of the preemption" + (", from swansong loss" if loss else ""))
+    screen.table(_costs(first, restored, loss))
     return all(kept)
 
 
 def _figures(
-    watch: Watch, when: dict[str, float], power_off_at: float, restored: int
+    watch: Watch, when: dict[str, float], power_off_at: float
 ) -> Iterator[tuple[str, str]]:
     size = next((megabytes(line) for _, line in watch.timeline if "size_bytes" in line), "nothing")
     if {"accepted", "sealed"} <= when.keys():
@@ -388,9 +425,27 @@ def _figures(
         speed = float(size.split()[0]) / flush_s
         yield "flush", f"{size} in {flush_s:.2f} s, {speed:.0f} MB/s"
     yield "slack", f"{power_off_at - when['verdict']:.1f} s from the verdict to the power cut"
+    count = sum(line["phase"] == "follow_up" for _, line in watch.follow_ups)
+    yield "follow-up", f"{count} requested between the verdict and the power cut"
+
+
+def _costs(watch: Watch, restored: int, loss: dict[str, Any] | None) -> Iterator[tuple[str, str]]:
+    """The preemption loss; without a report of ``swansong loss`` only the steps."""
     reached = watch.steps[-1]
-    lost = f"{reached - restored} lost and repeated"
-    yield "steps", f"{reached} done at the power cut, {restored} restored, {lost}"
+    redone = f"{reached - restored} steps: {reached} done at the power cut, {restored} restored"
+    if loss is None:
+        yield "redone", redone
+        yield "", "swansong loss has no figures: a trainer without hooks reports no steps"
+        return
+    seconds = ((text, loss["down"][name]) for name, text in PARTS.items())
+    parts = ", ".join(f"{text} {part_s:.1f} s" for text, part_s in seconds if part_s is not None)
+    yield "stall", f"{loss['stall_s'] or 0:5.2f} s  for the checkpoints since the notice"
+    yield "redone", f"{loss['redone_s']:5.2f} s  {redone}"
+    yield "down", f"{loss['down_s']:5.2f} s  {parts}"
+    yield "lost", f"{loss['lost_s']:5.2f} s  for each GPU"
+    if loss["last_step"] < reached - 2:
+        text = f"the last step that the store knows of vm-1 is {loss['last_step']}"
+        yield "", f"{text}; the time since then counts as down"
 
 
 def _weights(process: Process) -> str:

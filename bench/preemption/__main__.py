@@ -26,7 +26,7 @@ from bench.preemption import agent, results, store
 from bench.preemption.contestants import BUILD, CONTESTANTS, Contestant, mount_refusal
 from bench.preemption.life import STEP_S, Failed, Plan, end_all, live
 from bench.preemption.results import Result, ResultsFile
-from bench.transfer.__main__ import box
+from bench.transfer.__main__ import machine
 from bench.transfer.contestants import BENCH, interpreter
 from bench.transfer.results import PAGES, write_page
 
@@ -36,7 +36,7 @@ SAVE_EVERY_S = 300.0
 PHASES = (1 / 2, 1 / 6, 5 / 6)
 """Age of the newest periodic save at the power cut, as a share of the interval, by repetition."""
 SIZES = {"32MB": 32_000_000, "1GB": 1_000_000_000, "4GB": 4_000_000_000}
-QUICK = {"size_bytes": 1_000_000, "notice_s": 8.0, "pause_s": 0.5, "warm_up_s": 1.0}
+QUICK = {"size_bytes": 1_000_000, "notice_s": 15.0, "pause_s": 0.5, "warm_up_s": 1.0}
 
 
 def plan_of(size: str, repeat: int, *, is_quick: bool) -> Plan:
@@ -104,11 +104,6 @@ def work(
         if result.bound_s:
             shown += f"; bound {result.bound_s:.1f} s"
         print(f"{size} {repeat + 1}/{options.repeats} {name}: {shown}", file=sys.stderr)
-
-
-def machine() -> str:
-    """Processor, kernel and Python, in one line."""
-    return box().partition(", OpenSSL")[0]
 
 
 def conditions(file: ResultsFile) -> str:

@@ -220,7 +220,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="torch.save + aws s3 sync",
             script=_SCRIPT,
-            settings="one file at a fixed interval, and a loop that uploads it",
+            settings="one file at a fixed interval, and `aws s3 sync` in a loop",
             environments=("awscli",),
             upload=_aws_up(),
             download=_aws_down,
@@ -228,7 +228,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="torch.save + s5cmd sync",
             script=_SCRIPT,
-            settings="the same",
+            settings="the same file, uploaded by `s5cmd sync`",
             environments=("s5cmd",),
             upload=lambda start: _s5cmd(start, "--exclude", "*.tmp", f"{start.out}/", f"{PREFIX}/"),
             download=lambda start: _s5cmd(start, f"{PREFIX}/*", f"{start.out}/"),
@@ -236,7 +236,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
         Contestant(
             name="torch.save + rclone copy",
             script=_SCRIPT,
-            settings="the same",
+            settings="the same file, uploaded by `rclone copy`",
             environments=("rclone",),
             upload=lambda start: _rclone(
                 start, "copy", "--exclude", "*.tmp", str(start.out), f":s3:{BUCKET}/out"

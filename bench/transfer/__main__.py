@@ -239,8 +239,8 @@ def _problem(case: Case, taken: measure.Run, moved: int, directory: Path) -> str
     return ""
 
 
-def box() -> str:
-    """The machine and its software, in one line."""
+def machine() -> str:
+    """Processor, kernel and Python, in one line."""
     info = Path("/proc/cpuinfo").read_text()
     facts: dict[str, str] = {}
     for line in info.splitlines():
@@ -249,11 +249,16 @@ def box() -> str:
     model = facts.get("model name", platform.machine())
     wanted = ("aes", "vaes", "vpclmulqdq", "sha_ni", "avx512f")
     flags = [flag for flag in wanted if flag in facts.get("flags", "").split()]
-    tls = subprocess.run(["openssl", "version"], capture_output=True, text=True, check=True).stdout
     return (
         f"{os.cpu_count()} cores of {model} ({', '.join(flags)}), Linux {platform.release()}, "
-        f"Python {platform.python_version()}, {' '.join(tls.split()[:2])}, {sink.CIPHER}"
+        f"Python {platform.python_version()}"
     )
+
+
+def box() -> str:
+    """The machine and its software, in one line."""
+    tls = subprocess.run(["openssl", "version"], capture_output=True, text=True, check=True).stdout
+    return f"{machine()}, {' '.join(tls.split()[:2])}, {sink.CIPHER}"
 
 
 def versions(names: Sequence[str]) -> str:

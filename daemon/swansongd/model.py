@@ -74,6 +74,17 @@ class Notice:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class NoticeKind:
+    """A kind of notice that this VM may get."""
+
+    source: str
+    grace_s: float
+    """Time between the notice and the end of the VM, as far as it is known before the notice."""
+    is_scheduled: bool = False
+    """The end is known in advance, and the evacuation begins as early as the checkpoint needs."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class SourceStatus:
     """The health of one source, the reason in words, and its beginning."""
 

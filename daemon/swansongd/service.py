@@ -68,7 +68,7 @@ from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import Severity
+from swansongd.model import NoticeKind, Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
 from swansongd.restore.local_files import LocalFiles
@@ -76,6 +76,7 @@ from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
 from swansongd.sources.opening import (
+    notice_kinds,
     open_lifecycle_hook,
     open_sources,
     shortest_grace_s,
@@ -143,8 +144,10 @@ class Service:
             stop=self._stop,
         )
         self._flush, self._committer = self._storage.flush, self._storage.committer
+        cloud_sources = open_sources(config.sources, config.deadline, boot_id=boot_id)
+        kinds = notice_kinds(cloud_sources, config.sources, config.deadline)
         self._decisions = Decisions(
-            _first_state(config, self._staging, self._committer, boot_id), _log
+            _first_state(config, self._staging, self._committer, boot_id, kinds), _log
         )
         uids = users.uids_of(config.trainer.users)
         self._observer = StagingObserver(
@@ -202,7 +205,7 @@ class Service:
         )
         self._asg_hook = open_lifecycle_hook(config.sources)
         self._sources = [
-            *open_sources(config.sources, config.deadline, boot_id=boot_id),
+            *cloud_sources,
             self._logind,
         ]
         self._channel.grace_s = shortest_grace_s(
@@ -467,7 +470,11 @@ class Service:
 
 
 def _first_state(
-    config: Config, staging: RunDirectory, committer: Committer, boot_id: str
+    config: Config,
+    staging: RunDirectory,
+    committer: Committer,
+    boot_id: str,
+    kinds: tuple[NoticeKind, ...],
 ) -> State:
     """The state that the decision loop begins with: the settings, and the committer's record."""
     vm = hashlib.sha256(f"{boot_id}{staging.path}".encode()).hexdigest()[:16]
@@ -479,6 +486,7 @@ def _first_state(
         mtbf_s=config.run.mtbf_s,
         assumed_grace_s=config.deadline.assumed_grace_s,
         follow_ups=config.trainer.follow_ups,
+        notice_kinds=kinds,
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         several_vms=config.run.several_vms,

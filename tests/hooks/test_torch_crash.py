@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -26,9 +25,8 @@ Attach = Callable[..., swansong.Guard]
 HOOKS = Path(swansong.__file__).parents[1]
 
 # For n = 1, 2, ... until it survives: a child with step 1 in staging saves step 2, and kills itself before
-# its n-th file operation, or in the middle of a write.  Each rank is a separate child; of two ranks, the
-# other one survives.  The parameters are in DDP, without gradients: the ranks split their common tensors
-# without communication, as in a real job.
+# its n-th file operation, or in the middle of a write.  The other one of two ranks survives.  The parameters
+# are in DDP, without gradients: the ranks split their common tensors without communication, as in a real job.
 HARNESS = """
 import builtins, io, os, signal, sys
 import torch
@@ -153,13 +151,15 @@ def lives_of(root, ranks, doomed):
 
         for rank in range(ranks):
             save(1, "old", old[rank], rank)
-        ends = [
-            in_child(dies if rank == doomed else lambda: save(2, "new", new[rank], rank))
-            for rank in range(ranks)
-        ]
-        if any(end not in (0, -signal.SIGKILL) for end in ends):
-            raise SystemExit(f"{root}, {n}: {ends}")
-        if ends[doomed] == 0:
+        end = None
+        for rank in range(ranks):
+            if rank == doomed:
+                end = in_child(dies)
+            else:
+                save(2, "new", new[rank], rank)
+        if end not in (0, -signal.SIGKILL):
+            raise SystemExit(f"{root}, {n}: {end}")
+        if end == 0:
             return
 
 lives_of(f"{sys.argv[1]}/alone", 1, 0)
@@ -169,10 +169,10 @@ os._exit(0)
 """
 
 
-def live_and_die(root: Path) -> None:
+def live_and_die(root: Path, python: str) -> None:
     """Create staging directories as each child left them: one rank, the first of two, the second of two."""
     done = subprocess.run(
-        [sys.executable, "-c", HARNESS, str(root)],
+        [python, "-c", HARNESS, str(root)],
         env={**os.environ, "PYTHONPATH": str(HOOKS), "OMP_NUM_THREADS": "1"},
         timeout=200,
         capture_output=True,
@@ -207,13 +207,13 @@ class Trainer:
 
 @pytest.mark.fault("T03", "D05")
 @pytest.mark.timeout(300)
-def test_whenever_it_dies_the_old_or_the_new_comes_back(tmp_path: Path) -> None:
+def test_whenever_it_dies_the_old_or_the_new_comes_back(tmp_path: Path, warm_python: str) -> None:
     """After a kill before each file operation, or within a write, each set that the daemon finds loads.
 
     The newest set that it finds is the old one until the very rename, and from then on the new one.
     Alone, and as the first and as the second of two ranks.
     """
-    live_and_die(tmp_path)
+    live_and_die(tmp_path, warm_python)
     for case, ranks in {"alone": 1, "first": 2, "second": 2}.items():
         trainer, of_job = Trainer(), Ranks(world_size=ranks, local_world_size=ranks)
         trainer.state.ranks = of_job

@@ -6,7 +6,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import tempfile
 import threading
 from collections.abc import Callable, Iterator
@@ -134,7 +133,7 @@ def in_memory() -> Iterator[FakeDaemon]:
 
 @pytest.mark.fault("T03", "T15")
 def test_staging_in_memory_survives_a_trainer_killed_in_the_middle_of_a_copy(
-    in_memory: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
+    in_memory: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch, warm_python: str
 ) -> None:
     """After SIGKILL in the second copy, the next trainer restores the first one from tmpfs."""
     monkeypatch.setenv("SWANSONG_SOCKET", in_memory.path)
@@ -146,7 +145,7 @@ def test_staging_in_memory_survives_a_trainer_killed_in_the_middle_of_a_copy(
     )
     assert filesystem.stdout.strip() == "tmpfs"
     done = subprocess.run(
-        [sys.executable, "-c", KILLED],
+        [warm_python, "-c", KILLED],
         env={**os.environ, "PYTHONPATH": str(HOOKS)},
         timeout=90,
         stderr=subprocess.PIPE,

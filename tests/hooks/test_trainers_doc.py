@@ -7,7 +7,6 @@ import json
 import os
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import swansong
@@ -56,7 +55,7 @@ for name, path in json.loads(sys.argv[1]):
 """
 
 
-def test_the_blocks_run(tmp_path: Path) -> None:
+def test_the_blocks_run(tmp_path: Path, warm_frameworks: str) -> None:
     """Each block runs as a script without a daemon; one process runs them all, since imports are slow."""
     scripts = []
     for number, (name, block) in enumerate(BLOCKS):
@@ -71,7 +70,7 @@ def test_the_blocks_run(tmp_path: Path) -> None:
         "SWANSONG_SOCKET": str(tmp_path / "no-daemon"),
     }
     done = subprocess.run(
-        [sys.executable, "-c", RUN_ALL, json.dumps(scripts)],
+        [warm_frameworks, "-c", RUN_ALL, json.dumps(scripts)],
         cwd=tmp_path,
         env=environment,
         capture_output=True,

@@ -14,10 +14,29 @@
 Standard library only.  Without the daemon every call does nothing.
 """
 
-from swansong._checkpoint.restore import RestoreError
-from swansong._ranks.agreement import CheckpointRequest
-from swansong.guard import EXIT_SAVED, Guard, attach
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from swansong._checkpoint.restore import RestoreError
+    from swansong._ranks.agreement import CheckpointRequest
+    from swansong.guard import EXIT_SAVED, Guard, attach
 
 __version__ = "0.1.0"
 
 __all__ = ["EXIT_SAVED", "CheckpointRequest", "Guard", "RestoreError", "attach"]
+
+_HOMES = {
+    "EXIT_SAVED": "guard",
+    "CheckpointRequest": "_ranks.agreement",
+    "Guard": "guard",
+    "RestoreError": "_checkpoint.restore",
+    "attach": "guard",
+}
+
+
+def __getattr__(name: str) -> Any:
+    # The daemon imports swansong.protocol at each start, and needs nothing else of the hooks.
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)

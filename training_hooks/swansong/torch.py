@@ -61,6 +61,7 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
+from swansong._torch.sharding import is_sharded, is_written_here
 from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
@@ -183,8 +184,20 @@ class TrainingState:
 
     def arrivals(self) -> ArrivedTensors:
         """Begin a load that reads tensors as their files arrive, and ends with :meth:`load`."""
-        self._arrived = ArrivedTensors(self._objects, self.ranks.rank)
+        self._arrived = ArrivedTensors(
+            self._objects, self.ranks.rank, is_alone=self._reads_own_part()
+        )
         return self._arrived
+
+    def _reads_own_part(self) -> bool:
+        """Whether this rank reads no file of another rank, if as many ranks saved the checkpoint."""
+        return not self._common_memory() and all(
+            is_written_here(tensor)
+            for item in self._objects.values()
+            if isinstance(item, torch.nn.Module)
+            for tensor in item.state_dict().values()
+            if is_sharded(tensor)
+        )
 
     def observe_step(self) -> bool:
         """Try a save with the state of the first step, and watch the order of calls in the first steps.

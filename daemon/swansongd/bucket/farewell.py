@@ -55,6 +55,8 @@ def encode(farewell: Farewell) -> bytes:
         "commit": commit and {"generation": commit.generation, "step": commit.step},
         "complete": part is None,
         "slack_s": conclusion.slack_s,
+        "expected_s": conclusion.expected_s,
+        "took_s": conclusion.took_s,
         "timeline": list(farewell.timeline),
         "written": farewell.written,
     }

@@ -57,6 +57,9 @@ class Manifest:
     framework: str = "swansong"
     health: Mapping[str, float] = field(default_factory=dict)
     trainer: Mapping[str, object] = field(default_factory=dict)
+    pace: Mapping[str, float] = field(default_factory=dict)
+    """How long checkpoints of the run took, for the first plan of the next VM.  Informational:
+    :mod:`swansongd.core.pace` leaves out figures that are out of range."""
     created: str = ""
     """UTC, informational; never used for an order."""
 
@@ -168,6 +171,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         framework=_text(body, "framework"),
         health=bounds.metrics(body.get("health"), "health of the manifest"),
         trainer=bounds.facts(body.get("trainer"), "trainer of the manifest"),
+        pace=bounds.metrics(body.get("pace"), "pace of the manifest"),
         created=_text(body, "created"),
     )
     if manifest.node >= manifest.nodes:

@@ -66,6 +66,8 @@ def _summary(report: dict[str, Any]) -> Table:
     if report.get("bytes_referenced"):
         table.add_row("reused", _bytes(report["bytes_referenced"]))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
+    for margin in (row for row in report.get("margins") or [] if isinstance(row, dict)):
+        table.add_row("margin", _margin(margin), style="red" if margin.get("fits") is False else "")
     failed = report.get("failed_saves")
     if isinstance(failed, dict) and failed.get("count"):
         table.add_row("failed saves", _failed_saves(failed), style="red")
@@ -126,7 +128,7 @@ def _verdict(report: dict[str, Any]) -> str:
     verdict = report.get("verdict")
     if verdict is None or not isinstance(last, dict):
         return _word(verdict)
-    return f"{_word(verdict)}, {_seconds(last.get('age_s'))} ago"
+    return f"{_word(verdict)}, {_seconds(last.get('age_s'))} ago{_prediction(last)}"
 
 
 def _store(health: Any) -> str:
@@ -222,7 +224,7 @@ def _evacuation(evacuation: Any) -> str:
     wait_s = evacuation.get("trainer_wait_s")
     if wait_s is not None:
         shown += f"; waiting for a trainer to connect, {_seconds(wait_s)} left"
-    return shown + _follow_ups(evacuation.get("follow_ups"))
+    return shown + _prediction(evacuation) + _follow_ups(evacuation.get("follow_ups"))
 
 
 def _follow_ups(follow_ups: Any) -> str:
@@ -234,6 +236,32 @@ def _follow_ups(follow_ups: Any) -> str:
     if next_s is not None:
         return f"; next follow-up checkpoint in {_seconds(next_s)}"
     return ""
+
+
+def _prediction(row: dict[str, Any]) -> str:
+    """The time from the request to the commit: as it was, and as it was expected."""
+    expected_s, took_s = row.get("expected_s"), row.get("took_s")
+    if took_s is None:
+        return (
+            "" if expected_s is None else f"; the commit is expected after {_seconds(expected_s)}"
+        )
+    expected = "" if expected_s is None else f", expected were {_seconds(expected_s)}"
+    return f"; the checkpoint took {_seconds(took_s)}{expected}"
+
+
+def _margin(margin: dict[str, Any]) -> str:
+    """The consequence of a notice right now."""
+    source, spare_s = _word(margin.get("source")), margin.get("spare_s")
+    if not isinstance(spare_s, (int, float)):
+        return f"a {source} notice right now: unknown, save and bandwidth are not measured yet"
+    if spare_s >= 0:
+        return (
+            f"a {source} notice right now would leave {_seconds(spare_s)} of "
+            f"{_seconds(margin.get('grace_s'))} to spare"
+        )
+    since = margin.get("lost_since_step")
+    lost = "all training" if since is None else f"training since step {_word(since)}"
+    return f"a {source} notice right now would be {_seconds(-spare_s)} short: {lost} would be lost"
 
 
 def _word(value: Any) -> str:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import flight
+from swansongd.core import flight, learning, pace
 from swansongd.core.events import (
     CheckComplete,
     CommitFailed,
@@ -33,6 +33,8 @@ PARTS_MAX = 4
 def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
     """A manifest was written."""
     done = next((item for item in transition.state.stored if item.flush_id == flush_id), None)
+    if done is not None:
+        learning.record_manifest(transition, done)
     newest = transition.state.last_commit
     transition.state = replace(
         transition.state,
@@ -135,6 +137,7 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
         transition.state = replace(
             transition.state, last_complete=ref, last_commit_mono_s=transition.now
         )
+    learning.record_whole(transition, ref)
     transition.do(TellCommitted(ref))
     # Sets of other frameworks are not ours to delete.  The newest committed set stays for a quick restore.
     abandoned = transition.state.abandoned
@@ -170,7 +173,7 @@ def _order_manifests(transition: Transition) -> None:
         return
     for item in state.stored:
         if not item.is_asked:
-            asked = replace(item, is_asked=True)
+            asked = replace(item, is_asked=True, asked_mono_s=transition.now)
             transition.state = replace(
                 transition.state,
                 stored=tuple(asked if i is item else i for i in transition.state.stored),
@@ -178,7 +181,12 @@ def _order_manifests(transition: Transition) -> None:
             assert state.generation is not None
             transition.do(
                 CommitManifest(
-                    item.flush_id, item.staged, item.shards, state.generation, state.last_complete
+                    item.flush_id,
+                    item.staged,
+                    item.shards,
+                    state.generation,
+                    state.last_complete,
+                    pace.published(state.pace),
                 )
             )
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from swansong import protocol
 
-from swansongd.core import nodes, planner
+from swansongd.core import learning, nodes, planner
 from swansongd.core.events import Rescan, Scanned, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, send
@@ -76,6 +76,7 @@ def make_follow_up(transition: Transition) -> None:
 def _new(transition: Transition, request_id: str) -> CheckpointRequest:
     evacuation, connected = transition.evacuation, transition.state.connected
     by_signal = not connected
+    made = transition.state.forecast
     return CheckpointRequest(
         request_id=request_id,
         reason=evacuation.reason,
@@ -91,6 +92,8 @@ def _new(transition: Transition, request_id: str) -> CheckpointRequest:
         ),
         at_step=max((trainer.step for trainer in transition.state.trainers), default=-1),
         ranks=frozenset() if by_signal else frozenset(t.rank for t in connected),
+        expected_s=made.expected_s if made.is_measured else None,
+        pessimistic_s=made.pessimistic_s if made.is_measured else None,
     )
 
 
@@ -165,7 +168,7 @@ def will_repeat(transition: Transition) -> bool:
 def _fail_if_too_late(transition: Transition, request: CheckpointRequest) -> None:
     """Stop waiting for a set that could not be stored in time even if it were sealed now."""
     state = transition.state
-    flush_s = planner.seconds_to_store(state.bytes_to_come, state.bandwidth_bytes_per_s)
+    flush_s = planner.send_s(state.measured, state.bytes_to_come)
     data_left_s = transition.left_s - state.settings.reserve_s
     if flush_s <= data_left_s:
         if request.too_late_mono_s is not None:
@@ -292,7 +295,8 @@ def _record_newer(transition: Transition, event: Scanned, request: CheckpointReq
 
 
 def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
-    transition.update_request(replace(request, sealed=answer.id))
+    transition.update_request(replace(request, sealed=answer.id, sealed_mono_s=transition.now))
+    learning.record_sealed(transition, request)
     if request.by_signal:
         save_s = transition.now - request.asked_mono_s
         transition.state = replace(transition.state, signal_save_s=save_s)

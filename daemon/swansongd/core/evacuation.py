@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from swansongd.core import emergency, nodes, notices, request, stall
 from swansongd.core.events import Rescan
-from swansongd.core.planner import PlanKind
+from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import (
     Evacuation,
     State,
@@ -177,11 +177,20 @@ def _open(
         seconds_left=round(transition.left_s, 2),
         plan=plan.kind.value,
         why=plan.reason,
+        **_foreseen(plan, transition.state),
     )
     stall.mark(transition)
     transition.do(Rescan())
     if plan.kind is PlanKind.TAKE:
         emergency.make(transition)
+
+
+def _foreseen(plan: Plan, state: State) -> dict[str, object]:
+    """The forecast of the checkpoint that is about to be requested, for the timeline."""
+    made = state.forecast
+    if plan.kind is not PlanKind.TAKE or not made.is_measured:
+        return {}
+    return {"expected_s": round(made.expected_s, 2), "pessimistic_s": round(made.pessimistic_s, 2)}
 
 
 def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:

@@ -7,7 +7,8 @@ new state and a list of actions.  :mod:`swansongd.service` executes the actions.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from swansongd.core.ledger import Milestones, Training
 from swansongd.model import (
@@ -240,6 +241,13 @@ class NewestDated:
 
 
 @dataclass(frozen=True, slots=True)
+class PaceRead:
+    """The figures of :class:`swansongd.core.pace.Pace` in the newest commit of the run, from its manifest."""
+
+    figures: Mapping[str, float]
+
+
+@dataclass(frozen=True, slots=True)
 class HistoryRead:
     """The interruptions of the run's earlier VMs, from the bucket."""
 
@@ -345,7 +353,7 @@ Event = (
     | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
     | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | JobStarted
     | DownloadStarted | DownloadEnded | RestoreAsked | RestoreAnswered
-    | RolledBack | NewestDated | HistoryRead | SignalSent | SignalRefused | SignalledExited
+    | RolledBack | NewestDated | PaceRead | HistoryRead | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
@@ -439,6 +447,8 @@ class CommitManifest:
     shards: tuple[StoredShard, ...]
     generation: int
     parent: CommitRef | None
+    pace: Mapping[str, float] = field(default_factory=dict)
+    """Figures for the first plan of the next VM; see :mod:`swansongd.core.pace`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -491,6 +501,8 @@ class Prune:
     """Delete local sets that a commit made dispensable, and those that were set aside."""
 
     directories: tuple[str, ...]
+    keeps_aside: bool = False
+    """Keep the sets that were set aside: no commit has replaced them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -517,6 +529,10 @@ class Conclude:
     """This VM's part of a checkpoint that is newer than ``commit`` and not whole."""
     is_final: bool = True
     """False while other VMs may still commit their parts in time: only the farewell is written."""
+    expected_s: float | None = None
+    """Forecast of the newest request: time from the request to its commit; None without a forecast."""
+    took_s: float | None = None
+    """That time as it was; None while its checkpoint is not committed."""
 
 
 @dataclass(frozen=True, slots=True)

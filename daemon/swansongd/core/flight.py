@@ -6,7 +6,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from swansongd.core import planner
+from swansongd.core import learning, planner
 from swansongd.core.events import (
     CancelFlush,
     Flushed,
@@ -54,6 +54,10 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
     )
     if first:  # the time to the first byte is not part of the bandwidth
         moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
+    if event.bytes_stored < flight.staged.size_bytes:
+        moved = replace(moved, parts_stored_mono_s=None)
+    elif moved.parts_stored_mono_s is None:
+        moved = replace(moved, parts_stored_mono_s=transition.now)
     transition.state = replace(
         transition.state,
         flight=moved,
@@ -70,7 +74,9 @@ def record_flushed(transition: Transition, event: Flushed) -> None:
     size_bytes = flight.staged.size_bytes
     before = max(flight.bytes_before, event.bytes_referenced)
     sent = event.bytes_sent if event.bytes_sent is not None else size_bytes - before
-    _learn_from_the_end(transition, flight, max(sent, flight.bytes_sent))
+    sent = max(sent, flight.bytes_sent)
+    learning.record_flushed(transition, flight, event, sent)
+    _learn_from_the_end(transition, flight, sent)
     transition.state = replace(
         transition.state,
         flight=None,
@@ -93,12 +99,12 @@ def record_flushed(transition: Transition, event: Flushed) -> None:
 def _learn_from_the_end(transition: Transition, flight: Flight, bytes_sent: int) -> None:
     if bytes_sent < planner.BANDWIDTH_SAMPLE_MIN_BYTES:
         return
+    # The completion of uploads is not part of the bandwidth.
+    end_mono_s = flight.parts_stored_mono_s or transition.now
     if flight.is_sampled:
-        _learn(
-            transition, bytes_sent - flight.sampled_bytes, transition.now - flight.sampled_mono_s
-        )
+        _learn(transition, bytes_sent - flight.sampled_bytes, end_mono_s - flight.sampled_mono_s)
     else:  # too short for a sample on the way
-        _learn(transition, bytes_sent, transition.now - flight.started_mono_s)
+        _learn(transition, bytes_sent, end_mono_s - flight.started_mono_s)
 
 
 def sample_bandwidth(transition: Transition) -> None:
@@ -114,6 +120,8 @@ def sample_bandwidth(transition: Transition) -> None:
     ):
         return
     moved = flight.bytes_sent - flight.sampled_bytes
+    if flight.parts_stored_mono_s is not None:
+        return  # the rest counts at the end
     if moved or flight.bytes_unsent:  # else the flush only waits for responses
         _learn(transition, moved, duration_s)
     transition.state = replace(
@@ -223,7 +231,7 @@ def _is_early_better(state: State, wanted: Candidate | None, data_left_s: float)
     bandwidth = state.bandwidth_bytes_per_s
     return (
         not planner.fits(wanted, data_left_s, bandwidth)
-        and planner.seconds_to_store(state.bytes_to_come, bandwidth) <= data_left_s
+        and planner.send_s(state.measured, state.bytes_to_come) <= data_left_s
     )
 
 

@@ -31,6 +31,7 @@ from swansongd.core import (
     evacuation,
     flight,
     followup,
+    learning,
     lineage,
     nodes,
     notices,
@@ -62,6 +63,7 @@ from swansongd.core.events import (
     NewestDated,
     NoticeRaised,
     NoticeWithdrawn,
+    PaceRead,
     PartsCounted,
     PeerRequested,
     RestoreAnswered,
@@ -85,6 +87,7 @@ from swansongd.core.events import (
     WokeUp,
 )
 from swansongd.core.ledger import Milestones, Training
+from swansongd.core.pace import UNKNOWN
 from swansongd.core.state import State
 from swansongd.core.transition import EXIT_STOPPED, Transition
 from swansongd.model import TrainerView
@@ -154,6 +157,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case NewestDated(ref, age_s):
             dated_mono_s = transition.now - age_s
             transition.state = replace(state, found_commit=ref, found_commit_mono_s=dated_mono_s)
+        case PaceRead():
+            learning.record_read(transition, event)
         case HistoryRead(observed_s, uncovered):
             transition.state = replace(state, history=History(observed_s, uncovered))
         case SignalSent(request_id, pid):
@@ -236,6 +241,7 @@ def rebuilt(state: State) -> State:
         failures=0,
         bandwidth_bytes_per_s=None,
         signal_save_s=None,
+        pace=UNKNOWN,
         periodic=None,
         saved_mono_s=None,
         stalled=frozenset(),
@@ -253,6 +259,7 @@ def _without_reports(trainer: TrainerView) -> TrainerView:
         rank=trainer.rank,
         world_size=trainer.world_size,
         local_world_size=trainer.local_world_size,
+        node=trainer.node,
         nodes=trainer.nodes,
         step=trainer.step,
         takes_periodic=trainer.takes_periodic,

@@ -7,6 +7,8 @@ job's own store, and from the bucket.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 from swansongd.core import claims, request
@@ -16,6 +18,7 @@ from swansongd.core.events import (
     JoinGeneration,
     Prune,
     Rescan,
+    SetAside,
     TellFenced,
     TellFinished,
 )
@@ -39,6 +42,8 @@ PEER_LONGEST_S = 3600.0
 PEER_REQUESTS_MAX = 3
 PEER_WINDOW_S = 60.0
 """No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
+ASIDE_MAX = 2
+"""Sets of earlier starts that are kept for the restore of the next one."""
 _ALONE = "alone:"
 
 
@@ -134,9 +139,28 @@ def record_job_start(transition: Transition, name: str) -> None:
         peer_end_mono_s=None,
     )
     claims.set_due(transition, JoinGeneration(name, tuple(sorted(transition.state.abandoned))))
-    dispensable = tuple(s.directory for s in dropped if s.framework == "swansong")
+    own = [staged for staged in dropped if staged.framework == "swansong"]
+    wanted = _resumable(state, own)
+    dispensable = tuple(staged.directory for staged in own if staged not in wanted)
     if dispensable:
-        transition.do(Prune(dispensable))
+        transition.do(Prune(dispensable, keeps_aside=True))
+    if wanted:
+        transition.state = replace(transition.state, has_aside=True)
+        transition.do(SetAside(tuple(staged.directory for staged in wanted)))
+
+
+def _resumable(state: State, sets: Sequence[Staged]) -> list[Staged]:
+    """The sets of which the next start may read the same bytes: those of the newest whole checkpoint.
+
+    A newer one of which this VM's part is committed may have become whole since.  They are set aside, and
+    the next commit deletes them; meanwhile a download copies them.
+    """
+    if state.last_commit is None and state.generation is not None:
+        return []  # the run has no commit
+    first = -1 if state.last_complete is None else state.last_complete.step
+    last = math.inf if state.last_commit is None else state.last_commit.step
+    may_count = [staged for staged in sets if first <= staged.id.step <= last]
+    return sorted(may_count, key=lambda staged: staged.id)[-ASIDE_MAX:]
 
 
 def record_fence(transition: Transition, event: FenceFound) -> None:

@@ -1,22 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
 """The plan of an evacuation, from measurements: does another checkpoint fit before the deadline?
 
-With G seconds left, a checkpoint that takes S seconds to save and B bytes to send at W bytes/s is started if
-``S + B / W + reserve`` fits in G.  If it does not fit, and no sealed set fits either, it is attempted anyway:
-the VM may live longer than announced, an existing commit never gets worse, and uncommitted training is lost
-in either case.  Early shards are sent during the save.  Their share cannot be predicted, so the plan ignores
-it.  Unknown values count as zero: without measurements, not trying gains nothing.
+With G seconds left, a checkpoint is started if its expected time (:func:`forecast`) and the reserve fit in G.
+If it does not fit, and no sealed set fits either, it is attempted anyway: the VM may live longer than
+announced, an existing commit never gets worse, and uncommitted training is lost in either case.  Unknown
+values count as zero: without measurements, not trying gains nothing.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from swansong import bounds
 
+from swansongd.core import pace
+from swansongd.core.pace import Pace, completion_s
 from swansongd.model import CheckpointId
 
 BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
@@ -30,8 +31,14 @@ _SWITCH_MARGIN = 1.25
 """A set in flight that fits is replaced by a newer one only if the newer one fits with this factor to spare.
 Otherwise two sets that both just fit would alternate with every fluctuation of the bandwidth."""
 
-_PRIOR_SPREAD = 0.25
-"""Relative spread that is assumed before any was measured."""
+_NINE_OF_TEN = 1.28
+"""Nine of ten values of a normal distribution lie below its mean plus this number of standard deviations."""
+_PRIOR_SPREAD = 0.15
+"""Relative standard deviation that is assumed before any was measured."""
+_PRIOR_WEIGHT = 2
+"""Samples that an assumed value weighs."""
+_HIDDEN_VARIANCE = 0.1**2
+"""Assumed variance of the shares of the sending time that passes during the save."""
 
 
 class PlanKind(StrEnum):
@@ -63,6 +70,19 @@ class Measurements:
     bandwidth_bytes_per_s: float | None = None
     save_s: float | None = None
     save_bytes: int | None = None
+    step_s: float | None = None
+    """Usual duration of a step; None for a trainer without hooks."""
+    last_share: float = 1.0
+    """Assumed share of the bytes that become final at the end of the save: the last file of each rank."""
+    is_sending: bool = False
+    """Bytes are being sent or the store fails: the bandwidth is that of this moment."""
+    pace: Pace = pace.UNKNOWN
+
+    @property
+    def send_bytes(self) -> int:
+        """Expected number of bytes to send: an earlier commit may have some of the bytes of the next set."""
+        new_share = 1.0 if self.pace.new_share is None else min(self.pace.new_share.mean, 1.0)
+        return round((self.save_bytes or 0) * new_share)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -93,6 +113,8 @@ class Forecast:
     """Expected time from the last stored shard to the end of the commit."""
     spread_s: float
     """About nine of ten checkpoints take at most this much longer than expected."""
+    is_measured: bool = False
+    """Whether save, size and bandwidth are known."""
 
     @property
     def data_s(self) -> float:
@@ -113,20 +135,111 @@ class Forecast:
 def forecast(measured: Measurements) -> Forecast:
     """The expected time of a new checkpoint that is requested now, and its spread.
 
-    Values that were never measured count as zero.
+    Values that were never measured count as zero.  docs/design/evacuation.md has the arithmetic.
     """
-    save_s = measured.save_s or 0.0
-    send_s = seconds_to_store(measured.save_bytes or 0, measured.bandwidth_bytes_per_s)
+    known = measured.pace
+    wait_s, wait_var = _wait(measured)
+    save_s, save_var = _save(measured)
+    all_s, send_var = _send(measured)
+    hidden_s, hidden_spread_s, is_by_share = _hidden(measured, save_s, all_s)
+    if is_by_share and all_s:
+        send_var *= (1 - hidden_s / all_s) ** 2
+    completion_s, completion_spread_s = _completion(measured)
+    commit_s = 0.0 if known.commit_s is None else known.commit_s.mean
+    variance = wait_var + save_var + send_var
+    if known.commit_s is not None:
+        variance += known.commit_s.expected_variance((_PRIOR_SPREAD * commit_s) ** 2)
+    expected_s = wait_s + save_s + all_s - hidden_s + completion_s + commit_s
+    if known.error_square is not None:
+        error = known.error_square
+        variance = (_PRIOR_WEIGHT * variance + error.samples * error.mean * expected_s**2) / (
+            _PRIOR_WEIGHT + error.samples
+        )
     return Forecast(
-        save_s=save_s, send_s=send_s, commit_s=0.0, spread_s=_PRIOR_SPREAD * (save_s + send_s)
+        save_s=min(wait_s + save_s, bounds.SECONDS_MAX),
+        send_s=min(all_s - hidden_s + completion_s, bounds.SECONDS_MAX),
+        commit_s=commit_s,
+        spread_s=_NINE_OF_TEN * math.sqrt(variance) + hidden_spread_s + completion_spread_s,
+        is_measured=measured.save_s is not None and bool(measured.save_bytes) and all_s > 0,
     )
+
+
+def _wait(measured: Measurements) -> tuple[float, float]:
+    """Time from the request to the begin of the save: the rest of the step, and the messages."""
+    if measured.step_s is None:
+        return 0.0, 0.0
+    step_s = min(measured.step_s, bounds.SECONDS_MAX)
+    prior_s, prior_var = step_s / 2, step_s**2 / 12
+    figure = measured.pace.wait_s
+    if figure is None:
+        return prior_s, prior_var
+    known = _PRIOR_WEIGHT + figure.samples
+    wait_s = (_PRIOR_WEIGHT * prior_s + figure.samples * figure.mean) / known
+    return max(0.0, wait_s), figure.expected_variance(prior_var)
+
+
+def _save(measured: Measurements) -> tuple[float, float]:
+    """Save time of the slowest rank, and its variance."""
+    save_s = min(measured.save_s or 0.0, bounds.SECONDS_MAX)  # a larger one has no square
+    urgent = measured.pace.urgent_save_s
+    if urgent is not None and urgent.samples:
+        save_s = urgent.mean
+    elif urgent is not None:  # an evacuation of an earlier VM
+        save_s = urgent.mean if measured.save_s is None else min(save_s, urgent.mean)
+    prior = (_PRIOR_SPREAD * save_s) ** 2
+    figure = urgent if urgent is not None and urgent.samples else measured.pace.save_s
+    return save_s, prior if figure is None else figure.expected_variance(prior)
+
+
+def _send(measured: Measurements) -> tuple[float, float]:
+    """Time to send the whole set after it is sealed, and its variance."""
+    size_bytes, figure = measured.send_bytes, measured.pace.send_s_per_byte
+    now_s = seconds_to_store(size_bytes, measured.bandwidth_bytes_per_s)
+    if figure is None or not (figure.samples or measured.bandwidth_bytes_per_s is None):
+        return now_s, (_PRIOR_SPREAD * now_s) ** 2
+    usual_s = min(size_bytes * figure.mean, bounds.SECONDS_MAX)
+    variance = size_bytes**2 * figure.expected_variance((_PRIOR_SPREAD * figure.mean) ** 2)
+    return (max(usual_s, now_s) if measured.is_sending else usual_s), variance
+
+
+def _hidden(measured: Measurements, save_s: float, send_s: float) -> tuple[float, float, bool]:
+    """Sending time that passes during the save, its spread, and whether the files limit it, not the link."""
+    share, use = measured.pace.hidden_share, measured.pace.hidden_use
+    if share is None or use is None:
+        early = 1.0 - measured.last_share
+        hidden_s = early * min(send_s, save_s)
+        return hidden_s, hidden_s, send_s <= save_s
+    by_share_s, by_use_s = min(share.mean, 1.0) * send_s, min(use.mean, 1.0) * save_s
+    hidden_s = min(by_share_s, by_use_s)
+    figure, whole_s = (share, send_s) if by_share_s <= by_use_s else (use, save_s)
+    spread_s = _NINE_OF_TEN * whole_s * math.sqrt(figure.expected_variance(_HIDDEN_VARIANCE))
+    return hidden_s, min(hidden_s, spread_s), by_share_s <= by_use_s
+
+
+def _completion(measured: Measurements) -> tuple[float, float]:
+    """Time from the last stored part to the last stored shard, and its spread."""
+    parts, ratio = measured.pace.parts, measured.pace.completion_ratio
+    assumed_s = completion_s(1 if parts is None else round(parts.mean))
+    if ratio is None:
+        return 0.0, 0.0
+    deviation = math.sqrt(ratio.expected_variance((_PRIOR_SPREAD * ratio.mean) ** 2))
+    return assumed_s * ratio.mean, _NINE_OF_TEN * assumed_s * deviation
+
+
+def send_s(measured: Measurements, size_bytes: int) -> float:
+    """Expected time to send these bytes of the next set."""
+    known = replace(measured.pace, new_share=None)
+    return _send(replace(measured, save_bytes=size_bytes, pace=known))[0]
+
+
+def flush_s(measured: Measurements) -> tuple[float, float]:
+    """Expected time to send a whole set after it is sealed, and to complete its uploads."""
+    return _send(measured)[0], _completion(measured)[0]
 
 
 def take_s(measured: Measurements) -> float:
     """Expected time from a request to the last stored byte of a new checkpoint."""
-    return (measured.save_s or 0.0) + seconds_to_store(
-        measured.save_bytes or 0, measured.bandwidth_bytes_per_s
-    )
+    return forecast(measured).data_s
 
 
 def decide(
@@ -139,7 +252,8 @@ def decide(
     is_committing: bool,
 ) -> Plan:
     """The plan for the ``left_s`` seconds before the deadline."""
-    needed_s = take_s(measured) + reserve_s
+    expected = forecast(measured)
+    needed_s = expected.data_s + max(reserve_s, expected.commit_s)
     if has_trainer and needed_s <= left_s:
         return Plan(PlanKind.TAKE, f"needs {needed_s:.1f} s of {left_s:.1f} s, reserve included")
     needs = f"{needed_s:.1f} s" if needed_s <= SHOWN_S_MAX else "over an hour"

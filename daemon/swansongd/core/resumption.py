@@ -239,8 +239,7 @@ def _part(transition: Transition) -> None:
     # In the reserve no further checkpoint begins, so no manifest can wait behind this farewell.
     is_near = transition.left_s <= min(PART_S, state.settings.reserve_s)
     is_ending = HOST_SOURCE in state.notices or is_near
-    request = evacuation.request
-    is_waiting = request is not None and request.is_waiting
+    is_waiting = any(request.is_waiting for request in evacuation.requests_made)
     is_busy = state.flight is not None or bool(state.stored) or is_waiting
     if not is_ending or is_busy or state.last_verdict is None:
         return

@@ -35,8 +35,8 @@ from dataclasses import dataclass
 INTERVAL_MIN_S = 5.0
 """Earlier follow-ups are at least this far apart, however little they cost: each one is a commit."""
 LATE_S = 0.5
-"""The last follow-up may start this late, because an earlier one has taken longer than expected.  The step of
-back-off, or the spread of the durations, covers it."""
+"""The last follow-up may start this late: the decision loop looks at the time at intervals, and an earlier
+follow-up can take longer than expected.  The step of back-off, or the spread of the durations, covers it."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -76,7 +76,7 @@ def next_start_s(
         tried_s: time since the last attempt, which may have failed.
     """
     room_s = ending.left_s - lead_s(cost, reserve_s=reserve_s)
-    is_late = room_s < 0 and min(age_s, tried_s) >= INTERVAL_MIN_S
+    is_late = room_s < 0 and min(age_s, tried_s) > LATE_S
     if room_s < (-LATE_S if is_late else 0.0):
         return None
     room_s = max(0.0, room_s)

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from swansongd.core import emergency, flight, lineage, nodes
+from swansongd.core import emergency, flight, learning, lineage, nodes
 from swansongd.core.events import (
     Prune,
     Scanned,
@@ -66,6 +66,7 @@ def _record_found(
     staged_now = tuple(
         replace(s, kind=CheckpointKind.EMERGENCY) if s.id in by_signal else s for s in event.staged
     )
+    learning.record_found(transition, new, is_first=is_first)
     new_ids = {staged.id for staged in new}
     transition.state = replace(
         transition.state,

@@ -10,12 +10,14 @@ from enum import StrEnum
 from swansongd.core.cadence import History
 from swansongd.core.events import ClaimGeneration, JoinGeneration
 from swansongd.core.ledger import Milestones, Training
-from swansongd.core.planner import Candidate, Measurements, Plan, take_s
+from swansongd.core.pace import UNKNOWN, Pace
+from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
 from swansongd.core.request_ids import are_of_one
 from swansongd.model import (
     CheckpointId,
     CommitRef,
     Notice,
+    NoticeKind,
     Severity,
     SourceStatus,
     Staged,
@@ -72,6 +74,8 @@ class Settings:
     """Assumed time left when a source names a time in the past."""
     follow_ups: bool = True
     """After the verdict, further checkpoints follow while the VM runs and another one fits."""
+    notice_kinds: tuple[NoticeKind, ...] = ()
+    """The notices that this VM may get, for the margin in the status."""
     stall_steps: float = 20.0
     stall_min_s: float = 60.0
     """A trainer is stalled without a report for ``stall_steps`` usual steps and at least ``stall_min_s``."""
@@ -93,6 +97,8 @@ class Flight:
     """Instant and ``bytes_sent`` of the last bandwidth sample."""
     sampled_bytes: int = 0
     is_sampled: bool = False
+    parts_stored_mono_s: float | None = None
+    """When the store had received all parts of its shards; the largest may still have to be completed."""
 
     @property
     def bytes_unsent(self) -> int:
@@ -109,6 +115,8 @@ class StoredSet:
     shards: tuple[StoredShard, ...]
     is_asked: bool
     """A CommitManifest is in progress."""
+    asked_mono_s: float | None = None
+    """When it was ordered last."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +214,14 @@ class CheckpointRequest:
     """When the last scan for early shards was ordered."""
     too_late_mono_s: float | None = None
     """Since when, without a break, the set could not be stored in time by the numbers."""
+    expected_s: float | None = None
+    """Forecast at the request: time to the end of the commit; None while something was not measured."""
+    pessimistic_s: float | None = None
+    """The same for nine of ten checkpoints."""
+    sealed_mono_s: float | None = None
+    """When the scan found ``sealed``."""
+    took_s: float | None = None
+    """Time from the request to the end of the commit."""
 
     @property
     def is_waiting(self) -> bool:
@@ -266,6 +282,9 @@ class Concluded:
     mono_s: float
     notices: frozenset[str]
     """Identities of the notices that it answers, repeated ones included."""
+    expected_s: float | None = None
+    took_s: float | None = None
+    """See :class:`~swansongd.core.events.Conclude`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -351,6 +370,9 @@ class State:
     failures: int = 0
     flushes: int = 0
     bandwidth_bytes_per_s: float | None = None
+    pace: Pace = UNKNOWN
+    last_share: float = 1.0
+    """Share of the bytes of the newest set that are in the largest file of each rank."""
     signal_save_s: float | None = None
     """From the last signal to its sealed set, settling included."""
     history: History = field(default_factory=History)
@@ -526,7 +548,7 @@ class State:
     @property
     def bytes_to_come(self) -> int:
         """Bytes still to be sent of the requested set; 0 while its size is unknown."""
-        size_bytes = self.measured.save_bytes or 0
+        size_bytes = self.measured.send_bytes
         early = self.early
         if early is None:
             return size_bytes
@@ -607,13 +629,29 @@ class State:
         save_s = [t.save_s for t in self.trainers if t.save_s is not None]
         if not self.trainers and self.signal_save_s is not None:
             save_s = [self.signal_save_s]
+        steps_s = [t.step_s for t in self.connected if t.step_s is not None]
         newest = max((s for s in self.staged), key=lambda s: s.id, default=None)
         reported = [t.save_bytes for t in self.connected if t.save_bytes is not None]
+        save_bytes = newest.size_bytes if newest else (sum(reported) if reported else None)
+        earlier = self.pace  # of an earlier VM, where this one has no numbers yet
+        if save_bytes is None and earlier.size_bytes is not None:
+            save_bytes = round(earlier.size_bytes.mean)
+        if not save_s and earlier.save_s is not None:
+            save_s = [earlier.save_s.mean]
         return Measurements(
             bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
             save_s=max(save_s, default=None),
-            save_bytes=newest.size_bytes if newest else (sum(reported) if reported else None),
+            save_bytes=save_bytes,
+            step_s=max(steps_s, default=0.0) if self.connected else None,
+            last_share=self.last_share,
+            is_sending=self.flight is not None or self.failures > 0,
+            pace=self.pace,
         )
+
+    @property
+    def forecast(self) -> Forecast:
+        """The forecast of a checkpoint that is requested now."""
+        return forecast(self.measured)
 
     @property
     def lead_s(self) -> float:

@@ -83,7 +83,19 @@ def _conclude(
         return
     transition.evacuation = replace(transition.evacuation, verdict=verdict, verdict_commit=commit)
     slack_s = round(transition.left_s, 2)
-    transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, state.part))
+    expected_s, took_s = _times(evacuation)
+    transition.do(
+        Conclude(
+            evacuation.id,
+            verdict,
+            reason,
+            commit,
+            slack_s,
+            state.part,
+            expected_s=expected_s,
+            took_s=took_s,
+        )
+    )
     transition.state = replace(
         transition.state,
         last_verdict=Concluded(
@@ -93,7 +105,21 @@ def _conclude(
             commit=commit,
             mono_s=transition.now,
             notices=notices.identities(state, evacuation.identities),
+            expected_s=expected_s,
+            took_s=took_s,
         ),
+    )
+
+
+def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:
+    """Forecast of the newest request, and the time that its checkpoint took."""
+    request = evacuation.request
+    if request is None:
+        return None, None
+    expected_s, took_s = request.expected_s, request.took_s
+    return (
+        None if expected_s is None else round(expected_s, 2),
+        None if took_s is None else round(took_s, 2),
     )
 
 

@@ -32,6 +32,8 @@ class ActiveFlush:
     """The directory of the set, from the first file that is opened to the last worker that leaves."""
     _sent_bytes: dict[int, int] = field(default_factory=dict)
     """By thread, so that counting needs no lock."""
+    _sent_before_bytes: int = 0
+    """Bytes in these counters that an earlier flush of the set has sent."""
 
     @property
     def admits_worker(self) -> bool:
@@ -40,7 +42,12 @@ class ActiveFlush:
     @property
     def sent_bytes(self) -> int:
         """Bytes sent so far, in finished parts and in parts in flight."""
-        return sum(list(self._sent_bytes.values()))
+        return sum(list(self._sent_bytes.values())) - self._sent_before_bytes
+
+    def continues(self, earlier: ActiveFlush) -> None:
+        """Count from here on what is sent of the parts that ``earlier`` has in flight."""
+        self._sent_bytes = earlier._sent_bytes
+        self._sent_before_bytes = sum(list(self._sent_bytes.values()))
 
     def count_sent(self, size_bytes: int) -> None:
         """Count bytes as sent; a negative number takes back those of a request that is repeated."""

@@ -35,6 +35,7 @@ from swansongd.core.events import (
     HistoryRead,
     JoinGeneration,
     NewestDated,
+    PaceRead,
     PartsCounted,
 )
 from swansongd.core.ledger import LastReport
@@ -272,6 +273,8 @@ class Committer:
                     manifests = catalog.load(self._store, self._keys, found)
                     self._journal.seed([shard for made in manifests for shard in made.shards])
                     self._date(newest, manifests[0].created)
+                    if manifests[0].pace:
+                        self._post(PaceRead(manifests[0].pace))
         except SwansongError as error:
             _log.warning("newest_commit_not_read", commit=str(newest), error=error.line())
 
@@ -311,6 +314,7 @@ class Committer:
             framework=staged.framework,
             health=staged.health,
             trainer=staged.trainer,
+            pace=request.pace,
             created=self._wall(),
         )
         try:

@@ -134,6 +134,8 @@ class FlushEngine:
             limit = self._active.limit if self._active else ConcurrencyLimit(self._connections)
             limit.reset_counters()
             self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue, limit)
+            if self._active is not None:
+                self._ordered.continues(self._active)
             self._has_work.notify()
 
     def cancel(self, flush_id: str) -> None:

@@ -62,4 +62,6 @@ class DecisionLog:
             generation=commit.generation if commit else None,
             step=commit.step if commit else None,
             slack_s=conclusion.slack_s,
+            expected_s=conclusion.expected_s,
+            took_s=conclusion.took_s,
         )

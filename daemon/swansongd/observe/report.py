@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from swansongd.core import arrival, followup, periodic, staged_sets
+from swansongd.core.margin import Margin, margins
 from swansongd.core.state import FailedSaves, State
 from swansongd.model import Health, Notice, SourceStatus, TrainerView
 
@@ -41,6 +42,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "unsent": _unsent(state, now_mono_s),
         "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
         "evacuation": _evacuation(state, now_mono_s),
+        "margins": [_margin(each) for each in margins(state)],
     }
 
 
@@ -83,6 +85,7 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
     if evacuation is None:
         return None
     wait_s = arrival.wait_s(state, now_mono_s)
+    request = evacuation.request
     return {
         "id": evacuation.id,
         "reason": evacuation.reason,
@@ -92,6 +95,9 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
         "phase": state.phase.value,
         "trainer_wait_s": None if wait_s is None else round(wait_s, 1),
         "follow_ups": _follow_ups(state, now_mono_s),
+        "expected_s": _rounded(request.expected_s if request else None),
+        "pessimistic_s": _rounded(request.pessimistic_s if request else None),
+        "took_s": _rounded(request.took_s if request else None),
     }
 
 
@@ -102,6 +108,20 @@ def _follow_ups(state: State, now_mono_s: float) -> dict[str, object]:
         "under_way": followup.is_under_way(state),
         "next_in_s": None if next_s is None else round(next_s, 1),
     }
+
+
+def _margin(margin: Margin) -> dict[str, object]:
+    return {
+        "source": margin.source,
+        "grace_s": round(margin.grace_s, 1),
+        "spare_s": None if margin.spare_s is None else round(margin.spare_s, 1),
+        "fits": None if margin.spare_s is None else margin.spare_s >= 0,
+        "lost_since_step": margin.lost_since_step,
+    }
+
+
+def _rounded(seconds: float | None) -> float | None:
+    return None if seconds is None else round(seconds, 2)
 
 
 def status_line(state: State, now_mono_s: float) -> str:
@@ -155,6 +175,8 @@ def _last_verdict(state: State, now_mono_s: float) -> dict[str, object] | None:
         "age_s": round(now_mono_s - last.mono_s, 1),
         "evacuation": last.evacuation_id,
         "notices": sorted(last.notices),
+        "expected_s": last.expected_s,
+        "took_s": last.took_s,
     }
 
 

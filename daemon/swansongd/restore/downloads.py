@@ -16,8 +16,7 @@ import secrets
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from enum import Enum, auto
+from dataclasses import replace
 
 import structlog
 from swansong import openat
@@ -31,9 +30,10 @@ from swansongd.errors import StagingError, Stopped
 from swansongd.model import CommitRef, StoredShard
 from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import RestoreResult, Selection, restore
+from swansongd.restore.restore import RestoreResult, restore
 from swansongd.restore.target import Access, RestoreTarget, interrupted
 from swansongd.restore.verified import VerifiedShards
+from swansongd.restore.wish import Download, Wish
 from swansongd.staging.prepare import RunDirectory, open_restored
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -51,86 +51,6 @@ _log = structlog.get_logger(__name__)
 
 Listener = Callable[[int, int], None]
 """Takes the bytes done and the total of the download in progress."""
-
-
-class Choice(Enum):
-    """How exactly an asker names its commit."""
-
-    NEWEST = auto()
-    """The newest one; an older one if it is damaged."""
-    NAMED = auto()
-    """This generation and step; the end of the run has the state of the other commit of its step."""
-    EXACT = auto()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Wish:
-    """The commit that an asker wants."""
-
-    ref: CommitRef | None
-    """None: the run has no whole commit as far as the asker knows."""
-    choice: Choice = Choice.NEWEST
-    is_prefetch: bool = False
-    """No trainer has asked yet: the download gives way to others, and leaves room for checkpoints."""
-    is_over: Callable[[], bool] = field(default=lambda: False, compare=False)
-    """Whether a prefetch has become useless: it ends with Stopped then, unless a trainer waits for it."""
-
-    def accepts(self, found: CommitRef) -> bool:
-        """Whether this commit is wanted."""
-        if self.choice is Choice.NAMED:
-            return replace(found, is_final=False) == self.ref
-        return self.choice is Choice.NEWEST or found == self.ref
-
-    def selection(self, chosen: Callable[[CommitRef, Sequence[StoredShard]], None]) -> Selection:
-        """The commits that the restore considers."""
-        is_any = self.choice is Choice.NEWEST or self.ref is None
-        return Selection(
-            # Only the manifests of that step are read: there may be thousands of commits.
-            step=None if is_any or self.ref is None else self.ref.step,
-            wanted=None if is_any else lambda ref, _: self.accepts(ref),
-            skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
-            chosen=chosen,
-        )
-
-
-@dataclass(slots=True, kw_only=True)
-class Download:
-    """One download, in progress or finished."""
-
-    wish: Wish
-    ref: CommitRef | None = None
-    """The commit that is fetched, once its manifests are read."""
-    result: RestoreResult | None = None
-    """None until the download is finished."""
-    id: str = ""
-    """Names the finished download to the trainers that took its shards; empty before."""
-    done_bytes: int = 0
-    total_bytes: int = 0
-    is_asked: bool = False
-    """A trainer waits for it, or got it."""
-    is_cancelled: bool = False
-    is_paused: bool = False
-    halt: threading.Event = field(default_factory=threading.Event)
-
-    @property
-    def name(self) -> str:
-        """Name of the finished directory; empty before."""
-        return "" if self.result is None else self.result.path.name
-
-    def cancel(self) -> None:
-        self.is_cancelled = True
-        self.halt.set()
-
-    def serves(self, wish: Wish) -> bool:
-        """Whether an asker with this wish gets what it wants."""
-        if self.is_cancelled:
-            return False
-        expected = self.ref or self.wish.ref
-        if wish.choice is Choice.NEWEST:
-            # The same newest commit: if it is damaged, every asker gets the same older one.
-            is_same = self.wish.choice is Choice.NEWEST and self.wish.ref == wish.ref
-            return is_same or expected == wish.ref
-        return expected is not None and wish.accepts(expected)
 
 
 class Downloads:
@@ -240,18 +160,18 @@ class Downloads:
                 last, running = self._last, self._running
                 if wish.is_prefetch and (wish.is_over() or (last is not None and last.is_asked)):
                     break
-                is_served = last is not None and last.serves(wish) and _is_there(last)
-                if running is None and is_served:
-                    assert last is not None
+                if last is not None and not (last.is_of(wish) and _is_there(last)):
+                    last = None
+                if running is None:
+                    if last is None or not last.serves(wish):
+                        last = self._running = Download(wish=wish, base=last)
                     last.is_asked |= not wish.is_prefetch
                     return last
-                if running is None:
-                    self._running = Download(wish=wish, is_asked=not wish.is_prefetch)
-                    return self._running
-                if running.serves(wish) and not is_served:
-                    running.is_asked |= not wish.is_prefetch
-                elif not running.is_asked and not wish.is_prefetch:
-                    running.cancel()
+                if not running.is_asked and not wish.is_prefetch:
+                    if last is not None or not running.serves(wish) or running.exceeds(wish):
+                        running.cancel()  # its parts stay
+                    elif running.shards:
+                        running.is_asked = True
                 self._changed.wait(_LOOK_INTERVAL_S)
         raise Stopped("the daemon stops, or a trainer has its checkpoint")
 
@@ -305,13 +225,15 @@ class Downloads:
         """Restore into a directory below the open one; continues an interrupted download."""
         step = 0 if download.wish.ref is None else download.wish.ref.step
         # A restarted daemon knows the step of an earlier download by its name.
-        name = interrupted(parent_fd, sealed_name(step, "")) or sealed_name(
-            step, secrets.token_hex(4)
-        )
+        prefix = sealed_name(step, "")
+        name = interrupted(parent_fd, prefix) or sealed_name(step, secrets.token_hex(4))
+        if download.base is not None:
+            name = download.base.name
         target = RestoreTarget(
             self._run.path / RESTORED_DIRECTORY / name,
             parent_fd=parent_fd,
             access=Access(RESTORED_FILE_MODE, gid=os.fstat(self._run.fd).st_gid),
+            extends=download.base is not None,
             spare_sets=0 if download.is_asked else SPARE_SETS,
         )
         budget_s = BUDGET_S if download.is_asked else PREFETCH_BUDGET_S
@@ -319,18 +241,19 @@ class Downloads:
             self._store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=download.halt
         )
 
-        def chosen(ref: CommitRef, shards: Sequence[StoredShard]) -> None:
-            download.total_bytes = sum(shard.size_bytes for shard in shards)
-            download.ref = ref
-            self.verified.end()  # those of a damaged commit
-
         options = ReadOptions(
             progress=self._progress(download),
             stop=download.halt,
             local=self._local.of,
             verified=self.verified.add,
         )
-        return restore(store, self._keys, target, download.wish.selection(chosen), options)
+
+        def chosen(ref: CommitRef, shards: Sequence[StoredShard]) -> None:
+            self.verified.end()  # those of a damaged commit
+            download.begin(ref, shards)
+
+        selection = replace(download.selection(), chosen=chosen)
+        return restore(store, self._keys, target, selection, options)
 
     def _progress(self, download: Download) -> Listener:
         looked_mono_s = self._monotonic()

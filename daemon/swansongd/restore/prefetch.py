@@ -23,7 +23,8 @@ from swansongd.core import resume
 from swansongd.core.state import State
 from swansongd.errors import Stopped, StoreError, SwansongError
 from swansongd.model import CommitRef
-from swansongd.restore.downloads import Download, Downloads, Wish
+from swansongd.restore.downloads import Downloads
+from swansongd.restore.wish import Download, Wish
 from swansongd.stores.base import ObjectStore
 
 _LOOK_INTERVAL_S = 0.2

@@ -58,12 +58,14 @@ class Selection:
         step: only commits of this step.
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
-        chosen: called with each commit that is about to be fetched, and its shards.
+        files: only shards that it accepts are fetched; the sizes of all stored objects are compared.
+        chosen: called with each commit that is about to be fetched, and the shards that will be.
     """
 
     step: int | None = None
     wanted: Wanted | None = None
     skipped: Skipped | None = None
+    files: Callable[[StoredShard], bool] | None = None
     chosen: Chosen | None = None
 
 
@@ -157,20 +159,24 @@ def _restore_commit(
     if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
     shards = _merged(manifests)
+    numbered = {
+        number: shard
+        for number, shard in enumerate(shards)
+        if selection.files is None or selection.files(shard)
+    }
     if selection.chosen is not None:
-        selection.chosen(commit.ref, shards)
+        selection.chosen(commit.ref, list(numbered.values()))
     reader = Reader(store, options, _refused(store, keys, commit))
     _require_none(reader.check_sizes(shards))
-    numbered = dict(enumerate(shards))
     find_local = options.local or (lambda _ref, _shards: nullcontext({}))
     with find_local(commit.ref, numbered) as local:
-        noted = target.begin(identity_of(keys.run, commit.ref, shards), shards)
+        noted = target.begin(identity_of(keys.run, commit.ref, shards), shards, numbered)
         done = _fetch(reader, numbered, target, noted, local)
     target.publish()
     return RestoreResult(
         ref=commit.ref,
         path=target.destination,
-        size_bytes=sum(shard.size_bytes for shard in shards),
+        size_bytes=sum(shard.size_bytes for shard in numbered.values()),
         reused_bytes=done.reused_bytes,
         local_bytes=done.local_bytes,
         skipped=(),

@@ -38,9 +38,10 @@ from swansongd.errors import (
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
-from swansongd.restore.downloads import BUDGET_S, Choice, Downloads, Wish
+from swansongd.restore.downloads import BUDGET_S, Downloads
 from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.restore import health_of, healthy, whole
+from swansongd.restore.wish import Choice, Wish, union
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -62,6 +63,8 @@ class _CachedAnswer:
 
     answer: Restored
     basis: Basis
+    wish: Wish | None = None
+    """Of a download; None for a set in staging and for a fresh run."""
 
     def is_there(self) -> bool:
         """Whether its directory exists; the answer for a fresh run names none."""
@@ -122,7 +125,7 @@ class Resume:
         """Called after each answer without an error."""
         self._reported_mono_s = monotonic()
         self._cached: _CachedAnswer | None = None
-        self._last_rollback: tuple[int, float, Restored] | None = None
+        self._last_rollback: tuple[int, _CachedAnswer] | None = None
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
@@ -235,32 +238,38 @@ class Resume:
         ):
             cached = None
         if cached is not None and cached.basis.is_recent(self._monotonic()):
-            return cached.answer
+            return self._repeated(cached)
         store = self._store()
         newest = commit.newest_whole_commit(store, self._keys)
         own = resume.newest_local(state, newest)
+        wish = Wish(ref=newest) if own is None else None
         if cached is not None and cached.basis.newest == newest:
-            answer = cached.answer
+            answer, wish = self._repeated(cached), cached.wish
         elif own is not None:
             answer = self._in_staging(own, state)
         else:
-            answer = self._fetched(newest)
+            answer = self._fetched(Wish(ref=newest))
         basis = resume.basis(state, newest, self._monotonic())
-        self._cached = _CachedAnswer(answer=answer, basis=basis)
+        self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish if answer.path else None)
         return answer
 
     def _named(self, ref: CommitRef) -> Restored:
         """This commit, downloaded once for all ranks of this VM."""
         cached = self._cached
         if cached is not None and cached.basis.newest == ref and cached.is_there():
-            return cached.answer
+            return self._repeated(cached)
         return self._fetch_named(ref)
 
     def _fetch_named(self, ref: CommitRef) -> Restored:
-        answer = self._fetched(ref, Choice.NAMED)
+        wish = Wish(ref=ref, choice=Choice.NAMED)
+        answer = self._fetched(wish)
         basis = Basis(answered_mono_s=self._monotonic(), newest=ref)
-        self._cached = _CachedAnswer(answer=answer, basis=basis)
+        self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish)
         return answer
+
+    def _repeated(self, cached: _CachedAnswer) -> Restored:
+        """The same checkpoint, with the files that this rank reads."""
+        return cached.answer if cached.wish is None else self._fetched(cached.wish)
 
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
         """The newest healthy checkpoint before a step; posts RolledBack once for all ranks."""
@@ -272,21 +281,24 @@ class Resume:
                 raise self._nothing_before(query.before_step)
             return self._fetch_named(CommitRef(committed.generation, committed.step))
         if self._last_rollback is not None:
-            number, mono_s, answer = self._last_rollback
-            is_one_start = resume.is_one_start(mono_s, self._monotonic())
-            if number == query.rollback and is_one_start:
-                return answer  # to another rank
+            number, cached = self._last_rollback
+            if number == query.rollback and cached.basis.is_recent(self._monotonic()):
+                return self._repeated(cached)  # to another rank
         committed = self._newest_healthy_commit(store, query.before_step)
         own = resume.newest_healthy_local(state, query.before_step, committed)
+        wish = None
         if own is not None:
             answer = self._in_staging(own, state)
         elif committed is not None:
-            answer = self._fetched(committed, Choice.EXACT)
+            wish = Wish(ref=committed, choice=Choice.EXACT)
+            answer = self._fetched(wish)
         else:
             raise self._nothing_before(query.before_step)
         post(RolledBack(answer.step))
         self._cached = None
-        self._last_rollback = (query.rollback, self._monotonic(), answer)
+        basis = Basis(answered_mono_s=self._monotonic(), newest=committed)
+        rolled_back = _CachedAnswer(answer=answer, basis=basis, wish=wish)
+        self._last_rollback = (query.rollback, rolled_back)
         return answer
 
     def _nothing_before(self, step: int) -> NothingToRestore:
@@ -330,12 +342,15 @@ class Resume:
             generation=state.generation if state.generation is not None else -1,
         )
 
-    def _fetched(self, ref: CommitRef | None, choice: Choice = Choice.NEWEST) -> Restored:
-        """Download this commit; the answer has no path if the run is fresh."""
+    def _fetched(self, wish: Wish) -> Restored:
+        """Download this commit, for all ranks that wait; the answer has no path if the run is fresh."""
+        with self._changed:
+            tickets = [*self._waiting] if self._current is None else [self._current, *self._waiting]
+        prefixes = union(frozenset(ticket.query.prefixes) for ticket in tickets)
         try:
-            download = self.downloads.fetch(Wish(ref=ref, choice=choice))
+            download = self.downloads.fetch(replace(wish, prefixes=prefixes))
         except NothingToRestore as error:
-            if ref is None and error.is_fresh:
+            if wish.ref is None and error.is_fresh:
                 return Restored("")
             raise
         assert download.result is not None

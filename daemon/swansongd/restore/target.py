@@ -23,8 +23,8 @@ import secrets
 import stat
 import struct
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -129,6 +129,7 @@ class RestoreTarget:
         destination: path of the directory; its parent must not be a link.
         parent_fd: its parent, open; None opens the parent, and creates it if necessary.
         access: permissions of the restored files.
+        extends: the destination exists, and gets further files.
         spare_sets: further checkpoints of this size that must have room beside the restored files.
 
     Raises:
@@ -142,10 +143,12 @@ class RestoreTarget:
         *,
         parent_fd: int | None = None,
         access: Access | None = None,
+        extends: bool = False,
         spare_sets: int = 0,
     ) -> None:
         self.destination = destination
         self._access = access or Access.by_umask()
+        self._extends = extends
         self._spare_sets = spare_sets
         self._name = ""
         self._given_parent_fd = parent_fd
@@ -170,6 +173,8 @@ class RestoreTarget:
         with self._errors():
             if self._given_parent_fd is not None:
                 self._parent_fd = os.dup(self._given_parent_fd)
+            if self._extends:
+                return
             try:
                 found = self._open_destination()
             except FileNotFoundError:
@@ -218,15 +223,26 @@ class RestoreTarget:
         self._close()
         self._close_parent()
 
-    def begin(self, identity: str, shards: Sequence[StoredShard]) -> Noted:
-        """Create a file for each shard, if there is enough space.
+    def begin(
+        self,
+        identity: str,
+        shards: Sequence[StoredShard],
+        wanted: Mapping[int, StoredShard] | None = None,
+    ) -> Noted:
+        """Create a file for each wanted shard, if there is enough space.
 
         Continues an interrupted restore of the same ``identity``, and removes all other partial
         directories of this destination, including one of this restore.
 
+        Args:
+            identity: of the restore, see :func:`journal.identity_of`.
+            shards: all shards of the commit, which the journal names by their number.
+            wanted: those that are restored; None: all.
+
         Returns:
             The parts that the journal names.  The caller must read them back and verify them.
         """
+        files = list(shards if wanted is None else wanted.values())
         with self._errors():
             if self._parent_fd < 0:
                 os.makedirs(self.destination.parent, exist_ok=True)
@@ -238,12 +254,14 @@ class RestoreTarget:
                 self._create()
             self._has_parts = bool(noted)
             self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
-            self._check_space(shards)
-            for shard in shards:
+            if noted:
+                self._remove_others({shard.path for shard in files})
+            self._check_space(files)
+            for shard in files:
                 self._make_directories(shard.path)
                 with self._open(shard.path, create=True) as fd:
                     os.ftruncate(fd, shard.size_bytes)
-            self._writing = {shard.path: threading.Lock() for shard in shards}
+            self._writing = {shard.path: threading.Lock() for shard in files}
             if noted:
                 self._journal_fd = _open_own(
                     _JOURNAL, _APPEND | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self._partial_fd
@@ -279,6 +297,10 @@ class RestoreTarget:
             for parts in self._directories:
                 with self._directory(parts) as fd:
                     os.fsync(fd)
+            if self._extends:
+                self._move_files()
+                self._discard()
+                return
             os.fchmod(self._files_fd, self._access.directory_mode)
             os.fsync(self._files_fd)
             os.rename(
@@ -289,6 +311,30 @@ class RestoreTarget:
             )
             os.fsync(self._parent_fd)
         self._discard()
+
+    def _move_files(self) -> None:
+        """Move each file into the existing destination, where it appears whole."""
+        partial_fd = self._files_fd
+        self._files_fd = openat.open_directory(
+            self.destination.name, dir_fd=self._parent_fd, owners={os.geteuid()}
+        )
+        try:
+            self._directories.clear()
+            for path in self._writing:
+                self._make_directories(path)
+                *parents, name = path.split("/")
+                with ExitStack() as stack:
+                    source_fd = partial_fd
+                    for parent in parents:
+                        source_fd = openat.open_directory(parent, dir_fd=source_fd)
+                        stack.callback(os.close, source_fd)
+                    target_fd = stack.enter_context(self._directory(tuple(parents)))
+                    os.rename(name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
+            for parts in (*self._directories, ()):
+                with self._directory(parts) as fd:
+                    os.fsync(fd)
+        finally:
+            os.close(partial_fd)
 
     # ------------------------------------------------------------ the partial directory
 
@@ -350,6 +396,13 @@ class RestoreTarget:
         with suppress(OSError):
             openat.empty_directory(fd)
             os.rmdir(name, dir_fd=self._parent_fd)
+
+    def _remove_others(self, wanted: Collection[str]) -> None:
+        """Remove the files that an interrupted restore of further shards began."""
+        for parent, _, names, directory_fd in os.fwalk(".", dir_fd=self._files_fd):
+            for name in names:
+                if os.path.normpath(os.path.join(parent, name)) not in wanted:
+                    os.unlink(name, dir_fd=directory_fd)
 
     def _check_space(self, shards: Sequence[StoredShard]) -> None:
         """Require space for all shards and the spare sets, less the blocks that are allocated already."""

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Passes the verified files of a download to trainers, which load them while the download continues.
 
-A trainer gets a read-only descriptor of each file, because nobody else may enter the directory before it is
+A trainer gets a read-only descriptor of each file, because no other user may enter the directory before it is
 published.  A trainer gets only :data:`AHEAD` files more than it has confirmed.  A trainer that confirms
 nothing costs nothing: it loads the other files from the published directory.
 """

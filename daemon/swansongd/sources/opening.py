@@ -3,8 +3,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.model import Health, SourceStatus
+from swansongd.model import Health, NoticeKind, SourceStatus
+from swansongd.sources import host, logind
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
 from swansongd.sources.aws import AwsOptions, AwsSpotSource, ImdsSession
@@ -12,6 +15,8 @@ from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsSc
 from swansongd.sources.base import Clocks, Source
 from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
+from swansongd.sources.gcp import LONG_NOTICE_S as GCP_LONG_NOTICE_S
+from swansongd.sources.gcp import MARGIN_S as GCP_MARGIN_S
 from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource
 from swansongd.sources.gcp_events import (
     GPU_MAINTENANCE_S,
@@ -97,6 +102,39 @@ def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Sour
     if not ends:
         return []
     return [DeadlineSource(tuple(ends), lead_s=config.end_lead_s, monotonic=clocks.monotonic)]
+
+
+def notice_kinds(
+    sources: Sequence[Source], config: SourcesConfig, deadline: DeadlineConfig
+) -> tuple[NoticeKind, ...]:
+    """The notices of these sources and of the host, each with its grace period.
+
+    Without ``sources.gcp_preemption_notice_s`` a Spot VM on GCP may have the long notice or none.
+    """
+    assumed_s = deadline.assumed_grace_s
+    graces_s: dict[str, tuple[float, ...]] = {
+        AwsSpotSource.name: (SPOT_NOTICE_S,),
+        AwsAsgSource.name: (config.asg_grace_s or assumed_s,) if config.asg_hook else (),
+        GcpPreemptedSource.name: {
+            None: (assumed_s, GCP_LONG_NOTICE_S - GCP_MARGIN_S),
+            0.0: (assumed_s,),
+        }.get(config.gcp_preemption_notice_s, (GCP_LONG_NOTICE_S - GCP_MARGIN_S,)),
+        GcpStopSource.name: (assumed_s,),
+    }
+    kinds = [
+        NoticeKind(source=source.name, grace_s=grace_s)
+        for source in sources
+        for grace_s in graces_s.get(source.name, ())
+    ]
+    if any(source.name == DeadlineSource.name for source in sources):
+        end = NoticeKind(source=DeadlineSource.name, grace_s=config.end_lead_s, is_scheduled=True)
+        kinds.append(end)
+    delay_s = max(0.0, deadline.shutdown_delay_s - logind.DEADLINE_MARGIN_S)
+    return (
+        *kinds,
+        NoticeKind(source=logind.NAME, grace_s=delay_s),
+        NoticeKind(source=host.NAME, grace_s=deadline.sigterm_grace_s),
+    )
 
 
 def open_lifecycle_hook(config: SourcesConfig) -> LifecycleHook | None:

@@ -38,8 +38,11 @@ class Remover:
 
     def submit(self, action: SetAside | Prune) -> None:
         """Queue the removal, and return.  A full queue drops it: the next commit orders it again."""
-        remove = self._set_aside if isinstance(action, SetAside) else self._prune
-        if not self._worker.submit(partial(remove, action.directories)):
+        if isinstance(action, SetAside):
+            task = partial(self._set_aside, action.directories)
+        else:
+            task = partial(self._prune, action.directories, keeps_aside=action.keeps_aside)
+        if not self._worker.submit(task):
             sets = len(action.directories)
             _log.warning("not_pruned", sets=sets, error="the queue of removals is full")
 
@@ -53,9 +56,10 @@ class Remover:
                 _log.info("set_aside", directory=directory)
         self._rescan()
 
-    def _prune(self, directories: tuple[str, ...]) -> None:
+    def _prune(self, directories: tuple[str, ...], *, keeps_aside: bool = False) -> None:
         refused: list[tuple[str, str]] = []
-        scan.remove_set_aside(self._run_fd)
+        if not keeps_aside:
+            scan.remove_set_aside(self._run_fd)
         for directory in directories:
             try:
                 scan.remove_set(self._run_fd, directory)

@@ -41,6 +41,8 @@ def test_a_farewell_has_the_verdict_and_the_timeline() -> None:
         "commit": {"generation": 2, "step": 7},
         "complete": True,
         "slack_s": 101.5,
+        "expected_s": None,
+        "took_s": None,
         "timeline": timeline,
         "written": WRITTEN,
     }

@@ -156,6 +156,7 @@ def test_few_objects_are_read_however_many_commits_there_are() -> None:
     )
 
 
+@pytest.mark.fault("G29")
 def test_lost_records_are_made_up_for() -> None:
     """Without resumptions, claims, farewells and commits give an estimate."""
     store = MemoryStore()

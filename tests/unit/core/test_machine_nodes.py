@@ -26,6 +26,7 @@ from swansongd.core.events import (
     PeerRequested,
     Prune,
     SendTarget,
+    SetAside,
     StartFlush,
     TellCommitted,
     TellFinished,
@@ -588,6 +589,27 @@ def test_sets_of_a_new_start_are_never_committed_under_the_old_generation() -> N
     assert node.all(CancelFlush)
     node.tell(GenerationClaimed(4, None, is_rollback=True))
     assert [(o.staged.id.step, o.generation) for o in node.all(StartFlush)] == [(9, 3), (3, 4)]
+
+
+def test_the_set_of_the_newest_checkpoint_is_set_aside_for_the_next_start() -> None:
+    """The job resumes from it, and its bytes need not be fetched; the next whole commit deletes it."""
+    node = Node()
+    node.begin()
+    for step in (43, 44, 45):
+        node.seal_part(step)
+        if step < 45:
+            node.counted(node.commit_own_part(), 2)
+    node.tell(JobStarted("second"))
+    assert node.last(SetAside).directories == (node.staging[1].directory,)
+    pruned = node.last(Prune)
+    assert set(pruned.directories) == {node.staging[0].directory, node.staging[2].directory}
+    assert pruned.keeps_aside
+    node.staging.clear()
+    node.tell(GenerationClaimed(4, CommitRef(3, 44), is_rollback=True))
+    node.scan()
+    node.seal_part(50)
+    node.counted(node.commit_own_part(), 2)
+    assert not node.last(Prune).keeps_aside
 
 
 @pytest.mark.fault("H01", "G17")

@@ -111,3 +111,46 @@ def test_a_query_that_names_a_commit_needs_only_its_start() -> None:
     assert resume.may_answer(state, named)
     assert resume.may_answer(state, replace(named, job_start_id="start-1"))
     assert not resume.may_answer(state, replace(named, job_start_id="start-2"))
+
+
+# ---------------------------------------------------------------- downloads and the link
+
+
+@pytest.mark.fault("G21")
+def test_an_evacuation_has_the_link_for_itself() -> None:
+    """A prefetch stops while it is open; a trainer's download stops while it saves or sends."""
+    story = Story()
+    story.join(save_s=1.0)
+    story.progress(10)
+    assert resume.may_download(story.state, is_asked=False)
+    story.notice()
+    assert not resume.may_download(story.state, is_asked=True), "the trainer saves"
+    story.accept(10)
+    story.answer(11)
+    assert not resume.may_download(story.state, is_asked=True), "the set is sent"
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 11"]
+    assert resume.may_download(story.state, is_asked=True)
+    assert not resume.may_download(story.state, is_asked=False)
+    story.withdraw()
+    assert resume.may_download(story.state, is_asked=False)
+
+
+def test_an_idle_vm_with_a_notice_serves_a_trainer_that_asks() -> None:
+    """Nothing is to be sent: the notice may be withdrawn, and a follow-up may commit the training."""
+    story = Story(newest=CommitRef(1, 100))
+    story.notice()
+    assert resume.may_download(story.state, is_asked=True)
+    assert not resume.may_download(story.state, is_asked=False)
+
+
+def test_our_own_newer_commit_ends_the_prefetch() -> None:
+    """The directory of the older one only takes space."""
+    story = Story(newest=CommitRef(1, 100))
+    assert resume.why_no_prefetch(story.state, CommitRef(1, 100)) == ""
+    story.seal(110)
+    assert "step 110" in resume.why_no_prefetch(story.state, CommitRef(1, 100))
+    story.store_all()
+    story.lose(story.staging[0])
+    assert "committed a newer" in resume.why_no_prefetch(story.state, CommitRef(1, 100))
+    assert resume.newest_known(story.state, CommitRef(1, 100)) == CommitRef(1, 100)

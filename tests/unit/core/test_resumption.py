@@ -3,20 +3,25 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from swansongd.core.events import (
+    Conclude,
     DownloadEnded,
     DownloadStarted,
     GenerationClaimed,
+    JobStarted,
     LastFarewell,
     RecordResumption,
     RestoreAnswered,
     RestoreAsked,
     RolledBack,
+    TrainerJoined,
     TrainerProgress,
 )
 from swansongd.core.resumption import PART_S
-from swansongd.model import CommitRef, Severity
+from swansongd.model import CommitRef, Severity, TrainerView
 
 from testkit.story import Story
 
@@ -87,6 +92,9 @@ def test_a_rollback_is_recorded_by_its_own_start() -> None:
     """Steps of the line that was left do not count as the first step of the next one."""
     story = Story(newest=NEWEST)
     resumed(story)
+    late_rank = TrainerProgress(1, 40, start_id="s1")
+    at(story, 0.0, late_rank)
+    at(story, 1.0, TrainerProgress(1, 45, step_s=1.0))
     story.tell(RolledBack(42))
     story.tell(GenerationClaimed(3, NEWEST, is_rollback=True))
     story.progress(46)
@@ -95,6 +103,30 @@ def test_a_rollback_is_recorded_by_its_own_start() -> None:
     at(story, 1.0, TrainerProgress(1, 43, step_s=1.0))
     record = story.last(RecordResumption)
     assert (record.generation, record.milestones.start_step) == (3, 42)
+
+
+def test_each_start_of_a_job_over_several_vms_is_recorded() -> None:
+    """Each has a generation of its own, and begins with the question of its ranks."""
+    story = Story(newest=NEWEST)
+    settings = replace(story.state.settings, several_vms=True)
+    story.state = replace(story.state, settings=settings)
+    for number in (3, 4):
+        story.tell(JobStarted(f"start~{number}"))
+        story.tell(GenerationClaimed(number, NEWEST, is_rollback=True))
+        made = {"rank": 1, "world_size": 2, "local_world_size": 1, "node": 1, "nodes": 2}
+        story.tell(TrainerJoined(TrainerView(connection=number, pid=number, step=-1, **made)))
+        late_rank = TrainerProgress(number, 39, start_id="late")
+        for event in (
+            TrainerProgress(number, 40, start_id=f"s{number}"),
+            TrainerProgress(number, 41, step_s=1.0),
+            late_rank,
+            TrainerProgress(number, 42),
+        ):
+            at(story, 1.0, event)
+    records = story.all(RecordResumption)
+    assert [record.generation for record in records] == [3, 4]
+    assert [record.milestones.start_step for record in records] == [40, 40]
+    assert [(record.training.node, record.training.nodes) for record in records] == [(1, 2), (1, 2)]
 
 
 def test_a_later_start_has_its_own_question() -> None:
@@ -168,6 +200,21 @@ def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
     assert not last.conclusion.is_final
     assert last.conclusion.verdict == story.state.last_verdict.verdict  # type: ignore[union-attr]
     assert story.verdicts == verdicts
+
+
+def test_the_last_farewell_waits_for_a_commit() -> None:
+    """A manifest never waits behind it."""
+    story = evacuated()
+    story.seal(70)
+    story.flushed()
+    assert story.state.stored
+    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
+    story.wait(left_s - PART_S / 2)
+    assert not story.all(LastFarewell)
+    before = len(story.all(Conclude))
+    story.store_all()
+    story.wait(0.1)
+    assert len(story.all(LastFarewell)) + len(story.all(Conclude)) - before == 1
 
 
 def test_a_shutdown_of_the_host_has_a_last_farewell() -> None:

@@ -102,6 +102,19 @@ def test_with_an_exact_end_the_last_one_starts_as_late_as_is_safe(
         assert found == [pytest.approx(lead)]
 
 
+@given(costs, st.floats(LATE_S, 60, exclude_min=True), st.floats(0.001, LATE_S))
+def test_a_loop_that_looks_at_intervals_starts_the_last_one(
+    cost: FollowUpCost, age_s: float, interval_s: float
+) -> None:
+    """Also shortly after another checkpoint, no look falls exactly on the last moment."""
+    looks = (
+        Ending(left_s=lead_s(cost, reserve_s=RESERVE_S) + x) for x in (0.0005, 0.0005 - interval_s)
+    )
+    waits = [next_start_s(look, cost, reserve_s=RESERVE_S, age_s=age_s) for look in looks]
+    assert waits[0] is None or waits[0] > 0
+    assert waits[1] == (None if age_s <= cost.stall_s else 0.0)
+
+
 @given(
     st.floats(1, 10_000), st.floats(1e-6, 0.1), st.floats(0, 100), st.floats(INTERVAL_MIN_S, 100)
 )

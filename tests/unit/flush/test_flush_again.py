@@ -159,6 +159,23 @@ def test_sealing_interrupts_no_part_in_flight(flush: FlushRig) -> None:
     assert flush.store.bytes_sent == sealed.size_bytes
 
 
+def test_parts_in_flight_count_for_the_flush_that_continues_them(flush: FlushRig) -> None:
+    """Otherwise the link would look idle whenever a growing set is ordered again."""
+    staged = staged_set(flush.run_directory, {"a": noise(3 * PART)})
+    held = threading.Event()
+    flush.store.before = lambda what, _: what == "put_part" and held.wait(20)
+    flush.engine.start("early", staged, 1, is_sealed=False)
+    until(lambda: flush.store.count("put_part") == 3)
+    flush.engine.start("sealed", staged, 1)
+    active = until(
+        lambda: (now := flush.engine._active) and now.is_sealed and now,
+        what="the sealed set to be flushed",
+    )
+    held.set()
+    assert isinstance(flush.outcome(), Flushed)
+    assert active.sent_bytes == staged.size_bytes
+
+
 def test_a_missing_file_does_not_void_an_unsealed_set(flush: FlushRig) -> None:
     """A set that is being written may change, so no failure is posted; the sealed set is checked again."""
     staged = staged_set(flush.run_directory, {"a": noise(3 * PART), "b": b"b"}, directory=PARTIAL)

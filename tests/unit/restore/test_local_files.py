@@ -12,10 +12,11 @@ import pytest
 from swansong.protocol import RESTORED_DIRECTORY
 from swansongd.bucket.keys import RunKeys
 from swansongd.model import CommitRef, StagedFile
-from swansongd.restore.downloads import Downloads, Wish
+from swansongd.restore.downloads import Downloads
 from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.restore import RestoreResult
 from swansongd.restore.target import RestoredFile
+from swansongd.restore.wish import Wish
 from swansongd.staging import scan
 from swansongd.staging.prepare import prepare
 from swansongd.staging.seal import Scanner

@@ -97,7 +97,9 @@ class Vm:
     def ask(self, **query: Any) -> Callable[[], Restored]:
         """Send a query; returns a function that waits for the answer."""
         replies: queue.Queue[Message] = queue.Queue()
-        self.resume.ask(RestoreQuery("q", **query), replies.put, lambda _: None)
+        self.resume.ask(
+            RestoreQuery("q", **query), lambda message, *_: replies.put(message), lambda _: None
+        )
 
         def answer() -> Restored:
             while not isinstance(reply := replies.get(timeout=30), Restored):
@@ -165,6 +167,21 @@ def test_a_trainer_joins_the_prefetch_in_progress(vm: Vm) -> None:
     assert answer().step == 100
     assert len(vm.store.given) == PARTS
     vm.shows("answered")
+
+
+def test_a_rank_cuts_the_prefetch_down_to_its_shards(vm: Vm) -> None:
+    """The parts of its own shards are kept, and those of the other rank are dropped."""
+    files = {f"rank-0000{rank}/w.bin": bytes([rank]) * 5120 for rank in (0, 1)}
+    committed.commit(vm.store, files, step=100, upload_nonce="a100")
+    with vm.half_fetched():
+        (journal,) = vm.restored.glob(".*.partial-*/journal")
+        until(lambda: journal.read_bytes().count(b"\n") >= 7, what="three parts of each shard")
+        asked = vm.ask(prefixes=["rank-00000"])
+        until(lambda: _is_cancelled(vm), what="the end of the prefetch")
+    answer = asked()
+    assert committed.tree(Path(answer.path)) == {"rank-00000/w.bin": files["rank-00000/w.bin"]}
+    early = [offset for key, offset, _ in vm.store.given if "rank-00000" in key and offset < 3000]
+    assert sorted(early) == [0, 1000, 2000], "each was fetched once"
 
 
 @pytest.mark.fault("G19")

@@ -38,9 +38,11 @@ class ArrivedTensors:
     Args:
         objects: of the training state, by name.
         rank: of this process.
+        is_alone: whether this rank reads no file of another rank, if as many ranks saved the checkpoint.
     """
 
-    def __init__(self, objects: Mapping[str, Any], rank: int) -> None:
+    def __init__(self, objects: Mapping[str, Any], rank: int, *, is_alone: bool = False) -> None:
+        self.is_alone = is_alone
         self._objects = objects
         self._rank = rank
         self.read_s = 0.0
@@ -52,16 +54,17 @@ class ArrivedTensors:
         """Rank whose tensors are read where the ranks hold different ones."""
         self._returned: set[tuple[str, str]] = set()
         self._states: dict[str, dict[str, Any]] = {}
-        """Of the modules."""
+        """By name of the module."""
         self._waiting: dict[str, int] = {}
 
     def take(self, path: str, fd: int) -> None:
         """Read the tensors of a file into place; see :class:`swansong.state.Arrivals`."""
         match = _PATH.fullmatch(path)
-        if match is None or fd < 0 or len(self._waiting) >= WAITING_MAX:
+        rank = -1 if match is None else int(match[1])
+        is_others = self.is_alone and rank != self._rank
+        if match is None or is_others or fd < 0 or len(self._waiting) >= WAITING_MAX:
             _close(fd)
             return
-        rank = int(match[1])
         if match[2] == INDEX:
             self._trying(path, fd, lambda: self._read_index(rank, fd))
             waiting, self._waiting = self._waiting, {}

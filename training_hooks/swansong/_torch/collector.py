@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from swansong._torch.arena import Piece
-from swansong._torch.sharding import is_sharded, own_part
+from swansong._torch.sharding import is_sharded, is_written_here, own_part
 from swansong.state import encode_tree
 
 SPLIT_BYTES = 2**20
@@ -126,11 +126,7 @@ class Collector:
                 " call it after init_process_group() and before destroy_process_group()"
             )
         entry = self.entries[key] = {"shape": list(tensor.shape)}
-        coordinate = tensor.device_mesh.get_coordinate()
-        if coordinate is None or any(
-            placement.is_replicate() and place != 0
-            for placement, place in zip(tensor.placements, coordinate, strict=True)
-        ):
+        if not is_written_here(tensor):
             return  # no part is on this rank, or another rank writes the same part
         part, offsets = own_part(tensor)
         if part.numel():

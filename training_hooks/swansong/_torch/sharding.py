@@ -28,3 +28,12 @@ def own_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
         return tensor.detach(), (0,) * tensor.dim()
     (chunk,) = tensor.__create_chunk_list__()
     return tensor.detach().to_local(), tuple(chunk.offsets)
+
+
+def is_written_here(tensor: Any) -> bool:
+    """Whether this rank writes its part of a DTensor: of equal parts, the first rank writes one."""
+    coordinate = tensor.device_mesh.get_coordinate()
+    return coordinate is not None and all(
+        place == 0 or not placement.is_replicate()
+        for placement, place in zip(tensor.placements, coordinate, strict=True)
+    )

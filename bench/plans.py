@@ -1,0 +1,224 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Compares the forecast of each evacuation with the time that it took: ``python -m bench.plans``.
+
+A real ``swansongd`` and a trainer with the hooks run against an S3 emulator.  The emulator limits the rate of
+all bodies together, and takes longer to complete an upload with more parts.  Each VM makes one periodic
+checkpoint and then a few evacuations.  The next VM continues the run with an empty disk, and plans with the
+figures of the last manifest.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import secrets
+import sys
+import tempfile
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from swansong import protocol
+from swansongd.cli.client import DaemonClient
+from swansongd.errors import Unreachable
+
+from bench.transfer.results import write_page
+from testkit.emulators.s3_strict import S3
+from testkit.emulators.store_control import Call, StoreControl, StoreResponse
+from testkit.emulators.store_server import StoreServer
+from testkit.rig import Vm
+from testkit.strict_bucket import ACCOUNT
+from testkit.waiting import until
+
+MIB = 2**20
+COMPLETE_S, COMPLETE_PART_S = 0.05, 0.02
+"""Time to complete an upload, and for each of its parts."""
+NOTICE_S = 100.0
+
+
+@dataclass(frozen=True, slots=True)
+class Size:
+    """One size of the state."""
+
+    name: str
+    size_bytes: int
+    files: int
+    save_s: float
+    link_bytes_per_s: float
+
+
+SIZES = (
+    Size("6 MiB in 3 files, saved in 0.5 s, 4 MiB/s", 6 * MIB, 3, 0.5, 4 * MIB),
+    Size("24 MiB in 6 files, saved in 4 s, 6 MiB/s", 24 * MIB, 6, 4.0, 6 * MIB),
+    Size("64 MiB in 4 files, saved in 2 s, 6 MiB/s", 64 * MIB, 4, 2.0, 6 * MIB),
+)
+"""Small sizes and low rates: the limit of the store must dominate, not the processor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """One evacuation."""
+
+    expected_s: float
+    pessimistic_s: float
+    took_s: float
+    is_first: bool
+    """The first one of its VM."""
+
+    @property
+    def error(self) -> float:
+        return abs(self.took_s / self.expected_s - 1)
+
+
+class SlowS3(S3):
+    """Takes time to complete an upload, outside the lock of the store."""
+
+    def respond(self, call: Call) -> StoreResponse:
+        if call.method == "POST" and "uploadId=" in call.query:
+            time.sleep(COMPLETE_S + COMPLETE_PART_S * call.body.count(b"<Part>"))
+        return super().respond(call)
+
+    def drop_data(self) -> None:
+        """Forget the shards, so that the memory stays bounded."""
+        with self._lock:
+            for objects in self._buckets.values():
+                for key in [key for key in objects if "/data/" in key]:
+                    del objects[key]
+
+
+def measured(size: Size, evacuations: int, evacuations_per_vm: int) -> list[Outcome]:
+    """The outcomes of one size."""
+    s3 = SlowS3(["ckpt"])
+    control = StoreControl(s3.respond, s3.corrupt, (), s3.order)
+    control.total_bytes_per_s = size.link_bytes_per_s
+    outcomes: list[Outcome] = []
+    with StoreServer(("127.0.0.1", 0), control) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store = {"url": "s3://ckpt/bench", "endpoint": server.url, "region": "us-east-1"}
+        while len(outcomes) < evacuations:
+            wanted = min(evacuations_per_vm, evacuations - len(outcomes))
+            outcomes += _one_vm(size, store, s3, wanted, from_step=1000 * len(outcomes))
+            print(f"{size.name}: {len(outcomes)} of {evacuations}", file=sys.stderr)
+        server.shutdown()
+    return outcomes
+
+
+def _one_vm(
+    size: Size, store: dict[str, str], s3: SlowS3, evacuations: int, *, from_step: int
+) -> list[Outcome]:
+    outcomes = []
+    with tempfile.TemporaryDirectory() as directory:
+        # A part size of 5 MiB gives the files of these sizes several parts, as 16 MiB does to larger ones.
+        settings = {"flush": {"part_size_bytes": "5MiB", "connections": 8}}
+        with Vm(Path(directory), store, settings=settings) as vm:
+            daemon = vm.start_daemon(ready=True, **ACCOUNT)
+            until(vm.socket.exists, what="the socket")
+            facts = {
+                "--size-bytes": size.size_bytes,
+                "--files": size.files,
+                "--save-s": size.save_s,
+                "--from-step": from_step,
+            }
+            arguments = [str(word) for pair in facts.items() for word in pair]
+            program = str(Path(__file__).with_name("plans_trainer.py"))
+            vm.start_trainer(*arguments, script=program)
+            daemon.lines.wait(event="committed", timeout_s=120)
+            client = DaemonClient(vm.socket)
+            for number in range(evacuations):
+                outcomes.append(_evacuate(client, is_first=not number))
+                s3.drop_data()
+    return outcomes
+
+
+def _evacuate(client: DaemonClient, *, is_first: bool) -> Outcome:
+    """One manual notice, until its verdict."""
+    before = _report(client)["last_verdict"]
+    client.request(
+        protocol.Notify(nonce=secrets.token_hex(8), seconds_left=NOTICE_S), protocol.Noted
+    )
+    pessimistic_s = 0.0
+    while True:
+        report = _report(client)
+        evacuation, last = report["evacuation"], report["last_verdict"]
+        if evacuation and evacuation["pessimistic_s"]:
+            pessimistic_s = evacuation["pessimistic_s"]
+        if last and (before is None or last["evacuation"] != before["evacuation"]):
+            break
+        time.sleep(0.05)
+    client.request(protocol.NotifyWithdrawn(), protocol.Noted)
+    until(lambda: _report(client)["evacuation"] is None, what="the withdrawal")
+    if last["expected_s"] is None:
+        raise SystemExit(f"the evacuation had no forecast: {last}")
+    took_s = last["took_s"] if last["verdict"] == "SAFE" else math.inf
+    return Outcome(last["expected_s"], pessimistic_s, took_s, is_first)
+
+
+def _report(client: DaemonClient) -> dict[str, Any]:
+    """The daemon's report; a loaded machine may delay it."""
+    for _ in range(9):
+        with suppress(Unreachable):
+            return client.report()
+    return client.report()
+
+
+def table(outcomes: dict[str, list[Outcome]]) -> str:
+    """The Markdown table."""
+    heads = (
+        "state", "evacuations", "time to SAFE", "error, median", "error, 9 of 10", "first of a VM, 9 of 10",
+        "within the pessimistic time",
+    )  # fmt: skip
+    rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    everything = [each for found in outcomes.values() for each in found]
+    for name, found in [*outcomes.items(), ("all", everything)]:
+        times = sorted(each.took_s for each in found)
+        errors = [each.error for each in found]
+        first = [each.error for each in found if each.is_first]
+        kept = sum(each.took_s <= each.pessimistic_s for each in found)
+        cells = (
+            name,
+            f"{len(found)}",
+            f"{times[0]:.1f} to {times[-1]:.1f} s",
+            *(f"{share:.1%}" for share in (_quantile(errors, 0.5), _quantile(errors, 0.9))),
+            f"{_quantile(first, 0.9):.1%}",
+            f"{kept} of {len(found)}",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _quantile(values: list[float], share: float) -> float:
+    """The smallest value that at least this share of the values does not exceed."""
+    ordered = sorted(values)
+    return ordered[max(0, -(-len(ordered) * round(100 * share) // 100) - 1)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--evacuations", type=int, default=50, help="number over all sizes")
+    parser.add_argument("--per-vm", type=int, default=4, help="evacuations of one VM")
+    parser.add_argument("--json", type=Path, help="file for the outcomes")
+    parser.add_argument(
+        "--write", action="store_true", help="write the table into docs/performance/"
+    )
+    options = parser.parse_args()
+    outcomes = {}
+    for index, size in enumerate(SIZES):
+        share = (options.evacuations + len(SIZES) - 1 - index) // len(SIZES)
+        outcomes[size.name] = measured(size, share, options.per_vm)
+        if options.json:
+            plain = {name: [asdict(each) for each in found] for name, found in outcomes.items()}
+            options.json.write_text(json.dumps(plain))
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    text = f"{table(outcomes)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
+    print(text)
+    if options.write:
+        write_page("python -m bench.plans", text)
+
+
+if __name__ == "__main__":
+    main()

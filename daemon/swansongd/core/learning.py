@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Learns the pace of the run from its checkpoints, and compares each forecast with the outcome.
+
+Every checkpoint shows how long a save, a whole upload, its completion and the manifest take.  A checkpoint
+of an evacuation also shows which part of the upload passed during the save: only then are early shards
+sent.  A set of which an earlier flush has sent most bytes shows nothing about the sending time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from dataclasses import replace
+
+from swansongd.core import pace, planner
+from swansongd.core.events import Flushed, PaceRead
+from swansongd.core.state import CheckpointRequest, Flight, State, StoredSet
+from swansongd.core.transition import Transition
+from swansongd.model import CommitRef, Staged
+
+SENT_SHARE_MIN = 0.95
+"""A flush that sent a smaller share of the unreferenced bytes only finished the work of an earlier one."""
+
+
+def record_read(transition: Transition, event: PaceRead) -> None:
+    """The newest commit at the claim carries the figures of an earlier VM."""
+    known = pace.inherited(transition.state.pace, event.figures)
+    transition.state = replace(transition.state, pace=known)
+
+
+def record_found(transition: Transition, new: Collection[Staged], *, is_first: bool) -> None:
+    """A scan found new sealed sets: the ranks have reported how long the save took."""
+    if not new:
+        return
+    newest = max(new, key=lambda staged: staged.id)
+    transition.state = replace(transition.state, last_share=_last_share(newest))
+    if is_first:
+        return
+    saves_s = [t.save_s for t in transition.state.trainers if t.save_s is not None]
+    _learn(transition, "size_bytes", newest.size_bytes)
+    if saves_s:
+        _learn(transition, "save_s", max(saves_s))
+
+
+def _last_share(staged: Staged) -> float:
+    """Share of the largest file of each rank: no byte of a rank's last file is sent during the save."""
+    if staged.framework != "swansong" or not staged.size_bytes:
+        return 1.0
+    largest: dict[str, int] = {}
+    for file in staged.files:
+        rank = file.path.partition("/")[0]
+        largest[rank] = max(largest.get(rank, 0), file.size_bytes)
+    return min(1.0, sum(largest.values()) / staged.size_bytes)
+
+
+def record_sealed(transition: Transition, request: CheckpointRequest) -> None:
+    """The set that answers an urgent request is sealed."""
+    if request.by_signal or not request.is_urgent:
+        return
+    took_s = transition.now - request.asked_mono_s
+    saves_s = [t.save_s for t in transition.state.connected if t.save_s is not None]
+    save_s = max(saves_s, default=0.0)
+    if not 0 < save_s <= took_s:  # the report of the new save has not arrived yet
+        return
+    _learn(transition, "urgent_save_s", save_s)
+    _learn(transition, "wait_s", took_s - save_s)
+
+
+def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_bytes: int) -> None:
+    """All shards of a set are stored."""
+    if not flight.staged.size_bytes:
+        return
+    parts = max((-(-s.size_bytes // s.part_size_bytes) for s in event.shards), default=1)
+    _learn(transition, "parts", max(parts, 1))
+    _learn_hidden(transition, flight.staged)  # first: by figures without a sample of this set
+    _learn_sending(transition, flight, event.bytes_referenced, sent_bytes, max(parts, 1))
+
+
+def _learn_sending(
+    transition: Transition, flight: Flight, referenced_bytes: int, sent_bytes: int, parts: int
+) -> None:
+    size_bytes = flight.staged.size_bytes
+    new_bytes = size_bytes - referenced_bytes
+    if new_bytes > 0:  # a set that equals its predecessor shows nothing about the next one
+        _learn(transition, "new_share", new_bytes / size_bytes)
+    if sent_bytes < max(planner.BANDWIDTH_SAMPLE_MIN_BYTES, SENT_SHARE_MIN * new_bytes):
+        return
+    parts_stored_mono_s = flight.parts_stored_mono_s or transition.now
+    completion_s = max(0.0, transition.now - parts_stored_mono_s)
+    _learn(transition, "completion_ratio", completion_s / pace.completion_s(parts))
+    if not is_throttled(transition.state, flight):
+        send_s = max(0.0, parts_stored_mono_s - flight.started_mono_s)
+        _learn(transition, "send_s_per_byte", send_s / sent_bytes)
+
+
+def is_throttled(state: State, flight: Flight) -> bool:
+    """Whether the limit for background traffic applied to this flush, or to a part of it."""
+    evacuation = state.evacuation
+    is_background = evacuation is None or evacuation.opened_mono_s > flight.started_mono_s
+    return state.settings.background_limit_bytes_per_s is not None and is_background
+
+
+def _learn_hidden(transition: Transition, staged: Staged) -> None:
+    """The requested set is stored: the shorter its flush after the seal, the more was sent before."""
+    state = transition.state
+    request = None if state.evacuation is None else state.evacuation.request
+    if request is None or request.sealed != staged.id or request.sealed_mono_s is None:
+        return
+    save_s = max((t.save_s for t in state.connected if t.save_s is not None), default=0.0)
+    measured = replace(state.measured, save_bytes=staged.size_bytes, is_sending=False)
+    send_s, completion_s = planner.flush_s(measured)
+    if request.by_signal or not request.is_urgent or save_s <= 0 or send_s <= 0:
+        return
+    tail_s = transition.now - request.sealed_mono_s
+    hidden_s = min(max(0.0, send_s + completion_s - tail_s), send_s, save_s)
+    _learn(transition, "hidden_share", hidden_s / send_s)
+    _learn(transition, "hidden_use", hidden_s / save_s)
+
+
+def record_manifest(transition: Transition, stored: StoredSet) -> None:
+    """The manifest of this set is written."""
+    if stored.asked_mono_s is not None:
+        _learn(transition, "commit_s", max(0.0, transition.now - stored.asked_mono_s))
+
+
+def record_whole(transition: Transition, ref: CommitRef) -> None:
+    """The checkpoint is committed, with the parts of all VMs: compare the forecast of its request."""
+    state = transition.state
+    request = None if state.evacuation is None else state.evacuation.request
+    if request is None or request.took_s is not None or state.answer is None:
+        return
+    if state.ref_of(state.answer) != ref:
+        return
+    took_s = max(0.0, transition.now - request.asked_mono_s)
+    transition.update_request(replace(request, took_s=took_s))
+    if request.expected_s:
+        error = took_s / request.expected_s - 1
+        _learn(transition, "error_square", min(max(error * error, 1e-4), 1.0))
+
+
+def _learn(transition: Transition, name: str, value: float) -> None:
+    known = transition.state.pace
+    figure = pace.updated(getattr(known, name), value)
+    transition.state = replace(transition.state, pace=replace(known, **{name: figure}))

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The margin: the seconds that a notice right now would leave to spare, for each kind of notice."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swansongd.core import emergency, planner
+from swansongd.core.state import State
+from swansongd.model import Health
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Margin:
+    """The margin of one kind of notice."""
+
+    source: str
+    grace_s: float
+    """Time between the notice and the end of the VM."""
+    spare_s: float | None
+    """Time left after the commit, in nine of ten cases and with the reserve; negative if the commit comes too
+    late; None while save, size or bandwidth are not measured."""
+    lost_since_step: int | None = None
+    """With a negative ``spare_s``: step of the state that the next VM would resume from; None without one."""
+
+
+def margins(state: State) -> tuple[Margin, ...]:
+    """The margin of each kind of notice that this VM may get, the shortest grace period first."""
+    if state.newer_generation is not None:
+        return ()
+    needed_s = _needed_s(state)
+    found = []
+    for kind in state.settings.notice_kinds:
+        status = state.sources.get(kind.source)
+        if status is not None and status.health is Health.UNSUPPORTED:
+            continue
+        grace_s = max(kind.grace_s, state.lead_s) if kind.is_scheduled else kind.grace_s
+        spare_s = None if needed_s is None else grace_s - needed_s
+        lost_since = _covered_step(state, grace_s) if spare_s is not None and spare_s < 0 else None
+        found.append(
+            Margin(source=kind.source, grace_s=grace_s, spare_s=spare_s, lost_since_step=lost_since)
+        )
+    return tuple(sorted(found, key=lambda margin: margin.grace_s))
+
+
+def _needed_s(state: State) -> float | None:
+    """Time from a notice to the commit of the newest state; None if it is unknown."""
+    made = state.forecast
+    if emergency.has_trainer(state):
+        if not made.is_measured:
+            return None
+        return made.data_s + made.spread_s + max(state.settings.reserve_s, made.commit_s)
+    left_bytes = max((c.bytes_left for c in state.candidates), default=0)
+    if not left_bytes:
+        return state.settings.reserve_s if state.stored else 0.0
+    if state.bandwidth_bytes_per_s is None:
+        return None
+    return _store_s(state, left_bytes)
+
+
+def _store_s(state: State, size_bytes: int) -> float:
+    """Time to send these bytes of a sealed set and to commit it."""
+    send_s = planner.seconds_to_store(size_bytes, state.bandwidth_bytes_per_s)
+    return send_s + max(state.settings.reserve_s, state.forecast.commit_s)
+
+
+def _covered_step(state: State, grace_s: float) -> int | None:
+    """Step of the newest state that would be committed without a new checkpoint."""
+    steps = [c.id.step for c in state.candidates if _store_s(state, c.bytes_left) <= grace_s]
+    steps += [item.staged.id.step for item in state.stored]
+    if state.last_complete is not None and not state.owes_checkpoint:
+        steps.append(state.last_complete.step)
+    return max(steps, default=None)

@@ -1,0 +1,154 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The margin that a notice right now would leave, for each kind of notice."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.cli import status
+from swansongd.config.config import DeadlineConfig, SourcesConfig
+from swansongd.core.events import SourceChanged
+from swansongd.core.margin import margins
+from swansongd.model import Health, NoticeKind, SourceStatus
+from swansongd.observe.report import status_report
+from swansongd.sources.opening import notice_kinds, open_sources
+
+from testkit.paced import PacedVm, Physics
+from testkit.story import MIB, Story
+
+KINDS = (
+    NoticeKind(source="aws.spot", grace_s=120.0),
+    NoticeKind(source="logind", grace_s=19.0),
+    NoticeKind(source="deadline", grace_s=120.0, is_scheduled=True),
+)
+SLOW = Physics(size_bytes=1024 * MIB, files=2, save_s=2.0, link_bytes_per_s=40 * MIB)
+
+
+def with_kinds(story: Story) -> Story:
+    settings = replace(story.state.settings, notice_kinds=KINDS)
+    story.state = replace(story.state, settings=settings)
+    return story
+
+
+def lines(story: Story, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    """The output of ``swansong status`` for this state, on one line."""
+
+    class Client:
+        def __init__(self, _path: object) -> None: ...
+        def __enter__(self) -> Client:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+        def report(self) -> dict[str, Any]:
+            return status_report(story.state, story.now)
+
+    monkeypatch.setattr(status, "DaemonClient", Client)
+    monkeypatch.setattr(
+        status, "load", lambda _path: argparse.Namespace(trainer=argparse.Namespace(socket=None))
+    )
+    assert status.run(argparse.Namespace(config=None, json=False)) == 0
+    return " ".join(capsys.readouterr().out.split())
+
+
+def test_each_kind_of_notice_has_its_own_margin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """27 s of work: an AWS notice leaves time, a shutdown does not, and the report names the state left."""
+    vm = PacedVm(SLOW, 1)
+    with_kinds(vm)
+    vm.periodic()
+    shutdown, *long = margins(vm.state)
+    assert shutdown.source == "logind"
+    assert shutdown.spare_s is not None
+    assert shutdown.spare_s < -5
+    assert shutdown.lost_since_step == vm.step
+    assert {m.source for m in long} == {"aws.spot", "deadline"}
+    assert all(m.spare_s is not None and 75 < m.spare_s < 95 for m in long), long
+    shown = lines(vm, monkeypatch, capsys)
+    assert "a aws.spot notice right now would leave" in shown
+    assert f"short: training since step {vm.step} would be lost" in shown
+
+
+def test_unknown_values_give_no_margin(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Before the first save and flush nothing is promised."""
+    story = with_kinds(Story())
+    story.join(step=3)
+    assert {margin.spare_s for margin in margins(story.state)} == {None}
+    assert "unknown, save and bandwidth are not measured yet" in lines(story, monkeypatch, capsys)
+
+
+def test_a_sealed_set_that_fits_is_not_lost() -> None:
+    """The new checkpoint does not fit; the uncommitted set, which is half sent, does."""
+    vm = PacedVm(SLOW, 2)
+    with_kinds(vm)
+    vm.periodic()
+    vm.step += 10
+    vm._seal("", 2.0)
+    while vm.state.candidates[0].bytes_left > 200 * MIB:
+        vm._tick(0.1)
+    assert margins(vm.state)[0].lost_since_step == vm.step
+
+
+def test_without_a_trainer_only_sealed_sets_count() -> None:
+    """All is committed: nothing is needed."""
+    vm = PacedVm(SLOW, 3)
+    with_kinds(vm)
+    vm.periodic()
+    vm.leave()
+    assert [m.spare_s for m in margins(vm.state)] == [19.0, 120.0, 120.0]
+
+
+def test_a_source_that_the_vm_does_not_have_has_no_margin() -> None:
+    story = with_kinds(Story())
+    missing = SourceStatus(
+        source="logind", health=Health.UNSUPPORTED, reason="no bus", since_mono_s=0.0
+    )
+    story.tell(SourceChanged(missing))
+    assert [margin.source for margin in margins(story.state)] == ["aws.spot", "deadline"]
+
+
+@given(st.floats(0, 1e4), st.floats(0, 1e4))
+def test_a_longer_grace_period_never_has_less_margin(one_s: float, other_s: float) -> None:
+    vm = Story()
+    kinds = (NoticeKind(source="a", grace_s=one_s), NoticeKind(source="b", grace_s=other_s))
+    settings = replace(vm.state.settings, notice_kinds=kinds)
+    found = margins(replace(vm.state, settings=settings))
+    spares = [margin.spare_s for margin in found if margin.spare_s is not None]
+    assert spares == sorted(spares)
+    assert len(spares) == 2
+
+
+@pytest.mark.parametrize(
+    ("config", "graces"),
+    [
+        (SourcesConfig(cloud="aws"), {("aws.spot", 120.0)}),
+        (
+            SourcesConfig(cloud="gcp"),
+            {("gcp.preempted", 25.0), ("gcp.preempted", 115.0), ("gcp.stop", 25.0)},
+        ),
+        (
+            SourcesConfig(cloud="gcp", gcp_preemption_notice_s=120.0),
+            {("gcp.preempted", 115.0), ("gcp.stop", 25.0)},
+        ),
+        (
+            SourcesConfig(cloud="gcp", gcp_preemption_notice_s=0.0),
+            {("gcp.preempted", 25.0), ("gcp.stop", 25.0)},
+        ),
+        (SourcesConfig(cloud="none", max_run_duration_s=3600.0), {("deadline", 120.0)}),
+    ],
+)
+def test_the_kinds_of_notices_follow_from_the_configuration(
+    config: SourcesConfig, graces: set[tuple[str, float]]
+) -> None:
+    """With the two kinds that each host has."""
+    deadline = DeadlineConfig()
+    kinds = notice_kinds(open_sources(config, deadline, boot_id="b"), config, deadline)
+    host = {("logind", 19.0), ("host", 25.0)}
+    assert {(kind.source, kind.grace_s) for kind in kinds} == graces | host

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A VM fetches the shards that its ranks read, and none that it has: real directories, stores that count."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from swansong.protocol import Message, Restored, RestoreQuery
+from swansongd.bucket.keys import RunKeys
+from swansongd.core.events import GenerationClaimed, JobStarted, Prune, SetAside, TrainerJoined
+from swansongd.errors import Permanent
+from swansongd.model import CommitRef, TrainerView
+from swansongd.restore.resume import Resume
+from swansongd.restore.wish import COMMON_BYTES_MAX, PREFIXES_MAX, covers, union
+from swansongd.staging import scan
+from swansongd.staging.prepare import prepare
+
+from testkit import committed
+from testkit.odd_store import OddStore
+from testkit.staged import write_files
+from testkit.story import Story, a_set
+from testkit.waiting import until
+
+NODES = 4
+
+
+def part_of(node: int) -> dict[str, bytes]:
+    """The files of the only rank of a VM."""
+    return {
+        f"rank-{node:05d}/model.bin": bytes([node]) * 5120,
+        f"rank-{node:05d}.json": b"{}" + bytes([node]),
+    }
+
+
+def prefixes_of(*ranks: int) -> list[str]:
+    """As the hooks name them; the manifest of a rank belongs to its directory."""
+    return [f"rank-{rank:05d}/" for rank in ranks]
+
+
+class Vm:
+    """One VM of a job over four, with its own view of the store."""
+
+    def __init__(self, directory: Path, bucket: Path) -> None:
+        self.store = OddStore(bucket)
+        directory.mkdir()
+        self.run = prepare(directory, "r")
+        self.story = Story(claimed=False)
+        settings = replace(self.story.state.settings, several_vms=True)
+        self.story.state = replace(self.story.state, settings=settings)
+        self.resume = Resume(
+            self.store, RunKeys("r"), self.run, lambda: self.story.state, threading.Event()
+        )
+
+    def train(self, node: int) -> None:
+        """Take part in the first start, and seal the part of step 100, which all VMs commit."""
+        self.begin("first", generation=1, newest=None)
+        write_files(self.run.path / "step-000000000100.abc", part_of(node))
+        files = scan.listing(self.run.fd, "step-000000000100.abc")
+        self.story.staging = [replace(a_set(100), nodes=NODES, files=files)]
+        self.story.scan()
+        ref = CommitRef(1, 100)
+        self.story.state = replace(self.story.state, last_commit=ref, last_complete=ref)
+
+    def begin(self, job_start_id: str, *, generation: int, newest: CommitRef | None) -> None:
+        view = TrainerView(
+            connection=1, pid=1, rank=0, world_size=NODES, local_world_size=1, nodes=NODES
+        )
+        self.story.tell(TrainerJoined(view))
+        for action in self.story.tell(JobStarted(job_start_id)):
+            if isinstance(action, Prune):
+                for name in action.directories:
+                    scan.remove_set(self.run.fd, name)
+            if isinstance(action, SetAside):
+                for name in action.directories:
+                    scan.set_aside(self.run.fd, name)
+                self.story.staging.clear()
+        self.story.tell(GenerationClaimed(generation, newest, is_rollback=True))
+        self.story.scan()
+
+    def ask(self, query: RestoreQuery) -> Callable[[], Restored]:
+        replies: queue.Queue[Message] = queue.Queue()
+        self.resume.ask(query, lambda message, *_: replies.put(message), lambda _: None)
+
+        def answer() -> Restored:
+            while not isinstance(reply := replies.get(timeout=30), Restored):
+                pass
+            assert not reply.error
+            return reply
+
+        return answer
+
+
+@pytest.fixture
+def bucket(tmp_path: Path) -> Path:
+    """A store with one checkpoint of four VMs."""
+    store = committed.file_store(tmp_path / "bucket")
+    for node in range(NODES):
+        committed.commit(store, part_of(node), node=node, nodes=NODES, upload_nonce=f"a{node}")
+    return tmp_path / "bucket"
+
+
+@pytest.fixture
+def vm(tmp_path: Path, bucket: Path) -> Vm:
+    return Vm(tmp_path / "vm", bucket)
+
+
+def named(*ranks: int, query_id: str = "q") -> RestoreQuery:
+    return RestoreQuery(query_id, generation=1, step=100, prefixes=prefixes_of(*ranks))
+
+
+def test_after_one_of_four_vms_is_replaced_the_others_fetch_nothing(
+    tmp_path: Path, bucket: Path
+) -> None:
+    """Each daemon set the part of its VM aside when the job was started again, and copies it.  The new VM
+    fetches the shards of its own rank only."""
+    vms = [Vm(tmp_path / f"vm{node}", bucket) for node in range(NODES)]
+    for node, vm in enumerate(vms[:3]):
+        vm.train(node)
+    for vm in vms:
+        vm.begin("second", generation=2, newest=CommitRef(1, 100))
+    chosen = vms[0].ask(RestoreQuery("q", job_start_id="second", prefixes=prefixes_of(0)))()
+    assert (chosen.generation, chosen.step) == (1, 100)
+    answers = [chosen, *(vms[node].ask(named(node))() for node in (1, 2, 3))]
+    for node, answer in enumerate(answers):
+        assert committed.tree(Path(answer.path)) == part_of(node)
+    assert [vm.store.given_bytes for vm in vms] == [0, 0, 0, 5123]
+
+
+def test_a_rank_that_asks_later_gets_further_files_in_the_same_directory(vm: Vm) -> None:
+    """The files of the first rank are neither moved nor fetched again."""
+    first = vm.ask(named(0))()
+    model = Path(first.path, "rank-00000/model.bin")
+    inode, read_bytes = model.stat().st_ino, vm.store.given_bytes
+    second = vm.ask(named(1))()
+    assert second.path == first.path
+    assert committed.tree(Path(first.path)) == part_of(0) | part_of(1)
+    assert (model.stat().st_ino, vm.store.given_bytes) == (inode, 2 * read_bytes)
+    again = vm.ask(named(0))()
+    assert (again.path, vm.store.given_bytes) == (first.path, 2 * read_bytes)
+    everything = vm.ask(named())()
+    assert everything.path == first.path
+    assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
+
+
+def test_ranks_that_ask_together_share_one_download(vm: Vm) -> None:
+    """The wishes of all ranks that wait are fetched at once."""
+    release = threading.Event()
+    vm.store.instead = lambda *_: release.wait(30)
+    held = vm.ask(named(3))
+    until(lambda: vm.store.given, what="the first download")
+    answers = [vm.ask(named(rank)) for rank in (0, 1)]
+    release.set()
+    assert {answer().path for answer in [held, *answers]} == {held_path(vm)}
+    assert set(committed.tree(Path(held_path(vm)))) == {
+        path for node in (0, 1, 3) for path in part_of(node)
+    }
+
+
+def held_path(vm: Vm) -> str:
+    (directory,) = (vm.run.path / "restored").iterdir()
+    return str(directory)
+
+
+def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
+    """The store fails during the second rank's download: the directory stays as it was, and the next query
+    fetches the rest."""
+    first = vm.ask(named(0))()
+
+    def fail(key: str, offset: int, _window: memoryview) -> None:
+        if key.endswith("model.bin") and offset == 5000:
+            raise Permanent("access denied")
+
+    vm.store.instead = fail
+    replies: queue.Queue[Message] = queue.Queue()
+    vm.resume.ask(named(1), lambda message, *_: replies.put(message), lambda _: None)
+    while not isinstance(reply := replies.get(timeout=30), Restored):
+        pass
+    assert "access denied" in reply.error
+    assert committed.tree(Path(first.path)) == part_of(0)
+    vm.store.instead = lambda *_: None
+    assert vm.ask(named(1))().path == first.path
+    assert committed.tree(Path(first.path)) == part_of(0) | part_of(1)
+
+
+def test_files_of_no_rank_are_for_all_ranks_if_they_are_small(tmp_path: Path) -> None:
+    store = committed.file_store(tmp_path / "bucket")
+    others = {"config.json": b"{}", "dump.bin": bytes(COMMON_BYTES_MAX + 1)}
+    committed.commit(store, part_of(0) | part_of(1) | others, part_size_bytes=2**20)
+    vm = Vm(tmp_path / "vm", tmp_path / "bucket")
+    answer = vm.ask(named(1))()
+    assert set(committed.tree(Path(answer.path))) == {*part_of(1), "config.json"}
+
+
+@pytest.mark.fault("S12")
+def test_wishes_are_united_up_to_a_limit() -> None:
+    """A rank without prefixes reads all shards; with too many prefixes, all are fetched."""
+    assert union([frozenset({"a"}), frozenset({"b"})]) == {"a", "b"}
+    assert union([frozenset({"a"}), frozenset()]) == frozenset()
+    assert not union([frozenset(str(n) for n in range(PREFIXES_MAX + 1))])
+    assert covers(frozenset(), frozenset({"a"}))
+    assert covers(frozenset({"a", "b"}), frozenset({"ab"}))
+    assert not covers(frozenset({"a"}), frozenset({"a", "b"}))
+    assert not covers(frozenset({"a"}), frozenset())
