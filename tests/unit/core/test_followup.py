@@ -106,6 +106,19 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     assert len({ask.request_id for ask in asks(story)}) == len(asks(story))
 
 
+def test_each_follow_up_is_compared_with_its_forecast() -> None:
+    """Its conclusion has its own times, and the errors of the forecasts are learned from all of them."""
+    story = safe()
+    train(story, story.state.evacuation.deadline_mono_s)  # type: ignore[union-attr]
+    first, *others = story.all(Conclude)
+    assert first.took_s == 1.0
+    assert [end.took_s for end in others] == [1.5] * len(asks(story))
+    assert all(end.expected_s is not None for end in others)
+    learned = story.state.pace.error_square
+    assert learned is not None
+    assert learned.samples >= len(others)
+
+
 def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
     """The state shows SAFE in each of its phases, and beside it that a follow-up is under way."""
     story = safe()
