@@ -197,9 +197,7 @@ def main() -> None:
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     with ExitStack() as directories:
         for name in ("data", "objects"):
-            place = tempfile.TemporaryDirectory(
-                prefix="swansong-bench-", dir=getattr(options, name)
-            )
+            place = tempfile.TemporaryDirectory(prefix="bench-", dir=getattr(options, name))
             setattr(options, name, Path(directories.enter_context(place)))
         lanes = [
             threading.Thread(target=work, args=(due, file, options), daemon=True)

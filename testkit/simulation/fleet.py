@@ -547,8 +547,9 @@ class Fleet:
         connection = vm.connection
         assert start is not None
         if FOLLOW_UP in request_id:
+            is_new = request_id not in self.follow_ups  # ranks of the next start get it again
             self.follow_ups.add(request_id)
-            if 0 not in {trainer.rank for trainer in vm.state.connected}:
+            if is_new and 0 not in {trainer.rank for trainer in vm.state.connected}:
                 raise Broken(f"{request_id}: a follow-up of a VM that does not lead")
         self.asked_at.setdefault(evacuation_of(request_id), (start, start.step))
         if request_id in start.targets:

@@ -73,7 +73,9 @@ def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
     """Run a program as another user, after its imports, for which that user may have no rights."""
     drop = (
         "import os, sys\nfrom testkit.bodies import CountedBody\n"
+        "from swansongd.stores import checksums\n"
         "from swansongd.stores.file.store import FileStore\n"
+        "checksums.load()\n"
         f"os.setgroups({groups}); os.setgid({gid}); os.setuid({uid})\n"
     )
     done = subprocess.run(

@@ -509,6 +509,7 @@ _WRITING_SUFFIX = ".writing"
 _BEGUN_SUFFIX = ".begun"
 _SEALED = re.compile(r"step-([0-9]{12})\.([A-Za-z0-9]{1,64})")
 _RANK = "rank-[0-9]{5,}"
+_RANK_DIGITS_MAX = 10
 _RANK_DIRECTORY = re.compile(_RANK)
 _RANK_MANIFEST = re.compile(_RANK + r"\.json")
 _RANK_BEGUN = re.compile(_RANK + re.escape(_BEGUN_SUFFIX))
@@ -561,6 +562,12 @@ def is_private_name(name: str) -> bool:
 def rank_directory(rank: int) -> str:
     """Return the name of the directory, within a set, for one rank's final files."""
     return f"rank-{rank:05d}"
+
+
+def rank_of_directory(name: str) -> int:
+    """The rank of a :func:`rank_directory`; -1 for another name."""
+    digits = name.removeprefix("rank-")
+    return int(digits) if is_rank_directory(name) and len(digits) < _RANK_DIGITS_MAX else -1
 
 
 def is_rank_directory(name: str) -> bool:

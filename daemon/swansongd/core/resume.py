@@ -111,14 +111,13 @@ def may_download(state: State, *, is_asked: bool) -> bool:
     """Whether a download may use the link now.
 
     The link belongs to an evacuation.  A download that no trainer has asked for stops while one is open.
-    One that a trainer waits for runs, unless the evacuation sends bytes or is about to.
+    One that a trainer waits for runs, unless the evacuation sends bytes.  It runs while a request waits: a
+    rank that still restores answers the request only after that.
     """
-    evacuation = state.evacuation
-    if evacuation is None:
+    if state.evacuation is None:
         return True
-    is_saving = evacuation.request is not None and evacuation.request.is_waiting
     is_sending = state.flight is not None or bool(state.stored) or bool(state.uncommitted)
-    return is_asked and not is_saving and not is_sending
+    return is_asked and not is_sending
 
 
 def newest_local(state: State, newest: CommitRef | None) -> Staged | None:

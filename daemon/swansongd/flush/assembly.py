@@ -28,6 +28,7 @@ from swansongd.flush.ledger import Ledger
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.staging.prepare import RunDirectory
+from swansongd.stores import checksums
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.http import dns
@@ -82,6 +83,7 @@ class Storage:
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
         dns.remember()
+        checksums.load()
         self._health = StoreHealth(post)
         data_store = self._retrying(
             Throttled(self.backend, lambda: limits.rate_bytes_per_s(state())),

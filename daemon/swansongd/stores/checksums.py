@@ -40,6 +40,11 @@ def _implementation() -> Callable[..., int]:
     return implementation
 
 
+def load() -> None:
+    """Import the implementation now: an import can fail later, for lack of descriptors for example."""
+    _implementation()
+
+
 def crc32c_combine(first: int, second: int, second_bytes: int) -> int:
     """CRC32C of two runs of bytes, one after the other, from the CRC32C of each.
 

@@ -24,12 +24,13 @@ from swansong._torch.modules import state_of_module
 from swansong._torch.objects import OTHERS, new_state_of_param, params_of
 from swansong._torch.safetensors import read_header
 from swansong._torch.sharding import is_sharded, own_part
+from swansong.protocol import rank_of_directory
 
 log = logging.getLogger("swansong")
 
 WAITING_MAX = 64
 """Open files that wait for the index of their rank; the directory has any others."""
-_PATH = re.compile(r"rank-([0-9]{5,9})/([A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors|state\.json)")
+_FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors|state\.json")
 
 
 class ArrivedTensors:
@@ -59,13 +60,14 @@ class ArrivedTensors:
 
     def take(self, path: str, fd: int) -> None:
         """Read the tensors of a file into place; see :class:`swansong.state.Arrivals`."""
-        match = _PATH.fullmatch(path)
-        rank = -1 if match is None else int(match[1])
+        directory, _, name = path.partition("/")
+        rank = rank_of_directory(directory)
         is_others = self.is_alone and rank != self._rank
-        if match is None or is_others or fd < 0 or len(self._waiting) >= WAITING_MAX:
+        is_readable = fd >= 0 and _FILE.fullmatch(name) is not None
+        if rank < 0 or is_others or not is_readable or len(self._waiting) >= WAITING_MAX:
             _close(fd)
             return
-        if match[2] == INDEX:
+        if name == INDEX:
             self._trying(path, fd, lambda: self._read_index(rank, fd))
             waiting, self._waiting = self._waiting, {}
             for other, other_fd in waiting.items():
@@ -74,7 +76,7 @@ class ArrivedTensors:
             _close(self._waiting.pop(path, -1))
             self._waiting[path] = fd
         else:
-            self._trying(path, fd, lambda: self._read_file(rank, match[2], fd))
+            self._trying(path, fd, lambda: self._read_file(rank, name, fd))
 
     def clear(self) -> None:
         """Forget all files: the next ones are of another checkpoint."""
