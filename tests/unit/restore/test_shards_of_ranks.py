@@ -147,6 +147,15 @@ def test_a_rank_that_asks_later_gets_further_files_in_the_same_directory(vm: Vm)
     assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
 
 
+def test_a_rank_that_the_commit_does_not_have_gets_the_other_files_afterwards(vm: Vm) -> None:
+    """A job that has grown asks for its own files, of which there are none, and then for all."""
+    first = vm.ask(named(NODES))()
+    assert committed.tree(Path(first.path)) == {}
+    everything = vm.ask(named())()
+    assert everything.path == first.path
+    assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
+
+
 def test_ranks_that_ask_together_share_one_download(vm: Vm) -> None:
     """The wishes of all ranks that wait are fetched at once."""
     release = threading.Event()
