@@ -196,6 +196,23 @@ def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
     assert committed.tree(Path(first.path)) == part_of(0) | part_of(1)
 
 
+def test_a_damaged_shard_fails_the_query_of_the_rank_that_reads_it(vm: Vm, bucket: Path) -> None:
+    """The error names the shard.  A rank that does not read the shard gets its files."""
+    (stored,) = (path for path in bucket.rglob("*") if bytes([3]) * 5120 in data_of(path))
+    stored.write_bytes(bytes([7]) + stored.read_bytes()[1:])
+    assert committed.tree(Path(vm.ask(named(0))().path)) == part_of(0)
+    replies: queue.Queue[Message] = queue.Queue()
+    vm.resume.ask(named(3), lambda message, *_: replies.put(message), lambda _: None)
+    while not isinstance(reply := replies.get(timeout=30), Restored):
+        pass
+    assert "rank-00003/model.bin" in reply.error
+    assert reply.error.endswith("See: swansong verify")
+
+
+def data_of(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
+
+
 def test_files_of_no_rank_are_for_all_ranks_if_they_are_small(tmp_path: Path) -> None:
     store = committed.file_store(tmp_path / "bucket")
     others = {"config.json": b"{}", "dump.bin": bytes(COMMON_BYTES_MAX + 1)}
