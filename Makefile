@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-into-tensors bench-load-early bench-torch bench-frozen bench-small bench-preemption format clean
+.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-small bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -122,6 +122,9 @@ bench: $(STAMP)  ## measure speed, CPU and memory of transfers and of other tool
 bench-beside: $(STAMP)  ## measure what a flush costs the trainer on the same VM (5 minutes)
 	$(BIN)/python -m bench.beside $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
+bench-start: $(STAMP)  ## measure the start of the daemon and of a restore, up to the first byte (1 minute)
+	$(BIN)/python -m bench.start
+
 bench-notices: $(STAMP)  ## measure the time from a notice to the request at the trainer (20 minutes)
 	$(BIN)/python -m bench.notices
 
@@ -136,9 +139,6 @@ bench-small: $(STAMP)  ## measure flush, commit, verify and restore of 20,000 fi
 
 bench-into-tensors: $(STAMP)  ## compare files, memfds and huge pages on the way of a restore into tensors (10 minutes, huge pages only as root)
 	$(BIN)/python -m bench.into_tensors $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
-
-bench-load-early: $(STAMP)  ## measure a restore that loads tensors while files arrive, and one that waits (5 minutes)
-	$(BIN)/python -m bench.load_early $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-torch: $(STAMP)  ## measure what a checkpoint costs the training loop, also with torch.save and DCP (5 minutes)
 	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)

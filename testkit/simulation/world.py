@@ -18,7 +18,7 @@ from swansongd.bucket import commit, manifest
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.core import machine, resume, staged_sets
+from swansongd.core import followup, machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -244,10 +244,16 @@ class World:
         seed: decides everything.
         is_calm_from_s: no fault begins after this instant; None: the seed may break things to the end.
         has_trainer: whether a trainer starts with the daemon; else :meth:`start_trainer` starts it.
+        takes_follow_ups: whether it trains on and takes them; else the seed decides.
     """
 
     def __init__(  # noqa: PLR0915 - all that a world begins with
-        self, seed: int, *, is_calm_from_s: float | None = None, has_trainer: bool = True
+        self,
+        seed: int,
+        *,
+        is_calm_from_s: float | None = None,
+        has_trainer: bool = True,
+        takes_follow_ups: bool = False,
     ) -> None:
         self.random = random.Random(seed)
         # A random subset of faults for each seed finds more than all faults together.
@@ -266,6 +272,8 @@ class World:
         self.asks: set[tuple[str, int]] = set()
         self.verdict: Conclude | None = None
         self.exit: Exit | None = None
+        self._woken_s = 0.0
+        """The newest instant of an extra tick."""
         self.is_over = False
         """No further trainer starts."""
         self.life = 0
@@ -302,9 +310,13 @@ class World:
         self.every_steps = 10
         """The trainer saves at this interval by itself."""
         # A trainer that takes none shows the other outcomes.
-        self.takes_follow_ups = random.Random(f"follow-ups {seed}").random() < 0.7
+        self.takes_follow_ups = (
+            takes_follow_ups or random.Random(f"follow-ups {seed}").random() < 0.7
+        )
         self.follow_ups: dict[str, float] = {}
         """By id of the follow-up requests: the seconds left at the request."""
+        self.accept_s = 0.0
+        """A trainer accepts a request within this time; 0: within a step."""
         self.periodic: list[int] = []
         """Steps of the sets that were sealed for a periodic request."""
         self._boundary_s = self.random.choice((0.2, 1.0, 5.0))
@@ -384,10 +396,18 @@ class World:
         self.state, actions = machine.step(self.state, event, self.now)
         for action in actions:
             self._carry_out(action)
+        self._wake_in_time()
         if self.chance("restart", 0.01):
             self._start_daemon()
             if self.trainer is not None:
                 self._connect(self.trainer)
+
+    def _wake_in_time(self) -> None:
+        """A tick right after the next follow-up is due: those of the daemon come more often than ours."""
+        due_s = followup.wait_s(self.state, self.now)
+        if due_s is not None and 0 < due_s < TICK_S and self.now + due_s > self._woken_s + 0.1:
+            life, self._woken_s = self.life, self.now + due_s
+            self.at(due_s + 0.05, lambda: self.step(Tick()) if life == self.life else None)
 
     def _tick(self) -> None:
         life = self.life
@@ -634,7 +654,7 @@ class World:
                 self._says_sealed(trainer, again)
                 return
         trainer.asked.add(request_id)
-        self.at(self.delay_s(self._boundary_s), accepts)
+        self.at(self.delay_s(self.accept_s or self._boundary_s), accepts)
 
     def _saves(self, trainer: Trainer, target: int, request_id: str) -> None:
         if trainer is not self.trainer or request_id in trainer.withdrawn:

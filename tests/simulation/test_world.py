@@ -10,7 +10,7 @@ import os
 from dataclasses import replace
 
 import pytest
-from swansongd.core import machine, notices
+from swansongd.core import followup, machine, notices
 from swansongd.core.events import (
     Action,
     CheckComplete,
@@ -27,7 +27,13 @@ from swansongd.core.state import Phase
 from swansongd.core.transition import Transition
 from swansongd.model import Severity, Verdict
 
-from testkit.simulation.world import FAULTS, MIB, RESERVE_S, World, restart_alone
+from testkit.simulation.world import (
+    FAULTS,
+    MIB,
+    RESERVE_S,
+    World,
+    restart_alone,
+)
 
 SEEDS = int(os.environ.get("SWANSONG_SEEDS", "80"))
 ONE_SEED = os.environ.get("SWANSONG_SEED")
@@ -316,3 +322,45 @@ def test_a_trainer_that_starts_before_the_newest_commit_replaces_it() -> None:
         assert world.verdict.verdict is Verdict.SAFE, f"seed {seed}: {world.verdict}"
         tried += world.claim is not None and world.claim.generation > 1
     assert tried > 5 or ONE_SEED, "hardly any start was behind a state of its generation"
+
+
+@pytest.mark.fault("T19", "T20", "T21", "T22")
+def test_no_fault_of_a_follow_up_touches_the_standing_commit() -> None:
+    """Power, trainer, notice and daemon fail at any moment after SAFE, which stands with its commit.
+
+    The simulator checks each verdict against the one before, and against the store.
+    """
+    ended = set()
+    for seed in seeds()[:12]:
+        world = World(seed, takes_follow_ups=True)
+        world.faults.clear()
+        world.every_steps = 10**9
+        world._boundary_s, world._save_s = 0.5, 2.0
+        world._size_bytes, world._bandwidth = 100 * MIB, 50 * MIB
+        world.run(1030.0)
+        world.raise_notice(120.0)
+        world.run(world.now + 20.0)
+        assert world.verdict is not None
+        assert world.verdict.verdict is Verdict.SAFE
+        standing = world.verdict.commit
+        world.run(world.now + world.delay_s(60.0))
+        while seed % 2 and world.now < 1140 and not followup.is_under_way(world.state):
+            world.run(world.now + 0.5)
+        end = world.random.choice(("power", "trainer", "notice", "daemon"))
+        is_under_way = followup.is_under_way(world.state)
+        ended.add((end, is_under_way))
+        if end == "trainer" and world.trainer is not None:
+            world._dies(world.trainer)
+        elif end == "notice":
+            world.withdraw_notice()
+        elif end == "daemon":
+            restart_alone(world)
+        else:
+            world.life += 1  # no event reaches this VM any more
+        world.run(world.now + 15.0)
+        assert world.verdict.verdict is Verdict.SAFE, f"seed {seed}: {end}"
+        assert standing is not None
+        assert world.verdict.commit is not None
+        assert max(world.commits()) >= world.verdict.commit >= standing, f"seed {seed}: {end}"
+    assert ONE_SEED or len({end for end, _ in ended}) == 4
+    assert ONE_SEED or any(is_under_way for _, is_under_way in ended)

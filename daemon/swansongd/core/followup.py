@@ -27,9 +27,11 @@ EARLY_SHARE_STATED = 0.05
 effort: a VM was seen to end 39 s after it."""
 EARLY_SHARE_ASSUMED = 0.5
 """The same without a stated deadline.  Compute Engine gives 0, 30 or 120 s, and does not report which."""
-TICK_S = 0.1
-"""The decision loop looks at the time at this interval during an evacuation."""
-ROUND_S = 1.0
+SPREAD_MIN = 0.25
+"""The last follow-up allows for at least this relative spread: a few even times prove no smaller one."""
+LATENCY_S = 0.5
+"""For the tick of the decision loop, messages, and the scan that finds the set."""
+ROUND_S = 1.5
 """The same, and the time until the ranks of all VMs notice a round."""
 SIGNAL_PROOF_S = 10.0
 """A process that still runs this long after its checkpoint trains on: many exit after the save."""
@@ -180,9 +182,10 @@ def _cost(state: State) -> FollowUpCost:
     if stall_s is None:  # a process without hooks saves in its training loop
         stall_s = state.measured.save_s or 0.0
     step_s = max((t.step_s for t in state.connected if t.step_s is not None), default=0.0)
+    spread_s = max(forecast.spread_s, SPREAD_MIN * forecast.data_s)
     return FollowUpCost(
-        data_s=forecast.data_s + forecast.spread_s,
-        commit_s=forecast.pessimistic_s,
+        data_s=forecast.data_s + spread_s,
+        commit_s=forecast.expected_s + spread_s,
         stall_s=stall_s,
-        step_s=step_s + (ROUND_S if state.spans_vms else TICK_S),
+        step_s=step_s + (ROUND_S if state.spans_vms else LATENCY_S),
     )

@@ -17,7 +17,7 @@ from swansongd.core.state import CheckpointRequest, Flight, State, StoredSet
 from swansongd.core.transition import Transition
 from swansongd.model import CommitRef, Staged
 
-SENT_SHARE_MIN = 0.5
+SENT_SHARE_MIN = 0.95
 """A flush that sent a smaller share of the unreferenced bytes only finished the work of an earlier one."""
 
 
@@ -125,13 +125,18 @@ def record_manifest(transition: Transition, stored: StoredSet) -> None:
 def record_whole(transition: Transition, ref: CommitRef) -> None:
     """The checkpoint is committed, with the parts of all VMs: compare the forecast of its request."""
     state = transition.state
-    request = None if state.evacuation is None else state.evacuation.request
-    if request is None or request.took_s is not None or state.answer is None:
+    if state.evacuation is None:
         return
-    if state.ref_of(state.answer) != ref:
-        return
-    took_s = max(0.0, transition.now - request.asked_mono_s)
-    transition.update_request(replace(request, took_s=took_s))
+    answers = (state.follow_up, state.follow_up_answer), (state.evacuation.request, state.answer)
+    for request, answer in answers:
+        is_new = request is not None and request.took_s is None
+        if request is not None and is_new and answer is not None and state.ref_of(answer) == ref:
+            took_s = max(0.0, transition.now - request.asked_mono_s)
+            transition.update_request(replace(request, took_s=took_s))
+            _learn_error(transition, request, took_s)
+
+
+def _learn_error(transition: Transition, request: CheckpointRequest, took_s: float) -> None:
     if request.expected_s:
         error = took_s / request.expected_s - 1
         _learn(transition, "error_square", min(max(error * error, 1e-4), 1.0))

@@ -168,7 +168,8 @@ def _wait(measured: Measurements) -> tuple[float, float]:
     """Time from the request to the begin of the save: the rest of the step, and the messages."""
     if measured.step_s is None:
         return 0.0, 0.0
-    prior_s, prior_var = measured.step_s / 2, measured.step_s**2 / 12
+    step_s = min(measured.step_s, bounds.SECONDS_MAX)
+    prior_s, prior_var = step_s / 2, step_s**2 / 12
     figure = measured.pace.wait_s
     if figure is None:
         return prior_s, prior_var
@@ -179,7 +180,8 @@ def _wait(measured: Measurements) -> tuple[float, float]:
 
 def _save(measured: Measurements) -> tuple[float, float]:
     """Save time of the slowest rank, and its variance."""
-    save_s, urgent = measured.save_s or 0.0, measured.pace.urgent_save_s
+    save_s = min(measured.save_s or 0.0, bounds.SECONDS_MAX)  # a larger one has no square
+    urgent = measured.pace.urgent_save_s
     if urgent is not None and urgent.samples:
         save_s = urgent.mean
     elif urgent is not None:  # an evacuation of an earlier VM

@@ -20,6 +20,10 @@ The expected loss is ``n s + h W**2 / 2(n + 1)``.  The nth one pays if ``n(n + 1
 For large n this is the interval of Young, the root of ``2s / h`` (see :mod:`swansongd.core.cadence`).
 An earlier one is over before the last one must start.  So none of them costs the last one.
 
+**The one before the last** insures it.  With chance m the last one is too late, and the training since the
+state before it is lost.  So that state should be new: it is over just when the last one must start.
+It pays if m times the training that it saves is more than s, and if the last one still gains more than s.
+
 **One or the other.**  If only one more fits, a start now gains the age a of the state in an early end, whose
 probability is about ``h L``.  A later start gains the time that it waits.  The start is now if ``h L a`` is
 more than that wait.
@@ -34,6 +38,8 @@ from dataclasses import dataclass
 
 INTERVAL_MIN_S = 5.0
 """Earlier follow-ups are at least this far apart, however little they cost: each one is a commit."""
+MISSED_SHARE = 0.1
+"""Chance that the last follow-up is too late: it starts with the time of nine in ten checkpoints left."""
 LATE_S = 0.5
 """The last follow-up may start this late: the decision loop looks at the time at intervals, and an earlier
 follow-up can take longer than expected.  The step of back-off, or the spread of the durations, covers it."""
@@ -102,10 +108,16 @@ def _earlier_start_s(
     count = earlier_count(
         between_s, early_per_s=ending.early_per_s, stall_s=cost.stall_s, apart_s=apart_s
     )
-    if count:
-        wait_s = max(0.0, between_s / (count + 1) - since_s)
-        if wait_s + busy_s <= room_s:
-            return wait_s
+    waits_s = [max(0.0, between_s / (count + 1) - since_s)] if count else []
+    if waits_s and waits_s[0] + busy_s > room_s:
+        waits_s.clear()
+    insuring_s = max(0.0, room_s - busy_s - LATE_S)
+    is_in_time = room_s >= busy_s and since_s + insuring_s >= apart_s
+    pays = MISSED_SHARE * (age_s + insuring_s) > cost.stall_s and busy_s > cost.stall_s
+    if is_in_time and pays:
+        waits_s.append(insuring_s)
+    if waits_s:
+        return min(waits_s)
     is_only_one = room_s < busy_s
     is_due = since_s >= apart_s
     if is_only_one and is_due and ending.early_per_s * ending.left_s * age_s > room_s:

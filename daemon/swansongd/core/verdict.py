@@ -112,8 +112,10 @@ def _conclude(
 
 
 def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:
-    """Forecast of the newest request, and the time that its checkpoint took."""
-    request = evacuation.request
+    """Forecast of the newest request whose checkpoint is committed, and the time that it took."""
+    made = evacuation.requests_made
+    committed = [request for request in made if request.took_s is not None]
+    request = max(committed or made, key=lambda each: each.asked_mono_s, default=None)
     if request is None:
         return None, None
     expected_s, took_s = request.expected_s, request.took_s

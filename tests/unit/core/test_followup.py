@@ -99,11 +99,24 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     assert [word.split()[0] for word in story.verdicts] == ["SAFE"] * (1 + len(asks(story)))
     last = story.all(Conclude)[-1]
     assert last.commit == story.state.last_commit
-    assert 5.0 < last.slack_s < 7.0, "as late as is safe: reserve, save, send and a step"
+    assert 5.0 < last.slack_s < 7.5, "as late as is safe: reserve, save, send and a step"
     assert last.commit is not None
     assert last_step - last.commit.step < 20
     assert marks(story).count("follow_up") == len(asks(story))
     assert len({ask.request_id for ask in asks(story)}) == len(asks(story))
+
+
+def test_each_follow_up_is_compared_with_its_forecast() -> None:
+    """Its conclusion has its own times, and the errors of the forecasts are learned from all of them."""
+    story = safe()
+    train(story, story.state.evacuation.deadline_mono_s)  # type: ignore[union-attr]
+    first, *others = story.all(Conclude)
+    assert first.took_s == 1.0
+    assert [end.took_s for end in others] == [1.5] * len(asks(story))
+    assert all(end.expected_s is not None for end in others)
+    learned = story.state.pace.error_square
+    assert learned is not None
+    assert learned.samples >= len(others)
 
 
 def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:

@@ -13,6 +13,7 @@ from swansong.bounds import SECONDS_MAX
 from swansongd.core.schedule import (
     INTERVAL_MIN_S,
     LATE_S,
+    MISSED_SHARE,
     Ending,
     FollowUpCost,
     earlier_count,
@@ -94,12 +95,21 @@ def test_the_training_to_repeat_is_bounded(
 def test_with_an_exact_end_the_last_one_starts_as_late_as_is_safe(
     cost: FollowUpCost, left_s: float, age_s: float
 ) -> None:
-    """No earlier one, and the last one a step before the last moment, unless it blocks more than it gains."""
+    """A step before the last moment, and at most one before it, unless they block more than they gain."""
     found = starts(left_s, cost, age_s=age_s)
-    assert len(found) <= 1
+    assert len(found) <= 2
     lead = lead_s(cost, reserve_s=RESERVE_S)
     if left_s >= lead and age_s + left_s - lead > cost.stall_s:
-        assert found == [pytest.approx(lead)]
+        assert found[-1] == pytest.approx(lead)
+
+
+def test_the_one_before_the_last_is_over_when_the_last_one_starts() -> None:
+    """One in ten last ones is too late: a cheap save just before it keeps most of the training."""
+    last_s = 6.0 + RESERVE_S + 0.5
+    found = starts(120.0, a_cost(6.0, stall_s=0.4))
+    assert found == [pytest.approx(last_s + 6.5 + LATE_S), pytest.approx(last_s)]
+    dear_s = MISSED_SHARE * 120.0
+    assert starts(120.0, a_cost(6.0, stall_s=dear_s)) == [pytest.approx(last_s)]
 
 
 @given(costs, st.floats(LATE_S, 60, exclude_min=True), st.floats(0.001, LATE_S))
@@ -143,9 +153,9 @@ def test_many_earlier_ones_are_as_far_apart_as_by_young() -> None:
 def test_a_notice_of_aws_has_a_few_cheap_ones_and_the_last() -> None:
     """120 s, a save that blocks for 0.1 s, and one end in twenty that comes early."""
     found = starts(118.0, a_cost(2.0, stall_s=0.1), early_per_s=0.05 / 120)
-    assert len(found) == 5
+    assert len(found) == 6
     assert found[-1] == pytest.approx(2.0 + RESERVE_S + 0.5)
-    gaps = [before - after for before, after in itertools.pairwise(found)]
+    gaps = [before - after for before, after in itertools.pairwise(found[:-1])]
     assert gaps == [pytest.approx(gaps[0], rel=0.2)] * 4
 
 
