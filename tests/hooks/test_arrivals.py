@@ -85,7 +85,7 @@ def loaded(directory: Path, ranks: Ranks, early: list[str]) -> list[torch.Tensor
     """The state after a load for which these files arrived early."""
     job = Job(99, ranks)
     arrivals = job.state.arrivals()
-    arrivals.is_alone = False
+    arrivals.read_all()
     for path in early:
         arrivals.take(path, os.open(directory / path, os.O_RDONLY))
     job.state.load(directory)

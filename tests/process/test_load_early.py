@@ -67,13 +67,13 @@ def two_steps(bucket: Bucket, new_vm: Any) -> list[list[torch.Tensor]]:
 def test_weights_are_in_place_before_the_last_byte_is_sent(
     bucket: Bucket, new_vm: Any, two_steps: list[list[torch.Tensor]], *, is_damaged: bool
 ) -> None:
-    """The store holds back the optimizer's file.  If that file is damaged, step 1 is restored instead."""
+    """The store refuses the optimizer's file.  If that file is damaged, step 1 is restored instead."""
     newest = bucket.manifests()[0]
     (held,) = [each for each in newest["shards"] if "optimizer-" in each["path"]]
     if is_damaged:
         bucket.flip_bit(held["key"])
     match = Path(held["key"]).name
-    bucket.order("break", kind="stall", at="before_answer", method="GET", match=match, times=99)
+    bucket.order("answer", status=503, method="GET", match=match, times=1_000_000)
     vm = new_vm("second", bucket.store)
     daemon = vm.start_daemon()
     job, restored = Job(vm, 2), []

@@ -18,7 +18,7 @@ import os
 import secrets
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -306,9 +306,11 @@ class Guard:
             step = self._loaded(load_checkpoint(os.fspath(chosen), self._ranks, self._state))
         elif not self._closed and self._session.channel.is_connected():
             begun_mono_s = time.monotonic()
-            answer = self._session.restore.find_newest(self._state.arrivals())
+            arrivals = self._state.arrivals()
+            answer = self._session.restore.find_newest(arrivals, self._session.channel.trusted_uids)
             if answer.path:
-                step = self._load(answer, time.monotonic() - begun_mono_s)
+                reads = () if arrivals is None else arrivals.reads
+                step = self._load(answer, time.monotonic() - begun_mono_s, reads)
         elif self._session.refusal:
             # A checkpoint may exist, and another process may already train from it.
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
@@ -495,13 +497,14 @@ class Guard:
         self._should_stop |= is_taken and self._stop_after_save and is_emergency
         return is_taken
 
-    def _load(self, answer: Restored, fetch_s: float) -> int:
+    def _load(self, answer: Restored, fetch_s: float, reads: Collection[int] = ()) -> int:
         manifest = load_checkpoint(
             answer.path,
             self._ranks,
             self._state,
             wanted_step=answer.step,
             owners=self._session.channel.trusted_uids,
+            reads=reads,
             fetch_s=fetch_s,
         )
         return self._loaded(manifest)

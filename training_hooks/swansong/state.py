@@ -18,7 +18,7 @@ import random
 import re
 import struct
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -181,6 +181,20 @@ def decode_tree(node: Any, get: Callable[[str, Any], Any]) -> Any:
 
 class Arrivals(Protocol):
     """Loads files of a checkpoint that the daemon is still fetching."""
+
+    reads: Collection[int]
+    """Ranks whose files this rank reads; empty: all ranks."""
+    prefixes: Sequence[str]
+    """Beginnings of the paths of the files that the ranks of this VM read; empty: all files."""
+
+    def lacks(self, directory: Path) -> bool:
+        """Whether this rank must also read files of other ranks than :attr:`reads`; raises nothing.
+
+        Another number of ranks saved the checkpoint, for example, or sharded it differently.
+        """
+
+    def read_all(self) -> None:
+        """Read the files of all ranks from now on."""
 
     def take(self, path: str, fd: int) -> None:
         """Load what this rank reads of a verified file, and close its descriptor; raises nothing.

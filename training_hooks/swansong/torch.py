@@ -61,7 +61,8 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
-from swansong._torch.sharding import is_sharded, is_written_here
+from swansong._torch.sharding import is_sharded, writers
+from swansong.protocol import PREFIXES_MAX, rank_directory
 from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
@@ -184,20 +185,29 @@ class TrainingState:
 
     def arrivals(self) -> ArrivedTensors:
         """Begin a load that reads tensors as their files arrive, and ends with :meth:`load`."""
+        ranks = self.ranks
+        sources = self._sources(ranks.of_this_vm)
+        is_all = len(sources) >= min(ranks.world_size, PREFIXES_MAX + 1)
         self._arrived = ArrivedTensors(
-            self._objects, self.ranks.rank, is_alone=self._reads_own_part()
+            self._objects,
+            ranks,
+            reads=self._sources([ranks.rank]),
+            prefixes=() if is_all else [f"{rank_directory(each)}/" for each in sorted(sources)],
         )
         return self._arrived
 
-    def _reads_own_part(self) -> bool:
-        """Whether this rank reads no file of another rank, if as many ranks saved the checkpoint."""
-        return not self._common_memory() and all(
-            is_written_here(tensor)
+    def _sources(self, ranks: Collection[int]) -> set[int]:
+        """Return the ranks whose files these ranks read, if the same job saved the checkpoint; empty: all."""
+        if self._common_memory():
+            return set()
+        layouts = {
+            (tensor.device_mesh, tuple(tensor.placements))
             for item in self._objects.values()
             if isinstance(item, torch.nn.Module)
             for tensor in item.state_dict().values()
             if is_sharded(tensor)
-        )
+        }
+        return set(ranks).union(*(writers(*layout, ranks) for layout in layouts))
 
     def observe_step(self) -> bool:
         """Try a save with the state of the first step, and watch the order of calls in the first steps.
@@ -332,7 +342,8 @@ class TrainingState:
         arrived, self._arrived = self._arrived, None
         if arrived is not None:
             arrived.close()
-        found = CheckpointSet(directory, arrived)
+        found = None if arrived is None else arrived.checked(directory)
+        found = found or CheckpointSet(directory, arrived)
         is_resized = found.world_size != self.ranks.world_size
         source = self.ranks.rank % found.world_size
         nodes = found.indexes[source]["objects"]

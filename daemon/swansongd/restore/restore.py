@@ -281,7 +281,11 @@ def _nothing(
         return NothingToRestore(f"{wanted} has no commit", is_fresh=is_fresh)
     reasons = "; ".join(f"{ref}: {reason}" for ref, reason in skipped[:_REASONS_MAX])
     more = f"; and {len(skipped) - _REASONS_MAX} more" if len(skipped) > _REASONS_MAX else ""
-    return NothingToRestore(f"{wanted} has no whole commit: {reasons}{more}", is_fresh=is_fresh)
+    return NothingToRestore(
+        f"{wanted} has no whole commit: {reasons}{more}",
+        hint="" if step is None else "See: swansong verify",
+        is_fresh=is_fresh,
+    )
 
 
 def _refused(

@@ -147,6 +147,15 @@ def test_a_rank_that_asks_later_gets_further_files_in_the_same_directory(vm: Vm)
     assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
 
 
+def test_a_rank_that_the_commit_does_not_have_gets_the_other_files_afterwards(vm: Vm) -> None:
+    """A job that has grown asks for its own files, of which there are none, and then for all."""
+    first = vm.ask(named(NODES))()
+    assert committed.tree(Path(first.path)) == {}
+    everything = vm.ask(named())()
+    assert everything.path == first.path
+    assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
+
+
 def test_ranks_that_ask_together_share_one_download(vm: Vm) -> None:
     """The wishes of all ranks that wait are fetched at once."""
     release = threading.Event()
@@ -185,6 +194,23 @@ def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
     vm.store.instead = lambda *_: None
     assert vm.ask(named(1))().path == first.path
     assert committed.tree(Path(first.path)) == part_of(0) | part_of(1)
+
+
+def test_a_damaged_shard_fails_the_query_of_the_rank_that_reads_it(vm: Vm, bucket: Path) -> None:
+    """The error names the shard.  A rank that does not read the shard gets its files."""
+    (stored,) = (path for path in bucket.rglob("*") if bytes([3]) * 5120 in data_of(path))
+    stored.write_bytes(bytes([7]) + stored.read_bytes()[1:])
+    assert committed.tree(Path(vm.ask(named(0))().path)) == part_of(0)
+    replies: queue.Queue[Message] = queue.Queue()
+    vm.resume.ask(named(3), lambda message, *_: replies.put(message), lambda _: None)
+    while not isinstance(reply := replies.get(timeout=30), Restored):
+        pass
+    assert "rank-00003/model.bin" in reply.error
+    assert reply.error.endswith("See: swansong verify")
+
+
+def data_of(path: Path) -> bytes:
+    return path.read_bytes() if path.is_file() else b""
 
 
 def test_files_of_no_rank_are_for_all_ranks_if_they_are_small(tmp_path: Path) -> None:

@@ -65,15 +65,32 @@ class RestoreClient:
         self._progress_mono_s = self._reported_mono_s = 0.0
         self._arrived: deque[tuple[ShardVerified, int]] = deque()
 
-    def find_newest(self, arrivals: Arrivals | None = None) -> Restored:
+    def find_newest(
+        self, arrivals: Arrivals | None = None, owners: Collection[int] | None = None
+    ) -> Restored:
         """Return the newest whole checkpoint; its ``path`` is empty for a fresh run.
+
+        A job over several VMs gets the files that its VM reads.  If that is not enough, for example because
+        another number of ranks saved the checkpoint, this asks again, for all files of the same checkpoint.
 
         Args:
             arrivals: loads files of the checkpoint while the daemon fetches the others.
+            owners: user ids that the directory and its files may belong to.
 
         Raises:
             RestoreError: the ranks cannot agree, or the daemon cannot restore, refuses or makes no progress.
         """
+        answer = self._chosen(arrivals)
+        if arrivals is None or not answer.path or not _lacks(answer, arrivals, owners):
+            return answer
+        is_whole = self._choice is None or not arrivals.prefixes
+        arrivals.read_all()
+        if is_whole:
+            return answer
+        log.info("restoring: this rank reads the files of all ranks")
+        return self._ask(generation=answer.generation, step=answer.step, arrivals=arrivals)
+
+    def _chosen(self, arrivals: Arrivals | None) -> Restored:
         if self._choice is None:
             return self._ask(arrivals=arrivals)
         chosen: list[Restored] = []
@@ -185,6 +202,7 @@ class RestoreClient:
             generation,
             step,
             job_start_id,
+            prefixes=[] if arrivals is None or self._choice is None else list(arrivals.prefixes),
             takes_shards=arrivals is not None,
         )
         with self._changed:
@@ -224,7 +242,8 @@ class RestoreClient:
             while self._arrived and self._answer is None and arrivals is not None:
                 message, fd = self._arrived.popleft()
                 if message.download != download:
-                    arrivals.clear()
+                    if download:
+                        arrivals.clear()
                     download, taken = message.download, 0
                 arrivals.take(message.path, fd)
                 taken += 1
@@ -268,6 +287,7 @@ def load_checkpoint(
     *,
     wanted_step: int | None = None,
     owners: Collection[int] | None = None,
+    reads: Collection[int] = (),
     fetch_s: float = 0.0,
 ) -> RankManifest:
     """Load this rank's part of a checkpoint.
@@ -280,10 +300,11 @@ def load_checkpoint(
         wanted_step: step that the checkpoint must have; None accepts any step.
         owners: user ids that the directory and its files may belong to; links are refused.  None for a
             directory that the trainer's user named, without these checks.
+        reads: the only ranks whose files ``state`` reads; empty: all, if it reads whole sets.
         fetch_s: time that the daemon took to provide the directory, for the log.
 
     Returns:
-        Manifest of the part, or of rank 0 if ``state`` reads whole sets.
+        Manifest of one of the parts that were read.
 
     Raises:
         RestoreError: the checkpoint is incomplete, does not fit, or cannot be read; names the directory.
@@ -292,8 +313,9 @@ def load_checkpoint(
     try:
         with _opened(directory, owners) as directory_fd:
             if state.reads_whole_set:
-                manifest = _check_part(directory_fd, 0, wanted_step, owners)
-                for rank in range(1, manifest.world_size):
+                first, *others = sorted(reads) or [0]
+                manifest = _check_part(directory_fd, first, wanted_step, owners)
+                for rank in others if reads else range(1, manifest.world_size):
                     _check_part(directory_fd, rank, manifest.step, owners)
                 part = Path(directory)
             else:
@@ -334,6 +356,19 @@ def _age_s() -> float | None:
         return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
     except (OSError, AttributeError, ValueError, IndexError):
         return None
+
+
+def _lacks(answer: Restored, arrivals: Arrivals, owners: Collection[int] | None) -> bool:
+    """Whether a rank must read files of other ranks than it has named."""
+    if not arrivals.reads:
+        return False
+    try:
+        with _opened(answer.path, owners) as directory_fd:
+            for rank in arrivals.reads:
+                _check_part(directory_fd, rank, answer.step, owners)
+    except (OSError, ValueError):
+        return True  # the load from all files raises it again
+    return arrivals.lacks(Path(answer.path))
 
 
 def _check_part(

@@ -38,6 +38,12 @@ class Ranks:
     restart_id: str = ""
     """Identity of this start of the job, the same for all its ranks; empty if unknown."""
 
+    @property
+    def of_this_vm(self) -> range:
+        """Ranks of this VM, if the launcher has numbered them in order."""
+        first = self.rank - self.local_rank
+        return range(max(0, first), min(first + self.local_world_size, self.world_size))
+
     def nonce(self, step: int, request_id: str, secret: str) -> str:
         """Return the nonce in the name of a set, the same for all ranks that save together.
 

@@ -13,15 +13,17 @@ import logging
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from swansong._torch.checkpoint_set import overlap, read_into, run
+from swansong._ranks.agreement import Ranks
+from swansong._torch.checkpoint_set import CheckpointSet, overlap, read_into, run
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.modules import state_of_module
-from swansong._torch.objects import OTHERS, new_state_of_param, params_of
+from swansong._torch.objects import OTHERS, new_state_of_param, param_of, params_of
 from swansong._torch.safetensors import read_header
 from swansong._torch.sharding import is_sharded, own_part
 from swansong.protocol import rank_of_directory
@@ -38,14 +40,25 @@ class ArrivedTensors:
 
     Args:
         objects: of the training state, by name.
-        rank: of this process.
-        is_alone: whether this rank reads no file of another rank, if as many ranks saved the checkpoint.
+        ranks: position of this process.
+        reads: see :class:`swansong.state.Arrivals`.
+        prefixes: see :class:`swansong.state.Arrivals`.
     """
 
-    def __init__(self, objects: Mapping[str, Any], rank: int, *, is_alone: bool = False) -> None:
-        self.is_alone = is_alone
+    def __init__(
+        self,
+        objects: Mapping[str, Any],
+        ranks: Ranks,
+        *,
+        reads: Collection[int] = (),
+        prefixes: Sequence[str] = (),
+    ) -> None:
+        self.reads = reads
+        self.prefixes = prefixes
         self._objects = objects
-        self._rank = rank
+        self._rank = ranks.rank
+        self._world_size = ranks.world_size
+        self._checked: CheckpointSet | None = None
         self.read_s = 0.0
         """Time of all reads, with the checksums."""
         self._targets: dict[tuple[str, str], torch.Tensor] = {}
@@ -62,9 +75,9 @@ class ArrivedTensors:
         """Read the tensors of a file into place; see :class:`swansong.state.Arrivals`."""
         directory, _, name = path.partition("/")
         rank = rank_of_directory(directory)
-        is_others = self.is_alone and rank != self._rank
-        is_readable = fd >= 0 and _FILE.fullmatch(name) is not None
-        if rank < 0 or is_others or not is_readable or len(self._waiting) >= WAITING_MAX:
+        is_read = fd >= 0 and (not self.reads or rank in self.reads)
+        is_named = rank >= 0 and _FILE.fullmatch(name) is not None
+        if not (is_read and is_named) or len(self._waiting) >= WAITING_MAX:
             _close(fd)
             return
         if name == INDEX:
@@ -89,6 +102,48 @@ class ArrivedTensors:
         """Close the files that wait for an index which did not arrive early."""
         while self._waiting:
             _close(self._waiting.popitem()[1])
+
+    def read_all(self) -> None:
+        """See :class:`swansong.state.Arrivals`."""
+        self.reads, self.prefixes, self._checked = (), (), None
+
+    def lacks(self, directory: Path) -> bool:
+        """See :class:`swansong.state.Arrivals`."""
+        try:
+            found = CheckpointSet(directory, self, reads=self.reads)
+            if found.world_size != self._world_size:
+                return True
+            for group, entries in found.indexes[self._rank]["tensors"].items():
+                self._check_parts(found, group, entries)
+        except Exception as error:  # the load from all files raises it again
+            log.debug("%s lacks files: %s: %s", directory, type(error).__name__, error)
+            return True
+        self._checked = found
+        return False
+
+    def checked(self, directory: Path) -> CheckpointSet | None:
+        """Return the files of a directory that does not lack any; None if it was not checked."""
+        found = self._checked
+        return found if found is not None and found.directory == directory else None
+
+    def _check_parts(
+        self, found: CheckpointSet, group: str, entries: Mapping[str, Mapping[str, Any]]
+    ) -> None:
+        item = self._objects.get(group)
+        if item is None and group != OTHERS:
+            return  # this script does not load it
+        is_module = isinstance(item, torch.nn.Module)
+        state = state_of_module(item) if is_module else {}
+        params = params_of(item) if isinstance(item, torch.optim.Optimizer) else []
+        for key, entry in entries.items():
+            if "shape" not in entry:
+                continue
+            like = state.get(key) if is_module else param_of(key, params)
+            shape, begin = torch.Size(entry["shape"]), (0,) * len(entry["shape"])
+            if like is not None and is_sharded(like) and like.shape == shape:
+                own, begin = own_part(like)
+                shape = own.shape
+            found.check_parts(self._rank, group, key, begin, shape)
 
     def new(self, source: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
         """See :class:`swansong._torch.checkpoint_set.Early`; returns each tensor once."""

@@ -10,7 +10,7 @@ import os
 import re
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,13 +18,15 @@ import torch
 
 from swansong._checkpoint.restore import REPORT_EVERY_S
 from swansong._torch.index import INDEX, decode_index
-from swansong._torch.safetensors import StoredTensor, read_header
+from swansong._torch.safetensors import DTYPES, StoredTensor, read_header
 from swansong._torch.sharding import own_part
 from swansong.protocol import is_rank_directory, rank_directory
 
 log = logging.getLogger("swansong")
 
 _FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
+_Chunk = tuple[int, torch.Size, StoredTensor]
+"""A part of a tensor: the rank that wrote it, its offsets and its place."""
 READERS = 8
 """Largest number of threads that read and verify tensors."""
 
@@ -40,33 +42,32 @@ class Early(Protocol):
 
 
 class CheckpointSet:
-    """The tensors and indexes that all ranks wrote.
+    """The tensors and indexes that all ranks wrote, or some of them.
 
     Args:
         directory: contains a directory for each rank.
         early: tensors that were read before the directory existed.
+        reads: the only ranks whose directories are read; empty: all ranks, whose directories must exist.
 
     Raises:
         ValueError: a file is malformed, or parts of a tensor are missing.
         OSError: a file is missing or cannot be read.
     """
 
-    def __init__(self, directory: Path, early: Early | None = None) -> None:
+    def __init__(
+        self, directory: Path, early: Early | None = None, *, reads: Collection[int] = ()
+    ) -> None:
         begun_mono_s = self._reported_mono_s = time.monotonic()
-        self._directory = directory
+        self.directory = directory
         self._early = early
-        first = self._read_index(0)
-        self.world_size = int(first["world_size"])
-        found = sum(is_rank_directory(path.name) for path in directory.iterdir())
-        if found != self.world_size:
-            raise ValueError(
-                f"{INDEX} of rank 0 is of a job of {self.world_size} ranks, but {found} ranks wrote the"
-                " checkpoint"
-            )
-        self.indexes = [first, *(self._read_index(rank) for rank in range(1, self.world_size))]
-        self._stored = [self._headers(rank) for rank in range(self.world_size)]
+        self.indexes = {rank: self._read_index(rank) for rank in sorted(reads) or (0,)}
+        """By rank."""
+        self.world_size = int(next(iter(self.indexes.values()))["world_size"])
+        if not reads:
+            self._read_other_indexes()
+        self._stored = {rank: self._headers(rank) for rank in self.indexes}
         self._size_bytes = sum(
-            each.size_bytes for stored in self._stored for each in stored.values()
+            each.size_bytes for stored in self._stored.values() for each in stored.values()
         )
         self._read_bytes = 0
         self.read_s = time.monotonic() - begun_mono_s
@@ -95,6 +96,7 @@ class CheckpointSet:
                     f"{name} has the shape {tuple(target.shape)}, but was saved in the shape {tuple(shape)}"
                 )
             own, begin = own_part(target)
+            _check_covered(name, begin, own.shape, chunks)
             for rank, offsets, stored in chunks:
                 if stored.dtype != target.dtype:
                     raise ValueError(f"{name} is {target.dtype}, but was saved as {stored.dtype}")
@@ -109,14 +111,37 @@ class CheckpointSet:
     def shape_and_dtype(
         self, source_rank: int, group: str, key: str
     ) -> tuple[torch.Size, torch.dtype]:
-        """Return shape and type of a whole tensor."""
-        shape, chunks = self._find(source_rank, group, key)
-        return shape, chunks[0][2].dtype
+        """Return shape and type of a whole tensor.
 
-    def _find(
-        self, source_rank: int, group: str, key: str
-    ) -> tuple[torch.Size, list[tuple[int, torch.Size, StoredTensor]]]:
-        """Return the shape of a whole tensor, and rank, offsets and place of each part of it."""
+        Raises:
+            ValueError: all parts of the tensor are missing.
+        """
+        shape, chunks = self._find(source_rank, group, key)
+        if chunks:
+            return shape, chunks[0][2].dtype
+        dtype = DTYPES.get(self.indexes[source_rank]["tensors"][group][key].get("dtype"))
+        if dtype is None:
+            raise ValueError(f"parts of {group}.{key} are missing")
+        return shape, dtype
+
+    def check_parts(
+        self,
+        source_rank: int,
+        group: str,
+        key: str,
+        begin: Sequence[int],
+        shape: Sequence[int],
+    ) -> None:
+        """Check that :meth:`load` finds a region of a tensor in the directories that are read.
+
+        Raises:
+            ValueError: parts of the region are missing.
+        """
+        self.shape_and_dtype(source_rank, group, key)
+        _check_covered(f"{group}.{key}", begin, shape, self._find(source_rank, group, key)[1])
+
+    def _find(self, source_rank: int, group: str, key: str) -> tuple[torch.Size, list[_Chunk]]:
+        """Return the shape of a whole tensor, and its parts in the directories that are read."""
         entry = self.indexes[source_rank]["tensors"][group].get(key)
         if entry is None:
             raise ValueError(f"the checkpoint has no tensor {key!r} of {group}")
@@ -125,13 +150,11 @@ class CheckpointSet:
             return stored.shape, [(source_rank, torch.Size([0] * len(stored.shape)), stored)]
         shape = torch.Size(entry["shape"])
         chunks = []
-        for rank, index in enumerate(self.indexes):
+        for rank, index in self.indexes.items():
             part = index["tensors"].get(group, {}).get(key, {})
             if "offsets" in part:
                 stored = self._stored[rank][group, key]
                 chunks.append((rank, torch.Size(part["offsets"]), stored))
-        if sum(math.prod(stored.shape) for _, _, stored in chunks) != math.prod(shape):
-            raise ValueError(f"parts of {key!r} of {group} are missing")
         return shape, chunks
 
     def _read(
@@ -152,8 +175,17 @@ class CheckpointSet:
                 self._size_bytes / 1e9,
             )
 
+    def _read_other_indexes(self) -> None:
+        found = sum(is_rank_directory(path.name) for path in self.directory.iterdir())
+        if found != self.world_size:
+            raise ValueError(
+                f"{INDEX} of rank 0 is of a job of {self.world_size} ranks, but {found} ranks wrote the"
+                " checkpoint"
+            )
+        self.indexes.update((rank, self._read_index(rank)) for rank in range(1, self.world_size))
+
     def _read_index(self, rank: int) -> dict[str, Any]:
-        path = self._directory / rank_directory(rank) / INDEX
+        path = self.directory / rank_directory(rank) / INDEX
         try:
             index = decode_index(path.read_bytes())
         except ValueError as error:
@@ -163,7 +195,7 @@ class CheckpointSet:
         return index
 
     def _headers(self, rank: int) -> dict[tuple[str, str], StoredTensor]:
-        directory = self._directory / rank_directory(rank)
+        directory = self.directory / rank_directory(rank)
         found = {}
         for name, file in self.indexes[rank]["files"].items():
             if not _FILE.fullmatch(name):
@@ -171,6 +203,18 @@ class CheckpointSet:
             for key, stored in read_header(str(directory / name), file["checksums"]).items():
                 found[file["group"], key] = stored
         return found
+
+
+def _check_covered(
+    name: str, begin: Sequence[int], shape: Sequence[int], chunks: Sequence[_Chunk]
+) -> None:
+    """Raise ValueError if the parts do not have all elements of a region."""
+    found = 0
+    for _, offsets, stored in chunks:
+        if (both := overlap(begin, shape, offsets, stored.shape)) is not None:
+            found += math.prod(each.stop - each.start for each in both[0])
+    if found != math.prod(shape):
+        raise ValueError(f"parts of {name} are missing")
 
 
 def read_into(

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from swansong._torch.arena import Piece
+from swansong._torch.safetensors import DTYPE_NAMES
 from swansong._torch.sharding import is_sharded, is_written_here, own_part
 from swansong.state import encode_tree
 
@@ -42,7 +43,10 @@ class Collector:
     ) -> None:
         self.pieces: list[Piece] = []
         self.entries: dict[str, dict[str, Any]] = {}
-        """By key: ``shape`` if all ranks hold the tensor, ``offsets`` of the part that this rank writes."""
+        """By key: ``shape`` if all ranks hold the tensor, ``offsets`` of the part that this rank writes.
+
+        ``dtype`` of a tensor of which this rank holds no element: the rank has no file with its type.
+        """
         self.group = group
         self._rank = rank
         self._world_size = world_size
@@ -132,3 +136,5 @@ class Collector:
         if part.numel():
             entry["offsets"] = list(offsets)
             self.pieces.append(Piece(self.group, key, part))
+        else:
+            entry["dtype"] = DTYPE_NAMES.get(tensor.dtype, "")

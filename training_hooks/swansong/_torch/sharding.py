@@ -7,6 +7,7 @@ That import costs almost a second.
 from __future__ import annotations
 
 import sys
+from collections.abc import Collection
 from typing import Any
 
 import torch
@@ -37,3 +38,20 @@ def is_written_here(tensor: Any) -> bool:
         place == 0 or not placement.is_replicate()
         for placement, place in zip(tensor.placements, coordinate, strict=True)
     )
+
+
+def writers(mesh: Any, placements: Collection[Any], ranks: Collection[int]) -> set[int]:
+    """Return the ranks that write the parts of a DTensor that ``ranks`` hold.
+
+    Args:
+        mesh: its ``DeviceMesh``, of ranks of the job.
+        placements: one for each dimension of the mesh.
+        ranks: ranks of the job; those outside of the mesh hold no part.
+    """
+    found = set()
+    for rank in ranks:
+        for place in (mesh.mesh == rank).nonzero().tolist():
+            each = zip(placements, place, strict=True)
+            first = tuple(0 if placement.is_replicate() else at for placement, at in each)
+            found.add(int(mesh.mesh[first]))
+    return found

@@ -1,0 +1,112 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A job with ``fully_shard`` over several VMs: each VM fetches the shards that its ranks read."""
+
+from __future__ import annotations
+
+import os
+import socket
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from testkit import TRAINERS
+from testkit.clouds import Bucket
+from testkit.rig import Process, Vm
+from testkit.waiting import until
+from testkit.warm import python_of
+
+# A prefetch begins before the daemon knows its ranks, and would fetch shards of all of them.
+SETTINGS = {"run": {"several_vms": True}, "restore": {"prefetch": False}}
+STEPS = 2
+
+
+class Job:
+    """A job over several VMs, whose ranks are forks of a warm Python."""
+
+    def __init__(self, bucket: Bucket, new_vm: Callable[..., Vm]) -> None:
+        self.bucket = bucket
+        self._new_vm = new_vm
+        self._ranks: list[Process] = []
+
+    def new_vm(self, name: str) -> Vm:
+        vm = self._new_vm(name, self.bucket.store, settings=SETTINGS)
+        vm.start_daemon()
+        return vm
+
+    def start(self, vms: dict[Vm, int]) -> list[dict[str, Any]]:
+        """Start these numbers of ranks on the VMs; returns the states that the ranks report."""
+        for rank in self._ranks:
+            rank.kill()
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        places = [(vm, local) for vm, count in vms.items() for local in range(count)]
+        self._ranks = []
+        for rank, (vm, local) in enumerate(places):
+            process = Process(
+                [sys.executable, str(TRAINERS / "sharded_trainer.py"), str(STEPS)],
+                lines_on="stdout",
+                warm=python_of(os.environ["SWANSONG_TEST_WARM"], "torch"),
+                SWANSONG_SOCKET=str(vm.socket),
+                MASTER_ADDR="127.0.0.1",
+                MASTER_PORT=str(port),
+                RANK=str(rank),
+                WORLD_SIZE=str(len(places)),
+                LOCAL_RANK=str(local),
+                LOCAL_WORLD_SIZE=str(vms[vm]),
+                GROUP_RANK=str(list(vms).index(vm)),
+                GROUP_WORLD_SIZE=str(len(vms)),
+            )
+            vm.processes.append(process)
+            self._ranks.append(process)
+        return [rank.lines.wait(event="state") for rank in self._ranks]
+
+    def fetched_ranks(self) -> set[str]:
+        """The ranks whose shards were fetched since the last call."""
+        keys = {
+            shard["key"]: shard["path"] for m in self.bucket.manifests() for shard in m["shards"]
+        }
+        requests = self.bucket.order("requests")
+        self.bucket.order("clear")
+        return {
+            path.split("/")[0]
+            for key, path in keys.items()
+            if "/" in path and any(verb == "GET" and key in target for verb, target in requests)
+        }
+
+
+@pytest.fixture
+def job(bucket: Bucket, new_vm: Callable[..., Vm]) -> Job:
+    return Job(bucket, new_vm)
+
+
+def committed(vm: Vm) -> int | None:
+    commit = vm.status()["last_commit"]
+    return None if commit is None else int(commit["step"])
+
+
+def test_each_vm_fetches_the_shards_of_its_own_ranks(job: Job) -> None:
+    """One of two VMs is replaced: the other fetches no shard, and the new one only those of its rank.
+
+    Then the job continues with three ranks.  They need the shards of both old ranks, and get the same state.
+    """
+    first, gone = job.new_vm("first"), job.new_vm("gone")
+    saved = job.start({first: 1, gone: 1})
+    assert [state["from_step"] for state in saved] == [0, 0]
+    for vm in (first, gone):
+        until(lambda vm=vm: committed(vm) == STEPS, timeout_s=60, what="the commit of all VMs")
+    gone.power_off()
+    job.fetched_ranks()
+
+    second = job.new_vm("second")
+    states = job.start({first: 1, second: 1})
+    assert [state["from_step"] for state in states] == [STEPS, STEPS]
+    assert {state["digest"] for state in states} == {saved[0]["digest"]}
+    assert job.fetched_ranks() == {"rank-00001"}
+
+    states = job.start({first: 1, second: 2})
+    assert [state["from_step"] for state in states] == [STEPS] * 3
+    assert {state["digest"] for state in states} == {saved[0]["digest"]}
+    assert job.fetched_ranks() == {"rank-00000", "rank-00001"}
