@@ -17,6 +17,7 @@ import ctypes
 import fcntl
 import gc
 import importlib
+import math
 import os
 import random
 import runpy
@@ -27,6 +28,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import time
 import types
 from pathlib import Path
 from typing import Any, NoReturn
@@ -149,6 +151,10 @@ def python_of(directory: str, kind: str) -> str:
     return os.path.join(directory, kind, "python")
 
 
+_LOOK_S = 0.05
+"""Longest time for which a wait keeps other threads from the process."""
+
+
 class WarmProcess:
     """A process that a warm Python forked, with a part of the interface of :class:`subprocess.Popen`.
 
@@ -168,26 +174,29 @@ class WarmProcess:
         socket.send_fds(self._server, [repr(start).encode()], list(streams))
         self.pid = int.from_bytes(self._server.recv(4), "big")
         self._pidfd = os.pidfd_open(self.pid)
+        self._lock = (
+            threading.Lock()
+        )  # one thread may kill the process while another one waits for it
 
-    def poll(self) -> int | None:
+    def poll(self, within_s: float = 0.0) -> int | None:
         """The exit code as of Popen, None as long as the process runs."""
-        if self.returncode is None and select.select([self._server], [], [], 0)[0]:
-            self._end()
-        return self.returncode
+        with self._lock:
+            if self.returncode is None and select.select([self._server], [], [], within_s)[0]:
+                self._end()
+            return self.returncode
 
     def wait(self, timeout: float | None = None) -> int:
         """The exit code.  :class:`subprocess.TimeoutExpired` if the process does not end in time."""
-        if self.returncode is None:
-            if not select.select([self._server], [], [], timeout)[0]:
+        end_mono_s = math.inf if timeout is None else time.monotonic() + timeout
+        while (code := self.poll(_LOOK_S)) is None:
+            if time.monotonic() >= end_mono_s:
                 raise subprocess.TimeoutExpired(str(self.pid), timeout or 0)
-            self._end()
-        assert self.returncode is not None
-        return self.returncode
+        return code
 
     def send_signal(self, number: int) -> None:
         """Send a signal, unless the process has ended."""
-        if self.poll() is None:
-            with contextlib.suppress(ProcessLookupError):
+        with self._lock, contextlib.suppress(ProcessLookupError):
+            if self.returncode is None:
                 signal.pidfd_send_signal(self._pidfd, number)
 
     def _end(self) -> None:
