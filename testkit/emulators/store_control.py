@@ -204,6 +204,8 @@ class StoreControl:
         self._preconditions = ignoring
         self._store_order = order
         self._lock = threading.Lock()
+        self.reads_pieces = False
+        """Whether the server can break off, change or slow down a request."""
         self.over = threading.Event()
         """Set when the present faults end."""
         self._clear()
@@ -293,6 +295,8 @@ class StoreControl:
                 status = int(call.parameter("status", "200") or 0)
                 said = StoreResponse(status, (call.parameter("body") or "").encode())
                 self._faults.append(replace(self._fault(call, "answer"), response=said))
+            elif name in ("break", "flip", "pace") and not self.reads_pieces:
+                return StoreResponse(400, b"this server reads whole requests: it cannot do that")
             elif name == "flip":
                 self._faults.append(self._fault(call, "flip"))
             elif name == "spoil":

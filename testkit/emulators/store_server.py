@@ -196,6 +196,7 @@ class StoreServer(socketserver.ThreadingTCPServer):
         self, address: tuple[str, int], control: StoreControl, pem: Path | None = None
     ) -> None:
         self.control = control
+        control.reads_pieces = True
         self.context = server_context(pem) if pem else None
         self.pace = Pace()
         super().__init__(address, _Handler)
