@@ -4,9 +4,10 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 
 import pytest
+import structlog
 from hypothesis import HealthCheck, settings
 
 from testkit.warm import WarmPythons
@@ -20,6 +21,18 @@ DOES_NOT_APPLY = "does not apply"
 WARM = pytest.StashKey[WarmPythons]()
 WARM_ENV = "SWANSONG_TEST_WARM"
 """Environment variable with the directory of the warm Pythons, which the workers of pytest-xdist share."""
+
+
+@pytest.fixture(autouse=True)
+def _log_settings() -> Iterator[None]:
+    """Undo the log settings of a test: a command in this process sets the level of the whole process."""
+    if structlog.is_configured():
+        before = structlog.get_config()
+        yield
+        structlog.configure(**before)
+    else:
+        yield
+        structlog.reset_defaults()
 
 
 def pytest_configure(config: pytest.Config) -> None:
