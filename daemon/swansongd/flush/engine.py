@@ -274,11 +274,12 @@ class FlushEngine:
             if self._active is not flush:
                 return
             stored = [shard.stored for _, shard in sorted(flush.queue.shards.items())]
+            sent_bytes = flush.sent_bytes
             self._deactivate()
         records = [record for record in stored if record is not None]
         referenced = [record.shard.size_bytes for record in records if record.is_referenced]
         shards = tuple(record.shard for record in records)
-        self._post(Flushed(flush.flush_id, shards, sum(referenced)))
+        self._post(Flushed(flush.flush_id, shards, sum(referenced), sent_bytes))
 
     def _fail(self, flush: ActiveFlush, reason: str, *, void: bool) -> None:
         with self._lock:
