@@ -15,6 +15,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import GenerationClaimed, JobStarted, Prune, SetAside, TrainerJoined
 from swansongd.errors import Permanent
 from swansongd.model import CommitRef, TrainerView
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.restore.wish import COMMON_BYTES_MAX, PREFIXES_MAX, covers, union
 from swansongd.staging import scan
@@ -52,9 +53,10 @@ class Vm:
         self.story = Story(claimed=False)
         settings = replace(self.story.state.settings, several_vms=True)
         self.story.state = replace(self.story.state, settings=settings)
-        self.resume = Resume(
+        context = RestoreContext(
             self.store, RunKeys("r"), self.run, lambda: self.story.state, threading.Event()
         )
+        self.resume = Resume(context)
 
     def train(self, node: int) -> None:
         """Take part in the first start, and seal the part of step 100, which all VMs commit."""
