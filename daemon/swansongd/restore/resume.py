@@ -38,6 +38,7 @@ from swansongd.errors import (
 from swansongd.model import CommitRef, Staged
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
+from swansongd.restore.refusals import Refusals
 from swansongd.restore.restore import health_of, healthy, whole
 from swansongd.restore.wish import Choice, Wish, union
 from swansongd.stores.base import ObjectStore
@@ -98,6 +99,7 @@ class Resume:
         self._reported_mono_s = context.monotonic()
         self._cached: _CachedAnswer | None = None
         self._last_rollback: tuple[int, _CachedAnswer] | None = None
+        self._refusals = Refusals(context.state)
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
@@ -138,7 +140,8 @@ class Resume:
             try:
                 answer = replace(self._find(ticket), query_id=ticket.query.query_id)
             except SwansongError as error:
-                answer = Restored(ticket.query.query_id, error=error.line())
+                is_damaged = isinstance(error, NothingToRestore) and error.is_damaged
+                answer = Restored(ticket.query.query_id, error=error.line(), is_damaged=is_damaged)
             except Exception as error:
                 _log.exception("resume_fault")
                 answer = Restored(ticket.query.query_id, error=f"{type(error).__name__}: {error}")
@@ -182,7 +185,10 @@ class Resume:
                 hint="See: swansong status",
             )
         if query.generation >= 0:
-            return self._named(CommitRef(query.generation, query.step))
+            ref = CommitRef(query.generation, query.step)
+            if not query.refused:
+                return self._named(ref)
+            self._refuse(ref, query.refused)
         if query.rollback:
             return self._rollback(query, ticket.post)
         return self._newest()
@@ -213,25 +219,46 @@ class Resume:
         if cached is not None and cached.basis.is_recent(self._monotonic()):
             return self._repeated(cached)
         store = self._store()
-        newest = commit.newest_whole_commit(store, self._keys)
+        refusal = self._refusals.current()
+        before = None if refusal is None else refusal.ref
+        newest = commit.newest_whole_commit(store, self._keys, before)
+        if newest is None and refusal is not None:
+            raise NothingToRestore(
+                f"run {self._keys.run} has no whole commit before {refusal.ref}, which is damaged: "
+                f"{refusal.reason}",
+                hint="See: swansong verify",
+            )
         own = resume.newest_local(state, newest)
-        wish = Wish(ref=newest) if own is None else None
+        wish = None
         if cached is not None and cached.basis.newest == newest:
             answer, wish = self._repeated(cached), cached.wish
         elif own is not None:
             answer = self._in_staging(own, state)
         else:
-            answer = self._fetched(Wish(ref=newest))
+            wish = Wish(ref=newest, before=before)
+            answer = self._fetched(wish)
         basis = resume.basis(state, newest, self._monotonic())
         self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish if answer.path else None)
         return answer
 
     def _named(self, ref: CommitRef) -> Restored:
-        """This commit, downloaded once for all ranks of this VM."""
+        """This commit, downloaded once for all ranks of this VM; refused once it proves damaged."""
+        refusal = self._refusals.current()
+        if refusal is not None and ref >= refusal.ref:
+            raise NothingToRestore(f"{ref} is damaged: {refusal.reason}", is_damaged=True)
         cached = self._cached
-        if cached is not None and cached.basis.newest == ref and cached.is_there():
-            return self._repeated(cached)
-        return self._fetch_named(ref)
+        try:
+            if cached is not None and cached.basis.newest == ref and cached.is_there():
+                return self._repeated(cached)
+            return self._fetch_named(ref)
+        except NothingToRestore as error:
+            if error.is_damaged:
+                self._refuse(ref, error.line())
+            raise
+
+    def _refuse(self, ref: CommitRef, reason: str) -> None:
+        if self._refusals.add(ref, reason):
+            self._cached = None
 
     def _fetch_named(self, ref: CommitRef) -> Restored:
         wish = Wish(ref=ref, choice=Choice.NAMED)
