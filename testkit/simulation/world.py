@@ -172,6 +172,10 @@ class SimStore:
         del key
         return None
 
+    def lock(self, key: str) -> float | None:
+        del key
+        return None
+
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         raise NotImplementedError
 
