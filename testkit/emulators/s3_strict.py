@@ -50,7 +50,7 @@ _KNOWN_QUERIES = {
         "list-type", "prefix", "max-keys", "continuation-token", "encoding-type",
         "uploads", "key-marker", "upload-id-marker", "max-uploads", "uploadId",
         "part-number-marker", "max-parts", "lifecycle", "location", "x-id", "delimiter",
-        "fetch-owner",
+        "fetch-owner", "start-after",
     },
     "HEAD": set(),
     "PUT": {"uploadId", "partNumber", "x-id", "lifecycle"},
@@ -288,7 +288,8 @@ class S3:
             except ValueError:
                 raise S3Error(400, "InvalidArgument", "the continuation token") from None
         limit = self._limit(call, "max-keys")
-        found = [key for key in objects if key.startswith(prefix)]
+        start = call.parameter("start-after") or ""
+        found = [key for key in objects if key.startswith(prefix) and key > start]
         keys, last = self._listing.page(found, after, limit)
         is_encoded = call.parameter("encoding-type") == "url"
         facts = [

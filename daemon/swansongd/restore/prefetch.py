@@ -153,7 +153,8 @@ class Prefetch:
 
     def _fetch_newest(self) -> None:
         if not self._is_listed:
-            self._newest = commit.newest_whole_commit(self._store, self._keys)
+            near = self._state().generation or 0
+            self._newest = commit.newest_whole_commit(self._store, self._keys, near=near)
             self._is_listed = True
         state = self._state()
         self._newest = resume.newest_known(state, self._newest)

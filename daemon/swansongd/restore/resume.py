@@ -240,7 +240,7 @@ class Resume:
         if cached is not None and cached.basis.is_recent(self._monotonic()):
             return self._repeated(cached)
         store = self._store()
-        newest = commit.newest_whole_commit(store, self._keys)
+        newest = commit.newest_whole_commit(store, self._keys, near=state.generation or 0)
         own = resume.newest_local(state, newest)
         wish = Wish(ref=newest) if own is None else None
         if cached is not None and cached.basis.newest == newest:
@@ -313,7 +313,8 @@ class Resume:
             UnreadableError: there is none, and the store refused a manifest that might be one.
         """
         unread: UnreadableError | None = None
-        for found in catalog.list_commits(store, self._keys):
+        near = self._state().generation or 0
+        for found in catalog.newest_commits(store, self._keys, near=near):
             if found.ref.step >= before_step:
                 continue
             try:
