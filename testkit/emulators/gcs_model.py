@@ -49,6 +49,7 @@ class GcsObject:
     object_generation: int
     crc32c: str
     md5: str | None
+    created: datetime = field(default_factory=lambda: datetime.now(UTC))
 
     @property
     def etag(self) -> str:
@@ -146,7 +147,12 @@ class Gcs:
                 facts = _metadata(unquote(bucket), unquote(name), found)
                 return _json_response(_selected(facts, call))
             case "DELETE", ["b", bucket, "o", name]:
-                self._find(unquote(bucket), unquote(name))
+                found = self._find(unquote(bucket), unquote(name))
+                # docs/json_api/v1/objects/delete: 412 if the condition is not met.
+                if call.parameter("ifGenerationMatch", str(found.object_generation)) != str(
+                    found.object_generation
+                ):
+                    raise GcsError(412, "conditionNotMet")
                 return self._delete(unquote(bucket), unquote(name))
         raise GcsError(501, "NotImplemented")
 
@@ -352,6 +358,7 @@ def _metadata(bucket: str, name: str, stored: GcsObject) -> dict[str, Any]:
         "size": str(len(stored.data)),
         "generation": str(stored.object_generation),
         "metageneration": "1",
+        "timeCreated": stored.created.strftime(_STAMP),
         "crc32c": stored.crc32c,
         "etag": stored.etag,
     }
@@ -392,7 +399,12 @@ def _selected(body: dict[str, Any], call: Call) -> dict[str, Any]:
     if fields is None:
         return body
     wanted = {name.strip() for name in re.sub(r"\([^)]*\)", "", fields).split(",")}
-    return {name: value for name, value in body.items() if name in wanted}
+    selected = {name: value for name, value in body.items() if name in wanted}
+    of_items = re.search(r"items\(([^)]*)\)", fields)
+    if of_items and "items" in selected:
+        names = of_items[1].split(",")
+        selected["items"] = [{name: item[name] for name in names} for item in selected["items"]]
+    return selected
 
 
 def _json_response(body: dict[str, Any], status: int = 200) -> StoreResponse:

@@ -28,8 +28,9 @@ from dataclasses import replace
 from urllib.parse import quote, unquote
 from xml.etree import ElementTree as ET
 
+from testkit.emulators.s3_delete import deletions, result_of_deletions
 from testkit.emulators.s3_multipart import S3Object, S3Part, S3Upload, begun
-from testkit.emulators.s3_request import Payload, S3Account, S3Error, payload_of
+from testkit.emulators.s3_request import Payload, S3Account, S3Error, named_checksum, payload_of
 from testkit.emulators.store_control import (
     Call,
     ListingMode,
@@ -54,7 +55,7 @@ _KNOWN_QUERIES = {
     },
     "HEAD": set(),
     "PUT": {"uploadId", "partNumber", "x-id", "lifecycle"},
-    "POST": {"uploads", "uploadId"},
+    "POST": {"uploads", "uploadId", "delete"},
     "DELETE": {"uploadId", "x-id", "lifecycle"},
 }  # fmt: skip
 
@@ -190,6 +191,8 @@ class S3:
                 return self._list_uploads(call, bucket)
             case "GET" if call.parameter("list-type") == "2" and "delimiter" not in names:
                 return self._list(call, bucket, objects)
+            case "POST" if "delete" in names:
+                return self._delete_many(call, objects)
         raise S3Error(501, "NotImplemented")
 
     def _of_lifecycle(self, call: Call, payload: Payload, bucket: str) -> StoreResponse:
@@ -217,9 +220,34 @@ class S3:
                     raise S3Error(404, "NoSuchKey")
                 return _content(call, objects[key])
             case "DELETE":
-                objects.pop(key, None)
+                self._delete(objects, key, call.headers.get("if-match"))
                 return StoreResponse(204)
         raise S3Error(405, "MethodNotAllowed")
+
+    def _delete(self, objects: dict[str, S3Object], key: str, match: str | None) -> None:
+        """Delete an object, or raise S3Error; AmazonS3/latest/userguide/conditional-deletes.html."""
+        if match is not None and self._honour:
+            if key not in objects:
+                raise S3Error(404, "NoSuchKey")
+            if match not in ("*", objects[key].etag) and match != objects[key].etag.strip('"'):
+                raise S3Error(412, "PreconditionFailed")
+        objects.pop(key, None)
+
+    def _delete_many(self, call: Call, objects: dict[str, S3Object]) -> StoreResponse:
+        """DeleteObjects: the body needs a checksum; AmazonS3/latest/API/API_DeleteObjects.html."""
+        if "content-md5" not in call.headers and named_checksum(call.headers) is None:
+            raise S3Error(400, "InvalidRequest", "Missing required header: Content-MD5")
+        items, is_quiet = deletions(call.body)
+        done = []
+        for key, match in items:
+            try:
+                self._delete(objects, key, match)
+            except S3Error as refused:
+                done.append(("Error", {"Key": key, "Code": refused.code, "Message": refused.code}))
+            else:
+                if not is_quiet:
+                    done.append(("Deleted", {"Key": key}))
+        return result_of_deletions(done)
 
     def _of_upload(
         self,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swansongd.bucket import commit, manifest
@@ -75,6 +75,7 @@ from swansongd.stores.base import (
     PartReceipt,
     Sink,
     Upload,
+    delete_each,
 )
 
 from testkit.story import a_notice, a_set, objects_of, shards_of
@@ -158,8 +159,18 @@ class SimStore:
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         raise NotImplementedError
 
-    def delete(self, key: str) -> None:
-        raise NotImplementedError
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        del if_tag  # a key is never written twice with different bytes
+        if self._chance("refused", 0.1):
+            raise Transient(f"{key}: 503")
+        self.objects.pop(key, None)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        return delete_each(self, infos)
+
+    def locked_until(self, key: str) -> float | None:
+        del key
+        return None
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         raise NotImplementedError

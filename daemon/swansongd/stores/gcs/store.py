@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import Changed, Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
     CRC32C_UNKNOWN,
@@ -31,6 +31,7 @@ from swansongd.stores.base import (
     Upload,
     all_pages,
     bucket_and_prefix,
+    delete_each,
     expect_all_parts,
     expect_part,
     listed,
@@ -43,6 +44,7 @@ from swansongd.stores.http.client import Response
 from swansongd.stores.options import GcsOptions
 
 _HASH = "x-goog-hash"
+_INFO_FIELDS = "name,size,timeCreated,generation"
 _ABSENT = {"x-goog-if-generation-match": "0"}
 """For whole objects only: the store supports no condition for multipart uploads."""
 _UNVERIFIED = "This store returns no CRC32C of an upload: use another endpoint"
@@ -86,7 +88,7 @@ class GcsStore:
 
     def head(self, key: str) -> ObjectInfo | None:
         found = self._metadata(key)
-        return ObjectInfo(key, found[0]) if found is not None else None
+        return found[0] if found is not None else None
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
@@ -94,9 +96,22 @@ class GcsStore:
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         return self._list_page(prefix, token, after=after)
 
-    def delete(self, key: str) -> None:
-        with suppress(NotFound):
-            self._json(f"delete {key}", "DELETE", key)
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        condition = {"ifGenerationMatch": if_tag} if if_tag else {}
+        try:
+            self._json(f"delete {key}", "DELETE", key, condition)
+        except NotFound:
+            return
+        except Exists as other:
+            if self._metadata(key) is not None:
+                raise Changed(str(other)) from other
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        return delete_each(self, infos)
+
+    def locked_until(self, key: str) -> float | None:
+        del key
+        return None
 
     # ------------------------------------------------------------ shards
 
@@ -221,16 +236,17 @@ class GcsStore:
 
     # ------------------------------------------------------------ requests
 
-    def _metadata(self, key: str) -> tuple[int, int | None] | None:
-        """Size and CRC32C of an object; None if there is none."""
+    def _metadata(self, key: str) -> tuple[ObjectInfo, int | None] | None:
+        """The object and its CRC32C; None if there is none."""
+        fields = {"fields": f"kind,{_INFO_FIELDS},crc32c"}
         try:
-            response = self._json(f"head {key}", "GET", key, {"fields": "kind,name,size,crc32c"})
+            response = self._json(f"head {key}", "GET", key, fields)
         except NotFound:
             # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
             self._list_page(key, page_size=1)
             return None
         with responses.complete(f"head {key}"):
-            return responses.json_metadata(response, self._prefix + key)
+            return responses.json_metadata(response, self._prefix, key)
 
     def _list_page(
         self,
@@ -244,7 +260,7 @@ class GcsStore:
         parameters = {
             "prefix": self._prefix + prefix,
             "maxResults": str(page_size),
-            "fields": "kind,items(name,size),nextPageToken",
+            "fields": f"kind,items({_INFO_FIELDS}),nextPageToken",
         }
         if after:
             parameters["startOffset"] = self._prefix + after  # also lists this key itself
@@ -345,7 +361,7 @@ class GcsStore:
     def _crc32c_of(self, what: str, key: str, size_bytes: int, absent: StoreError) -> int:
         """The store's CRC32C of an object; raises ``absent`` if there is no object of that size."""
         found = self._metadata(key)
-        if found is None or found[0] != size_bytes:
+        if found is None or found[0].size_bytes != size_bytes:
             raise absent
         reported = found[1]
         if reported is None:

@@ -7,6 +7,8 @@ that the store verifies; the completion of an upload contains that of the whole 
 
 from __future__ import annotations
 
+import base64
+import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -14,7 +16,7 @@ from xml.etree import ElementTree as ET
 
 import structlog
 
-from swansongd.errors import Exists, NotFound, Permanent, Transient
+from swansongd.errors import Changed, Exists, NotFound, Permanent, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
     CRC32C_UNKNOWN,
@@ -30,7 +32,9 @@ from swansongd.stores.base import (
     Upload,
     all_pages,
     bucket_and_prefix,
+    delete_each,
     expect_all_parts,
+    expect_few,
     expect_part,
     listed,
     named,
@@ -98,7 +102,7 @@ class S3Store:
             self._list_page(key, max_keys=1)
             return None
         with responses.complete(f"HeadObject {key}"):
-            return ObjectInfo(key, responses.length_of(response.headers))
+            return responses.head_info(response, key)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
@@ -106,8 +110,53 @@ class S3Store:
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         return self._list_page(prefix, token, after=after)
 
-    def delete(self, key: str) -> None:
-        self._call("DeleteObject", "DELETE", key)
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        """See the contract.  In a bucket with versions the object's bytes remain as an older version."""
+        condition = {"if-match": if_tag} if if_tag else {}
+        try:
+            self._call("DeleteObject", "DELETE", key, headers=condition)
+        except (NotFound, Exists) as refused:
+            # A condition makes a missing object an error: 404, or 412 from SeaweedFS.
+            if not if_tag:
+                raise
+            if self.head(key) is not None:
+                raise Changed(str(refused)) from refused
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        expect_few(infos)
+        if not infos:
+            return {}
+        order = ET.Element("Delete")
+        for info in infos:
+            item = ET.SubElement(order, "Object")
+            ET.SubElement(item, "Key").text = self._prefix + info.key
+            if info.tag:
+                ET.SubElement(item, "ETag").text = info.tag
+        ET.SubElement(order, "Quiet").text = "true"
+        content = ET.tostring(order)
+        value, sha256 = read_through(BytesBody(content), with_sha256=True)
+        md5 = hashlib.md5(content, usedforsecurity=False).digest()
+        headers = {_CHECKSUM: crc32c_base64(value), "content-md5": base64.b64encode(md5).decode()}
+        try:
+            response = self._call(
+                "DeleteObjects",
+                "POST",
+                None,
+                {"delete": ""},
+                headers,
+                payload=sha256,
+                body=BytesBody(content),
+            )
+        except Unsupported:
+            return delete_each(self, infos)
+        with responses.complete("DeleteObjects"):
+            remaining = responses.remaining(response, self._prefix)
+        # A conditional delete of a missing object is refused.
+        return {key: code for key, code in remaining.items() if code != "NoSuchKey"}
+
+    def locked_until(self, key: str) -> float | None:
+        del key
+        return None
 
     # ------------------------------------------------------------ shards
 
