@@ -220,7 +220,8 @@ class Committer:
                 self._store.check()
                 self._claimant.record_store()
                 # Before the claim: a failure after it would use up another generation at each retry.
-                newest = commit.newest_whole_commit(self._store, self._keys)
+                near = self._claimant.recorded_generation
+                newest = commit.newest_whole_commit(self._store, self._keys, near=near)
                 self._claim = find()
             except FencedError as error:
                 self._post_fence(error)

@@ -99,9 +99,9 @@ class CommitterRig:
         rig = self
 
         class Counting(FileStore):
-            def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
                 rig.tries += prefix == KEYS.commits
-                return super().list(prefix)
+                return super().list(prefix, after=after)
 
         return Counting(self.store.url)
 
