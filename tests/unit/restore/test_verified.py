@@ -13,6 +13,7 @@ import pytest
 from swansong.protocol import Message, Restored, RestoreQuery, ShardsTaken, ShardVerified
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.state import State
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.restore.target import RestoreTarget
 from swansongd.restore.verified import AHEAD, VerifiedShards
@@ -133,12 +134,12 @@ def test_a_trainer_gets_files_before_the_last_one_is_fetched(tmp_path: Path) -> 
     store.check()
     committed.commit(store, {**files, "rank-00000/a": b"old"}, step=90, upload_nonce="a90")
     newest = committed.commit(store, files, step=100, upload_nonce="a100")
-    committed.flip_bit(tmp_path / "bucket" / newest.shards[-1].key, 5)
+    committed.flip_bit(tmp_path / "bucket" / newest.objects[-1].key, 5)
     (tmp_path / "staging").mkdir()
     run = prepare(tmp_path / "staging", "r")
     state: State = Story().state
     stop = threading.Event()
-    resume = Resume(store, RunKeys("r"), run, lambda: state, stop)
+    resume = Resume(RestoreContext(store, RunKeys("r"), run, lambda: state, stop))
     trainer = Trainer()
     resume.ask(query(), trainer, lambda _: None)
     until(lambda: len(trainer.files) == 2, what="two files")
