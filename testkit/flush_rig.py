@@ -18,7 +18,7 @@ from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.staging import scan
 from swansongd.stores.checksums import crc32c
 
-from testkit.committed import digest_of
+from testkit.committed import digests_of, stored_bytes
 from testkit.memory_store import MemoryStore
 from testkit.staged import ME, write_files
 
@@ -52,6 +52,11 @@ def found_set(
     )
 
 
+def keys_of(done: Flushed) -> list[str]:
+    """The keys of all objects with bytes of the set."""
+    return [extent.object.key for shard in done.shards for extent in shard.extents]
+
+
 class FlushRig:
     """A flush engine, its staging directory, its store and its events."""
 
@@ -66,7 +71,6 @@ class FlushRig:
         self.run_directory = tmp_path / "staging" / "r"
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
-        self.is_urgent = False
         self._connections = connections
         self._monotonic = monotonic
         self._nonces = count(1)
@@ -85,7 +89,6 @@ class FlushRig:
             nonce=lambda: f"n{next(self._nonces)}",
             connections=self._connections,
             part_size_bytes=PART,
-            is_urgent=lambda: self.is_urgent,
             monotonic=self._monotonic,
         )
 
@@ -109,9 +112,9 @@ class FlushRig:
         assert [shard.path for shard in done.shards] == [file.path for file in staged.files]
         for shard in done.shards:
             content = (self.run_directory / staged.directory / shard.path).read_bytes()
-            assert self.store.objects[shard.key] == content
+            assert stored_bytes(self.store, shard) == content
             assert shard.size_bytes == len(content)
-            assert shard.digest == digest_of(content, shard.part_size_bytes)
+            assert shard.part_digests == digests_of(content, shard.part_size_bytes)
             assert shard.crc32c == crc32c(content)
         assert not self.store.overwritten
 

@@ -170,7 +170,7 @@ class Service:
             self._stop,
             post=self._post,
             rescan=self._observer.rescan,
-            digest_of=self._storage.digest_of,
+            shard_of=self._storage.shard_of,
         )
         self._resume = Resume(context)
         self._prefetch = Prefetch(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swansongd.bucket import commit, manifest
@@ -75,9 +75,10 @@ from swansongd.stores.base import (
     PartReceipt,
     Sink,
     Upload,
+    delete_each,
 )
 
-from testkit.story import a_notice, a_set, shards_of
+from testkit.story import a_notice, a_set, objects_of, shards_of
 
 KEYS = RunKeys("r")
 MIB = 2**20
@@ -141,16 +142,16 @@ class SimStore:
             raise NotFound(key)
         return self.objects[key]
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         if self._chance("refused", 0.1):
             raise Transient("list: 503")
         for key in sorted(self.objects):
-            if key.startswith(prefix):
+            if key.startswith(prefix) and key > after:
                 yield ObjectInfo(key, len(self.objects[key]))
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         del token  # the first page contains all
-        return Page(list(self.list(prefix)), None)
+        return Page(list(self.list(prefix, after=after)), None)
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
@@ -158,8 +159,22 @@ class SimStore:
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         raise NotImplementedError
 
-    def delete(self, key: str) -> None:
-        raise NotImplementedError
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        del if_tag  # a key is never written twice with different bytes
+        if self._chance("refused", 0.1):
+            raise Transient(f"{key}: 503")
+        self.objects.pop(key, None)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        return delete_each(self, infos)
+
+    def locked_until(self, key: str) -> float | None:
+        del key
+        return None
+
+    def lock(self, key: str) -> float | None:
+        del key
+        return None
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         raise NotImplementedError
@@ -435,7 +450,7 @@ class World:
                     self.own.add(claim.generation)
                 else:
                     commit.ensure_not_fenced(self.store, KEYS, self.claim)
-                newest = commit.newest_whole_commit(self.store, KEYS)
+                newest = commit.newest_whole_commit(self.store, KEYS, near=1)
             except FencedError as error:
                 self.step(fence_found(error))
             except StoreError:
@@ -813,8 +828,10 @@ class World:
                 return
             self._flush_id = ""
             shards = shards_of(staged, f"{life}/{order.flush_id}/{order.generation}")
-            for shard in shards:  # the content does not matter, the name and the size do
-                self.store.write(shard.key, str(shard.size_bytes).encode())
+            for stored in objects_of(
+                shards
+            ):  # the content does not matter, the name and the size do
+                self.store.write(stored.key, str(stored.size_bytes).encode())
             if self.chance("vanishes", 0.1):
                 self.staging.remove(staged)
             self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=sent), 0.05)
@@ -877,8 +894,8 @@ class World:
         self.store.write(KEYS.generation(generation), json.dumps({"nonce": "other"}).encode())
         step = max((ref.step for ref in self.commits()), default=0) + 1
         shards = shards_of(a_set(step, "other", size_bytes=1), "other")
-        for shard in shards:
-            self.store.write(shard.key, b"1")
+        for stored in objects_of(shards):
+            self.store.write(stored.key, b"1")
         made = Manifest(
             run="r",
             generation=generation,
@@ -920,9 +937,9 @@ class World:
                 continue
             self._refs.append(parsed.ref)
             made = manifest.decode(self.store.objects[key])
-            for shard in made.shards:
-                if self.store.objects.get(shard.key) != str(shard.size_bytes).encode():
-                    raise Broken(f"I1: {key} names {shard.key}, which is not stored")
+            for stored in made.objects:
+                if self.store.objects.get(stored.key) != str(stored.size_bytes).encode():
+                    raise Broken(f"I1: {key} names {stored.key}, which is not stored")
             if made.nonce == "other":
                 continue
             if made.generation not in self.own:

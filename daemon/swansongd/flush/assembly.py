@@ -93,7 +93,7 @@ class Storage:
             self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
         )
         journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
-        self.digest_of = journal.digest_of
+        self.shard_of = journal.shard_of
         self.flush = FlushEngine(
             data_store,
             self.keys,
@@ -102,7 +102,6 @@ class Storage:
             journal=journal,
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
-            is_urgent=is_urgent,
         )
         claimant = Claimant(
             small_store,

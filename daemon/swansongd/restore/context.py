@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event
 from swansongd.core.state import State
-from swansongd.model import StagedFile
+from swansongd.model import StagedFile, StoredShard
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 
@@ -33,6 +33,8 @@ class RestoreContext:
     """Takes the events of the queries and downloads."""
     rescan: Callable[[], None] | None = field(default=None, kw_only=True)
     """Requests a scan of staging; None: a choice uses the last scan."""
-    digest_of: Callable[[StagedFile], str | None] = field(default=lambda _file: None, kw_only=True)
-    """Returns the digest of a file in staging; None if it is unknown."""
+    shard_of: Callable[[StagedFile], StoredShard | None] = field(
+        default=lambda _file: None, kw_only=True
+    )
+    """Returns the shard with the bytes of a file in staging; None if it is unknown."""
     monotonic: Callable[[], float] = field(default=time.monotonic, kw_only=True)

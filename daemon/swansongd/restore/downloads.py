@@ -61,7 +61,7 @@ class Downloads:
         self._context = context
         self._run = context.run
         self._stop = context.stop
-        self._local = LocalFiles(context.run, context.state, context.digest_of)
+        self._local = LocalFiles(context.run, context.state, context.shard_of)
         self._changed = threading.Condition()
         self._running: Download | None = None
         self._last: Download | None = None

@@ -56,6 +56,7 @@ class Selection:
 
     Args:
         step: only commits of this step.
+        near: a generation near that of the commit; 0 if it is unknown.
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
         files: only shards that it accepts are fetched; the sizes of all stored objects are compared.
@@ -63,6 +64,7 @@ class Selection:
     """
 
     step: int | None = None
+    near: int = 0
     wanted: Wanted | None = None
     skipped: Skipped | None = None
     files: Callable[[StoredShard], bool] | None = None
@@ -117,9 +119,12 @@ def restore(
         Stopped: ``options.stop`` was set.
     """
     skipped: list[tuple[CommitRef, str]] = []
+    is_fresh = selection.step is None
     with target:
-        commits = _commits(store, keys, selection.step)
-        for commit in commits:
+        for commit in catalog.newest_commits(store, keys, near=selection.near):
+            if selection.step not in (None, commit.ref.step):
+                continue
+            is_fresh = is_fresh and not commit.is_complete
             try:
                 restored = _restore_commit(
                     store, keys, commit, target, selection=selection, options=options
@@ -131,7 +136,6 @@ def restore(
                 continue
             if restored is not None:
                 return replace(restored, skipped=tuple(skipped))
-    is_fresh = selection.step is None and not any(commit.is_complete for commit in commits)
     if is_fresh and (farewell := catalog.farewell_with_commit(store, keys)) is not None:
         raise NothingToRestore(
             f"the listing of {store.url} contains no commit of run {keys.run}, but {farewell} names one",
@@ -321,10 +325,14 @@ def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
     by_path: dict[str, StoredShard] = {}
     for shard in itertools.chain.from_iterable(manifest.shards for manifest in manifests):
         other = by_path.setdefault(shard.path, shard)
-        if (other.size_bytes, other.digest) != (shard.size_bytes, shard.digest):
+        if _bytes_of(other) != _bytes_of(shard):
             raise CorruptError(f"two nodes have different files called {shard.path}")
     check_paths(list(by_path))
     return list(by_path.values())
+
+
+def _bytes_of(shard: StoredShard) -> tuple[int, int, bytes]:
+    return shard.size_bytes, shard.part_size_bytes, shard.part_digests
 
 
 def _fetch(
@@ -342,19 +350,13 @@ def _fetch(
     first = reader.read(
         shards, target=target, noted=noted, local=local, progress=reader.options.progress
     )
-    problems, local_bytes = first.problems, first.local_bytes
-    # A copy of a file with other bytes is no defect of the commit.
-    wrong = {number: shards[number] for number in local if shards[number] in problems}
-    if wrong:
-        local_bytes -= sum(shard.size_bytes for shard in wrong.values())
-        problems = {shard: why for shard, why in problems.items() if shard not in wrong.values()}
-        problems |= reader.read(wrong, target=target).problems
+    problems = first.problems
     if problems:
         # The network or this VM's memory may have flipped a bit; a second read costs less than lost steps.
         again = {number: shard for number, shard in shards.items() if shard in problems}
         problems = reader.read(again, target=target).problems
     _require_none(problems)
-    return replace(first, local_bytes=max(0, local_bytes))
+    return first
 
 
 def _require_none(problems: Problems) -> None:

@@ -221,7 +221,9 @@ class Resume:
         store = self._store()
         refusal = self._refusals.current()
         before = None if refusal is None else refusal.ref
-        newest = commit.newest_whole_commit(store, self._keys, before)
+        newest = commit.newest_whole_commit(
+            store, self._keys, before=before, near=state.generation or 0
+        )
         if newest is None and refusal is not None:
             raise NothingToRestore(
                 f"run {self._keys.run} has no whole commit before {refusal.ref}, which is damaged: "
@@ -313,7 +315,8 @@ class Resume:
             UnreadableError: there is none, and the store refused a manifest that might be one.
         """
         unread: UnreadableError | None = None
-        for found in catalog.list_commits(store, self._keys):
+        near = self._state().generation or 0
+        for found in catalog.newest_commits(store, self._keys, near=near):
             if found.ref.step >= before_step:
                 continue
             try:
