@@ -373,7 +373,7 @@ class Service:
                 self._committer.check_complete(action)
             case CheckFence():
                 if self._state.generation is not None:
-                    self._committer.check_fence()
+                    self._storage.check_fence()
             case Rescan():
                 self._observer.rescan()
             case SetAside() | Prune():
@@ -427,7 +427,7 @@ class Service:
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
-            now = time.monotonic()
+            now, mirroring = time.monotonic(), self._storage.mirroring
             report = {
                 "run": self._config.run.name,
                 "version": swansongd.__version__,
@@ -440,6 +440,7 @@ class Service:
                 },
                 "staging": self._staging.room(),
                 "prefetch": self._prefetch.report(),
+                "mirror": None if mirroring is None else mirroring.report(),
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))
