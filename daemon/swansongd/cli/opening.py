@@ -85,9 +85,7 @@ def perhaps_mirror(here: Opened) -> ObjectStore | None:
     mirror = open_mirror(here.config.mirror, connections=here.connections)
     if mirror is None:
         return None
-    return Retrying(
-        mirror, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=here.stop
-    )
+    return Retrying(mirror, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=here.stop)
 
 
 def mirror_of(here: Opened) -> ObjectStore:

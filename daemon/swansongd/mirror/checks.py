@@ -13,11 +13,9 @@ from dataclasses import dataclass
 
 from blake3 import blake3
 
-from swansongd.digests import part_count
+from swansongd.digests import part_count, part_digest
 from swansongd.errors import CorruptError
 from swansongd.model import Extent, StoredObject, StoredShard
-
-_DIGEST_BYTES = 32
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -56,20 +54,18 @@ def checks_of(shards: Iterable[StoredShard]) -> Checks:
     found: defaultdict[StoredObject, set[Check]] = defaultdict(set)
     split: list[SplitPart] = []
     for shard in shards:
-        for extent in shard.extents:
-            found.setdefault(extent.object, set())
         for digest, pieces in _parts(shard):
             if len(pieces) == 1:
                 piece = pieces[0]
                 found[piece.object].add(Check(piece.offset_bytes, piece.size_bytes, digest))
-            elif pieces:
+            elif pieces:  # an empty shard has no bytes
                 split.append(SplitPart(shard.path, tuple(pieces), digest))
     return Checks({stored: sorted(checks) for stored, checks in found.items()}, split)
 
 
 def _parts(shard: StoredShard) -> Iterator[tuple[bytes, list[Extent]]]:
     """The digest of each part of a shard, and the pieces of objects with its bytes."""
-    extents = deque(extent for extent in shard.extents if extent.size_bytes)
+    extents = deque(shard.extents)
     for index in range(part_count(shard.size_bytes, shard.part_size_bytes)):
         left_bytes = min(shard.part_size_bytes, shard.size_bytes - index * shard.part_size_bytes)
         pieces: list[Extent] = []
@@ -83,8 +79,7 @@ def _parts(shard: StoredShard) -> Iterator[tuple[bytes, list[Extent]]]:
                     Extent(first.object, first.offset_bytes + taken_bytes, rest_bytes)
                 )
             left_bytes -= taken_bytes
-        start = index * _DIGEST_BYTES
-        yield shard.part_digests[start : start + _DIGEST_BYTES], pieces
+        yield part_digest(shard.part_digests, index), pieces
 
 
 def covers(checks: Sequence[Check], size_bytes: int) -> bool:

@@ -80,9 +80,7 @@ class Promotion:
     """False: an earlier call promoted the mirror, and no VM has continued there since."""
 
 
-def promote(
-    mirror: ObjectStore, keys: RunKeys, *, host: str, force: bool = False
-) -> Promotion:
+def promote(mirror: ObjectStore, keys: RunKeys, *, host: str, force: bool = False) -> Promotion:
     """Claim a generation in the mirror, so that the run continues there.
 
     Args:

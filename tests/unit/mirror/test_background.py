@@ -49,7 +49,7 @@ class Rig:
             post=self.events.append,
             stop=self.stop,
             connections=2,
-            budget_s=0.0,
+            budget_s=0.05,
         )
 
     def commit(self, step: int, files: dict[str, bytes] | None = None) -> Manifest:

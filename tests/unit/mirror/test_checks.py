@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.errors import CorruptError
-from swansongd.mirror.checks import Check, Verifier, checks_of, covers
+from swansongd.mirror.checks import Check, Checks, Verifier, checks_of, covers
 from swansongd.model import Extent, StoredObject, StoredShard
 
 from testkit.committed import part_digest
@@ -60,9 +60,7 @@ def test_checks_and_split_parts_cover_each_byte_of_a_shard(places: list[tuple[in
 
 
 @given(st.integers(1, 400), st.integers(0, 999), st.lists(st.integers(1, 300), min_size=1))
-def test_a_changed_byte_is_found_in_any_pieces(
-    step: int, changed: int, pieces: list[int]
-) -> None:
+def test_a_changed_byte_is_found_in_any_pieces(step: int, changed: int, pieces: list[int]) -> None:
     """The ranges overlap, and the pieces do not respect them: each changed byte is in some range."""
     data = bytearray(some_bytes(1000))
     checks = sorted(
@@ -94,8 +92,6 @@ def test_a_gap_is_not_covered() -> None:
 
 
 def test_an_empty_shard_has_no_range() -> None:
-    """Its object, if it has one, is copied all the same."""
-    empty = a_shard({"k": b""}, [("k", 0, 0)])
-    found = checks_of([empty])
-    assert list(found.by_object) == [StoredObject("k", 0)]
-    assert not found.split
+    """It has no extent, so there is nothing to copy."""
+    empty = a_shard({}, [])
+    assert checks_of([empty]) == Checks({}, [])
