@@ -169,6 +169,7 @@ class Service:
             lambda: self._state,
             self._stop,
             rescan=self._observer.rescan,
+            mirror=self._storage.mirror,
             local=LocalFiles(self._staging, lambda: self._state, self._storage.shard_of),
             post=self._post,
         )
@@ -440,7 +441,8 @@ class Service:
                 },
                 "staging": self._staging.room(),
                 "prefetch": self._prefetch.report(),
-                "mirror": None if mirroring is None else mirroring.report(),
+                "mirror": mirroring
+                and {**mirroring.report(), "restored": self._resume.downloads.from_mirror},
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))

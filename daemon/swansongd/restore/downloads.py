@@ -63,6 +63,7 @@ class Downloads:
         state: returns the newest state of the decision loop.
         stop: ends all downloads.
         local: finds files on this machine that need not be fetched.
+        mirror: read for shards that the store has lost or damaged; None: there is no mirror.
         post: takes DownloadStarted and DownloadEnded.
         monotonic: the clock.
     """
@@ -76,6 +77,7 @@ class Downloads:
         stop: threading.Event,
         *,
         local: LocalFiles | None = None,
+        mirror: ObjectStore | None = None,
         post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -85,6 +87,9 @@ class Downloads:
         self._state = state
         self._stop = stop
         self._local = local or LocalFiles(run, state)
+        self._mirror = mirror
+        self.from_mirror = 0
+        """Manifests and shards that the mirror had, and the store did not."""
         self._post = post
         self._monotonic = monotonic
         self._changed = threading.Condition()
@@ -115,6 +120,7 @@ class Downloads:
             raise
         finally:
             self._end(download)
+        self.from_mirror += len(result.from_mirror)
         here_bytes = result.reused_bytes + result.local_bytes
         self._post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
         if download.is_asked:
@@ -237,9 +243,11 @@ class Downloads:
             spare_sets=0 if download.is_asked else SPARE_SETS,
         )
         budget_s = BUDGET_S if download.is_asked else PREFETCH_BUDGET_S
-        store = Retrying(
-            self._store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=download.halt
-        )
+
+        def retrying(store: ObjectStore) -> Retrying:
+            return Retrying(
+                store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=download.halt
+            )
 
         options = ReadOptions(
             progress=self._progress(download),
@@ -253,7 +261,9 @@ class Downloads:
             download.begin(ref, shards)
 
         selection = replace(download.selection(), chosen=chosen)
-        return restore(store, self._keys, target, selection, options)
+        mirror = None if self._mirror is None else retrying(self._mirror)
+        store = retrying(self._store)
+        return restore(store, self._keys, target, selection, options, mirror=mirror)
 
     def _progress(self, download: Download) -> Listener:
         looked_mono_s = self._monotonic()

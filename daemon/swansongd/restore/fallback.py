@@ -94,7 +94,7 @@ class Fallback:
             return problems
         left = self._attempt("the shards of a commit", fetch)
         if left is None:
-            return problems
+            return problems or dict.fromkeys(shards.values(), "is missing from the store")
         for shard in shards.values():
             if shard not in left:
                 self._note(shard.path, problems.get(shard, ""))

@@ -35,6 +35,7 @@ from swansongd.errors import (
     NothingToRestore,
     StagingError,
     SwansongError,
+    Transient,
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
@@ -92,6 +93,7 @@ class Resume:
         stop: ends the thread and its download.
         rescan: requests a scan of staging; None: the choice uses the last scan.
         local: finds files on this machine that need not be fetched; None: without known digests.
+        mirror: read for shards that the store has lost or damaged; None: there is no mirror.
         post: takes the events of the downloads, and those of each query.
         monotonic: the clock.
     """
@@ -106,6 +108,7 @@ class Resume:
         *,
         rescan: Callable[[], None] | None = None,
         local: LocalFiles | None = None,
+        mirror: ObjectStore | None = None,
         post: Callable[[Event], None] = lambda _event: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -117,8 +120,17 @@ class Resume:
         self._rescan = rescan
         self._monotonic = monotonic
         self.downloads = Downloads(
-            store, keys, run, state, stop, local=local, post=post, monotonic=monotonic
+            store,
+            keys,
+            run,
+            state,
+            stop,
+            local=local,
+            mirror=mirror,
+            post=post,
+            monotonic=monotonic,
         )
+        self._mirror = mirror
         self._post = post
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
@@ -165,6 +177,8 @@ class Resume:
                 return
             try:
                 answer = replace(self._find(ticket), query_id=ticket.query.query_id)
+            except Transient as error:
+                answer = Restored(ticket.query.query_id, error=self._unreachable(error))
             except SwansongError as error:
                 answer = Restored(ticket.query.query_id, error=error.line())
             except Exception as error:
@@ -185,6 +199,23 @@ class Resume:
                 self._post(RestoreAnswered(answer.step, answer.generation, answer.error))
             if not answer.error:
                 self.answered()
+
+    def _unreachable(self, error: Transient) -> str:
+        """The reason why the store gives no checkpoint, with the newest commit of the mirror.
+
+        The trainer does not get that commit: the store may have newer ones, and only an operator knows
+        whether it is lost.
+        """
+        if self._mirror is None:
+            return error.line()
+        try:
+            newest = commit.newest_whole_commit(self._mirror, self._keys)
+        except SwansongError as other:
+            return f"{error.line()}; the mirror cannot be read either: {other.line()}"
+        return (
+            f"{error.line()}; the mirror {self._mirror.url} has {newest or 'no commit'}: if the store is "
+            "lost, continue there with swansong mirror --promote"
+        )
 
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.

@@ -151,7 +151,7 @@ def test_a_mirror_that_is_away_is_retried(rig: Rig) -> None:
         "mirror_failing",
         "mirror_recovered",
     ]
-    assert rig.events == [], "the decision loop never hears of it"
+    assert rig.events == [], "no event reaches the decision loop"
 
 
 @pytest.mark.fault("M03")

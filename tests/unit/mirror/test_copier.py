@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from contextlib import suppress
 
 import pytest
 from swansongd.bucket import catalog, claim, manifest
@@ -123,9 +124,8 @@ def test_a_crash_at_any_request_leaves_whole_commits_only(rig: Rig) -> None:
                 raise Transient("the copier was killed")
 
         rig.mirror.before = before
-        with pytest.raises(Transient):
+        with suppress(Transient):
             rig.copier().copy(place)
-            raise Transient("the last request was answered")
         rig.mirror.before = lambda *_: None
         assert rig.whole() in ([], [place.ref])
         rig.copier().copy(place)

@@ -94,7 +94,7 @@ def test_a_promotion_is_made_once(east: MemoryStore, west: MemoryStore) -> None:
 
 
 def test_an_empty_mirror_cannot_be_promoted(east: MemoryStore) -> None:
-    """There is nothing to continue from: the run would start from scratch without a word."""
+    """There is nothing to continue from: the run would silently start from scratch."""
     mirror = a_store("west")
     with pytest.raises(NothingToRestore):
         promote(mirror, KEYS, host="op")
@@ -117,7 +117,7 @@ def test_the_run_can_return_to_the_first_region(east: MemoryStore, west: MemoryS
 
 @pytest.mark.fault("M06")
 def test_two_lines_of_a_run_are_never_merged(east: MemoryStore, west: MemoryStore) -> None:
-    """The old region continued while the mirror could not be reached: neither store gets a copy of the other."""
+    """The old region continued without contact to the mirror: neither store gets a copy of the other."""
     promote(west, KEYS, host="op")
     ours, theirs = claim(west, "vm3"), claim(east, "vm2")
     committed.commit(west, {"w": b"west"}, step=150, generation=ours)
