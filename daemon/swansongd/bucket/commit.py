@@ -138,12 +138,15 @@ def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptEr
     )
 
 
-def newest_whole_commit(store: ObjectStore, keys: RunKeys, *, near: int = 0) -> CommitRef | None:
+def newest_whole_commit(
+    store: ObjectStore, keys: RunKeys, before: CommitRef | None = None, *, near: int = 0
+) -> CommitRef | None:
     """The newest commit with the manifests of all its nodes; with a signing key, the newest signed one.
 
     Does not check its shards.
 
     Args:
+        before: only older commits than this one.
         near: a generation near the newest one, see :func:`swansongd.bucket.catalog.newest_commits`.
 
     Raises:
@@ -153,6 +156,8 @@ def newest_whole_commit(store: ObjectStore, keys: RunKeys, *, near: int = 0) -> 
     """
     unread: UnreadableError | None = None
     for found in catalog.newest_commits(store, keys, near=near):
+        if before is not None and found.ref >= before:
+            continue
         try:
             if found.is_complete and (keys.signer is None or _is_signed(store, keys, found)):
                 return found.ref

@@ -289,6 +289,7 @@ def _nothing(
         f"{wanted} has no whole commit: {reasons}{more}",
         hint="" if step is None else "See: swansong verify",
         is_fresh=is_fresh,
+        is_damaged=True,
     )
 
 
