@@ -11,6 +11,7 @@ import re
 from dataclasses import dataclass
 
 from swansong import bounds
+from swansong.bounds import BoundsError
 
 from swansongd.bucket.signing import Signer
 from swansongd.model import CheckpointId, CommitRef
@@ -19,6 +20,8 @@ _GENERATION = re.compile(r"([0-9]{8})\.json")
 _FAREWELL = re.compile(r"([0-9]{8})-[0-9A-Za-z-]{1,100}\.json")
 _FINAL = "-final"
 _COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
+_PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
+_DATA = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}(-packs/[0-9]{6}|/.+)", re.DOTALL)
 _SHARD_DIRECTORY = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/")
 
 
@@ -63,6 +66,10 @@ class RunKeys:
         return f"{self.run}/resumptions/"
 
     @property
+    def pins(self) -> str:
+        return f"{self.run}/pins/"
+
+    @property
     def probes(self) -> str:
         """Prefix of the rehearsals of ``swansong doctor``, each with the layout of a run."""
         return f"{self.run}/probes/"
@@ -94,6 +101,16 @@ class RunKeys:
     def resumption(self, generation: int) -> str:
         return f"{self.resumptions}{_generation(generation)}.json"
 
+    def pin(self, name: str) -> str:
+        if not is_pin_name(name):
+            raise BoundsError(f"{bounds.shown(name)} cannot name a pin")
+        return f"{self.pins}{name}.json"
+
+    def parse_pin(self, key: str) -> str | None:
+        """The name of a pin."""
+        match = _PIN.fullmatch(key.removeprefix(self.pins))
+        return match[1] if match and key.startswith(self.pins) else None
+
     def parse_generation(self, key: str) -> int | None:
         match = _GENERATION.fullmatch(key.removeprefix(self.generations))
         return int(match[1]) if match and key.startswith(self.generations) else None
@@ -117,12 +134,20 @@ class RunKeys:
         ref = CommitRef(generation, step, is_final=match[3] is not None)
         return CommitKey(ref=ref, node=node, nodes=nodes)
 
+    def is_data(self, key: str) -> bool:
+        """Whether a writer of this run may have stored a data object under ``key``."""
+        return key.startswith(self.data) and bool(_DATA.fullmatch(key, len(self.data)))
+
     def is_shard(self, key: str, path: str) -> bool:
         """Whether a writer of this run may have stored the shard of ``path`` under ``key``."""
         directory = key.removeprefix(self.data).removesuffix(path)
         return key == f"{self.data}{directory}{path}" and bool(
             _SHARD_DIRECTORY.fullmatch(directory)
         )
+
+
+def is_pin_name(text: str) -> bool:
+    return _PIN.fullmatch(f"{text}.json") is not None
 
 
 def _generation(generation: int) -> str:

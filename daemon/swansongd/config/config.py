@@ -148,6 +148,29 @@ class RestoreConfig:
     """Fetch the newest whole commit when the daemon starts, before a trainer asks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionConfig:
+    """The rules that keep commits; see :mod:`swansongd.bucket.retention`."""
+
+    keep_last: int = _key(read.count, default=3)
+    keep_within_s: float = _key(read.duration_from(3600.0, "1h"), default=24 * 3600.0)
+    """No commit that is younger is deleted."""
+    keep_hourly: int = _key(read.count, default=24)
+    keep_daily: int = _key(read.count, default=7)
+    keep_weekly: int = _key(read.count, default=4)
+    keep_monthly: int = _key(read.count, default=0)
+    keep_every_steps: int | None = _key(read.steps, default=None)
+    keep_best: int = _key(read.count, default=1)
+    best_metric: str = _key(
+        read.text(r"[^\x00-\x1f]{1,100}", "give a metric such as loss"), default="loss"
+    )
+    best_is_highest: bool = _key(read.yes_or_no, default=False)
+    orphans_after_s: float = _key(read.duration_from(24 * 3600.0, "1d"), default=7 * 24 * 3600.0)
+    """No flush lasts longer: an older object that no manifest names is an orphan."""
+    in_daemon: bool = _key(read.yes_or_no, default=False)
+    """The daemon prunes the run itself; its role then needs the right to delete."""
+
+
 @_section
 class LogConfig:
     format: str = _key(read.one_of("json", "console"), default="json")
@@ -164,6 +187,7 @@ class Config:
     deadline: DeadlineConfig
     flush: FlushConfig
     restore: RestoreConfig
+    retention: RetentionConfig
     log: LogConfig
 
 
