@@ -12,11 +12,13 @@ from blake3 import blake3
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.digests import part_count, shard_digest
+from swansongd.digests import DIGEST_BYTES, part_count
 from swansongd.model import CheckpointId, CheckpointKind, StoredShard
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
+
+from testkit.memory_store import MemoryStore
 
 PART_SIZE_BYTES = 1000
 """Small: a few kilobytes have many parts."""
@@ -38,12 +40,30 @@ def part_digest(data: bytes) -> bytes:
     return blake3(data).digest()
 
 
-def digest_of(data: bytes, part_size_bytes: int = PART_SIZE_BYTES) -> str:
-    return shard_digest(
-        [
-            part_digest(data[index * part_size_bytes : (index + 1) * part_size_bytes])
-            for index in range(part_count(len(data), part_size_bytes))
-        ]
+def digests_of(data: bytes, part_size_bytes: int = PART_SIZE_BYTES) -> bytes:
+    """The digests of all parts."""
+    return b"".join(
+        part_digest(data[index * part_size_bytes : (index + 1) * part_size_bytes])
+        for index in range(part_count(len(data), part_size_bytes))
+    )
+
+
+def named_shard(
+    path: str,
+    size_bytes: int,
+    key: str,
+    *,
+    part_size_bytes: int = PART_SIZE_BYTES,
+    digest: bytes = b"d",
+) -> StoredShard:
+    """A shard whose bytes do not matter: all parts have the same digest, one byte repeated."""
+    return StoredShard.of_object(
+        key,
+        path=path,
+        size_bytes=size_bytes,
+        part_size_bytes=part_size_bytes,
+        part_digests=digest * DIGEST_BYTES * part_count(size_bytes, part_size_bytes),
+        crc32c=7,
     )
 
 
@@ -68,13 +88,14 @@ def commit(
     shards = []
     for path, data in files.items():
         key = keys.shard(generation, checkpoint, upload_nonce, node, path)
-        store.put(key, data)
+        if data:
+            store.put(key, data)
         shards.append(
-            StoredShard(
+            StoredShard.of_object(
+                key,
                 path=path,
                 size_bytes=len(data),
-                digest=digest_of(data, part_size_bytes),
-                key=key,
+                part_digests=digests_of(data, part_size_bytes),
                 part_size_bytes=part_size_bytes,
                 crc32c=crc32c(data),
             )
@@ -93,6 +114,14 @@ def commit(
     )
     store.put(keys.commit(made.ref, node, nodes), manifest.encode(made))
     return made
+
+
+def stored_bytes(store: MemoryStore, shard: StoredShard) -> bytes:
+    """The bytes of a shard, from its extents."""
+    return b"".join(
+        store.objects[each.object.key][each.offset_bytes : each.offset_bytes + each.size_bytes]
+        for each in shard.extents
+    )
 
 
 def object_path(directory: Path, key: str) -> Path:

@@ -18,7 +18,7 @@ from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.staging import scan
 from swansongd.stores.checksums import crc32c
 
-from testkit.committed import digest_of
+from testkit.committed import digests_of, stored_bytes
 from testkit.memory_store import MemoryStore
 from testkit.staged import ME, write_files
 
@@ -50,6 +50,11 @@ def found_set(
         files=scan.listing(run_directory, directory, ME),
         markers=frozenset(markers),
     )
+
+
+def keys_of(done: Flushed) -> list[str]:
+    """The keys of all objects with bytes of the set."""
+    return [extent.object.key for shard in done.shards for extent in shard.extents]
 
 
 class FlushRig:
@@ -109,9 +114,9 @@ class FlushRig:
         assert [shard.path for shard in done.shards] == [file.path for file in staged.files]
         for shard in done.shards:
             content = (self.run_directory / staged.directory / shard.path).read_bytes()
-            assert self.store.objects[shard.key] == content
+            assert stored_bytes(self.store, shard) == content
             assert shard.size_bytes == len(content)
-            assert shard.digest == digest_of(content, shard.part_size_bytes)
+            assert shard.part_digests == digests_of(content, shard.part_size_bytes)
             assert shard.crc32c == crc32c(content)
         assert not self.store.overwritten
 

@@ -7,7 +7,7 @@ Time moves only by calls, and nothing responds by itself: a test plays the train
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import TypeVar
 
 from swansong.protocol import sealed_name
@@ -43,9 +43,12 @@ from swansongd.model import (
     Severity,
     Staged,
     StagedFile,
+    StoredObject,
     StoredShard,
     TrainerView,
 )
+
+from testkit.committed import named_shard
 
 A = TypeVar("A", bound=Action)
 MIB = 2**20
@@ -94,16 +97,18 @@ def a_set(
 def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
     attempt = re.sub("[^A-Za-z0-9]", "-", flush_id)
     return tuple(
-        StoredShard(
-            path=file.path,
-            size_bytes=file.size_bytes,
-            digest="blake3-parts:" + "0" * 64,
-            key=f"r/data/00000001/{attempt}/00000/{file.path}",
+        named_shard(
+            file.path,
+            file.size_bytes,
+            f"r/data/00000001/{attempt}/00000/{file.path}",
             part_size_bytes=MIB,
-            crc32c=0,
         )
         for file in staged.files
     )
+
+
+def objects_of(shards: Sequence[StoredShard]) -> list[StoredObject]:
+    return [extent.object for shard in shards for extent in shard.extents]
 
 
 class Story:

@@ -12,7 +12,6 @@ from pathlib import Path
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.digests import shard_digest
 from swansongd.model import CheckpointKind, CommitRef, StoredShard
 from swansongd.stores.checksums import crc32c
 
@@ -153,15 +152,15 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
     shards = []
     objects = []
     keys = RunKeys(RUN)
-    digest, checksum = _digest(pattern.read_bytes(), workload.size_bytes)
+    digests, checksum = _digests(pattern.read_bytes(), workload.size_bytes)
     for name, size_bytes in workload.files:
         key = f"{keys.data}00000001/000000000001-bench/00000/{name}"
         shards.append(
-            StoredShard(
+            StoredShard.of_object(
+                key,
                 path=name,
                 size_bytes=size_bytes,
-                digest=digest,
-                key=key,
+                part_digests=digests,
                 part_size_bytes=PART_BYTES,
                 crc32c=checksum,
             )
@@ -187,8 +186,8 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
     return objects
 
 
-def _digest(pattern: bytes, size_bytes: int) -> tuple[str, int]:
-    """Digest and CRC32C of ``size_bytes`` bytes of the repeated pattern."""
+def _digests(pattern: bytes, size_bytes: int) -> tuple[bytes, int]:
+    """Digests of the parts and CRC32C of ``size_bytes`` bytes of the repeated pattern."""
     digests = []
     checksum = 0
     part = pattern * (PART_BYTES // PATTERN_BYTES)
@@ -197,4 +196,4 @@ def _digest(pattern: bytes, size_bytes: int) -> tuple[str, int]:
         length = min(PART_BYTES, size_bytes - offset)
         digests.append(whole if length == PART_BYTES else part_digest(part[:length]))
         checksum = crc32c(part if length == PART_BYTES else part[:length], checksum)
-    return shard_digest(digests), checksum
+    return b"".join(digests), checksum

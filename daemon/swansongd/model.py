@@ -195,19 +195,62 @@ class Staged:
         return sum(file.size_bytes for file in self.files)
 
 
+@dataclass(frozen=True, slots=True)
+class StoredObject:
+    """One object of the store with bytes of shards.  It is written once and never changes."""
+
+    key: str
+    size_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Extent:
+    """A range of an object that holds bytes of a shard."""
+
+    object: StoredObject
+    offset_bytes: int
+    size_bytes: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StoredShard:
     """One shard that is durable in the object store."""
 
     path: str
     size_bytes: int
-    digest: str
-    """See :mod:`swansongd.digests`."""
-    key: str
     part_size_bytes: int
-    """Size of the parts of the two-level digest."""
+    """Size of its parts; the last one may be shorter."""
+    part_digests: bytes
+    """The digests of its parts, see :mod:`swansongd.digests`."""
     crc32c: int
-    """CRC32C of all bytes, which the store has verified where it can."""
+    """CRC32C of all bytes."""
+    extents: tuple[Extent, ...]
+    """Its bytes, from the first to the last.  An empty shard has none."""
+
+    @classmethod
+    def of_object(
+        cls,
+        key: str,
+        *,
+        path: str,
+        size_bytes: int,
+        part_size_bytes: int,
+        part_digests: bytes,
+        crc32c: int,
+    ) -> StoredShard:
+        """A shard that is an object of its own, the only one with its bytes."""
+        whole = Extent(StoredObject(key, size_bytes), 0, size_bytes)
+        return cls(
+            path=path,
+            size_bytes=size_bytes,
+            part_size_bytes=part_size_bytes,
+            part_digests=part_digests,
+            crc32c=crc32c,
+            extents=(whole,) if size_bytes else (),
+        )
+
+    def __hash__(self) -> int:
+        return hash((self.path, self.part_digests))  # a large shard has thousands of extents
 
 
 @dataclass(frozen=True, slots=True, order=True)

@@ -169,7 +169,7 @@ class Service:
             lambda: self._state,
             self._stop,
             rescan=self._observer.rescan,
-            local=LocalFiles(self._staging, lambda: self._state, self._storage.digest_of),
+            local=LocalFiles(self._staging, lambda: self._state, self._storage.shard_of),
             post=self._post,
         )
         self._prefetch = Prefetch(

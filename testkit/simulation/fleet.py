@@ -69,7 +69,7 @@ from testkit.simulation.world import (
     fence_found,
     is_no_worse,
 )
-from testkit.story import a_notice, a_set, shards_of
+from testkit.story import a_notice, a_set, objects_of, shards_of
 
 TICK_S = 0.5
 FINISH_LIMIT_S = 100.0
@@ -343,8 +343,8 @@ class Vm:
                 self.step(FlushFailed(order.flush_id, "a fault of the seed", void=void))
                 return
             shards = shards_of(staged, f"{self.number}.{life}.{order.flush_id}")
-            for shard in shards:
-                self.fleet.bucket.write(shard.key, str(shard.size_bytes).encode())
+            for stored in objects_of(shards):
+                self.fleet.bucket.write(stored.key, str(stored.size_bytes).encode())
             self.post(lambda: Flushed(order.flush_id, shards), 0.05)
 
         self.fleet.at(duration_s, ends)
@@ -637,9 +637,9 @@ class Fleet:
 
     def _check_manifest(self, key: str) -> None:
         made = manifest.decode(self.bucket.objects[key])
-        for shard in made.shards:
-            if shard.key not in self.bucket.objects:
-                raise Broken(f"F1: {key} names {shard.key}, which is not stored")
+        for stored in made.objects:
+            if stored.key not in self.bucket.objects:
+                raise Broken(f"F1: {key} names {stored.key}, which is not stored")
         start = self.sealed.get((made.step, made.nonce))
         if start is None:
             raise Broken(f"F1: {key} is of no sealed set")

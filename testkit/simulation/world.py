@@ -78,7 +78,7 @@ from swansongd.stores.base import (
     delete_each,
 )
 
-from testkit.story import a_notice, a_set, shards_of
+from testkit.story import a_notice, a_set, objects_of, shards_of
 
 KEYS = RunKeys("r")
 MIB = 2**20
@@ -824,8 +824,10 @@ class World:
                 return
             self._flush_id = ""
             shards = shards_of(staged, f"{life}/{order.flush_id}/{order.generation}")
-            for shard in shards:  # the content does not matter, the name and the size do
-                self.store.write(shard.key, str(shard.size_bytes).encode())
+            for stored in objects_of(
+                shards
+            ):  # the content does not matter, the name and the size do
+                self.store.write(stored.key, str(stored.size_bytes).encode())
             if self.chance("vanishes", 0.1):
                 self.staging.remove(staged)
             self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=sent), 0.05)
@@ -888,8 +890,8 @@ class World:
         self.store.write(KEYS.generation(generation), json.dumps({"nonce": "other"}).encode())
         step = max((ref.step for ref in self.commits()), default=0) + 1
         shards = shards_of(a_set(step, "other", size_bytes=1), "other")
-        for shard in shards:
-            self.store.write(shard.key, b"1")
+        for stored in objects_of(shards):
+            self.store.write(stored.key, b"1")
         made = Manifest(
             run="r",
             generation=generation,
@@ -931,9 +933,9 @@ class World:
                 continue
             self._refs.append(parsed.ref)
             made = manifest.decode(self.store.objects[key])
-            for shard in made.shards:
-                if self.store.objects.get(shard.key) != str(shard.size_bytes).encode():
-                    raise Broken(f"I1: {key} names {shard.key}, which is not stored")
+            for stored in made.objects:
+                if self.store.objects.get(stored.key) != str(stored.size_bytes).encode():
+                    raise Broken(f"I1: {key} names {stored.key}, which is not stored")
             if made.nonce == "other":
                 continue
             if made.generation not in self.own:

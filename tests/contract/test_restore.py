@@ -27,7 +27,15 @@ from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.file.store import FileStore
 
-from testkit.committed import PART_SIZE_BYTES, commit, file_store, flip_bit, object_path, tree
+from testkit.committed import (
+    PART_SIZE_BYTES,
+    commit,
+    file_store,
+    flip_bit,
+    named_shard,
+    object_path,
+    tree,
+)
 from testkit.odd_store import OddStore
 from testkit.waiting import until
 
@@ -160,8 +168,8 @@ def empty_manifest(tmp_path: Path) -> None:
 DAMAGE = [
     (flip_in_shard, "does not match its digest"),
     (remove_shard, "x is missing from the store"),
-    (shorten_shard, "model.pt has 2999 bytes instead of 3000"),
-    (lengthen_shard, "model.pt has 3001 bytes instead of 3000"),
+    (shorten_shard, "model.pt has an object of 2999 bytes instead of 3000"),
+    (lengthen_shard, "model.pt has an object of 3001 bytes instead of 3000"),
     (flip_in_manifest, "manifest"),
     (cut_manifest, "manifest is not JSON"),
     (empty_manifest, "manifest is not JSON"),
@@ -223,8 +231,8 @@ def test_a_commit_without_its_shards_costs_one_request(tmp_path: Path, to: Path)
     """The first missing shard makes the commit unusable: the others need no request."""
     omitting = Omitting(file_store(tmp_path / "store").url)
     made = commit(omitting, {f"{number}": b"x" for number in range(200)}, step=7)
-    for shard in made.shards:
-        omitting.delete(shard.key)
+    for stored in made.objects:
+        omitting.delete(stored.key)
     with pytest.raises(NothingToRestore):
         restore(omitting, KEYS, RestoreTarget(to))
     assert omitting.heads == 1
@@ -255,11 +263,11 @@ def test_a_commit_of_a_newer_format_is_skipped_with_a_hint(store: FileStore, to:
 def test_nothing_whole_lists_all_reasons(store: FileStore, tmp_path: Path, to: Path) -> None:
     """If every commit is damaged, the error names each with its reason, and no file is left."""
     flip_in_shard(tmp_path)
-    in_store(tmp_path, 100, "empty").unlink()
+    in_store(tmp_path, 100, "model.pt").unlink()
     with pytest.raises(NothingToRestore) as caught:
         restore(store, KEYS, RestoreTarget(to))
     assert "generation 1 step 200: deep/er/optim.pt does not match" in str(caught.value)
-    assert "generation 1 step 100: empty is missing" in str(caught.value)
+    assert "generation 1 step 100: model.pt is missing" in str(caught.value)
     assert os.listdir(to.parent) == []
 
 
@@ -306,7 +314,7 @@ def test_a_hostile_manifest_writes_nothing_outside(
 
 @pytest.mark.fault("G08")
 def test_a_small_manifest_of_millions_of_parts_is_skipped(store: FileStore, to: Path) -> None:
-    """A manifest of 3.5 KB cannot cost much memory or time; the older commit is restored."""
+    """A manifest of 4 KB cannot cost much memory or time; the older commit is restored."""
     made = commit(store, {f"f{number}": b"x" for number in range(16)}, step=300)
     shards = (replace(s, part_size_bytes=1, size_bytes=10**6) for s in made.shards)
     hostile = manifest.encode(replace(made, shards=tuple(shards)))
@@ -316,7 +324,7 @@ def test_a_small_manifest_of_millions_of_parts_is_skipped(store: FileStore, to: 
     got = restore(store, KEYS, RestoreTarget(to))
     assert time.thread_time() - began_s < 2
     assert got.ref == NEW_REF
-    assert "16000000 parts" in got.skipped[0][1]
+    assert "1000000 parts" in got.skipped[0][1]
     assert tree(to) == NEW
 
 
@@ -362,7 +370,7 @@ def test_a_manifest_cannot_make_a_restore_list_all_data_of_the_run(
     """Only keys at the places of a real commit are listed, and other objects there need no memory."""
     made = commit(store, {"a": b"x"}, step=300)
     store.put("r/data/a", b"x")
-    wide = replace(made.shards[0], key="r/data/a")
+    wide = named_shard("a", 1, "r/data/a")
     store.put(KEYS.commit(CommitRef(1, 300), 0, 1), manifest.encode(replace(made, shards=(wide,))))
     got = restore(store, KEYS, RestoreTarget(to))
     assert got.ref == NEW_REF

@@ -16,21 +16,17 @@ from hypothesis import strategies as st
 from swansong import bounds, openat, protocol
 from swansong.protocol import FileEntry, ProtocolError, RankManifest
 from swansongd.flush import journal as upload_journal
-from swansongd.model import CommitRef, StoredShard
+from swansongd.model import CommitRef
 from swansongd.restore import journal as restore_journal
 from swansongd.staging.seal import Scanner
 
+from testkit.committed import named_shard
 from testkit.staged import ME
 
 PART_BYTES = 2**20
 SHARDS = [
-    StoredShard(
-        path=f"rank-00000/{number}",
-        size_bytes=3 * PART_BYTES,
-        digest="blake3-parts:" + "0" * 64,
-        key=f"r/data/{number}",
-        part_size_bytes=PART_BYTES,
-        crc32c=0,
+    named_shard(
+        f"rank-00000/{number}", 3 * PART_BYTES, f"r/data/{number}", part_size_bytes=PART_BYTES
     )
     for number in range(3)
 ]

@@ -127,7 +127,7 @@ def test_each_skipped_commit_is_named_with_its_reason(place: Place) -> None:
     """Standard error names the commit for people, the JSON for programs."""
     commit(place.store, FILES, step=100)
     made = commit(place.store, {"a": b"x"}, step=200)
-    object_path(place.tmp_path / "store", made.shards[0].key).unlink()
+    object_path(place.tmp_path / "store", made.objects[0].key).unlink()
     done = place.run("restore", "--to", str(place.to), "--json")
     assert done.returncode == 0
     reason = "a is missing from the store"
@@ -444,7 +444,7 @@ def test_verify_finds_damage(place: Place) -> None:
     assert done.returncode == 0
     assert done.stdout == f"all stored bytes of run r match their manifests: {counts}\n"
     assert place.run_json("verify") == []
-    flip_bit(object_path(place.tmp_path / "store", made.shards[0].key), 3)
+    flip_bit(object_path(place.tmp_path / "store", made.objects[0].key), 3)
     done = place.run("verify")
     assert done.returncode == 8
     assert done.stdout == "generation 1 step 200: a does not match its digest\n"

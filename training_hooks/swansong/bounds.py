@@ -37,7 +37,7 @@ PATH_LEVELS_MAX = 16
 """Names in such a path, including that of the file."""
 NAME_CHARS_MAX = 200
 """Length of each name in such a path."""
-FILES_MAX = 20_000
+FILES_MAX = 100_000
 """Files of one checkpoint on one VM."""
 METRICS_MAX = 100
 """Metrics that a trainer reports with a checkpoint."""
@@ -226,7 +226,9 @@ def _scalar(value: Any, field: str) -> Any:
     raise BoundsError(f"{field} is {shown(value)}, not a string, number, true, false or null")
 
 
-def json_object(data: bytes, what: str, max_bytes: int) -> dict[str, Any]:
+def json_object(
+    data: bytes, what: str, max_bytes: int, *, max_values: int = JSON_VALUES_MAX
+) -> dict[str, Any]:
     """Parse one JSON object: limited in size and in the number of its values, with each key once.
 
     The parser's recursion limit bounds the depth.  Numbers too large for a float, such as ``1e999``, become
@@ -237,8 +239,8 @@ def json_object(data: bytes, what: str, max_bytes: int) -> dict[str, Any]:
     """
     if len(data) > max_bytes:
         raise BoundsError(f"{what} has {len(data)} bytes; the limit is {max_bytes}")
-    if sum(data.count(separator) for separator in (b",", b"[", b"{")) > JSON_VALUES_MAX:
-        raise BoundsError(f"{what} has more than {JSON_VALUES_MAX} values")
+    if sum(data.count(separator) for separator in (b",", b"[", b"{")) > max_values:
+        raise BoundsError(f"{what} has more than {max_values} values")
 
     def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         result = dict(pairs)

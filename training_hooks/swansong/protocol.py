@@ -495,8 +495,8 @@ def _parse_object(data: bytes, limit_bytes: int, what: str) -> dict[str, Any]:
 # <staging>/<run>/<other>                              a checkpoint of another framework, see ADOPTED_NAMES
 
 RESTORED_DIRECTORY = "restored"
-RANK_MANIFEST_MAX_BYTES = 4 * 2**20
-"""20,000 files with paths of 150 characters."""
+RANK_MANIFEST_MAX_BYTES = 20 * 2**20
+"""100,000 files with paths of 150 characters."""
 ADOPTED_NAMES = {
     "checkpoint-n": re.compile(r"checkpoint-([0-9]{1,12})"),  # Hugging Face Trainer
     "dcp": re.compile(r"(?:.*[^0-9])?([0-9]{1,12})[^0-9]*|.*"),  # torch.distributed.checkpoint

@@ -21,8 +21,10 @@ _FAREWELL = re.compile(r"([0-9]{8})-[0-9A-Za-z-]{1,100}\.json")
 _FINAL = "-final"
 _COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
 _PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
-_DATA = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}(-packs/[0-9]{6}|/.+)", re.DOTALL)
-_SHARD_DIRECTORY = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/")
+_FILE_OBJECT = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/(.*)", re.DOTALL)
+_PACK = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}-packs/[0-9]{6}")
+_SET_DIRECTORY = re.compile(r".*?/data/[0-9]{8}/[^/]+/")
+PACKS_MAX = 10**6 - 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,9 +82,24 @@ class RunKeys:
     def shard(
         self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int, path: str
     ) -> str:
-        """Key of a shard.  Each flush has a new ``upload_nonce``, so that no key is ever written twice."""
+        """Key of an object with bytes of one file.
+
+        Each flush has a new ``upload_nonce``, so that no key is ever written twice.
+        """
+        return f"{self._node_data(generation, checkpoint, upload_nonce, node)}/{path}"
+
+    def pack(
+        self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int, number: int
+    ) -> str:
+        """Key of an object with many small files."""
+        directory = self._node_data(generation, checkpoint, upload_nonce, node)
+        return f"{directory}-packs/{bounds.integer(number, 'pack', 0, PACKS_MAX):06d}"
+
+    def _node_data(
+        self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int
+    ) -> str:
         name = f"{_step(checkpoint.step)}-{checkpoint.nonce}-{upload_nonce}"
-        return f"{self.data}{_generation(generation)}/{name}/{_node(node, 'node')}/{path}"
+        return f"{self.data}{_generation(generation)}/{name}/{_node(node, 'node')}"
 
     def commit(self, ref: CommitRef, node: int, nodes: int) -> str:
         return f"{self.parts(ref)}{_node(node, 'node')}-of-{_node(nodes, 'nodes')}.json"
@@ -135,15 +152,23 @@ class RunKeys:
         return CommitKey(ref=ref, node=node, nodes=nodes)
 
     def is_data(self, key: str) -> bool:
-        """Whether a writer of this run may have stored a data object under ``key``."""
-        return key.startswith(self.data) and bool(_DATA.fullmatch(key, len(self.data)))
+        """Whether a writer of this run may have stored bytes of shards under ``key``."""
+        if not key.startswith(self.data):
+            return False
+        name = key.removeprefix(self.data)
+        if match := _FILE_OBJECT.fullmatch(name):
+            try:
+                bounds.path(match[1], "path")
+            except BoundsError:
+                return False
+            return True
+        return bool(_PACK.fullmatch(name))
 
-    def is_shard(self, key: str, path: str) -> bool:
-        """Whether a writer of this run may have stored the shard of ``path`` under ``key``."""
-        directory = key.removeprefix(self.data).removesuffix(path)
-        return key == f"{self.data}{directory}{path}" and bool(
-            _SHARD_DIRECTORY.fullmatch(directory)
-        )
+
+def set_directory(key: str) -> str:
+    """The prefix of all objects that were sent with this data object; the key itself for any other key."""
+    match = _SET_DIRECTORY.match(key)
+    return match[0] if match else key
 
 
 def is_pin_name(text: str) -> bool:

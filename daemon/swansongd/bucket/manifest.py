@@ -7,6 +7,7 @@ acts on its content, so ``decode`` checks every field.
 
 from __future__ import annotations
 
+import binascii
 import hashlib
 import re
 from collections.abc import Mapping, Sequence
@@ -19,24 +20,23 @@ from swansong.bounds import BoundsError
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import FIELD as SIGNATURE
 from swansongd.bucket.signing import Signer, canonical
-from swansongd.digests import ALGORITHM, PART_SIZE_BYTES_MAX, part_count
+from swansongd.digests import DIGEST_BYTES, PART_SIZE_BYTES_MAX, part_count
 from swansongd.errors import CorruptError
-from swansongd.model import CheckpointKind, CommitRef, StoredShard
+from swansongd.model import CheckpointKind, CommitRef, Extent, StoredObject, StoredShard
 
 FORMAT = "swansong-manifest"
 VERSION = 1
 
-BYTES_MAX = 16 * 2**20
-"""Room for bounds.FILES_MAX shards with 800 bytes each.  Decoding any bytes up to this limit takes less than
-5 s of processor time and 256 MiB of memory."""
-PARTS_MAX = 1_000_000
-"""Parts of all shards of one manifest: 16 TiB in parts of 16 MiB.  A restore holds 200 bytes for each."""
-SMALL_PARTS_MAX = 10_000
-"""Limit of the parts below 1 MiB, without the last parts of the shards."""
+BYTES_MAX = 48 * 2**20
+"""Room for bounds.FILES_MAX shards with 480 bytes each, or for a million parts.  Decoding any bytes up to
+this limit takes less than 10 s of processor time and 768 MiB of memory."""
+VALUES_MAX = 2_500_000
+"""JSON values of a manifest: 25 for each of bounds.FILES_MAX shards."""
 
-_DIGEST = re.compile(rf"{ALGORITHM}:[0-9a-f]{{64}}")
+OBJECTS_MAX = bounds.FILES_MAX + 1_000_000
+EXTENTS_MAX = 1_000_000
+"""Of one shard; :data:`VALUES_MAX` limits those of a manifest."""
 _CRC32C = re.compile(r"[0-9a-f]{8}")
-_MIB = 2**20
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +71,12 @@ class Manifest:
     def size_bytes(self) -> int:
         return sum(shard.size_bytes for shard in self.shards)
 
+    @property
+    def objects(self) -> tuple[StoredObject, ...]:
+        """The objects with bytes of its shards, each once."""
+        extents = (extent for shard in self.shards for extent in shard.extents)
+        return tuple(dict.fromkeys(extent.object for extent in extents))
+
 
 def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
     """The manifest as the bytes of its object, signed if there is a ``signer``.
@@ -82,8 +88,22 @@ def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
         body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_fields(manifest)}
         if manifest.parent is not None:
             body["parent"] = _fields(manifest.parent)
+        objects = manifest.objects
+        place = {stored: index for index, stored in enumerate(objects)}
+        body["objects"] = [[stored.key, stored.size_bytes] for stored in objects]
         body["shards"] = [
-            {**_fields(shard), "crc32c": f"{shard.crc32c:08x}"} for shard in manifest.shards
+            {
+                "path": shard.path,
+                "size_bytes": shard.size_bytes,
+                "part_size_bytes": shard.part_size_bytes,
+                "parts": binascii.b2a_base64(shard.part_digests, newline=False).decode(),
+                "crc32c": f"{shard.crc32c:08x}",
+                "extents": [
+                    [place[extent.object], extent.offset_bytes, extent.size_bytes]
+                    for extent in shard.extents
+                ],
+            }
+            for shard in manifest.shards
         ]
         if signer is not None:
             body = signer.signed(FORMAT, body)
@@ -92,7 +112,7 @@ def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
         raise BoundsError(f"the manifest cannot be written as JSON: {error!s:.120}") from None
 
 
-def _fields(item: Manifest | StoredShard | CommitRef) -> dict[str, Any]:
+def _fields(item: Manifest | CommitRef) -> dict[str, Any]:
     """The fields of a dataclass by name, without copies of their values: there are 20,000 shards."""
     return {name: getattr(item, name) for name in item.__dataclass_fields__}
 
@@ -114,7 +134,7 @@ def decode(data: bytes, signer: Signer | None = None) -> Manifest:
 
 
 def _decode(data: bytes, signer: Signer | None) -> Manifest:
-    body = bounds.json_object(data, "the manifest", BYTES_MAX)
+    body = bounds.json_object(data, "the manifest", BYTES_MAX, max_values=VALUES_MAX)
     if body.get("format") != FORMAT:
         raise CorruptError("the object is not a manifest")
     version = bounds.integer(body.get("version"), "version of the manifest", 1, 10**6)
@@ -157,16 +177,18 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     kind = _text(body, "kind")
     if kind not in tuple(CheckpointKind):
         raise CorruptError(f"the manifest has the kind {kind!r:.60}")
+    run = _text(body, "run")
+    objects = _objects(body.get("objects"), RunKeys(run))
     shards = bounds.items(body.get("shards"), "shards of the manifest", bounds.FILES_MAX)
     manifest = Manifest(
-        run=_text(body, "run"),
+        run=run,
         generation=_count(body, "generation", bounds.GENERATION_MAX),
         step=_count(body, "step", bounds.STEP_MAX),
         kind=CheckpointKind(kind),
         node=_count(body, "node", bounds.NODES_MAX),
         nodes=_count(body, "nodes", bounds.NODES_MAX),
         nonce=_text(body, "nonce"),
-        shards=tuple(_shard(item) for item in shards),
+        shards=tuple(_shard(item, objects) for item in shards),
         parent=_parent(body.get("parent")),
         framework=_text(body, "framework"),
         health=bounds.metrics(body.get("health"), "health of the manifest"),
@@ -176,33 +198,27 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     )
     if manifest.node >= manifest.nodes:
         raise CorruptError(f"the manifest is of node {manifest.node} of {manifest.nodes}")
-    _check_parts(manifest.shards)
+    bounds.integer(manifest.size_bytes, "size of the checkpoint", 0, bounds.BYTES_MAX)
     check_paths([shard.path for shard in manifest.shards])
-    keys = RunKeys(manifest.run)
-    for shard in manifest.shards:
-        if not keys.is_shard(shard.key, shard.path):
-            raise CorruptError(
-                f"the manifest has the key {shard.key!r:.100}, which is not a key of {shard.path!r:.100} "
-                f"in its run"
-            )
+    if len(manifest.objects) != len(objects):
+        raise CorruptError("the manifest has an object without bytes of a shard")
     return manifest
 
 
-def _check_parts(shards: Sequence[StoredShard]) -> None:
-    """Limit the number of parts, which a restore holds in memory: a small manifest could claim any number.
-
-    Raises:
-        BoundsError: there are too many parts.
-    """
-    size_bytes = bounds.integer(
-        sum(shard.size_bytes for shard in shards), "size of the checkpoint", 0, bounds.BYTES_MAX
-    )
-    parts = sum(part_count(shard.size_bytes, shard.part_size_bytes) for shard in shards)
-    parts_max = min(PARTS_MAX, len(shards) + SMALL_PARTS_MAX + size_bytes // _MIB)
-    if parts > parts_max:
-        raise BoundsError(
-            f"the manifest has {parts} parts for {size_bytes} bytes; the limit is {parts_max}"
-        )
+def _objects(items: Any, keys: RunKeys) -> list[StoredObject]:
+    """The objects of the manifest, in its order."""
+    objects = []
+    for item in bounds.items(items, "objects of the manifest", OBJECTS_MAX):
+        key, size = _list(item, "an object of the manifest", 2)
+        if not keys.is_data(bounds.text(key, "a key of the manifest")):
+            raise CorruptError(
+                f"the manifest has the key {key!r:.100}, which is not a key of data in its run"
+            )
+        size_bytes = bounds.integer(size, "size of an object", 1, bounds.BYTES_MAX)
+        objects.append(StoredObject(key, size_bytes))
+    if len({stored.key for stored in objects}) != len(objects):
+        raise CorruptError("the manifest has an object twice")
+    return objects
 
 
 def check_paths(paths: Sequence[str]) -> None:
@@ -227,27 +243,57 @@ def check_paths(paths: Sequence[str]) -> None:
         raise CorruptError(f"the manifest has {clash[0]!r:.100} as a file and as a directory")
 
 
-def _shard(item: Any) -> StoredShard:
+def _shard(item: Any, objects: Sequence[StoredObject]) -> StoredShard:
     if type(item) is not dict:
         raise CorruptError("the manifest has a shard that is not a JSON object")
     crc32c = _text(item, "crc32c")
     if not _CRC32C.fullmatch(crc32c):
         raise CorruptError(f"the manifest has the CRC32C {crc32c!r:.40}, which is not 8 hex digits")
-    digest = _text(item, "digest")
-    if not _DIGEST.fullmatch(digest):
-        raise CorruptError(
-            f"the manifest has the digest {digest!r:.80}, which this swansong does not know"
-        )
-    return StoredShard(
+    shard = StoredShard(
         path=_text(item, "path", bounds.TEXT_CHARS_MAX),
         size_bytes=_count(item, "size_bytes", bounds.BYTES_MAX),
-        digest=digest,
-        key=_text(item, "key", bounds.TEXT_CHARS_MAX),
         part_size_bytes=bounds.integer(
             item.get("part_size_bytes"), "part size of a shard", 1, PART_SIZE_BYTES_MAX
         ),
+        part_digests=_digests(item.get("parts")),
         crc32c=int(crc32c, 16),
+        extents=_extents(item.get("extents"), objects),
     )
+    parts = part_count(shard.size_bytes, shard.part_size_bytes)
+    if len(shard.part_digests) != parts * DIGEST_BYTES:
+        raise CorruptError(
+            f"{shard.path!r:.100} has {parts} parts and {len(shard.part_digests)} bytes of digests"
+        )
+    if sum(extent.size_bytes for extent in shard.extents) != shard.size_bytes:
+        raise CorruptError(f"the extents of {shard.path!r:.100} do not have its size")
+    return shard
+
+
+def _digests(value: Any) -> bytes:
+    try:
+        return binascii.a2b_base64(
+            bounds.text(value, "digests of a shard", BYTES_MAX), strict_mode=True
+        )
+    except binascii.Error as error:
+        raise CorruptError(f"the digests of a shard are not base64: {error}") from None
+
+
+def _extents(items: Any, objects: Sequence[StoredObject]) -> tuple[Extent, ...]:
+    extents = []
+    for item in bounds.items(items, "extents of a shard", EXTENTS_MAX):
+        index, offset, size = _list(item, "an extent", 3)
+        stored = objects[bounds.integer(index, "object of an extent", 0, len(objects) - 1)]
+        offset_bytes = bounds.integer(offset, "offset of an extent", 0, stored.size_bytes)
+        size_bytes = bounds.integer(size, "size of an extent", 1, stored.size_bytes - offset_bytes)
+        extents.append(Extent(stored, offset_bytes, size_bytes))
+    return tuple(extents)
+
+
+def _list(item: Any, what: str, length: int) -> list[Any]:
+    found = bounds.items(item, what, length)
+    if len(found) != length:
+        raise CorruptError(f"{what} has {len(found)} items instead of {length}")
+    return found
 
 
 def _parent(item: Any) -> CommitRef | None:

@@ -21,7 +21,7 @@ from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pin, Pins
 from swansongd.bucket.retention import Candidate, CommitKey
 from swansongd.errors import CorruptError, Permanent, Transient
-from swansongd.model import StoredShard, merged_health
+from swansongd.model import merged_health
 from swansongd.stores.base import ObjectInfo, ObjectStore
 
 Progress = Callable[[int, int], None]
@@ -233,7 +233,7 @@ def _read(
         numbers = {
             objects.number_of(item.key, item.size_bytes)
             for manifest in loaded
-            for item in _objects_of(manifest)
+            for item in manifest.objects
         }
         done[commit.identity] = ReadCommit(
             commit=commit,
@@ -243,10 +243,6 @@ def _read(
 
     catalog.load_each(store, keys, commits, take, progress=progress, stop=stop)
     return done, failed
-
-
-def _objects_of(manifest: Manifest) -> Sequence[StoredShard]:
-    return manifest.shards
 
 
 def _is_there(store: ObjectStore, commit: Commit) -> bool:

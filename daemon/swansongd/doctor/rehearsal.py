@@ -172,7 +172,7 @@ class Rehearsal:
         for shard in self._shards:
             if not filecmp.cmp(source / shard.path, copy / shard.path, shallow=False):
                 raise CorruptError(
-                    f"reading {shard.key} back failed: the bytes differ from those that were sent"
+                    f"reading {shard.path} back failed: the bytes differ from those that were sent"
                 )
         return restored.size_bytes
 

@@ -93,7 +93,7 @@ class Storage:
             self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
         )
         journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
-        self.digest_of = journal.digest_of
+        self.shard_of = journal.shard_of
         self.flush = FlushEngine(
             data_store,
             self.keys,

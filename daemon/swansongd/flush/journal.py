@@ -27,8 +27,8 @@ import structlog
 from blake3 import blake3
 from swansong import bounds, openat
 
-from swansongd.digests import PART_SIZE_BYTES_MAX, part_count
-from swansongd.model import StagedFile, StoredShard
+from swansongd.digests import DIGEST_BYTES, PART_SIZE_BYTES_MAX, part_count
+from swansongd.model import Extent, StagedFile, StoredObject, StoredShard
 from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt, Upload
 
 FILE_NAME = "uploads.journal"
@@ -40,7 +40,8 @@ BYTES_MAX = 256 * 2**20
 _COMPACT_OVER_BYTES = 4 * 2**20
 _LINE_BYTES_MAX = 8 * 2**20
 _CRC32C_MAX = 2**32 - 1
-_VERSION = 1
+_EXTENTS_MAX = 20_000
+_VERSION = 2
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
@@ -85,8 +86,6 @@ class ShardRecord:
 
     file: StagedFile
     shard: StoredShard
-    part_digests: tuple[bytes, ...]
-    """BLAKE3 of each part; empty if only the digest of the shard is known."""
     is_referenced: bool = False
     """Whether another set has stored the object."""
 
@@ -192,14 +191,14 @@ class UploadJournal:
         with self._lock:
             return self._contents.known.get(path)
 
-    def digest_of(self, file: StagedFile) -> str | None:
-        """The digest of an unchanged file in staging that is stored; None if it is unknown."""
+    def shard_of(self, file: StagedFile) -> StoredShard | None:
+        """The shard with the bytes of an unchanged file in staging; None if it is unknown."""
         with self._lock:
             contents = self._contents
             records = [paths.get(file.path) for paths in contents.sets.values()]
             for record in (contents.known.get(file.path), *records):
                 if isinstance(record, ShardRecord) and record.file == file:
-                    return record.shard.digest
+                    return record.shard
         return None
 
     def holds_upload(self, upload_id: str) -> bool:
@@ -255,7 +254,7 @@ class UploadJournal:
                 return
             for shard in shards:
                 file = StagedFile(path=shard.path, size_bytes=shard.size_bytes, mtime_ns=0, inode=0)
-                self._take(_shard_entry("", ShardRecord(file, shard, ())) | {"is": "known"})
+                self._take(_shard_entry("", ShardRecord(file, shard)) | {"is": "known"})
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -415,8 +414,12 @@ def _shard_entry(set_name: str, record: ShardRecord) -> Entry:
         "is": "shard",
         "set": set_name,
         "file": _fields(record.file),
-        "shard": [shard.digest, shard.key, shard.part_size_bytes, shard.crc32c],
-        "parts": [digest.hex() for digest in record.part_digests],
+        "shard": [shard.part_size_bytes, shard.crc32c],
+        "parts": shard.part_digests.hex(),
+        "extents": [
+            [each.object.key, each.object.size_bytes, each.offset_bytes, each.size_bytes]
+            for each in shard.extents
+        ],
         "is_referenced": record.is_referenced,
     }
 
@@ -483,17 +486,29 @@ def _receipt(entry: Entry, parts_max: int) -> PartReceipt:
 
 def _shard(entry: Entry) -> ShardRecord:
     file = _file(entry)
-    digest, key, part_size_bytes, crc32c = _list(entry, "shard", 4)
+    part_size_bytes, crc32c = _list(entry, "shard", 2)
     shard = StoredShard(
         path=file.path,
         size_bytes=file.size_bytes,
-        digest=bounds.text(digest, "a digest", bounds.ID_CHARS_MAX),
-        key=bounds.text(key, "a key"),
         part_size_bytes=_part_size(part_size_bytes),
+        part_digests=bytes.fromhex(bounds.text(entry.get("parts"), "digests", _LINE_BYTES_MAX)),
         crc32c=bounds.integer(crc32c, "a CRC32C", 0, _CRC32C_MAX),
+        extents=tuple(
+            _extent(each) for each in bounds.items(entry.get("extents"), "extents", _EXTENTS_MAX)
+        ),
     )
-    count = part_count(shard.size_bytes, shard.part_size_bytes) if entry.get("parts") else 0
-    digests = tuple(_digest(part) for part in _list(entry, "parts", count))
-    return ShardRecord(
-        file, shard, digests, bounds.boolean(entry.get("is_referenced"), "is_referenced")
-    )
+    parts = part_count(shard.size_bytes, shard.part_size_bytes)
+    if len(shard.part_digests) != parts * DIGEST_BYTES:
+        raise ValueError("a shard does not have the digests of its parts")
+    if sum(extent.size_bytes for extent in shard.extents) != shard.size_bytes:
+        raise ValueError("the extents of a shard do not have its size")
+    return ShardRecord(file, shard, bounds.boolean(entry.get("is_referenced"), "is_referenced"))
+
+
+def _extent(value: Any) -> Extent:
+    key, object_bytes, offset_bytes, size_bytes = bounds.items(value, "an extent", 4)
+    stored = StoredObject(bounds.text(key, "a key"), _size(object_bytes))
+    extent = Extent(stored, _size(offset_bytes), _size(size_bytes))
+    if extent.offset_bytes + extent.size_bytes > stored.size_bytes:
+        raise ValueError("an extent leads beyond its object")
+    return extent

@@ -4,18 +4,19 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import structlog
+from blake3 import blake3
 
-from swansongd.digests import part_count, shard_digest
+from swansongd.digests import part_count, part_digest
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled, FileBody, opened, part_size_for, within_means
 from swansongd.flush.journal import ShardRecord, UploadJournal, UploadRecord
 from swansongd.flush.tasks import Advance, SendPart, Shard, ShardTask
-from swansongd.model import StoredShard
+from swansongd.model import StagedFile, StoredShard
 from swansongd.staging import scan
 from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
 from swansongd.stores.checksums import crc32c_of_parts
@@ -75,7 +76,7 @@ class ShardUploader:
             if self._is_in_store(record.shard):
                 self._stored(flush, shard, record)
             else:
-                self._restart(flush, shard, NotFound(f"{record.shard.key} is gone"))
+                self._restart(flush, shard, NotFound(f"an object of {record.shard.path} is gone"))
         elif record is not None:
             self._confirm_upload(flush, shard, record)
 
@@ -107,6 +108,9 @@ class ShardUploader:
             self._stored(flush, shard, referenced)
             return
         size_bytes = shard.file.size_bytes
+        if not size_bytes:
+            self._stored(flush, shard, self._empty(flush, shard))
+            return
         part_size_bytes = part_size_for(
             size_bytes,
             wanted_bytes=self._part_size_bytes,
@@ -120,6 +124,11 @@ class ShardUploader:
         with self._lock:
             shard.record = record
 
+    def _empty(self, flush: ActiveFlush, shard: Shard) -> ShardRecord:
+        """The record of an empty file, which needs no object."""
+        with opened(self._directory(flush), shard.file):
+            return _record_of_object(shard.file, shard.key, 1, [blake3().digest()], crc32c=0)
+
     def _send_whole(self, flush: ActiveFlush, shard: Shard, part_size_bytes: int) -> None:
         file = shard.file
         with opened(self._directory(flush), file) as fd:
@@ -130,40 +139,29 @@ class ShardUploader:
                 # The store has other bytes under this key: the key is used up.
                 self._restart(flush, shard, error)
                 return
-        stored = StoredShard(
-            path=file.path,
-            size_bytes=file.size_bytes,
-            digest=shard_digest([body.digest]),
-            key=shard.key,
-            part_size_bytes=part_size_bytes,
-            crc32c=crc32c,
-        )
-        self._stored(flush, shard, ShardRecord(file, stored, (body.digest,)))
+        record = _record_of_object(file, shard.key, part_size_bytes, [body.digest], crc32c=crc32c)
+        self._stored(flush, shard, record)
 
     def _reference(self, flush: ActiveFlush, shard: Shard) -> ShardRecord | None:
         """The shard of the newest committed set under the same path, if it has the same bytes.
 
-        If the bytes differ, the first part nearly always shows it.  If the digests of the parts are
-        unknown, the whole file must be read, and an evacuation has no time for that.
+        If the bytes differ, the first part nearly always shows it.
         """
         file = shard.file
         known = self._journal.known(file.path)
         if known is None or known.shard.size_bytes != file.size_bytes or not file.size_bytes:
             return None
-        if not known.part_digests and self._is_urgent():
-            return None
         part_size_bytes = known.shard.part_size_bytes
-        digests: list[bytes] = []
         with opened(self._directory(flush), file) as fd:
             for index in range(part_count(file.size_bytes, part_size_bytes)):
                 offset = index * part_size_bytes
                 size_bytes = min(part_size_bytes, file.size_bytes - offset)
-                digests.append(_body(flush, shard, fd, offset, size_bytes).read_all())
-                if known.part_digests and digests[-1] != known.part_digests[index]:
+                digest = _body(flush, shard, fd, offset, size_bytes).read_all()
+                if digest != part_digest(known.shard.part_digests, index):
                     return None
-        if shard_digest(digests) != known.shard.digest or not self._is_in_store(known.shard):
+        if not self._is_in_store(known.shard):
             return None
-        return ShardRecord(file, known.shard, tuple(digests), is_referenced=True)
+        return ShardRecord(file, known.shard, is_referenced=True)
 
     def _send_part(
         self, flush: ActiveFlush, shard: Shard, record: UploadRecord, number: int
@@ -222,8 +220,11 @@ class ShardUploader:
         return flush.directory
 
     def _is_in_store(self, shard: StoredShard) -> bool:
-        info = self._store.head(shard.key)
-        return info is not None and info.size_bytes == shard.size_bytes
+        for stored in {extent.object for extent in shard.extents}:
+            info = self._store.head(stored.key)
+            if info is None or info.size_bytes != stored.size_bytes:
+                return False
+        return True
 
 
 def _body(
@@ -252,17 +253,26 @@ def _completed(record: UploadRecord) -> ShardRecord:
     """The record of the shard once an upload with all its parts is completed."""
     upload = record.upload
     parts = [record.parts[number] for number in sorted(record.parts)]
-    digests = tuple(part.digest for part in parts)
     lengths = [(p.receipt.crc32c, upload.part_length_bytes(p.receipt.number)) for p in parts]
-    return ShardRecord(
+    return _record_of_object(
         record.file,
-        StoredShard(
-            path=record.file.path,
-            size_bytes=upload.size_bytes,
-            digest=shard_digest(digests),
-            key=upload.key,
-            part_size_bytes=upload.part_size_bytes,
-            crc32c=crc32c_of_parts(lengths),
-        ),
-        digests,
+        upload.key,
+        upload.part_size_bytes,
+        [part.digest for part in parts],
+        crc32c=crc32c_of_parts(lengths),
     )
+
+
+def _record_of_object(
+    file: StagedFile, key: str, part_size_bytes: int, digests: Sequence[bytes], *, crc32c: int
+) -> ShardRecord:
+    """The record of a file whose bytes are one object."""
+    shard = StoredShard.of_object(
+        key,
+        path=file.path,
+        size_bytes=file.size_bytes,
+        part_size_bytes=part_size_bytes,
+        part_digests=b"".join(digests),
+        crc32c=crc32c,
+    )
+    return ShardRecord(file, shard)

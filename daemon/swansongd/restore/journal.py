@@ -29,7 +29,8 @@ def identity_of(run: str, ref: CommitRef, shards: Sequence[StoredShard]) -> str:
     All other lines identify a shard by its index in ``shards``.
     """
     facts = [
-        [shard.path, shard.size_bytes, shard.part_size_bytes, shard.digest] for shard in shards
+        [shard.path, shard.size_bytes, shard.part_size_bytes, shard.part_digests]
+        for shard in shards
     ]
     return f"{_VERSION} {hashlib.sha256(repr((run, ref, facts)).encode()).hexdigest()}"
 

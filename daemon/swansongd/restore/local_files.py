@@ -44,18 +44,18 @@ class LocalFiles:
     Args:
         run: staging directory of the run.
         state: returns the newest state of the decision loop.
-        digest_of: returns the digest of a file in staging; None if it is unknown.
+        shard_of: returns the shard with the bytes of a file in staging; None if it is unknown.
     """
 
     def __init__(
         self,
         run: RunDirectory,
         state: Callable[[], State],
-        digest_of: Callable[[StagedFile], str | None] = lambda _file: None,
+        shard_of: Callable[[StagedFile], StoredShard | None] = lambda _file: None,
     ) -> None:
         self._run = run
         self._state = state
-        self._digest_of = digest_of
+        self._shard_of = shard_of
 
     @contextmanager
     def of(
@@ -82,8 +82,10 @@ class LocalFiles:
         file = candidates.files.get(shard.path)
         if file is None or file.size_bytes != shard.size_bytes:
             return False
-        digest = self._digest_of(file)
-        return candidates.step == ref.step if digest is None else digest == shard.digest
+        known = self._shard_of(file)
+        if known is None or known.part_size_bytes != shard.part_size_bytes:
+            return candidates.step == ref.step
+        return known.part_digests == shard.part_digests
 
     def _sets(self, stack: ExitStack) -> Iterator[_Set]:
         """All sets; first those in staging, which may be set aside meanwhile."""

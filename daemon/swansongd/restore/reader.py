@@ -10,14 +10,17 @@ from __future__ import annotations
 import os
 import threading
 import time
+from bisect import bisect_right
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
+from itertools import accumulate
 
 from blake3 import blake3
 
-from swansongd.digests import part_count, shard_digest
+from swansongd.bucket.keys import set_directory
+from swansongd.digests import part_count, part_digest
 from swansongd.errors import (
     CorruptError,
     NotFound,
@@ -26,7 +29,7 @@ from swansongd.errors import (
     Stopped,
     Transient,
 )
-from swansongd.model import CommitRef, StoredShard
+from swansongd.model import CommitRef, Extent, StoredObject, StoredShard
 from swansongd.restore.journal import Noted
 from swansongd.restore.target import RestoredFile, RestoreTarget
 from swansongd.stores.base import WINDOW_BYTES, ObjectStore
@@ -52,7 +55,7 @@ CONNECTIONS = 16
 _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _SMALL_BYTES = 2**20
-_MISSING = "{} is missing from the store"
+_MISSING = "is missing from the store"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,40 +103,52 @@ class Reader:
 
     def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
         """Compare the sizes of the stored objects with the manifest, without reading their bytes."""
-        # Shards of one flush have one prefix: one page of a listing covers a thousand of them.
-        beside: defaultdict[str, list[StoredShard]] = defaultdict(list)
-        for shard in shards:
-            is_named_for_path = shard.key.endswith(f"/{shard.path}")
-            beside[shard.key[: -len(shard.path)] if is_named_for_path else shard.key].append(shard)
-        problems: Problems = {}
+        objects = dict.fromkeys(e.object for shard in shards for e in shard.extents)
+        # Objects of one flush have one prefix: one page of a listing covers a thousand of them.
+        beside: defaultdict[str, list[StoredObject]] = defaultdict(list)
+        for stored in objects:
+            beside[set_directory(stored.key)].append(stored)
+        wrong: dict[StoredObject, str] = {}
 
         def check(prefix: str) -> None:
-            wanted = {shard.key for shard in beside[prefix]}  # of any number of objects there
-            listing = self.store.list(prefix)
-            try:
-                sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in wanted}
-            except Permanent as error:
-                why = self._refused(f"the listing of {prefix}", error)
-                problems.update(dict.fromkeys(beside[prefix], why))
-                return
-            is_one_missing = False
-            for shard in beside[prefix]:
-                size_bytes = sizes_bytes.get(shard.key)
-                if size_bytes is None and not is_one_missing:
-                    # Some stores omit keys between two pages, so a HEAD decides.  One missing shard makes
-                    # the commit unusable: the others need no request then.
-                    info = self.store.head(shard.key)
-                    size_bytes = None if info is None else info.size_bytes
-                    is_one_missing = info is None
-                if size_bytes is None:
-                    problems[shard] = _MISSING.format(shard.path)
-                elif size_bytes != shard.size_bytes:
-                    problems[shard] = (
-                        f"{shard.path} has {size_bytes} bytes instead of {shard.size_bytes}"
-                    )
+            wrong.update(self._wrong_objects(prefix, beside[prefix]))
 
         self._each(list(beside), check, threads=self.options.connections)
+        problems: Problems = {}
+        for shard in shards:
+            why = next((wrong[e.object] for e in shard.extents if e.object in wrong), None)
+            if why is not None:
+                problems[shard] = f"{shard.path} {why}"
         return problems
+
+    def _wrong_objects(
+        self, prefix: str, wanted: Sequence[StoredObject]
+    ) -> dict[StoredObject, str]:
+        """The objects below a prefix that are missing or have another size, each with its defect."""
+        wrong: dict[StoredObject, str] = {}
+        names = {stored.key for stored in wanted}  # of any number of objects there
+        try:
+            listing = self.store.list(prefix)
+            sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in names}
+        except Permanent as error:
+            why = f"cannot be read: {self._refused(f'the listing of {prefix}', error)}"
+            return dict.fromkeys(wanted, why)
+        is_one_missing = False
+        for stored in wanted:
+            size_bytes = sizes_bytes.get(stored.key)
+            if size_bytes is None and not is_one_missing:
+                # Some stores omit keys between two pages, so a HEAD decides.  One missing object makes
+                # the commit unusable: the others need no request then.
+                info = self.store.head(stored.key)
+                size_bytes = None if info is None else info.size_bytes
+                is_one_missing = info is None
+            if size_bytes is None:
+                wrong[stored] = _MISSING
+            elif size_bytes != stored.size_bytes:
+                wrong[stored] = (
+                    f"has an object of {size_bytes} bytes instead of {stored.size_bytes}"
+                )
+        return wrong
 
     def read(
         self,
@@ -200,13 +215,25 @@ class _Shard:
 
     number: int
     shard: StoredShard
-    digests: list[bytes] = field(init=False)
-    """Digests of its parts; empty for a part that is not read yet."""
     parts_left: int = field(init=False)
+    starts: tuple[int, ...] = field(init=False)
+    """Offset of each extent within the shard."""
 
     def __post_init__(self) -> None:
         self.parts_left = part_count(self.shard.size_bytes, self.shard.part_size_bytes)
-        self.digests = [b""] * self.parts_left
+        sizes = (extent.size_bytes for extent in self.shard.extents)
+        self.starts = tuple(accumulate(sizes, initial=0))[:-1]
+
+    def pieces(self, index: int) -> Iterator[Extent]:
+        """The bytes of a part, in order."""
+        offset, left_bytes = _span(self.shard, index)
+        place = bisect_right(self.starts, offset) - 1
+        while left_bytes:
+            extent = self.shard.extents[place]
+            skipped_bytes = offset - self.starts[place]
+            size_bytes = min(left_bytes, extent.size_bytes - skipped_bytes)
+            yield Extent(extent.object, extent.offset_bytes + skipped_bytes, size_bytes)
+            offset, left_bytes, place = offset + size_bytes, left_bytes - size_bytes, place + 1
 
 
 class _Transfer:
@@ -295,11 +322,17 @@ class _PartSink:
         self._transfer = transfer
         self._hash = blake3()
         self._done_bytes = 0
+        self.begin_piece()
+
+    def begin_piece(self) -> None:
+        """The next bytes are from another request, which may be repeated alone."""
+        self._hash_before = self._hash.copy()
+        self._done_before_bytes = self._done_bytes
 
     def rewind(self) -> None:
-        self._transfer.subtract(self._done_bytes)
-        self._hash = blake3()
-        self._done_bytes = 0
+        self._transfer.subtract(self._done_bytes - self._done_before_bytes)
+        self._hash = self._hash_before.copy()
+        self._done_bytes = self._done_before_bytes
 
     def write(self, window: memoryview) -> None:
         if self._done_bytes + window.nbytes > self._size_bytes:
@@ -361,7 +394,7 @@ class _Reading:
                     return False
                 try:
                     if file is None:
-                        digest = self._fetched(shard, index, lambda _window, _offset: None)
+                        digest = self._fetched(state, index, lambda _window, _offset: None)
                     else:
                         digest = self._placed(state, index, file)
                 except (NotFound, Permanent):
@@ -370,35 +403,38 @@ class _Reading:
                     self._has_failed = True
                     raise
         except NotFound:
-            self.problems[shard] = _MISSING.format(shard.path)
+            self.problems[shard] = f"{shard.path} {_MISSING}"
             return False
         except Permanent as error:
             self.problems[shard] = self._refused(shard.path, error)
             return False
-        with self._lock:
-            state.digests[index] = digest
-            state.parts_left -= 1
-            if state.parts_left:
-                return False
-        if shard_digest(state.digests) != shard.digest:
+        if digest != part_digest(shard.part_digests, index):
             self.problems[shard] = f"{shard.path} does not match its digest"
             return False
-        return True
+        with self._lock:
+            state.parts_left -= 1
+            return not state.parts_left
 
     def _placed(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
         """Bring the part into its file and into the journal; returns its digest."""
-        noted = self._noted.get((state.number, index))
-        if noted is not None and _read_back(file, state.shard, index) == noted:
-            size_bytes = _span(state.shard, index)[1]
+        expected = part_digest(state.shard.part_digests, index)
+        size_bytes = _span(state.shard, index)[1]
+        is_noted = self._noted.get((state.number, index)) == expected
+        if is_noted and _read_back(file, state.shard, index) == expected:
             with self._lock:
                 self.reused_bytes += size_bytes
             self._transfer.add(size_bytes)
-            return noted
-        digest = self._copied(state, index, file)
-        if not digest:
-            digest = self._fetched(state.shard, index, file.write)
-        assert self._target is not None
-        self._target.note(state.number, index, digest)
+            return expected
+        if self._copied(state, index, file) == expected:
+            with self._lock:
+                self.local_bytes += size_bytes
+            self._transfer.add(size_bytes)
+            digest = expected
+        else:
+            digest = self._fetched(state, index, file.write)
+        if digest == expected:
+            assert self._target is not None
+            self._target.note(state.number, index, digest)
         return digest
 
     def _copied(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
@@ -413,23 +449,19 @@ class _Reading:
         try:
             offset, size_bytes = _span(state.shard, index)
             if file.clone(fd, offset, size_bytes):
-                digest = _read_back(file, state.shard, index)
-            else:
-                digest = _copy(fd, file, offset, size_bytes)
+                return _read_back(file, state.shard, index)
+            return _copy(fd, file, offset, size_bytes)
         finally:
             os.close(fd)
-        if digest:
-            with self._lock:
-                self.local_bytes += size_bytes
-            self._transfer.add(size_bytes)
-        return digest
 
     def _fetched(
-        self, shard: StoredShard, index: int, write: Callable[[memoryview, int], None]
+        self, state: _Shard, index: int, write: Callable[[memoryview, int], None]
     ) -> bytes:
-        offset, size_bytes = _span(shard, index)
+        offset, size_bytes = _span(state.shard, index)
         sink = _PartSink(offset, size_bytes, write, self._transfer)
-        self._store.get_range(shard.key, offset, size_bytes, sink)
+        for piece in state.pieces(index):
+            sink.begin_piece()
+            self._store.get_range(piece.object.key, piece.offset_bytes, piece.size_bytes, sink)
         return sink.digest()
 
 

@@ -320,10 +320,14 @@ def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
     by_path: dict[str, StoredShard] = {}
     for shard in itertools.chain.from_iterable(manifest.shards for manifest in manifests):
         other = by_path.setdefault(shard.path, shard)
-        if (other.size_bytes, other.digest) != (shard.size_bytes, shard.digest):
+        if _bytes_of(other) != _bytes_of(shard):
             raise CorruptError(f"two nodes have different files called {shard.path}")
     check_paths(list(by_path))
     return list(by_path.values())
+
+
+def _bytes_of(shard: StoredShard) -> tuple[int, int, bytes]:
+    return shard.size_bytes, shard.part_size_bytes, shard.part_digests
 
 
 def _fetch(
@@ -341,19 +345,13 @@ def _fetch(
     first = reader.read(
         shards, target=target, noted=noted, local=local, progress=reader.options.progress
     )
-    problems, local_bytes = first.problems, first.local_bytes
-    # A copy of a file with other bytes is no defect of the commit.
-    wrong = {number: shards[number] for number in local if shards[number] in problems}
-    if wrong:
-        local_bytes -= sum(shard.size_bytes for shard in wrong.values())
-        problems = {shard: why for shard, why in problems.items() if shard not in wrong.values()}
-        problems |= reader.read(wrong, target=target).problems
+    problems = first.problems
     if problems:
         # The network or this VM's memory may have flipped a bit; a second read costs less than lost steps.
         again = {number: shard for number, shard in shards.items() if shard in problems}
         problems = reader.read(again, target=target).problems
     _require_none(problems)
-    return replace(first, local_bytes=max(0, local_bytes))
+    return first
 
 
 def _require_none(problems: Problems) -> None:

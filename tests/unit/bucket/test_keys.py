@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BoundsError
-from swansongd.bucket.keys import CommitKey, RunKeys
+from swansongd.bucket.keys import CommitKey, RunKeys, set_directory
 from swansongd.model import CheckpointId, CommitRef
 
 KEYS = RunKeys("my-run")
@@ -96,15 +96,22 @@ def test_a_number_beyond_the_format_never_gets_into_a_key(
 
 
 @given(generation=GENERATIONS, step=STEPS, path=st.sampled_from(["a", "a/b", "0/00000/x"]))
-def test_a_shard_is_recognised_by_its_key_and_path(generation: int, step: int, path: str) -> None:
-    """A formatted key is recognised; with another path, run or directory it is not."""
-    key = KEYS.shard(generation, CheckpointId(step, "n1"), "a1", 3, path)
-    assert KEYS.is_shard(key, path)
-    assert not RunKeys("other").is_shard(key, path)
-    assert not KEYS.is_shard(f"{key}x", path)
-    assert not KEYS.is_shard(key, f"x{path}")
-    assert not KEYS.is_shard(f"{KEYS.data}{path}", path)
-    assert not KEYS.is_shard(key.replace("/00003/", "/00003/../"), path)
+def test_data_is_recognised_by_its_key(generation: int, step: int, path: str) -> None:
+    """Formatted keys are recognised; with another run or directory they are not."""
+    checkpoint = CheckpointId(step, "n1")
+    key = KEYS.shard(generation, checkpoint, "a1", 3, path)
+    pack = KEYS.pack(generation, checkpoint, "a1", 3, 17)
+    assert key != pack
+    for each in (key, pack):
+        assert KEYS.is_data(each)
+        assert not RunKeys("other").is_data(each)
+        assert each.startswith(set_directory(each))
+    assert set_directory(key) == set_directory(pack)
+    for wrong in (
+        f"{KEYS.data}{path}", key.replace("/00003/", "/00003/../"), key.replace("/00003/", "/3/"), f"{key}/",
+        f"{key}//x", f"{pack}x", f"{pack}/x", f"{pack}\n", pack.replace("-packs", "-pack"), KEYS.data, "",
+    ):  # fmt: skip
+        assert not KEYS.is_data(wrong)
 
 
 def test_each_upload_of_a_shard_has_another_key() -> None:

@@ -20,7 +20,7 @@ from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError, Permanent, Stopped, Transient
 from swansongd.model import CommitRef
 
-from testkit.committed import commit
+from testkit.committed import commit, named_shard
 from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
@@ -185,7 +185,7 @@ def whole(store: MemoryStore) -> None:
     for key, data in store.objects.items():
         if key.startswith(KEYS.commits):
             found = manifest.decode(data)
-            assert {shard.key for shard in found.shards} <= store.objects.keys()
+            assert {named.key for named in found.objects} <= store.objects.keys()
 
 
 @pytest.mark.fault("G14")
@@ -194,7 +194,7 @@ def test_a_commit_during_a_prune_keeps_its_references(store: Clocked) -> None:
     orphan = store.orphan(30 * DAY_S)
     made = store.commit(6, 0.0)
     del store.objects[KEYS.commit(made.ref, 0, 1)]
-    late = replace(made, shards=(replace(made.shards[0], path="f", key=orphan, size_bytes=6),))
+    late = replace(made, shards=(named_shard("f", 6, orphan),))
 
     def before(what: str, _key: str) -> None:
         if what == "delete":

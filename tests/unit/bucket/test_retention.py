@@ -103,7 +103,7 @@ def test_the_last_commit_of_each_span_stays() -> None:
         assert {step for step, reasons in found.items() if name in reasons} == expected, name
     minutes = [whole(step, (60 - step) * 600.0 + DAY_S) for step in range(60)]
     found = kept([*minutes, newest], rules(keep_hourly=4, keep_within_s=HOUR_S))
-    assert {step for step, reasons in found.items() if "hourly" in reasons} == {999, 59, 54, 48}
+    assert {step for step, reasons in found.items() if "hourly" in reasons} == {999, 59, 53, 47}
 
 
 def test_steps_count_in_the_line_that_ends_with_the_newest_commit() -> None:

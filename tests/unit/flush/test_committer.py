@@ -622,13 +622,14 @@ def test_the_journal_knows_the_newest_whole_commit_of_an_earlier_vm(rig: Committ
 
 
 def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterRig) -> None:
-    made = committed.commit(rig.store, {"model": b"m" * 2500}, run="other").shards[0]
-    shard = replace(made, key=KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model"))
+    shard = committed.named_shard(
+        "model", 2500, KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model")
+    )
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
     with rig.committer() as committer:
         assert isinstance(rig.next(), GenerationClaimed)
         request = replace(a_request(), shards=(shard,))
-        rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard, (b"d" * 32,) * 3))
+        rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard))
         committer.commit(request)
         assert isinstance(rig.next(), CommitDone)
         known = rig.journal.known("model")

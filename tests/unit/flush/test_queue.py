@@ -8,8 +8,10 @@ from itertools import count
 from swansongd.flush.journal import PartRecord, ShardRecord, UploadRecord
 from swansongd.flush.queue import RESTARTS_MAX, UploadQueue
 from swansongd.flush.tasks import Advance, Finish, SendPart, Shard, TaskOutcome
-from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile, StoredShard
+from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.stores.base import PartReceipt, Upload
+
+from testkit.committed import named_shard
 
 PART = 100
 
@@ -55,15 +57,8 @@ def part_task(queue: UploadQueue) -> SendPart:
 def store(queue: UploadQueue, shard: Shard) -> None:
     """Carry out an Advance that stores all of the shard."""
     file = shard.file
-    stored = StoredShard(
-        path=file.path,
-        size_bytes=file.size_bytes,
-        digest="digest",
-        key=shard.key,
-        part_size_bytes=PART,
-        crc32c=0,
-    )
-    queue.stored(shard, ShardRecord(file, stored, ()))
+    stored = named_shard(file.path, file.size_bytes, shard.key, part_size_bytes=PART)
+    queue.stored(shard, ShardRecord(file, stored))
     queue.finish(Advance(shard), TaskOutcome.DONE)
 
 

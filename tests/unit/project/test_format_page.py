@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import re
+from base64 import b64encode
 from dataclasses import replace
 from typing import Any
 
@@ -15,11 +16,11 @@ from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket import manifest as manifests
 from swansongd.bucket import resumption as resumptions
-from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.keys import PACKS_MAX, RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
 from swansongd.core.ledger import LastReport
-from swansongd.digests import PART_SIZE_BYTES_MAX, shard_digest
+from swansongd.digests import PART_SIZE_BYTES_MAX
 from swansongd.flush.ledger import YIELD_S
 from swansongd.model import (
     CheckpointId,
@@ -46,9 +47,9 @@ SHARD = KEYS.shard(7, CheckpointId(4200, "0af1"), "9e2d", 0, "rank-00000/model.b
 MANIFEST = manifests.Manifest(
     run="my-run", generation=7, step=4200, kind=CheckpointKind.PERIODIC, node=0, nodes=2, nonce="0af1",
     shards=(
-        StoredShard(
-            path="rank-00000/model.bin", size_bytes=3, digest=shard_digest([part_digest(b"abc")]),
-            key=SHARD, part_size_bytes=16, crc32c=1,
+        StoredShard.of_object(
+            SHARD, path="rank-00000/model.bin", size_bytes=3, part_digests=part_digest(b"abc"),
+            part_size_bytes=16, crc32c=1,
         ),
     ),
     parent=CommitRef(7, 4100),
@@ -63,6 +64,7 @@ FORMS = {
     "<nonce>": r"[A-Za-z0-9]+",
     "<upload_nonce>": r"[A-Za-z0-9]+",
     "<path>": r".+",
+    "<pack>": r"[0-9]{6}",
     "<time>": r"[0-9]{8}T[0-9]{6}Z",
     "<hex>": r"[0-9a-f]+",
 }
@@ -106,6 +108,7 @@ def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
     made = [
         KEYS.generation(7),
         SHARD,
+        KEYS.pack(7, CheckpointId(4200, "0af1"), "9e2d", 0, 3),
         KEYS.commit(REF, 0, 2),
         KEYS.commit(replace(REF, is_final=True), 0, 2),
         KEYS.farewell(7, "20261121T024201Z-0af1"),
@@ -134,6 +137,7 @@ def test_the_forms_of_numbers_are_those_of_the_code() -> None:
         "step": bounds.STEP_MAX,
         "node": bounds.NODES_MAX,
         "nodes": bounds.NODES_MAX,
+        "pack": PACKS_MAX,
     }
     assert {name: 10**count - 1 for name, count in digits.items()} == largest
 
@@ -203,12 +207,12 @@ BOUNDS = {
     "characters of a name in a path": bounds.NAME_CHARS_MAX,
     "names in a path": bounds.PATH_LEVELS_MAX,
     "bytes of all shards of a manifest": bounds.BYTES_MAX,
-    "parts of all shards of a manifest": manifests.PARTS_MAX,
     "`part_size_bytes`": PART_SIZE_BYTES_MAX,
     "characters of `run`, `kind`, `nonce`, `framework`, `created`": bounds.ID_CHARS_MAX,
     "entries of `health`": bounds.METRICS_MAX,
     "entries of `trainer`": bounds.FACTS_MAX,
-    "commas, opening brackets and opening braces of one object": bounds.JSON_VALUES_MAX,
+    "commas, opening brackets and opening braces of a manifest": manifests.VALUES_MAX,
+    "the same of any other object": bounds.JSON_VALUES_MAX,
     "bytes of a claim": claims.BYTES_MAX,
     "bytes of a farewell": farewells.BYTES_MAX,
     "bytes of a resumption": resumptions.BYTES_MAX,
@@ -220,16 +224,15 @@ def test_the_bounds() -> None:
     """The page has the limits that readers apply."""
     found = {cells[0]: number(cells[1]) for cells in rows(section(OBJECTS_PAGE, "Bounds"))}
     assert found == BOUNDS
-    assert f"{manifests.SMALL_PARTS_MAX:,} more" in OBJECTS_PAGE
     assert f"{catalog.EXAMINE_CPU_S:g} s of processor time" in OBJECTS_PAGE
 
 
 @pytest.mark.parametrize("data", [b"", b"abc", bytes(range(256)) * 5])
-def test_the_digest_of_a_shard(data: bytes) -> None:
+def test_the_digests_of_a_shard(data: bytes) -> None:
     """The function on the page returns what the code returns."""
     parts = [data[i : i + 16] for i in range(0, max(1, len(data)), 16)]
-    own = shard_digest([part_digest(part) for part in parts])
-    assert snippet(OBJECTS_PAGE, "The digest of a shard")["shard_digest"](data, 16) == own
+    own = b64encode(b"".join(map(part_digest, parts))).decode()
+    assert snippet(OBJECTS_PAGE, "The digests of a shard")["digests"](data, 16) == own
 
 
 def test_the_signatures() -> None:

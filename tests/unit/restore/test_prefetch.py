@@ -92,7 +92,7 @@ class Vm:
         """Commit; returns the file that holds the weights in the store."""
         files = {"weights.bin": bytes([step % 256]) + FILES["weights.bin"][1:]}
         made = committed.commit(self.store, files, step=step, upload_nonce=f"a{step}", **options)
-        return self.bucket / made.shards[0].key
+        return self.bucket / made.objects[0].key
 
     def ask(self, **query: Any) -> Callable[[], Restored]:
         """Send a query; returns a function that waits for the answer."""

@@ -8,18 +8,13 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.model import CommitRef, StoredShard
+from swansongd.model import CommitRef
 from swansongd.restore import journal
 
+from testkit.committed import named_shard
+
 SHARDS = tuple(
-    StoredShard(
-        path=path,
-        size_bytes=size,
-        digest=f"d-{path}",
-        key=f"k/{path}",
-        part_size_bytes=10,
-        crc32c=0,
-    )
+    named_shard(path, size, f"k/{path}", part_size_bytes=10)
     for path, size in (("a", 35), ("b/c", 0), ("d", 10))
 )
 """They have four parts, one, and one."""
@@ -82,7 +77,7 @@ def test_a_part_that_does_not_exist_is_skipped(part: str) -> None:
 def test_only_the_same_files_of_the_same_commit_have_the_same_identity() -> None:
     """Run, commit, names, order, sizes, part sizes and digests matter; keys of objects do not."""
     first, *others = SHARDS
-    elsewhere = [replace(first, key="r/data/other"), *others]
+    elsewhere = [named_shard("a", 35, "r/data/other", part_size_bytes=10), *others]
     assert journal.identity_of("r", REF, elsewhere) == IDENTITY
     different = [
         journal.identity_of("q", REF, SHARDS),
@@ -93,7 +88,7 @@ def test_only_the_same_files_of_the_same_commit_have_the_same_identity() -> None
         *(
             journal.identity_of("r", REF, [replace(first, **change), *others])
             for change in (
-                {"path": "z"}, {"size_bytes": 36}, {"part_size_bytes": 11}, {"digest": "e"}
+                {"path": "z"}, {"size_bytes": 36}, {"part_size_bytes": 11}, {"part_digests": b"e" * 128}
             )
         ),
     ]  # fmt: skip

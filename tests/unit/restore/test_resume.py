@@ -60,7 +60,7 @@ class Vm:
         made = committed.commit(
             self.store, FILES, step=step, generation=generation, upload_nonce=f"a{step}", **options
         )
-        return self.bucket / made.shards[0].key
+        return self.bucket / made.objects[0].key
 
     def resume(self) -> Resume:
         return Resume(self.store, self.keys, self.run, lambda: self.state, threading.Event())

@@ -133,7 +133,7 @@ def test_a_trainer_gets_files_before_the_last_one_is_fetched(tmp_path: Path) -> 
     store.check()
     committed.commit(store, {**files, "rank-00000/a": b"old"}, step=90, upload_nonce="a90")
     newest = committed.commit(store, files, step=100, upload_nonce="a100")
-    committed.flip_bit(tmp_path / "bucket" / newest.shards[-1].key, 5)
+    committed.flip_bit(tmp_path / "bucket" / newest.objects[-1].key, 5)
     (tmp_path / "staging").mkdir()
     run = prepare(tmp_path / "staging", "r")
     state: State = Story().state
