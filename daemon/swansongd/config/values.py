@@ -124,18 +124,6 @@ def duration(value: object) -> float:
     return seconds
 
 
-def duration_from(least_s: float, shown: str) -> Reader:
-    """A duration of at least ``least_s``, which ``shown`` writes as text."""
-
-    def read(value: object) -> float:
-        seconds = duration(value)
-        if seconds < least_s:
-            raise InvalidValue("is too short", f'give at least "{shown}"')
-        return seconds
-
-    return read
-
-
 def preemption_notice(value: object) -> float | None:
     """The preemption notice of a Spot VM on GCP in seconds; None for ``learn``."""
     remedy = 'use 0, 120 (seconds) or "learn"'

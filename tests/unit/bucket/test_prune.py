@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -131,7 +130,7 @@ def test_a_dry_run_deletes_nothing_and_foretells_the_prune(store: Clocked) -> No
 
 
 def test_objects_without_a_manifest_go_by_age_and_foreign_ones_never(store: Clocked) -> None:
-    """Seven days by default; a key that no writer formats belongs to somebody else."""
+    """Seven days by default; a key that no writer formats belongs to another program."""
     old, young = store.orphan(7.1 * DAY_S), store.orphan(6.9 * DAY_S)
     foreign = store.orphan(99 * DAY_S, KEYS.data + "notes.txt")
     other = store.orphan(99 * DAY_S, "r2/data/00000001/000000000007-n-u/00000/f")
