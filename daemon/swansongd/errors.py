@@ -126,13 +126,19 @@ class Locked(Permanent):
 
 
 class NothingToRestore(SwansongError):
-    """``is_fresh``: the run has no complete commit, so a start from scratch loses nothing."""
+    """``is_fresh``: the run has no complete commit, so a start from scratch loses nothing.
+
+    ``is_damaged``: a commit of the selection is damaged.
+    """
 
     exit_code = 17
 
-    def __init__(self, message: str, *, hint: str = "", is_fresh: bool = False) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", is_fresh: bool = False, is_damaged: bool = False
+    ) -> None:
         super().__init__(message, hint=hint)
         self.is_fresh = is_fresh
+        self.is_damaged = is_damaged
 
 
 class CorruptError(SwansongError):

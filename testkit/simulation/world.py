@@ -142,16 +142,16 @@ class SimStore:
             raise NotFound(key)
         return self.objects[key]
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         if self._chance("refused", 0.1):
             raise Transient("list: 503")
         for key in sorted(self.objects):
-            if key.startswith(prefix):
+            if key.startswith(prefix) and key > after:
                 yield ObjectInfo(key, len(self.objects[key]))
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         del token  # the first page contains all
-        return Page(list(self.list(prefix)), None)
+        return Page(list(self.list(prefix, after=after)), None)
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
@@ -169,6 +169,10 @@ class SimStore:
         return delete_each(self, infos)
 
     def locked_until(self, key: str) -> float | None:
+        del key
+        return None
+
+    def lock(self, key: str) -> float | None:
         del key
         return None
 
@@ -446,7 +450,7 @@ class World:
                     self.own.add(claim.generation)
                 else:
                     commit.ensure_not_fenced(self.store, KEYS, self.claim)
-                newest = commit.newest_whole_commit(self.store, KEYS)
+                newest = commit.newest_whole_commit(self.store, KEYS, near=1)
             except FencedError as error:
                 self.step(fence_found(error))
             except StoreError:

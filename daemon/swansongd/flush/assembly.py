@@ -102,7 +102,6 @@ class Storage:
             journal=journal,
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
-            is_urgent=is_urgent,
         )
         claimant = Claimant(
             small_store,
