@@ -42,8 +42,11 @@ class Sample:
 
     seconds: float
     """From the query to the restored state."""
+    after_s: float
+    """The part after the answer of the daemon, which has all files then."""
     cpu_s: float
     """CPU time of the trainer, with the load."""
+    after_cpu_s: float
     peak_bytes: int
     shared_bytes: int
 
@@ -87,7 +90,12 @@ def sample(
         assert restored["step"] == 1
         assert restored["total"] == commit.total, "the restored state differs"
     return Sample(
-        restored["seconds"], restored["cpu_s"], restored["peak_bytes"], max(shared) - shared[0]
+        restored["seconds"],
+        restored["after_s"],
+        restored["cpu_s"],
+        restored["after_cpu_s"],
+        restored["peak_bytes"],
+        max(shared) - shared[0],
     )
 
 
@@ -128,8 +136,8 @@ def table(commit: Commit, bytes_per_s: float, found: dict[tuple[str, str], list[
     """The Markdown table of one rate."""
     gigabytes, rate = commit.size_bytes / 1e9, bytes_per_s / 1e6
     heads = (
-        f"{gigabytes:.2f} GB at {rate:.0f} MB/s", "tensors are loaded", "seconds", "CPU seconds",
-        "peak of the trainer", "shared memory",
+        f"{gigabytes:.2f} GB at {rate:.0f} MB/s", "tensors are loaded", "seconds", "after the last file",
+        "CPU seconds", "after the last file", "peak of the trainer", "shared memory",
     )  # fmt: skip
     rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for (place, way), samples in sorted(found.items()):
@@ -137,7 +145,9 @@ def table(commit: Commit, bytes_per_s: float, found: dict[tuple[str, str], list[
             f"staging on {place}",
             WAYS[way],
             spread([each.seconds for each in samples]),
+            spread([each.after_s for each in samples]),
             spread([each.cpu_s for each in samples]),
+            spread([each.after_cpu_s for each in samples]),
             f"{_megabytes([each.peak_bytes for each in samples])} MB",
             f"{_megabytes([each.shared_bytes for each in samples])} MB",
         )
