@@ -9,11 +9,12 @@ from __future__ import annotations
 
 import itertools
 import threading
+import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from swansongd.errors import Exists, NotFound, Permanent, TooLarge
+from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, TooLarge
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     Body,
@@ -25,6 +26,7 @@ from swansongd.stores.base import (
     Upload,
     confirm_completion,
     expect_all_parts,
+    expect_few,
     expect_part,
     listed,
 )
@@ -61,6 +63,14 @@ class MemoryStore:
         self.bytes_sent = 0
         self.overwritten: list[str] = []
         """Keys that were written again with different bytes: a fault of the writer."""
+        self.clock: Callable[[], float] = time.time
+        """The store's clock, in Unix seconds."""
+        self.written_unix_s: dict[str, float] = {}
+        """Time of the last write of each object; one that a test placed into ``objects`` is new."""
+        self.locked_until_unix_s: dict[str, float] = {}
+        """End of the retention of an object."""
+        self.lock_period_s: Callable[[str], float] = lambda _key: 0.0
+        """Retention of new objects; 0: none."""
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
 
@@ -73,7 +83,7 @@ class MemoryStore:
         with self._lock:
             if if_absent and key in self.objects:
                 raise Exists(key)
-            self.objects[key] = bytes(data)
+            self._place(key, bytes(data))
         self.after("put", key)
 
     def get(self, key: str) -> bytes:
@@ -96,27 +106,57 @@ class MemoryStore:
 
     def head(self, key: str) -> ObjectInfo | None:
         self._request("head", key)
-        return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
+        with self._lock:
+            return self._info(key) if key in self.objects else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         """A page, sorted by reversed keys; each page except the first repeats a key of the previous page."""
         self._request("list", prefix)
         with self._lock:
-            found = [key for key in self.objects if key.startswith(prefix)]
+            found = [key for key in self.objects if key.startswith(prefix) and key > after]
             found.sort(key=lambda key: key[::-1])
             start = int(token or 0)
             end = start + PAGE_KEYS
-            infos = [
-                ObjectInfo(key, len(self.objects[key])) for key in found[max(0, start - 1) : end]
-            ]
+            infos = [self._info(key) for key in found[max(0, start - 1) : end]]
         return Page(infos, str(end) if end < len(found) else None)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, if_tag: str = "") -> None:
         self._request("delete", key)
-        self.objects.pop(key, None)
+        with self._lock:
+            self._remove(key, if_tag)
+        self.after("delete", key)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        expect_few(infos)
+        self._request("delete_many", infos[0].key if infos else "")
+        remaining: dict[str, str] = {}
+        for info in infos:
+            with self._lock:
+                try:
+                    self._remove(info.key, info.tag)
+                except (Changed, Locked) as error:
+                    remaining[info.key] = str(error)
+            self.after("delete_many", info.key)  # a crash between two objects
+        return remaining
+
+    def locked_until(self, key: str) -> float | None:
+        self._request("locked_until", key)
+        return self.locked_until_unix_s.get(key)
+
+    def lock(self, key: str) -> float | None:
+        self._request("lock", key)
+        with self._lock:
+            if key not in self.objects:
+                raise NotFound(key)
+            period_s = self.lock_period_s(key)
+            if not period_s:
+                return None
+            self.locked_until_unix_s[key] = self.clock() + period_s
+        self.after("lock", key)
+        return self.locked_until_unix_s[key]
 
     def put_shard(self, key: str, body: Body) -> int:
         self._request("put_shard", key)
@@ -205,5 +245,32 @@ class MemoryStore:
                 self.overwritten.append(key)
                 if is_sent:  # a completion replaces, as it does in S3
                     raise Exists(key)
-            self.objects[key] = data
+            self._place(key, data)
             self.bytes_sent += len(data) * is_sent
+
+    # The following functions are called with the lock held.
+
+    def _place(self, key: str, data: bytes) -> None:
+        self.objects[key] = data
+        self.written_unix_s[key] = self.clock()
+        if period_s := self.lock_period_s(key):
+            self.locked_until_unix_s[key] = self.clock() + period_s
+
+    def _remove(self, key: str, if_tag: str) -> None:
+        if key not in self.objects:
+            return
+        if if_tag not in ("", self._info(key).tag):
+            raise Changed(f"delete {key}: another object than was listed")
+        until_unix_s = self.locked_until_unix_s.get(key, 0.0)
+        if until_unix_s > self.clock():
+            raise Locked(f"delete {key}: locked until {until_unix_s}", until_unix_s=until_unix_s)
+        del self.objects[key]
+        self.written_unix_s.pop(key, None)
+        self.locked_until_unix_s.pop(key, None)
+
+    def _info(self, key: str) -> ObjectInfo:
+        data = self.objects[key]
+        now_unix_s = self.clock()
+        written_unix_s = self.written_unix_s.setdefault(key, now_unix_s)
+        tag = f"{crc32c(data):08x}-{written_unix_s}"
+        return ObjectInfo(key, len(data), max(0.0, now_unix_s - written_unix_s), tag)

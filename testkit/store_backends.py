@@ -54,17 +54,22 @@ LACKS = {
     "moto": {
         "spent names": "moto returns no checksum of an object, so the object is sent again",
         "ages": "moto returns 2010 as the start of every upload",
+        "conditional deletes of many": "moto ignores the ETags in a multi-object delete",
     },
     "rclone": {
         "create if absent": "rclone ignores If-None-Match",
         "flat keys": "rclone stores keys as files and directories",
         "spent names": "rclone ignores If-None-Match",
+        "conditional delete": "rclone ignores If-Match",
+        "conditional deletes of many": "rclone ignores the ETags in a multi-object delete",
         "parts again": "rclone refuses other content for a part that it has",
         "deletes beside puts": "rclone returns 500 where a put meets a directory that a delete has emptied",
     },
     "s3rver": {
         "create if absent": "s3rver ignores If-None-Match",
         "spent names": "s3rver ignores If-None-Match",
+        "conditional delete": "s3rver ignores If-Match",
+        "conditional deletes of many": "s3rver ignores the ETags in a multi-object delete",
         "list of parts": "s3rver has no ListParts",
         "list of uploads": "s3rver has no ListMultipartUploads",
         "ages": "s3rver has no ListMultipartUploads",

@@ -13,7 +13,9 @@
     │   ├── Permanent                fails until an operator fixes the cause
     │   ├── NotFound                 the key (or the bucket) does not exist
     │   ├── TooLarge                 the object exceeds the limit for small objects
-    │   └── Exists                   create-if-absent found an object under the key
+    │   ├── Exists                   create-if-absent found an object under the key
+    │   ├── Changed                  a conditional delete found another object under the key
+    │   └── Locked                   the store keeps the object until a date
     ├── NothingToRestore        17   the run has no whole commit
     ├── CorruptError             8   stored bytes or a manifest do not match their digest
     │   └── UnreadableError          the store refuses one object, and returns others
@@ -111,14 +113,32 @@ class Exists(Permanent):
     pass
 
 
+class Changed(Permanent):
+    pass
+
+
+class Locked(Permanent):
+    """``until_unix_s``: end of the retention by the store's clock; None if the store does not return it."""
+
+    def __init__(self, message: str, *, hint: str = "", until_unix_s: float | None = None) -> None:
+        super().__init__(message, hint=hint)
+        self.until_unix_s = until_unix_s
+
+
 class NothingToRestore(SwansongError):
-    """``is_fresh``: the run has no complete commit, so a start from scratch loses nothing."""
+    """``is_fresh``: the run has no complete commit, so a start from scratch loses nothing.
+
+    ``is_damaged``: a commit of the selection is damaged.
+    """
 
     exit_code = 17
 
-    def __init__(self, message: str, *, hint: str = "", is_fresh: bool = False) -> None:
+    def __init__(
+        self, message: str, *, hint: str = "", is_fresh: bool = False, is_damaged: bool = False
+    ) -> None:
         super().__init__(message, hint=hint)
         self.is_fresh = is_fresh
+        self.is_damaged = is_damaged
 
 
 class CorruptError(SwansongError):

@@ -71,7 +71,7 @@ from swansongd.inbox import Inbox
 from swansongd.model import NoticeKind, Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.report import status_line, status_report
-from swansongd.restore.local_files import LocalFiles
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.sources import host, logind, manual
@@ -162,24 +162,20 @@ class Service:
             _log,
         )
         self._remover = Remover(self._staging.fd, self._observer.rescan)
-        self._resume = Resume(
+        context = RestoreContext(
             self._storage.backend,
             self._storage.keys,
             self._staging,
             lambda: self._state,
             self._stop,
-            rescan=self._observer.rescan,
-            mirror=self._storage.mirror,
-            local=LocalFiles(self._staging, lambda: self._state, self._storage.shard_of),
             post=self._post,
+            mirror=self._storage.mirror,
+            rescan=self._observer.rescan,
+            shard_of=self._storage.shard_of,
         )
+        self._resume = Resume(context)
         self._prefetch = Prefetch(
-            self._resume.downloads,
-            self._storage.backend,
-            self._storage.keys,
-            lambda: self._state,
-            self._stop,
-            is_enabled=config.restore.prefetch,
+            context, self._resume.downloads, is_enabled=config.restore.prefetch
         )
         self._resume.answered = self._prefetch.answered
         self._channel = TrainerChannel(

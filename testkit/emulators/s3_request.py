@@ -128,7 +128,8 @@ def payload_of(call: Call) -> Payload:
     md5 = call.headers.get("content-md5")
     if md5 is not None and md5 != base64_of(hashlib.md5(data).digest()):
         raise S3Error(400, "BadDigest" if len(md5) == 24 else "InvalidDigest")
-    if call.method != "PUT":  # the header of a completion is for the object
+    is_delete = call.method == "POST" and call.parameter("delete") is not None
+    if call.method != "PUT" and not is_delete:  # the header of a completion is for the object
         return Payload(data, None)
     stated = named_checksum({**call.headers, **trailers})
     if stated is not None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import heapq
 import json
 import random
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from swansongd.bucket import commit, manifest
@@ -75,6 +75,7 @@ from swansongd.stores.base import (
     PartReceipt,
     Sink,
     Upload,
+    delete_each,
 )
 
 from testkit.story import a_notice, a_set, objects_of, shards_of
@@ -141,16 +142,16 @@ class SimStore:
             raise NotFound(key)
         return self.objects[key]
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         if self._chance("refused", 0.1):
             raise Transient("list: 503")
         for key in sorted(self.objects):
-            if key.startswith(prefix):
+            if key.startswith(prefix) and key > after:
                 yield ObjectInfo(key, len(self.objects[key]))
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         del token  # the first page contains all
-        return Page(list(self.list(prefix)), None)
+        return Page(list(self.list(prefix, after=after)), None)
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
@@ -158,8 +159,22 @@ class SimStore:
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         raise NotImplementedError
 
-    def delete(self, key: str) -> None:
-        raise NotImplementedError
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        del if_tag  # a key is never written twice with different bytes
+        if self._chance("refused", 0.1):
+            raise Transient(f"{key}: 503")
+        self.objects.pop(key, None)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        return delete_each(self, infos)
+
+    def locked_until(self, key: str) -> float | None:
+        del key
+        return None
+
+    def lock(self, key: str) -> float | None:
+        del key
+        return None
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         raise NotImplementedError
@@ -435,7 +450,7 @@ class World:
                     self.own.add(claim.generation)
                 else:
                     commit.ensure_not_fenced(self.store, KEYS, self.claim)
-                newest = commit.newest_whole_commit(self.store, KEYS)
+                newest = commit.newest_whole_commit(self.store, KEYS, near=1)
             except FencedError as error:
                 self.step(fence_found(error))
             except StoreError:

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from swansongd.config.config import StoreConfig
-from swansongd.errors import ConfigError, Exists, NotFound, Permanent, StoreError
-from swansongd.stores.base import ObjectInfo, ObjectStore
+from swansongd.errors import Changed, ConfigError, Exists, NotFound, Permanent, StoreError
+from swansongd.stores.base import DELETED_MAX, ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.opening import open_store
 from swansongd.stores.options import GcsOptions, S3Options
@@ -120,6 +120,73 @@ def test_delete(store: ObjectStore) -> None:
     assert store.get("dir/two") == b"again"
 
 
+def test_a_conditional_delete_deletes_only_the_listed_object(
+    store: ObjectStore, requires: Callable[[str], None]
+) -> None:
+    """An object that was replaced after the listing stays, and Changed is raised."""
+    requires("conditional delete")
+    store.put("key", b"old")
+    [listed] = store.list("")
+    assert listed.tag
+    store.put("key", b"newer")
+    with pytest.raises(Changed):
+        store.delete("key", if_tag=listed.tag)
+    assert store.get("key") == b"newer"
+    found = store.head("key")
+    assert found is not None
+    store.delete("key", if_tag=found.tag)
+    assert store.head("key") is None
+    store.delete("key", if_tag=found.tag)
+
+
+def test_listings_and_head_give_one_tag_and_one_age(
+    store: ObjectStore, requires: Callable[[str], None]
+) -> None:
+    """The tags are equal, and the age counts from the write by the store's clock."""
+    requires("object ages")
+    store.put("key", b"content")
+    [listed] = store.list("")
+    found = store.head("key")
+    assert found is not None
+    assert listed.tag == found.tag != ""
+    for info in (listed, found):
+        assert info.age_s is not None
+        assert 0 <= info.age_s < 60
+
+
+def test_delete_many_deletes_all_and_names_what_remains(
+    store: ObjectStore, requires: Callable[[str], None]
+) -> None:
+    """Many objects go in one call; a replaced one remains, a missing one is not an error."""
+    keys = [f"dir/{number} & <ü>+%20" for number in range(5)]
+    for key in keys:
+        store.put(key, b"old")
+    infos = sorted(store.list("dir/"), key=lambda info: info.key)
+    store.delete(keys[1])
+    assert store.delete_many(infos[:3]) == {}
+    assert sorted(info.key for info in store.list("")) == sorted(keys[3:])
+    requires("conditional deletes of many")
+    store.put(keys[3], b"newer")
+    assert list(store.delete_many(infos[3:])) == [keys[3]]
+    assert [info.key for info in store.list("")] == [keys[3]]
+    assert store.delete_many([]) == {}
+
+
+def test_delete_many_has_a_limit(store: ObjectStore) -> None:
+    """More objects than a store accepts in one request are refused before any is deleted."""
+    store.put("key", b"content")
+    with pytest.raises(Permanent):
+        store.delete_many([ObjectInfo("key", 7)] * (DELETED_MAX + 1))
+    assert store.get("key") == b"content"
+
+
+def test_no_retention_by_default(store: ObjectStore) -> None:
+    """Without a retention, neither an object nor a missing one is locked."""
+    store.put("key", b"content")
+    assert store.locked_until("key") is None
+    assert store.locked_until("absent") is None
+
+
 def test_get_refuses_a_large_object(
     store: ObjectStore, bare_store: ObjectStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -203,6 +270,37 @@ def test_a_prefix_is_a_prefix_of_the_key(store: ObjectStore) -> None:
     assert {info.key for info in store.list("run/commits")} == {"run/commits-old/1", *commits}
     assert {info.key for info in store.list("run/commits/")} == commits
     assert {info.key for info in store.list("run/commits/2")} == {"run/commits/2"}
+
+
+def test_a_listing_starts_after_a_key(store: ObjectStore) -> None:
+    """Only greater keys in byte order, whether or not the store has the key itself.
+
+    Keys that are not greater in the order of directories may be left out.
+    """
+    keys = ["b/1/x", "b/2.json", "b/2/x", "b/3/x/y", "b/é", "c"]
+    for key in ("a", *keys):
+        store.put(key, b"")
+    for after in (
+        "",
+        "b/1/x",
+        "b/1",
+        "b/1z",
+        "b/2",
+        "b/2.json",
+        "b/2/",
+        "b/3/x/z",
+        "b/z",
+        "c",
+        "é",
+    ):
+        found = {info.key for info in store.list("b/", after=after)}
+        greater = {key for key in keys[:-1] if key > after}
+        assert found <= greater, after
+        names = after.split("/")
+        certain = {
+            key for key in greater if key.split("/") > names and not key.startswith(f"{after}/")
+        }
+        assert found >= certain, after
 
 
 def test_stores_with_different_prefixes_are_separate(cloud: Cloud) -> None:

@@ -155,8 +155,19 @@ def test_documents_are_whole_or_refused(body: bytes, fields: dict[str, str]) -> 
     upload_id = parsed(lambda: responses.begun(answer))
     assert upload_id is None or 0 < len(upload_id) <= 1024
     parsed(lambda: responses.completed(answer))
-    metadata = parsed(lambda: responses.json_metadata(answer, BASE + "key"))
-    assert metadata is None or 0 <= metadata[0] <= BYTES_MAX
+    metadata = parsed(lambda: responses.json_metadata(answer, BASE, "key"))
+    assert metadata is None or expect_plain(metadata[0])
+    head = parsed(lambda: responses.head_info(answer, "key"))
+    assert head is None or expect_plain(head)
+    remaining = parsed(lambda: responses.remaining(answer, BASE))
+    assert remaining is None or all(len(code) <= 80 for code in remaining.values())
+
+
+def expect_plain(info: ObjectInfo) -> bool:
+    """Whether size, age and tag are within their bounds."""
+    is_age = info.age_s is None or info.age_s >= 0
+    is_tag = len(info.tag) <= 258 and info.tag.isascii() and info.tag.isprintable()
+    return 0 <= info.size_bytes <= BYTES_MAX and is_age and is_tag
 
 
 @given(headers, bodies)

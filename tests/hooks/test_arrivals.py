@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import swansong
 import torch
-from swansong._checkpoint.restore import RestoreError
+from swansong._checkpoint.load import RestoreError
 from swansong._ranks.agreement import Ranks
 from swansong._torch import arena
 from swansong._torch.checkpoint_set import CheckpointSet

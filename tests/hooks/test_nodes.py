@@ -441,12 +441,12 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         got: dict[int, object] = {}
 
         def ask(rank: Rank) -> None:
-            def decide(job_start_id: str) -> dict[str, object]:
+            def decide(job_start_id: str, _refused: object) -> dict[str, object]:
                 assert rank.ranks.rank == 0
                 assert JobStart(job_start_id) in rank.sent
                 return {"generation": 3, "step": 40}
 
-            got[rank.ranks.rank] = rank.choice.for_resume(decide)
+            got[rank.ranks.rank] = rank.choice.for_resume(decide, lambda _: {})
 
         threads = [threading.Thread(target=ask, args=(rank,)) for rank in reversed(job.ranks)]
         for thread in threads:
@@ -501,7 +501,7 @@ def test_a_vm_without_a_daemon_is_named_soon(
         with pytest.raises(
             TimeoutError, match=rf"ranks \[{absent}\] have no daemon .* start swansongd"
         ):
-            present.choice.for_resume(lambda _: {})
+            present.choice.for_resume(lambda *_: {}, lambda _: {})
         other.start()
         until(lambda: any(isinstance(m, JobStart) for m in present.sent))
     finally:

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,9 +12,10 @@ from typing import Any, cast
 
 import pytest
 import torch
-from swansong._checkpoint.restore import RestoreClient, RestoreError, load_checkpoint
+from swansong._checkpoint.load import RestoreError, load_checkpoint
+from swansong._checkpoint.restore import RestoreClient
 from swansong._ranks.agreement import Ranks
-from swansong._ranks.choice import RestoreChoice
+from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong._torch.sharding import writers
 from swansong.protocol import (
     FileEntry,
@@ -21,6 +23,8 @@ from swansong.protocol import (
     RankManifest,
     Restored,
     RestoreQuery,
+    ShardsTaken,
+    ShardVerified,
     rank_directory,
     rank_manifest_name,
 )
@@ -53,7 +57,11 @@ def one_of(world_size: int, rank: int = 1) -> Ranks:
 
 
 def saved(
-    directory: Path, world_size: int = 2, change: Callable[[Job], object] = lambda _: None
+    directory: Path,
+    world_size: int = 2,
+    change: Callable[[Job], object] = lambda _: None,
+    *,
+    step: int = STEP,
 ) -> Path:
     """A checkpoint of this number of ranks."""
     for rank in range(world_size):
@@ -66,7 +74,7 @@ def saved(
         job.state.snapshot()(own)
         manifest = RankManifest(
             run="run",
-            step=STEP,
+            step=step,
             kind="periodic",
             files=[
                 FileEntry(f"{own.name}/{path.name}", path.stat().st_size) for path in own.iterdir()
@@ -86,7 +94,8 @@ class Daemon:
         self.loses = ""
         """Beginning of the paths of files that are never provided."""
         self._commit, self._restored = commit, restored
-        choice = SimpleNamespace(for_resume=lambda _: {"generation": 1, "step": STEP})
+        chosen = {"generation": 1, "step": STEP}
+        choice = SimpleNamespace(for_resume=lambda _, fetch: {**chosen, **fetch(chosen)})
         self.client = RestoreClient(self._answer, cast("RestoreChoice", choice))
 
     def _answer(self, message: Message) -> None:
@@ -186,6 +195,47 @@ def test_a_rank_names_the_files_of_all_ranks_of_its_vm() -> None:
     arrivals = Job(ranks).state.arrivals()
     assert arrivals.prefixes == [f"rank-0000{rank}/" for rank in (4, 5, 6, 7)]
     assert arrivals.reads == {5}
+
+
+@pytest.mark.fault("G30", "G26")
+def test_a_rank_forgets_the_files_of_a_checkpoint_that_another_rank_refuses(tmp_path: Path) -> None:
+    """It has loaded all tensors of the newer one early.  The load of the older one reads all again."""
+    older = saved(tmp_path / "older")
+    newer = saved(tmp_path / "newer", change=as_if_trained, step=STEP + 1)
+    taken: list[str] = []
+
+    def answer(message: Message) -> None:
+        if isinstance(message, RestoreQuery) and message.step == STEP + 1:
+            for path in ("state.json", "model-00000.safetensors", "optimizer-00000.safetensors"):
+                taken.append(f"rank-00001/{path}")
+                found = ShardVerified(message.query_id, "newer", taken[-1])
+                client.receive_shard(found, os.open(newer / taken[-1], os.O_RDONLY))
+        elif isinstance(message, ShardsTaken):
+            assert message.count == len(taken)
+            client.receive(Restored(message.query_id, str(newer), STEP + 1, 1, download="newer"))
+        else:
+            assert isinstance(message, RestoreQuery)
+            client.receive(Restored(message.query_id, str(older), STEP, 1))
+
+    def for_resume(_choose: object, fetch: Callable[[Choice], Outcome]) -> Choice:
+        for step in (STEP + 1, STEP):
+            assert fetch({"generation": 1, "step": step}) == {}
+        return {"generation": 1, "step": STEP}
+
+    choice = SimpleNamespace(for_resume=for_resume)
+    client = RestoreClient(answer, cast("RestoreChoice", choice))
+    job = Job(one_of(2), seed=50)
+    arrivals = job.state.arrivals()
+    found = client.find_newest(arrivals)
+    load_checkpoint(found.path, job.ranks, job.state, reads=arrivals.reads)
+    facts = job.facts()
+    check_equal(facts, of_whole_commit(older, job.ranks))
+    assert not torch.equal(facts[0], of_whole_commit(newer, job.ranks)[0])
+
+
+def as_if_trained(job: Job) -> None:
+    with torch.no_grad():
+        job.model.weight += 1
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import swansong
 import torch
-from swansong._checkpoint.restore import RestoreError, load_checkpoint
+from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._ranks.agreement import Ranks
 from swansong.torch import TrainingState
 from swansongd.model import Staged

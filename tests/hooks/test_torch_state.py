@@ -19,7 +19,7 @@ import swansong
 import torch
 import torch.distributed as dist
 from swansong._checkpoint.health import health_of
-from swansong._checkpoint.restore import RestoreError
+from swansong._checkpoint.load import RestoreError
 from swansong._ranks.agreement import Ranks
 from swansong._torch import arena
 from swansong._torch.arena import Arena

@@ -63,6 +63,12 @@ class Job:
             self._ranks.append(process)
         return [rank.lines.wait(event="state") for rank in self._ranks]
 
+    def damage(self, rank: int, step: int) -> None:
+        """Flip one bit of the weights of a rank in the commit of a step."""
+        (manifest,) = (m for m in self.bucket.manifests() if (m["step"], m["node"]) == (step, rank))
+        (key,) = (s["key"] for s in manifest["shards"] if "/model-" in s["path"])
+        self.bucket.flip_bit(key)
+
     def fetched_ranks(self) -> set[str]:
         """The ranks whose shards were fetched since the last call."""
         keys = {
@@ -110,3 +116,28 @@ def test_each_vm_fetches_the_shards_of_its_own_ranks(job: Job) -> None:
     assert [state["from_step"] for state in states] == [STEPS] * 3
     assert {state["digest"] for state in states} == {saved[0]["digest"]}
     assert job.fetched_ranks() == {"rank-00000", "rank-00001"}
+
+
+@pytest.mark.fault("G30")
+def test_all_vms_resume_from_an_older_commit_if_one_of_them_finds_damage(job: Job) -> None:
+    """Only the second VM reads the damaged shard.  Both continue from the step before, and report it.
+
+    The ranks repeat the lost step and get the same state: no tensor of the damaged commit is left.
+    """
+    vms = [job.new_vm("first"), job.new_vm("second")]
+    saved = job.start(dict.fromkeys(vms, 1))
+    for vm in vms:
+        until(lambda vm=vm: committed(vm) == STEPS, timeout_s=60, what="the commit of all VMs")
+        vm.power_off()
+    job.damage(rank=1, step=STEPS)
+
+    vms = [job.new_vm("third"), job.new_vm("fourth")]
+    states = job.start(dict.fromkeys(vms, 1))
+    assert [state["from_step"] for state in states] == [STEPS - 1, STEPS - 1]
+    assert {state["digest"] for state in states} == {saved[0]["digest"]}
+    for vm in vms:
+        assert vm.daemon is not None
+        refused = vm.daemon.lines.wait(event="commit_refused")
+        assert refused["commit"] == f"generation 1 step {STEPS}"
+        assert "rank-00001/model-" in refused["reason"]
+        until(lambda vm=vm: committed(vm) == STEPS, timeout_s=60, what="the repeated step")

@@ -18,7 +18,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from swansong._checkpoint.restore import RestoreError
+    from swansong._checkpoint.load import RestoreError
     from swansong._ranks.agreement import CheckpointRequest
     from swansong.guard import EXIT_SAVED, Guard, attach
 
@@ -30,7 +30,7 @@ _HOMES = {
     "EXIT_SAVED": "guard",
     "CheckpointRequest": "_ranks.agreement",
     "Guard": "guard",
-    "RestoreError": "_checkpoint.restore",
+    "RestoreError": "_checkpoint.load",
     "attach": "guard",
 }
 

@@ -24,7 +24,7 @@ from types import TracebackType
 from typing import Any
 
 from swansong._checkpoint.health import LossMonitor
-from swansong._checkpoint.restore import RestoreError, load_checkpoint
+from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._daemon.channel import socket_path
 from swansong._daemon.progress import PauseWatch, Reporter

@@ -224,6 +224,8 @@ class RestoreQuery(Message):
     generation: Generation = -1
     step: Step = -1
     """With ``generation``: exactly this commit, which rank 0 has chosen."""
+    refused: Text = ""
+    """With ``generation``: the reason why the ranks refuse this commit; the answer is an older commit."""
     job_start_id: Id = ""
     """The daemon answers only after this :class:`JobStart` has begun."""
     prefixes: Prefixes = field(default_factory=list)
@@ -371,6 +373,8 @@ class Restored(Message):
     step: Step = -1
     generation: Generation = -1
     error: Text = ""
+    is_damaged: Flag = False
+    """With ``error``: the commit that the query names is damaged, and an older one may be whole."""
     download: Id = ""
     """The download that fetched these files; the :class:`ShardVerified` messages of all others are void."""
 

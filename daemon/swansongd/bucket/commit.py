@@ -140,10 +140,16 @@ def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptEr
     )
 
 
-def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:
+def newest_whole_commit(
+    store: ObjectStore, keys: RunKeys, *, before: CommitRef | None = None, near: int = 0
+) -> CommitRef | None:
     """The newest commit with the manifests of all its nodes; with a signing key, the newest signed one.
 
     Does not check its shards.
+
+    Args:
+        before: only older commits than this one.
+        near: a generation near the newest one, see :func:`swansongd.bucket.catalog.newest_commits`.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
@@ -151,7 +157,9 @@ def newest_whole_commit(store: ObjectStore, keys: RunKeys) -> CommitRef | None:
         StoreError: a request to the store failed.
     """
     unread: UnreadableError | None = None
-    for found in catalog.list_commits(store, keys):
+    for found in catalog.newest_commits(store, keys, near=near):
+        if before is not None and found.ref >= before:
+            continue
         try:
             if found.is_complete and (keys.signer is None or _is_signed(store, keys, found)):
                 return found.ref

@@ -105,6 +105,17 @@ class RunKeys:
     def commit(self, ref: CommitRef, node: int, nodes: int) -> str:
         return f"{self.parts(ref)}{_node(node, 'node')}-of-{_node(nodes, 'nodes')}.json"
 
+    def commits_before(self, generation: int) -> str:
+        """A key after those of all commits of earlier generations, except for the one just before.
+
+        Empty without earlier ones.
+        """
+        return f"{self.commits}{_generation(generation - 1)}" if generation > 1 else ""
+
+    def claims_before(self, generation: int) -> str:
+        """A key after those of all claims of earlier generations, except for the one just before."""
+        return f"{self.generations}{_generation(generation - 1)}" if generation > 1 else ""
+
     def farewell_prefix(self, generation: int) -> str:
         return f"{self.farewells}{_generation(generation)}-"
 

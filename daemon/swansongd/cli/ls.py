@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import argparse
+from itertools import islice
 from typing import Any
 
 from rich.table import Table
@@ -75,7 +76,7 @@ def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[st
         newest: number of commits to read; None for all.
         is_quiet: print no progress without a terminal.
     """
-    commits = catalog.list_commits(here.store, here.keys)[:newest]
+    commits = list(islice(catalog.newest_commits(here.store, here.keys), newest))
     rows: dict[tuple[CommitRef, int], dict[str, Any]] = {}
 
     def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:

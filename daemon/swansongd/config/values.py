@@ -21,6 +21,8 @@ from swansongd.digests import PART_SIZE_BYTES_MAX
 PART_SIZE_BYTES_MIN = 5 * 2**20
 """Minimum of S3 for all parts but the last."""
 
+DAYS_MAX = 36_500
+"""A hundred years: the limit of S3 and GCS for a retention."""
 RATE_BYTES_PER_S_MIN = 100_000
 """At this rate one window takes ten seconds.  Below it, a throttled request would look stalled."""
 
@@ -130,6 +132,12 @@ def preemption_notice(value: object) -> float | None:
 def interval(value: object) -> float | None:
     """A duration in seconds; None for ``auto``."""
     return None if value == "auto" else duration(value)
+
+
+def days(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= DAYS_MAX:
+        raise InvalidValue("is not a number of days", f"give a whole number from 0 to {DAYS_MAX}")
+    return value
 
 
 def factor(value: object) -> float:

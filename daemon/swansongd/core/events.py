@@ -264,6 +264,8 @@ class FlushProgress:
     """Bytes of this flush, which measure the bandwidth.  They count window by window as they are sent, and
     are subtracted when they must be sent again.  Whole parts would be too coarse: parallel parts finish in
     bursts, and seconds without a finished part would look like an idle link."""
+    bytes_compared: int = 0
+    """Bytes that were only read, to find the parts that an earlier commit has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,11 +310,13 @@ class PartsCounted:
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
     """``conflict``: a retry is useless.  Another set is committed under this generation and step, or no
-    reader would accept a manifest of this set."""
+    reader would accept a manifest of this set.  ``is_obsolete``: the set references objects of a commit that
+    is not the newest one any more, and must be flushed again."""
 
     flush_id: str
     reason: str
     conflict: bool
+    is_obsolete: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -72,7 +72,7 @@ def may_answer(state: State, query: RestoreQuery) -> bool:
     nothing of an earlier start is committed.
     """
     wanted = query.job_start_id
-    if query.generation >= 0:  # the ranks of all VMs have agreed on this commit
+    if query.generation >= 0 and not query.refused:  # rank 0 has chosen this commit
         return not wanted or state.job_start_id == wanted
     if query.rollback or not state.settings.several_vms:
         return True

@@ -107,7 +107,6 @@ class Storage:
             journal=journal,
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
-            is_urgent=is_urgent,
         )
         self.mirror = mirror
         """The backend of the mirror; None without one."""

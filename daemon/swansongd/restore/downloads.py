@@ -14,7 +14,6 @@ from __future__ import annotations
 import os
 import secrets
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 
@@ -22,12 +21,11 @@ import structlog
 from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, sealed_name
 
-from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
-from swansongd.core.events import DownloadEnded, DownloadStarted, Event
-from swansongd.core.state import State
+from swansongd.core.events import DownloadEnded, DownloadStarted
 from swansongd.errors import StagingError, Stopped
 from swansongd.model import CommitRef, StoredShard
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, restore
@@ -57,41 +55,16 @@ class Downloads:
     """Downloads commits to ``<run>/restored/``, one at a time.
 
     Args:
-        store: the backend; this class adds the retries.
-        keys: of the run.
-        run: staging directory of the run.
-        state: returns the newest state of the decision loop.
-        stop: ends all downloads.
-        local: finds files on this machine that need not be fetched.
-        mirror: read for shards that the store has lost or damaged; None: there is no mirror.
-        post: takes DownloadStarted and DownloadEnded.
-        monotonic: the clock.
+        context: of the run.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        keys: RunKeys,
-        run: RunDirectory,
-        state: Callable[[], State],
-        stop: threading.Event,
-        *,
-        local: LocalFiles | None = None,
-        mirror: ObjectStore | None = None,
-        post: Callable[[Event], None] = lambda _event: None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._store = store
-        self._keys = keys
-        self._run = run
-        self._state = state
-        self._stop = stop
-        self._local = local or LocalFiles(run, state)
-        self._mirror = mirror
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+        self._run = context.run
+        self._stop = context.stop
+        self._local = LocalFiles(context.run, context.state, context.shard_of)
         self.from_mirror = 0
         """Manifests and shards that the mirror had, and the store did not."""
-        self._post = post
-        self._monotonic = monotonic
         self._changed = threading.Condition()
         self._running: Download | None = None
         self._last: Download | None = None
@@ -112,17 +85,17 @@ class Downloads:
             if not wish.is_prefetch:
                 self._remove_others(download)
             return download
-        self._post(DownloadStarted())
+        self._context.post(DownloadStarted())
         try:
             download.result = result = self._restored(download)
         except Exception as error:
-            self._post(DownloadEnded(error=str(error) or type(error).__name__))
+            self._context.post(DownloadEnded(error=str(error) or type(error).__name__))
             raise
         finally:
             self._end(download)
         self.from_mirror += len(result.from_mirror)
         here_bytes = result.reused_bytes + result.local_bytes
-        self._post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
+        self._context.post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
         if download.is_asked:
             self._remove_others(download)
         return download
@@ -220,7 +193,7 @@ class Downloads:
             raise Stopped("stopped before it was done")
 
     def _may_run(self, download: Download) -> bool:
-        return resume.may_download(self._state(), is_asked=download.is_asked)
+        return resume.may_download(self._context.state(), is_asked=download.is_asked)
 
     def _is_useless(self, download: Download) -> bool:
         if not download.is_asked and download.wish.is_over():
@@ -261,18 +234,19 @@ class Downloads:
             download.begin(ref, shards)
 
         selection = replace(download.selection(), chosen=chosen)
-        mirror = None if self._mirror is None else retrying(self._mirror)
-        store = retrying(self._store)
-        return restore(store, self._keys, target, selection, options, mirror=mirror)
+        context = self._context
+        mirror = None if context.mirror is None else retrying(context.mirror)
+        store = retrying(context.store)
+        return restore(store, context.keys, target, selection, options, mirror=mirror)
 
     def _progress(self, download: Download) -> Listener:
-        looked_mono_s = self._monotonic()
+        looked_mono_s = self._context.monotonic()
 
         def progress(done_bytes: int, total_bytes: int) -> None:
             nonlocal looked_mono_s
             download.done_bytes, download.total_bytes = done_bytes, total_bytes
-            if self._monotonic() - looked_mono_s >= _LOOK_INTERVAL_S:
-                looked_mono_s = self._monotonic()
+            if self._context.monotonic() - looked_mono_s >= _LOOK_INTERVAL_S:
+                looked_mono_s = self._context.monotonic()
                 # Only bytes that flow need the link: a look for each window is enough.
                 if self._stop.is_set() or self._is_useless(download) or not self._may_run(download):
                     download.halt.set()

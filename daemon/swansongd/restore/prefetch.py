@@ -11,21 +11,17 @@ The prefetch only reads the bucket.  It therefore needs no generation, and begin
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable
 from enum import StrEnum
 
 import structlog
 
 from swansongd.bucket import commit
-from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
-from swansongd.core.state import State
 from swansongd.errors import Stopped, StoreError, SwansongError
 from swansongd.model import CommitRef
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
 from swansongd.restore.wish import Download, Wish
-from swansongd.stores.base import ObjectStore
 
 _LOOK_INTERVAL_S = 0.2
 _RETRY_S_FIRST = 0.5
@@ -53,32 +49,18 @@ class Prefetch:
     """Fetches the newest whole commit in a thread.
 
     Args:
+        context: of the run.
         downloads: fetches, and knows the finished directory.
-        store: the backend, for the listing.
-        keys: of the run.
-        state: returns the newest state of the decision loop.
-        stop: ends the thread.
         is_enabled: False: there is no prefetch.
-        monotonic: the clock.
     """
 
     def __init__(
-        self,
-        downloads: Downloads,
-        store: ObjectStore,
-        keys: RunKeys,
-        state: Callable[[], State],
-        stop: threading.Event,
-        *,
-        is_enabled: bool = True,
-        monotonic: Callable[[], float] = time.monotonic,
+        self, context: RestoreContext, downloads: Downloads, *, is_enabled: bool = True
     ) -> None:
+        self._context = context
         self._downloads = downloads
-        self._store = store  # without retries: the thread repeats the listing itself
-        self._keys = keys
-        self._state = state
-        self._stop = stop
-        self._monotonic = monotonic
+        self._state = context.state
+        self._stop = context.stop
         self._is_listed = False
         self._newest: CommitRef | None = None
         self._fetched: Download | None = None
@@ -153,7 +135,11 @@ class Prefetch:
 
     def _fetch_newest(self) -> None:
         if not self._is_listed:
-            self._newest = commit.newest_whole_commit(self._store, self._keys)
+            # Without retries: this thread repeats the listing itself.
+            near = self._context.state().generation or 0
+            self._newest = commit.newest_whole_commit(
+                self._context.store, self._context.keys, near=near
+            )
             self._is_listed = True
         state = self._state()
         self._newest = resume.newest_known(state, self._newest)
@@ -163,7 +149,7 @@ class Prefetch:
             return
         self._show(PrefetchState.FETCHING)
         wish = Wish(ref=self._newest, is_prefetch=True, is_over=self._is_over)
-        began_mono_s = self._monotonic()
+        began_mono_s = self._context.monotonic()
         self._fetched = fetched = self._downloads.fetch(wish)
         assert fetched.result is not None
         self._show(PrefetchState.READY)
@@ -174,7 +160,7 @@ class Prefetch:
             size_bytes=fetched.result.size_bytes,
             reused_bytes=fetched.result.reused_bytes,
             local_bytes=fetched.result.local_bytes,
-            seconds=round(self._monotonic() - began_mono_s, 3),
+            seconds=round(self._context.monotonic() - began_mono_s, 3),
         )
 
     def _show(self, state: PrefetchState, reason: str = "") -> None:

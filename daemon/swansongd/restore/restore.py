@@ -57,6 +57,7 @@ class Selection:
 
     Args:
         step: only commits of this step.
+        near: a generation near that of the commit; 0 if it is unknown.
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
         files: only shards that it accepts are fetched; the sizes of all stored objects are compared.
@@ -64,6 +65,7 @@ class Selection:
     """
 
     step: int | None = None
+    near: int = 0
     wanted: Wanted | None = None
     skipped: Skipped | None = None
     files: Callable[[StoredShard], bool] | None = None
@@ -125,9 +127,12 @@ def restore(
         Stopped: ``options.stop`` was set.
     """
     skipped: list[tuple[CommitRef, str]] = []
+    is_fresh = selection.step is None
     with target:
-        commits = _commits(store, keys, selection.step)
-        for commit in commits:
+        for commit in catalog.newest_commits(store, keys, near=selection.near):
+            if selection.step not in (None, commit.ref.step):
+                continue
+            is_fresh = is_fresh and not commit.is_complete
             try:
                 restored = _restore_commit(
                     store,
@@ -145,7 +150,6 @@ def restore(
                 continue
             if restored is not None:
                 return replace(restored, skipped=tuple(skipped))
-    is_fresh = selection.step is None and not any(commit.is_complete for commit in commits)
     if is_fresh and (farewell := catalog.farewell_with_commit(store, keys)) is not None:
         raise NothingToRestore(
             f"the listing of {store.url} contains no commit of run {keys.run}, but {farewell} names one",
@@ -307,6 +311,7 @@ def _nothing(
         f"{wanted} has no whole commit: {reasons}{more}",
         hint="" if step is None else "See: swansong verify",
         is_fresh=is_fresh,
+        is_damaged=True,
     )
 
 

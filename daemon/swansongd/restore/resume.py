@@ -15,7 +15,6 @@ One thread answers all queries in order, from a bounded queue.  :mod:`swansongd.
 from __future__ import annotations
 
 import threading
-import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -25,7 +24,6 @@ import structlog
 from swansong.protocol import Message, Restored, RestoreQuery, Restoring, ShardsTaken
 
 from swansongd.bucket import catalog, commit
-from swansongd.bucket.keys import RunKeys
 from swansongd.core import resume
 from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
 from swansongd.core.resume import Basis
@@ -39,11 +37,11 @@ from swansongd.errors import (
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
-from swansongd.restore.local_files import LocalFiles
+from swansongd.restore.refusals import Refusals
 from swansongd.restore.restore import health_of, healthy, whole
 from swansongd.restore.wish import Choice, Wish, union
-from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.trainers.admission import Reply
@@ -86,58 +84,23 @@ class Resume:
     """Answers queries in one thread, in the order of their arrival.
 
     Args:
-        store: the backend; this class adds the retries.
-        keys: of the run.
-        run: staging directory of the run.
-        state: returns the newest state of the decision loop.
-        stop: ends the thread and its download.
-        rescan: requests a scan of staging; None: the choice uses the last scan.
-        local: finds files on this machine that need not be fetched; None: without known digests.
-        mirror: read for shards that the store has lost or damaged; None: there is no mirror.
-        post: takes the events of the downloads, and those of each query.
-        monotonic: the clock.
+        context: of the run.
     """
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        keys: RunKeys,
-        run: RunDirectory,
-        state: Callable[[], State],
-        stop: threading.Event,
-        *,
-        rescan: Callable[[], None] | None = None,
-        local: LocalFiles | None = None,
-        mirror: ObjectStore | None = None,
-        post: Callable[[Event], None] = lambda _event: None,
-        monotonic: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._backend = store
-        self._keys = keys
-        self._run = run
-        self._state = state
-        self._stop = stop
-        self._rescan = rescan
-        self._monotonic = monotonic
-        self.downloads = Downloads(
-            store,
-            keys,
-            run,
-            state,
-            stop,
-            local=local,
-            mirror=mirror,
-            post=post,
-            monotonic=monotonic,
-        )
-        self._mirror = mirror
-        self._post = post
+    def __init__(self, context: RestoreContext) -> None:
+        self._context = context
+        self._keys = context.keys
+        self._state = context.state
+        self._stop = context.stop
+        self._monotonic = context.monotonic
+        self.downloads = Downloads(context)
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
         """Called after each answer without an error."""
-        self._reported_mono_s = monotonic()
+        self._reported_mono_s = context.monotonic()
         self._cached: _CachedAnswer | None = None
         self._last_rollback: tuple[int, _CachedAnswer] | None = None
+        self._refusals = Refusals(context.state)
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
         self._current: _Ticket | None = None
@@ -159,7 +122,7 @@ class Resume:
                 self._waiting.append(ticket)
                 self._changed.notify()
         if not query.rollback:
-            self._post(RestoreAsked())
+            self._context.post(RestoreAsked())
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
@@ -180,7 +143,8 @@ class Resume:
             except Transient as error:
                 answer = Restored(ticket.query.query_id, error=self._unreachable(error))
             except SwansongError as error:
-                answer = Restored(ticket.query.query_id, error=error.line())
+                is_damaged = isinstance(error, NothingToRestore) and error.is_damaged
+                answer = Restored(ticket.query.query_id, error=error.line(), is_damaged=is_damaged)
             except Exception as error:
                 _log.exception("resume_fault")
                 answer = Restored(ticket.query.query_id, error=f"{type(error).__name__}: {error}")
@@ -196,7 +160,7 @@ class Resume:
             self.downloads.verified.leave(ticket.reply)
             _send(ticket, answer)
             if not ticket.query.rollback:
-                self._post(RestoreAnswered(answer.step, answer.generation, answer.error))
+                self._context.post(RestoreAnswered(answer.step, answer.generation, answer.error))
             if not answer.error:
                 self.answered()
 
@@ -206,14 +170,14 @@ class Resume:
         The trainer does not get that commit: the store may have newer ones, and only an operator knows
         whether it is lost.
         """
-        if self._mirror is None:
+        if self._context.mirror is None:
             return error.line()
         try:
-            newest = commit.newest_whole_commit(self._mirror, self._keys)
+            newest = commit.newest_whole_commit(self._context.mirror, self._keys)
         except SwansongError as other:
             return f"{error.line()}; the mirror cannot be read either: {other.line()}"
         return (
-            f"{error.line()}; the mirror {self._mirror.url} has {newest or 'no commit'}: if the store is "
+            f"{error.line()}; the mirror {self._context.mirror.url} has {newest or 'no commit'}: if the store is "
             "lost, continue there with swansong mirror --promote"
         )
 
@@ -241,17 +205,21 @@ class Resume:
                 hint="See: swansong status",
             )
         if query.generation >= 0:
-            return self._named(CommitRef(query.generation, query.step))
+            ref = CommitRef(query.generation, query.step)
+            if not query.refused:
+                return self._named(ref)
+            self._refuse(ref, query.refused)
         if query.rollback:
             return self._rollback(query, ticket.post)
         return self._newest()
 
     def _scanned(self) -> State:
         """The state after a scan that begins now, which finds sets sealed just before the query."""
-        if self._rescan is None:
+        rescan = self._context.rescan
+        if rescan is None:
             return self._state()
         begun_mono_s = self._monotonic()
-        self._rescan()
+        rescan()
         while self._monotonic() - begun_mono_s < _SCAN_TIMEOUT_S:
             state = self._state()
             if state.scanned_mono_s is not None and state.scanned_mono_s >= begun_mono_s:
@@ -271,25 +239,48 @@ class Resume:
         if cached is not None and cached.basis.is_recent(self._monotonic()):
             return self._repeated(cached)
         store = self._store()
-        newest = commit.newest_whole_commit(store, self._keys)
+        refusal = self._refusals.current()
+        before = None if refusal is None else refusal.ref
+        newest = commit.newest_whole_commit(
+            store, self._keys, before=before, near=state.generation or 0
+        )
+        if newest is None and refusal is not None:
+            raise NothingToRestore(
+                f"run {self._keys.run} has no whole commit before {refusal.ref}, which is damaged: "
+                f"{refusal.reason}",
+                hint="See: swansong verify",
+            )
         own = resume.newest_local(state, newest)
-        wish = Wish(ref=newest) if own is None else None
+        wish = None
         if cached is not None and cached.basis.newest == newest:
             answer, wish = self._repeated(cached), cached.wish
         elif own is not None:
             answer = self._in_staging(own, state)
         else:
-            answer = self._fetched(Wish(ref=newest))
+            wish = Wish(ref=newest, before=before)
+            answer = self._fetched(wish)
         basis = resume.basis(state, newest, self._monotonic())
         self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish if answer.path else None)
         return answer
 
     def _named(self, ref: CommitRef) -> Restored:
-        """This commit, downloaded once for all ranks of this VM."""
+        """This commit, downloaded once for all ranks of this VM; refused once it proves damaged."""
+        refusal = self._refusals.current()
+        if refusal is not None and ref >= refusal.ref:
+            raise NothingToRestore(f"{ref} is damaged: {refusal.reason}", is_damaged=True)
         cached = self._cached
-        if cached is not None and cached.basis.newest == ref and cached.is_there():
-            return self._repeated(cached)
-        return self._fetch_named(ref)
+        try:
+            if cached is not None and cached.basis.newest == ref and cached.is_there():
+                return self._repeated(cached)
+            return self._fetch_named(ref)
+        except NothingToRestore as error:
+            if error.is_damaged:
+                self._refuse(ref, error.line())
+            raise
+
+    def _refuse(self, ref: CommitRef, reason: str) -> None:
+        if self._refusals.add(ref, reason):
+            self._cached = None
 
     def _fetch_named(self, ref: CommitRef) -> Restored:
         wish = Wish(ref=ref, choice=Choice.NAMED)
@@ -344,7 +335,8 @@ class Resume:
             UnreadableError: there is none, and the store refused a manifest that might be one.
         """
         unread: UnreadableError | None = None
-        for found in catalog.list_commits(store, self._keys):
+        near = self._state().generation or 0
+        for found in catalog.newest_commits(store, self._keys, near=near):
             if found.ref.step >= before_step:
                 continue
             try:
@@ -362,13 +354,13 @@ class Resume:
 
     def _store(self) -> ObjectStore:
         return Retrying(
-            self._backend, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
+            self._context.store, give_up_mono_s=lambda: None, budget_s=BUDGET_S, stop=self._stop
         )
 
     def _in_staging(self, own: Staged, state: State) -> Restored:
         return Restored(
             "",
-            path=str(self._run.path / own.directory),
+            path=str(self._context.run.path / own.directory),
             step=own.id.step,
             generation=state.generation if state.generation is not None else -1,
         )

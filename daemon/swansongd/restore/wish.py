@@ -43,6 +43,8 @@ class Wish:
     ref: CommitRef | None
     """None: the run has no whole commit as far as the asker knows."""
     choice: Choice = Choice.NEWEST
+    before: CommitRef | None = None
+    """Only older commits than this one, which the ranks of the job refuse."""
     prefixes: frozenset[str] = frozenset()
     """Only shards whose paths begin with one of these, and small common files; empty: all shards."""
     is_prefetch: bool = False
@@ -52,6 +54,8 @@ class Wish:
 
     def accepts(self, found: CommitRef) -> bool:
         """Whether this commit is wanted."""
+        if self.before is not None and found >= self.before:
+            return False
         if self.choice is Choice.NAMED:
             return replace(found, is_final=False) == self.ref
         return self.choice is Choice.NEWEST or found == self.ref
@@ -62,7 +66,8 @@ class Wish:
         return Selection(
             # Only the manifests of that step are read: there may be thousands of commits.
             step=None if is_any or self.ref is None else self.ref.step,
-            wanted=None if is_any else lambda ref, _: self.accepts(ref),
+            near=0 if self.ref is None else self.ref.generation,
+            wanted=None if is_any and self.before is None else lambda ref, _: self.accepts(ref),
             skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
         )
 
@@ -164,6 +169,6 @@ class Download:
         expected = self.ref or self.wish.ref
         if wish.choice is Choice.NEWEST:
             # The same newest commit: if it is damaged, every asker gets the same older one.
-            is_same = self.wish.choice is Choice.NEWEST and self.wish.ref == wish.ref
-            return is_same or expected == wish.ref
+            is_same = (self.wish.choice, self.wish.ref) == (Choice.NEWEST, wish.ref)
+            return (is_same and self.wish.before == wish.before) or expected == wish.ref
         return expected is not None and wish.accepts(expected)

@@ -10,6 +10,8 @@ Every method is safe to call from many threads at the same time, and raises only
 - :class:`~swansongd.errors.Transient` when trying again may help (timeout, reset, 5xx, 429, 409),
 - :class:`~swansongd.errors.NotFound` when the key, the upload or the bucket does not exist,
 - :class:`~swansongd.errors.Exists` when a create-if-absent found an object under the key,
+- :class:`~swansongd.errors.Changed` when a conditional delete found another object under the key,
+- :class:`~swansongd.errors.Locked` when a retention protects the object,
 - :class:`~swansongd.errors.TooLarge` when an object is too large to be returned whole,
 - :class:`~swansongd.errors.Permanent` for everything else (no permission, wrong region, bad request).
 
@@ -18,16 +20,25 @@ Errors are classified by code or type, never by message text.  The backends shar
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import ssl
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
 from swansongd.digests import part_count
-from swansongd.errors import ConfigError, NotFound, Permanent, StoreError, TooLarge, Transient
+from swansongd.errors import (
+    Changed,
+    ConfigError,
+    Locked,
+    NotFound,
+    Permanent,
+    StoreError,
+    TooLarge,
+)
 from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 2**20
@@ -40,6 +51,8 @@ CRC32C_UNKNOWN = -1
 """In receipts of :meth:`ObjectStore.parts`: the store returns no checksum of its parts."""
 GET_BYTES_MAX = 64 * 2**20
 """The largest object that :meth:`ObjectStore.get` returns."""
+DELETED_MAX = 1000
+"""Objects of one :meth:`ObjectStore.delete_many`: the limit of one request of S3."""
 LISTED_MAX = 1_000_000
 """Entries of one listing, which is in memory: 20,000 files of each of 50 VMs."""
 _PAGES_MAX = 20_000
@@ -55,6 +68,16 @@ class ObjectInfo:
 
     key: str
     size_bytes: int
+    age_s: float | None = field(default=None, compare=False)
+    """Since the object was written, by the store's own clock; None: unknown, so treat it as young.
+
+    S3 counts from the start of a multipart upload, which can be days before its completion.
+    """
+    tag: str = field(default="", compare=False)
+    """Identifies these bytes under this key, for a conditional delete; empty: the store has no tags.
+
+    S3 may give an equal tag to equal bytes that are written again; GCS and directories give another one.
+    """
 
 
 class Page(NamedTuple):
@@ -160,18 +183,52 @@ class ObjectStore(Protocol):
     def head(self, key: str) -> ObjectInfo | None:
         """Size of the object, or None if there is none.  A missing *bucket* raises NotFound."""
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """List all objects whose key starts with ``prefix``: each key once, in any order.
+
+        With ``after`` only keys that are greater, in byte order.  The store skips the others where it can.  A
+        store that sorts by directory (SeaweedFS) leaves out further keys: those below ``after/``, and those
+        that are not greater when keys are compared name by name.
 
         The listing ends only at the page that the store marks as the last one.  Raises Permanent above
         :data:`LISTED_MAX` entries, and when a page leads back to an earlier page.
         """
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        """Return one page of that listing; ``token`` is that of the previous page, None for the first."""
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        """Return one page of that listing; ``token`` is that of the previous page, None for the first.
 
-    def delete(self, key: str) -> None:
-        """Delete the object.  A missing object is not an error."""
+        The page may contain keys up to ``after``.
+        """
+
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        """Delete the object.  A missing object is not an error.
+
+        With ``if_tag`` only the object with this tag is deleted; raises Changed if the key has another one.
+        S3 and GCS compare atomically.  A directory compares first and deletes then.  A compatible store
+        without conditional deletes ignores the tag: never delete a key that can be written again.
+
+        Raises Locked, and deletes nothing, while :meth:`locked_until` returns a date in the future.
+        """
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        """Delete up to :data:`DELETED_MAX` objects, each as :meth:`delete` with its tag.
+
+        Sends one request where the store can.  Returns the keys that remain, each with the reason; they are
+        not an error.  Raises when the store did not process the request: objects may then be deleted or not.
+        """
+
+    def locked_until(self, key: str) -> float | None:
+        """End of the retention of an object, in Unix seconds by the store's clock; None: it has none.
+
+        A date in the past protects nothing.  A missing object has no retention.  Raises Permanent when the
+        credentials lack the right to read the retention: unknown is not unlocked.
+        """
+
+    def lock(self, key: str) -> float | None:
+        """Extend the retention of an object, as if it were written now; returns its end in Unix seconds.
+
+        None, and no request, if the store gives objects with this key no retention.
+        """
 
     def put_shard(self, key: str, body: Body) -> int:
         """Store a whole shard in one request, and return the CRC32C of its bytes.
@@ -251,7 +308,9 @@ def read_through(body: Body, *, with_sha256: bool = False) -> tuple[int, str]:
     return value, sha256.hexdigest() if with_sha256 else ""
 
 
-def listed(prefix: str, page: Callable[[str | None], Page]) -> Iterator[ObjectInfo]:
+def listed(
+    prefix: str, page: Callable[[str | None], Page], after: str = ""
+) -> Iterator[ObjectInfo]:
     """All objects of a listing, each key once; see :meth:`ObjectStore.list`.
 
     Args:
@@ -259,7 +318,7 @@ def listed(prefix: str, page: Callable[[str | None], Page]) -> Iterator[ObjectIn
     """
     seen: set[str] = set()
     for info in all_pages(f"list {prefix}", page):
-        if info.key not in seen:
+        if info.key not in seen and info.key > after:
             seen.add(info.key)
             yield info
 
@@ -314,6 +373,24 @@ def expect_all_parts(upload: Upload, parts: Sequence[PartReceipt]) -> None:
         )
 
 
+def delete_each(store: ObjectStore, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+    """Delete one object after the other; see :meth:`ObjectStore.delete_many`."""
+    expect_few(infos)
+    remaining: dict[str, str] = {}
+    for info in infos:
+        try:
+            store.delete(info.key, if_tag=info.tag)
+        except (Changed, Locked) as error:
+            remaining[info.key] = str(error)
+    return remaining
+
+
+def expect_few(infos: Sequence[ObjectInfo]) -> None:
+    """Raise Permanent if there are more objects than one request may name."""
+    if len(infos) > DELETED_MAX:
+        raise Permanent(f"delete {len(infos)} objects: one request has at most {DELETED_MAX}")
+
+
 def confirm_completion(store: ObjectStore, upload: Upload, unknown: NotFound) -> None:
     """Accept a completion of an unknown upload if an earlier completion took effect.
 
@@ -329,11 +406,10 @@ def named(what: str) -> Iterator[None]:
     """Add ``what``, the operation that failed, to errors of the contract; other errors pass unchanged."""
     try:
         yield
-    except Transient as error:
-        message = f"{what}: {error}"
-        raise Transient(message, hint=error.hint, retry_after_s=error.retry_after_s) from error
     except StoreError as error:
-        raise type(error)(f"{what}: {error}", hint=error.hint) from error
+        found = copy.copy(error)  # with its hint and its other attributes
+        found.args = (f"{what}: {error}",)
+        raise found from error
 
 
 class BytesBody:

@@ -170,10 +170,13 @@ def objects(response: Response, base: str, prefix: str) -> Page:
     """
     page = document(response, "ListBucketResult")
     decoded = _decoder(page)
+    now = _stated_date(response)
     found = [
         ObjectInfo(
             _below(decoded(field(item, "Key", 3 * _KEY_CHARS_MAX)), base, prefix),
             decimal(item.findtext("Size"), "Size", 0, BYTES_MAX),
+            _object_age_s(item.findtext("LastModified") or "", now),
+            _tag(item.findtext("ETag") or ""),
         )
         for item in page.findall("Contents")
     ]
@@ -256,13 +259,41 @@ def _age_of_s(begun: str, now: datetime) -> float:
         return 0.0
 
 
-def _date_of(response: Response) -> datetime:
-    """The store's time of the response."""
+def _object_age_s(written: str, now: datetime | None) -> float | None:
+    """Seconds since ``written``; None if one of the times is unknown."""
     try:
-        reported = parsedate_to_datetime(response.headers.get("date", ""))
+        return _seconds_between(datetime.fromisoformat(written), now)
+    except (ValueError, TypeError, OverflowError):
+        return None
+
+
+def _seconds_between(then: datetime | None, now: datetime | None) -> float | None:
+    return None if then is None or now is None else max(0.0, (now - then).total_seconds())
+
+
+def _date_of(response: Response) -> datetime:
+    """The store's time of the response, else the time of this VM."""
+    return _stated_date(response) or datetime.now(UTC)
+
+
+def _stated_date(response: Response) -> datetime | None:
+    """The store's time of the response."""
+    return _http_date(response.headers.get("date", ""))
+
+
+def _http_date(stated: str) -> datetime | None:
+    try:
+        reported = parsedate_to_datetime(stated)
     except (ValueError, OverflowError):
-        return datetime.now(UTC)
+        return None
     return reported.replace(tzinfo=reported.tzinfo or UTC)
+
+
+def _tag(etag: str) -> str:
+    """The ETag as a tag; empty if the store sends none, or no valid one."""
+    bare = etag.strip('"')
+    is_valid = len(bare) <= _ETAG_CHARS_MAX and bare.isascii() and bare.isprintable()
+    return quoted(bare) if bare and is_valid else ""
 
 
 # ---------------------------------------------------------------- JSON
@@ -272,11 +303,12 @@ def json_objects(response: Response, base: str, prefix: str) -> Page:
     """Parse a page of a listing of GCS; see :func:`objects`."""
     body = json_object(response.body, "the listing", RESPONSE_BYTES_MAX)
     _expect_kind(body, "storage#objects")
+    now = _stated_date(response)
     found = []
     for each in items(body.get("items", []), "items", _PAGE_ITEMS_MAX):
         item = mapping(each, "an item", 100)
         key = _below(text(item.get("name"), "name", _KEY_CHARS_MAX), base, prefix)
-        found.append(ObjectInfo(key, decimal(item.get("size"), "size", 0, BYTES_MAX)))
+        found.append(_json_info(item, key, now))
     token = body.get("nextPageToken")
     return Page(found, None if token is None else _token(token))
 
@@ -288,14 +320,29 @@ def _token(value: Any) -> str:
     return token
 
 
-def json_metadata(response: Response, key: str) -> tuple[int, int | None]:
-    """Size and CRC32C of an object of GCS; None if the store returns no checksum."""
+def _json_info(item: Mapping[str, Any], key: str, now: datetime | None) -> ObjectInfo:
+    generation = item.get("generation", "")
+    is_valid = isinstance(generation, str) and _DECIMAL.fullmatch(generation)
+    return ObjectInfo(
+        key,
+        decimal(item.get("size"), "size", 0, BYTES_MAX),
+        _object_age_s(str(item.get("timeCreated", "")), now),
+        generation if is_valid else "",
+    )
+
+
+def json_metadata(response: Response, base: str, key: str) -> tuple[ObjectInfo, int | None]:
+    """An object of GCS, and its CRC32C; None if the store returns no checksum.
+
+    Args:
+        base: prefix of the store's URL; removed from the key.
+    """
     body = json_object(response.body, "the metadata", RESPONSE_BYTES_MAX)
     _expect_kind(body, "storage#object")
-    if body.get("name") != key:
-        raise BoundsError(f"name is {body.get('name')!r:.80}, not {key!r:.80}")
-    size_bytes = decimal(body.get("size"), "size", 0, BYTES_MAX)
-    return size_bytes, _crc32c(str(body.get("crc32c", "")))
+    if body.get("name") != base + key:
+        raise BoundsError(f"name is {body.get('name')!r:.80}, not {base + key!r:.80}")
+    info = _json_info(body, key, _stated_date(response))
+    return info, _crc32c(str(body.get("crc32c", "")))
 
 
 def _expect_kind(body: Mapping[str, Any], kind: str) -> None:
@@ -317,6 +364,30 @@ def etag_of(headers: Mapping[str, str]) -> str:
 def length_of(headers: Mapping[str, str]) -> int:
     """The length in the response to a HEAD."""
     return decimal(headers.get("content-length"), "Content-Length", 0, BYTES_MAX)
+
+
+def head_info(response: Response, key: str) -> ObjectInfo:
+    """The object of a HEAD."""
+    written = _http_date(response.headers.get("last-modified", ""))
+    return ObjectInfo(
+        key,
+        length_of(response.headers),
+        _seconds_between(written, _stated_date(response)),
+        _tag(response.headers.get("etag", "")),
+    )
+
+
+def remaining(response: Response, base: str) -> dict[str, str]:
+    """The keys that a multi-object delete did not delete, each with the store's code.
+
+    Args:
+        base: prefix of the store's URL; removed from the keys.
+    """
+    result = document(response, "DeleteResult", "DeleteObjectsResult")
+    return {
+        _below(field(item, "Key", _KEY_CHARS_MAX), base, ""): one_line(field(item, "Code", 200), 80)
+        for item in result.findall("Error")
+    }
 
 
 def quoted(etag: str) -> str:

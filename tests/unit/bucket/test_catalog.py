@@ -41,8 +41,8 @@ class Listing:
         self._keys = keys
         self._size_bytes = size_bytes
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        found = [key for key in self._keys if key.startswith(prefix)]
+    def list(self, prefix: str, *, after: str = "") -> list[ObjectInfo]:
+        found = [key for key in self._keys if key.startswith(prefix) and key > after]
         return [ObjectInfo(key, self._size_bytes) for key in found]
 
 

@@ -32,6 +32,7 @@ from swansongd.flush.committer import Committer
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import ObjectInfo
@@ -228,7 +229,7 @@ def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -
     """Also when the store fails: the decision loop does not look again before the answer."""
 
     class Broken(FileStore):
-        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
             raise Transient("503")
 
     desk = Desk(tmp_path / "a", Broken(store.url))
@@ -256,7 +257,9 @@ class Vm:
         story.scan()
         settings = replace(story.state.settings, several_vms=True)
         self.state: State = replace(story.state, settings=settings, job_start_id="start")
-        self.resume = Resume(store, KEYS, run, lambda: self.state, threading.Event())
+        self.resume = Resume(
+            RestoreContext(store, KEYS, run, lambda: self.state, threading.Event())
+        )
         self.answers: queue.Queue[Message] = queue.Queue()
 
     def ask(self, wanted: CommitRef | None = None) -> Restored:

@@ -12,8 +12,8 @@ import pytest
 from swansong.protocol import RESTORED_DIRECTORY
 from swansongd.bucket.keys import RunKeys
 from swansongd.model import CommitRef, StagedFile, StoredShard
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
-from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.restore import RestoreResult
 from swansongd.restore.target import RestoredFile
 from swansongd.restore.wish import Wish
@@ -59,16 +59,15 @@ class Vm:
 
     def fetch(self, ref: CommitRef) -> RestoreResult:
         """Download by a daemon that has just started."""
-        local = LocalFiles(self.run, lambda: self.story.state, self.shard_of)
-        downloads = Downloads(
+        context = RestoreContext(
             self.store,
             RunKeys("r"),
             self.run,
             lambda: self.story.state,
             threading.Event(),
-            local=local,
+            shard_of=self.shard_of,
         )
-        result = downloads.fetch(Wish(ref=ref)).result
+        result = Downloads(context).fetch(Wish(ref=ref)).result
         assert result is not None
         return result
 

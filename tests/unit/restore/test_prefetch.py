@@ -20,6 +20,7 @@ from swansongd.core.events import FenceFound, GenerationClaimed
 from swansongd.core.state import State
 from swansongd.errors import Transient
 from swansongd.model import CommitRef
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
@@ -51,10 +52,10 @@ class Held(OddStore):
         if offset >= 3 * committed.PART_SIZE_BYTES:
             assert self.release.wait(30)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         if self.is_away:
             raise Transient("503")
-        return super().list(prefix)
+        return super().list(prefix, after=after)
 
 
 class Vm:
@@ -71,7 +72,7 @@ class Vm:
         self.story.scan()
         self.stop = threading.Event()
         clock = itertools.count(0.0, 0.06)  # a download looks at the state with each window
-        self.resume = Resume(
+        self.context = RestoreContext(
             self.store,
             RunKeys("r"),
             self.run,
@@ -79,9 +80,8 @@ class Vm:
             self.stop,
             monotonic=lambda: next(clock),
         )
-        self.prefetch = Prefetch(
-            self.resume.downloads, self.store, RunKeys("r"), lambda: self.state, self.stop
-        )
+        self.resume = Resume(self.context)
+        self.prefetch = Prefetch(self.context, self.resume.downloads)
         self.resume.answered = self.prefetch.answered
 
     @property
@@ -338,9 +338,7 @@ def test_a_prefetch_waits_for_a_store_that_is_away(vm: Vm) -> None:
 
 def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:
     vm.commit(100)
-    prefetch = Prefetch(
-        vm.resume.downloads, vm.store, RunKeys("r"), lambda: vm.state, vm.stop, is_enabled=False
-    )
+    prefetch = Prefetch(vm.context, vm.resume.downloads, is_enabled=False)
     prefetch.start()
     assert prefetch.report()["state"] == "off"
     assert vm.ask()().step == 100

@@ -21,6 +21,7 @@ from swansongd.core.state import State
 from swansongd.errors import Permanent
 from swansongd.model import CommitRef, Staged, TrainerView
 from swansongd.restore import resume as resume_module
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import BUDGET_S, Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.file.store import FileStore
@@ -62,8 +63,13 @@ class Vm:
         )
         return self.bucket / made.objects[0].key
 
+    def context(self, **options: Any) -> RestoreContext:
+        return RestoreContext(
+            self.store, self.keys, self.run, lambda: self.state, threading.Event(), **options
+        )
+
     def resume(self) -> Resume:
-        return Resume(self.store, self.keys, self.run, lambda: self.state, threading.Event())
+        return Resume(self.context())
 
     def ask(self) -> Restored:
         """The answer of a daemon that has just started, without a cached answer."""
@@ -198,7 +204,7 @@ def test_a_set_sealed_just_before_the_query_is_found(vm: Vm) -> None:
         threading.Timer(0.05, found).start()
 
     answers: queue.Queue[Message] = queue.Queue()
-    resume = Resume(vm.store, vm.keys, vm.run, lambda: vm.state, threading.Event(), rescan=rescan)
+    resume = Resume(vm.context(rescan=rescan))
     resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
     assert vm.answer(answers).step == 110
 
@@ -384,14 +390,7 @@ def test_a_query_for_a_job_start_that_never_begins_times_out(vm: Vm) -> None:
     """The job was started again: the answer is an error, before the trainer's own timeout."""
     SeveralVms(vm)
     now_s = [0.0]
-    resume = Resume(
-        vm.store,
-        RunKeys("r"),
-        vm.run,
-        lambda: vm.state,
-        threading.Event(),
-        monotonic=lambda: now_s[0],
-    )
+    resume = Resume(vm.context(monotonic=lambda: now_s[0]))
     answers: queue.Queue[Message] = queue.Queue()
     query = RestoreQuery("q1", generation=1, step=10, job_start_id="other")
     resume.ask(query, answers.put, lambda _: None)

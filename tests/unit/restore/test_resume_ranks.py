@@ -12,6 +12,7 @@ from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.resume import ONE_START_S
 from swansongd.core.state import Settings, State
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import Sink
@@ -48,7 +49,7 @@ class Asked:
         (tmp_path / "staging").mkdir()
         self.run = prepare(tmp_path / "staging", "r")
         state = State(settings=Settings(reserve_s=1.0, signals_trainer=False))
-        self.resume = Resume(
+        context = RestoreContext(
             self.store,
             RunKeys("r"),
             self.run,
@@ -56,6 +57,7 @@ class Asked:
             threading.Event(),
             monotonic=lambda: self.now_s,
         )
+        self.resume = Resume(context)
 
     def ask(self, query_id: str) -> Callable[[], Message]:
         """Send a query; returns a function that waits for the next reply."""

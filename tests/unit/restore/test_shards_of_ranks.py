@@ -10,11 +10,13 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from structlog.testing import capture_logs
 from swansong.protocol import Message, Restored, RestoreQuery
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import GenerationClaimed, JobStarted, Prune, SetAside, TrainerJoined
 from swansongd.errors import Permanent
 from swansongd.model import CommitRef, TrainerView
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.restore.wish import COMMON_BYTES_MAX, PREFIXES_MAX, covers, union
 from swansongd.staging import scan
@@ -52,9 +54,10 @@ class Vm:
         self.story = Story(claimed=False)
         settings = replace(self.story.state.settings, several_vms=True)
         self.story.state = replace(self.story.state, settings=settings)
-        self.resume = Resume(
+        context = RestoreContext(
             self.store, RunKeys("r"), self.run, lambda: self.story.state, threading.Event()
         )
+        self.resume = Resume(context)
 
     def train(self, node: int) -> None:
         """Take part in the first start, and seal the part of step 100, which all VMs commit."""
@@ -147,6 +150,7 @@ def test_a_rank_that_asks_later_gets_further_files_in_the_same_directory(vm: Vm)
     assert set(committed.tree(Path(first.path))) == {path for n in range(4) for path in part_of(n)}
 
 
+@pytest.mark.fault("G32")
 def test_a_rank_that_the_commit_does_not_have_gets_the_other_files_afterwards(vm: Vm) -> None:
     """A job that has grown asks for its own files, of which there are none, and then for all."""
     first = vm.ask(named(NODES))()
@@ -175,6 +179,7 @@ def held_path(vm: Vm) -> str:
     return str(directory)
 
 
+@pytest.mark.fault("G33")
 def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
     """The store fails during the second rank's download: the directory stays as it was, and the next query
     fetches the rest."""
@@ -185,28 +190,132 @@ def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
             raise Permanent("access denied")
 
     vm.store.instead = fail
-    replies: queue.Queue[Message] = queue.Queue()
-    vm.resume.ask(named(1), lambda message, *_: replies.put(message), lambda _: None)
-    while not isinstance(reply := replies.get(timeout=30), Restored):
-        pass
-    assert "access denied" in reply.error
+    assert "access denied" in reply_to(vm, named(1)).error
     assert committed.tree(Path(first.path)) == part_of(0)
     vm.store.instead = lambda *_: None
     assert vm.ask(named(1))().path == first.path
     assert committed.tree(Path(first.path)) == part_of(0) | part_of(1)
 
 
-def test_a_damaged_shard_fails_the_query_of_the_rank_that_reads_it(vm: Vm, bucket: Path) -> None:
-    """The error names the shard.  A rank that does not read the shard gets its files."""
-    (stored,) = (path for path in bucket.rglob("*") if bytes([3]) * 5120 in data_of(path))
-    stored.write_bytes(bytes([7]) + stored.read_bytes()[1:])
-    assert committed.tree(Path(vm.ask(named(0))().path)) == part_of(0)
+def reply_to(vm: Vm, query: RestoreQuery) -> Restored:
+    """The reply, which may be an error."""
     replies: queue.Queue[Message] = queue.Queue()
-    vm.resume.ask(named(3), lambda message, *_: replies.put(message), lambda _: None)
+    vm.resume.ask(query, lambda message, *_: replies.put(message), lambda _: None)
     while not isinstance(reply := replies.get(timeout=30), Restored):
         pass
+    return reply
+
+
+def damage(bucket: Path, content: bytes) -> None:
+    """Change one byte of the stored object with this content."""
+    (stored,) = (path for path in bucket.rglob("*") if content in data_of(path))
+    stored.write_bytes(bytes([255 - content[0]]) + stored.read_bytes()[1:])
+
+
+def test_a_damaged_shard_fails_the_query_of_the_rank_that_reads_it(vm: Vm, bucket: Path) -> None:
+    """The error names the shard.  A rank that does not read the shard gets its files."""
+    damage(bucket, bytes([3]) * 5120)
+    assert committed.tree(Path(vm.ask(named(0))().path)) == part_of(0)
+    reply = reply_to(vm, named(3))
     assert "rank-00003/model.bin" in reply.error
     assert reply.error.endswith("See: swansong verify")
+    assert reply.is_damaged
+
+
+def newer_of(node: int) -> dict[str, bytes]:
+    """The files of the only rank of a VM, 100 steps later."""
+    return {path: bytes([100]) + content for path, content in part_of(node).items()}
+
+
+@pytest.fixture
+def damaged(bucket: Path) -> Path:
+    """The store with a newer checkpoint, step 200, whose shard of rank 3 is damaged."""
+    store = committed.file_store(bucket)
+    for node in range(NODES):
+        committed.commit(
+            store, newer_of(node), step=200, node=node, nodes=NODES, upload_nonce=f"b{node}"
+        )
+    damage(bucket, bytes([100]) + bytes([3]) * 5120)
+    return bucket
+
+
+def refused(step: int = 200, job_start_id: str = "start") -> RestoreQuery:
+    """The query of rank 0 after another VM has found damage."""
+    return RestoreQuery(
+        "q",
+        generation=1,
+        step=step,
+        refused="rank 3: no digest",
+        job_start_id=job_start_id,
+        prefixes=prefixes_of(0),
+    )
+
+
+@pytest.mark.fault("G30")
+def test_after_a_refusal_the_answer_is_the_next_older_whole_commit(vm: Vm, damaged: Path) -> None:
+    """The daemon of rank 0 found no damage.  It refuses the commit until the job is started again."""
+    assert damaged.is_dir()
+    vm.begin("start", generation=2, newest=CommitRef(1, 200))
+    newest = RestoreQuery("q", job_start_id="start", prefixes=prefixes_of(0))
+    assert committed.tree(Path(vm.ask(newest)().path)) == newer_of(0)
+    with capture_logs() as logs:
+        for query in (
+            refused(),
+            refused(),
+            newest,
+            named(0),
+        ):  # a query is repeated after a reconnect
+            answer = vm.ask(query)()
+            assert (answer.generation, answer.step) == (1, 100)
+            assert committed.tree(Path(answer.path)) == part_of(0)
+    (line,) = (line for line in logs if line["event"] == "commit_refused")
+    assert line["reason"] == "rank 3: no digest"
+    assert reply_to(vm, replace(named(0), step=200)).is_damaged
+    vm.begin("again", generation=3, newest=CommitRef(1, 200))
+    answer = vm.ask(replace(newest, job_start_id="again"))()
+    assert committed.tree(Path(answer.path)) == newer_of(0)
+
+
+@pytest.mark.fault("G30")
+def test_a_damaged_commit_is_fetched_once_for_all_ranks_of_a_vm(vm: Vm, damaged: Path) -> None:
+    """The second rank gets the same refusal at once.  Then both get the older commit."""
+    assert damaged.is_dir()
+    vm.begin("start", generation=2, newest=CommitRef(1, 200))
+    for rank in (3, 2):
+        reply = reply_to(vm, replace(named(rank), step=200))
+        assert reply.is_damaged
+        assert "rank-00003/model.bin" in reply.error
+        if rank == 3:
+            read_bytes = vm.store.given_bytes
+    assert vm.store.given_bytes == read_bytes
+    assert committed.tree(Path(vm.ask(named(3))().path)) == part_of(3)
+
+
+def test_a_refusal_of_the_oldest_commit_is_no_fresh_run(vm: Vm) -> None:
+    """The error names the refused commit and the reason, so no rank trains from step 0 by mistake."""
+    vm.begin("start", generation=2, newest=CommitRef(1, 100))
+    reply = reply_to(vm, refused(step=100))
+    assert "no whole commit before generation 1 step 100" in reply.error
+    assert "rank 3: no digest" in reply.error
+
+
+@pytest.mark.fault("G31")
+def test_a_rank_that_dies_during_the_download_delays_no_other_rank(vm: Vm) -> None:
+    """Its shards are fetched too, and its successor gets them without another request."""
+    release = threading.Event()
+    vm.store.instead = lambda *_: release.wait(30)
+
+    def is_dead(*_: object) -> None:
+        raise BrokenPipeError
+
+    vm.resume.ask(named(2), is_dead, lambda _: None)
+    until(lambda: vm.store.given, what="the first download")
+    other = vm.ask(named(1))
+    release.set()
+    assert part_of(1).items() <= committed.tree(Path(other().path)).items()
+    read_bytes = vm.store.given_bytes
+    assert part_of(2).items() <= committed.tree(Path(vm.ask(named(2))().path)).items()
+    assert vm.store.given_bytes == read_bytes
 
 
 def data_of(path: Path) -> bytes:

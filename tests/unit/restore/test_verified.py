@@ -13,6 +13,7 @@ import pytest
 from swansong.protocol import Message, Restored, RestoreQuery, ShardsTaken, ShardVerified
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.state import State
+from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.restore.target import RestoreTarget
 from swansongd.restore.verified import AHEAD, VerifiedShards
@@ -138,7 +139,7 @@ def test_a_trainer_gets_files_before_the_last_one_is_fetched(tmp_path: Path) -> 
     run = prepare(tmp_path / "staging", "r")
     state: State = Story().state
     stop = threading.Event()
-    resume = Resume(store, RunKeys("r"), run, lambda: state, stop)
+    resume = Resume(RestoreContext(store, RunKeys("r"), run, lambda: state, stop))
     trainer = Trainer()
     resume.ask(query(), trainer, lambda _: None)
     until(lambda: len(trainer.files) == 2, what="two files")

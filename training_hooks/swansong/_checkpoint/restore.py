@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Asks the daemon for a checkpoint, and loads this rank's part of it."""
+"""Asks the daemon for a checkpoint, together with the other ranks of the job."""
 
 from __future__ import annotations
 
@@ -11,15 +11,12 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator
-from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
-from swansong import openat, protocol
-from swansong._ranks.agreement import Ranks
-from swansong._ranks.choice import RestoreChoice
+from swansong._checkpoint.load import RestoreError, lacks
+from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong.protocol import (
     Message,
-    RankManifest,
     Refused,
     Restored,
     RestoreQuery,
@@ -27,7 +24,7 @@ from swansong.protocol import (
     ShardsTaken,
     ShardVerified,
 )
-from swansong.state import Arrivals, Snapshots
+from swansong.state import Arrivals
 
 PATIENCE_S = 120.0
 """Longest time of a restore without any progress."""
@@ -41,8 +38,8 @@ REPORT_EVERY_S = 5.0
 log = logging.getLogger("swansong")
 
 
-class RestoreError(Exception):
-    """A checkpoint exists but cannot be restored.  Training must not start from step 0 instead."""
+class DamagedError(RestoreError):
+    """The checkpoint that rank 0 has chosen is damaged; an older one may be whole."""
 
 
 class RestoreClient:
@@ -80,8 +77,50 @@ class RestoreClient:
         Raises:
             RestoreError: the ranks cannot agree, or the daemon cannot restore, refuses or makes no progress.
         """
-        answer = self._chosen(arrivals)
-        if arrivals is None or not answer.path or not _lacks(answer, arrivals, owners):
+        if self._choice is None:
+            return self._completed(self._ask(arrivals=arrivals), arrivals, owners)
+        found = Restored("")  # a fresh run
+
+        def choose(job_start_id: str, refused: Choice | None) -> Choice:
+            nonlocal found
+            try:
+                found = self._ask_first(arrivals, job_start_id=job_start_id, **(refused or {}))
+            except RestoreError as error:
+                return {"error": f"rank 0: {error}"}
+            return _named(found)
+
+        def fetch(choice: Choice) -> Outcome:
+            nonlocal found
+            try:
+                if _named(found) != choice:
+                    found = self._ask_first(arrivals, **choice)
+                found = self._completed(found, arrivals, owners)
+            except DamagedError as error:
+                return {"damaged": str(error)}
+            except RestoreError as error:
+                return {"error": str(error)}
+            return {}
+
+        with _agreement():
+            choice = self._choice.for_resume(choose, fetch)
+        _check_choice(choice)
+        return found
+
+    def _ask_first(self, arrivals: Arrivals | None, **query: Any) -> Restored:
+        """Ask, and forget the files of a checkpoint that the ranks have refused."""
+        if arrivals is not None:
+            arrivals.clear()
+        return self._ask(arrivals=arrivals, **query)
+
+    def _completed(
+        self, answer: Restored, arrivals: Arrivals | None, owners: Collection[int] | None
+    ) -> Restored:
+        """Ask for all files of the same checkpoint if this rank reads others than it has named."""
+        if (
+            arrivals is None
+            or not answer.path
+            or not lacks(answer.path, answer.step, arrivals, owners)
+        ):
             return answer
         is_whole = self._choice is None or not arrivals.prefixes
         arrivals.read_all()
@@ -89,27 +128,6 @@ class RestoreClient:
             return answer
         log.info("restoring: this rank reads the files of all ranks")
         return self._ask(generation=answer.generation, step=answer.step, arrivals=arrivals)
-
-    def _chosen(self, arrivals: Arrivals | None) -> Restored:
-        if self._choice is None:
-            return self._ask(arrivals=arrivals)
-        chosen: list[Restored] = []
-
-        def choose(job_start_id: str) -> dict[str, Any]:
-            try:
-                chosen.append(self._ask(job_start_id=job_start_id, arrivals=arrivals))
-            except RestoreError as error:
-                return {"error": f"rank 0: {error}"}
-            return {"generation": chosen[0].generation, "step": chosen[0].step}
-
-        with _agreement():
-            choice = self._choice.for_resume(choose)
-        _check_choice(choice)
-        if chosen:
-            return chosen[0]
-        if choice["generation"] < 0:
-            return Restored("")  # a fresh run
-        return self._ask(generation=choice["generation"], step=choice["step"], arrivals=arrivals)
 
     def find_healthy(self, *, number: int, at_step: int, before_step: int) -> Restored:
         """Return the newest healthy checkpoint, and begin a rollback to it.
@@ -125,12 +143,12 @@ class RestoreClient:
         if self._choice is None:
             return _healthy(self._ask(rollback=number, before_step=before_step))
 
-        def choose(before_step: int) -> dict[str, Any]:
+        def choose(before_step: int) -> Choice:
             try:
                 found = _healthy(self._ask(rollback=number, before_step=before_step))
             except RestoreError as error:
                 return {"error": f"rank 0: {error}"}
-            return {"generation": found.generation, "step": found.step}
+            return _named(found)
 
         with _agreement():
             choice = self._choice.for_rollback(number, at_step, before_step, choose)
@@ -191,6 +209,7 @@ class RestoreClient:
         before_step: int = -1,
         generation: int = -1,
         step: int = -1,
+        refused: str = "",
         job_start_id: str = "",
         arrivals: Arrivals | None = None,
     ) -> Restored:
@@ -201,6 +220,7 @@ class RestoreClient:
             before_step,
             generation,
             step,
+            refused,
             job_start_id,
             prefixes=[] if arrivals is None or self._choice is None else list(arrivals.prefixes),
             takes_shards=arrivals is not None,
@@ -220,7 +240,8 @@ class RestoreClient:
                 if fd >= 0:
                     os.close(fd)
         if answer.error:
-            raise RestoreError(f"the daemon cannot restore: {answer.error}")
+            kind = DamagedError if answer.is_damaged else RestoreError
+            raise kind(f"the daemon cannot restore: {answer.error}")
         if arrivals is not None and download and answer.download != download:
             arrivals.clear()
             if not answer.path:
@@ -261,6 +282,10 @@ class RestoreClient:
         self._changed.wait(left_s)
 
 
+def _named(answer: Restored) -> Choice:
+    return {"generation": answer.generation, "step": answer.step}
+
+
 def _healthy(answer: Restored) -> Restored:
     if not answer.path:
         raise RestoreError("rollback failed: the run has no healthy checkpoint")
@@ -275,140 +300,6 @@ def _agreement() -> Iterator[None]:
         raise RestoreError(f"the ranks cannot agree on a checkpoint: {error}") from error
 
 
-def _check_choice(choice: dict[str, Any]) -> None:
+def _check_choice(choice: Choice) -> None:
     if "error" in choice:
         raise RestoreError(choice["error"])
-
-
-def load_checkpoint(
-    directory: str,
-    ranks: Ranks,
-    state: Snapshots,
-    *,
-    wanted_step: int | None = None,
-    owners: Collection[int] | None = None,
-    reads: Collection[int] = (),
-    fetch_s: float = 0.0,
-) -> RankManifest:
-    """Load this rank's part of a checkpoint.
-
-    Args:
-        directory: of the checkpoint, with a rank manifest for each rank.
-        ranks: position of this process.  The job must have as many ranks as the one that saved, unless
-            ``state`` reads whole sets.
-        state: the objects to load.
-        wanted_step: step that the checkpoint must have; None accepts any step.
-        owners: user ids that the directory and its files may belong to; links are refused.  None for a
-            directory that the trainer's user named, without these checks.
-        reads: the only ranks whose files ``state`` reads; empty: all, if it reads whole sets.
-        fetch_s: time that the daemon took to provide the directory, for the log.
-
-    Returns:
-        Manifest of one of the parts that were read.
-
-    Raises:
-        RestoreError: the checkpoint is incomplete, does not fit, or cannot be read; names the directory.
-    """
-    begun_mono_s = time.monotonic()
-    try:
-        with _opened(directory, owners) as directory_fd:
-            if state.reads_whole_set:
-                first, *others = sorted(reads) or [0]
-                manifest = _check_part(directory_fd, first, wanted_step, owners)
-                for rank in others if reads else range(1, manifest.world_size):
-                    _check_part(directory_fd, rank, manifest.step, owners)
-                part = Path(directory)
-            else:
-                manifest = _check_part(directory_fd, ranks.rank, wanted_step, owners)
-                if manifest.world_size != ranks.world_size:
-                    raise ValueError(
-                        f"{manifest.world_size} ranks saved it, and this job has {ranks.world_size}"
-                    )
-                part = Path(directory, protocol.rank_directory(ranks.rank))
-        state.load(part)
-    except (KeyboardInterrupt, SystemExit, GeneratorExit):
-        raise
-    except BaseException as error:
-        reason = f"{type(error).__name__}: {error}"
-        raise RestoreError(
-            f"cannot restore rank {ranks.rank} from {directory}: {reason}"
-        ) from error
-    load_s = time.monotonic() - begun_mono_s
-    read_s = min(state.read_s, load_s)
-    shares = [("fetch", fetch_s), ("read and verify", read_s), ("load", load_s - read_s)]
-    age_s = _age_s()
-    log.info(
-        "restored step %s from %s in %.1f s: %s%s",
-        manifest.step,
-        directory,
-        fetch_s + load_s,
-        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shares if seconds),
-        "" if age_s is None else f"; this process started {age_s:.1f} s ago",
-    )
-    return manifest
-
-
-def _age_s() -> float | None:
-    """Return the time since this process started; None if the system does not report it."""
-    try:
-        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
-        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
-        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
-    except (OSError, AttributeError, ValueError, IndexError):
-        return None
-
-
-def _lacks(answer: Restored, arrivals: Arrivals, owners: Collection[int] | None) -> bool:
-    """Whether a rank must read files of other ranks than it has named."""
-    if not arrivals.reads:
-        return False
-    try:
-        with _opened(answer.path, owners) as directory_fd:
-            for rank in arrivals.reads:
-                _check_part(directory_fd, rank, answer.step, owners)
-    except (OSError, ValueError):
-        return True  # the load from all files raises it again
-    return arrivals.lacks(Path(answer.path))
-
-
-def _check_part(
-    directory_fd: int, rank: int, wanted_step: int | None, owners: Collection[int] | None
-) -> RankManifest:
-    name = protocol.rank_manifest_name(rank)
-    with _opened_file(directory_fd, name, owners) as file:
-        manifest = RankManifest.decode(file.read(protocol.RANK_MANIFEST_MAX_BYTES + 1))
-    if manifest.rank != rank:
-        raise ValueError(f"{name} is of rank {manifest.rank}")
-    if wanted_step not in (None, manifest.step):
-        raise ValueError(f"{name} is of step {manifest.step}, not of step {wanted_step}")
-    for entry in manifest.files:
-        with _opened_file(directory_fd, entry.path, owners) as file:
-            size_bytes = os.fstat(file.fileno()).st_size
-        if size_bytes != entry.size_bytes:
-            raise ValueError(f"{entry.path} has {size_bytes} bytes, not {entry.size_bytes}")
-    return manifest
-
-
-@contextlib.contextmanager
-def _opened(directory: str, owners: Collection[int] | None) -> Iterator[int]:
-    if owners is None:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    else:
-        fd = openat.open_absolute(directory, owners=owners)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
-def _opened_file(directory_fd: int, path: str, owners: Collection[int] | None) -> BinaryIO:
-    """Open a file of a checkpoint; with ``owners`` component by component, without following links."""
-    if owners is None:
-        fd = os.open(path, openat.FILE & ~os.O_NOFOLLOW, dir_fd=directory_fd)
-        return os.fdopen(fd, "rb")
-    *parents, name = path.split("/")
-    with contextlib.ExitStack() as stack:
-        for parent in parents:
-            directory_fd = openat.open_directory(parent, dir_fd=directory_fd, owners=owners)
-            stack.callback(os.close, directory_fd)
-        return os.fdopen(openat.open_file(name, dir_fd=directory_fd, owners=owners), "rb")

@@ -17,15 +17,16 @@ import os
 import re
 import stat
 import struct
+import time
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
 from swansong.openat import FILE, open_directory, remove_tree
 
-from swansongd.errors import ConfigError, NotFound, Permanent, TooLarge, Transient
+from swansongd.errors import Changed, ConfigError, NotFound, Permanent, TooLarge, Transient
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     WINDOW_BYTES,
@@ -37,6 +38,7 @@ from swansongd.stores.base import (
     Sink,
     Upload,
     confirm_completion,
+    delete_each,
     expect_all_parts,
     expect_part,
     listed,
@@ -58,6 +60,7 @@ T = TypeVar("T")
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 _PUBLISH_ATTEMPTS = 100
 _DEPTH_MAX = 100
+_CLOCK_VALID_S = 600.0
 _KEY_BYTES_MAX = 4096
 _READ_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
 
@@ -83,6 +86,8 @@ class FileStore:
             raise ConfigError(["store.url: must read file:///absolute/path"])
         self.url = url
         self._tree = Tree(path)
+        self._clock: tuple[float, float] | None = None
+        """An instant on this VM's monotonic clock, and on the file server's clock."""
 
     @property
     def store_id(self) -> str:
@@ -138,22 +143,27 @@ class FileStore:
                     facts = os.stat(name, dir_fd=fds[-1], follow_symlinks=False)
             except (FileNotFoundError, NotADirectoryError):
                 return None
-        return ObjectInfo(key, facts.st_size) if stat.S_ISREG(facts.st_mode) else None
+        return _info(key, facts, self._now_s()) if stat.S_ISREG(facts.st_mode) else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         del token  # the first page has all entries
         with errors_of(f"list {prefix}"), self._tree.chain() as fds:
-            found = sorted(_walk(fds[0], "", prefix, 0), key=lambda info: info.key)
-        return Page(found, None)
+            found = sorted(_walk(fds[0], "", prefix, after, 0), key=lambda pair: pair[0])
+        now_s = self._now_s() if found else None
+        return Page([_info(key, facts, now_s) for key, facts in found], None)
 
-    def delete(self, key: str) -> None:
+    def delete(self, key: str, *, if_tag: str = "") -> None:
         *above, name = _names(key)
         with errors_of(f"delete {key}"):
             try:
                 with self._tree.chain(above) as fds:
+                    if if_tag:
+                        facts = os.stat(name, dir_fd=fds[-1], follow_symlinks=False)
+                        if if_tag != _tag(facts):
+                            raise Changed(f"delete {key}: the file is another one than was listed")
                     os.unlink(name, dir_fd=fds[-1])
                     # A directory is only a part of keys: an empty one is removed.
                     with suppress(OSError):
@@ -161,6 +171,17 @@ class FileStore:
                             os.rmdir(directory, dir_fd=fd)
             except (FileNotFoundError, NotADirectoryError, IsADirectoryError):
                 return
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        return delete_each(self, infos)
+
+    def locked_until(self, key: str) -> float | None:
+        _names(key)
+        return None
+
+    def lock(self, key: str) -> float | None:
+        _names(key)
+        return None
 
     def put_shard(self, key: str, body: Body) -> int:
         return self._put(key, lambda fd: write_body(fd, body, 0, f"put {key}"), if_absent=False)
@@ -228,12 +249,7 @@ class FileStore:
         what = f"uploads of {prefix}"
         found: list[OpenUpload] = []
         with errors_of(what), self._temporary() as (temporary_fd, modes):
-            # The time on the file server, which has its own clock.
-            name = uuid.uuid4().hex
-            fd = new_file(name, temporary_fd, modes)
-            now_s = os.fstat(fd).st_mtime
-            os.close(fd)
-            os.unlink(name, dir_fd=temporary_fd)
+            now_s = _time_at(temporary_fd, modes)
             for name in filter(_UPLOAD_ID.fullmatch, sorted(os.listdir(temporary_fd))):
                 with suppress(FileNotFoundError):
                     key, begun_s = _upload_at(name, temporary_fd)
@@ -265,6 +281,21 @@ class FileStore:
     def warm(self) -> None:
         with errors_of("look for the store"), self._tree.chain():
             pass  # opening the root compares the marker
+
+    def _now_s(self) -> float | None:
+        """Time on the file server; None if this process may not write there.
+
+        The file server is asked once, and again after :data:`_CLOCK_VALID_S`.
+        """
+        mono_s = time.monotonic()
+        if self._clock is None or mono_s - self._clock[0] > _CLOCK_VALID_S:
+            try:
+                with self._tree.chain([TEMPORARY]) as fds:
+                    self._clock = mono_s, _time_at(fds[-1], self._tree.modes(fds[0]))
+            except OSError:
+                return None
+        at_mono_s, at_s = self._clock
+        return at_s + mono_s - at_mono_s
 
     # ------------------------------------------------------------ directories
 
@@ -390,8 +421,34 @@ def _upload_at(name: str, temporary_fd: int) -> tuple[str | None, float]:
         os.close(fd)
 
 
-def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectInfo]:
-    """The objects below a directory whose keys begin with ``prefix``; links are left out."""
+def _info(key: str, facts: os.stat_result, now_s: float | None) -> ObjectInfo:
+    age_s = None if now_s is None else max(0.0, now_s - facts.st_mtime)
+    return ObjectInfo(key, facts.st_size, age_s, _tag(facts))
+
+
+def _tag(facts: os.stat_result) -> str:
+    """Identifies a file: a rename to its name gives another inode, a write another time."""
+    return f"{facts.st_ino:x}-{facts.st_mtime_ns:x}-{facts.st_size:x}"
+
+
+def _time_at(dir_fd: int, modes: Modes) -> float:
+    """Time on the file server, which has its own clock."""
+    name = uuid.uuid4().hex
+    fd = new_file(name, dir_fd, modes)
+    try:
+        return os.fstat(fd).st_mtime
+    finally:
+        os.close(fd)
+        os.unlink(name, dir_fd=dir_fd)
+
+
+def _walk(
+    dir_fd: int, above: str, prefix: str, after: str, depth: int
+) -> Iterator[tuple[str, os.stat_result]]:
+    """The objects below a directory whose keys begin with ``prefix``; links are left out.
+
+    Directories whose keys all come before ``after`` are not read.
+    """
     if depth > _DEPTH_MAX:
         raise Permanent(f"more than {_DEPTH_MAX} nested directories: {above:.200}")
     with os.scandir(dir_fd) as entries:
@@ -402,10 +459,11 @@ def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectIn
                 if entry.is_dir(follow_symlinks=False):
                     below = f"{key}/"
                     is_wanted = below.startswith(prefix) or prefix.startswith(below)
+                    is_wanted = is_wanted and (below > after or after.startswith(below))
                     if is_wanted and key != TEMPORARY:
                         fd = open_directory(entry.name, dir_fd=dir_fd)
                         try:
-                            yield from _walk(fd, below, prefix, depth + 1)
+                            yield from _walk(fd, below, prefix, after, depth + 1)
                         finally:
                             os.close(fd)
                 elif (
@@ -413,7 +471,7 @@ def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[ObjectIn
                     and key != MARKER
                     and entry.is_file(follow_symlinks=False)
                 ):
-                    yield ObjectInfo(key, entry.stat(follow_symlinks=False).st_size)
+                    yield key, entry.stat(follow_symlinks=False)
 
 
 def _receipt(number: int, value: int) -> PartReceipt:

@@ -1,0 +1,42 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts and functions that answers, downloads and the prefetch of one run share."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from swansongd.bucket.keys import RunKeys
+from swansongd.core.events import Event
+from swansongd.core.state import State
+from swansongd.model import StagedFile, StoredShard
+from swansongd.staging.prepare import RunDirectory
+from swansongd.stores.base import ObjectStore
+
+
+@dataclass(frozen=True, slots=True)
+class RestoreContext:
+    """The run, its store, and the connection to the decision loop."""
+
+    store: ObjectStore
+    """The backend, without retries."""
+    keys: RunKeys
+    run: RunDirectory
+    """Staging directory of the run."""
+    state: Callable[[], State]
+    """Returns the newest state of the decision loop."""
+    stop: threading.Event
+    """Ends all threads and downloads."""
+    mirror: ObjectStore | None = field(default=None, kw_only=True)
+    """Backend of the mirror: read for what the store has lost or damaged; None without a mirror."""
+    post: Callable[[Event], None] = field(default=lambda _event: None, kw_only=True)
+    """Takes the events of the queries and downloads."""
+    rescan: Callable[[], None] | None = field(default=None, kw_only=True)
+    """Requests a scan of staging; None: a choice uses the last scan."""
+    shard_of: Callable[[StagedFile], StoredShard | None] = field(
+        default=lambda _file: None, kw_only=True
+    )
+    """Returns the shard with the bytes of a file in staging; None if it is unknown."""
+    monotonic: Callable[[], float] = field(default=time.monotonic, kw_only=True)

@@ -1,0 +1,157 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Loads this rank's part of a checkpoint from a local directory."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Collection, Iterator
+from pathlib import Path
+from typing import BinaryIO
+
+from swansong import openat, protocol
+from swansong._ranks.agreement import Ranks
+from swansong.protocol import RankManifest
+from swansong.state import Arrivals, Snapshots
+
+log = logging.getLogger("swansong")
+
+
+class RestoreError(Exception):
+    """A checkpoint exists but cannot be restored.  Training must not start from step 0 instead."""
+
+
+def load_checkpoint(
+    directory: str,
+    ranks: Ranks,
+    state: Snapshots,
+    *,
+    wanted_step: int | None = None,
+    owners: Collection[int] | None = None,
+    reads: Collection[int] = (),
+    fetch_s: float = 0.0,
+) -> RankManifest:
+    """Load this rank's part of a checkpoint.
+
+    Args:
+        directory: of the checkpoint, with a rank manifest for each rank.
+        ranks: position of this process.  The job must have as many ranks as the one that saved, unless
+            ``state`` reads whole sets.
+        state: the objects to load.
+        wanted_step: step that the checkpoint must have; None accepts any step.
+        owners: user ids that the directory and its files may belong to; links are refused.  None for a
+            directory that the trainer's user named, without these checks.
+        reads: the only ranks whose files ``state`` reads; empty: all, if it reads whole sets.
+        fetch_s: time that the daemon took to provide the directory, for the log.
+
+    Returns:
+        Manifest of one of the parts that were read.
+
+    Raises:
+        RestoreError: the checkpoint is incomplete, does not fit, or cannot be read; names the directory.
+    """
+    begun_mono_s = time.monotonic()
+    try:
+        with _opened(directory, owners) as directory_fd:
+            if state.reads_whole_set:
+                first, *others = sorted(reads) or [0]
+                manifest = _check_part(directory_fd, first, wanted_step, owners)
+                for rank in others if reads else range(1, manifest.world_size):
+                    _check_part(directory_fd, rank, manifest.step, owners)
+                part = Path(directory)
+            else:
+                manifest = _check_part(directory_fd, ranks.rank, wanted_step, owners)
+                if manifest.world_size != ranks.world_size:
+                    raise ValueError(
+                        f"{manifest.world_size} ranks saved it, and this job has {ranks.world_size}"
+                    )
+                part = Path(directory, protocol.rank_directory(ranks.rank))
+        state.load(part)
+    except (KeyboardInterrupt, SystemExit, GeneratorExit):
+        raise
+    except BaseException as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise RestoreError(
+            f"cannot restore rank {ranks.rank} from {directory}: {reason}"
+        ) from error
+    load_s = time.monotonic() - begun_mono_s
+    read_s = min(state.read_s, load_s)
+    shares = [("fetch", fetch_s), ("read and verify", read_s), ("load", load_s - read_s)]
+    age_s = _age_s()
+    log.info(
+        "restored step %s from %s in %.1f s: %s%s",
+        manifest.step,
+        directory,
+        fetch_s + load_s,
+        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shares if seconds),
+        "" if age_s is None else f"; this process started {age_s:.1f} s ago",
+    )
+    return manifest
+
+
+def _age_s() -> float | None:
+    """Return the time since this process started; None if the system does not report it."""
+    try:
+        fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+        started_s = int(fields[19]) / os.sysconf("SC_CLK_TCK")
+        return time.clock_gettime(time.CLOCK_BOOTTIME) - started_s
+    except (OSError, AttributeError, ValueError, IndexError):
+        return None
+
+
+def lacks(directory: str, step: int, arrivals: Arrivals, owners: Collection[int] | None) -> bool:
+    """Whether a rank must read files of other ranks than it has named."""
+    if not arrivals.reads:
+        return False
+    try:
+        with _opened(directory, owners) as directory_fd:
+            for rank in arrivals.reads:
+                _check_part(directory_fd, rank, step, owners)
+    except (OSError, ValueError):
+        return True  # the load from all files raises it again
+    return arrivals.lacks(Path(directory))
+
+
+def _check_part(
+    directory_fd: int, rank: int, wanted_step: int | None, owners: Collection[int] | None
+) -> RankManifest:
+    name = protocol.rank_manifest_name(rank)
+    with _opened_file(directory_fd, name, owners) as file:
+        manifest = RankManifest.decode(file.read(protocol.RANK_MANIFEST_MAX_BYTES + 1))
+    if manifest.rank != rank:
+        raise ValueError(f"{name} is of rank {manifest.rank}")
+    if wanted_step not in (None, manifest.step):
+        raise ValueError(f"{name} is of step {manifest.step}, not of step {wanted_step}")
+    for entry in manifest.files:
+        with _opened_file(directory_fd, entry.path, owners) as file:
+            size_bytes = os.fstat(file.fileno()).st_size
+        if size_bytes != entry.size_bytes:
+            raise ValueError(f"{entry.path} has {size_bytes} bytes, not {entry.size_bytes}")
+    return manifest
+
+
+@contextlib.contextmanager
+def _opened(directory: str, owners: Collection[int] | None) -> Iterator[int]:
+    if owners is None:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    else:
+        fd = openat.open_absolute(directory, owners=owners)
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+def _opened_file(directory_fd: int, path: str, owners: Collection[int] | None) -> BinaryIO:
+    """Open a file of a checkpoint; with ``owners`` component by component, without following links."""
+    if owners is None:
+        fd = os.open(path, openat.FILE & ~os.O_NOFOLLOW, dir_fd=directory_fd)
+        return os.fdopen(fd, "rb")
+    *parents, name = path.split("/")
+    with contextlib.ExitStack() as stack:
+        for parent in parents:
+            directory_fd = openat.open_directory(parent, dir_fd=directory_fd, owners=owners)
+            stack.callback(os.close, directory_fd)
+        return os.fdopen(openat.open_file(name, dir_fd=directory_fd, owners=owners), "rb")
