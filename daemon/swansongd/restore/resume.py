@@ -178,8 +178,8 @@ class Resume:
         except SwansongError as other:
             return f"{error.line()}; the mirror cannot be read either: {other.line()}"
         return (
-            f"{error.line()}; the mirror {self._context.mirror.url} has {newest or 'no commit'}: if the store is "
-            "lost, continue there with swansong mirror --promote"
+            f"{error.line()}; the mirror {self._context.mirror.url} has {newest or 'no commit'}: if the store "
+            "is lost, continue there with swansong mirror --promote"
         )
 
     def _next(self) -> _Ticket | None:
