@@ -177,9 +177,10 @@ class Resume:
             newest = commit.newest_whole_commit(self._context.mirror, self._keys)
         except SwansongError as other:
             return f"{error.line()}; the mirror cannot be read either: {other.line()}"
+        url = self._context.mirror.url
         return (
-            f"{error.line()}; the mirror {self._context.mirror.url} has {newest or 'no commit'}: if the store "
-            "is lost, continue there with swansong mirror --promote"
+            f"{error.line()}; the mirror {url} has {newest or 'no commit'}: if the store is lost, "
+            "continue there with swansong mirror --promote"
         )
 
     def _next(self) -> _Ticket | None:
