@@ -168,8 +168,8 @@ class Service:
             self._staging,
             lambda: self._state,
             self._stop,
-            mirror=self._storage.mirror,
             post=self._post,
+            mirror=self._storage.mirror,
             rescan=self._observer.rescan,
             shard_of=self._storage.shard_of,
         )

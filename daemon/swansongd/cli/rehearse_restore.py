@@ -46,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
             )
         seconds = time.monotonic() - began_mono_s
         newest = _newest_of_store(here)
-    _report(args, here, mirror.url, restored, seconds, newest)
+    _report(args, here, mirror.url, restored, seconds, newest=newest)
     if restored.skipped:
         ref, reason = restored.skipped[0]
         raise CorruptError(
@@ -80,6 +80,7 @@ def _report(
     url: str,
     restored: RestoreResult,
     seconds: float,
+    *,
     newest: CommitRef | None,
 ) -> None:
     ref, size_bytes = restored.ref, restored.size_bytes

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies each commit to the mirror, in a thread of its own.
 
-The newest commit goes first, because the next VM would resume from it.  A failing mirror is retried here, and
-shown in the status: the health of the store, the verdicts and the schedule of checkpoints do not depend on it.
+The newest commit goes first, because the next VM would resume from it.  A failing mirror is retried here and
+shown in the status.  The health of the store, the verdicts and the checkpoints do not depend on it.
 A mirror with a claim that the store lacks was promoted, and fences this VM.
 """
 

@@ -21,8 +21,8 @@ from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 
 PROMOTION_GAP = 1000
-"""A promotion claims a number this far above the newest copied claim.  A VM of the lost region may have claimed
-further numbers, which no reader must confuse with those of the mirror."""
+"""A promotion claims a number this far above the newest copied claim.  A VM of the lost region may have
+claimed further numbers, which no reader must confuse with those of the mirror."""
 
 _PROMOTED = "promoted"
 """Key of a claim's identity: the URL of the store that a promotion made the primary one."""

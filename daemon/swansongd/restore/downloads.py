@@ -234,9 +234,10 @@ class Downloads:
             download.begin(ref, shards)
 
         selection = replace(download.selection(), chosen=chosen)
-        store = retrying(self._context.store)
-        mirror = None if self._context.mirror is None else retrying(self._context.mirror)
-        return restore(store, self._context.keys, target, selection, options, mirror=mirror)
+        context = self._context
+        mirror = None if context.mirror is None else retrying(context.mirror)
+        store = retrying(context.store)
+        return restore(store, context.keys, target, selection, options, mirror=mirror)
 
     def _progress(self, download: Download) -> Listener:
         looked_mono_s = self._context.monotonic()
