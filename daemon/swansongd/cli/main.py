@@ -18,8 +18,11 @@ from swansongd.errors import ConfigError, SwansongError
 COMMANDS = {
     "status": "show the state of the daemon on this VM",
     "notify": "give the daemon notice that this VM will be terminated",
-    "drill": "rehearse an evacuation on this VM, or a restore from the mirror",
+    "drill": "rehearse an evacuation, or a restore from the mirror",
     "ls": "list the commits of a run, newest first",
+    "pin": "keep a commit under a name",
+    "unpin": "remove a pin",
+    "prune": "delete the commits that no rule keeps",
     "loss": "show what interruptions have cost a run",
     "finished": "report by the exit code whether a run has ended",
     "restore": "fetch the newest whole commit of a run",

@@ -26,6 +26,9 @@ from swansongd.errors import ConfigError
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
 METADATA_TIMEOUT_S = 2.0
 """Longest time that one request to the metadata service may take."""
+KEEP_WITHIN_S_MIN = 3600.0
+"""Much longer than a request that was sent before another VM took the run over."""
+ORPHANS_AFTER_S_MIN = 24 * 3600.0
 
 _HINT = "swansong.example.toml shows every key"
 
@@ -168,6 +171,27 @@ class RestoreConfig:
     """Fetch the newest whole commit when the daemon starts, before a trainer asks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionConfig:
+    """The rules that keep commits; see :mod:`swansongd.bucket.retention`."""
+
+    keep_last: int = _key(read.count, default=3)
+    keep_within_s: float = _key(read.duration, default=24 * 3600.0)
+    """No commit that is younger is deleted."""
+    keep_hourly: int = _key(read.count, default=24)
+    keep_daily: int = _key(read.count, default=7)
+    keep_weekly: int = _key(read.count, default=4)
+    keep_monthly: int = _key(read.count, default=0)
+    keep_every_steps: int | None = _key(read.steps, default=None)
+    keep_best: int = _key(read.count, default=1)
+    best_metric: str = _key(
+        read.text(r"[^\x00-\x1f]{1,100}", "give a metric such as loss"), default="loss"
+    )
+    best_is_highest: bool = _key(read.yes_or_no, default=False)
+    orphans_after_s: float = _key(read.duration, default=7 * 24 * 3600.0)
+    """No flush lasts longer: an older object that no manifest names is an orphan."""
+
+
 @_section
 class LogConfig:
     format: str = _key(read.one_of("json", "console"), default="json")
@@ -185,6 +209,7 @@ class Config:
     deadline: DeadlineConfig
     flush: FlushConfig
     restore: RestoreConfig
+    retention: RetentionConfig
     log: LogConfig
 
 
@@ -305,6 +330,17 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 "set a smaller value",
             )
         )
+    retention = values["retention"]
+    problems += [
+        _problem(
+            f"retention.{key}", f"is shorter than {shown}", retention[key], "set a larger value"
+        )
+        for key, least_s, shown in (
+            ("keep_within_s", KEEP_WITHIN_S_MIN, "an hour"),
+            ("orphans_after_s", ORPHANS_AFTER_S_MIN, "a day"),
+        )
+        if retention.get(key, math.inf) < least_s
+    ]
     hook = [key for key in ("asg_hook", "asg_name") if values["sources"].get(key) is not None]
     if len(hook) == 1:
         problems.append(

@@ -69,6 +69,8 @@ def test_only_run_staging_and_store_are_required() -> None:
     assert (got.store.profile, got.store.ca_bundle) == (None, None)
     assert (got.store.addressing, got.store.checksums) == ("auto", "auto")
     assert got.store.abort_uploads_after_s == 86_400
+    assert (got.retention.keep_within_s, got.retention.orphans_after_s) == (86_400, 604_800)
+    assert got.retention.keep_every_steps is None
     assert (got.log.format, got.log.level) == ("json", "info")
     assert [problem.partition(" (")[0] for problem in problems_of({})] == [
         "run.name: is missing",
