@@ -93,6 +93,7 @@ class Resume:
         self._state = context.state
         self._stop = context.stop
         self._monotonic = context.monotonic
+        self._mirror = context.mirror
         self.downloads = Downloads(context)
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None

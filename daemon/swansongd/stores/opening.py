@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swansongd.config.config import MirrorConfig, StoreAccess, StoreConfig
+from swansongd.config.config import MirrorConfig, StoreAccess
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
@@ -32,14 +32,12 @@ def open_store(
         ConfigError: the URL does not name a store, or an option is wrong.
     """
     url = config.url or ""
-    lock, lock_days = None, 0
-    if isinstance(config, StoreConfig):
-        lock_days = config.lock_days
-        if lock_days and lock_period_s is not None:
-            lock = Lock(config.lock_mode, lock_period_s)
+    lock = None
+    if config.lock_days and lock_period_s is not None:
+        lock = Lock(config.lock_mode, lock_period_s)
     match url.partition("://")[0]:
         case "file":
-            if lock_days:
+            if config.lock_days:
                 raise ConfigError(
                     [
                         "store.lock_days: a directory locks no files; remove the key, or use S3 or GCS"
