@@ -12,7 +12,7 @@ from pathlib import Path
 
 import structlog
 
-from swansongd.bucket import signing
+from swansongd.bucket import locks, signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.config.config import Config
@@ -25,6 +25,7 @@ from swansongd.flush.committer import Committer
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.ledger import Ledger
+from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.staging.prepare import RunDirectory
@@ -79,7 +80,9 @@ class Storage:
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
         self.keys = RunKeys(config.run.name, _signer(config.store.signing_key_file))
         self.backend = open_store(
-            config.store, connections=config.flush.connections + SMALL_CONNECTIONS
+            config.store,
+            connections=config.flush.connections + SMALL_CONNECTIONS,
+            lock_period_s=locks.period_s(config.store.lock_days),
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
         dns.remember()
@@ -113,6 +116,9 @@ class Storage:
             several_vms=config.run.several_vms,
             store_id=self._store_id,
         )
+        locker = Locker(
+            small_store, config.store.lock_days, is_urgent=is_urgent, health=self._health
+        )
         self.committer = Committer(
             small_store,
             self.keys,
@@ -121,6 +127,7 @@ class Storage:
             journal=journal,
             wall=utc_now,
             health=self._health,
+            prepare=locker.extend,
         )
         self.ledger = Ledger(
             small_store,

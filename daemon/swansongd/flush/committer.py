@@ -68,6 +68,7 @@ class Committer:
         journal: is informed of commits, and of the shards of an earlier VM's newest commit.
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
+        prepare: called with each manifest before it is created; raises nothing.
     """
 
     def __init__(
@@ -80,6 +81,7 @@ class Committer:
         journal: UploadJournal,
         wall: Callable[[], str],
         health: StoreHealth,
+        prepare: Callable[[Manifest], object] = lambda _manifest: None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -88,6 +90,7 @@ class Committer:
         self._journal = journal
         self._wall = wall
         self._health = health
+        self._prepare = prepare
         self.sealed_under = claimant.sealed_under
         self.abandoned = claimant.abandoned
         self.job_start_id = claimant.job_start_id
@@ -330,6 +333,7 @@ class Committer:
             created=self._wall(),
         )
         try:
+            self._prepare(manifest)
             commit.commit(
                 self._store,
                 self._keys,
