@@ -14,13 +14,13 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from heapq import nlargest
 from itertools import islice
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TypeVar
 
 import structlog
@@ -29,13 +29,13 @@ from swansong.bounds import GENERATION_MAX
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.keys import CommitKey, RunKeys
 from swansongd.bucket.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansongd.bucket.manifest import Manifest, decode
 from swansongd.core.cadence import History
 from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge, UnreadableError
 from swansongd.model import CheckpointKind, CommitRef, Verdict
-from swansongd.stores.base import ObjectStore
+from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
 
 LISTED_MAX = 200_000
@@ -79,14 +79,34 @@ class Commit:
 
     ref: CommitRef
     nodes: int
-    manifest_keys: Mapping[int, str]
-    """By node."""
-    size_bytes: int = 0
-    """Size of all these manifests in the listing."""
+    manifests: Mapping[int, ObjectInfo]
+    """By node, as the listing has them."""
+
+    @property
+    def manifest_keys(self) -> dict[int, str]:
+        return {node: info.key for node, info in self.manifests.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all these manifests."""
+        return sum(info.size_bytes for info in self.manifests.values())
 
     @property
     def is_complete(self) -> bool:
-        return len(self.manifest_keys) == self.nodes  # a key with a greater node does not parse
+        return len(self.manifests) == self.nodes  # a key with a greater node does not parse
+
+    @property
+    def age_s(self) -> float | None:
+        """Age of its newest manifest by the store's clock; None if the store does not return it."""
+        ages_s = [info.age_s for info in self.manifests.values()]
+        return None if None in ages_s else min(age_s for age_s in ages_s if age_s is not None)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """The same for the same manifests with the same bytes."""
+        return tuple(
+            (info.key, info.size_bytes, info.tag) for _, info in sorted(self.manifests.items())
+        )
 
 
 def list_commits(
@@ -108,21 +128,17 @@ def list_commits(
         if keys.signer is None or not (found or since):
             raise _foreign(store, foreign)
         _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
-    manifest_keys: defaultdict[tuple[CommitRef, int], dict[int, str]] = defaultdict(dict)
-    sizes_bytes: defaultdict[tuple[CommitRef, int], int] = defaultdict(int)
-    for key, size_bytes, parsed in found:
-        if parsed.ref.generation < since:
-            continue
-        manifest_keys[parsed.ref, parsed.nodes][parsed.node] = key
-        sizes_bytes[parsed.ref, parsed.nodes] += size_bytes
+    return grouped((info, parsed) for info, parsed in found if parsed.ref.generation >= since)
+
+
+def grouped(manifests: Iterable[tuple[ObjectInfo, CommitKey]]) -> list[Commit]:
+    """The commits of these manifests, newest first."""
+    by_commit: defaultdict[tuple[CommitRef, int], dict[int, ObjectInfo]] = defaultdict(dict)
+    for info, parsed in manifests:
+        by_commit[parsed.ref, parsed.nodes][parsed.node] = info
     return [
-        Commit(
-            ref=ref,
-            nodes=nodes,
-            manifest_keys=manifest_keys[ref, nodes],
-            size_bytes=sizes_bytes[ref, nodes],
-        )
-        for ref, nodes in sorted(manifest_keys, reverse=True)
+        Commit(ref=ref, nodes=nodes, manifests=by_commit[ref, nodes])
+        for ref, nodes in sorted(by_commit, reverse=True)
     ]
 
 
@@ -285,7 +301,7 @@ def claimed(store: ObjectStore, keys: RunKeys, *, since: int = 0) -> list[int]:
         if keys.signer is None:
             raise _foreign(store, foreign)
         _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
-    return sorted(number for _, _, number in found if number >= since)
+    return sorted(number for _, number in found if number >= since)
 
 
 def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject | None:
@@ -505,24 +521,29 @@ def _content(store: ObjectStore, key: str, what: str) -> bytes:
 
 def _listed(
     store: ObjectStore, prefix: str, parse: Callable[[str], T | None], *, after: str = ""
-) -> tuple[list[tuple[str, int, T]], list[str]]:
-    """Key, size and parsed key of the newest objects below ``prefix``, and the keys that do not parse.
+) -> tuple[list[tuple[ObjectInfo, T]], list[str]]:
+    """The newest objects below ``prefix``, each with its parsed key, and the keys that do not parse.
 
     Empty objects whose key ends in a slash are left out: consoles create them to show folders.
     """
     foreign: list[str] = []
 
-    def ours() -> Iterator[tuple[str, int, T]]:
+    def ours() -> Iterator[tuple[ObjectInfo, T]]:
         for info in store.list(prefix, after=after):
             parsed = parse(info.key)
             if parsed is not None:
-                yield info.key, info.size_bytes, parsed
-            elif not (info.key.endswith("/") and not info.size_bytes) and len(foreign) < LISTED_MAX:
+                yield info, parsed
+            elif not is_folder(info) and len(foreign) < LISTED_MAX:
                 foreign.append(info.key)
 
     # A listing has any order; numbers in keys have a fixed width.
-    newest = nlargest(LISTED_MAX, ours(), key=itemgetter(0))
+    newest = nlargest(LISTED_MAX, ours(), key=lambda pair: pair[0].key)
     return newest, foreign
+
+
+def is_folder(info: ObjectInfo) -> bool:
+    """Whether a console created the object to show a folder."""
+    return not info.size_bytes and info.key.endswith("/")
 
 
 def _foreign(store: ObjectStore, keys: Sequence[str]) -> CorruptError:

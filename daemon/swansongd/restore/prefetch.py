@@ -135,8 +135,8 @@ class Prefetch:
 
     def _fetch_newest(self) -> None:
         if not self._is_listed:
-            near = self._state().generation or 0
             # Without retries: this thread repeats the listing itself.
+            near = self._context.state().generation or 0
             self._newest = commit.newest_whole_commit(
                 self._context.store, self._context.keys, near=near
             )

@@ -26,6 +26,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest, check_paths
 from swansongd.errors import CorruptError, NothingToRestore, Permanent
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
+from swansongd.restore.fallback import Fallback
 from swansongd.restore.journal import Noted, identity_of
 from swansongd.restore.reader import OpenLocal, PassResult, Problems, Reader, ReadOptions
 from swansongd.restore.target import RestoreTarget
@@ -87,6 +88,8 @@ class RestoreResult:
     """Bytes that were copied from files on this machine."""
     skipped: tuple[tuple[CommitRef, str], ...]
     """Newer commits that are damaged, and the reasons."""
+    from_mirror: tuple[str, ...] = ()
+    """Manifests and shards that the store has lost or damaged, and the mirror had."""
 
 
 def restore(
@@ -95,12 +98,17 @@ def restore(
     target: RestoreTarget,
     selection: Selection = _NEWEST,
     options: ReadOptions = _DEFAULT,
+    *,
+    mirror: ObjectStore | None = None,
 ) -> RestoreResult:
     """Restore the newest whole commit of the selection to the target.
 
     The destination appears whole or not at all.  The store is only read.  Parts that an interrupted restore
     of the same commit left beside the destination are reused.  A restore that ends with Stopped or with an
     error of the store leaves its parts for the next one.
+
+    Args:
+        mirror: read for a manifest or a shard that is damaged or missing in the store.
 
     Raises:
         NothingToRestore: no commit of the selection is whole; names the reasons.
@@ -118,7 +126,13 @@ def restore(
             is_fresh = is_fresh and not commit.is_complete
             try:
                 restored = _restore_commit(
-                    store, keys, commit, target, selection=selection, options=options
+                    store,
+                    keys,
+                    commit,
+                    target,
+                    selection=selection,
+                    options=options,
+                    fallback=Fallback(mirror, keys, options),
                 )
             except CorruptError as error:
                 skipped.append((commit.ref, error.line()))
@@ -144,13 +158,17 @@ def _restore_commit(
     *,
     selection: Selection,
     options: ReadOptions,
+    fallback: Fallback,
 ) -> RestoreResult | None:
     """Restore one commit; None if it is not wanted.
 
     Raises:
         CorruptError: the commit is incomplete or damaged.
     """
-    manifests = whole(store, keys, commit)
+    try:
+        manifests = whole(store, keys, commit)
+    except CorruptError as error:
+        manifests = fallback.manifests(commit, error)
     if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
     shards = merged(manifests)
@@ -162,11 +180,14 @@ def _restore_commit(
     if selection.chosen is not None:
         selection.chosen(commit.ref, list(numbered.values()))
     reader = Reader(store, options, _refused(store, keys, commit))
-    _require_none(reader.check_sizes(shards))
+    problems = reader.check_sizes(shards)
+    absent = fallback.absent(problems)
+    if not absent:
+        _require_none(problems)
     find_local = options.local or (lambda _ref, _shards: nullcontext({}))
     with find_local(commit.ref, numbered) as local:
         noted = target.begin(identity_of(keys.run, commit.ref, shards), shards, numbered)
-        done = _fetch(reader, numbered, target, noted, local)
+        done = _fetch(reader, numbered, target, noted, local, fallback=fallback, absent=absent)
     target.publish()
     return RestoreResult(
         ref=commit.ref,
@@ -175,6 +196,7 @@ def _restore_commit(
         reused_bytes=done.reused_bytes,
         local_bytes=done.local_bytes,
         skipped=(),
+        from_mirror=tuple(fallback.used),
     )
 
 
@@ -249,21 +271,30 @@ def _fetch(
     target: RestoreTarget,
     noted: Noted,
     local: Mapping[int, OpenLocal],
+    *,
+    fallback: Fallback,
+    absent: frozenset[StoredShard],
 ) -> PassResult:
     """Write the shards to the target, verified and synced.
+
+    Args:
+        fallback: reads damaged shards, and those in ``absent``.
+        absent: shards that the store does not have.
 
     Raises:
         CorruptError: a shard is missing, or does not match its digest twice.
     """
+    present = {number: shard for number, shard in shards.items() if shard not in absent}
     first = reader.read(
-        shards, target=target, noted=noted, local=local, progress=reader.options.progress
+        present, target=target, noted=noted, local=local, progress=reader.options.progress
     )
     problems = first.problems
     if problems:
         # The network or this VM's memory may have flipped a bit; a second read costs less than lost steps.
         again = {number: shard for number, shard in shards.items() if shard in problems}
         problems = reader.read(again, target=target).problems
-    _require_none(problems)
+    wanted = {n: shard for n, shard in shards.items() if shard in problems or shard in absent}
+    _require_none(fallback.read(wanted, target, problems, noted=noted, local=local))
     return first
 
 

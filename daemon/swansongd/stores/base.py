@@ -224,6 +224,12 @@ class ObjectStore(Protocol):
         credentials lack the right to read the retention: unknown is not unlocked.
         """
 
+    def lock(self, key: str) -> float | None:
+        """Extend the retention of an object, as if it were written now; returns its end in Unix seconds.
+
+        None, and no request, if the store gives objects with this key no retention.
+        """
+
     def put_shard(self, key: str, body: Body) -> int:
         """Store a whole shard in one request, and return the CRC32C of its bytes.
 

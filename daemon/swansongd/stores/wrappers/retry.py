@@ -107,6 +107,9 @@ class Retrying:
     def locked_until(self, key: str) -> float | None:
         return self._try(f"retention of {key}", lambda: self._store.locked_until(key))
 
+    def lock(self, key: str) -> float | None:
+        return self._try(f"lock {key}", lambda: self._store.lock(key))
+
     def put_shard(self, key: str, body: Body) -> int:
         return self._try(f"put {key}", lambda: self._store.put_shard(key, body))
 

@@ -86,6 +86,9 @@ class Throttled:
     def locked_until(self, key: str) -> float | None:
         return self._store.locked_until(key)
 
+    def lock(self, key: str) -> float | None:
+        return self._store.lock(key)
+
     def put_shard(self, key: str, body: Body) -> int:
         with self._bucket.slot():
             return self._store.put_shard(key, _ThrottledBody(body, self._bucket))
