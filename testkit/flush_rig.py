@@ -71,7 +71,6 @@ class FlushRig:
         self.run_directory = tmp_path / "staging" / "r"
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
-        self.is_urgent = False
         self._connections = connections
         self._monotonic = monotonic
         self._nonces = count(1)
@@ -90,7 +89,6 @@ class FlushRig:
             nonce=lambda: f"n{next(self._nonces)}",
             connections=self._connections,
             part_size_bytes=PART,
-            is_urgent=lambda: self.is_urgent,
             monotonic=self._monotonic,
         )
 

@@ -109,14 +109,14 @@ class MemoryStore:
         with self._lock:
             return self._info(key) if key in self.objects else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         """A page, sorted by reversed keys; each page except the first repeats a key of the previous page."""
         self._request("list", prefix)
         with self._lock:
-            found = [key for key in self.objects if key.startswith(prefix)]
+            found = [key for key in self.objects if key.startswith(prefix) and key > after]
             found.sort(key=lambda key: key[::-1])
             start = int(token or 0)
             end = start + PAGE_KEYS

@@ -280,7 +280,8 @@ class Gcs:
         objects = self._objects(bucket)
         prefix = call.parameter("prefix") or ""
         limit = min(int(call.parameter("maxResults") or _PAGE), self._page)
-        found = [name for name in objects if name.startswith(prefix)]
+        start = call.parameter("startOffset") or ""
+        found = [name for name in objects if name.startswith(prefix) and name >= start]
         names, last = self._listing.page(found, call.parameter("pageToken"), limit)
         items = [_metadata(bucket, name, objects[name]) for name in names]
         response: dict[str, Any] = {"kind": "storage#objects"}

@@ -76,6 +76,7 @@ _KNOWN_QUERIES = {
         "x-id",
         "delimiter",
         "fetch-owner",
+        "start-after",
         "versioning",
         "versions",
         "object-lock",
@@ -407,7 +408,8 @@ class S3:
             except ValueError:
                 raise S3Error(400, "InvalidArgument", "the continuation token") from None
         limit = self._limit(call, "max-keys")
-        found = [key for key in objects if key.startswith(prefix)]
+        start = call.parameter("start-after") or ""
+        found = [key for key in objects if key.startswith(prefix) and key > start]
         keys, last = self._listing.page(found, after, limit)
         is_encoded = call.parameter("encoding-type") == "url"
         facts = [

@@ -51,6 +51,7 @@ _CLAIM_RETRY_S_MAX = 10.0
 _CLAIM_RETRY_EXPEDITED_S = 0.5
 _CLAIM, _COMMIT = "claim", "commit"
 """The operations that are reported to the health of the store."""
+_OBSOLETE = "another commit came first; parts that only an earlier one has are sent"
 
 _log = structlog.get_logger(__name__)
 
@@ -69,6 +70,7 @@ class Committer:
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
         prepare: called with each manifest before it is created; raises nothing.
+        committed: takes each manifest that was committed.
     """
 
     def __init__(
@@ -82,6 +84,7 @@ class Committer:
         wall: Callable[[], str],
         health: StoreHealth,
         prepare: Callable[[Manifest], object] = lambda _manifest: None,
+        committed: Callable[[Manifest], None] = lambda _manifest: None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -91,6 +94,7 @@ class Committer:
         self._wall = wall
         self._health = health
         self._prepare = prepare
+        self._committed = committed
         self.sealed_under = claimant.sealed_under
         self.abandoned = claimant.abandoned
         self.job_start_id = claimant.job_start_id
@@ -222,7 +226,8 @@ class Committer:
                 self._store.check()
                 self._claimant.record_store()
                 # Before the claim: a failure after it would use up another generation at each retry.
-                newest = commit.newest_whole_commit(self._store, self._keys)
+                near = self._claimant.recorded_generation
+                newest = commit.newest_whole_commit(self._store, self._keys, near=near)
                 self._claim = find()
             except FencedError as error:
                 self._post_fence(error)
@@ -252,6 +257,7 @@ class Committer:
         if is_first:
             self._jobs.put(partial(self._read_history, generation))
         if newest is not None:
+            self._journal.superseded(newest)
             self._jobs.put(partial(self._seed, newest))
 
     def _join(self, request: JoinGeneration) -> None:
@@ -286,7 +292,8 @@ class Committer:
             for found in catalog.list_commits(self._store, self._keys, newest):
                 if found.is_complete:
                     manifests = catalog.load(self._store, self._keys, found)
-                    self._journal.seed([shard for made in manifests for shard in made.shards])
+                    shards = [shard for made in manifests for shard in made.shards]
+                    self._journal.seed(newest, shards)
                     self._date(newest, manifests[0].created)
                     if manifests[0].pace:
                         self._post(PaceRead(manifests[0].pace))
@@ -316,6 +323,9 @@ class Committer:
 
     def _commit(self, request: CommitManifest) -> None:
         staged = request.staged
+        if not self._journal.is_current(str(staged.id)):
+            self._post(CommitFailed(request.flush_id, _OBSOLETE, conflict=False, is_obsolete=True))
+            return
         manifest = Manifest(
             run=self._keys.run,
             generation=request.generation,
@@ -358,8 +368,9 @@ class Committer:
         else:
             self._has_read_back = True
             self._health.ok(_COMMIT)
-            self._journal.committed(str(staged.id), request.shards)
+            self._journal.committed(str(staged.id), request.shards, manifest.ref)
             self._post(CommitDone(request.flush_id, manifest.ref))
+            self._committed(manifest)
 
     def _check_complete(self, request: CheckComplete) -> None:
         committed, whole = 0, None

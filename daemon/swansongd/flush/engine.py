@@ -40,7 +40,7 @@ from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled
 from swansongd.flush.journal import SETS_MAX, UploadJournal
 from swansongd.flush.queue import UploadQueue
-from swansongd.flush.tasks import Advance, Begin, Finish, SendPart, Task, TaskOutcome
+from swansongd.flush.tasks import Advance, Begin, ComparePart, Finish, SendPart, Task, TaskOutcome
 from swansongd.flush.uploader import ShardUploader
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
@@ -68,7 +68,6 @@ class FlushEngine:
         journal: of this run and store.
         connections: largest number of parts in flight.
         part_size_bytes: size of a part, except of large files.
-        is_urgent: whether an evacuation is open.
         nonce: returns a new nonce for the keys of a set.
         monotonic: the clock of the concurrency limit.
     """
@@ -83,7 +82,6 @@ class FlushEngine:
         journal: UploadJournal,
         connections: int,
         part_size_bytes: int,
-        is_urgent: Callable[[], bool] = lambda: False,
         nonce: Callable[[], str] = upload_nonce,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -104,7 +102,6 @@ class FlushEngine:
             journal,
             lock=self._lock,
             part_size_bytes=part_size_bytes,
-            is_urgent=is_urgent,
         )
         self._idle = 0
         """Workers that wait for a task."""
@@ -219,7 +216,7 @@ class FlushEngine:
                     self._begin(flush)
                 case Finish():
                     self._finish(flush)
-                case Advance() | SendPart():
+                case Advance() | ComparePart() | SendPart():
                     self._uploader.carry_out(flush, task)
         except Cancelled:
             return TaskOutcome.RETRY
@@ -252,12 +249,13 @@ class FlushEngine:
 
     def _begin(self, flush: ActiveFlush) -> None:
         records = self._journal.records_of(flush.queue.name)
+        known = self._journal.known_parts()
         with self._lock:
             if self._ordered is not flush:
                 return  # replaced or cancelled meanwhile
             self._ordered = None
             before, self._active = self._active, flush
-            flush.queue.open(flush.staged, records, is_sealed=flush.is_sealed)
+            flush.queue.open(flush.staged, records, is_sealed=flush.is_sealed, known=known)
             if before is not None:
                 self._close_if_over(before)
             self._reported = progress = flush.progress()
@@ -270,15 +268,20 @@ class FlushEngine:
                 f"{flush.staged.directory} changed while it was read",
                 hint="If the trainer was still writing, raise trainer.settle_s",
             )
+        known = self._journal.known_parts()
         with self._lock:
             if self._active is not flush:
                 return
+            if not flush.queue.is_current(known):  # a commit came in between
+                flush.queue.open(flush.staged, {}, is_sealed=flush.is_sealed, known=known)
+                return
             stored = [shard.stored for _, shard in sorted(flush.queue.shards.items())]
+            sent_bytes = flush.sent_bytes
             self._deactivate()
         records = [record for record in stored if record is not None]
-        referenced = [record.shard.size_bytes for record in records if record.is_referenced]
+        referenced = [record.bytes_referenced for record in records]
         shards = tuple(record.shard for record in records)
-        self._post(Flushed(flush.flush_id, shards, sum(referenced)))
+        self._post(Flushed(flush.flush_id, shards, sum(referenced), sent_bytes))
 
     def _fail(self, flush: ActiveFlush, reason: str, *, void: bool) -> None:
         with self._lock:
@@ -298,7 +301,10 @@ class FlushEngine:
                     self._has_begun.wait()
                 progress = flush.progress()
                 flush.limit.sample(
-                    self._monotonic(), progress.bytes_sent, time.process_time(), self._cpus
+                    self._monotonic(),
+                    progress.bytes_sent + progress.bytes_compared,
+                    time.process_time(),
+                    self._cpus,
                 )
                 self._wake_one()
                 is_new, self._reported = progress != self._reported, progress

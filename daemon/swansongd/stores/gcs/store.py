@@ -100,11 +100,11 @@ class GcsStore:
         found = self._metadata(key)
         return found[0] if found is not None else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        return self._list_page(prefix, token)
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._list_page(prefix, token, after=after)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         if self._retention.may_lock():
@@ -264,7 +264,12 @@ class GcsStore:
             return responses.json_metadata(response, self._prefix, key)
 
     def _list_page(
-        self, prefix: str, token: str | None = None, *, page_size: int = responses.PAGE_ITEMS
+        self,
+        prefix: str,
+        token: str | None = None,
+        *,
+        after: str = "",
+        page_size: int = responses.PAGE_ITEMS,
     ) -> Page:
         what = f"list {prefix}"
         parameters = {
@@ -272,6 +277,8 @@ class GcsStore:
             "maxResults": str(page_size),
             "fields": f"kind,items({_INFO_FIELDS}),nextPageToken",
         }
+        if after:
+            parameters["startOffset"] = self._prefix + after  # also lists this key itself
         if token is not None:
             parameters["pageToken"] = token
         response = self._json(what, "GET", None, parameters)

@@ -110,11 +110,11 @@ class S3Store:
         with responses.complete(f"HeadObject {key}"):
             return responses.head_info(response, key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        return self._list_page(prefix, token)
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._list_page(prefix, token, after=after)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         """See the contract.  In a bucket with versions the object's bytes remain as an older version."""
@@ -324,7 +324,12 @@ class S3Store:
     # ------------------------------------------------------------ requests
 
     def _list_page(
-        self, prefix: str, token: str | None = None, *, max_keys: int = responses.PAGE_ITEMS
+        self,
+        prefix: str,
+        token: str | None = None,
+        *,
+        after: str = "",
+        max_keys: int = responses.PAGE_ITEMS,
     ) -> Page:
         parameters = {
             "encoding-type": "url",
@@ -334,6 +339,8 @@ class S3Store:
         }
         if token is not None:
             parameters["continuation-token"] = token
+        elif after:
+            parameters["start-after"] = self._prefix + after
         response = self._call("ListObjectsV2", "GET", None, parameters)
         with responses.complete(f"ListObjectsV2 {prefix}"):
             return responses.objects(response, self._prefix, prefix)

@@ -64,11 +64,11 @@ class Throttled:
     def head(self, key: str) -> ObjectInfo | None:
         return self._store.head(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._store.list(prefix)
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return self._store.list(prefix, after=after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        return self._store.page(prefix, token)
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._store.page(prefix, token, after=after)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         self._store.delete(key, if_tag=if_tag)
