@@ -147,8 +147,8 @@ class Storage:
             journal=journal,
             wall=utc_now,
             health=self._health,
-            prepare=locker.extend,
             committed=self._committed,
+            prepare=locker.extend,
         )
         self.ledger = Ledger(
             small_store,

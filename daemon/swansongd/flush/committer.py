@@ -69,8 +69,8 @@ class Committer:
         journal: is informed of commits, and of the shards of an earlier VM's newest commit.
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
-        prepare: called with each manifest before it is created; raises nothing.
         committed: takes each manifest that was committed.
+        prepare: called with each manifest before it is created; raises nothing.
     """
 
     def __init__(
@@ -83,8 +83,8 @@ class Committer:
         journal: UploadJournal,
         wall: Callable[[], str],
         health: StoreHealth,
-        prepare: Callable[[Manifest], object] = lambda _manifest: None,
         committed: Callable[[Manifest], None] = lambda _manifest: None,
+        prepare: Callable[[Manifest], object] = lambda _manifest: None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -93,8 +93,8 @@ class Committer:
         self._journal = journal
         self._wall = wall
         self._health = health
-        self._prepare = prepare
         self._committed = committed
+        self._prepare = prepare
         self.sealed_under = claimant.sealed_under
         self.abandoned = claimant.abandoned
         self.job_start_id = claimant.job_start_id
