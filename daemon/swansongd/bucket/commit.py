@@ -66,6 +66,7 @@ def claim_generation(
     identity: Mapping[str, str],
     nonce: str,
     job_start_id: str = "",
+    gap: int = 0,
 ) -> Claim:
     """Claim the next generation of the run; after a lost race for a number, a later one.
 
@@ -78,6 +79,7 @@ def claim_generation(
         identity: instance, boot and host name of this VM; informational.
         nonce: distinguishes this claim from all others.
         job_start_id: identifies one start of a job over several VMs; empty for a run on one VM.
+        gap: numbers to leave free above the newest claim.
 
     Raises:
         FencedError: the job start has a generation, and a newer one has taken the run over.
@@ -94,7 +96,7 @@ def claim_generation(
                 raise FencedError(number, newest)
             return Claim(found, honours_if_absent=True)
     taken = set(numbers)
-    generation = newest
+    generation = newest + gap
     for _ in range(_CLAIM_ATTEMPTS_MAX):
         generation += 1
         while generation in taken:  # by unsigned claims above the newest signed one

@@ -24,6 +24,7 @@ _PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
 _FILE_OBJECT = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/(.*)", re.DOTALL)
 _PACK = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}-packs/[0-9]{6}")
 _SET_DIRECTORY = re.compile(r".*?/data/[0-9]{8}/[^/]+/")
+_ORIGIN = re.compile(r"([0-9]{8})/([0-9]{12})-")
 PACKS_MAX = 10**6 - 1
 
 
@@ -70,6 +71,11 @@ class RunKeys:
     @property
     def pins(self) -> str:
         return f"{self.run}/pins/"
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Prefixes of the small objects beside commits and claims, on which no commit depends."""
+        return self.farewells, self.resumptions, self.pins
 
     @property
     def probes(self) -> str:
@@ -161,6 +167,11 @@ class RunKeys:
             return None
         ref = CommitRef(generation, step, is_final=match[3] is not None)
         return CommitKey(ref=ref, node=node, nodes=nodes)
+
+    def origin(self, key: str) -> tuple[int, int] | None:
+        """The generation and step of the checkpoint whose flush wrote a data object; None for other keys."""
+        match = _ORIGIN.match(key.removeprefix(self.data))
+        return (int(match[1]), int(match[2])) if match and key.startswith(self.data) else None
 
     def is_data(self, key: str) -> bool:
         """Whether a writer of this run may have stored bytes of shards under ``key``."""

@@ -18,7 +18,7 @@ from swansongd.errors import ConfigError, SwansongError
 COMMANDS = {
     "status": "show the state of the daemon on this VM",
     "notify": "give the daemon notice that this VM will be terminated",
-    "drill": "rehearse an evacuation on this VM",
+    "drill": "rehearse an evacuation, or a restore from the mirror",
     "ls": "list the commits of a run, newest first",
     "pin": "keep a commit under a name",
     "unpin": "remove a pin",
@@ -26,6 +26,7 @@ COMMANDS = {
     "loss": "show what interruptions have cost a run",
     "finished": "report by the exit code whether a run has ended",
     "restore": "fetch the newest whole commit of a run",
+    "mirror": "copy commits to the mirror, or continue the run there",
     "verify": "compare all stored bytes of a run with its manifests",
     "doctor": "check the installation and print a fix for each problem",
     "completion": "print a completion script for bash, zsh or fish",

@@ -60,8 +60,11 @@ class StagingConfig:
 
 
 @_section
-class StoreConfig:
-    url: str = _key(read.store_url)
+class StoreAccess:
+    """How to reach a store: the keys that a store and its mirror share."""
+
+    url: str | None = _key(read.store_url, default=None)
+    """None: there is no such store."""
     endpoint: str | None = _key(read.http_url, default=None)
     region: str | None = _key(
         read.text(r"[a-z0-9-]{1,40}", "give a region such as us-east-1"), default=None
@@ -78,6 +81,11 @@ class StoreConfig:
         read.one_of("auto", "trailer", "header"), default="auto"
     )
     abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
+
+
+@_section
+class StoreConfig(StoreAccess):
+    url: str = _key(read.store_url)
     signing_key_file: Path | None = _key(read.path, default=None)
     """None: manifests and claims are not signed, and signatures are not checked."""
     lock_days: int = _key(read.days, default=0)
@@ -85,6 +93,13 @@ class StoreConfig:
     lock_mode: Literal["governance", "compliance"] = _key(
         read.one_of("governance", "compliance"), default="governance"
     )
+
+
+@_section
+class MirrorConfig(StoreAccess):
+    background_bytes_per_s: float | None = _key(read.rate, default=None)
+    """None: no limit.  After the verdict of an evacuation the limit does not apply."""
+    connections: int = _key(read.connections, default=4)
 
 
 @_section
@@ -188,6 +203,7 @@ class Config:
     run: RunConfig
     staging: StagingConfig
     store: StoreConfig
+    mirror: MirrorConfig
     sources: SourcesConfig
     trainer: TrainerConfig
     deadline: DeadlineConfig
@@ -331,14 +347,25 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
             f"sources.asg_hook: must be set together with sources.asg_name (got {hook[0]} only); "
             "set both or neither"
         )
-    url, staging = str(values["store"].get("url", "")), values["staging"].get("path")
-    if staging is not None and url.startswith("file://"):
-        store = Path(unquote(urlsplit(url).path))
-        if store == staging or staging in store.parents:
-            problems.append(
-                _problem("store.url", "lies below staging.path", url, "choose another directory")
-            )
+    urls = {name: str(values[name].get("url") or "") for name in ("store", "mirror")}
+    staging = values["staging"].get("path")
+    for name, url in urls.items():
+        if staging is not None and url.startswith("file://"):
+            store = Path(unquote(urlsplit(url).path))
+            if store == staging or staging in store.parents:
+                where = f"{name}.url"
+                problems.append(
+                    _problem(where, "lies below staging.path", url, "choose another directory")
+                )
+    if urls["mirror"] and _place(urls["mirror"]) == _place(urls["store"]):
+        remedy = "choose a store in another region or cloud"
+        problems.append(_problem("mirror.url", "is the store itself", urls["mirror"], remedy))
     return problems
+
+
+def _place(url: str) -> str:
+    """The bucket and prefix of a store, or its directory, without a slash at the end."""
+    return unquote(url).rstrip("/")
 
 
 def _fields(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:

@@ -324,13 +324,15 @@ class FenceFound:
     """The store shows that another VM has taken the run over."""
 
     generation: int
-    """Newer than ours, or the same number."""
+    """Newer than ours, or the same number; any number with ``in_mirror``."""
     is_same_number: bool = False
     """Our claim was deleted, and another VM has claimed its number."""
+    in_mirror: bool = False
+    """The mirror has this claim, and the store does not: an operator promoted the mirror."""
 
     def is_news(self, newest_known: int) -> bool:
         """Whether it fences a VM whose newest known generation is this one."""
-        return self.generation >= newest_known + (not self.is_same_number)
+        return self.in_mirror or self.generation >= newest_known + (not self.is_same_number)
 
 
 @dataclass(frozen=True, slots=True)

@@ -69,6 +69,8 @@ class Committer:
         journal: is informed of commits, and of the shards of an earlier VM's newest commit.
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
+        committed: takes each manifest that was committed.
+        prepare: called with each manifest before it is created; raises nothing.
     """
 
     def __init__(
@@ -81,6 +83,8 @@ class Committer:
         journal: UploadJournal,
         wall: Callable[[], str],
         health: StoreHealth,
+        committed: Callable[[Manifest], None] = lambda _manifest: None,
+        prepare: Callable[[Manifest], object] = lambda _manifest: None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -89,6 +93,8 @@ class Committer:
         self._journal = journal
         self._wall = wall
         self._health = health
+        self._committed = committed
+        self._prepare = prepare
         self.sealed_under = claimant.sealed_under
         self.abandoned = claimant.abandoned
         self.job_start_id = claimant.job_start_id
@@ -337,6 +343,7 @@ class Committer:
             created=self._wall(),
         )
         try:
+            self._prepare(manifest)
             commit.commit(
                 self._store,
                 self._keys,
@@ -363,6 +370,7 @@ class Committer:
             self._health.ok(_COMMIT)
             self._journal.committed(str(staged.id), request.shards, manifest.ref)
             self._post(CommitDone(request.flush_id, manifest.ref))
+            self._committed(manifest)
 
     def _check_complete(self, request: CheckComplete) -> None:
         committed, whole = 0, None

@@ -276,11 +276,12 @@ class FlushEngine:
                 flush.queue.open(flush.staged, {}, is_sealed=flush.is_sealed, known=known)
                 return
             stored = [shard.stored for _, shard in sorted(flush.queue.shards.items())]
+            sent_bytes = flush.sent_bytes
             self._deactivate()
         records = [record for record in stored if record is not None]
         referenced = [record.bytes_referenced for record in records]
         shards = tuple(record.shard for record in records)
-        self._post(Flushed(flush.flush_id, shards, sum(referenced)))
+        self._post(Flushed(flush.flush_id, shards, sum(referenced), sent_bytes))
 
     def _fail(self, flush: ActiveFlush, reason: str, *, void: bool) -> None:
         with self._lock:

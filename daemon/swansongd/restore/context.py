@@ -29,6 +29,8 @@ class RestoreContext:
     """Returns the newest state of the decision loop."""
     stop: threading.Event
     """Ends all threads and downloads."""
+    mirror: ObjectStore | None = field(default=None, kw_only=True)
+    """Backend of the mirror: read for what the store has lost or damaged; None without a mirror."""
     post: Callable[[Event], None] = field(default=lambda _event: None, kw_only=True)
     """Takes the events of the queries and downloads."""
     rescan: Callable[[], None] | None = field(default=None, kw_only=True)

@@ -33,6 +33,7 @@ from swansongd.errors import (
     NothingToRestore,
     StagingError,
     SwansongError,
+    Transient,
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
@@ -92,6 +93,7 @@ class Resume:
         self._state = context.state
         self._stop = context.stop
         self._monotonic = context.monotonic
+        self._mirror = context.mirror
         self.downloads = Downloads(context)
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
@@ -139,6 +141,8 @@ class Resume:
                 return
             try:
                 answer = replace(self._find(ticket), query_id=ticket.query.query_id)
+            except Transient as error:
+                answer = Restored(ticket.query.query_id, error=self._unreachable(error))
             except SwansongError as error:
                 is_damaged = isinstance(error, NothingToRestore) and error.is_damaged
                 answer = Restored(ticket.query.query_id, error=error.line(), is_damaged=is_damaged)
@@ -160,6 +164,24 @@ class Resume:
                 self._context.post(RestoreAnswered(answer.step, answer.generation, answer.error))
             if not answer.error:
                 self.answered()
+
+    def _unreachable(self, error: Transient) -> str:
+        """The reason why the store gives no checkpoint, with the newest commit of the mirror.
+
+        The trainer does not get that commit: the store may have newer ones, and only an operator knows
+        whether it is lost.
+        """
+        mirror = self._context.mirror
+        if mirror is None:
+            return error.line()
+        try:
+            newest = commit.newest_whole_commit(mirror, self._keys)
+        except SwansongError as other:
+            return f"{error.line()}; the mirror cannot be read either: {other.line()}"
+        return (
+            f"{error.line()}; the mirror {mirror.url} has {newest or 'no commit'}: if the store is "
+            "lost, continue there with swansong mirror --promote"
+        )
 
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.

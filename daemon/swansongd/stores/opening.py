@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the store of the configuration."""
+"""Opens the store and the mirror of the configuration."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 
-from swansongd.config.config import StoreConfig
+from swansongd.config.config import MirrorConfig, StoreAccess, StoreConfig
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
@@ -16,7 +16,7 @@ from swansongd.stores.s3.store import S3Store
 
 
 def open_store(
-    config: StoreConfig,
+    config: StoreAccess,
     *,
     connections: int = 16,
     lock_period_s: Callable[[str], float] | None = None,
@@ -31,21 +31,23 @@ def open_store(
     Raises:
         ConfigError: the URL does not name a store, or an option is wrong.
     """
+    url = config.url or ""
     lock = None
-    if config.lock_days and lock_period_s is not None:
+    locks = isinstance(config, StoreConfig) and config.lock_days > 0
+    if isinstance(config, StoreConfig) and locks and lock_period_s is not None:
         lock = Lock(config.lock_mode, lock_period_s)
-    match config.url.partition("://")[0]:
+    match url.partition("://")[0]:
         case "file":
-            if config.lock_days:
+            if locks:
                 raise ConfigError(
                     [
                         "store.lock_days: a directory locks no files; remove the key, or use S3 or GCS"
                     ]
                 )
-            return FileStore(config.url)
+            return FileStore(url)
         case "s3":
             return S3Store(
-                config.url,
+                url,
                 S3Options(
                     endpoint=config.endpoint,
                     connections=connections,
@@ -59,7 +61,7 @@ def open_store(
             )
         case "gs":
             return GcsStore(
-                config.url,
+                url,
                 GcsOptions(
                     endpoint=config.endpoint,
                     connections=connections,
@@ -71,3 +73,21 @@ def open_store(
             raise ConfigError(
                 [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3:// or gs://"]
             )
+
+
+def open_mirror(config: MirrorConfig, *, connections: int | None = None) -> ObjectStore | None:
+    """The store that receives a copy of each commit; None if no mirror is configured.  Sends no request.
+
+    Args:
+        connections: threads that call the store at the same time; None: those of the configuration.
+
+    Raises:
+        ConfigError: the URL does not name a store, or an option is wrong.
+    """
+    if config.url is None:
+        return None
+    try:
+        return open_store(config, connections=connections or config.connections)
+    except ConfigError as error:
+        problems = [problem.replace("store.", "mirror.", 1) for problem in error.problems]
+        raise ConfigError(problems, hint=error.hint) from None
