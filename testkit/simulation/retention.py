@@ -3,8 +3,8 @@
 
 VMs claim generations, send objects, reference those of their newest commit, and commit, alone or in jobs of
 two.  They crash, are fenced with a request in flight, and return to an earlier step.  Operators pin and unpin
-commits, and objects are lost.  Prune runs with random rules and any wall clock.  It crashes at any request, runs
-within another prune, and between all its requests the others act.
+commits, and objects are lost.  Prune runs with random rules and any wall clock.  It crashes at any request,
+runs within another prune, and between all its requests the others act.
 
 After every prune these hold:
 
@@ -516,14 +516,16 @@ class World:
         outer, self.depth = self.store.before, self.depth + 1
         requests = 0
 
-        def before(what: str, _key: str) -> None:
+        def before(what: str, key: str) -> None:
             nonlocal requests
             if requests == crash_at:
                 raise Crash
             requests += 1
             if self.random.random() < 0.3:
                 self.store.before = lambda _what, _key: None
-                self._disturb(what)
+                # A pin after the last listing of the pins comes too late, as the documentation says.
+                is_too_late = what == "delete" or (what == "get" and key.startswith(KEYS.pins))
+                self._disturb(may_pin=not is_too_late)
                 self.store.before = before
 
         self.store.before = before
@@ -539,15 +541,14 @@ class World:
         self._check_deleted(commits_before, set(self.store.deleted[deleted_before:]))
         self._check_objects()
 
-    def _disturb(self, request: str) -> None:
+    def _disturb(self, *, may_pin: bool) -> None:
         choice = self.random.random()
         if choice < 0.6:
             self._advance()
         elif choice < 0.7:
             self.store.now_s += self.random.uniform(0, 600)
         elif choice < 0.85:
-            # A pin within the request that deletes its commit comes too late, as the documentation says.
-            if request != "delete":
+            if may_pin:
                 self._pin()
         elif choice < 0.9:
             self._claim()
