@@ -107,7 +107,7 @@ def test_a_promotion_stops_the_vm_of_the_store(
 def test_a_killed_copy_is_finished_by_the_next_daemon(
     bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
 ) -> None:
-    """The mirror hangs: commits go on, and the lag is shown.  After SIGKILL the copy starts again."""
+    """The mirror hangs: commits continue, and the lag is shown.  After SIGKILL the copy starts again."""
     control(mirror["endpoint"], "break?kind=stall&at=mid_body&match=data&times=1000")
     vm = vm_with(new_vm, "vm", bucket.store, mirror)
     daemon = vm.start_daemon()
