@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from swansongd.core.events import FlushProgress
 from swansongd.flush.queue import UploadQueue
-from swansongd.model import Staged
+from swansongd.model import Staged, StoredObject
 from swansongd.staging.scan import SetDirectory
 from swansongd.util.concurrency import ConcurrencyLimit
 
@@ -30,6 +30,8 @@ class ActiveFlush:
     """Workers that carry out a task of this flush."""
     directory: SetDirectory | None = None
     """The directory of the set, from the first file that is opened to the last worker that leaves."""
+    found_objects: set[StoredObject] = field(default_factory=set)
+    """Objects of earlier sets or daemons that the store was seen to have."""
     _sent_bytes: dict[int, int] = field(default_factory=dict)
     """By thread, so that counting needs no lock."""
     _sent_before_bytes: int = 0

@@ -3,10 +3,11 @@
 
 It sends one set at a time; :mod:`swansongd.core` decides which.  Each worker takes a task
 (:mod:`swansongd.flush.tasks`) from the upload queue of the set (:mod:`swansongd.flush.queue`).
-:mod:`swansongd.flush.uploader` carries out the tasks of shards.  A part passes through the digest and into
-the request window by window, so memory is limited to one window for each worker.  Before each window the
-worker checks that the bytes are still needed.  So a cancelled flush ends without waiting for a request
-that hangs.
+:mod:`swansongd.flush.uploader` carries out the tasks of single files, and
+:mod:`swansongd.flush.pack_uploader` those of small files, which share objects.  A part passes through the
+digest and into the request window by window, so memory is limited to one window for each worker.  Before
+each window the worker checks that the bytes are still needed.  So a cancelled flush ends without waiting for
+a request that hangs.
 
 The engine sends no stored byte again.  A set resumes after another set, under its sealed name, and after a
 restart of the daemon: the journal (:mod:`swansongd.flush.journal`) holds the progress, and the store
@@ -39,8 +40,10 @@ from swansongd.errors import StagingError, SwansongError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled
 from swansongd.flush.journal import SETS_MAX, UploadJournal
+from swansongd.flush.pack_uploader import PackUploader
+from swansongd.flush.packs import Packing
 from swansongd.flush.queue import UploadQueue
-from swansongd.flush.tasks import Advance, Begin, Finish, SendPart, Task, TaskOutcome
+from swansongd.flush.tasks import Advance, Begin, Finish, SendPack, SendPart, Task, TaskOutcome
 from swansongd.flush.uploader import ShardUploader
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
@@ -70,6 +73,7 @@ class FlushEngine:
         part_size_bytes: size of a part, except of large files.
         is_urgent: whether an evacuation is open.
         nonce: returns a new nonce for the keys of a set.
+        packing: decides which files share an object; None: see :meth:`Packing.for_parts`.
         monotonic: the clock of the concurrency limit.
     """
 
@@ -85,6 +89,7 @@ class FlushEngine:
         part_size_bytes: int,
         is_urgent: Callable[[], bool] = lambda: False,
         nonce: Callable[[], str] = upload_nonce,
+        packing: Packing | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = keys
@@ -93,6 +98,7 @@ class FlushEngine:
         self._journal = journal
         self._connections = connections
         self._nonce = nonce
+        self._packing = packing or Packing.for_parts(part_size_bytes, connections)
         self._monotonic = monotonic
         self._cpus = len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
@@ -105,6 +111,9 @@ class FlushEngine:
             lock=self._lock,
             part_size_bytes=part_size_bytes,
             is_urgent=is_urgent,
+        )
+        self._packs = PackUploader(
+            store, journal, self._uploader, lock=self._lock, part_size_bytes=part_size_bytes
         )
         self._idle = 0
         """Workers that wait for a task."""
@@ -152,12 +161,20 @@ class FlushEngine:
         others = [checkpoint for checkpoint, queue in self._queues.items() if queue is not active]
         for checkpoint in others[: len(self._queues) - SETS_MAX + 1]:
             del self._queues[checkpoint]
-        key_of = partial(self._key_of, generation, staged)
-        made = self._queues[staged.id] = UploadQueue(str(staged.id), key_of, self._nonce)
+        made = self._queues[staged.id] = UploadQueue(
+            str(staged.id),
+            partial(self._key_of, generation, staged),
+            self._nonce,
+            packing=self._packing,
+            pack_key_of=partial(self._pack_key_of, generation, staged),
+        )
         return made
 
     def _key_of(self, generation: int, staged: Staged, path: str, nonce: str) -> str:
         return self._keys.shard(generation, staged.id, nonce, staged.node, path)
+
+    def _pack_key_of(self, generation: int, staged: Staged, number: int, nonce: str) -> str:
+        return self._keys.pack(generation, staged.id, nonce, staged.node, number)
 
     def _deactivate(self) -> None:
         flush, self._active = self._active, None
@@ -221,6 +238,8 @@ class FlushEngine:
                     self._finish(flush)
                 case Advance() | SendPart():
                     self._uploader.carry_out(flush, task)
+                case SendPack():
+                    self._packs.carry_out(flush, task)
         except Cancelled:
             return TaskOutcome.RETRY
         except StagingError as error:

@@ -66,12 +66,21 @@ class SendPart:
 
 
 @dataclass(frozen=True, slots=True)
+class SendPack:
+    """Store small files: reference those whose bytes are stored, and send the others as one object."""
+
+    shards: tuple[Shard, ...]
+    key: str
+    """Names the object, if one is sent; no other task has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Check that the set did not change, and report it as stored."""
 
 
-ShardTask = Advance | SendPart
-Task = Begin | Advance | SendPart | Finish
+ShardTask = Advance | SendPart | SendPack
+Task = Begin | ShardTask | Finish
 
 
 class TaskOutcome(Enum):

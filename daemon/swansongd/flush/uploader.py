@@ -15,7 +15,7 @@ from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled, FileBody, opened, part_size_for, within_means
 from swansongd.flush.journal import ShardRecord, UploadJournal, UploadRecord
-from swansongd.flush.tasks import Advance, SendPart, Shard, ShardTask
+from swansongd.flush.tasks import Advance, SendPart, Shard
 from swansongd.model import StagedFile, StoredShard
 from swansongd.staging import scan
 from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
@@ -49,7 +49,7 @@ class ShardUploader:
         self._part_size_bytes = part_size_bytes
         self._is_urgent = is_urgent
 
-    def carry_out(self, flush: ActiveFlush, task: ShardTask) -> None:
+    def carry_out(self, flush: ActiveFlush, task: Advance | SendPart) -> None:
         """Carry out one task.
 
         Raises:
@@ -73,7 +73,7 @@ class ShardUploader:
         """Compare the journal's record of an earlier daemon with the store, and keep what both contain."""
         record = shard.record
         if isinstance(record, ShardRecord):
-            if self._is_in_store(record.shard):
+            if self.is_in_store(flush, record.shard):
                 self._stored(flush, shard, record)
             else:
                 self._restart(flush, shard, NotFound(f"an object of {record.shard.path} is gone"))
@@ -126,12 +126,12 @@ class ShardUploader:
 
     def _empty(self, flush: ActiveFlush, shard: Shard) -> ShardRecord:
         """The record of an empty file, which needs no object."""
-        with opened(self._directory(flush), shard.file):
+        with opened(self.directory(flush), shard.file):
             return _record_of_object(shard.file, shard.key, 1, [blake3().digest()], crc32c=0)
 
     def _send_whole(self, flush: ActiveFlush, shard: Shard, part_size_bytes: int) -> None:
         file = shard.file
-        with opened(self._directory(flush), file) as fd:
+        with opened(self.directory(flush), file) as fd:
             body = _body(flush, shard, fd, 0, file.size_bytes, moved=flush.count_sent)
             try:
                 crc32c = self._store.put_shard(shard.key, body)
@@ -152,14 +152,14 @@ class ShardUploader:
         if known is None or known.shard.size_bytes != file.size_bytes or not file.size_bytes:
             return None
         part_size_bytes = known.shard.part_size_bytes
-        with opened(self._directory(flush), file) as fd:
+        with opened(self.directory(flush), file) as fd:
             for index in range(part_count(file.size_bytes, part_size_bytes)):
                 offset = index * part_size_bytes
                 size_bytes = min(part_size_bytes, file.size_bytes - offset)
                 digest = _body(flush, shard, fd, offset, size_bytes).read_all()
                 if digest != part_digest(known.shard.part_digests, index):
                     return None
-        if not self._is_in_store(known.shard):
+        if not self.is_in_store(flush, known.shard):
             return None
         return ShardRecord(file, known.shard, is_referenced=True)
 
@@ -169,7 +169,7 @@ class ShardUploader:
         upload = record.upload
         offset = (number - 1) * upload.part_size_bytes
         size_bytes = upload.part_length_bytes(number)
-        with opened(self._directory(flush), shard.file) as fd:
+        with opened(self.directory(flush), shard.file) as fd:
             body = _body(flush, shard, fd, offset, size_bytes, moved=flush.count_sent)
             try:
                 receipt = self._store.put_part(upload, number, body)
@@ -206,7 +206,7 @@ class ShardUploader:
         with self._lock:
             flush.queue.stored(shard, record)
 
-    def _directory(self, flush: ActiveFlush) -> scan.SetDirectory:
+    def directory(self, flush: ActiveFlush) -> scan.SetDirectory:
         """The directory of the set, opened once for all workers of the flush."""
         if flush.directory is not None:
             return flush.directory
@@ -219,11 +219,13 @@ class ShardUploader:
         directory.close()
         return flush.directory
 
-    def _is_in_store(self, shard: StoredShard) -> bool:
-        for stored in {extent.object for extent in shard.extents}:
+    def is_in_store(self, flush: ActiveFlush, shard: StoredShard) -> bool:
+        """Whether the store has all objects of the shard.  One HEAD for each object and flush."""
+        for stored in {extent.object for extent in shard.extents} - flush.found_objects:
             info = self._store.head(stored.key)
             if info is None or info.size_bytes != stored.size_bytes:
                 return False
+            flush.found_objects.add(stored)
         return True
 
 
