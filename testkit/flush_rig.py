@@ -77,7 +77,6 @@ class FlushRig:
         self.run_directory = tmp_path / "staging" / "r"
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
-        self.is_urgent = False
         self._connections = connections
         self._packing = packing
         self._monotonic = monotonic
@@ -97,7 +96,6 @@ class FlushRig:
             nonce=lambda: f"n{next(self._nonces)}",
             connections=self._connections,
             part_size_bytes=PART,
-            is_urgent=lambda: self.is_urgent,
             packing=self._packing,
             monotonic=self._monotonic,
         )

@@ -69,6 +69,8 @@ class MemoryStore:
         """Time of the last write of each object; one that a test placed into ``objects`` is new."""
         self.locked_until_unix_s: dict[str, float] = {}
         """End of the retention of an object."""
+        self.lock_period_s: Callable[[str], float] = lambda _key: 0.0
+        """Retention of new objects; 0: none."""
         self._lock = threading.Lock()
         self._ids = itertools.count(1)
 
@@ -107,14 +109,14 @@ class MemoryStore:
         with self._lock:
             return self._info(key) if key in self.objects else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         """A page, sorted by reversed keys; each page except the first repeats a key of the previous page."""
         self._request("list", prefix)
         with self._lock:
-            found = [key for key in self.objects if key.startswith(prefix)]
+            found = [key for key in self.objects if key.startswith(prefix) and key > after]
             found.sort(key=lambda key: key[::-1])
             start = int(token or 0)
             end = start + PAGE_KEYS
@@ -143,6 +145,18 @@ class MemoryStore:
     def locked_until(self, key: str) -> float | None:
         self._request("locked_until", key)
         return self.locked_until_unix_s.get(key)
+
+    def lock(self, key: str) -> float | None:
+        self._request("lock", key)
+        with self._lock:
+            if key not in self.objects:
+                raise NotFound(key)
+            period_s = self.lock_period_s(key)
+            if not period_s:
+                return None
+            self.locked_until_unix_s[key] = self.clock() + period_s
+        self.after("lock", key)
+        return self.locked_until_unix_s[key]
 
     def put_shard(self, key: str, body: Body) -> int:
         self._request("put_shard", key)
@@ -239,6 +253,8 @@ class MemoryStore:
     def _place(self, key: str, data: bytes) -> None:
         self.objects[key] = data
         self.written_unix_s[key] = self.clock()
+        if period_s := self.lock_period_s(key):
+            self.locked_until_unix_s[key] = self.clock() + period_s
 
     def _remove(self, key: str, if_tag: str) -> None:
         if key not in self.objects:

@@ -169,6 +169,7 @@ class Service:
             lambda: self._state,
             self._stop,
             post=self._post,
+            mirror=self._storage.mirror,
             rescan=self._observer.rescan,
             shard_of=self._storage.shard_of,
         )
@@ -369,7 +370,7 @@ class Service:
                 self._committer.check_complete(action)
             case CheckFence():
                 if self._state.generation is not None:
-                    self._committer.check_fence()
+                    self._storage.check_fence()
             case Rescan():
                 self._observer.rescan()
             case SetAside() | Prune():
@@ -423,7 +424,7 @@ class Service:
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
-            now = time.monotonic()
+            now, mirroring = time.monotonic(), self._storage.mirroring
             report = {
                 "run": self._config.run.name,
                 "version": swansongd.__version__,
@@ -436,6 +437,8 @@ class Service:
                 },
                 "staging": self._staging.room(),
                 "prefetch": self._prefetch.report(),
+                "mirror": mirroring
+                and {**mirroring.report(), "restored": self._resume.downloads.from_mirror},
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))

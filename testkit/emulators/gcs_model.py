@@ -1,5 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Google Cloud Storage as a function from request to response; emulators/gcs_server.py serves it."""
+"""Google Cloud Storage as a function from request to response; emulators/gcs_server.py serves it.
+
+Retention follows cloud.google.com/storage/docs/object-lock: it protects an object from deletion and
+replacement, but with versioning a delete still makes it noncurrent.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +14,11 @@ import re
 import threading
 import uuid
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from dataclasses import dataclass, field, replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
 from typing import Any
-from urllib.parse import unquote
+from urllib.parse import parse_qs, unquote
 from xml.etree import ElementTree as ET
 
 import google_crc32c
@@ -44,12 +49,20 @@ class GcsError(Exception):
 
 
 @dataclass(frozen=True)
+class GcsRetention:
+    mode: str
+    """``Unlocked`` or ``Locked``; the XML interface calls them GOVERNANCE and COMPLIANCE."""
+    until: datetime
+
+
+@dataclass(frozen=True)
 class GcsObject:
     data: bytes
     object_generation: int
     crc32c: str
     md5: str | None
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
+    retention: GcsRetention | None = None
 
     @property
     def etag(self) -> str:
@@ -57,9 +70,19 @@ class GcsObject:
 
 
 @dataclass
+class GcsBucket:
+    objects: dict[str, GcsObject] = field(default_factory=dict)
+    noncurrent: list[tuple[str, GcsObject]] = field(default_factory=list)
+    has_retention: bool = False
+    has_versions: bool = False
+    lifecycle: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass
 class GcsUpload:
     bucket: str
     name: str
+    retention: GcsRetention | None = None
     parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
     """Content and ETag by number."""
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
@@ -78,7 +101,7 @@ class Gcs:
 
     def __init__(self, buckets: list[str]) -> None:
         self._lock = threading.RLock()
-        self._buckets: dict[str, dict[str, GcsObject]] = {name: {} for name in buckets}
+        self._buckets = {name: GcsBucket() for name in buckets}
         self._multipart: dict[str, GcsUpload] = {}
         self._object_generation = 1_700_000_000_000_000
         self._reset()
@@ -89,6 +112,10 @@ class Gcs:
         self._listing = ListingMode()
         self._may_delete = True
         self._asks_rights_first = False
+        self._delete_below: tuple[str, ...] = ("",)
+        self._may_set_retention = True
+        self._may_read_settings = True
+        self._ahead_s = 0.0
 
     def order(self, name: str, call: Call) -> bool:
         """Control commands of this store: see emulators/gcs_server.py."""
@@ -105,6 +132,16 @@ class Gcs:
                 case "role":
                     self._may_delete = call.parameter("delete") != "0"
                     self._asks_rights_first = call.parameter("first") == "rights"
+                    self._delete_below = tuple((call.parameter("delete_below") or "").split(","))
+                    self._may_set_retention = call.parameter("retention") != "0"
+                    self._may_read_settings = call.parameter("settings") != "0"
+                case "clock":
+                    self._ahead_s = float(call.parameter("ahead_s") or 0)
+                case "bucket":
+                    self._buckets[call.parameter("name") or ""] = GcsBucket(
+                        has_retention=call.parameter("retention") == "1",
+                        has_versions=call.parameter("versioning") == "1",
+                    )
                 case "forget":
                     self._multipart.clear()
                 case _:
@@ -112,6 +149,11 @@ class Gcs:
         return True
 
     def respond(self, call: Call) -> StoreResponse:
+        response = self._response(call)
+        date = format_datetime(self._now(), usegmt=True)
+        return replace(response, headers={**response.headers, "Date": date})
+
+    def _response(self, call: Call) -> StoreResponse:
         segments = call.path.lstrip("/").split("/")
         with self._lock:
             bearer = call.headers.get("authorization")
@@ -131,21 +173,32 @@ class Gcs:
 
     def corrupt(self, name: str) -> bool:
         with self._lock:
-            return flip_stored(self._buckets, name)
+            objects = {name: bucket.objects for name, bucket in self._buckets.items()}
+            return flip_stored(objects, name)
 
     # ------------------------------------------------------------ JSON interface
 
     def _json(self, call: Call, segments: list[str]) -> StoreResponse:
         match call.method, segments[2:]:
             case "GET", ["b", bucket]:
-                self._objects(unquote(bucket))
-                return _json_response({"kind": "storage#bucket", "name": unquote(bucket)})
+                return _json_response(_selected(self._settings(unquote(bucket)), call))
+            case "PATCH", ["b", bucket]:
+                self._settings(unquote(bucket))
+                body = json.loads(call.body)
+                if body.keys() != {"lifecycle"}:
+                    raise GcsError(501, "NotImplemented")
+                self._buckets[unquote(bucket)].lifecycle = body["lifecycle"]
+                return _json_response(self._settings(unquote(bucket)))
+            case "GET", ["b", bucket, "iam", "testPermissions"]:
+                return self._test_permissions(unquote(bucket), call)
             case "GET", ["b", bucket, "o"]:
                 return self._list(unquote(bucket), call)
             case "GET", ["b", bucket, "o", name]:
                 found = self._find(unquote(bucket), unquote(name))
                 facts = _metadata(unquote(bucket), unquote(name), found)
                 return _json_response(_selected(facts, call))
+            case "PATCH", ["b", bucket, "o", name]:
+                return self._patch(unquote(bucket), unquote(name), call)
             case "DELETE", ["b", bucket, "o", name]:
                 found = self._find(unquote(bucket), unquote(name))
                 # docs/json_api/v1/objects/delete: 412 if the condition is not met.
@@ -156,13 +209,79 @@ class Gcs:
                 return self._delete(unquote(bucket), unquote(name))
         raise GcsError(501, "NotImplemented")
 
+    def _settings(self, bucket: str) -> dict[str, Any]:
+        """The settings of a bucket: storage/docs/json_api/v1/buckets#resource."""
+        self._objects(bucket)
+        if not self._may_read_settings:
+            raise GcsError(403, "caller does not have storage.buckets.get access")
+        found = self._buckets[bucket]
+        facts: dict[str, Any] = {"kind": "storage#bucket", "name": bucket}
+        if found.has_versions:
+            facts["versioning"] = {"enabled": True}
+        if found.has_retention:
+            facts["objectRetention"] = {"mode": "Enabled"}
+        return facts | ({"lifecycle": found.lifecycle} if found.lifecycle else {})
+
+    def _test_permissions(self, bucket: str, call: Call) -> StoreResponse:
+        """Rights of the caller, without a right: storage/docs/json_api/v1/buckets/testIamPermissions."""
+        self._objects(bucket)
+        wanted = parse_qs(call.query).get("permissions", [])
+        lacking = {
+            # A right with a condition on the name is not one on the bucket.
+            "storage.objects.delete": not self._may_delete or self._delete_below != ("",),
+            "storage.objects.setRetention": not self._may_set_retention,
+            "storage.buckets.get": not self._may_read_settings,
+        }
+        held = [name for name in wanted if not lacking.get(name, False)]
+        body: dict[str, Any] = {"kind": "storage#testIamPermissionsResponse"}
+        return _json_response(body | ({"permissions": held} if held else {}))
+
+    def _patch(self, bucket: str, name: str, call: Call) -> StoreResponse:
+        """Change the retention of an object: storage/docs/json_api/v1/objects/patch."""
+        found = self._find(bucket, name)
+        body = json.loads(call.body)
+        if body.keys() != {"retention"}:
+            raise GcsError(501, "NotImplemented")
+        wanted = self._retention(
+            bucket, body["retention"].get("mode"), body["retention"].get("retainUntilTime")
+        )
+        old = found.retention
+        if old is not None and wanted is not None and old.until > self._now():
+            is_locked = old.mode == "Locked"
+            if wanted.until < old.until or (is_locked and wanted.mode != "Locked"):
+                raise GcsError(403, "overrideUnlockedRetention is needed")
+        self._buckets[bucket].objects[name] = replace(found, retention=wanted)
+        return _json_response(_metadata(bucket, name, self._find(bucket, name)))
+
+    def _retention(self, bucket: str, mode: str | None, until: str | None) -> GcsRetention | None:
+        """The retention that a request sets, or GcsError."""
+        if mode is None and until is None:
+            return None
+        modes = {"GOVERNANCE": "Unlocked", "COMPLIANCE": "Locked"}
+        mode = modes.get(mode or "", mode)
+        try:
+            instant = datetime.fromisoformat(until or "")
+        except ValueError:
+            raise GcsError(400, "invalid") from None
+        if mode not in modes.values() or instant <= self._now():
+            raise GcsError(400, "invalid")
+        if not self._buckets[bucket].has_retention:
+            raise GcsError(400, "invalid")  # Google documents no code
+        if not self._may_set_retention:
+            raise GcsError(403, "caller does not have storage.objects.setRetention access")
+        return GcsRetention(mode, instant)
+
+    def _now(self) -> datetime:
+        return datetime.now(UTC) + timedelta(seconds=self._ahead_s)
+
     def _list(self, bucket: str, call: Call) -> StoreResponse:
         if call.parameter("delimiter") or call.parameter("versions") == "true":
             raise GcsError(501, "NotImplemented")
         objects = self._objects(bucket)
         prefix = call.parameter("prefix") or ""
         limit = min(int(call.parameter("maxResults") or _PAGE), self._page)
-        found = [name for name in objects if name.startswith(prefix)]
+        start = call.parameter("startOffset") or ""
+        found = [name for name in objects if name.startswith(prefix) and name >= start]
         names, last = self._listing.page(found, call.parameter("pageToken"), limit)
         items = [_metadata(bucket, name, objects[name]) for name in names]
         response: dict[str, Any] = {"kind": "storage#objects"}
@@ -189,7 +308,7 @@ class Gcs:
         number = call.parameter("partNumber")
         match call.method:
             case "POST" if call.parameter("uploads") is not None:
-                return self._initiate(bucket, name)
+                return self._initiate(bucket, name, self._new_retention(call, bucket))
             case "PUT" if upload_id and number:
                 return self._put_part(call, self._upload_of(bucket, name, upload_id), int(number))
             case "GET" if upload_id:
@@ -205,16 +324,25 @@ class Gcs:
             case "PUT" if not call.query:
                 _verify(call.body, call.headers.get("x-goog-hash"))
                 only_if = call.headers.get(_CONDITION)
-                stored = self._store(bucket, name, call.body, only_if)
+                retention = self._new_retention(call, bucket)
+                stored = self._store(bucket, name, call.body, only_if, retention)
                 return StoreResponse(200, b"", _headers(stored))
             case "DELETE" if not call.query:
                 self._find(bucket, name)
                 return self._delete(bucket, name)
         raise GcsError(501, "NotImplemented")
 
-    def _initiate(self, bucket: str, name: str) -> StoreResponse:
+    def _new_retention(self, call: Call, bucket: str) -> GcsRetention | None:
+        """The retention of a new object: storage/docs/xml-api/reference-headers."""
+        mode = call.headers.get("x-goog-object-lock-mode")
+        if mode not in (None, "GOVERNANCE", "COMPLIANCE"):
+            raise GcsError(400, "InvalidArgument")
+        until = call.headers.get("x-goog-object-lock-retain-until-date")
+        return self._retention(bucket, mode, until)
+
+    def _initiate(self, bucket: str, name: str, retention: GcsRetention | None) -> StoreResponse:
         upload_id = uuid.uuid4().hex
-        self._multipart[upload_id] = GcsUpload(bucket, name)
+        self._multipart[upload_id] = GcsUpload(bucket, name, retention)
         return _xml_response(
             "InitiateMultipartUploadResult", {"Bucket": bucket, "Key": name, "UploadId": upload_id}
         )
@@ -295,7 +423,9 @@ class Gcs:
         if not pieces or any(len(piece) < PART_SIZE_BYTES_MIN for piece in pieces[:-1]):
             raise GcsError(400, "EntityTooSmall" if pieces else "InvalidPart")
         data = b"".join(pieces)
-        stored = self._store(upload.bucket, upload.name, data, None, composed=True)
+        stored = self._store(
+            upload.bucket, upload.name, data, None, upload.retention, composed=True
+        )
         del self._multipart[upload_id]
         return _xml_response(
             "CompleteMultipartUploadResult",
@@ -308,7 +438,7 @@ class Gcs:
     def _objects(self, bucket: str) -> dict[str, GcsObject]:
         if bucket not in self._buckets:
             raise GcsError(404, "NoSuchBucket")
-        return self._buckets[bucket]
+        return self._buckets[bucket].objects
 
     def _find(self, bucket: str, name: str) -> GcsObject:
         found = self._objects(bucket).get(name)
@@ -317,25 +447,48 @@ class Gcs:
         return found
 
     def _delete(self, bucket: str, name: str) -> StoreResponse:
-        if not self._may_delete:
+        if not self._may_delete_object(name):
             raise GcsError(403, "AccessDenied")
+        found = self._objects(bucket)[name]
+        if self._buckets[bucket].has_versions:
+            self._buckets[bucket].noncurrent.append((name, found))
+        elif found.retention is not None and found.retention.until > self._now():
+            raise GcsError(403, "retentionPolicyNotMet")
         del self._objects(bucket)[name]
         return StoreResponse(204)
 
+    def _may_delete_object(self, name: str) -> bool:
+        return self._may_delete and name.startswith(self._delete_below)
+
     def _store(
-        self, bucket: str, name: str, data: bytes, only_if: str | None, *, composed: bool = False
+        self,
+        bucket: str,
+        name: str,
+        data: bytes,
+        only_if: str | None,
+        retention: GcsRetention | None,
+        *,
+        composed: bool = False,
     ) -> GcsObject:
         objects = self._objects(bucket)
         current = objects[name].object_generation if name in objects else 0
         fails = only_if is not None and int(only_if) != current
-        lacks_right = bool(current) and not self._may_delete
+        lacks_right = bool(current) and not self._may_delete_object(name)
         if lacks_right and (self._asks_rights_first or not fails):
             raise GcsError(403, "AccessDenied")
         if fails:
             raise GcsError(412, "PreconditionFailed")
+        if current and not self._buckets[bucket].has_versions:
+            held = objects[name].retention
+            if held is not None and held.until > self._now():
+                raise GcsError(403, "retentionPolicyNotMet")
         self._object_generation += 1
         objects[name] = GcsObject(
-            data, self._object_generation, checksum(data), None if composed else md5(data)
+            data,
+            self._object_generation,
+            checksum(data),
+            None if composed else md5(data),
+            retention=retention,
         )
         return objects[name]
 
@@ -350,7 +503,7 @@ def _verify(data: bytes, hashes: str | None) -> None:
 
 
 def _metadata(bucket: str, name: str, stored: GcsObject) -> dict[str, Any]:
-    facts = {
+    facts: dict[str, Any] = {
         "kind": "storage#object",
         "bucket": bucket,
         "name": name,
@@ -361,6 +514,9 @@ def _metadata(bucket: str, name: str, stored: GcsObject) -> dict[str, Any]:
         "crc32c": stored.crc32c,
         "etag": stored.etag,
     }
+    if stored.retention is not None:
+        until = stored.retention.until.isoformat().replace("+00:00", "Z")
+        facts["retention"] = {"mode": stored.retention.mode, "retainUntilTime": until}
     return facts if stored.md5 is None else {**facts, "md5Hash": stored.md5}
 
 
@@ -402,7 +558,9 @@ def _selected(body: dict[str, Any], call: Call) -> dict[str, Any]:
     of_items = re.search(r"items\(([^)]*)\)", fields)
     if of_items and "items" in selected:
         names = of_items[1].split(",")
-        selected["items"] = [{name: item[name] for name in names} for item in selected["items"]]
+        selected["items"] = [
+            {name: item[name] for name in names if name in item} for item in selected["items"]
+        ]
     return selected
 
 

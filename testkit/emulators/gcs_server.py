@@ -9,6 +9,11 @@ when it is complete.  Control: see :mod:`testkit.emulators.store_control`, and::
     role?delete=0&first=rights  refuse deletes, and so overwrites, with 403.  A create-if-absent of an
                                 existing name gets 412, or 403 with ``first=rights``: Google does not
                                 document the order of the two checks
+    role?delete_below=A,B       allow deletes of these prefixes only, as an IAM condition does
+    role?retention=0&settings=0 refuse storage.objects.setRetention, storage.buckets.get
+    bucket?name=NAME&retention=1&versioning=1
+                                create an empty bucket, with per-object retention, with versioning
+    clock?ahead_s=3600          advance the store's clock, for retentions
 """
 
 from __future__ import annotations

@@ -26,12 +26,23 @@ _numbers = itertools.count(1)
 
 
 @dataclass(frozen=True)
+class Retention:
+    mode: str
+    """``GOVERNANCE`` or ``COMPLIANCE``."""
+    until: datetime
+
+
+@dataclass(frozen=True)
 class S3Object:
     data: bytes
     etag: str
     checksum: Checksum | None
     checksum_type: str = "FULL_OBJECT"
     modified: datetime = field(default_factory=lambda: datetime.now(UTC))
+    version_id: str = "null"
+    """``null`` for an object that was stored without versioning."""
+    retention: Retention | None = None
+    is_marker: bool = False
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class S3Upload:
     algorithm: str
     """Empty for an upload without an algorithm."""
     checksum_type: str
+    retention: Retention | None = None
     parts: dict[int, S3Part] = field(default_factory=dict)
     begun: datetime = field(default_factory=lambda: datetime.now(UTC))
     upload_id: str = field(default_factory=lambda: f"upload.{next(_numbers)}_{id(object()):x}-~")
@@ -78,7 +90,7 @@ class S3Upload:
         stated = named_checksum(headers)
         if stated is not None and stated != checksum:
             raise S3Error(400, "BadDigest" if checksum else "InvalidRequest", stated.header)
-        return S3Object(data, etag, checksum, self.checksum_type)
+        return S3Object(data, etag, checksum, self.checksum_type, retention=self.retention)
 
     def _checksum(self, chosen: list[S3Part], data: bytes) -> Checksum | None:
         if not self.algorithm:
@@ -100,7 +112,9 @@ class S3Upload:
         return part
 
 
-def begun(bucket: str, key: str, headers: Mapping[str, str]) -> S3Upload:
+def begun(
+    bucket: str, key: str, headers: Mapping[str, str], retention: Retention | None
+) -> S3Upload:
     """A new upload, with the options of its headers."""
     algorithm = headers.get("x-amz-checksum-algorithm", "").upper()
     if algorithm and algorithm not in ALGORITHMS:
@@ -110,7 +124,7 @@ def begun(bucket: str, key: str, headers: Mapping[str, str]) -> S3Upload:
         raise S3Error(400, "InvalidRequest", kind)
     if kind == "FULL_OBJECT" and algorithm.startswith("SHA"):
         raise S3Error(400, "InvalidRequest", f"{algorithm} cannot be {kind}")
-    return S3Upload(bucket, key, algorithm, kind)
+    return S3Upload(bucket, key, algorithm, kind, retention)
 
 
 def _listed(document: bytes) -> list[ET.Element]:

@@ -15,6 +15,8 @@ Control: see :mod:`testkit.emulators.store_control`, and::
                                 refuse bodies with a trailer, as some stores do
     trailers?stored=1           accept them, and store them with their framing, as other stores do
                                 that know no checksums
+    bucket?name=NAME&lock=1     create an empty bucket; with Object Lock, and so with versioning
+    role?policy=JSON            give the caller this policy instead of an administrator's rights
 """
 
 from __future__ import annotations
@@ -23,13 +25,23 @@ import argparse
 import hashlib
 import re
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from datetime import UTC, datetime, timedelta
+from email.utils import format_datetime
+from typing import Any
 from urllib.parse import quote, unquote
-from xml.etree import ElementTree as ET
 
-from testkit.emulators.s3_delete import deletions, result_of_deletions
-from testkit.emulators.s3_multipart import S3Object, S3Part, S3Upload, begun
+from testkit.emulators.s3_bucket import S3Bucket, retention_in, retention_of
+from testkit.emulators.s3_documents import (
+    deletions,
+    document,
+    listed_versions,
+    of_setting,
+    result_of_deletions,
+)
+from testkit.emulators.s3_multipart import Retention, S3Object, S3Part, S3Upload, begun
+from testkit.emulators.s3_policy import action_of, context_of, expect_allowed, parsed
 from testkit.emulators.s3_request import Payload, S3Account, S3Error, named_checksum, payload_of
 from testkit.emulators.store_control import (
     Call,
@@ -41,23 +53,53 @@ from testkit.emulators.store_control import (
 )
 from testkit.emulators.store_server import add_arguments, serve
 
-NAMESPACE = "http://s3.amazonaws.com/doc/2006-03-01/"
 _DOMAIN = "localhost"
 """Parent domain of bucket names, for virtual-host addressing."""
 _STAMP = "%Y-%m-%dT%H:%M:%S.000Z"
 _PAGE = 1000
 _KNOWN_QUERIES = {
     "GET": {
-        "list-type", "prefix", "max-keys", "continuation-token", "encoding-type",
-        "uploads", "key-marker", "upload-id-marker", "max-uploads", "uploadId",
-        "part-number-marker", "max-parts", "lifecycle", "location", "x-id", "delimiter",
+        "list-type",
+        "prefix",
+        "max-keys",
+        "continuation-token",
+        "encoding-type",
+        "uploads",
+        "key-marker",
+        "upload-id-marker",
+        "max-uploads",
+        "uploadId",
+        "part-number-marker",
+        "max-parts",
+        "lifecycle",
+        "location",
+        "x-id",
+        "delimiter",
         "fetch-owner",
+        "start-after",
+        "versioning",
+        "versions",
+        "object-lock",
+        "policy",
+        "retention",
+        "versionId",
     },
-    "HEAD": set(),
-    "PUT": {"uploadId", "partNumber", "x-id", "lifecycle"},
+    "HEAD": {"versionId"},
+    "PUT": {
+        "uploadId",
+        "partNumber",
+        "x-id",
+        "lifecycle",
+        "versioning",
+        "object-lock",
+        "policy",
+        "retention",
+        "versionId",
+    },
     "POST": {"uploads", "uploadId", "delete"},
-    "DELETE": {"uploadId", "x-id", "lifecycle"},
-}  # fmt: skip
+    "DELETE": {"uploadId", "x-id", "lifecycle", "policy", "versionId"},
+}
+_SETTINGS = {"lifecycle", "versioning", "object-lock", "policy"}  # fmt: skip
 
 
 class S3:
@@ -65,13 +107,13 @@ class S3:
 
     def __init__(self, buckets: Iterable[str]) -> None:
         self._lock = threading.RLock()
-        self._buckets: dict[str, dict[str, S3Object]] = {name: {} for name in buckets}
+        self._buckets = {name: S3Bucket() for name in buckets}
         self._uploads: dict[str, S3Upload] = {}
-        self._lifecycle: dict[str, bytes] = {}
         self._reset()
 
     def _reset(self) -> None:
         self.account = S3Account()
+        self._role: dict[str, Any] | None = None
         self._region = "us-east-1"
         self._page = _PAGE
         self._listing = ListingMode()
@@ -112,6 +154,13 @@ class S3:
                     self._page = int(call.parameter("size") or _PAGE)
                 case "listing":
                     self._listing = ListingMode.ordered(call)
+                case "bucket":
+                    made = S3Bucket()
+                    if call.parameter("lock") == "1":
+                        made.versioning, made.has_object_lock = "Enabled", True
+                    self._buckets[call.parameter("name") or ""] = made
+                case "role":
+                    self._role = parsed(call.parameter("policy") or "")
                 case "forget":
                     self._uploads.clear()
                 case _:
@@ -120,7 +169,8 @@ class S3:
 
     def corrupt(self, name: str) -> bool:
         with self._lock:
-            return flip_stored(self._buckets, name)
+            objects = {name: bucket.objects for name, bucket in self._buckets.items()}
+            return flip_stored(objects, name)
 
     # ------------------------------------------------------------ requests
 
@@ -142,6 +192,7 @@ class S3:
             )
         headers = {
             **response.headers,
+            "Date": format_datetime(self._now(), usegmt=True),
             "x-amz-request-id": hashlib.md5(call.target.encode()).hexdigest(),
         }
         if call.method == "HEAD" and response.status >= 300:
@@ -149,37 +200,54 @@ class S3:
         return StoreResponse(response.status, response.body, headers)
 
     def _routed(self, call: Call, payload: Payload, region: str) -> StoreResponse:
-        bucket, key = _address(call)
+        name, key = _address(call)
         names = {pair.partition("=")[0] for pair in call.query.split("&") if pair}
         if unknown := names - _KNOWN_QUERIES.get(call.method, set()):
             raise S3Error(501, "NotImplemented", f"{call.method} with {sorted(unknown)}")
-        objects = self._buckets.get(bucket)
-        if objects is None:
+        bucket = self._buckets.get(name)
+        if bucket is None:
             raise S3Error(404, "NoSuchBucket")
         if region != self._region:
             where = {"x_amz_bucket_region": self._region}
             raise S3Error(301, "PermanentRedirect", f"it is in {self._region}", **where)
+        if "delete" in names:  # has the rights of each object
+            return self._delete_many(call, name, bucket)
+        self._expect_allowed(action_of(call, names, key), name, key, context_of(call, names))
         if not key:
-            return self._of_bucket(call, payload, bucket, objects, names)
+            return self._of_bucket(call, payload, name, bucket, names)
         if "uploads" in names and call.method == "POST":
-            upload = begun(bucket, key, call.headers)
+            upload = begun(name, key, call.headers, self._new_retention(call, name, bucket, key))
             self._uploads[upload.upload_id] = upload
-            facts = {"Bucket": bucket, "Key": key, "UploadId": upload.upload_id}
-            return _document("InitiateMultipartUploadResult", facts.items())
+            facts = {"Bucket": name, "Key": key, "UploadId": upload.upload_id}
+            return document("InitiateMultipartUploadResult", facts.items())
         if "uploadId" in names:
-            return self._of_upload(call, payload, objects, self._upload(call, bucket, key))
-        return self._of_object(call, payload, objects, key)
+            return self._of_upload(call, payload, bucket, self._upload(call, name, key))
+        if "retention" in names:
+            return self._of_retention(call, payload, bucket, key)
+        return self._of_object(call, payload, name, bucket, key)
+
+    def _expect_allowed(self, action: str, name: str, key: str, context: Mapping[str, str]) -> None:
+        resource = f"arn:aws:s3:::{name}/{key}" if key else f"arn:aws:s3:::{name}"
+        expect_allowed(self._role, self._buckets[name].policy, action, resource, context)
+
+    def _now(self) -> datetime:
+        return datetime.now(UTC) + timedelta(seconds=self.account.clock_ahead_s)
+
+    def _new_retention(self, call: Call, name: str, bucket: S3Bucket, key: str) -> Retention | None:
+        """The retention that a new object gets; setting one needs a right of its own."""
+        found = retention_of(call.headers, self._now())
+        if found is not None:
+            self._expect_allowed("s3:PutObjectRetention", name, key, {})
+            if not bucket.has_object_lock:
+                raise S3Error(400, "InvalidRequest", "Bucket is missing Object Lock Configuration")
+        return found
 
     def _of_bucket(
-        self,
-        call: Call,
-        payload: Payload,
-        bucket: str,
-        objects: dict[str, S3Object],
-        names: set[str],
+        self, call: Call, payload: Payload, name: str, bucket: S3Bucket, names: set[str]
     ) -> StoreResponse:
-        if "lifecycle" in names:
-            return self._of_lifecycle(call, payload, bucket)
+        if names & _SETTINGS:
+            return of_setting(call.method, min(names & _SETTINGS), payload.data, bucket)
+        objects = bucket.objects
         match call.method:
             case "HEAD":
                 return StoreResponse(200, b"", {"x-amz-bucket-region": self._region})
@@ -188,52 +256,75 @@ class S3:
                     200, f"<LocationConstraint>{self._region}</LocationConstraint>".encode()
                 )
             case "GET" if "uploads" in names:
-                return self._list_uploads(call, bucket)
+                return self._list_uploads(call, name)
+            case "GET" if "versions" in names:
+                return listed_versions(bucket, call.parameter("prefix") or "")
             case "GET" if call.parameter("list-type") == "2" and "delimiter" not in names:
-                return self._list(call, bucket, objects)
-            case "POST" if "delete" in names:
-                return self._delete_many(call, objects)
+                return self._list(call, name, objects)
         raise S3Error(501, "NotImplemented")
 
-    def _of_lifecycle(self, call: Call, payload: Payload, bucket: str) -> StoreResponse:
-        if call.method == "PUT":
-            self._lifecycle[bucket] = payload.data
-            return StoreResponse(200)
-        if call.method == "DELETE":
-            self._lifecycle.pop(bucket, None)
-            return StoreResponse(204)
-        if bucket not in self._lifecycle:
-            raise S3Error(404, "NoSuchLifecycleConfiguration")
-        return StoreResponse(200, self._lifecycle[bucket], {"Content-Type": "application/xml"})
-
     def _of_object(
-        self, call: Call, payload: Payload, objects: dict[str, S3Object], key: str
+        self, call: Call, payload: Payload, name: str, bucket: S3Bucket, key: str
     ) -> StoreResponse:
+        version_id = call.parameter("versionId")
         match call.method:
             case "PUT":
-                self._hold_to_preconditions(call, objects.get(key))
+                self._hold_to_preconditions(call, bucket.objects.get(key))
+                retention = self._new_retention(call, name, bucket, key)
+                if retention is not None and not _has_integrity(call):
+                    raise S3Error(
+                        400,
+                        "InvalidRequest",
+                        "Content-MD5 OR x-amz-checksum- HTTP header is required for Put Object "
+                        "requests with Object Lock parameters",
+                    )
                 etag = f'"{hashlib.md5(payload.data).hexdigest()}"'
-                objects[key] = S3Object(payload.data, etag, payload.checksum)
-                return StoreResponse(200, b"", _headers(objects[key], with_checksum=True))
+                made = S3Object(payload.data, etag, payload.checksum, retention=retention)
+                stored = bucket.store(key, made)
+                return StoreResponse(200, b"", _headers(stored, with_checksum=True))
             case "GET" | "HEAD":
-                if key not in objects:
-                    raise S3Error(404, "NoSuchKey")
-                return _content(call, objects[key])
-            case "DELETE":
-                self._delete(objects, key, call.headers.get("if-match"))
+                return _content(call, bucket.find(key, version_id))
+            case "DELETE" if version_id is not None:
+                bypasses = call.headers.get("x-amz-bypass-governance-retention") == "true"
+                if bypasses:
+                    self._expect_allowed("s3:BypassGovernanceRetention", name, key, {})
+                bucket.delete_version(key, version_id, bypasses=bypasses, now=self._now())
                 return StoreResponse(204)
+            case "DELETE":
+                headers = self._delete(name, bucket, key, call.headers.get("if-match"))
+                return StoreResponse(204, b"", headers)
         raise S3Error(405, "MethodNotAllowed")
 
-    def _delete(self, objects: dict[str, S3Object], key: str, match: str | None) -> None:
+    def _of_retention(
+        self, call: Call, payload: Payload, bucket: S3Bucket, key: str
+    ) -> StoreResponse:
+        """GetObjectRetention and PutObjectRetention of AmazonS3/latest/API."""
+        version_id = call.parameter("versionId")
+        if call.method == "PUT":
+            if "content-md5" not in call.headers and named_checksum(call.headers) is None:
+                raise S3Error(400, "InvalidRequest", "Missing required header: Content-MD5")
+            wanted = retention_in(payload.data, self._now())
+            bypasses = call.headers.get("x-amz-bypass-governance-retention") == "true"
+            bucket.set_retention(key, version_id, wanted, bypasses=bypasses, now=self._now())
+            return StoreResponse(200)
+        if not bucket.has_object_lock:
+            raise S3Error(400, "InvalidRequest", "Bucket is missing Object Lock Configuration")
+        found = bucket.find(key, version_id).retention
+        if found is None:
+            raise S3Error(404, "NoSuchObjectLockConfiguration")
+        until = found.until.strftime("%Y-%m-%dT%H:%M:%S.%f")[:-3] + "Z"
+        return document("Retention", [("Mode", found.mode), ("RetainUntilDate", until)])
+
+    def _delete(self, name: str, bucket: S3Bucket, key: str, match: str | None) -> dict[str, str]:
         """Delete an object, or raise S3Error; AmazonS3/latest/userguide/conditional-deletes.html."""
         if match is not None and self._honour:
-            if key not in objects:
-                raise S3Error(404, "NoSuchKey")
-            if match not in ("*", objects[key].etag) and match != objects[key].etag.strip('"'):
+            self._expect_allowed("s3:GetObject", name, key, {})
+            current = bucket.find(key, None)
+            if match not in ("*", current.etag, current.etag.strip('"')):
                 raise S3Error(412, "PreconditionFailed")
-        objects.pop(key, None)
+        return bucket.delete(key)
 
-    def _delete_many(self, call: Call, objects: dict[str, S3Object]) -> StoreResponse:
+    def _delete_many(self, call: Call, name: str, bucket: S3Bucket) -> StoreResponse:
         """DeleteObjects: the body needs a checksum; AmazonS3/latest/API/API_DeleteObjects.html."""
         if "content-md5" not in call.headers and named_checksum(call.headers) is None:
             raise S3Error(400, "InvalidRequest", "Missing required header: Content-MD5")
@@ -241,7 +332,9 @@ class S3:
         done = []
         for key, match in items:
             try:
-                self._delete(objects, key, match)
+                context = {} if match is None else {"s3:if-match": match}
+                self._expect_allowed("s3:DeleteObject", name, key, context)
+                self._delete(name, bucket, key, match)
             except S3Error as refused:
                 done.append(("Error", {"Key": key, "Code": refused.code, "Message": refused.code}))
             else:
@@ -253,7 +346,7 @@ class S3:
         self,
         call: Call,
         payload: Payload,
-        objects: dict[str, S3Object],
+        bucket: S3Bucket,
         upload: S3Upload,
     ) -> StoreResponse:
         match call.method:
@@ -265,9 +358,8 @@ class S3:
             case "DELETE":
                 del self._uploads[upload.upload_id]
                 return StoreResponse(204)
-        self._hold_to_preconditions(call, objects.get(upload.key))
-        stored = upload.whole(payload.data, call.headers)
-        objects[upload.key] = stored
+        self._hold_to_preconditions(call, bucket.objects.get(upload.key))
+        stored = bucket.store(upload.key, upload.whole(payload.data, call.headers))
         del self._uploads[upload.upload_id]
         facts = {"Bucket": upload.bucket, "Key": upload.key, "ETag": stored.etag}
         if stored.checksum:
@@ -275,7 +367,7 @@ class S3:
                 stored.checksum.tag: stored.checksum.value,
                 "ChecksumType": stored.checksum_type,
             }
-        response = _document("CompleteMultipartUploadResult", facts.items())
+        response = document("CompleteMultipartUploadResult", facts.items())
         # S3 sends the head immediately, and spaces while it assembles the parts.
         return StoreResponse(
             200, response.body, {**response.headers, "Transfer-Encoding": "chunked"}
@@ -316,7 +408,8 @@ class S3:
             except ValueError:
                 raise S3Error(400, "InvalidArgument", "the continuation token") from None
         limit = self._limit(call, "max-keys")
-        found = [key for key in objects if key.startswith(prefix)]
+        start = call.parameter("start-after") or ""
+        found = [key for key in objects if key.startswith(prefix) and key > start]
         keys, last = self._listing.page(found, after, limit)
         is_encoded = call.parameter("encoding-type") == "url"
         facts = [
@@ -340,7 +433,7 @@ class S3:
             ]
             for key in keys
         ]
-        return _document("ListBucketResult", facts, "Contents", items)
+        return document("ListBucketResult", facts, "Contents", items)
 
     def _list_uploads(self, call: Call, bucket: str) -> StoreResponse:
         prefix = call.parameter("prefix") or ""
@@ -371,7 +464,7 @@ class S3:
             ]
             for key, upload_id in left[:limit]
         ]
-        return _document("ListMultipartUploadsResult", facts, "Upload", items)
+        return document("ListMultipartUploadsResult", facts, "Upload", items)
 
     def _list_parts(self, call: Call, upload: S3Upload) -> StoreResponse:
         after = int(call.parameter("part-number-marker") or 0)
@@ -399,7 +492,13 @@ class S3:
             # Only for uploads with an algorithm.
             if part.checksum and upload.algorithm:
                 items[-1].append((part.checksum.tag, part.checksum.value))
-        return _document("ListPartsResult", facts, "Part", items)
+        return document("ListPartsResult", facts, "Part", items)
+
+
+def _has_integrity(call: Call) -> bool:
+    """Whether a request has the checksum that Object Lock requires."""
+    names = ("content-md5", "x-amz-sdk-checksum-algorithm", "x-amz-trailer")
+    return any(name in call.headers for name in names) or named_checksum(call.headers) is not None
 
 
 def _without_checksums(call: Call) -> Call:
@@ -428,6 +527,8 @@ def _address(call: Call) -> tuple[str, str]:
 
 def _headers(stored: S3Object | S3Part, *, with_checksum: bool) -> dict[str, str]:
     headers = {"ETag": stored.etag}
+    if isinstance(stored, S3Object) and stored.version_id != "null":
+        headers["x-amz-version-id"] = stored.version_id
     if stored.checksum and with_checksum:
         headers[stored.checksum.header] = stored.checksum.value
         if isinstance(stored, S3Object):
@@ -460,23 +561,6 @@ def _content(call: Call, stored: S3Object) -> StoreResponse:
         return StoreResponse(status, b"", {**headers, "Content-Length": str(end + 1 - start)})
     whole = (start, end + 1) == (0, size_bytes)
     return StoreResponse(status, stored.data if whole else stored.data[start : end + 1], headers)
-
-
-def _document(
-    tag: str,
-    facts: Iterable[tuple[str, str]],
-    item_tag: str = "",
-    items: Sequence[Iterable[tuple[str, str]]] = (),
-) -> StoreResponse:
-    root = ET.Element(tag, {"xmlns": NAMESPACE})
-    for name, value in facts:
-        ET.SubElement(root, name).text = value
-    for item in items:
-        element = ET.SubElement(root, item_tag)
-        for name, value in item:
-            ET.SubElement(element, name).text = value
-    body = b'<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root)
-    return StoreResponse(200, body, {"Content-Type": "application/xml"})
 
 
 def main() -> None:

@@ -99,9 +99,9 @@ class Link(SimStore):
         self._vm.reach()
         return super().get(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         self._vm.reach()
-        keys = sorted(key for key in self.objects if key.startswith(prefix))
+        keys = sorted(key for key in self.objects if key.startswith(prefix) and key > after)
         return iter([ObjectInfo(key, len(self.objects[key])) for key in keys])
 
 

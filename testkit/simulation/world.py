@@ -85,7 +85,9 @@ MIB = 2**20
 RESERVE_S = 5.0
 PART_BYTES = 16 * MIB
 LINK_S = 0.5
-"""Interval at which the link sends parts."""
+"""Interval at which the progress of the link is looked at."""
+LINK_START_S = 0.05
+"""From the order of a flush to its first byte."""
 TICK_S = 0.5
 FILES = 4
 """Number of files of each set; those of an emergency save become final one after the other."""
@@ -142,16 +144,16 @@ class SimStore:
             raise NotFound(key)
         return self.objects[key]
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         if self._chance("refused", 0.1):
             raise Transient("list: 503")
         for key in sorted(self.objects):
-            if key.startswith(prefix):
+            if key.startswith(prefix) and key > after:
                 yield ObjectInfo(key, len(self.objects[key]))
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         del token  # the first page contains all
-        return Page(list(self.list(prefix)), None)
+        return Page(list(self.list(prefix, after=after)), None)
 
     def head(self, key: str) -> ObjectInfo | None:
         return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
@@ -169,6 +171,10 @@ class SimStore:
         return delete_each(self, infos)
 
     def locked_until(self, key: str) -> float | None:
+        del key
+        return None
+
+    def lock(self, key: str) -> float | None:
         del key
         return None
 
@@ -228,6 +234,18 @@ def commit_event(store: ObjectStore, order: CommitManifest, claim: ClaimObject) 
 
 def fence_found(error: FencedError) -> FenceFound:
     return FenceFound(error.newer, is_same_number=error.newer == error.own)
+
+
+@dataclass
+class Link:
+    """The network link: it sends one part at a time."""
+
+    busy_with: CheckpointId | None = None
+    """The set that it sends."""
+    used_until_s: float = 0.0
+    """The time before is used up."""
+    into_part: float = 0.0
+    """Bytes sent of the part in flight."""
 
 
 @dataclass
@@ -301,6 +319,7 @@ class World:
         self._heap: list[tuple[float, int, Callable[[], None]]] = []
         self._count = 0
         self._flush_id = ""
+        self._link = Link()
         self.stored_parts: dict[CheckpointId, dict[tuple[str, int], int]] = {}
         """Stored parts, by set; the journal preserves them over a restart."""
         self.early: list[StartFlush] = []
@@ -379,7 +398,7 @@ class World:
         )
         abandoned = frozenset(self.abandoned)
         self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
-        self._flush_id = ""
+        self._flush_id, self._link = "", Link()
         if self._forgets.random() < 0.8:  # else the record of the notices in force is lost as well
             for each in known:
                 if each.deadline_mono_s > self.now:
@@ -446,7 +465,7 @@ class World:
                     self.own.add(claim.generation)
                 else:
                     commit.ensure_not_fenced(self.store, KEYS, self.claim)
-                newest = commit.newest_whole_commit(self.store, KEYS)
+                newest = commit.newest_whole_commit(self.store, KEYS, near=1)
             except FencedError as error:
                 self.step(fence_found(error))
             except StoreError:
@@ -487,7 +506,7 @@ class World:
                 self._flush(action)
             case CancelFlush(flush_id):
                 if flush_id == self._flush_id:
-                    self._flush_id = ""
+                    self._flush_id, self._link = "", Link()
             case CommitManifest():
                 self._commit(action)
             case Rescan():
@@ -777,46 +796,59 @@ class World:
         is_void = self.chance("void", 0.1)
         if is_void:
             fails_at = len(left) // 2
-        sent = 0
-        into_part = 0.0
+        sent = 0.0
+        # A flush of the same set, which has more files by now, continues with the part in flight.
+        if self._link.busy_with != staged.id:
+            self._link = Link(staged.id, self.now + LINK_START_S)
 
         def stands() -> bool:
             return life == self.life and self._flush_id == order.flush_id
 
         def fail(reason: str, *, void: bool) -> None:
-            self._flush_id = ""
+            self._flush_id, self._link = "", Link()
             self.step(FlushFailed(order.flush_id, reason, void=void))
 
         def moves() -> None:
-            """Half a second of the link: parts are sent one after the other."""
-            nonlocal sent, into_part, fails_at
+            """The bytes since the last time: parts are sent one after the other."""
+            nonlocal sent, fails_at
             if not stands():
                 return
-            budget = self.rate() * LINK_S
+            link = self._link
+            rate = self.rate()
+            budget = rate * max(0.0, self.now - link.used_until_s)
+            link.used_until_s = max(self.now, link.used_until_s)
             while left and budget > 0:
                 if fails_at is not None and len(left) <= fails_at:
                     fail("a fault of the seed", void=is_void)
                     return
-                if into_part == 0.0:
+                if link.into_part == 0.0:
                     if not self._may_begin():
                         fail("no time is left", void=False)
                         return
                     self._note_beginning()
                 path, offset, size_bytes = left[0]
-                carried = min(budget, size_bytes - into_part)
+                carried = min(budget, size_bytes - link.into_part)
                 budget -= carried
-                into_part += carried
-                sent += int(carried)
-                if into_part >= size_bytes:
+                link.into_part += carried
+                sent += carried
+                if link.into_part > size_bytes - 1:
                     stored[path, offset] = size_bytes
                     del left[0]
-                    into_part = 0.0
+                    link.into_part = 0.0
+            if not left:
+                self._link = Link()
             if left or not order.is_sealed:
-                self.step(FlushProgress(order.flush_id, sum(stored.values()), sent))
+                self.step(FlushProgress(order.flush_id, sum(stored.values()), round(sent)))
                 if left:
-                    self.at(LINK_S, moves)
+                    self.at(next_s(rate), moves)
             else:
                 ends()
+
+        def next_s(rate: float) -> float:
+            """When the link is looked at again: at the end of the last part, if it is near."""
+            left_bytes = sum(part[2] for part in left) - self._link.into_part
+            start_s = max(0.0, self._link.used_until_s - self.now)
+            return min(LINK_S, start_s + left_bytes / rate) if rate else LINK_S
 
         def ends() -> None:
             if staged not in self.staging:
@@ -830,9 +862,9 @@ class World:
                 self.store.write(stored.key, str(stored.size_bytes).encode())
             if self.chance("vanishes", 0.1):
                 self.staging.remove(staged)
-            self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=sent), 0.05)
+            self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=round(sent)), 0.05)
 
-        self.at(min(LINK_S, sum(part[2] for part in left) / self._bandwidth + 0.05), moves)
+        self.at(next_s(self._bandwidth), moves)
 
     def _may_begin(self) -> bool:
         """The limit that the retrying store applies."""

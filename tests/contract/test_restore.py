@@ -207,8 +207,8 @@ class Omitting(FileStore):
 
     heads = 0
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return islice(super().list(prefix), 0, None, 2)
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return islice(super().list(prefix, after=after), 0, None, 2)
 
     def head(self, key: str) -> ObjectInfo | None:
         self.heads += 1

@@ -272,6 +272,37 @@ def test_a_prefix_is_a_prefix_of_the_key(store: ObjectStore) -> None:
     assert {info.key for info in store.list("run/commits/2")} == {"run/commits/2"}
 
 
+def test_a_listing_starts_after_a_key(store: ObjectStore) -> None:
+    """Only greater keys in byte order, whether or not the store has the key itself.
+
+    Keys that are not greater in the order of directories may be left out.
+    """
+    keys = ["b/1/x", "b/2.json", "b/2/x", "b/3/x/y", "b/é", "c"]
+    for key in ("a", *keys):
+        store.put(key, b"")
+    for after in (
+        "",
+        "b/1/x",
+        "b/1",
+        "b/1z",
+        "b/2",
+        "b/2.json",
+        "b/2/",
+        "b/3/x/z",
+        "b/z",
+        "c",
+        "é",
+    ):
+        found = {info.key for info in store.list("b/", after=after)}
+        greater = {key for key in keys[:-1] if key > after}
+        assert found <= greater, after
+        names = after.split("/")
+        certain = {
+            key for key in greater if key.split("/") > names and not key.startswith(f"{after}/")
+        }
+        assert found >= certain, after
+
+
 def test_stores_with_different_prefixes_are_separate(cloud: Cloud) -> None:
     """Also if one prefix begins with the other one."""
     one, other = cloud.open(), replace(cloud, prefix=f"{cloud.prefix}-other").open()

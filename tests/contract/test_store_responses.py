@@ -52,14 +52,16 @@ class Odd:
         self.broken: set[str | None] = set()
         """Tokens whose page fails once."""
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         if token in self.broken:
             self.broken.remove(token)
             raise Transient("the connection broke")
-        infos = sorted(self._store.list(prefix), key=lambda info: info.key[::-1], reverse=True)
+        infos = sorted(
+            self._store.list(prefix, after=after), key=lambda info: info.key[::-1], reverse=True
+        )
         start = int(token or 0)
         end = start + 2
         if end >= len(infos) and not self._loops:

@@ -169,6 +169,46 @@ def test_files_without_an_index_are_bounded(tmp_path: Path) -> None:
     assert len(os.listdir("/proc/self/fd")) == before
 
 
+def memory_bytes(name: str) -> int:
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith(f"{name}:"))
+
+
+@pytest.mark.parametrize("is_early", [True, False])
+def test_a_load_needs_the_memory_of_the_state_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_early: bool
+) -> None:
+    """Its peak is at most the new tensors, the largest file and a constant; the model exists before."""
+    weight_bytes, weights, constant_bytes = 2**23, 4, 2**24
+    monkeypatch.setattr(arena, "FILE_BYTES", 2 * weight_bytes + 2**20)
+
+    def job() -> TrainingState:
+        layers = [nn.Linear(2**11, weight_bytes // 2**13, bias=False) for _ in range(weights)]
+        model = nn.Sequential(*layers)
+        optimizer = torch.optim.Adam(model.parameters(), foreach=False)
+        if not (own := tmp_path / "rank-00000").exists():
+            for parameter in model.parameters():
+                parameter.grad = torch.ones_like(parameter)
+            optimizer.step()
+            own.mkdir()
+            TrainingState(model, optimizer).snapshot()(own)
+        return TrainingState(model, optimizer)
+
+    job()
+    largest_bytes = max(path.stat().st_size for path in tmp_path.glob("*/*.safetensors"))
+    assert largest_bytes > 2 * weight_bytes
+    state = job()
+    arrivals = state.arrivals()
+    before_bytes = memory_bytes("VmRSS")
+    Path("/proc/self/clear_refs").write_text("5")  # the peak begins again
+    for path in files(tmp_path) if is_early else []:
+        arrivals.take(path, os.open(tmp_path / path, os.O_RDONLY))
+    state.load(tmp_path)
+    grown_bytes = memory_bytes("VmHWM") - before_bytes
+    moments_bytes = 2 * weights * weight_bytes
+    assert grown_bytes <= moments_bytes + largest_bytes + constant_bytes
+
+
 # ---------------------------------------------------------------- with a daemon
 
 

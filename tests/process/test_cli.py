@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,6 +35,8 @@ from testkit.committed import commit, file_store, flip_bit, object_path, tree
 from testkit.rig import BIN
 from testkit.waiting import until
 
+YOUNG = ["younger than 24 h"]
+CUTS = ["hourly", "daily", "weekly"]
 FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
 SWANSONG = [sys.executable, "-m", "swansongd.cli.main"]
 
@@ -355,9 +358,12 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         2,
         False,
     )
+    age_s = whole.pop("age_s")
+    assert 0 <= age_s < 60
     assert whole == {
         "generation": 1,
         "step": 100,
+        "final": False,
         "nodes": 1,
         "nodes_committed": 1,
         "complete": True,
@@ -367,7 +373,8 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "loss": 1.25,
         "health": {"loss": 1.25},
         "healthy": None,
-        "protected": ["best loss"],
+        "protected": ["newest", *YOUNG, "last 3", *CUTS, "best loss"],
+        "pins": [],
         "problem": None,
     }
     done = place.run("ls")
@@ -387,10 +394,11 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
     ]
     assert first.split()[:3] == ["2", "50", "?"]
     assert second.split()[:5] == ["1", "200", "periodic", "1/2", "no"]
-    assert third.split() == [
-        "1", "100", "periodic", "1/1", "yes", "50", "kB", "2030-01-01T00:00:00Z", "1.25", "-", "best", "loss",
+    assert third.split()[:10] == [
+        "1", "100", "periodic", "1/1", "yes", "50", "kB", "2030-01-01T00:00:00Z", "1.25", "-",
     ]  # fmt: skip
-    assert place.run_json("ls", "--newest", "2") == [damaged, incomplete]
+    assert third.endswith("daily, weekly, best loss")
+    assert [row["step"] for row in place.run_json("ls", "--newest", "2")] == [50, 200]
     assert place.run("ls", "--newest", "0").returncode == 2
     assert place.run_json("ls", "--run", "other") == []
     assert "run other has no commit" in place.run("ls", "--run", "other").stderr
@@ -410,16 +418,52 @@ def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
     incomplete, bad, healthy, best = place.run_json("ls")
     assert [row["healthy"] for row in (incomplete, bad, healthy, best)] == [True, False, True, True]
     assert [row["protected"] for row in (incomplete, bad, healthy, best)] == [
-        [],
-        [],
-        ["healthy"],
-        ["best loss"],
+        [*YOUNG, "not yet whole"],
+        ["newest", *YOUNG, "last 3", *CUTS],
+        ["healthy", *YOUNG, "last 3"],
+        [*YOUNG, "last 3", "best loss"],
     ]
     rows = place.run_json("ls", "--best", "accuracy", "--highest")
-    assert rows[2]["protected"] == ["healthy", "best accuracy"]
+    assert rows[2]["protected"] == ["healthy", *YOUNG, "last 3", "best accuracy"]
     header, *lines = place.run("ls", "--best", "accuracy").stdout.splitlines()
     assert header.split()[-4:] == ["LOSS", "ACCURACY", "HEALTHY", "PROTECTED"]
-    assert lines[1].split()[-4:] == ["-", "0.5", "no", "-"]
+    assert lines[1].split()[10:13] == ["-", "0.5", "no"]
+
+
+def test_pins_and_prune(place: Place) -> None:
+    """A pinned commit survives the prune that deletes its neighbours; the restored bytes are the same."""
+    old_s = time.time() - 40 * 86400
+    for step in (100, 200, 300, 400):
+        commit(place.store, FILES, step=step, upload_nonce=f"u{step}", loss=step)
+        for path in (place.tmp_path / "store").rglob("*"):
+            if path.is_file() and step < 400:
+                os.utime(path, (old_s + step, old_s + step))
+    assert place.run("pin", "150", "--name", "paper").returncode == 17
+    assert place.run("pin", "200", "--name", "a/b").returncode == 2
+    done = place.run("pin", "200", "--name", "paper", "--note", "figure 2")
+    assert done.stdout == "pinned generation 1 step 200 of run r as paper\n", done.stderr
+    taken = place.run("pin", "100", "--name", "paper")
+    assert (taken.returncode, "taken by generation 1 step 200" in taken.stderr) == (16, True)
+    foretold = place.run_json("prune", "--dry-run", "--price-per-gb-month", "1e5")
+    assert [found["kept_by"] for found in foretold["commits"]][1:] == [
+        ["newest before the last 24 h", "last 3", "hourly", "daily", "weekly"],
+        ["pin paper", "last 3"],
+        ["best loss"],
+    ]
+    assert foretold["freed_bytes"] == 0
+    place.configure("[retention]\nkeep_last = 1\nkeep_best = 0\nkeep_hourly = 1\nkeep_daily = 1")
+    foretold = place.run_json("prune", "--dry-run", "--price-per-gb-month", "1e5")
+    assert (foretold["freed_bytes"], foretold["freed_dollars_per_month"]) == (50_004, 4.66)
+    text = place.run("prune")
+    assert "deleted 1 of 4 commits and 2 objects, 50 kB; 150 kB stay" in text.stdout, text.stderr
+    assert [row["step"] for row in place.run_json("ls")] == [400, 300, 200]
+    assert "pin paper (figure 2)" in place.run("ls").stdout
+    assert place.run("restore", "--step", "200", "--to", str(place.to)).returncode == 0
+    assert tree(place.to) == FILES
+    assert place.run("unpin", "paper").returncode == 0
+    assert place.run("unpin", "paper").returncode == 16
+    assert place.run_json("prune")["objects"] == 2
+    assert place.run("restore", "--step", "200", "--to", str(place.to) + "2").returncode == 17
 
 
 def test_restore_healthy_takes_the_newest_healthy_commit(place: Place) -> None:

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from testkit.clouds import Aws, Bucket
+from testkit.clouds import Aws, Bucket, Gcp
 from testkit.rig import Process, Vm
 from testkit.waiting import until
 
@@ -124,3 +126,32 @@ def start_rank(vm: Vm, witness: str, rank: int) -> Process:
         SWANSONG_SOCKET=str(vm.socket),
         **{name: str(value) for name, value in position.items()},
     )
+
+
+@pytest.mark.fault("T19")
+def test_a_process_without_hooks_gets_its_signal_for_each_follow_up(
+    gcp: Gcp, bucket: Bucket, new_vm: Any, tmp_path: Path
+) -> None:
+    """SIGUSR1 again and again after SAFE; then the power is cut, and the last SAFE checkpoint is restored."""
+    pid_file = str(tmp_path / "vm" / "trainer.pid")
+    settings = {"trainer": {"signal": "SIGUSR1", "pid_file": pid_file, "settle_s": 0.3}}
+    vm: Vm = new_vm("vm", bucket.store, metadata=gcp.metadata, settings=settings, follow_ups=True)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer(
+        *("--checkpoints", str(vm.run_directory), "--pid-file", pid_file),
+        *("--steps", "100000", "--step-delay-s", "0.02", "--file-delay-s", "0.02"),
+        script="usr1_trainer.py",
+    )
+    trainer.lines.wait(step=5)
+    gcp.preempt()  # the deadline is assumed, so follow-ups come soon after each other
+    until(lambda: len(safe_steps(daemon)) > 2, what="two follow-ups")
+    signalled = daemon.lines.all(event="evacuation", phase="accepted")
+    assert {line["pid"] for line in signalled} == {trainer.pid}
+    vm.power_off()
+    steps = safe_steps(daemon)
+    assert steps == sorted(set(steps))
+    assert steps[-1] <= newest_step(trainer)
+    elsewhere: Vm = new_vm("next", bucket.store)
+    place = elsewhere.disk / "checkpoint"
+    assert elsewhere.swansong("restore", "--to", str(place)).returncode == 0
+    assert json.loads((place / "trainer_state.json").read_text())["step"] >= steps[-1]

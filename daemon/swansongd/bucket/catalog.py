@@ -14,27 +14,28 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from datetime import datetime
 from heapq import nlargest
 from itertools import islice
-from operator import attrgetter, itemgetter
+from operator import attrgetter
 from typing import TypeVar
 
 import structlog
+from swansong.bounds import GENERATION_MAX
 
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.keys import CommitKey, RunKeys
 from swansongd.bucket.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansongd.bucket.manifest import Manifest, decode
 from swansongd.core.cadence import History
 from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge, UnreadableError
 from swansongd.model import CheckpointKind, CommitRef, Verdict
-from swansongd.stores.base import ObjectStore
+from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
 
 LISTED_MAX = 200_000
@@ -53,13 +54,16 @@ WITNESSES_MAX = 5
 HISTORY_MAX = 8
 """Number of earlier generations in the history."""
 HISTORY_CLAIMS_MAX = 40
-"""Number of newest claims that the history reads to find valid ones."""
+"""Number of newest generations among which the history looks for valid claims."""
 FENCE_CLAIMS_MAX = 20
 """Number of newest claims whose signature the fence verifies.  Safety does not depend on the fence."""
 _LIFE_S_MAX = 366 * 24 * 3600.0
 """Limit of the lifetime of a VM in the history: times in claims may be wrong or forged."""
 _FAREWELLS_MAX = 100
 """Limit of the farewells that are read."""
+
+_FURTHER_BACK = 8
+"""Each further listing of :func:`newest_commits` goes back this many times as far."""
 
 _decoding = threading.Lock()
 """Threads decode one manifest at a time, which limits the memory."""
@@ -75,46 +79,91 @@ class Commit:
 
     ref: CommitRef
     nodes: int
-    manifest_keys: Mapping[int, str]
-    """By node."""
-    size_bytes: int = 0
-    """Size of all these manifests in the listing."""
+    manifests: Mapping[int, ObjectInfo]
+    """By node, as the listing has them."""
+
+    @property
+    def manifest_keys(self) -> dict[int, str]:
+        return {node: info.key for node, info in self.manifests.items()}
+
+    @property
+    def size_bytes(self) -> int:
+        """Size of all these manifests."""
+        return sum(info.size_bytes for info in self.manifests.values())
 
     @property
     def is_complete(self) -> bool:
-        return len(self.manifest_keys) == self.nodes  # a key with a greater node does not parse
+        return len(self.manifests) == self.nodes  # a key with a greater node does not parse
+
+    @property
+    def age_s(self) -> float | None:
+        """Age of its newest manifest by the store's clock; None if the store does not return it."""
+        ages_s = [info.age_s for info in self.manifests.values()]
+        return None if None in ages_s else min(age_s for age_s in ages_s if age_s is not None)
+
+    @property
+    def identity(self) -> tuple[object, ...]:
+        """The same for the same manifests with the same bytes."""
+        return tuple(
+            (info.key, info.size_bytes, info.tag) for _, info in sorted(self.manifests.items())
+        )
 
 
-def list_commits(store: ObjectStore, keys: RunKeys, ref: CommitRef | None = None) -> list[Commit]:
+def list_commits(
+    store: ObjectStore, keys: RunKeys, ref: CommitRef | None = None, *, since: int = 0
+) -> list[Commit]:
     """The commits of the run, complete or not, newest first by (generation, step).
 
     Args:
         ref: only this one; costs one small request.
+        since: only those of this generation and of newer ones; older ones cost no request.
 
     Raises:
-        CorruptError: an object has a key that no writer formats; the message names it.
+        CorruptError: a listed object has a key that no writer formats; the message names it.
         StoreError: the listing failed.
     """
     prefix = keys.commits if ref is None else keys.parts(ref)
-    found, foreign = _listed(store, prefix, keys.parse_commit)
+    found, foreign = _listed(store, prefix, keys.parse_commit, after=keys.commits_before(since))
     if foreign:
-        if keys.signer is None or not found:
+        if keys.signer is None or not (found or since):
             raise _foreign(store, foreign)
         _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
-    manifest_keys: defaultdict[tuple[CommitRef, int], dict[int, str]] = defaultdict(dict)
-    sizes_bytes: defaultdict[tuple[CommitRef, int], int] = defaultdict(int)
-    for key, size_bytes, parsed in found:
-        manifest_keys[parsed.ref, parsed.nodes][parsed.node] = key
-        sizes_bytes[parsed.ref, parsed.nodes] += size_bytes
+    return grouped((info, parsed) for info, parsed in found if parsed.ref.generation >= since)
+
+
+def grouped(manifests: Iterable[tuple[ObjectInfo, CommitKey]]) -> list[Commit]:
+    """The commits of these manifests, newest first."""
+    by_commit: defaultdict[tuple[CommitRef, int], dict[int, ObjectInfo]] = defaultdict(dict)
+    for info, parsed in manifests:
+        by_commit[parsed.ref, parsed.nodes][parsed.node] = info
     return [
-        Commit(
-            ref=ref,
-            nodes=nodes,
-            manifest_keys=manifest_keys[ref, nodes],
-            size_bytes=sizes_bytes[ref, nodes],
-        )
-        for ref, nodes in sorted(manifest_keys, reverse=True)
+        Commit(ref=ref, nodes=nodes, manifests=by_commit[ref, nodes])
+        for ref, nodes in sorted(by_commit, reverse=True)
     ]
+
+
+def newest_commits(store: ObjectStore, keys: RunKeys, *, near: int = 0) -> Iterator[Commit]:
+    """The commits of the run, complete or not, newest first, listed only as far back as they are read.
+
+    The commits of the newest generations cost one request, for any number of older commits.
+
+    Args:
+        near: a generation near the newest one.  0: it is looked up among the claims.
+
+    Raises:
+        CorruptError, StoreError: as for :func:`list_commits`.
+    """
+    try:
+        near = near or max(claimed(store, keys), default=0)
+    except CorruptError:
+        near = 0  # a foreign object among the claims damages no commit: list them all
+    above, back = GENERATION_MAX + 1, 1
+    while above:
+        since = max(0, near - back)
+        for commit in list_commits(store, keys, since=since):
+            if commit.ref.generation < above:
+                yield commit
+        above, back = since, back * _FURTHER_BACK
 
 
 def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:
@@ -235,19 +284,24 @@ class _Room:
 # ---------------------------------------------------------------- claims
 
 
-def claimed(store: ObjectStore, keys: RunKeys) -> list[int]:
+def claimed(store: ObjectStore, keys: RunKeys, *, since: int = 0) -> list[int]:
     """The numbers of all claims, ascending, signed or not.
+
+    Args:
+        since: only this number and higher ones; lower ones cost no request.
 
     Raises:
         CorruptError: an object has a key that no writer formats; the message names it.
         StoreError: the listing failed.
     """
-    found, foreign = _listed(store, keys.generations, keys.parse_generation)
+    found, foreign = _listed(
+        store, keys.generations, keys.parse_generation, after=keys.claims_before(since)
+    )
     if foreign:
         if keys.signer is None:
             raise _foreign(store, foreign)
         _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
-    return sorted(number for _, _, number in found)
+    return sorted(number for _, number in found if number >= since)
 
 
 def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject | None:
@@ -305,7 +359,7 @@ def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> i
     Raises:
         CorruptError, StoreError: as for :func:`claimed`.
     """
-    newer = [number for number in claimed(store, keys) if number > above]
+    newer = claimed(store, keys, since=above + 1)
     if keys.signer is not None:
         signed = counting_claims(store, keys, newer, enough=1, examined_max=FENCE_CLAIMS_MAX)
         newer = [number for number, _ in signed]
@@ -333,7 +387,8 @@ def history(
     Raises:
         CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
     """
-    numbers = [number for number in claimed(store, keys) if number < generation]
+    recent = claimed(store, keys, since=max(0, generation - HISTORY_CLAIMS_MAX))
+    numbers = [number for number in recent if number < generation]
     # A bucket writer can plant any number of claims.
     earlier = counting_claims(
         store, keys, numbers, enough=HISTORY_MAX, examined_max=HISTORY_CLAIMS_MAX
@@ -341,7 +396,7 @@ def history(
     if not earlier:
         return History()
     newest: dict[int, Commit] = {}
-    for commit in list_commits(store, keys):
+    for commit in list_commits(store, keys, since=earlier[-1][0]):
         newest.setdefault(commit.ref.generation, commit)
     next_boot = _identity(claim_of(store, keys, generation)).get("boot_id")
     observed_s, uncovered = 0.0, 0
@@ -465,25 +520,30 @@ def _content(store: ObjectStore, key: str, what: str) -> bytes:
 
 
 def _listed(
-    store: ObjectStore, prefix: str, parse: Callable[[str], T | None]
-) -> tuple[list[tuple[str, int, T]], list[str]]:
-    """Key, size and parsed key of the newest objects below ``prefix``, and the keys that do not parse.
+    store: ObjectStore, prefix: str, parse: Callable[[str], T | None], *, after: str = ""
+) -> tuple[list[tuple[ObjectInfo, T]], list[str]]:
+    """The newest objects below ``prefix``, each with its parsed key, and the keys that do not parse.
 
     Empty objects whose key ends in a slash are left out: consoles create them to show folders.
     """
     foreign: list[str] = []
 
-    def ours() -> Iterator[tuple[str, int, T]]:
-        for info in store.list(prefix):
+    def ours() -> Iterator[tuple[ObjectInfo, T]]:
+        for info in store.list(prefix, after=after):
             parsed = parse(info.key)
             if parsed is not None:
-                yield info.key, info.size_bytes, parsed
-            elif not (info.key.endswith("/") and not info.size_bytes) and len(foreign) < LISTED_MAX:
+                yield info, parsed
+            elif not is_folder(info) and len(foreign) < LISTED_MAX:
                 foreign.append(info.key)
 
     # A listing has any order; numbers in keys have a fixed width.
-    newest = nlargest(LISTED_MAX, ours(), key=itemgetter(0))
+    newest = nlargest(LISTED_MAX, ours(), key=lambda pair: pair[0].key)
     return newest, foreign
+
+
+def is_folder(info: ObjectInfo) -> bool:
+    """Whether a console created the object to show a folder."""
+    return not info.size_bytes and info.key.endswith("/")
 
 
 def _foreign(store: ObjectStore, keys: Sequence[str]) -> CorruptError:

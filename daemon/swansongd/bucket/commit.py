@@ -66,6 +66,7 @@ def claim_generation(
     identity: Mapping[str, str],
     nonce: str,
     job_start_id: str = "",
+    gap: int = 0,
 ) -> Claim:
     """Claim the next generation of the run; after a lost race for a number, a later one.
 
@@ -78,6 +79,7 @@ def claim_generation(
         identity: instance, boot and host name of this VM; informational.
         nonce: distinguishes this claim from all others.
         job_start_id: identifies one start of a job over several VMs; empty for a run on one VM.
+        gap: numbers to leave free above the newest claim.
 
     Raises:
         FencedError: the job start has a generation, and a newer one has taken the run over.
@@ -94,7 +96,7 @@ def claim_generation(
                 raise FencedError(number, newest)
             return Claim(found, honours_if_absent=True)
     taken = set(numbers)
-    generation = newest
+    generation = newest + gap
     for _ in range(_CLAIM_ATTEMPTS_MAX):
         generation += 1
         while generation in taken:  # by unsigned claims above the newest signed one
@@ -139,7 +141,7 @@ def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptEr
 
 
 def newest_whole_commit(
-    store: ObjectStore, keys: RunKeys, before: CommitRef | None = None
+    store: ObjectStore, keys: RunKeys, *, before: CommitRef | None = None, near: int = 0
 ) -> CommitRef | None:
     """The newest commit with the manifests of all its nodes; with a signing key, the newest signed one.
 
@@ -147,6 +149,7 @@ def newest_whole_commit(
 
     Args:
         before: only older commits than this one.
+        near: a generation near the newest one, see :func:`swansongd.bucket.catalog.newest_commits`.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
@@ -154,7 +157,7 @@ def newest_whole_commit(
         StoreError: a request to the store failed.
     """
     unread: UnreadableError | None = None
-    for found in catalog.list_commits(store, keys):
+    for found in catalog.newest_commits(store, keys, near=near):
         if before is not None and found.ref >= before:
             continue
         try:

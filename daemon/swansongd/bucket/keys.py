@@ -20,9 +20,11 @@ _GENERATION = re.compile(r"([0-9]{8})\.json")
 _FAREWELL = re.compile(r"([0-9]{8})-[0-9A-Za-z-]{1,100}\.json")
 _FINAL = "-final"
 _COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
+_PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
 _FILE_OBJECT = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/(.*)", re.DOTALL)
 _PACK = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}-packs/[0-9]{6}")
 _SET_DIRECTORY = re.compile(r".*?/data/[0-9]{8}/[^/]+/")
+_ORIGIN = re.compile(r"([0-9]{8})/([0-9]{12})-")
 PACKS_MAX = 10**6 - 1
 
 
@@ -67,6 +69,15 @@ class RunKeys:
         return f"{self.run}/resumptions/"
 
     @property
+    def pins(self) -> str:
+        return f"{self.run}/pins/"
+
+    @property
+    def records(self) -> tuple[str, ...]:
+        """Prefixes of the small objects beside commits and claims, on which no commit depends."""
+        return self.farewells, self.resumptions, self.pins
+
+    @property
     def probes(self) -> str:
         """Prefix of the rehearsals of ``swansong doctor``, each with the layout of a run."""
         return f"{self.run}/probes/"
@@ -99,6 +110,17 @@ class RunKeys:
     def commit(self, ref: CommitRef, node: int, nodes: int) -> str:
         return f"{self.parts(ref)}{_node(node, 'node')}-of-{_node(nodes, 'nodes')}.json"
 
+    def commits_before(self, generation: int) -> str:
+        """A key after those of all commits of earlier generations, except for the one just before.
+
+        Empty without earlier ones.
+        """
+        return f"{self.commits}{_generation(generation - 1)}" if generation > 1 else ""
+
+    def claims_before(self, generation: int) -> str:
+        """A key after those of all claims of earlier generations, except for the one just before."""
+        return f"{self.generations}{_generation(generation - 1)}" if generation > 1 else ""
+
     def farewell_prefix(self, generation: int) -> str:
         return f"{self.farewells}{_generation(generation)}-"
 
@@ -112,6 +134,16 @@ class RunKeys:
 
     def resumption(self, generation: int) -> str:
         return f"{self.resumptions}{_generation(generation)}.json"
+
+    def pin(self, name: str) -> str:
+        if not is_pin_name(name):
+            raise BoundsError(f"{bounds.shown(name)} cannot name a pin")
+        return f"{self.pins}{name}.json"
+
+    def parse_pin(self, key: str) -> str | None:
+        """The name of a pin."""
+        match = _PIN.fullmatch(key.removeprefix(self.pins))
+        return match[1] if match and key.startswith(self.pins) else None
 
     def parse_generation(self, key: str) -> int | None:
         match = _GENERATION.fullmatch(key.removeprefix(self.generations))
@@ -136,6 +168,11 @@ class RunKeys:
         ref = CommitRef(generation, step, is_final=match[3] is not None)
         return CommitKey(ref=ref, node=node, nodes=nodes)
 
+    def origin(self, key: str) -> tuple[int, int] | None:
+        """The generation and step of the checkpoint whose flush wrote a data object; None for other keys."""
+        match = _ORIGIN.match(key.removeprefix(self.data))
+        return (int(match[1]), int(match[2])) if match and key.startswith(self.data) else None
+
     def is_data(self, key: str) -> bool:
         """Whether a writer of this run may have stored bytes of shards under ``key``."""
         if not key.startswith(self.data):
@@ -154,6 +191,10 @@ def set_directory(key: str) -> str:
     """The prefix of all objects that were sent with this data object; the key itself for any other key."""
     match = _SET_DIRECTORY.match(key)
     return match[0] if match else key
+
+
+def is_pin_name(text: str) -> bool:
+    return _PIN.fullmatch(f"{text}.json") is not None
 
 
 def _generation(generation: int) -> str:

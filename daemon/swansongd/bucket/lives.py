@@ -118,9 +118,12 @@ def earlier_ending(
         CorruptError: the listing contains an object that no swansong wrote.
         StoreError: a request to the store failed.
     """
-    numbers = [number for number in catalog.claimed(store, keys) if number < generation]
-    commits = _by_generation(catalog.list_commits(store, keys))
-    for number in reversed(numbers[-_EARLIER_MAX:]):
+    since = max(0, generation - _EARLIER_MAX)
+    numbers = [
+        number for number in catalog.claimed(store, keys, since=since) if number < generation
+    ]
+    commits = _by_generation(catalog.list_commits(store, keys, since=since))
+    for number in reversed(numbers):
         own = _resumption(store, keys, number)
         last = _ending(store, keys, number, commits.get(number, ()), own=own, ended_by_s=ended_by_s)
         if last is not None:

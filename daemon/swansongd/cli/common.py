@@ -20,9 +20,7 @@ def add_run(parser: argparse.ArgumentParser) -> None:
 
 
 def add_step(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--step", type=_step, metavar="N", help="consider only commits of this step"
-    )
+    parser.add_argument("--step", type=step, metavar="N", help="consider only commits of this step")
 
 
 def add_json(parser: argparse.ArgumentParser) -> None:
@@ -45,7 +43,8 @@ def generation(text: str) -> int:
     return int(text)
 
 
-def _step(text: str) -> int:
+def step(text: str) -> int:
+    """Parse the argument of ``--step``."""
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a step; list them with swansong ls")
     return int(text)

@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong drill``: rehearse an evacuation, with a notice that the log and the farewell mark as a drill."""
+"""``swansong drill``: rehearse an evacuation, or with ``--restore`` the loss of the store.
+
+The notice of a drill is marked as a drill in the log and in the farewell.  ``--restore`` fetches the newest
+commit from the mirror, verifies it, and reports how long that took.
+"""
 
 from __future__ import annotations
 
 import argparse
 
 from swansongd.cli.notify import add_notice, give_notice
+from swansongd.errors import ConfigError
 
 EXAMPLES = {
     "Rehearse a notice of two minutes, as on AWS, and exit with the verdict.": (
@@ -15,12 +20,33 @@ EXAMPLES = {
         "sudo swansong drill --in 30s --wait --json"
     ),
     "End the drill and continue training.": "sudo swansong notify --withdraw",
+    "Restore the newest commit from the mirror to a scratch directory, and report the time.": (
+        "sudo swansong drill --restore"
+    ),
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_notice(parser)
+    add_notice(parser).add_argument(
+        "--restore",
+        action="store_true",
+        help="restore the newest commit from the mirror, verify it, and report the time",
+    )
+    parser.add_argument(
+        "--to",
+        metavar="DIR",
+        help="with --restore: keep the files in this directory, which must be empty or not exist "
+        "(default: a scratch directory below /var/tmp, which is deleted)",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
-    return give_notice(args, drill=True)
+    if not args.restore:
+        if args.to is not None:
+            raise ConfigError(["--to has an effect only with --restore"])
+        return give_notice(args, drill=True)
+    if args.wait or args.reason:
+        raise ConfigError(["--restore gives no notice: remove --wait and --reason"])
+    from swansongd.cli import rehearse_restore  # noqa: PLC0415 - slow to import
+
+    return rehearse_restore.run(args)

@@ -13,10 +13,10 @@ from pathlib import Path
 
 from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import human_bytes, note, print_json
-from swansongd.cli.opening import opened
+from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import ShownProgress
 from swansongd.cli.restore import link, report_fresh
-from swansongd.errors import NothingToRestore
+from swansongd.errors import NothingToRestore, Transient
 from swansongd.model import CommitRef
 from swansongd.restore.local_sets import newest_local
 from swansongd.restore.reader import ReadOptions
@@ -34,6 +34,7 @@ def run(args: argparse.Namespace, destination: Path) -> int:
 
     began_mono_s = time.monotonic()
     restored: RestoreResult | None = None
+    source = ""
     with opened(args) as here, ShownProgress("restore") as progress:
         run_name = here.keys.run
         if args.local and run_name == here.config.run.name:
@@ -49,21 +50,31 @@ def run(args: argparse.Namespace, destination: Path) -> int:
                 }
                 link(destination, path, facts, as_json=args.json)
                 return 0
+        selection = Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped)
+        options = ReadOptions(connections=here.connections, progress=progress, stop=here.stop)
+        mirror = perhaps_mirror(here)
         try:
-            restored = restore(
-                here.store,
-                here.keys,
-                RestoreTarget(destination),
-                Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped),
-                ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
-            )
+            try:
+                target = RestoreTarget(destination)
+                restored = restore(here.store, here.keys, target, selection, options, mirror=mirror)
+            except Transient as error:
+                # For a trainer that starts by itself, an older state must never be chosen silently.
+                if mirror is None or args.local:
+                    raise
+                source = mirror.url
+                note(f"the store cannot be reached: {error.line()}")
+                note(f"restoring from the mirror {source}, which may lack the newest commits")
+                target = RestoreTarget(destination)
+                restored = restore(mirror, here.keys, target, selection, options)
         except NothingToRestore as error:
             # Only a run that never committed is fresh.  Damaged or missing commits need an operator.
             is_any = args.step is None and args.generation is None and not args.healthy
             if not args.fresh_ok or skipped or not is_any or not error.is_fresh:
                 raise
     seconds = time.monotonic() - began_mono_s
-    found = {"run": run_name, "skipped": skipped, "seconds": round(seconds, 3)}
+    found: dict[str, object] = {"run": run_name, "skipped": skipped, "seconds": round(seconds, 3)}
+    if source:
+        found["mirror"] = source
     if restored is None:
         report_fresh(found, as_json=args.json)
     else:
@@ -78,8 +89,10 @@ def _report(
     if as_json:
         place = {"generation": ref.generation, "step": ref.step, "path": str(restored.path)}
         sizes = {"size_bytes": size_bytes, "reused_bytes": restored.reused_bytes}
-        print_json({**found, **place, **sizes})
+        print_json({**found, **place, **sizes, "from_mirror": list(restored.from_mirror)})
         return
+    for what in restored.from_mirror:
+        note(f"{what} was read from the mirror: the store has lost or damaged it")
     fetched_bytes = size_bytes - restored.reused_bytes
     reused = f" ({human_bytes(restored.reused_bytes)} were already on disk)"
     print(

@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import argparse
+import time
+from dataclasses import replace
+from itertools import islice
 from typing import Any
 
 from rich.table import Table
@@ -11,13 +14,15 @@ from rich.table import Table
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.protected import Ranking, protected_commits
+from swansongd.bucket.pins import Pin, Pins
+from swansongd.bucket.retention import Candidate, reasons_to_keep
 from swansongd.cli.common import add_json, add_run, human_bytes, note, print_json
 from swansongd.cli.opening import Opened, opened
 from swansongd.cli.progress import ShownCount
 from swansongd.cli.terminal import console
+from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError
-from swansongd.model import CheckpointKind, CommitRef, is_healthy
+from swansongd.model import CommitRef, is_healthy
 from swansongd.restore.restore import health_of
 from swansongd.util.printable import printable
 
@@ -33,11 +38,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--best",
         metavar="METRIC",
-        default="loss",
-        help="metric whose lowest value marks the best commit (default loss)",
+        help="metric that ranks the commits (default: retention.best_metric)",
     )
     parser.add_argument(
-        "--highest", action="store_true", help="mark the highest value of the metric instead"
+        "--highest",
+        action="store_true",
+        help="with --best: the highest value of the metric is the best",
     )
     parser.add_argument(
         "--newest",
@@ -56,15 +62,20 @@ def _count(text: str) -> int:
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
+        rules = here.config.retention
+        if args.best is not None:
+            rules = replace(rules, best_metric=args.best, best_is_highest=args.highest)
         rows = rows_of(here, args.newest, is_quiet=args.json)
-        ranking = Ranking(args.best, is_highest=args.highest)
-        _protect(rows, ranking)
+        pins = Pins(here.store, here.keys).now()
+        _protect(rows, pins, rules)
         if args.json:
             print_json(rows)
         elif not rows:
             note(f"run {here.keys.run} has no commits")
         else:
-            console().print(_table(rows, ranking.metric))
+            console().print(_table(rows, rules.best_metric))
+        if args.newest is None:
+            _note_lost(pins, rows)
     return 0
 
 
@@ -75,7 +86,7 @@ def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[st
         newest: number of commits to read; None for all.
         is_quiet: print no progress without a terminal.
     """
-    commits = catalog.list_commits(here.store, here.keys)[:newest]
+    commits = list(islice(catalog.newest_commits(here.store, here.keys), newest))
     rows: dict[tuple[CommitRef, int], dict[str, Any]] = {}
 
     def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
@@ -90,6 +101,7 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
     row: dict[str, Any] = {
         "generation": commit.ref.generation,
         "step": commit.ref.step,
+        "final": commit.ref.is_final,
         "nodes": commit.nodes,
         "nodes_committed": len(commit.manifest_keys),
         "complete": commit.is_complete,
@@ -99,7 +111,9 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
         "loss": None,
         "health": {},
         "healthy": None,
+        "age_s": None if commit.age_s is None else round(commit.age_s),
         "protected": [],
+        "pins": [],
         "problem": None,
     }
     if isinstance(loaded, CorruptError):
@@ -115,16 +129,39 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
     }
 
 
-def _protect(rows: list[dict[str, Any]], ranking: Ranking) -> None:
-    def ref(row: dict[str, Any]) -> CommitRef:
-        is_final = row["kind"] == CheckpointKind.FINAL
-        return CommitRef(row["generation"], row["step"], is_final)
-
-    complete = [(ref(row), row["health"]) for row in rows if row["complete"]]
-    reasons = protected_commits(complete, ranking)
+def _protect(rows: list[dict[str, Any]], pins: list[Pin], rules: RetentionConfig) -> None:
+    """Add to each row its pins, and all reasons for which prune keeps the commit."""
     for row in rows:
-        if row["complete"]:
-            row["protected"] = reasons.get(ref(row), [])
+        row["pins"] = [
+            {"name": pin.name, "note": pin.note, "created": pin.created}
+            for pin in pins
+            if pin.ref == _ref(row)
+        ]
+    candidates = [
+        Candidate(
+            ref=_ref(row),
+            nodes=row["nodes"],
+            age_s=row["age_s"],
+            is_whole=row["complete"],
+            health=row["health"],
+            pins=[pin["name"] for pin in row["pins"]],
+        )
+        for row in rows
+    ]
+    reasons = reasons_to_keep(candidates, rules, time.time())
+    for row, candidate in zip(rows, candidates, strict=True):
+        row["protected"] = reasons.get(candidate.key, [])
+
+
+def _ref(row: dict[str, Any]) -> CommitRef:
+    return CommitRef(row["generation"], row["step"], row["final"])
+
+
+def _note_lost(pins: list[Pin], rows: list[dict[str, Any]]) -> None:
+    known = {_ref(row) for row in rows}
+    for pin in pins:
+        if pin.ref not in known:
+            note(f"the pin {pin.name} names {pin.ref}, which does not exist")
 
 
 def _table(rows: list[dict[str, Any]], metric: str) -> Table:
@@ -146,10 +183,19 @@ def _table(rows: list[dict[str, Any]], metric: str) -> Table:
             str(printable(row["created"] or "?")),
             *(_number(row["health"].get(name)) for name in dict.fromkeys(("loss", metric))),
             {True: "yes", False: "no", None: "-"}[row["healthy"]],
-            ", ".join(str(printable(reason)) for reason in row["protected"]) or "-",
+            ", ".join(str(printable(reason)) for reason in _shown_reasons(row)) or "-",
             style="dim" if damaged or not row["complete"] else None,
         )
     return table
+
+
+def _shown_reasons(row: dict[str, Any]) -> list[str]:
+    """The reasons, with the notes of the pins."""
+    notes = {f"pin {pin['name']}": pin["note"] for pin in row["pins"]}
+    return [
+        f"{reason} ({notes[reason]})" if notes.get(reason) else reason
+        for reason in row["protected"]
+    ]
 
 
 def _number(value: float | None) -> str:

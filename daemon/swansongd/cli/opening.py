@@ -15,12 +15,13 @@ from types import FrameType
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
+from swansongd.errors import ConfigError
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.observe import log
 from swansongd.restore.reader import CONNECTIONS
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.opening import open_store
+from swansongd.stores.opening import open_mirror, open_store
 from swansongd.stores.wrappers.retry import Retrying
 
 _CALL_BUDGET_S = 30.0
@@ -77,3 +78,19 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def perhaps_mirror(here: Opened) -> ObjectStore | None:
+    """The mirror of the configuration, with retries; None without one."""
+    mirror = open_mirror(here.config.mirror, connections=here.connections)
+    if mirror is None:
+        return None
+    return Retrying(mirror, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=here.stop)
+
+
+def mirror_of(here: Opened) -> ObjectStore:
+    """As :func:`perhaps_mirror`; raises ConfigError without a mirror."""
+    mirror = perhaps_mirror(here)
+    if mirror is None:
+        raise ConfigError(["mirror.url: is missing (got nothing); name the second store"])
+    return mirror

@@ -63,6 +63,9 @@ def _summary(report: dict[str, Any]) -> Table:
     table.add_row("pending", _pending(report.get("unsent"), report.get("pending_bytes")))
     table.add_row("staging", _staging(report.get("staging")))
     table.add_row("prefetch", _prefetch(report.get("prefetch")))
+    if isinstance(report.get("mirror"), dict):
+        is_bad = report["mirror"].get("state") in ("failing", "promoted")
+        table.add_row("mirror", _mirror(report["mirror"]), style="red" if is_bad else "")
     if report.get("bytes_referenced"):
         table.add_row("reused", _bytes(report["bytes_referenced"]))
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
@@ -181,6 +184,24 @@ def _prefetch(prefetch: Any) -> str:
     if prefetch.get("bytes_total"):
         shown += f", {_bytes(prefetch.get('bytes_done'))} of {_bytes(prefetch['bytes_total'])}"
     return f"{shown}: {_word(prefetch['reason'])}" if prefetch.get("reason") else shown
+
+
+def _mirror(mirror: dict[str, Any]) -> str:
+    """State of the mirror, its newest commit, and how far it is behind."""
+    shown, newest, lag = _word(mirror.get("state")), mirror.get("newest"), mirror.get("lag")
+    if isinstance(newest, dict):
+        place = f"generation {_word(newest.get('generation'))} step {_word(newest.get('step'))}"
+        shown += f", has {place}"
+    if isinstance(lag, dict) and lag.get("commits"):
+        shown += (
+            f", {_word(lag['commits'])} commits and {_seconds(lag.get('seconds'))} behind, "
+            f"{_bytes(lag.get('bytes'))} to copy"
+        )
+    if mirror.get("damaged"):
+        shown += f", {_word(mirror['damaged'])} commits are damaged in the store and not copied"
+    if mirror.get("restored"):
+        shown += f", {_word(mirror['restored'])} objects were restored from it"
+    return f"{shown}: {_word(mirror['reason'])}" if mirror.get("reason") else shown
 
 
 def _last_commit(commit: Any) -> str:

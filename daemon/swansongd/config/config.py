@@ -26,6 +26,9 @@ from swansongd.errors import ConfigError
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
 METADATA_TIMEOUT_S = 2.0
 """Longest time that one request to the metadata service may take."""
+KEEP_WITHIN_S_MIN = 3600.0
+"""Much longer than a request that was sent before another VM took the run over."""
+ORPHANS_AFTER_S_MIN = 24 * 3600.0
 
 _HINT = "swansong.example.toml shows every key"
 
@@ -57,8 +60,11 @@ class StagingConfig:
 
 
 @_section
-class StoreConfig:
-    url: str = _key(read.store_url)
+class StoreAccess:
+    """How to reach a store: the keys that a store and its mirror share."""
+
+    url: str | None = _key(read.store_url, default=None)
+    """None: there is no such store."""
     endpoint: str | None = _key(read.http_url, default=None)
     region: str | None = _key(
         read.text(r"[a-z0-9-]{1,40}", "give a region such as us-east-1"), default=None
@@ -75,8 +81,25 @@ class StoreConfig:
         read.one_of("auto", "trailer", "header"), default="auto"
     )
     abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
+    lock_days: int = _key(read.days, default=0)
+    """0: the store does not lock manifests and data."""
+    lock_mode: Literal["governance", "compliance"] = _key(
+        read.one_of("governance", "compliance"), default="governance"
+    )
+
+
+@_section
+class StoreConfig(StoreAccess):
+    url: str = _key(read.store_url)
     signing_key_file: Path | None = _key(read.path, default=None)
     """None: manifests and claims are not signed, and signatures are not checked."""
+
+
+@_section
+class MirrorConfig(StoreAccess):
+    background_bytes_per_s: float | None = _key(read.rate, default=None)
+    """None: no limit.  After the verdict of an evacuation the limit does not apply."""
+    connections: int = _key(read.connections, default=4)
 
 
 @_section
@@ -148,6 +171,27 @@ class RestoreConfig:
     """Fetch the newest whole commit when the daemon starts, before a trainer asks."""
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RetentionConfig:
+    """The rules that keep commits; see :mod:`swansongd.bucket.retention`."""
+
+    keep_last: int = _key(read.count, default=3)
+    keep_within_s: float = _key(read.duration, default=24 * 3600.0)
+    """No commit that is younger is deleted."""
+    keep_hourly: int = _key(read.count, default=24)
+    keep_daily: int = _key(read.count, default=7)
+    keep_weekly: int = _key(read.count, default=4)
+    keep_monthly: int = _key(read.count, default=0)
+    keep_every_steps: int | None = _key(read.steps, default=None)
+    keep_best: int = _key(read.count, default=1)
+    best_metric: str = _key(
+        read.text(r"[^\x00-\x1f]{1,100}", "give a metric such as loss"), default="loss"
+    )
+    best_is_highest: bool = _key(read.yes_or_no, default=False)
+    orphans_after_s: float = _key(read.duration, default=7 * 24 * 3600.0)
+    """No flush lasts longer: an older object that no manifest names is an orphan."""
+
+
 @_section
 class LogConfig:
     format: str = _key(read.one_of("json", "console"), default="json")
@@ -159,11 +203,13 @@ class Config:
     run: RunConfig
     staging: StagingConfig
     store: StoreConfig
+    mirror: MirrorConfig
     sources: SourcesConfig
     trainer: TrainerConfig
     deadline: DeadlineConfig
     flush: FlushConfig
     restore: RestoreConfig
+    retention: RetentionConfig
     log: LogConfig
 
 
@@ -284,20 +330,42 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 "set a smaller value",
             )
         )
+    retention = values["retention"]
+    problems += [
+        _problem(
+            f"retention.{key}", f"is shorter than {shown}", retention[key], "set a larger value"
+        )
+        for key, least_s, shown in (
+            ("keep_within_s", KEEP_WITHIN_S_MIN, "an hour"),
+            ("orphans_after_s", ORPHANS_AFTER_S_MIN, "a day"),
+        )
+        if retention.get(key, math.inf) < least_s
+    ]
     hook = [key for key in ("asg_hook", "asg_name") if values["sources"].get(key) is not None]
     if len(hook) == 1:
         problems.append(
             f"sources.asg_hook: must be set together with sources.asg_name (got {hook[0]} only); "
             "set both or neither"
         )
-    url, staging = str(values["store"].get("url", "")), values["staging"].get("path")
-    if staging is not None and url.startswith("file://"):
-        store = Path(unquote(urlsplit(url).path))
-        if store == staging or staging in store.parents:
-            problems.append(
-                _problem("store.url", "lies below staging.path", url, "choose another directory")
-            )
+    urls = {name: str(values[name].get("url") or "") for name in ("store", "mirror")}
+    staging = values["staging"].get("path")
+    for name, url in urls.items():
+        if staging is not None and url.startswith("file://"):
+            store = Path(unquote(urlsplit(url).path))
+            if store == staging or staging in store.parents:
+                where = f"{name}.url"
+                problems.append(
+                    _problem(where, "lies below staging.path", url, "choose another directory")
+                )
+    if urls["mirror"] and _place(urls["mirror"]) == _place(urls["store"]):
+        remedy = "choose a store in another region or cloud"
+        problems.append(_problem("mirror.url", "is the store itself", urls["mirror"], remedy))
     return problems
+
+
+def _place(url: str) -> str:
+    """The bucket and prefix of a store, or its directory, without a slash at the end."""
+    return unquote(url).rstrip("/")
 
 
 def _fields(section: type[Any]) -> dict[str, dataclasses.Field[Any]]:

@@ -16,13 +16,19 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
+from swansong.bounds import STEP_MAX
+
 from swansongd.digests import PART_SIZE_BYTES_MAX
 
 PART_SIZE_BYTES_MIN = 5 * 2**20
 """Minimum of S3 for all parts but the last."""
 
+DAYS_MAX = 36_500
+"""A hundred years: the limit of S3 and GCS for a retention."""
 RATE_BYTES_PER_S_MIN = 100_000
 """At this rate one window takes ten seconds.  Below it, a throttled request would look stalled."""
+
+COUNT_MAX = 100_000
 
 
 class InvalidValue(Exception):
@@ -39,8 +45,10 @@ class InvalidValue(Exception):
 Reader = Callable[[object], Any]
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
-_DURATION = re.compile(rf"(?:{_NUMBER}h)?(?:{_NUMBER}m(?!s))?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?")
-_DURATION_UNITS_S = (3600.0, 60.0, 1.0, 0.001)
+_DURATION = re.compile(
+    rf"(?:{_NUMBER}d)?(?:{_NUMBER}h)?(?:{_NUMBER}m(?!s))?(?:{_NUMBER}s)?(?:{_NUMBER}ms)?"
+)
+_DURATION_UNITS_S = (86400.0, 3600.0, 60.0, 1.0, 0.001)
 _SIZE = re.compile(rf"{_NUMBER} ?([KMGT]?i?B)")
 _SIZE_UNITS = {"B": 1} | {
     f"{letter}{infix}B": base**power
@@ -132,10 +140,29 @@ def interval(value: object) -> float | None:
     return None if value == "auto" else duration(value)
 
 
+def days(value: object) -> int:
+    if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value <= DAYS_MAX:
+        raise InvalidValue("is not a number of days", f"give a whole number from 0 to {DAYS_MAX}")
+    return value
+
+
 def factor(value: object) -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 < value < math.inf:
         raise InvalidValue("is not a number above 1", "give a number such as 20")
     return float(value)
+
+
+def count(value: object) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= COUNT_MAX:
+        raise InvalidValue("is not a count", f"give a whole number from 0 to {COUNT_MAX}")
+    return value
+
+
+def steps(value: object) -> int | None:
+    """A number of steps; None for 0, which means no rule."""
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value <= STEP_MAX:
+        raise InvalidValue("is not a number of steps", "give a whole number; 0 for no rule")
+    return value or None
 
 
 def _size(value: object, remedy: str) -> float:

@@ -75,12 +75,15 @@ def record_failed(transition: Transition, event: CommitFailed) -> None:
     )
     if failed is None:
         return
-    transition.log("error", "commit_failed", step=failed.staged.id.step, reason=event.reason)
+    level = "info" if event.is_obsolete else "error"
+    transition.log(level, "commit_failed", step=failed.staged.id.step, reason=event.reason)
     others = tuple(item for item in transition.state.stored if item.flush_id != event.flush_id)
     if event.conflict:
         transition.state = replace(
             transition.state, stored=others, unusable=transition.state.unusable | {failed.staged.id}
         )
+    elif event.is_obsolete:
+        transition.state = replace(transition.state, stored=others)
     else:
         transition.state = replace(
             transition.state, stored=(*others, replace(failed, is_asked=False))

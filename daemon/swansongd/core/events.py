@@ -264,6 +264,8 @@ class FlushProgress:
     """Bytes of this flush, which measure the bandwidth.  They count window by window as they are sent, and
     are subtracted when they must be sent again.  Whole parts would be too coarse: parallel parts finish in
     bursts, and seconds without a finished part would look like an idle link."""
+    bytes_compared: int = 0
+    """Bytes that were only read, to find the parts that an earlier commit has."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -308,11 +310,13 @@ class PartsCounted:
 @dataclass(frozen=True, slots=True)
 class CommitFailed:
     """``conflict``: a retry is useless.  Another set is committed under this generation and step, or no
-    reader would accept a manifest of this set."""
+    reader would accept a manifest of this set.  ``is_obsolete``: the set references objects of a commit that
+    is not the newest one any more, and must be flushed again."""
 
     flush_id: str
     reason: str
     conflict: bool
+    is_obsolete: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -320,13 +324,15 @@ class FenceFound:
     """The store shows that another VM has taken the run over."""
 
     generation: int
-    """Newer than ours, or the same number."""
+    """Newer than ours, or the same number; any number with ``in_mirror``."""
     is_same_number: bool = False
     """Our claim was deleted, and another VM has claimed its number."""
+    in_mirror: bool = False
+    """The mirror has this claim, and the store does not: an operator promoted the mirror."""
 
     def is_news(self, newest_known: int) -> bool:
         """Whether it fences a VM whose newest known generation is this one."""
-        return self.generation >= newest_known + (not self.is_same_number)
+        return self.in_mirror or self.generation >= newest_known + (not self.is_same_number)
 
 
 @dataclass(frozen=True, slots=True)

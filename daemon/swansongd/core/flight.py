@@ -52,6 +52,13 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
         bytes_sent=max(flight.bytes_sent, event.bytes_sent),
         bytes_before=max(flight.bytes_before, event.bytes_stored - event.bytes_sent),
     )
+    is_comparing = event.bytes_compared > flight.bytes_compared
+    moved = replace(moved, bytes_compared=max(flight.bytes_compared, event.bytes_compared))
+    if is_comparing and event.bytes_sent <= flight.bytes_sent:
+        moved = replace(moved, sampled_mono_s=max(flight.sampled_mono_s, transition.now))
+        moved = replace(moved, sampled_bytes=moved.bytes_sent)
+    if is_comparing and not moved.bytes_sent:
+        moved = replace(moved, sending_mono_s=transition.now)
     if first:  # the time to the first byte is not part of the bandwidth
         moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
     if event.bytes_stored < flight.staged.size_bytes:
@@ -104,7 +111,8 @@ def _learn_from_the_end(transition: Transition, flight: Flight, bytes_sent: int)
     if flight.is_sampled:
         _learn(transition, bytes_sent - flight.sampled_bytes, end_mono_s - flight.sampled_mono_s)
     else:  # too short for a sample on the way
-        _learn(transition, bytes_sent, end_mono_s - flight.started_mono_s)
+        begun_mono_s = flight.sending_mono_s or flight.started_mono_s
+        _learn(transition, bytes_sent, end_mono_s - begun_mono_s)
 
 
 def sample_bandwidth(transition: Transition) -> None:

@@ -12,6 +12,7 @@ earliest end of any VM is its deadline.
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 from swansongd.core import emergency, planner
 from swansongd.core.arrival import ENDED_BY_VERDICT
@@ -27,8 +28,6 @@ EARLY_SHARE_STATED = 0.05
 effort: a VM was seen to end 39 s after it."""
 EARLY_SHARE_ASSUMED = 0.5
 """The same without a stated deadline.  Compute Engine gives 0, 30 or 120 s, and does not report which."""
-SPREAD_MIN = 0.25
-"""The last follow-up allows for at least this relative spread: a few even times prove no smaller one."""
 LATENCY_S = 0.5
 """For the tick of the decision loop, messages, and the scan that finds the set."""
 ROUND_S = 1.5
@@ -49,14 +48,15 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     age_s = max(0.0, now_mono_s - _captured_mono_s(state, evacuation))
     asked_mono_s = max((r.asked_mono_s for r in evacuation.requests_made), default=-math.inf)
     tried_s = now_mono_s - asked_mono_s
-    if state.trainers and _is_bandwidth_unknown(state):  # an attempt measures it
+    took_s = _took_s(state, evacuation)
+    if state.trainers and took_s is None:  # an attempt measures it
         return max(0.0, INTERVAL_MIN_S - min(age_s, tried_s))
     return next_start_s(
         Ending(
             left_s=_end_mono_s(state, evacuation) - now_mono_s,
             early_per_s=_early_per_s(state, evacuation, now_mono_s),
         ),
-        _cost(state),
+        _cost(state, took_s or 0.0),
         reserve_s=state.settings.reserve_s,
         age_s=age_s,
         tried_s=tried_s,
@@ -138,12 +138,16 @@ def _process_takes(state: State, evacuation: Evacuation, now_mono_s: float) -> b
     )
 
 
-def _is_bandwidth_unknown(state: State) -> bool:
+def _took_s(state: State, evacuation: Evacuation) -> float | None:
+    """Time of a checkpoint of this evacuation, which counts while the bandwidth is unknown; else 0.
+
+    The bandwidth stays unknown while nearly all bytes are sent during the save.
+    """
     measured = state.measured
-    size_bytes = measured.save_bytes or 0
-    return measured.bandwidth_bytes_per_s is None and (
-        size_bytes >= planner.BANDWIDTH_SAMPLE_MIN_BYTES
-    )
+    is_large = (measured.save_bytes or 0) >= planner.BANDWIDTH_SAMPLE_MIN_BYTES
+    if measured.bandwidth_bytes_per_s is not None or not is_large:
+        return 0.0
+    return max((r.took_s for r in evacuation.requests_made if r.took_s is not None), default=None)
 
 
 def _captured_mono_s(state: State, evacuation: Evacuation) -> float:
@@ -175,17 +179,17 @@ def _early_share(notice: Notice) -> float:
     return EARLY_SHARE_ASSUMED if is_assumed else EARLY_SHARE_STATED
 
 
-def _cost(state: State) -> FollowUpCost:
-    forecast = planner.forecast(state.measured)
+def _cost(state: State, took_s: float) -> FollowUpCost:
+    # From the step boundary on: the longest wait for it is in ``step_s``.
+    forecast = planner.forecast(replace(state.measured, step_s=None))
     stalls = (t.save_s if t.snapshot_s is None else t.snapshot_s for t in state.connected)
     stall_s = max((stall for stall in stalls if stall is not None), default=None)
     if stall_s is None:  # a process without hooks saves in its training loop
         stall_s = state.measured.save_s or 0.0
     step_s = max((t.step_s for t in state.connected if t.step_s is not None), default=0.0)
-    spread_s = max(forecast.spread_s, SPREAD_MIN * forecast.data_s)
     return FollowUpCost(
-        data_s=forecast.data_s + spread_s,
-        commit_s=forecast.expected_s + spread_s,
+        data_s=max(forecast.data_s, took_s) + forecast.spread_s,
+        commit_s=max(forecast.expected_s, took_s) + forecast.spread_s,
         stall_s=stall_s,
         step_s=step_s + (ROUND_S if state.spans_vms else LATENCY_S),
     )

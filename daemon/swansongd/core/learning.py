@@ -3,7 +3,8 @@
 
 Every checkpoint shows how long a save, a whole upload, its completion and the manifest take.  A checkpoint
 of an evacuation also shows which part of the upload passed during the save: only then are early shards
-sent.  A set of which an earlier flush has sent most bytes shows nothing about the sending time.
+sent.  A set of which an earlier flush has sent most bytes shows nothing about the sending time.  After early
+shards the rest of a set shows it: a VM may flush no other set before its last follow-up.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from swansongd.core.state import CheckpointRequest, Flight, State, StoredSet
 from swansongd.core.transition import Transition
 from swansongd.model import CommitRef, Staged
 
-SENT_SHARE_MIN = 0.95
-"""A flush that sent a smaller share of the unreferenced bytes only finished the work of an earlier one."""
+SENT_SHARE_MIN = 0.5
+"""A flush that sent a smaller share of the unreferenced bytes shows mostly its begin and its end."""
 
 
 def record_read(transition: Transition, event: PaceRead) -> None:
@@ -71,8 +72,8 @@ def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_
         return
     parts = max((-(-s.size_bytes // s.part_size_bytes) for s in event.shards), default=1)
     _learn(transition, "parts", max(parts, 1))
-    _learn_hidden(transition, flight.staged)  # first: by figures without a sample of this set
     _learn_sending(transition, flight, event.bytes_referenced, sent_bytes, max(parts, 1))
+    _learn_hidden(transition, flight.staged)  # last: in proportion to the sending time of this set
 
 
 def _learn_sending(
@@ -102,8 +103,9 @@ def is_throttled(state: State, flight: Flight) -> bool:
 def _learn_hidden(transition: Transition, staged: Staged) -> None:
     """The requested set is stored: the shorter its flush after the seal, the more was sent before."""
     state = transition.state
-    request = None if state.evacuation is None else state.evacuation.request
-    if request is None or request.sealed != staged.id or request.sealed_mono_s is None:
+    made = () if state.evacuation is None else state.evacuation.requests_made
+    request = next((r for r in made if r.sealed == staged.id), None)
+    if request is None or request.sealed_mono_s is None:
         return
     save_s = max((t.save_s for t in state.connected if t.save_s is not None), default=0.0)
     measured = replace(state.measured, save_bytes=staged.size_bytes, is_sending=False)

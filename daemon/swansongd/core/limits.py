@@ -31,6 +31,20 @@ def rate_bytes_per_s(state: State) -> float | None:
     return None if is_urgent(state) or is_awaited else state.settings.background_limit_bytes_per_s
 
 
+def may_mirror(state: State) -> bool:
+    """Whether copies to the mirror may use the link: not while a checkpoint is sent, or a verdict is due.
+
+    After the verdict they may, as long as no follow-up checkpoint is sent: the VM may be the last one that
+    reaches both stores.
+    """
+    return not is_undecided(state) and state.flight is None
+
+
+def mirror_rate_bytes_per_s(state: State, limit_bytes_per_s: float | None) -> float | None:
+    """The bandwidth that copies to the mirror may use; None for all of it, once a verdict stands."""
+    return None if is_urgent(state) else limit_bytes_per_s
+
+
 def data_give_up_mono_s(state: State, now_mono_s: float) -> float | None:
     """The instant after which a request that carries data is not retried; None without a deadline."""
     deadline_mono_s = commit_give_up_mono_s(state, now_mono_s)

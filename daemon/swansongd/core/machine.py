@@ -184,7 +184,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             commits.record_parts_counted(transition, event)
         case CommitFailed():
             commits.record_failed(transition, event)
-        case FenceFound() if state.settings.several_vms:
+        case FenceFound(in_mirror=False) if state.settings.several_vms:
             nodes.record_fence(transition, event)
         case FenceFound():
             claims.record_fence(transition, event)

@@ -141,14 +141,15 @@ def forecast(measured: Measurements) -> Forecast:
     wait_s, wait_var = _wait(measured)
     save_s, save_var = _save(measured)
     all_s, send_var = _send(measured)
-    hidden_s, hidden_spread_s, is_by_share = _hidden(measured, save_s, all_s)
+    hidden_s, hidden_var, is_by_share = _hidden(measured, save_s, all_s)
     if is_by_share and all_s:
         send_var *= (1 - hidden_s / all_s) ** 2
-    completion_s, completion_spread_s = _completion(measured)
+    completion_s, completion_var = _completion(measured)
     commit_s = 0.0 if known.commit_s is None else known.commit_s.mean
-    variance = wait_var + save_var + send_var
+    variance = wait_var + save_var + send_var + hidden_var + completion_var
     if known.commit_s is not None:
         variance += known.commit_s.expected_variance((_PRIOR_SPREAD * commit_s) ** 2)
+    assumed_s = hidden_s if known.hidden_share is None else 0.0  # no overlap was seen yet
     expected_s = wait_s + save_s + all_s - hidden_s + completion_s + commit_s
     if known.error_square is not None:
         error = known.error_square
@@ -159,7 +160,7 @@ def forecast(measured: Measurements) -> Forecast:
         save_s=min(wait_s + save_s, bounds.SECONDS_MAX),
         send_s=min(all_s - hidden_s + completion_s, bounds.SECONDS_MAX),
         commit_s=commit_s,
-        spread_s=_NINE_OF_TEN * math.sqrt(variance) + hidden_spread_s + completion_spread_s,
+        spread_s=_NINE_OF_TEN * math.sqrt(variance) + assumed_s,
         is_measured=measured.save_s is not None and bool(measured.save_bytes) and all_s > 0,
     )
 
@@ -203,27 +204,27 @@ def _send(measured: Measurements) -> tuple[float, float]:
 
 
 def _hidden(measured: Measurements, save_s: float, send_s: float) -> tuple[float, float, bool]:
-    """Sending time that passes during the save, its spread, and whether the files limit it, not the link."""
+    """Sending time during the save, its variance, and whether the files limit it, not the link."""
     share, use = measured.pace.hidden_share, measured.pace.hidden_use
     if share is None or use is None:
         early = 1.0 - measured.last_share
         hidden_s = early * min(send_s, save_s)
-        return hidden_s, hidden_s, send_s <= save_s
+        return hidden_s, 0.0, send_s <= save_s
     by_share_s, by_use_s = min(share.mean, 1.0) * send_s, min(use.mean, 1.0) * save_s
     hidden_s = min(by_share_s, by_use_s)
     figure, whole_s = (share, send_s) if by_share_s <= by_use_s else (use, save_s)
-    spread_s = _NINE_OF_TEN * whole_s * math.sqrt(figure.expected_variance(_HIDDEN_VARIANCE))
-    return hidden_s, min(hidden_s, spread_s), by_share_s <= by_use_s
+    variance = whole_s**2 * figure.expected_variance(_HIDDEN_VARIANCE)
+    return hidden_s, min(hidden_s**2, variance), by_share_s <= by_use_s
 
 
 def _completion(measured: Measurements) -> tuple[float, float]:
-    """Time from the last stored part to the last stored shard, and its spread."""
+    """Time from the last stored part to the last stored shard, and its variance."""
     parts, ratio = measured.pace.parts, measured.pace.completion_ratio
     assumed_s = completion_s(1 if parts is None else round(parts.mean))
     if ratio is None:
         return 0.0, 0.0
-    deviation = math.sqrt(ratio.expected_variance((_PRIOR_SPREAD * ratio.mean) ** 2))
-    return assumed_s * ratio.mean, _NINE_OF_TEN * assumed_s * deviation
+    variance = ratio.expected_variance((_PRIOR_SPREAD * ratio.mean) ** 2)
+    return assumed_s * ratio.mean, assumed_s**2 * variance
 
 
 def send_s(measured: Measurements, size_bytes: int) -> float:

@@ -292,13 +292,14 @@ class _Probe:
     def lifecycle(self) -> Judgement:
         assert isinstance(self._backend, (S3Store, GcsStore))
         try:
-            aborts = self._backend.aborts_incomplete_uploads()
+            rules = self._backend.settings.lifecycle_rules()
         except StoreError as error:
             return skipped(
                 f"reading the lifecycle rules failed: {error}. Without a rule that aborts incomplete "
                 "multipart uploads, those of terminated VMs remain"
             )
-        if aborts:
+        prefix = self._backend.settings.prefix
+        if any(rule.aborts_uploads and rule.covers(prefix) for rule in rules):
             return ok("a lifecycle rule aborts incomplete multipart uploads")
         return warning(
             "no lifecycle rule aborts incomplete multipart uploads: those of terminated VMs cost money "

@@ -7,8 +7,9 @@ import threading
 from dataclasses import dataclass, field
 
 from swansongd.core.events import FlushProgress
+from swansongd.flush.object_checks import ObjectChecks
 from swansongd.flush.queue import UploadQueue
-from swansongd.model import Staged, StoredObject
+from swansongd.model import Staged
 from swansongd.staging.scan import SetDirectory
 from swansongd.util.concurrency import ConcurrencyLimit
 
@@ -30,8 +31,8 @@ class ActiveFlush:
     """Workers that carry out a task of this flush."""
     directory: SetDirectory | None = None
     """The directory of the set, from the first file that is opened to the last worker that leaves."""
-    found_objects: set[StoredObject] = field(default_factory=set)
-    """Objects of earlier sets or daemons that the store was seen to have."""
+    checks: ObjectChecks = field(default_factory=ObjectChecks)
+    _compared_bytes: dict[int, int] = field(default_factory=dict)
     _sent_bytes: dict[int, int] = field(default_factory=dict)
     """By thread, so that counting needs no lock."""
     _sent_before_bytes: int = 0
@@ -50,14 +51,23 @@ class ActiveFlush:
         """Count from here on what is sent of the parts that ``earlier`` has in flight."""
         self._sent_bytes = earlier._sent_bytes
         self._sent_before_bytes = sum(list(self._sent_bytes.values()))
+        self.checks = earlier.checks
 
     def count_sent(self, size_bytes: int) -> None:
         """Count bytes as sent; a negative number takes back those of a request that is repeated."""
         thread = threading.get_ident()
         self._sent_bytes[thread] = self._sent_bytes.get(thread, 0) + size_bytes
 
+    def count_compared(self, size_bytes: int) -> None:
+        """Count bytes that were read only to compare them with an earlier commit."""
+        thread = threading.get_ident()
+        self._compared_bytes[thread] = self._compared_bytes.get(thread, 0) + size_bytes
+
     def progress(self) -> FlushProgress:
-        return FlushProgress(self.flush_id, self.queue.bytes_stored, self.sent_bytes)
+        compared_bytes = sum(list(self._compared_bytes.values()))
+        return FlushProgress(
+            self.flush_id, self.queue.bytes_stored, self.sent_bytes, compared_bytes
+        )
 
     def close_directory(self) -> None:
         if self.directory is not None:

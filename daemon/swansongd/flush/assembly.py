@@ -8,12 +8,14 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 import structlog
 
 from swansongd.bucket import signing
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.signing import Signer
 from swansongd.config.config import Config
 from swansongd.core import limits
@@ -27,12 +29,13 @@ from swansongd.flush.journal import UploadJournal
 from swansongd.flush.ledger import Ledger
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
+from swansongd.mirror.background import Mirroring
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores import checksums
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.http import dns
-from swansongd.stores.opening import open_store
+from swansongd.stores.opening import open_mirror, open_store
 from swansongd.stores.warm import Warmer
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
@@ -78,9 +81,11 @@ class Storage:
         self.bytes_referenced = 0
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
         self.keys = RunKeys(config.run.name, _signer(config.store.signing_key_file))
-        self.backend = open_store(
-            config.store, connections=config.flush.connections + SMALL_CONNECTIONS
-        )
+        mirror = open_mirror(config.mirror)
+        connections = config.flush.connections + SMALL_CONNECTIONS
+        if mirror is not None:
+            connections += config.mirror.connections
+        self.backend = open_store(config.store, connections=connections)
         expect_recorded_store(self.backend, staging.own, config.run.name)
         dns.remember()
         checksums.load()
@@ -102,8 +107,21 @@ class Storage:
             journal=journal,
             connections=config.flush.connections,
             part_size_bytes=config.flush.part_size_bytes,
-            is_urgent=is_urgent,
         )
+        self.mirror = mirror
+        """The backend of the mirror; None without one."""
+        self.mirroring: Mirroring | None = None
+        if mirror is not None:
+            self.mirroring = Mirroring(
+                self.backend,
+                mirror,
+                self.keys,
+                state=state,
+                post=post,
+                stop=stop,
+                connections=config.mirror.connections,
+                limit_bytes_per_s=config.mirror.background_bytes_per_s,
+            )
         claimant = Claimant(
             small_store,
             self.keys,
@@ -121,6 +139,7 @@ class Storage:
             journal=journal,
             wall=utc_now,
             health=self._health,
+            committed=self._committed,
         )
         self.ledger = Ledger(
             small_store,
@@ -129,24 +148,41 @@ class Storage:
             is_fenced=lambda: state().newer_generation is not None,
         )
         self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
-        self._sweeper = Sweeper(
-            small_store,
-            self.keys,
-            holds=journal.holds_upload,
-            is_urgent=is_urgent,
-            after_s=config.store.abort_uploads_after_s,
-            stop=stop,
-        )
+        sweeps = partial(Sweeper, keys=self.keys, is_urgent=is_urgent, stop=stop)
+        self._sweepers = [
+            sweeps(
+                small_store,
+                holds=journal.holds_upload,
+                after_s=config.store.abort_uploads_after_s,
+            )
+        ]
+        if self.mirroring is not None:
+            self._sweepers.append(
+                sweeps(
+                    self.mirroring.store,
+                    holds=self.mirroring.holds_upload,
+                    after_s=config.mirror.abort_uploads_after_s,
+                )
+            )
 
     def start(self) -> None:
-        """Start the threads: claim a generation, keep the store warm, sweep, record resumes.
+        """Start the threads: claim a generation, keep the store warm, sweep, record resumes, copy.
 
         Returns immediately.
         """
         self.committer.start()
         self._warmer.start()
-        self._sweeper.start()
         self.ledger.start()
+        for sweeper in self._sweepers:
+            sweeper.start()
+        if self.mirroring is not None:
+            self.mirroring.start()
+
+    def check_fence(self) -> None:
+        """Look whether another VM has taken the run over, in the store or in the mirror."""
+        self.committer.check_fence()
+        if self.mirroring is not None:
+            self.mirroring.check_fence()
 
     def expedite(self) -> None:
         """A notice arrived: claim without backoff, and warm the store now."""
@@ -161,6 +197,10 @@ class Storage:
             stop=self._stop,
             attempted=self._health.attempted,
         )
+
+    def _committed(self, manifest: Manifest) -> None:
+        if self.mirroring is not None:
+            self.mirroring.committed(manifest)
 
     def _store_id(self) -> str:
         return self.backend.store_id if isinstance(self.backend, FileStore) else ""

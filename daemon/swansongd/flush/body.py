@@ -16,6 +16,7 @@ from swansongd.errors import StagingError, Transient
 from swansongd.model import StagedFile
 from swansongd.staging import scan
 from swansongd.stores.base import WINDOW_BYTES
+from swansongd.stores.checksums import crc32c
 
 T = TypeVar("T")
 
@@ -30,19 +31,30 @@ class Cancelled(Exception):
     """The bytes are not needed any more.  Not a StoreError, so the request is not retried."""
 
 
-def part_size_for(size_bytes: int, *, wanted_bytes: int, least_bytes: int) -> int:
+def part_size_for(
+    size_bytes: int, *, wanted_bytes: int, least_bytes: int, known_bytes: int | None = None
+) -> int:
     """The part size of a file of ``size_bytes``.
 
     Args:
         wanted_bytes: as configured; doubled for large files, and until there are at most PARTS_MAX parts.
         least_bytes: minimum that the store requires of every part but the last.
+        known_bytes: the part size of an earlier file under the same path.  It stays if it is valid and at
+            most a factor of two away: with another part size, no part would be equal.
     """
     part_size_bytes = max(wanted_bytes, least_bytes)
     if size_bytes > LARGE_FILE_BYTES:
         part_size_bytes *= 2
     while part_count(size_bytes, part_size_bytes) > PARTS_MAX:
         part_size_bytes *= 2
-    return min(part_size_bytes, PART_SIZE_BYTES_MAX)
+    part_size_bytes = min(part_size_bytes, PART_SIZE_BYTES_MAX)
+    if known_bytes is None or not part_size_bytes / 2 <= known_bytes <= 2 * part_size_bytes:
+        return part_size_bytes
+    is_valid = (
+        least_bytes <= known_bytes <= PART_SIZE_BYTES_MAX
+        and part_count(size_bytes, known_bytes) <= PARTS_MAX
+    )
+    return known_bytes if is_valid else part_size_bytes
 
 
 @contextmanager
@@ -132,13 +144,16 @@ class FileBody:
         self._done_bytes += done
         self._moved(done)
 
-    def read_all(self) -> bytes:
-        """Read all bytes, only for the digest."""
+    def read_all(self) -> int:
+        """Read all bytes, only for the digest and the CRC32C; returns the CRC32C."""
         self.rewind()
+        value = 0
         window = memoryview(bytearray(min(WINDOW_BYTES, self.size_bytes)))
         while self._done_bytes < self.size_bytes:
-            self.read_into(window[: self.size_bytes - self._done_bytes])
-        return self.digest
+            read = window[: self.size_bytes - self._done_bytes]
+            self.read_into(read)
+            value = crc32c(read, value)
+        return value
 
     @property
     def digest(self) -> bytes:

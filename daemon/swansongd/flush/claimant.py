@@ -71,6 +71,11 @@ class Claimant:
         """The job start that this boot has joined last; empty before the first."""
         return self._record.job_start_id
 
+    @property
+    def recorded_generation(self) -> int:
+        """The newest generation that this disk has a record of; 0 without one."""
+        return self._record.generation
+
     def resume(self) -> ClaimObject:
         """The recorded claim, if the store has it and no other VM has taken the run over; or a new claim."""
         record = self._record

@@ -51,6 +51,7 @@ _CLAIM_RETRY_S_MAX = 10.0
 _CLAIM_RETRY_EXPEDITED_S = 0.5
 _CLAIM, _COMMIT = "claim", "commit"
 """The operations that are reported to the health of the store."""
+_OBSOLETE = "another commit came first; parts that only an earlier one has are sent"
 
 _log = structlog.get_logger(__name__)
 
@@ -68,6 +69,7 @@ class Committer:
         journal: is informed of commits, and of the shards of an earlier VM's newest commit.
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
+        committed: takes each manifest that was committed.
     """
 
     def __init__(
@@ -80,6 +82,7 @@ class Committer:
         journal: UploadJournal,
         wall: Callable[[], str],
         health: StoreHealth,
+        committed: Callable[[Manifest], None] = lambda _manifest: None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -88,6 +91,7 @@ class Committer:
         self._journal = journal
         self._wall = wall
         self._health = health
+        self._committed = committed
         self.sealed_under = claimant.sealed_under
         self.abandoned = claimant.abandoned
         self.job_start_id = claimant.job_start_id
@@ -219,7 +223,8 @@ class Committer:
                 self._store.check()
                 self._claimant.record_store()
                 # Before the claim: a failure after it would use up another generation at each retry.
-                newest = commit.newest_whole_commit(self._store, self._keys)
+                near = self._claimant.recorded_generation
+                newest = commit.newest_whole_commit(self._store, self._keys, near=near)
                 self._claim = find()
             except FencedError as error:
                 self._post_fence(error)
@@ -249,6 +254,7 @@ class Committer:
         if is_first:
             self._jobs.put(partial(self._read_history, generation))
         if newest is not None:
+            self._journal.superseded(newest)
             self._jobs.put(partial(self._seed, newest))
 
     def _join(self, request: JoinGeneration) -> None:
@@ -283,7 +289,8 @@ class Committer:
             for found in catalog.list_commits(self._store, self._keys, newest):
                 if found.is_complete:
                     manifests = catalog.load(self._store, self._keys, found)
-                    self._journal.seed([shard for made in manifests for shard in made.shards])
+                    shards = [shard for made in manifests for shard in made.shards]
+                    self._journal.seed(newest, shards)
                     self._date(newest, manifests[0].created)
                     if manifests[0].pace:
                         self._post(PaceRead(manifests[0].pace))
@@ -313,6 +320,9 @@ class Committer:
 
     def _commit(self, request: CommitManifest) -> None:
         staged = request.staged
+        if not self._journal.is_current(str(staged.id)):
+            self._post(CommitFailed(request.flush_id, _OBSOLETE, conflict=False, is_obsolete=True))
+            return
         manifest = Manifest(
             run=self._keys.run,
             generation=request.generation,
@@ -354,8 +364,9 @@ class Committer:
         else:
             self._has_read_back = True
             self._health.ok(_COMMIT)
-            self._journal.committed(str(staged.id), request.shards)
+            self._journal.committed(str(staged.id), request.shards, manifest.ref)
             self._post(CommitDone(request.flush_id, manifest.ref))
+            self._committed(manifest)
 
     def _check_complete(self, request: CheckComplete) -> None:
         committed, whole = 0, None

@@ -3,11 +3,10 @@
 
 It sends one set at a time; :mod:`swansongd.core` decides which.  Each worker takes a task
 (:mod:`swansongd.flush.tasks`) from the upload queue of the set (:mod:`swansongd.flush.queue`).
-:mod:`swansongd.flush.uploader` carries out the tasks of single files, and
-:mod:`swansongd.flush.pack_uploader` those of small files, which share objects.  A part passes through the
-digest and into the request window by window, so memory is limited to one window for each worker.  Before
-each window the worker checks that the bytes are still needed.  So a cancelled flush ends without waiting for
-a request that hangs.
+:mod:`swansongd.flush.uploader` carries out the tasks of shards.  A part passes through the digest and into
+the request window by window, so memory is limited to one window for each worker.  Before each window the
+worker checks that the bytes are still needed.  So a cancelled flush ends without waiting for a request
+that hangs.
 
 The engine sends no stored byte again.  A set resumes after another set, under its sealed name, and after a
 restart of the daemon: the journal (:mod:`swansongd.flush.journal`) holds the progress, and the store
@@ -43,7 +42,16 @@ from swansongd.flush.journal import SETS_MAX, UploadJournal
 from swansongd.flush.pack_uploader import PackUploader
 from swansongd.flush.packs import Packing
 from swansongd.flush.queue import UploadQueue
-from swansongd.flush.tasks import Advance, Begin, Finish, SendPack, SendPart, Task, TaskOutcome
+from swansongd.flush.tasks import (
+    Advance,
+    Begin,
+    ComparePart,
+    Finish,
+    SendPack,
+    SendPart,
+    Task,
+    TaskOutcome,
+)
 from swansongd.flush.uploader import ShardUploader
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
@@ -71,7 +79,6 @@ class FlushEngine:
         journal: of this run and store.
         connections: largest number of parts in flight.
         part_size_bytes: size of a part, except of large files.
-        is_urgent: whether an evacuation is open.
         nonce: returns a new nonce for the keys of a set.
         packing: decides which files share an object; None: see :meth:`Packing.for_parts`.
         monotonic: the clock of the concurrency limit.
@@ -87,7 +94,6 @@ class FlushEngine:
         journal: UploadJournal,
         connections: int,
         part_size_bytes: int,
-        is_urgent: Callable[[], bool] = lambda: False,
         nonce: Callable[[], str] = upload_nonce,
         packing: Packing | None = None,
         monotonic: Callable[[], float] = time.monotonic,
@@ -110,7 +116,6 @@ class FlushEngine:
             journal,
             lock=self._lock,
             part_size_bytes=part_size_bytes,
-            is_urgent=is_urgent,
         )
         self._packs = PackUploader(
             store, journal, self._uploader, lock=self._lock, part_size_bytes=part_size_bytes
@@ -236,7 +241,7 @@ class FlushEngine:
                     self._begin(flush)
                 case Finish():
                     self._finish(flush)
-                case Advance() | SendPart():
+                case Advance() | ComparePart() | SendPart():
                     self._uploader.carry_out(flush, task)
                 case SendPack():
                     self._packs.carry_out(flush, task)
@@ -271,12 +276,13 @@ class FlushEngine:
 
     def _begin(self, flush: ActiveFlush) -> None:
         records = self._journal.records_of(flush.queue.name)
+        known = self._journal.known_parts()
         with self._lock:
             if self._ordered is not flush:
                 return  # replaced or cancelled meanwhile
             self._ordered = None
             before, self._active = self._active, flush
-            flush.queue.open(flush.staged, records, is_sealed=flush.is_sealed)
+            flush.queue.open(flush.staged, records, is_sealed=flush.is_sealed, known=known)
             if before is not None:
                 self._close_if_over(before)
             self._reported = progress = flush.progress()
@@ -289,15 +295,20 @@ class FlushEngine:
                 f"{flush.staged.directory} changed while it was read",
                 hint="If the trainer was still writing, raise trainer.settle_s",
             )
+        known = self._journal.known_parts()
         with self._lock:
             if self._active is not flush:
                 return
+            if not flush.queue.is_current(known):  # a commit came in between
+                flush.queue.open(flush.staged, {}, is_sealed=flush.is_sealed, known=known)
+                return
             stored = [shard.stored for _, shard in sorted(flush.queue.shards.items())]
+            sent_bytes = flush.sent_bytes
             self._deactivate()
         records = [record for record in stored if record is not None]
-        referenced = [record.shard.size_bytes for record in records if record.is_referenced]
+        referenced = [record.bytes_referenced for record in records]
         shards = tuple(record.shard for record in records)
-        self._post(Flushed(flush.flush_id, shards, sum(referenced)))
+        self._post(Flushed(flush.flush_id, shards, sum(referenced), sent_bytes))
 
     def _fail(self, flush: ActiveFlush, reason: str, *, void: bool) -> None:
         with self._lock:
@@ -317,7 +328,10 @@ class FlushEngine:
                     self._has_begun.wait()
                 progress = flush.progress()
                 flush.limit.sample(
-                    self._monotonic(), progress.bytes_sent, time.process_time(), self._cpus
+                    self._monotonic(),
+                    progress.bytes_sent + progress.bytes_compared,
+                    time.process_time(),
+                    self._cpus,
                 )
                 self._wake_one()
                 is_new, self._reported = progress != self._reported, progress

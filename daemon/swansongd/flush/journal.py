@@ -27,9 +27,31 @@ import structlog
 from blake3 import blake3
 from swansong import bounds, openat
 
-from swansongd.digests import DIGEST_BYTES, PART_SIZE_BYTES_MAX, part_count
-from swansongd.model import Extent, StagedFile, StoredObject, StoredShard
-from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt, Upload
+from swansongd.digests import part_count
+from swansongd.flush.known_parts import KnownParts
+from swansongd.flush.records import (
+    EXTENTS_MAX,
+    LINE_BYTES_MAX,
+    PARTS_MAX,
+    Entry,
+    EqualPart,
+    FileRecord,
+    PartRecord,
+    ShardRecord,
+    UploadRecord,
+    part_entry,
+    part_of,
+    ref_fields,
+    ref_of,
+    set_of,
+    shard_entry,
+    shard_of,
+    text_of,
+    upload_entry,
+    upload_of,
+)
+from swansongd.model import CommitRef, StagedFile, StoredShard
+from swansongd.stores.base import Upload
 
 FILE_NAME = "uploads.journal"
 _TEMPORARY = f".{FILE_NAME}.new"
@@ -38,59 +60,11 @@ SETS_MAX = 4
 BYTES_MAX = 256 * 2**20
 """Largest file that is read; enough for a million parts."""
 _COMPACT_OVER_BYTES = 4 * 2**20
-_LINE_BYTES_MAX = 8 * 2**20
-_CRC32C_MAX = 2**32 - 1
-_EXTENTS_MAX = 20_000
 _VERSION = 2
 
 _ENCODE = json.JSONEncoder(separators=(",", ":")).encode
 
 _log = structlog.get_logger(__name__)
-
-Entry = dict[str, Any]
-"""One line of the journal, as JSON."""
-
-
-@dataclass(frozen=True, slots=True)
-class PartRecord:
-    """A part that the store has acknowledged.
-
-    ``digest`` is the BLAKE3 of its bytes.
-    """
-
-    receipt: PartReceipt
-    digest: bytes
-
-
-@dataclass(eq=False, slots=True)
-class UploadRecord:
-    """A multipart upload that is not completed, with its acknowledged parts by number."""
-
-    file: StagedFile
-    upload: Upload
-    parts: dict[int, PartRecord] = field(default_factory=dict)
-
-    @property
-    def is_whole(self) -> bool:
-        """Whether the store has acknowledged all parts."""
-        return len(self.parts) == self.parts_max
-
-    @property
-    def parts_max(self) -> int:
-        return part_count(self.upload.size_bytes, self.upload.part_size_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class ShardRecord:
-    """A shard that is stored completely."""
-
-    file: StagedFile
-    shard: StoredShard
-    is_referenced: bool = False
-    """Whether another set has stored the object."""
-
-
-FileRecord = UploadRecord | ShardRecord
 
 
 @dataclass(slots=True)
@@ -100,7 +74,11 @@ class Contents:
     sets: dict[str, dict[str, FileRecord]] = field(default_factory=dict)
     """By set and path."""
     known: dict[str, ShardRecord] = field(default_factory=dict)
-    """The shards of the newest committed set, by path."""
+    """The shards of the newest commit, by path."""
+    known_ref: CommitRef | None = None
+    """The newest commit."""
+    known_parts: KnownParts | None = None
+    """The index of ``known``, once it was needed."""
 
     def apply(self, entry: Entry) -> None:
         """Apply one entry.
@@ -110,44 +88,47 @@ class Contents:
         """
         match entry.get("is"):
             case "upload":
-                self.put(_set(entry), UploadRecord(_file(entry), _upload(entry)))
+                self.put(set_of(entry), upload_of(entry))
             case "part":
-                record = self.sets.get(_set(entry), {}).get(_text(entry, "path"))
+                record = self.sets.get(set_of(entry), {}).get(text_of(entry, "path"))
                 if isinstance(record, UploadRecord):
-                    receipt = _receipt(entry, record.parts_max)
-                    record.parts[receipt.number] = PartRecord(receipt, _digest(entry.get("digest")))
+                    part = part_of(entry, record.parts_max)
+                    record.parts[part.receipt.number] = part
             case "shard":
-                self.put(_set(entry), _shard(entry))
+                self.put(set_of(entry), shard_of(entry))
+            case "newest":
+                self.known, self.known_ref, self.known_parts = {}, ref_of(entry), None
             case "known":
-                record = _shard(entry)
+                record = shard_of(entry)
                 self.known[record.shard.path] = record
+                self.known_parts = None
             case "dropped":
-                records = self.sets.get(_set(entry), {})
-                records.pop(_text(entry, "path"), None)
+                records = self.sets.get(set_of(entry), {})
+                records.pop(text_of(entry, "path"), None)
                 if not records:
-                    self.sets.pop(_set(entry), None)
+                    self.sets.pop(set_of(entry), None)
             case "committed":
-                records = self.sets.pop(_set(entry), {})
-                self.known = {
-                    path: record
-                    for path, record in records.items()
-                    if isinstance(record, ShardRecord)
-                }
+                ref = ref_of(entry)
+                records = self.sets.pop(set_of(entry), {})
+                stored = {p: each for p, each in records.items() if isinstance(each, ShardRecord)}
+                self.known, self.known_ref, self.known_parts = stored, ref, None
             case unknown:
                 raise ValueError(unknown)
 
     def entries(self) -> Iterator[Entry]:
         """The fewest entries with this content."""
+        if self.known_ref is not None:
+            yield _newest_entry(self.known_ref)
         for known in self.known.values():
-            yield _shard_entry("", known) | {"is": "known"}
+            yield _known_entry(known)
         for name, paths in self.sets.items():
             for path, record in paths.items():
                 if isinstance(record, ShardRecord):
-                    yield _shard_entry(name, record)
+                    yield shard_entry(name, record)
                     continue
-                yield _upload_entry(name, record)
+                yield upload_entry(name, record)
                 for part in list(record.parts.values()):
-                    yield _part_entry(name, path, part)
+                    yield part_entry(name, path, part)
 
     def put(self, name: str, record: FileRecord) -> None:
         """Add or replace the record of a file."""
@@ -186,10 +167,14 @@ class UploadJournal:
         with self._lock:
             return dict(self._contents.sets.get(set_name, {}))
 
-    def known(self, path: str) -> ShardRecord | None:
-        """The shard of the newest committed set under this path."""
+    def known_parts(self) -> KnownParts:
+        """The parts of the newest commit."""
         with self._lock:
-            return self._contents.known.get(path)
+            contents = self._contents
+            if contents.known_parts is None:
+                known = contents.known.values()
+                contents.known_parts = KnownParts((each.shard, each.heads) for each in known)
+            return contents.known_parts
 
     def shard_of(self, file: StagedFile) -> StoredShard | None:
         """The shard with the bytes of an unchanged file in staging; None if it is unknown."""
@@ -210,21 +195,25 @@ class UploadJournal:
                 for record in paths.values()
             )
 
-    def upload_begun(self, set_name: str, file: StagedFile, upload: Upload) -> UploadRecord:
+    def upload_begun(
+        self,
+        set_name: str,
+        file: StagedFile,
+        upload: Upload,
+        equal: Mapping[int, EqualPart] | None = None,
+    ) -> UploadRecord:
+        """Note the upload of a file, except its ``equal`` parts."""
+        record = UploadRecord(file, upload, equal=equal or {})
         with self._lock:
-            self._take(_upload_entry(set_name, UploadRecord(file, upload)))
-            record = self._contents.sets[set_name][file.path]
-        assert isinstance(record, UploadRecord)
+            self._contents.put(set_name, record)
+            self._append(_encoded(upload_entry(set_name, record)))
         return record
 
-    def part_stored(
-        self, set_name: str, record: UploadRecord, receipt: PartReceipt, digest: bytes
-    ) -> None:
-        part = PartRecord(receipt, digest)
+    def part_stored(self, set_name: str, record: UploadRecord, part: PartRecord) -> None:
         path = record.file.path
-        body = _encoded(_part_entry(set_name, path, part))
+        body = _encoded(part_entry(set_name, path, part))
         with self._lock:
-            record.parts[receipt.number] = part
+            record.parts[part.receipt.number] = part
             # Otherwise the set was forgotten, or the upload was restarted, in the meantime.
             if self._contents.sets.get(set_name, {}).get(path) is record:
                 self._append(body)
@@ -234,32 +223,52 @@ class UploadJournal:
 
     def shards_stored(self, set_name: str, records: Sequence[ShardRecord]) -> None:
         """Note complete shards, in one write."""
-        bodies = [_encoded(_shard_entry(set_name, record)) for record in records]
+        bodies = [_encoded(shard_entry(set_name, record)) for record in records]
         with self._lock:
             for record in records:
                 self._contents.put(set_name, record)
             self._append(*bodies)
 
-    def committed(self, set_name: str, shards: Sequence[StoredShard]) -> None:
+    def is_current(self, set_name: str) -> bool:
+        """Whether all objects that the shards of a set reference belong to the newest commit.
+
+        A cleanup of the bucket may delete objects of earlier commits at any time.
+        """
+        known = self.known_parts()
+        records = self.records_of(set_name).values()
+        return all(record.referenced <= known.objects for record in records)
+
+    def committed(self, set_name: str, shards: Sequence[StoredShard], ref: CommitRef) -> None:
         """Note that the set is committed as these shards; later sets may reference them."""
         with self._lock:
-            records = self._contents.sets.get(set_name)
-            named = set(shards)
-            if records is None:
-                return
+            records = self._contents.sets.get(set_name, {})
+            newest = self._contents.known_ref
+            named = set(shards) if newest is None or newest <= ref else set()
             for path, record in list(records.items()):
                 if not isinstance(record, ShardRecord) or record.shard not in named:
                     self._take({"is": "dropped", "set": set_name, "path": path})
-            self._take({"is": "committed", "set": set_name})
+            if newest is None or newest <= ref:
+                self._take({"is": "committed", "set": set_name, "ref": ref_fields(ref)})
 
-    def seed(self, shards: Sequence[StoredShard]) -> None:
-        """Note the shards of the newest commit of an earlier VM, unless a commit of this VM is known."""
+    def superseded(self, ref: CommitRef) -> None:
+        """Note the newest commit of the run: shards of an older commit are not referenced any more."""
         with self._lock:
-            if self._contents.known:
+            known = self._contents.known_ref
+            if known is None or known < ref:
+                self._take(_newest_entry(ref))
+
+    def seed(self, ref: CommitRef, shards: Sequence[StoredShard]) -> None:
+        """Note the shards of the newest commit, made by another VM, unless a newer one is known."""
+        self.superseded(ref)
+        with self._lock:
+            if self._contents.known or self._contents.known_ref != ref:
                 return
             for shard in shards:
+                parts = part_count(shard.size_bytes, shard.part_size_bytes)
+                if parts > PARTS_MAX or len(shard.extents) > EXTENTS_MAX:
+                    continue
                 file = StagedFile(path=shard.path, size_bytes=shard.size_bytes, mtime_ns=0, inode=0)
-                self._take(_shard_entry("", ShardRecord(file, shard)) | {"is": "known"})
+                self._take(_known_entry(ShardRecord(file, shard)))
 
     def __del__(self) -> None:
         if self._fd >= 0:
@@ -355,7 +364,7 @@ def replay(data: bytes, header: Mapping[str, Any]) -> Contents:
     is_first = True
     begin = 0
     while (
-        end := data.find(b"\n", begin, begin + _LINE_BYTES_MAX)
+        end := data.find(b"\n", begin, begin + LINE_BYTES_MAX)
     ) >= 0:  # a torn line ends the loop
         try:
             entry, chain = _parse(data[begin:end], chain)
@@ -390,134 +399,16 @@ def _parse(line: bytes, chain: str) -> tuple[Entry, str]:
     chain = _chained(body, chain)
     if claimed != chain.encode():
         raise ValueError("the digest is wrong")
-    return bounds.json_object(body, "the journal entry", _LINE_BYTES_MAX), chain
+    return bounds.json_object(body, "the journal entry", LINE_BYTES_MAX), chain
 
 
 def _chained(body: bytes, chain: str) -> str:
     return blake3(chain.encode() + body).hexdigest(8)
 
 
-# ---------------------------------------------------------------------- entries
+def _newest_entry(ref: CommitRef) -> Entry:
+    return {"is": "newest", "ref": ref_fields(ref)}
 
 
-def _upload_entry(set_name: str, record: UploadRecord) -> Entry:
-    upload = record.upload
-    fields = [upload.key, upload.upload_id, upload.size_bytes, upload.part_size_bytes]
-    return {"is": "upload", "set": set_name, "file": _fields(record.file), "upload": fields}
-
-
-def _part_entry(set_name: str, path: str, part: PartRecord) -> Entry:
-    receipt = part.receipt
-    return {
-        "is": "part",
-        "set": set_name,
-        "path": path,
-        "receipt": [receipt.number, receipt.etag, receipt.crc32c],
-        "digest": part.digest.hex(),
-    }
-
-
-def _shard_entry(set_name: str, record: ShardRecord) -> Entry:
-    shard = record.shard
-    return {
-        "is": "shard",
-        "set": set_name,
-        "file": _fields(record.file),
-        "shard": [shard.part_size_bytes, shard.crc32c],
-        "parts": shard.part_digests.hex(),
-        "extents": [
-            [each.object.key, each.object.size_bytes, each.offset_bytes, each.size_bytes]
-            for each in shard.extents
-        ],
-        "is_referenced": record.is_referenced,
-    }
-
-
-def _fields(file: StagedFile) -> list[str | int]:
-    return [file.path, file.size_bytes, file.mtime_ns, file.inode]
-
-
-def _set(entry: Entry) -> str:
-    return _text(entry, "set")
-
-
-def _text(entry: Entry, name: str) -> str:
-    return bounds.text(entry.get(name), name)
-
-
-def _list(entry: Entry, name: str, length: int) -> list[Any]:
-    found = bounds.items(entry.get(name), name, length)
-    if len(found) != length:
-        raise bounds.BoundsError(f"{name} has {len(found)} items, not {length}")
-    return found
-
-
-def _size(value: Any) -> int:
-    return bounds.integer(value, "a size", 0, bounds.BYTES_MAX)
-
-
-def _part_size(value: Any) -> int:
-    return bounds.integer(value, "a part size", 1, PART_SIZE_BYTES_MAX)
-
-
-def _digest(value: Any) -> bytes:
-    return bytes.fromhex(bounds.text(value, "a digest", bounds.ID_CHARS_MAX))
-
-
-def _file(entry: Entry) -> StagedFile:
-    path, size_bytes, mtime_ns, inode = _list(entry, "file", 4)
-    return StagedFile(
-        path=bounds.text(path, "a path"),
-        size_bytes=_size(size_bytes),
-        mtime_ns=bounds.integer(mtime_ns, "a time", -(2**63), 2**63 - 1),
-        inode=bounds.integer(inode, "an inode", 0, 2**64 - 1),
-    )
-
-
-def _upload(entry: Entry) -> Upload:
-    key, upload_id, size_bytes, part_size_bytes = _list(entry, "upload", 4)
-    return Upload(
-        bounds.text(key, "a key"),
-        bounds.text(upload_id, "an upload id"),
-        _size(size_bytes),
-        _part_size(part_size_bytes),
-    )
-
-
-def _receipt(entry: Entry, parts_max: int) -> PartReceipt:
-    number, etag, crc32c = _list(entry, "receipt", 3)
-    return PartReceipt(
-        bounds.integer(number, "a part number", 1, parts_max),
-        bounds.text(etag, "an ETag"),
-        bounds.integer(crc32c, "a CRC32C", CRC32C_UNKNOWN, _CRC32C_MAX),
-    )
-
-
-def _shard(entry: Entry) -> ShardRecord:
-    file = _file(entry)
-    part_size_bytes, crc32c = _list(entry, "shard", 2)
-    shard = StoredShard(
-        path=file.path,
-        size_bytes=file.size_bytes,
-        part_size_bytes=_part_size(part_size_bytes),
-        part_digests=bytes.fromhex(bounds.text(entry.get("parts"), "digests", _LINE_BYTES_MAX)),
-        crc32c=bounds.integer(crc32c, "a CRC32C", 0, _CRC32C_MAX),
-        extents=tuple(
-            _extent(each) for each in bounds.items(entry.get("extents"), "extents", _EXTENTS_MAX)
-        ),
-    )
-    parts = part_count(shard.size_bytes, shard.part_size_bytes)
-    if len(shard.part_digests) != parts * DIGEST_BYTES:
-        raise ValueError("a shard does not have the digests of its parts")
-    if sum(extent.size_bytes for extent in shard.extents) != shard.size_bytes:
-        raise ValueError("the extents of a shard do not have its size")
-    return ShardRecord(file, shard, bounds.boolean(entry.get("is_referenced"), "is_referenced"))
-
-
-def _extent(value: Any) -> Extent:
-    key, object_bytes, offset_bytes, size_bytes = bounds.items(value, "an extent", 4)
-    stored = StoredObject(bounds.text(key, "a key"), _size(object_bytes))
-    extent = Extent(stored, _size(offset_bytes), _size(size_bytes))
-    if extent.offset_bytes + extent.size_bytes > stored.size_bytes:
-        raise ValueError("an extent leads beyond its object")
-    return extent
+def _known_entry(record: ShardRecord) -> Entry:
+    return shard_entry("", record) | {"is": "known"}

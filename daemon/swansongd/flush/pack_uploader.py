@@ -11,12 +11,14 @@ from collections.abc import Sequence
 
 from swansongd.errors import Exists
 from swansongd.flush.active import ActiveFlush
-from swansongd.flush.body import Cancelled, FileBody, opened, part_size_for
-from swansongd.flush.journal import ShardRecord, UploadJournal
+from swansongd.flush.body import Cancelled, FileBody, opened
+from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known_parts import KnownParts, head_digest
 from swansongd.flush.packs import PackBody
+from swansongd.flush.records import ShardRecord
 from swansongd.flush.tasks import SendPack, Shard
 from swansongd.flush.uploader import ShardUploader
-from swansongd.model import Extent, StoredObject, StoredShard
+from swansongd.model import Extent, StagedFile, StoredObject, StoredShard
 from swansongd.stores.base import ObjectStore
 
 
@@ -42,7 +44,7 @@ class PackUploader:
         self._journal = journal
         self._shards = shards
         self._lock = lock
-        self._part_size_bytes = part_size_bytes
+        self._part_size_bytes = max(part_size_bytes, store.part_size_bytes_min)
 
     def carry_out(self, flush: ActiveFlush, task: SendPack) -> None:
         """Carry out one task.
@@ -52,12 +54,13 @@ class PackUploader:
             StagingError: a file cannot be read, or has changed.
             StoreError: the store failed.
         """
+        known = self._journal.known_parts()
         stored: list[tuple[Shard, ShardRecord]] = []
         missing: list[Shard] = []
         for shard in task.shards:
             if shard.stored is not None or not flush.queue.wants(shard):
                 continue
-            record = self._confirmed(flush, shard) or self._referenced(flush, shard)
+            record = self._confirmed(flush, shard) or self._referenced(flush, shard, known)
             if record is None:
                 missing.append(shard)
             else:
@@ -69,30 +72,40 @@ class PackUploader:
     def _confirmed(self, flush: ActiveFlush, shard: Shard) -> ShardRecord | None:
         """The record of an earlier daemon, if the store has the bytes; otherwise forgets the record."""
         record = shard.record
-        if isinstance(record, ShardRecord) and self._shards.is_in_store(flush, record.shard):
-            return record
+        if isinstance(record, ShardRecord):
+            objects = {extent.object for extent in record.shard.extents}
+            if flush.checks.are_stored(self._store, objects):
+                return record
         with self._lock:
             shard.record, shard.is_confirmed = None, True
         return None
 
-    def _referenced(self, flush: ActiveFlush, shard: Shard) -> ShardRecord | None:
-        """The shard of the newest committed set under the same path, if it has the same bytes."""
+    def _referenced(
+        self, flush: ActiveFlush, shard: Shard, known: KnownParts
+    ) -> ShardRecord | None:
+        """The record of a shard whose bytes the newest commit has."""
         file = shard.file
-        known = self._journal.known(file.path)
-        if known is None or known.shard.size_bytes != file.size_bytes:
+        is_candidate = known.has_heads or known.part_size_bytes(file.path) is not None
+        if not known or not is_candidate:
             return None
         with opened(self._shards.directory(flush), file) as fd:
+            head = head_digest(fd, 0, file.size_bytes)
+            if not known.may_contain(head):
+                return None
             body = FileBody(
                 fd,
                 file.path,
                 0,
                 file.size_bytes,
                 is_unwanted=lambda: not flush.queue.wants(shard),
+                moved=flush.count_compared,
             )
-            is_same = body.read_all() == known.shard.part_digests
-        if not is_same or not self._shards.is_in_store(flush, known.shard):
+            crc32c = body.read_all()
+        extents = known.find(body.digest, file.size_bytes)
+        if not extents or not flush.checks.are_stored(self._store, {e.object for e in extents}):
             return None
-        return ShardRecord(file, known.shard, is_referenced=True)
+        stored = self._shard(file, body.digest, crc32c, extents)
+        return ShardRecord(file, stored, head)
 
     def _send(self, flush: ActiveFlush, task: SendPack, shards: Sequence[Shard]) -> None:
         body = PackBody(
@@ -111,22 +124,24 @@ class PackUploader:
         finally:
             body.close()
         pack = StoredObject(task.key, body.size_bytes)
-        part_size_bytes = part_size_for(
-            0, wanted_bytes=self._part_size_bytes, least_bytes=self._store.part_size_bytes_min
-        )
         records = []
         for shard, packed in zip(shards, body.packed, strict=True):
-            file = shard.file
-            stored = StoredShard(
-                path=file.path,
-                size_bytes=file.size_bytes,
-                part_size_bytes=part_size_bytes,
-                crc32c=packed.crc32c,
-                part_digests=packed.digest,
-                extents=(Extent(pack, packed.offset_bytes, file.size_bytes),),
-            )
-            records.append((shard, ShardRecord(file, stored)))
+            extent = Extent(pack, packed.offset_bytes, shard.file.size_bytes)
+            stored = self._shard(shard.file, packed.digest, packed.crc32c, (extent,))
+            records.append((shard, ShardRecord(shard.file, stored, packed.head, task.key)))
         self._note(flush, records)
+
+    def _shard(
+        self, file: StagedFile, digest: bytes, crc32c: int, extents: tuple[Extent, ...]
+    ) -> StoredShard:
+        return StoredShard(
+            path=file.path,
+            size_bytes=file.size_bytes,
+            part_size_bytes=self._part_size_bytes,
+            part_digests=digest,
+            crc32c=crc32c,
+            extents=extents,
+        )
 
     def _note(self, flush: ActiveFlush, stored: Sequence[tuple[Shard, ShardRecord]]) -> None:
         if stored:

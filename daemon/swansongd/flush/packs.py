@@ -13,6 +13,7 @@ from blake3 import blake3
 
 from swansongd.errors import StagingError
 from swansongd.flush.body import Cancelled, within_means
+from swansongd.flush.known_parts import head_digest
 from swansongd.model import StagedFile
 from swansongd.staging import scan
 from swansongd.stores.checksums import crc32c
@@ -97,6 +98,8 @@ class PackedFile:
     """Within the pack."""
     digest: bytes
     """BLAKE3."""
+    head: bytes
+    """See :func:`~swansongd.flush.known_parts.head_digest`."""
     crc32c: int
 
 
@@ -184,9 +187,10 @@ class PackBody:
         if self._file_done_bytes == file.size_bytes:
             if not scan.unchanged(self._fd, file):
                 raise StagingError(f"{file.path} changed while it was read")
+            head = head_digest(self._fd, 0, file.size_bytes)
             self.close()
             self._packed.append(
-                PackedFile(self._file_offset_bytes, self._hash.digest(), self._crc32c)
+                PackedFile(self._file_offset_bytes, self._hash.digest(), head, self._crc32c)
             )
             self._begin_file(self._file_offset_bytes + file.size_bytes)
         return count

@@ -6,11 +6,14 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 
-from swansongd.flush.journal import FileRecord, ShardRecord, UploadRecord
+from swansongd.flush.known_parts import KnownParts
 from swansongd.flush.packs import NO_PACKS, Packing
+from swansongd.flush.records import FileRecord, ShardRecord, UploadRecord
 from swansongd.flush.tasks import (
     Advance,
+    ComparePart,
     Finish,
+    PartTask,
     SendPack,
     SendPart,
     Shard,
@@ -24,6 +27,8 @@ RESTARTS_MAX = 3
 
 PACKS_MAX = 999_999
 """Packs under one upload nonce: a key has six digits for them."""
+
+NOTHING_KNOWN = KnownParts()
 
 
 class UploadQueue:
@@ -63,19 +68,28 @@ class UploadQueue:
         self._is_sealed = False
         self._is_finishing = False
         self._marker_paths: frozenset[str] = frozenset()
-        self._parts: deque[SendPart] = deque()
+        self._parts: deque[PartTask] = deque()
         self._packs: deque[tuple[Shard, ...]] = deque()
         self._data: deque[Advance] = deque()
         self._markers: deque[Advance] = deque()
         self._data_left = 0
         self._left = 0
 
-    def open(self, staged: Staged, records: Mapping[str, FileRecord], *, is_sealed: bool) -> None:
+    def open(
+        self,
+        staged: Staged,
+        records: Mapping[str, FileRecord],
+        *,
+        is_sealed: bool,
+        known: KnownParts = NOTHING_KNOWN,
+    ) -> None:
         """Queue the work that is left of a set.  Unchanged files keep their progress.
 
         Args:
             records: the journal's records of the set, by path.
             is_sealed: False while further files may follow.
+            known: the parts of the newest commit.  The progress of a file that needs an object of an older
+                commit is lost: a cleanup of the bucket may delete that object.
 
         Raises:
             BoundsError: the set has a number that no key can contain.
@@ -85,12 +99,17 @@ class UploadQueue:
         self._is_finishing = False
         self._marker_paths = staged.markers
         before = self.shards
-        same = {f.path for f in staged.files if f.path in before and before[f.path].file == f}
+        same = {
+            file.path
+            for file in staged.files
+            if file.path in before and _is_usable(before[file.path].record, known)
+            if before[file.path].file == file
+        }
         if before.keys() - same:
             # The keys of the changed files are used up: other bytes must never be written there.
             self._upload_nonce = self._nonce()
         self.shards = {
-            file.path: before[file.path] if file.path in same else self._new(file, records)
+            file.path: before[file.path] if file.path in same else self._new(file, records, known)
             for file in staged.files
         }
         self.bytes_stored = 0
@@ -101,6 +120,8 @@ class UploadQueue:
         for shard in self.shards.values():
             shard.is_split = False
             shard.counted_bytes = 0
+            if shard.comparison is not None and shard.comparison.known is not known:
+                shard.comparison = None
             self.count(shard)
         missing = [shard for shard in self.shards.values() if shard.stored is None]
         small = [shard for shard in missing if self._goes_into_pack(shard)]
@@ -136,7 +157,10 @@ class UploadQueue:
             return None
         if self._parts:
             part = self._parts.popleft()
-            part.shard.parts_in_flight.add(part.number)
+            if isinstance(part, SendPart):
+                part.shard.parts_in_flight.add(part.number)
+            else:
+                part.comparison.in_flight.add(part.index)
             return part
         if self._packs and not self._data:
             return self._begin_pack(self._packs.popleft())
@@ -156,6 +180,7 @@ class UploadQueue:
             # Parts in flight count when their task is finished.
             numbers = set(upload.parts) - shard.parts_in_flight
             stored_bytes = sum(upload.upload.part_length_bytes(number) for number in numbers)
+            stored_bytes += shard.file.size_bytes - upload.upload.size_bytes
         else:
             stored_bytes = 0
         self._add(shard, stored_bytes - shard.counted_bytes)
@@ -176,6 +201,10 @@ class UploadQueue:
                 shard.parts_in_flight.discard(number)
                 if self._is_missing(shard):
                     self._finish_part(task, outcome)
+            case ComparePart(shard, comparison, index):
+                comparison.in_flight.discard(index)
+                if self._is_missing(shard) and shard.comparison is comparison:
+                    self._finish_comparison(task, outcome)
             case Advance(shard):
                 shard.is_advancing = False
                 if not self._is_missing(shard) or outcome is TaskOutcome.DEFERRED:
@@ -191,6 +220,10 @@ class UploadQueue:
                 if left and outcome is not TaskOutcome.DEFERRED:
                     self._packs.appendleft(left)
 
+    def is_current(self, known: KnownParts) -> bool:
+        """Whether all objects that the set references belong to the newest commit."""
+        return all(_is_usable(shard.record, known) for shard in self.shards.values())
+
     def restart_upload(self, shard: Shard) -> bool:
         """Send the shard again, under a new key, because the store has lost it.
 
@@ -201,7 +234,7 @@ class UploadQueue:
         if shard.restarts >= RESTARTS_MAX:
             return False
         key = self._key_of(shard.file.path, self._nonce())
-        fresh = Shard(shard.file, key, restarts=shard.restarts + 1)
+        fresh = Shard(shard.file, key, comparison=shard.comparison, restarts=shard.restarts + 1)
         self._add(shard, -shard.counted_bytes)
         self.shards[shard.file.path] = fresh
         self._queue(fresh, is_next=True)
@@ -250,21 +283,38 @@ class UploadQueue:
         elif is_done and upload is not None and upload.is_whole and not shard.parts_in_flight:
             self._queue(shard, is_next=True)  # to be completed
 
+    def _finish_comparison(self, part: ComparePart, outcome: TaskOutcome) -> None:
+        comparison = part.comparison
+        if outcome is TaskOutcome.DONE:
+            comparison.compared.add(part.index)
+        if not part.shard.is_split:
+            return  # the next Advance queues every missing part
+        if outcome is TaskOutcome.RETRY:
+            self._parts.appendleft(part)
+        elif outcome is TaskOutcome.DONE and comparison.is_round_over:
+            self._queue(part.shard, is_next=True)
+
     def _split(self, shard: Shard) -> None:
-        """Queue the parts that are neither stored nor in flight, or else the next step of the shard."""
+        """Queue the parts that are left and not in flight, or else the next step of the shard."""
         shard.is_split = True
-        missing: list[int] = []
+        missing: list[PartTask] = []
+        is_waiting = bool(shard.parts_in_flight)
         if (upload := shard.upload) is not None:
             taken = upload.parts.keys() | shard.parts_in_flight
-            missing = [n for n in range(1, upload.parts_max + 1) if n not in taken]
-        self._parts.extend(SendPart(shard, number) for number in missing)
-        if not missing and not shard.parts_in_flight:
+            numbers = range(1, upload.parts_max + 1)
+            missing = [SendPart(shard, number) for number in numbers if number not in taken]
+        elif (comparison := shard.comparison) is not None and shard.record is None:
+            indices = comparison.next_round()
+            missing = [ComparePart(shard, comparison, index) for index in indices]
+            is_waiting = bool(comparison.queued)
+        self._parts.extend(missing)
+        if not missing and not is_waiting:
             self._queue(shard, is_next=True)
 
-    def _new(self, file: StagedFile, records: Mapping[str, FileRecord]) -> Shard:
+    def _new(self, file: StagedFile, records: Mapping[str, FileRecord], known: KnownParts) -> Shard:
         shard = Shard(file, self._key_of(file.path, self._upload_nonce))
         earlier = records.get(file.path)
-        if earlier is not None and earlier.file == file:
+        if earlier is not None and earlier.file == file and _is_usable(earlier, known):
             shard.record = earlier
             shard.is_confirmed = False
         return shard
@@ -285,3 +335,8 @@ class UploadQueue:
 
     def _is_marker(self, shard: Shard) -> bool:
         return shard.file.path in self._marker_paths
+
+
+def _is_usable(record: FileRecord | None, known: KnownParts) -> bool:
+    """Whether all objects that the record references belong to the newest commit."""
+    return record is None or record.referenced <= known.objects

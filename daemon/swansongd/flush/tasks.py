@@ -6,7 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from enum import Enum
 
-from swansongd.flush.journal import FileRecord, ShardRecord, UploadRecord
+from swansongd.flush.delta import Comparison
+from swansongd.flush.records import FileRecord, ShardRecord, UploadRecord
 from swansongd.model import StagedFile
 
 
@@ -20,6 +21,8 @@ class Shard:
     """The progress so far; the journal holds the same record."""
     is_confirmed: bool = True
     """False for a record of an earlier daemon until the store has confirmed it."""
+    comparison: Comparison | None = None
+    """The comparison with the newest commit; None before it begins."""
     is_split: bool = False
     """Whether its missing parts have been queued."""
     is_advancing: bool = False
@@ -49,8 +52,8 @@ class Begin:
 class Advance:
     """Take the next step of a shard as a whole.
 
-    The steps: confirm the journal's record with the store; reference an earlier object with the same bytes,
-    store a small file in one request, or begin a multipart upload; complete the upload.
+    The steps: confirm the journal's record with the store; compare the file with the newest commit;
+    reference it, store a small file in one request, or begin a multipart upload; complete the upload.
     """
 
     shard: Shard
@@ -63,6 +66,16 @@ class SendPart:
     shard: Shard
     number: int
     """From 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class ComparePart:
+    """Compare one part of a file with the newest commit."""
+
+    shard: Shard
+    comparison: Comparison
+    index: int
+    """From 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +92,8 @@ class Finish:
     """Check that the set did not change, and report it as stored."""
 
 
-ShardTask = Advance | SendPart | SendPack
+PartTask = ComparePart | SendPart
+ShardTask = Advance | PartTask | SendPack
 Task = Begin | ShardTask | Finish
 
 

@@ -4,22 +4,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import structlog
 from blake3 import blake3
 
-from swansongd.digests import part_count, part_digest
+from swansongd.digests import part_count
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled, FileBody, opened, part_size_for, within_means
-from swansongd.flush.journal import ShardRecord, UploadJournal, UploadRecord
-from swansongd.flush.tasks import Advance, SendPart, Shard
-from swansongd.model import StagedFile, StoredShard
+from swansongd.flush.delta import Comparison, completed, missing_parts, part_range, stored_record
+from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known_parts import KnownParts, head_digest
+from swansongd.flush.records import EqualPart, PartRecord, ShardRecord, UploadRecord
+from swansongd.flush.tasks import Advance, ComparePart, SendPart, Shard
 from swansongd.staging import scan
 from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
-from swansongd.stores.checksums import crc32c_of_parts
 
 _log = structlog.get_logger(__name__)
 
@@ -28,7 +29,7 @@ class ShardUploader:
     """Carries out shard tasks, in as many threads as call it.
 
     Args:
-        store, run_directory, journal, part_size_bytes, is_urgent: as of the engine.
+        store, run_directory, journal, part_size_bytes: as of the engine.
         lock: guards the flushes and their queues.
     """
 
@@ -40,16 +41,14 @@ class ShardUploader:
         *,
         lock: threading.Lock,
         part_size_bytes: int,
-        is_urgent: Callable[[], bool],
     ) -> None:
         self._store = store
         self._run_directory = run_directory
         self._journal = journal
         self._lock = lock
         self._part_size_bytes = part_size_bytes
-        self._is_urgent = is_urgent
 
-    def carry_out(self, flush: ActiveFlush, task: Advance | SendPart) -> None:
+    def carry_out(self, flush: ActiveFlush, task: Advance | ComparePart | SendPart) -> None:
         """Carry out one task.
 
         Raises:
@@ -58,22 +57,23 @@ class ShardUploader:
             StoreError: the store failed.
         """
         shard = task.shard
-        if not shard.is_confirmed:
+        if isinstance(task, ComparePart):
+            self._compare_part(flush, task)
+        elif not shard.is_confirmed:
             self._confirm(flush, shard)
         elif (upload := shard.upload) is None:
             self._open(flush, shard)
-        else:
-            match task:
-                case SendPart(number=number):
-                    self._send_part(flush, shard, upload, number)
-                case Advance() if upload.is_whole:
-                    self._complete(flush, shard, upload)
+        elif isinstance(task, SendPart):
+            self._send_part(flush, shard, upload, task.number)
+        elif upload.is_whole:
+            self._complete(flush, shard, upload)
 
     def _confirm(self, flush: ActiveFlush, shard: Shard) -> None:
         """Compare the journal's record of an earlier daemon with the store, and keep what both contain."""
         record = shard.record
         if isinstance(record, ShardRecord):
-            if self.is_in_store(flush, record.shard):
+            objects = {extent.object for extent in record.shard.extents}
+            if flush.checks.are_stored(self._store, objects):
                 self._stored(flush, shard, record)
             else:
                 self._restart(flush, shard, NotFound(f"an object of {record.shard.path} is gone"))
@@ -81,6 +81,9 @@ class ShardUploader:
             self._confirm_upload(flush, shard, record)
 
     def _confirm_upload(self, flush: ActiveFlush, shard: Shard, record: UploadRecord) -> None:
+        if not flush.checks.are_stored(self._store, record.referenced):
+            self._restart(flush, shard, NotFound(f"an object of {record.file.path} is gone"))
+            return
         try:
             receipts = {receipt.number: receipt for receipt in self._store.parts(record.upload)}
         except Permanent as error:
@@ -89,7 +92,7 @@ class ShardUploader:
             info = self._store.head(record.upload.key)
             if record.is_whole and info is not None and info.size_bytes == record.upload.size_bytes:
                 # The upload was completed, and only the reply was lost.
-                self._stored(flush, shard, _completed(record))
+                self._stored(flush, shard, completed(record))
             else:
                 self._restart(flush, shard, error)
             return
@@ -102,73 +105,112 @@ class ShardUploader:
             flush.queue.count(shard)
 
     def _open(self, flush: ActiveFlush, shard: Shard) -> None:
-        """Reference the shard, store it in one request, or begin its upload."""
-        referenced = self._reference(flush, shard)
-        if referenced is not None:
-            self._stored(flush, shard, referenced)
-            return
-        size_bytes = shard.file.size_bytes
-        if not size_bytes:
+        """Compare the file, then reference it, store it in one request, or begin its upload."""
+        if not shard.file.size_bytes:
             self._stored(flush, shard, self._empty(flush, shard))
             return
-        part_size_bytes = part_size_for(
-            size_bytes,
-            wanted_bytes=self._part_size_bytes,
-            least_bytes=self._store.part_size_bytes_min,
-        )
-        if size_bytes <= part_size_bytes:
-            self._send_whole(flush, shard, part_size_bytes)
-            return
-        upload = self._store.begin(shard.key, size_bytes, part_size_bytes)
-        record = self._journal.upload_begun(flush.queue.name, shard.file, upload)
-        with self._lock:
-            shard.record = record
+        comparison = shard.comparison or self._begin_comparison(flush, shard)
+        if not comparison.missing:
+            self._begin(flush, shard, comparison)
 
     def _empty(self, flush: ActiveFlush, shard: Shard) -> ShardRecord:
         """The record of an empty file, which needs no object."""
-        with opened(self.directory(flush), shard.file):
-            return _record_of_object(shard.file, shard.key, 1, [blake3().digest()], crc32c=0)
+        with opened(self.directory(flush), shard.file) as fd:
+            part = PartRecord(PartReceipt(1, "", 0), blake3().digest(), head_digest(fd, 0, 0))
+        return stored_record(shard.file, 1, {}, "", [part])
 
-    def _send_whole(self, flush: ActiveFlush, shard: Shard, part_size_bytes: int) -> None:
-        file = shard.file
+    def _begin_comparison(self, flush: ActiveFlush, shard: Shard) -> Comparison:
+        """Find the parts that the newest commit may have, by their heads."""
+        file, known = shard.file, self._journal.known_parts()
+        part_size_bytes = part_size_for(
+            file.size_bytes,
+            wanted_bytes=self._part_size_bytes,
+            least_bytes=self._store.part_size_bytes_min,
+            known_bytes=known.part_size_bytes(file.path),
+        )
+        indices: Sequence[int] = range(part_count(file.size_bytes, part_size_bytes))
+        if known and known.has_heads:
+            indices = self._candidates(flush, shard, known, part_size_bytes)
+        elif known.part_size_bytes(file.path) != part_size_bytes:
+            indices = ()
+        comparison = Comparison(known, part_size_bytes, indices)
+        with self._lock:
+            shard.comparison = comparison
+        return comparison
+
+    def _candidates(
+        self, flush: ActiveFlush, shard: Shard, known: KnownParts, part_size_bytes: int
+    ) -> list[int]:
+        file, candidates = shard.file, []
         with opened(self.directory(flush), file) as fd:
-            body = _body(flush, shard, fd, 0, file.size_bytes, moved=flush.count_sent)
+            for index in range(part_count(file.size_bytes, part_size_bytes)):
+                if not flush.queue.wants(shard):
+                    raise Cancelled
+                if known.may_contain(head_digest(fd, *part_range(file, part_size_bytes, index))):
+                    candidates.append(index)
+        return candidates
+
+    def _compare_part(self, flush: ActiveFlush, task: ComparePart) -> None:
+        """Read one part, and note it if the newest commit and the store have it."""
+        file, comparison = task.shard.file, task.comparison
+        offset, size_bytes = part_range(file, comparison.part_size_bytes, task.index)
+        with opened(self.directory(flush), file) as fd:
+            body = _body(flush, task.shard, fd, offset, size_bytes, moved=flush.count_compared)
+            crc32c = body.read_all()
+            head = head_digest(fd, offset, size_bytes)
+        extents = comparison.known.find(body.digest, size_bytes)
+        comparison.has_match = comparison.has_match or bool(extents)
+        if extents and flush.checks.are_stored(self._store, {each.object for each in extents}):
+            comparison.found[task.index] = EqualPart(body.digest, head, crc32c, extents)
+
+    def _begin(self, flush: ActiveFlush, shard: Shard, comparison: Comparison) -> None:
+        """Reference the file, or send those of its parts that are not known."""
+        file, part_size_bytes = shard.file, comparison.part_size_bytes
+        equal = comparison.usable(self._journal.known_parts())
+        missing = missing_parts(file, part_size_bytes, equal)
+        if not missing:
+            self._stored(flush, shard, stored_record(file, part_size_bytes, equal, "", []))
+            return
+        if len(missing) == 1:
+            self._send_only(flush, shard, missing[0], part_size_bytes, equal)
+            return
+        ranges = [part_range(file, part_size_bytes, index) for index in missing]
+        size_bytes = sum(length for _, length in ranges)
+        upload = self._store.begin(shard.key, size_bytes, part_size_bytes)
+        record = self._journal.upload_begun(flush.queue.name, file, upload, equal)
+        with self._lock:
+            shard.record = record
+            flush.queue.count(shard)
+
+    def _send_only(
+        self,
+        flush: ActiveFlush,
+        shard: Shard,
+        index: int,
+        part_size_bytes: int,
+        equal: Mapping[int, EqualPart],
+    ) -> None:
+        """Store the only part that is not known, in one request."""
+        file = shard.file
+        offset, size_bytes = part_range(file, part_size_bytes, index)
+        with opened(self.directory(flush), file) as fd:
+            body = _body(flush, shard, fd, offset, size_bytes, moved=flush.count_sent)
             try:
                 crc32c = self._store.put_shard(shard.key, body)
             except Exists as error:
                 # The store has other bytes under this key: the key is used up.
                 self._restart(flush, shard, error)
                 return
-        record = _record_of_object(file, shard.key, part_size_bytes, [body.digest], crc32c=crc32c)
-        self._stored(flush, shard, record)
-
-    def _reference(self, flush: ActiveFlush, shard: Shard) -> ShardRecord | None:
-        """The shard of the newest committed set under the same path, if it has the same bytes.
-
-        If the bytes differ, the first part nearly always shows it.
-        """
-        file = shard.file
-        known = self._journal.known(file.path)
-        if known is None or known.shard.size_bytes != file.size_bytes or not file.size_bytes:
-            return None
-        part_size_bytes = known.shard.part_size_bytes
-        with opened(self.directory(flush), file) as fd:
-            for index in range(part_count(file.size_bytes, part_size_bytes)):
-                offset = index * part_size_bytes
-                size_bytes = min(part_size_bytes, file.size_bytes - offset)
-                digest = _body(flush, shard, fd, offset, size_bytes).read_all()
-                if digest != part_digest(known.shard.part_digests, index):
-                    return None
-        if not self.is_in_store(flush, known.shard):
-            return None
-        return ShardRecord(file, known.shard, is_referenced=True)
+            head = head_digest(fd, offset, size_bytes)
+        sent = [PartRecord(PartReceipt(1, "", crc32c), body.digest, head)]
+        self._stored(flush, shard, stored_record(file, part_size_bytes, equal, shard.key, sent))
 
     def _send_part(
         self, flush: ActiveFlush, shard: Shard, record: UploadRecord, number: int
     ) -> None:
         upload = record.upload
-        offset = (number - 1) * upload.part_size_bytes
-        size_bytes = upload.part_length_bytes(number)
+        index = record.indices[number - 1]
+        offset, size_bytes = part_range(shard.file, upload.part_size_bytes, index)
         with opened(self.directory(flush), shard.file) as fd:
             body = _body(flush, shard, fd, offset, size_bytes, moved=flush.count_sent)
             try:
@@ -176,10 +218,11 @@ class ShardUploader:
             except NotFound as error:
                 self._restart(flush, shard, error)
                 raise Cancelled from None
-        self._journal.part_stored(flush.queue.name, record, receipt, body.digest)
+            head = head_digest(fd, offset, size_bytes)
+        self._journal.part_stored(flush.queue.name, record, PartRecord(receipt, body.digest, head))
 
     def _complete(self, flush: ActiveFlush, shard: Shard, record: UploadRecord) -> None:
-        completed = _completed(record)
+        stored = completed(record)
         receipts = [record.parts[number].receipt for number in sorted(record.parts)]
         try:
             self._store.complete(record.upload, receipts)
@@ -193,7 +236,7 @@ class ShardUploader:
                 flush.queue.count(shard)
             raise
         else:
-            self._stored(flush, shard, completed)
+            self._stored(flush, shard, stored)
 
     def _restart(self, flush: ActiveFlush, shard: Shard, error: StoreError) -> None:
         _log.warning("upload_restarted", key=shard.key, error=str(error))
@@ -219,15 +262,6 @@ class ShardUploader:
         directory.close()
         return flush.directory
 
-    def is_in_store(self, flush: ActiveFlush, shard: StoredShard) -> bool:
-        """Whether the store has all objects of the shard.  One HEAD for each object and flush."""
-        for stored in {extent.object for extent in shard.extents} - flush.found_objects:
-            info = self._store.head(stored.key)
-            if info is None or info.size_bytes != stored.size_bytes:
-                return False
-            flush.found_objects.add(stored)
-        return True
-
 
 def _body(
     flush: ActiveFlush,
@@ -249,32 +283,3 @@ def _is_same(ours: PartReceipt, theirs: PartReceipt | None) -> bool:
     if theirs is None or theirs != ours:
         return False
     return theirs.crc32c in (ours.crc32c, CRC32C_UNKNOWN)
-
-
-def _completed(record: UploadRecord) -> ShardRecord:
-    """The record of the shard once an upload with all its parts is completed."""
-    upload = record.upload
-    parts = [record.parts[number] for number in sorted(record.parts)]
-    lengths = [(p.receipt.crc32c, upload.part_length_bytes(p.receipt.number)) for p in parts]
-    return _record_of_object(
-        record.file,
-        upload.key,
-        upload.part_size_bytes,
-        [part.digest for part in parts],
-        crc32c=crc32c_of_parts(lengths),
-    )
-
-
-def _record_of_object(
-    file: StagedFile, key: str, part_size_bytes: int, digests: Sequence[bytes], *, crc32c: int
-) -> ShardRecord:
-    """The record of a file whose bytes are one object."""
-    shard = StoredShard.of_object(
-        key,
-        path=file.path,
-        size_bytes=file.size_bytes,
-        part_size_bytes=part_size_bytes,
-        part_digests=b"".join(digests),
-        crc32c=crc32c,
-    )
-    return ShardRecord(file, shard)

@@ -29,10 +29,14 @@ class RestoreContext:
     """Returns the newest state of the decision loop."""
     stop: threading.Event
     """Ends all threads and downloads."""
+    mirror: ObjectStore | None = field(default=None, kw_only=True)
+    """Backend of the mirror: read for what the store has lost or damaged; None without a mirror."""
     post: Callable[[Event], None] = field(default=lambda _event: None, kw_only=True)
     """Takes the events of the queries and downloads."""
     rescan: Callable[[], None] | None = field(default=None, kw_only=True)
     """Requests a scan of staging; None: a choice uses the last scan."""
+    mirror: ObjectStore | None = field(default=None, kw_only=True)
+    """Read for what the store has lost or damaged; None: there is no mirror."""
     shard_of: Callable[[StagedFile], StoredShard | None] = field(
         default=lambda _file: None, kw_only=True
     )

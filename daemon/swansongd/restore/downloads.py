@@ -33,6 +33,7 @@ from swansongd.restore.target import Access, RestoreTarget, interrupted
 from swansongd.restore.verified import VerifiedShards
 from swansongd.restore.wish import Download, Wish
 from swansongd.staging.prepare import RunDirectory, open_restored
+from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
 
 BUDGET_S = 100.0
@@ -62,6 +63,8 @@ class Downloads:
         self._run = context.run
         self._stop = context.stop
         self._local = LocalFiles(context.run, context.state, context.shard_of)
+        self.from_mirror = 0
+        """Manifests and shards that the mirror had, and the store did not."""
         self._changed = threading.Condition()
         self._running: Download | None = None
         self._last: Download | None = None
@@ -90,6 +93,7 @@ class Downloads:
             raise
         finally:
             self._end(download)
+        self.from_mirror += len(result.from_mirror)
         here_bytes = result.reused_bytes + result.local_bytes
         self._context.post(DownloadEnded(result.size_bytes - here_bytes, here_bytes))
         if download.is_asked:
@@ -212,9 +216,11 @@ class Downloads:
             spare_sets=0 if download.is_asked else SPARE_SETS,
         )
         budget_s = BUDGET_S if download.is_asked else PREFETCH_BUDGET_S
-        store = Retrying(
-            self._context.store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=download.halt
-        )
+
+        def retrying(store: ObjectStore) -> Retrying:
+            return Retrying(
+                store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=download.halt
+            )
 
         options = ReadOptions(
             progress=self._progress(download),
@@ -228,7 +234,10 @@ class Downloads:
             download.begin(ref, shards)
 
         selection = replace(download.selection(), chosen=chosen)
-        return restore(store, self._context.keys, target, selection, options)
+        context = self._context
+        mirror = None if context.mirror is None else retrying(context.mirror)
+        store = retrying(context.store)
+        return restore(store, context.keys, target, selection, options, mirror=mirror)
 
     def _progress(self, download: Download) -> Listener:
         looked_mono_s = self._context.monotonic()

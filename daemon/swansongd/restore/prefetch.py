@@ -136,7 +136,10 @@ class Prefetch:
     def _fetch_newest(self) -> None:
         if not self._is_listed:
             # Without retries: this thread repeats the listing itself.
-            self._newest = commit.newest_whole_commit(self._context.store, self._context.keys)
+            near = self._context.state().generation or 0
+            self._newest = commit.newest_whole_commit(
+                self._context.store, self._context.keys, near=near
+            )
             self._is_listed = True
         state = self._state()
         self._newest = resume.newest_known(state, self._newest)

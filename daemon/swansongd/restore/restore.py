@@ -27,6 +27,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest, check_paths
 from swansongd.errors import CorruptError, NothingToRestore, Permanent
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
+from swansongd.restore.fallback import Fallback
 from swansongd.restore.journal import Noted, identity_of
 from swansongd.restore.reader import OpenLocal, PassResult, Problems, Reader, ReadOptions
 from swansongd.restore.target import RestoreTarget
@@ -56,6 +57,7 @@ class Selection:
 
     Args:
         step: only commits of this step.
+        near: a generation near that of the commit; 0 if it is unknown.
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
         files: only shards that it accepts are fetched; the sizes of all stored objects are compared.
@@ -63,6 +65,7 @@ class Selection:
     """
 
     step: int | None = None
+    near: int = 0
     wanted: Wanted | None = None
     skipped: Skipped | None = None
     files: Callable[[StoredShard], bool] | None = None
@@ -86,6 +89,8 @@ class RestoreResult:
     """Bytes that were copied from files on this machine."""
     skipped: tuple[tuple[CommitRef, str], ...]
     """Newer commits that are damaged, and the reasons."""
+    from_mirror: tuple[str, ...] = ()
+    """Manifests and shards that the store has lost or damaged, and the mirror had."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +107,17 @@ def restore(
     target: RestoreTarget,
     selection: Selection = _NEWEST,
     options: ReadOptions = _DEFAULT,
+    *,
+    mirror: ObjectStore | None = None,
 ) -> RestoreResult:
     """Restore the newest whole commit of the selection to the target.
 
     The destination appears whole or not at all.  The store is only read.  Parts that an interrupted restore
     of the same commit left beside the destination are reused.  A restore that ends with Stopped or with an
     error of the store leaves its parts for the next one.
+
+    Args:
+        mirror: read for a manifest or a shard that is damaged or missing in the store.
 
     Raises:
         NothingToRestore: no commit of the selection is whole; names the reasons.
@@ -117,12 +127,21 @@ def restore(
         Stopped: ``options.stop`` was set.
     """
     skipped: list[tuple[CommitRef, str]] = []
+    is_fresh = selection.step is None
     with target:
-        commits = _commits(store, keys, selection.step)
-        for commit in commits:
+        for commit in catalog.newest_commits(store, keys, near=selection.near):
+            if selection.step not in (None, commit.ref.step):
+                continue
+            is_fresh = is_fresh and not commit.is_complete
             try:
                 restored = _restore_commit(
-                    store, keys, commit, target, selection=selection, options=options
+                    store,
+                    keys,
+                    commit,
+                    target,
+                    selection=selection,
+                    options=options,
+                    fallback=Fallback(mirror, keys, options),
                 )
             except CorruptError as error:
                 skipped.append((commit.ref, error.line()))
@@ -131,7 +150,6 @@ def restore(
                 continue
             if restored is not None:
                 return replace(restored, skipped=tuple(skipped))
-    is_fresh = selection.step is None and not any(commit.is_complete for commit in commits)
     if is_fresh and (farewell := catalog.farewell_with_commit(store, keys)) is not None:
         raise NothingToRestore(
             f"the listing of {store.url} contains no commit of run {keys.run}, but {farewell} names one",
@@ -149,13 +167,17 @@ def _restore_commit(
     *,
     selection: Selection,
     options: ReadOptions,
+    fallback: Fallback,
 ) -> RestoreResult | None:
     """Restore one commit; None if it is not wanted.
 
     Raises:
         CorruptError: the commit is incomplete or damaged.
     """
-    manifests = whole(store, keys, commit)
+    try:
+        manifests = whole(store, keys, commit)
+    except CorruptError as error:
+        manifests = fallback.manifests(commit, error)
     if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
     shards = _merged(manifests)
@@ -167,11 +189,14 @@ def _restore_commit(
     if selection.chosen is not None:
         selection.chosen(commit.ref, list(numbered.values()))
     reader = Reader(store, options, _refused(store, keys, commit))
-    _require_none(reader.check_sizes(shards))
+    problems = reader.check_sizes(shards)
+    absent = fallback.absent(problems)
+    if not absent:
+        _require_none(problems)
     find_local = options.local or (lambda _ref, _shards: nullcontext({}))
     with find_local(commit.ref, numbered) as local:
         noted = target.begin(identity_of(keys.run, commit.ref, shards), shards, numbered)
-        done = _fetch(reader, numbered, target, noted, local)
+        done = _fetch(reader, numbered, target, noted, local, fallback=fallback, absent=absent)
     target.publish()
     return RestoreResult(
         ref=commit.ref,
@@ -180,6 +205,7 @@ def _restore_commit(
         reused_bytes=done.reused_bytes,
         local_bytes=done.local_bytes,
         skipped=(),
+        from_mirror=tuple(fallback.used),
     )
 
 
@@ -337,21 +363,30 @@ def _fetch(
     target: RestoreTarget,
     noted: Noted,
     local: Mapping[int, OpenLocal],
+    *,
+    fallback: Fallback,
+    absent: frozenset[StoredShard],
 ) -> PassResult:
     """Write the shards to the target, verified and synced.
+
+    Args:
+        fallback: reads damaged shards, and those in ``absent``.
+        absent: shards that the store does not have.
 
     Raises:
         CorruptError: a shard is missing, or does not match its digest twice.
     """
+    present = {number: shard for number, shard in shards.items() if shard not in absent}
     first = reader.read(
-        shards, target=target, noted=noted, local=local, progress=reader.options.progress
+        present, target=target, noted=noted, local=local, progress=reader.options.progress
     )
     problems = first.problems
     if problems:
         # The network or this VM's memory may have flipped a bit; a second read costs less than lost steps.
         again = {number: shard for number, shard in shards.items() if shard in problems}
         problems = reader.read(again, target=target).problems
-    _require_none(problems)
+    wanted = {n: shard for n, shard in shards.items() if shard in problems or shard in absent}
+    _require_none(fallback.read(wanted, target, problems, noted=noted, local=local))
     return first
 
 

@@ -33,6 +33,7 @@ from swansongd.errors import (
     NothingToRestore,
     StagingError,
     SwansongError,
+    Transient,
     UnreadableError,
 )
 from swansongd.model import CommitRef, Staged
@@ -92,6 +93,7 @@ class Resume:
         self._state = context.state
         self._stop = context.stop
         self._monotonic = context.monotonic
+        self._mirror = context.mirror
         self.downloads = Downloads(context)
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
@@ -139,6 +141,8 @@ class Resume:
                 return
             try:
                 answer = replace(self._find(ticket), query_id=ticket.query.query_id)
+            except Transient as error:
+                answer = Restored(ticket.query.query_id, error=self._unreachable(error))
             except SwansongError as error:
                 is_damaged = isinstance(error, NothingToRestore) and error.is_damaged
                 answer = Restored(ticket.query.query_id, error=error.line(), is_damaged=is_damaged)
@@ -160,6 +164,23 @@ class Resume:
                 self._context.post(RestoreAnswered(answer.step, answer.generation, answer.error))
             if not answer.error:
                 self.answered()
+
+    def _unreachable(self, error: Transient) -> str:
+        """The reason why the store gives no checkpoint, with the newest commit of the mirror.
+
+        The trainer does not get that commit: the store may have newer ones, and only an operator knows
+        whether it is lost.
+        """
+        if self._context.mirror is None:
+            return error.line()
+        try:
+            newest = commit.newest_whole_commit(self._context.mirror, self._keys)
+        except SwansongError as other:
+            return f"{error.line()}; the mirror cannot be read either: {other.line()}"
+        return (
+            f"{error.line()}; the mirror {self._context.mirror.url} has {newest or 'no commit'}: if the store is "
+            "lost, continue there with swansong mirror --promote"
+        )
 
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
@@ -221,7 +242,9 @@ class Resume:
         store = self._store()
         refusal = self._refusals.current()
         before = None if refusal is None else refusal.ref
-        newest = commit.newest_whole_commit(store, self._keys, before)
+        newest = commit.newest_whole_commit(
+            store, self._keys, before=before, near=state.generation or 0
+        )
         if newest is None and refusal is not None:
             raise NothingToRestore(
                 f"run {self._keys.run} has no whole commit before {refusal.ref}, which is damaged: "
@@ -313,7 +336,8 @@ class Resume:
             UnreadableError: there is none, and the store refused a manifest that might be one.
         """
         unread: UnreadableError | None = None
-        for found in catalog.list_commits(store, self._keys):
+        near = self._state().generation or 0
+        for found in catalog.newest_commits(store, self._keys, near=near):
             if found.ref.step >= before_step:
                 continue
             try:

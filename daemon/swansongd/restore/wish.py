@@ -66,6 +66,7 @@ class Wish:
         return Selection(
             # Only the manifests of that step are read: there may be thousands of commits.
             step=None if is_any or self.ref is None else self.ref.step,
+            near=0 if self.ref is None else self.ref.generation,
             wanted=None if is_any and self.before is None else lambda ref, _: self.accepts(ref),
             skipped=lambda ref, why: _log.error("commit_skipped", commit=str(ref), reason=why),
         )

@@ -183,15 +183,22 @@ class ObjectStore(Protocol):
     def head(self, key: str) -> ObjectInfo | None:
         """Size of the object, or None if there is none.  A missing *bucket* raises NotFound."""
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         """List all objects whose key starts with ``prefix``: each key once, in any order.
+
+        With ``after`` only keys that are greater, in byte order.  The store skips the others where it can.  A
+        store that sorts by directory (SeaweedFS) leaves out further keys: those below ``after/``, and those
+        that are not greater when keys are compared name by name.
 
         The listing ends only at the page that the store marks as the last one.  Raises Permanent above
         :data:`LISTED_MAX` entries, and when a page leads back to an earlier page.
         """
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        """Return one page of that listing; ``token`` is that of the previous page, None for the first."""
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        """Return one page of that listing; ``token`` is that of the previous page, None for the first.
+
+        The page may contain keys up to ``after``.
+        """
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         """Delete the object.  A missing object is not an error.
@@ -215,6 +222,12 @@ class ObjectStore(Protocol):
 
         A date in the past protects nothing.  A missing object has no retention.  Raises Permanent when the
         credentials lack the right to read the retention: unknown is not unlocked.
+        """
+
+    def lock(self, key: str) -> float | None:
+        """Extend the retention of an object, as if it were written now; returns its end in Unix seconds.
+
+        None, and no request, if the store gives objects with this key no retention.
         """
 
     def put_shard(self, key: str, body: Body) -> int:
@@ -295,7 +308,9 @@ def read_through(body: Body, *, with_sha256: bool = False) -> tuple[int, str]:
     return value, sha256.hexdigest() if with_sha256 else ""
 
 
-def listed(prefix: str, page: Callable[[str | None], Page]) -> Iterator[ObjectInfo]:
+def listed(
+    prefix: str, page: Callable[[str | None], Page], after: str = ""
+) -> Iterator[ObjectInfo]:
     """All objects of a listing, each key once; see :meth:`ObjectStore.list`.
 
     Args:
@@ -303,7 +318,7 @@ def listed(prefix: str, page: Callable[[str | None], Page]) -> Iterator[ObjectIn
     """
     seen: set[str] = set()
     for info in all_pages(f"list {prefix}", page):
-        if info.key not in seen:
+        if info.key not in seen and info.key > after:
             seen.add(info.key)
             yield info
 

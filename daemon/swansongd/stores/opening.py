@@ -1,35 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Opens the store of the configuration."""
+"""Opens the store and the mirror of the configuration."""
 
 from __future__ import annotations
 
-from swansongd.config.config import StoreConfig
+from collections.abc import Callable
+
+from swansongd.config.config import MirrorConfig, StoreAccess
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
+from swansongd.stores.retention import Lock
 from swansongd.stores.s3.store import S3Store
 
 
-def open_store(config: StoreConfig, *, connections: int = 16) -> ObjectStore:
+def open_store(
+    config: StoreAccess,
+    *,
+    connections: int = 16,
+    lock_period_s: Callable[[str], float] | None = None,
+) -> ObjectStore:
     """The backend for ``file://``, ``s3://`` or ``gs://``.  Sends no request: see ``check()``.
 
     The options of one provider are ignored by the others.
 
+    Args:
+        lock_period_s: retention of a new object by its key; None: this store writes nothing that needs one.
+
     Raises:
         ConfigError: the URL does not name a store, or an option is wrong.
     """
-    match config.url.partition("://")[0]:
+    url = config.url or ""
+    lock = None
+    if config.lock_days and lock_period_s is not None:
+        lock = Lock(config.lock_mode, lock_period_s)
+    match url.partition("://")[0]:
         case "file":
-            return FileStore(config.url)
+            if config.lock_days:
+                raise ConfigError(
+                    [
+                        "store.lock_days: a directory locks no files; remove the key, or use S3 or GCS"
+                    ]
+                )
+            return FileStore(url)
         case "s3":
             return S3Store(
-                config.url,
+                url,
                 S3Options(
                     endpoint=config.endpoint,
                     connections=connections,
                     ca_bundle=config.ca_bundle,
+                    lock=lock,
                     region=config.region,
                     profile=config.profile,
                     addressing=config.addressing,
@@ -38,12 +60,33 @@ def open_store(config: StoreConfig, *, connections: int = 16) -> ObjectStore:
             )
         case "gs":
             return GcsStore(
-                config.url,
+                url,
                 GcsOptions(
-                    endpoint=config.endpoint, connections=connections, ca_bundle=config.ca_bundle
+                    endpoint=config.endpoint,
+                    connections=connections,
+                    ca_bundle=config.ca_bundle,
+                    lock=lock,
                 ),
             )
         case scheme:
             raise ConfigError(
                 [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3:// or gs://"]
             )
+
+
+def open_mirror(config: MirrorConfig, *, connections: int | None = None) -> ObjectStore | None:
+    """The store that receives a copy of each commit; None if no mirror is configured.  Sends no request.
+
+    Args:
+        connections: threads that call the store at the same time; None: those of the configuration.
+
+    Raises:
+        ConfigError: the URL does not name a store, or an option is wrong.
+    """
+    if config.url is None:
+        return None
+    try:
+        return open_store(config, connections=connections or config.connections)
+    except ConfigError as error:
+        problems = [problem.replace("store.", "mirror.", 1) for problem in error.problems]
+        raise ConfigError(problems, hint=error.hint) from None

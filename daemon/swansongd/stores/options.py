@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Literal
 
 from swansongd.errors import ConfigError
+from swansongd.stores.retention import Lock
 
 Addressing = Literal["auto", "path", "virtual"]
 Checksums = Literal["auto", "trailer", "header"]
@@ -36,6 +37,8 @@ class StoreOptions:
     """Limit for opening a connection."""
     read_timeout_s: float = 8.0
     """Limit for one wait for a response."""
+    lock: Lock | None = None
+    """Retention of new objects; None: they get none."""
 
     def __post_init__(self) -> None:
         if self.ca_bundle is not None and not self.ca_bundle.is_file():

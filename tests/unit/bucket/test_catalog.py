@@ -41,8 +41,8 @@ class Listing:
         self._keys = keys
         self._size_bytes = size_bytes
 
-    def list(self, prefix: str) -> list[ObjectInfo]:
-        found = [key for key in self._keys if key.startswith(prefix)]
+    def list(self, prefix: str, *, after: str = "") -> list[ObjectInfo]:
+        found = [key for key in self._keys if key.startswith(prefix) and key > after]
         return [ObjectInfo(key, self._size_bytes) for key in found]
 
 
@@ -218,7 +218,11 @@ def test_manifests_that_are_too_large_are_not_fetched(
     monkeypatch.setattr(FileStore, "get", None)
     with pytest.raises(CorruptError, match="limit"):
         catalog.load(store, KEYS, found)
-    large = replace(found, size_bytes=3 * manifest.BYTES_MAX + 1)
+    sizes = {
+        node: replace(info, size_bytes=manifest.BYTES_MAX + (node == 0))
+        for node, info in found.manifests.items()
+    }
+    large = replace(found, manifests=sizes)
     monkeypatch.setattr(catalog, "COMMIT_BYTES_MAX", 10 * large.size_bytes)
     with pytest.raises(CorruptError, match="limit"):
         catalog.load(store, KEYS, large)

@@ -314,8 +314,12 @@ class Blind(FileStore):
 
     hidden_from_list = hidden_from_get = False
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return iter([] if self.hidden_from_list and "commits" in prefix else super().list(prefix))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return iter(
+            []
+            if self.hidden_from_list and "commits" in prefix
+            else super().list(prefix, after=after)
+        )
 
     def get(self, key: str) -> bytes:
         if self.hidden_from_get:
@@ -366,9 +370,9 @@ def test_a_commit_costs_four_small_requests(tmp_path: Path) -> None:
     requests = []
 
     class Counting(FileStore):
-        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
             requests.append(("list", prefix))
-            return super().list(prefix)
+            return super().list(prefix, after=after)
 
         def get(self, key: str) -> bytes:
             requests.append(("get", key))

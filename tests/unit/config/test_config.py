@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse, section_keys
 from swansongd.config.values import InvalidValue, Reader
 from swansongd.errors import ConfigError
+from swansongd.stores.opening import open_mirror
 
 EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
 MINIMAL: dict[str, Any] = {
@@ -68,6 +69,8 @@ def test_only_run_staging_and_store_are_required() -> None:
     assert (got.store.profile, got.store.ca_bundle) == (None, None)
     assert (got.store.addressing, got.store.checksums) == ("auto", "auto")
     assert got.store.abort_uploads_after_s == 86_400
+    assert (got.retention.keep_within_s, got.retention.orphans_after_s) == (86_400, 604_800)
+    assert got.retention.keep_every_steps is None
     assert (got.log.format, got.log.level) == ("json", "info")
     assert [problem.partition(" (")[0] for problem in problems_of({})] == [
         "run.name: is missing",
@@ -402,6 +405,45 @@ def test_a_background_rate_is_a_size_per_second(
 ) -> None:
     """0 means no limit."""
     assert parsed(flush__background_bytes_per_s=value).flush.background_bytes_per_s == bytes_per_s
+
+
+@pytest.mark.parametrize(
+    ("store", "mirror"),
+    [
+        ("s3://bucket/prefix", "s3://bucket/prefix/"),
+        ("gs://bucket", "gs://bucket/"),
+        ("file:///mnt/a%62", "file:///mnt/ab"),
+    ],
+)
+def test_the_mirror_is_another_store(store: str, mirror: str) -> None:
+    """A mirror that is the store itself would protect nothing."""
+    (problem,) = problems_of(with_values(store__url=store, mirror__url=mirror))
+    assert problem.startswith("mirror.url: is the store itself")
+
+
+def test_a_mirror_has_the_options_of_a_store() -> None:
+    """Without mirror.url there is no mirror; with it, another region, profile and rate apply."""
+    assert open_mirror(parsed().mirror) is None
+    config = parsed(
+        mirror__url="s3://other/prefix",
+        mirror__region="eu-west-1",
+        mirror__background_bytes_per_s="50MB",
+    )
+    assert config.mirror.background_bytes_per_s == 50_000_000
+    mirror = open_mirror(config.mirror)
+    assert mirror is not None
+    assert mirror.url == "s3://other/prefix"
+    assert problems_of(with_values(mirror__url="file:///mnt/staging/copy")) == [
+        "mirror.url: lies below staging.path (got 'file:///mnt/staging/copy'); choose another directory"
+    ]
+
+
+def test_the_error_of_a_mirror_names_its_key(tmp_path: Path) -> None:
+    """An option that only the backend can check is reported under the section of the mirror."""
+    missing = str(tmp_path / "no.pem")
+    config = parsed(mirror__url="s3://other/prefix", mirror__ca_bundle=missing)
+    with pytest.raises(ConfigError, match=r"^mirror\.ca_bundle: is not a file"):
+        open_mirror(config.mirror)
 
 
 def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -452,7 +452,11 @@ def test_an_assumed_deadline_brings_follow_ups_closer_together() -> None:
 def test_an_unknown_bandwidth_is_measured_by_an_early_follow_up() -> None:
     """After a restart of the daemon nothing is known of the store: the last moment cannot be computed."""
     story = safe()
-    story.state = replace(story.state, bandwidth_bytes_per_s=None)
+    evacuation = story.state.evacuation
+    assert evacuation is not None
+    assert evacuation.request is not None
+    unmeasured = replace(evacuation, request=replace(evacuation.request, took_s=None))
+    story.state = replace(story.state, bandwidth_bytes_per_s=None, evacuation=unmeasured)
     report(story, 60)
     story.wait(INTERVAL_MIN_S)
     assert asks(story)

@@ -229,7 +229,7 @@ def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -
     """Also when the store fails: the decision loop does not look again before the answer."""
 
     class Broken(FileStore):
-        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
             raise Transient("503")
 
     desk = Desk(tmp_path / "a", Broken(store.url))

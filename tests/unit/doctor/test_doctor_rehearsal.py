@@ -39,8 +39,8 @@ class Altered(MemoryStore):
             super().get_range(key, offset, size_bytes, sink)
             self.objects[key] = whole
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        page = super().page(prefix, token)
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        page = super().page(prefix, token, after=after)
         return Page([info for info in page.infos if self.hidden not in info.key], page.token)
 
     def head(self, key: str) -> ObjectInfo | None:

@@ -38,7 +38,8 @@ from swansongd.flush import committer as committers
 from swansongd.flush.claim_record import ClaimRecord
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
-from swansongd.flush.journal import ShardRecord, UploadJournal
+from swansongd.flush.journal import UploadJournal
+from swansongd.flush.records import ShardRecord
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CheckpointId, CommitRef, Health, StagedFile, Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
@@ -98,9 +99,9 @@ class CommitterRig:
         rig = self
 
         class Counting(FileStore):
-            def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
                 rig.tries += prefix == KEYS.commits
-                return super().list(prefix)
+                return super().list(prefix, after=after)
 
         return Counting(self.store.url)
 
@@ -617,8 +618,8 @@ def test_the_journal_knows_the_newest_whole_commit_of_an_earlier_vm(rig: Committ
     old = committed.commit(rig.store, {"model": b"m" * 2500}, step=10)
     committed.commit(rig.store, {"model": b"n" * 2500}, step=20, nodes=2)
     with rig.committer():
-        known = until(lambda: rig.journal.known("model"), what="the newest commit to be read")
-    assert known.shard == old.shards[0]
+        known = until(rig.journal.known_parts, what="the newest commit to be read")
+    assert known.objects == {extent.object for extent in old.shards[0].extents}
 
 
 def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterRig) -> None:
@@ -629,12 +630,13 @@ def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterR
     with rig.committer() as committer:
         assert isinstance(rig.next(), GenerationClaimed)
         request = replace(a_request(), shards=(shard,))
-        rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard))
+        rig.journal.shard_stored(
+            str(request.staged.id), ShardRecord(file, shard, sent_key=shard.extents[0].object.key)
+        )
         committer.commit(request)
         assert isinstance(rig.next(), CommitDone)
-        known = rig.journal.known("model")
-    assert known is not None
-    assert known.shard == shard
+        known = rig.journal.known_parts()
+    assert known.objects == {extent.object for extent in shard.extents}
 
 
 def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None:
@@ -644,7 +646,7 @@ def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None
     with rig.committer() as committer:
         assert isinstance(rig.next(), GenerationClaimed)
         assert committer.drain(10)
-    assert rig.journal.known("model") is None
+    assert not rig.journal.known_parts()
 
 
 def test_the_next_generation_is_claimed_on_request_unless_fenced(rig: CommitterRig) -> None:

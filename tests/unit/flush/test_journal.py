@@ -20,16 +20,9 @@ from swansong import openat
 from swansongd.core.events import Flushed, FlushFailed
 from swansongd.errors import Transient
 from swansongd.flush import journal as journals
-from swansongd.flush.journal import (
-    FILE_NAME,
-    SETS_MAX,
-    Contents,
-    ShardRecord,
-    UploadJournal,
-    UploadRecord,
-    replay,
-)
-from swansongd.model import StagedFile
+from swansongd.flush.journal import FILE_NAME, SETS_MAX, Contents, UploadJournal, replay
+from swansongd.flush.records import PartRecord, ShardRecord, UploadRecord
+from swansongd.model import CommitRef, StagedFile
 from swansongd.stores.base import PartReceipt, Upload
 
 from testkit.committed import named_shard
@@ -47,6 +40,11 @@ def a_shard(path: str, key: str = "k") -> ShardRecord:
 
 def opened(directory: Path, *, run: str = "r", store_url: str = "s3://b") -> UploadJournal:
     return UploadJournal(directory, run=run, store_url=store_url)
+
+
+def known(journal: UploadJournal) -> dict[str, ShardRecord]:
+    """The shards of the newest commit, by path."""
+    return dict(journal._contents.known)
 
 
 def facts(contents: Contents) -> list[object]:
@@ -73,13 +71,14 @@ def written(directory: Path, seed: int) -> list[list[object]]:
                 receipt = PartReceipt(
                     choose.randrange(1, 4), f"e{next(keys)}", choose.getrandbits(32)
                 )
-                journal.part_stored(name, record, receipt, choose.randbytes(32))
+                journal.part_stored(name, record, PartRecord(receipt, choose.randbytes(32)))
             case 3:
                 journal.shard_stored(name, a_shard(path, f"k{next(keys)}"))
             case _:
                 records = journal.records_of(name).values()
                 shards = [record.shard for record in records if isinstance(record, ShardRecord)]
-                journal.committed(name, shards[: choose.randrange(3)])
+                ref = CommitRef(1, choose.randrange(4))
+                journal.committed(name, shards[: choose.randrange(3)], ref)
         states.append(facts(copy.deepcopy(journal._contents)))
     return states
 
@@ -155,19 +154,19 @@ def test_the_next_daemon_reads_all_records(tmp_path: Path) -> None:
     """Uploads with their parts, shards, and the shards of the newest commit."""
     first = opened(tmp_path)
     record = first.upload_begun("1.a", FILE, UPLOAD)
-    first.part_stored("1.a", record, PartReceipt(2, '"e;%"', 5), b"d" * 32)
+    stored = PartRecord(PartReceipt(2, '"e;%"', 5), b"d" * 32, b"h" * 8)
+    first.part_stored("1.a", record, stored)
     first.shard_stored("1.a", a_shard("x"))
     first.shard_stored("0.a", a_shard("y"))
-    first.committed("0.a", [a_shard("y").shard])
+    first.committed("0.a", [a_shard("y").shard], CommitRef(1, 0))
     second = opened(tmp_path)
     assert second.records_of("1.a")["x"] == a_shard("x")
     upload = second.records_of("1.a")["d/a"]
     assert isinstance(upload, UploadRecord)
     assert (upload.file, upload.upload) == (FILE, UPLOAD)
-    (part,) = upload.parts.values()
-    assert (part.receipt.number, part.receipt.etag, part.receipt.crc32c) == (2, '"e;%"', 5)
-    assert part.digest == b"d" * 32
-    assert second.known("y") == a_shard("y")
+    assert upload.parts == {2: stored}
+    assert upload.parts[2].crc32c == 5
+    assert known(second) == {"y": a_shard("y")}
     assert second.holds_upload("u1")
     assert second.records_of("0.a") == {}
 
@@ -185,25 +184,36 @@ def test_only_shards_in_the_manifest_are_known(tmp_path: Path) -> None:
     journal = opened(tmp_path)
     journal.shard_stored("1.a", a_shard("x", "k1"))
     journal.shard_stored("1.a", a_shard("y", "k2"))
-    journal.committed("1.a", [a_shard("x", "k1").shard, a_shard("y", "other").shard])
+    shards = [a_shard("x", "k1").shard, a_shard("y", "other").shard]
+    journal.committed("1.a", shards, CommitRef(1, 1))
     for one in (journal, opened(tmp_path)):
-        assert one.known("x") is not None
-        assert one.known("y") is None
+        assert known(one).keys() == {"x"}
 
 
-def test_a_commit_of_this_vm_takes_precedence_over_a_seed(tmp_path: Path) -> None:
-    """``seed`` is ignored after a commit of this VM."""
+@pytest.mark.parametrize(("other", "newest"), [(1, "new"), (2, "new"), (3, "other")])
+def test_the_shards_of_the_newest_commit_are_known(tmp_path: Path, other: int, newest: str) -> None:
+    """This VM has made a commit, and reads the newest one of the run, which another VM may have made."""
     journal = opened(tmp_path)
-    journal.seed([a_shard("x", "old").shard])
-    known = journal.known("x")
-    assert known is not None
-    assert known.shard == a_shard("x", "old").shard
+    journal.seed(CommitRef(1, 1), [a_shard("x", "old").shard])
+    assert known(journal)["x"].shard == a_shard("x", "old").shard
     journal.shard_stored("1.a", a_shard("x", "new"))
-    journal.committed("1.a", [a_shard("x", "new").shard])
-    journal.seed([a_shard("x", "old").shard])
-    known = opened(tmp_path).known("x")
-    assert known is not None
-    assert known.shard == a_shard("x", "new").shard
+    journal.committed("1.a", [a_shard("x", "new").shard], CommitRef(1, 2))
+    journal.superseded(CommitRef(1, other))
+    assert known(journal).keys() == ({"x"} if newest == "new" else set())
+    journal.seed(CommitRef(1, other), [a_shard("x", "other").shard])
+    for one in (journal, opened(tmp_path)):
+        assert known(one)["x"].shard == a_shard("x", newest).shard
+
+
+def test_an_older_commit_does_not_replace_the_newest_one(tmp_path: Path) -> None:
+    """Its objects may be deleted at any time."""
+    journal = opened(tmp_path)
+    for name, step in (("2.a", 2), ("1.a", 1)):
+        journal.shard_stored(name, a_shard("x", name))
+        journal.committed(name, [a_shard("x", name).shard], CommitRef(1, step))
+    for one in (journal, opened(tmp_path)):
+        assert known(one)["x"].shard == a_shard("x", "2.a").shard
+        assert not one.records_of("1.a")
 
 
 def test_the_number_of_sets_is_limited(tmp_path: Path) -> None:
@@ -263,24 +273,29 @@ UPLOADED = {
 }  # fmt: skip
 PART_OF_IT = {
     "is": "part", "set": "1.a", "path": "d/a", "receipt": [1, "e", 5], "digest": "00" * 32,
+    "head": "00" * 8,
+}  # fmt: skip
+UPLOADED_IN_PART = {
+    "is": "upload", "set": "1.a", "file": ["d/a", 2500, 17, 4], "upload": ["k", "u1", 1500, 1000],
+    "equal": [1], "digests": "00" * 32, "heads": "00" * 8, "crc32c": [7],
+    "objects": [["l", 3000]], "extents": [[0, 0, 400], [0, 1000, 600]],
 }  # fmt: skip
 STORED = {
     "is": "shard", "set": "1.a", "file": ["x", 2500, 1, 2], "shard": [1000, 7], "parts": "00" * 96,
-    "extents": [["k", 1500, 0, 1500], ["l", 3000, 2000, 1000]], "is_referenced": False,
+    "heads": "", "sent": "k", "objects": [["k", 1500], ["l", 3000]],
+    "extents": [[0, 0, 1500], [1, 2000, 1000]],
 }  # fmt: skip
 numbers = st.integers() | st.floats() | st.just(10**400)
 anything = st.recursive(
     st.none() | st.booleans() | numbers | st.text(),
     lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(), inner, max_size=4),
 )
-fields = st.sampled_from(
-    ["is", "set", "file", "upload", "path", "receipt", "digest", "shard", "parts", "extents"]
-)
+fields = st.sampled_from(sorted({*UPLOADED, *UPLOADED_IN_PART, *PART_OF_IT, *STORED}))
 
 
 @pytest.mark.fault("S13")
 @given(
-    entry=st.sampled_from([UPLOADED, PART_OF_IT, STORED]),
+    entry=st.sampled_from([UPLOADED, UPLOADED_IN_PART, PART_OF_IT, STORED]),
     changes=st.dictionaries(fields, anything),
     raw=st.none() | st.binary(max_size=50),
 )
@@ -294,6 +309,10 @@ def test_no_entry_raises_or_is_applied_unchecked(
         if isinstance(record, UploadRecord):
             assert not record.is_whole
             assert all(record.upload.part_length_bytes(number) > 0 for number in record.parts)
+            equal = [e for part in record.equal.values() for e in part.extents]
+            equal_bytes = sum(extent.size_bytes for extent in equal)
+            assert record.upload.size_bytes + equal_bytes == record.file.size_bytes
+            assert len(record.indices) == record.parts_max
         else:
             assert len(record.shard.part_digests) % 32 == 0
             assert sum(e.size_bytes for e in record.shard.extents) == record.shard.size_bytes
@@ -314,7 +333,15 @@ def test_no_entry_raises_or_is_applied_unchecked(
         PART_OF_IT | {"receipt": [0, "e", 5]},
         PART_OF_IT | {"digest": "xx"},
         STORED | {"parts": ["00" * 32] * 2},
-        STORED | {"is_referenced": 1},
+        STORED | {"sent": 1},
+        STORED | {"heads": "00" * 8},
+        STORED | {"extents": [[0, 0, 1500], [1, 2500, 1000]]},
+        UPLOADED_IN_PART | {"equal": [3]},
+        UPLOADED_IN_PART | {"equal": [2]},
+        UPLOADED_IN_PART | {"equal": [1, 1]},
+        UPLOADED_IN_PART | {"upload": ["k", "u1", 2500, 1000]},
+        UPLOADED_IN_PART | {"upload": ["k", "u1", 1500, 0]},
+        UPLOADED_IN_PART | {"crc32c": []},
         {"is": "shard"},
         {"is": ["shard"]},
     ],

@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from itertools import count
 
-from swansongd.flush.journal import PartRecord, ShardRecord, UploadRecord
 from swansongd.flush.queue import RESTARTS_MAX, UploadQueue
+from swansongd.flush.records import PartRecord, ShardRecord, UploadRecord
 from swansongd.flush.tasks import Advance, Finish, SendPart, Shard, TaskOutcome
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.stores.base import PartReceipt, Upload
@@ -58,7 +58,7 @@ def store(queue: UploadQueue, shard: Shard) -> None:
     """Carry out an Advance that stores all of the shard."""
     file = shard.file
     stored = named_shard(file.path, file.size_bytes, shard.key, part_size_bytes=PART)
-    queue.stored(shard, ShardRecord(file, stored))
+    queue.stored(shard, ShardRecord(file, stored, sent_key=shard.key))
     queue.finish(Advance(shard), TaskOutcome.DONE)
 
 

@@ -20,7 +20,7 @@ PAGES = [
     *sorted((REPOSITORY / "docs").glob("format*.md")),
 ]
 NAMED = re.compile(r"`((?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py|(?:_?[a-z0-9]+/)+)`")
-BUCKET = {"generations/", "commits/", "farewells/", "resumptions/", "data/", "probes/"}
+BUCKET = {"generations/", "commits/", "farewells/", "resumptions/", "data/", "pins/", "probes/"}
 """Prefixes of keys, which look like packages."""
 ROOTS = (REPOSITORY, DAEMON, DAEMON / "stores", HOOKS, REPOSITORY / "training_hooks")
 

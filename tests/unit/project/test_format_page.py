@@ -63,6 +63,7 @@ FORMS = {
     "<nodes>": r"[0-9]{5}",
     "<nonce>": r"[A-Za-z0-9]+",
     "<upload_nonce>": r"[A-Za-z0-9]+",
+    "<name>": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
     "<path>": r".+",
     "<pack>": r"[0-9]{6}",
     "<time>": r"[0-9]{8}T[0-9]{6}Z",
@@ -113,6 +114,7 @@ def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
         KEYS.commit(replace(REF, is_final=True), 0, 2),
         KEYS.farewell(7, "20261121T024201Z-0af1"),
         KEYS.resumption(7),
+        KEYS.pin("paper"),
         f"{KEYS.probes}doctor-0af1/",
     ]
     for form, key in zip(forms, made, strict=True):

@@ -52,10 +52,10 @@ class Held(OddStore):
         if offset >= 3 * committed.PART_SIZE_BYTES:
             assert self.release.wait(30)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         if self.is_away:
             raise Transient("503")
-        return super().list(prefix)
+        return super().list(prefix, after=after)
 
 
 class Vm:

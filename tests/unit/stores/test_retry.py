@@ -58,13 +58,15 @@ class Moody(FileStore):
         if mood is not None:
             raise mood
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         """Two keys a page, in reverse order; each page except the first repeats a key."""
         self.attempts += 1
         mood = self.moods.pop(0) if self.moods else None
         if mood is not None:
             raise mood
-        infos = sorted(super().page(prefix, None).infos, key=lambda info: info.key, reverse=True)
+        infos = sorted(
+            super().page(prefix, None, after=after).infos, key=lambda info: info.key, reverse=True
+        )
         start = int(token or 0)
         end = start + 2
         return Page(infos[max(0, start - 1) : end], str(end) if end < len(infos) else None)

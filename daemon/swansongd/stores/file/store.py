@@ -145,13 +145,13 @@ class FileStore:
                 return None
         return _info(key, facts, self._now_s()) if stat.S_ISREG(facts.st_mode) else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         del token  # the first page has all entries
         with errors_of(f"list {prefix}"), self._tree.chain() as fds:
-            found = sorted(_walk(fds[0], "", prefix, 0), key=lambda pair: pair[0])
+            found = sorted(_walk(fds[0], "", prefix, after, 0), key=lambda pair: pair[0])
         now_s = self._now_s() if found else None
         return Page([_info(key, facts, now_s) for key, facts in found], None)
 
@@ -176,6 +176,10 @@ class FileStore:
         return delete_each(self, infos)
 
     def locked_until(self, key: str) -> float | None:
+        _names(key)
+        return None
+
+    def lock(self, key: str) -> float | None:
         _names(key)
         return None
 
@@ -438,8 +442,13 @@ def _time_at(dir_fd: int, modes: Modes) -> float:
         os.unlink(name, dir_fd=dir_fd)
 
 
-def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[tuple[str, os.stat_result]]:
-    """The objects below a directory whose keys begin with ``prefix``; links are left out."""
+def _walk(
+    dir_fd: int, above: str, prefix: str, after: str, depth: int
+) -> Iterator[tuple[str, os.stat_result]]:
+    """The objects below a directory whose keys begin with ``prefix``; links are left out.
+
+    Directories whose keys all come before ``after`` are not read.
+    """
     if depth > _DEPTH_MAX:
         raise Permanent(f"more than {_DEPTH_MAX} nested directories: {above:.200}")
     with os.scandir(dir_fd) as entries:
@@ -450,10 +459,11 @@ def _walk(dir_fd: int, above: str, prefix: str, depth: int) -> Iterator[tuple[st
                 if entry.is_dir(follow_symlinks=False):
                     below = f"{key}/"
                     is_wanted = below.startswith(prefix) or prefix.startswith(below)
+                    is_wanted = is_wanted and (below > after or after.startswith(below))
                     if is_wanted and key != TEMPORARY:
                         fd = open_directory(entry.name, dir_fd=dir_fd)
                         try:
-                            yield from _walk(fd, below, prefix, depth + 1)
+                            yield from _walk(fd, below, prefix, after, depth + 1)
                         finally:
                             os.close(fd)
                 elif (

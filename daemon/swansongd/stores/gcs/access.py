@@ -121,46 +121,6 @@ class GcsAccess:
         self._credentials.accept(authorization)
         return response
 
-    def lifecycle_rules(self, bucket: str) -> list[Mapping[str, Any]]:
-        """The lifecycle rules of a bucket, read by Google's library; for doctor only, never during a flush.
-
-        Raises:
-            Permanent: the rules cannot be read, perhaps because the right storage.buckets.get is missing.
-        """
-        # Else the library would fetch the bucket's metadata in threads of its own, for traces.
-        os.environ.setdefault("DISABLE_GCS_PYTHON_CLIENT_OTEL_BUCKET_METADATA", "true")
-        from google.api_core.exceptions import GoogleAPICallError  # noqa: PLC0415
-        from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
-        from google.auth.transport.requests import AuthorizedSession  # noqa: PLC0415
-        from google.cloud.storage import Client  # noqa: PLC0415
-        from google.oauth2.credentials import Credentials as TokenCredentials  # noqa: PLC0415
-        from requests.exceptions import RequestException  # noqa: PLC0415
-
-        token = self._authorization().get("authorization", "").removeprefix("Bearer ")
-        known = TokenCredentials(token) if token else AnonymousCredentials()
-        session = AuthorizedSession(known)
-        session.max_redirects = 0  # a redirect would send the token to another host
-        session.verify = self._ca_bundle or True
-        client = Client(
-            project="none",
-            credentials=known,
-            client_options={"api_endpoint": self._endpoint},
-            _http=session,
-        )
-        try:
-            found = client.get_bucket(bucket, timeout=self._options.read_timeout_s, retry=None)
-            return list(found.lifecycle_rules)
-        except (GoogleAPICallError, RequestException) as error:
-            raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
-        except (
-            ValueError,
-            TypeError,
-            AttributeError,
-        ) as error:  # the library does not check responses
-            raise Permanent(f"settings of bucket {bucket}: {error!s:.200}") from error
-        finally:
-            session.close()
-
     def _authorization(self) -> Mapping[str, str]:
         """Headers that authorise a request; empty for anonymous requests."""
         if self._endpoint.startswith("http:"):

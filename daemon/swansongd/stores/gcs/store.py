@@ -14,7 +14,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from urllib.parse import quote, urlencode
 from xml.etree import ElementTree as ET
 
-from swansongd.errors import Changed, Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, StoreError, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
     CRC32C_UNKNOWN,
@@ -31,8 +31,8 @@ from swansongd.stores.base import (
     Upload,
     all_pages,
     bucket_and_prefix,
-    delete_each,
     expect_all_parts,
+    expect_few,
     expect_part,
     listed,
     named,
@@ -40,13 +40,18 @@ from swansongd.stores.base import (
 )
 from swansongd.stores.checksums import crc32c, crc32c_base64, crc32c_of_parts
 from swansongd.stores.gcs.access import Forbidden, GcsAccess
+from swansongd.stores.gcs.retention import GcsRetention
+from swansongd.stores.gcs.settings import GcsSettings
 from swansongd.stores.http.client import Response
 from swansongd.stores.options import GcsOptions
+from swansongd.stores.retention import StoreClock
+from swansongd.util.threads import parallel
 
 _HASH = "x-goog-hash"
 _INFO_FIELDS = "name,size,timeCreated,generation"
 _ABSENT = {"x-goog-if-generation-match": "0"}
 """For whole objects only: the store supports no condition for multipart uploads."""
+_DELETE_THREADS = 8
 _UNVERIFIED = "This store returns no CRC32C of an upload: use another endpoint"
 
 
@@ -64,6 +69,11 @@ class GcsStore:
         self._bucket, self._prefix = bucket_and_prefix(url)
         self._local = threading.local()
         self._access = GcsAccess(options)
+        self._clock = StoreClock(self.check)
+        self.settings = GcsSettings(self._bucket, self._prefix, self._exchange)
+        self._retention = GcsRetention(
+            options.lock, self._json, self.settings.has_lock, self._clock
+        )
 
     # ------------------------------------------------------------ small objects
 
@@ -90,13 +100,15 @@ class GcsStore:
         found = self._metadata(key)
         return found[0] if found is not None else None
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        return self._list_page(prefix, token)
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._list_page(prefix, token, after=after)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
+        if self._retention.may_lock():
+            self._retention.expect_none(key)
         condition = {"ifGenerationMatch": if_tag} if if_tag else {}
         try:
             self._json(f"delete {key}", "DELETE", key, condition)
@@ -107,11 +119,23 @@ class GcsStore:
                 raise Changed(str(other)) from other
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return delete_each(self, infos)
+        expect_few(infos)
+        remaining: dict[str, str] = {}
+
+        def delete(info: ObjectInfo) -> None:
+            try:
+                self.delete(info.key, if_tag=info.tag)
+            except (Changed, Locked) as error:
+                remaining[info.key] = str(error)
+
+        parallel(infos, delete, threads=_DELETE_THREADS)
+        return remaining
 
     def locked_until(self, key: str) -> float | None:
-        del key
-        return None
+        return self._retention.until(key) if self._retention.may_lock() else None
+
+    def lock(self, key: str) -> float | None:
+        return self._retention.extend(key)
 
     # ------------------------------------------------------------ shards
 
@@ -139,7 +163,9 @@ class GcsStore:
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         what = f"begin {key}"
-        response = self._xml(what, "POST", key, {"uploads": ""})
+        headers = self._retention.headers(key)
+        with self._retention.explained(key):
+            response = self._xml(what, "POST", key, {"uploads": ""}, headers=headers)
         with responses.complete(what):
             return Upload(key, responses.begun(response), size_bytes, part_size_bytes)
 
@@ -223,17 +249,6 @@ class GcsStore:
         """Renew a token that expires soon; raises Permanent if there are no credentials."""
         self._access.renew_credentials()
 
-    def aborts_incomplete_uploads(self) -> bool:
-        """Whether a rule of the bucket aborts incomplete multipart uploads; for doctor.
-
-        Raises:
-            Permanent: the settings of the bucket cannot be read.
-        """
-        return any(
-            rule.get("action", {}).get("type") == "AbortIncompleteMultipartUpload"
-            for rule in self._access.lifecycle_rules(self._bucket)
-        )
-
     # ------------------------------------------------------------ requests
 
     def _metadata(self, key: str) -> tuple[ObjectInfo, int | None] | None:
@@ -249,7 +264,12 @@ class GcsStore:
             return responses.json_metadata(response, self._prefix, key)
 
     def _list_page(
-        self, prefix: str, token: str | None = None, *, page_size: int = responses.PAGE_ITEMS
+        self,
+        prefix: str,
+        token: str | None = None,
+        *,
+        after: str = "",
+        page_size: int = responses.PAGE_ITEMS,
     ) -> Page:
         what = f"list {prefix}"
         parameters = {
@@ -257,6 +277,8 @@ class GcsStore:
             "maxResults": str(page_size),
             "fields": f"kind,items({_INFO_FIELDS}),nextPageToken",
         }
+        if after:
+            parameters["startOffset"] = self._prefix + after  # also lists this key itself
         if token is not None:
             parameters["pageToken"] = token
         response = self._json(what, "GET", None, parameters)
@@ -264,7 +286,13 @@ class GcsStore:
             return responses.json_objects(response, self._prefix, prefix)
 
     def _json(
-        self, what: str, method: str, key: str | None, parameters: Mapping[str, str] | None = None
+        self,
+        what: str,
+        method: str,
+        key: str | None,
+        parameters: Mapping[str, str] | None = None,
+        *,
+        body: Body | None = None,
     ) -> Response:
         """Send one request to the JSON interface for an object; with key None for the bucket's objects."""
         target = f"/storage/v1/b/{quote(self._bucket, safe='')}/o"
@@ -273,7 +301,8 @@ class GcsStore:
         if parameters:
             target += "?" + urlencode(parameters, quote_via=quote)
         with named(f"{what} in {self.url}"):
-            return self._access.exchange(method, target, {})
+            headers = {"content-type": "application/json"} if body is not None else {}
+            return self._exchange(method, target, headers, body=body)
 
     def _xml(
         self,
@@ -294,7 +323,20 @@ class GcsStore:
             # A flag has no value, and no "=" either.
             target += "?" + urlencode(parameters, quote_via=quote).replace("uploads=", "uploads", 1)
         with named(f"{what} in {self.url}"):
-            return self._access.exchange(method, target, headers or {}, body=body, sink=sink)
+            return self._exchange(method, target, headers, body=body, sink=sink)
+
+    def _exchange(
+        self,
+        method: str,
+        target: str,
+        headers: Mapping[str, str] | None = None,
+        *,
+        body: Body | None = None,
+        sink: Sink | None = None,
+    ) -> Response:
+        response = self._access.exchange(method, target, headers or {}, body=body, sink=sink)
+        self._clock.observe(response.headers.get("date", ""))
+        return response
 
     def _send(
         self,
@@ -315,7 +357,10 @@ class GcsStore:
             body = BytesBody(self._read(body))
         if isinstance(body, BytesBody):
             headers[_HASH] = f"crc32c={crc32c_base64(crc32c(body.data))}"
-        response = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
+        if "uploadId" not in parameters:
+            headers.update(self._retention.headers(key))
+        with self._retention.explained(key):
+            response = self._xml(what, "PUT", key, parameters, headers=headers, body=body)
         with responses.complete(what):
             responses.etag_of(response.headers)
         reported = responses.hashed_crc32c(response.headers.get(_HASH, ""))

@@ -82,6 +82,14 @@ class TrailerRefused(Permanent):
     """The store refused a body with a checksum trailer; it may accept the checksum in a header."""
 
 
+class Invalid(Permanent):
+    """HTTP 400 InvalidRequest: for example, a retention in a bucket without Object Lock."""
+
+
+class Denied(Permanent):
+    """HTTP 403: the credentials lack a right."""
+
+
 class Unsupported(Permanent):
     """The store does not implement this operation."""
 
@@ -354,7 +362,8 @@ def _refusal(response: Response, code: str) -> StoreError:
         return Unsupported(message, hint=_UNSUPPORTED)
     if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
         return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
-    return Permanent(message, hint=hint)
+    kind = Invalid if code == "InvalidRequest" else Denied if status == 403 else Permanent
+    return kind(message, hint=hint)
 
 
 @contextmanager

@@ -7,8 +7,6 @@ that the store verifies; the completion of an upload contains that of the whole 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -16,7 +14,7 @@ from xml.etree import ElementTree as ET
 
 import structlog
 
-from swansongd.errors import Changed, Exists, NotFound, Permanent, Transient
+from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
     CRC32C_UNKNOWN,
@@ -43,6 +41,7 @@ from swansongd.stores.base import (
 from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
 from swansongd.stores.http.client import Response
 from swansongd.stores.options import S3Options
+from swansongd.stores.retention import StoreClock
 from swansongd.stores.s3.access import (
     TRAILER_HINT,
     S3Access,
@@ -50,11 +49,15 @@ from swansongd.stores.s3.access import (
     TrailerRefused,
     Unsupported,
 )
+from swansongd.stores.s3.retention import S3Retention, signed_document
+from swansongd.stores.s3.settings import S3Settings
 from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
+from swansongd.util.threads import parallel
 
 _CHECKSUM = "x-amz-checksum-crc32c"
 _CHECKSUM_TYPE = {"x-amz-checksum-type": "FULL_OBJECT"}
 _ABSENT = {"if-none-match": "*"}
+_RETENTION_THREADS = 8
 
 _log = structlog.get_logger(__name__)
 
@@ -78,6 +81,9 @@ class S3Store:
         """Operations for which the store has proved that it reads the trailer."""
         self._learning = threading.Lock()
         self._access = S3Access(bucket, options)
+        self._clock = StoreClock(self.check)
+        self._retention = S3Retention(bucket, options.lock, self._call, self._clock)
+        self.settings = S3Settings(bucket, self._prefix, self._call, self._retention)
 
     # ------------------------------------------------------------ small objects
 
@@ -104,14 +110,19 @@ class S3Store:
         with responses.complete(f"HeadObject {key}"):
             return responses.head_info(response, key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return listed(prefix, lambda token: self.page(prefix, token))
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        return self._list_page(prefix, token)
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._list_page(prefix, token, after=after)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         """See the contract.  In a bucket with versions the object's bytes remain as an older version."""
+        if self._retention.may_lock():
+            self._retention.expect_none(key)
+        self._delete(key, if_tag)
+
+    def _delete(self, key: str, if_tag: str) -> None:
         condition = {"if-match": if_tag} if if_tag else {}
         try:
             self._call("DeleteObject", "DELETE", key, headers=condition)
@@ -124,8 +135,12 @@ class S3Store:
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         expect_few(infos)
+        held: dict[str, str] = {}
+        if infos and self._retention.may_lock():
+            held = self._locked(infos)
+            infos = [info for info in infos if info.key not in held]
         if not infos:
-            return {}
+            return held
         order = ET.Element("Delete")
         for info in infos:
             item = ET.SubElement(order, "Object")
@@ -133,10 +148,7 @@ class S3Store:
             if info.tag:
                 ET.SubElement(item, "ETag").text = info.tag
         ET.SubElement(order, "Quiet").text = "true"
-        content = ET.tostring(order)
-        value, sha256 = read_through(BytesBody(content), with_sha256=True)
-        md5 = hashlib.md5(content, usedforsecurity=False).digest()
-        headers = {_CHECKSUM: crc32c_base64(value), "content-md5": base64.b64encode(md5).decode()}
+        headers, payload, body = signed_document(order)
         try:
             response = self._call(
                 "DeleteObjects",
@@ -144,19 +156,34 @@ class S3Store:
                 None,
                 {"delete": ""},
                 headers,
-                payload=sha256,
-                body=BytesBody(content),
+                payload=payload,
+                body=body,
             )
         except Unsupported:
-            return delete_each(self, infos)
+            return {**held, **delete_each(self, infos)}
         with responses.complete("DeleteObjects"):
             remaining = responses.remaining(response, self._prefix)
         # A conditional delete of a missing object is refused.
-        return {key: code for key, code in remaining.items() if code != "NoSuchKey"}
+        return held | {key: code for key, code in remaining.items() if code != "NoSuchKey"}
 
     def locked_until(self, key: str) -> float | None:
-        del key
-        return None
+        return self._retention.until(key)
+
+    def lock(self, key: str) -> float | None:
+        return self._retention.extend(key)
+
+    def _locked(self, infos: Sequence[ObjectInfo]) -> dict[str, str]:
+        """The objects that a retention protects, each with the reason."""
+        found: dict[str, str] = {}
+
+        def ask(info: ObjectInfo) -> None:
+            try:
+                self._retention.expect_none(info.key)
+            except Locked as error:
+                found[info.key] = str(error)
+
+        parallel(infos, ask, threads=_RETENTION_THREADS)
+        return found
 
     # ------------------------------------------------------------ shards
 
@@ -187,8 +214,13 @@ class S3Store:
             )
 
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        headers = {"x-amz-checksum-algorithm": "CRC32C", **_CHECKSUM_TYPE}
-        response = self._call("CreateMultipartUpload", "POST", key, {"uploads": ""}, headers)
+        headers = {
+            "x-amz-checksum-algorithm": "CRC32C",
+            **_CHECKSUM_TYPE,
+            **self._retention.headers(key),
+        }
+        with self._retention.explained(key):
+            response = self._call("CreateMultipartUpload", "POST", key, {"uploads": ""}, headers)
         with responses.complete(f"CreateMultipartUpload {key}"):
             return Upload(key, responses.begun(response), size_bytes, part_size_bytes)
 
@@ -289,25 +321,15 @@ class S3Store:
         """Renew credentials that expire soon; raises Permanent if there are none."""
         self._access.renew_credentials()
 
-    def aborts_incomplete_uploads(self) -> bool:
-        """Whether a rule of the bucket aborts incomplete multipart uploads; for doctor."""
-        try:
-            response = self._call("GetBucketLifecycleConfiguration", "GET", None, {"lifecycle": ""})
-        except NotFound:
-            return False
-        with responses.complete("GetBucketLifecycleConfiguration"):
-            rules = responses.document(response, "LifecycleConfiguration").findall("Rule")
-        return any(
-            rule.find("AbortIncompleteMultipartUpload") is not None
-            and rule.findtext("Status") == "Enabled"
-            and self._prefix.startswith(_rule_prefix(rule))
-            for rule in rules
-        )
-
     # ------------------------------------------------------------ requests
 
     def _list_page(
-        self, prefix: str, token: str | None = None, *, max_keys: int = responses.PAGE_ITEMS
+        self,
+        prefix: str,
+        token: str | None = None,
+        *,
+        after: str = "",
+        max_keys: int = responses.PAGE_ITEMS,
     ) -> Page:
         parameters = {
             "encoding-type": "url",
@@ -317,6 +339,8 @@ class S3Store:
         }
         if token is not None:
             parameters["continuation-token"] = token
+        elif after:
+            parameters["start-after"] = self._prefix + after
         response = self._call("ListObjectsV2", "GET", None, parameters)
         with responses.complete(f"ListObjectsV2 {prefix}"):
             return responses.objects(response, self._prefix, prefix)
@@ -408,9 +432,19 @@ class S3Store:
             headers = {_CHECKSUM: crc32c_base64(value)}
             payload, trailer = sha256 or UNSIGNED_PAYLOAD, None
         headers.update(condition or {})
-        response = self._call(
-            operation, "PUT", key, parameters, headers, payload=payload, body=body, trailer=trailer
-        )
+        if operation == "PutObject":
+            headers.update(self._retention.headers(key))
+        with self._retention.explained(key):
+            response = self._call(
+                operation,
+                "PUT",
+                key,
+                parameters,
+                headers,
+                payload=payload,
+                body=body,
+                trailer=trailer,
+            )
         with responses.complete(f"{operation} {key} in {self.url}"):
             responses.etag_of(response.headers)
         if not has_trailer:
@@ -502,15 +536,10 @@ class S3Store:
         """
         path = "" if key is None else f"/{self._prefix}{key}"
         what = operation if key is None else f"{operation} {key}"
+        request = S3Request(
+            method, path, parameters or {}, headers or {}, payload, body, trailer, sink
+        )
         with named(f"{what} in {self.url}"):
-            return self._access.exchange(
-                S3Request(
-                    method, path, parameters or {}, headers or {}, payload, body, trailer, sink
-                )
-            )
-
-
-def _rule_prefix(rule: ET.Element) -> str:
-    """Prefix of the keys of a lifecycle rule; an older form has it outside of the filter."""
-    filter_ = rule.find("Filter")
-    return (rule if filter_ is None else filter_).findtext("Prefix") or ""
+            response = self._access.exchange(request)
+        self._clock.observe(response.headers.get("date", ""))
+        return response

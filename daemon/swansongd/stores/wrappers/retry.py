@@ -91,12 +91,12 @@ class Retrying:
     def head(self, key: str) -> ObjectInfo | None:
         return self._try(f"head {key}", lambda: self._store.head(key))
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         # Page by page: a retry requests only the page that failed.
-        return listed(prefix, lambda token: self.page(prefix, token))
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        return self._try(f"list {prefix}", lambda: self._store.page(prefix, token))
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._try(f"list {prefix}", lambda: self._store.page(prefix, token, after=after))
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         self._try(f"delete {key}", lambda: self._store.delete(key, if_tag=if_tag))
@@ -106,6 +106,9 @@ class Retrying:
 
     def locked_until(self, key: str) -> float | None:
         return self._try(f"retention of {key}", lambda: self._store.locked_until(key))
+
+    def lock(self, key: str) -> float | None:
+        return self._try(f"lock {key}", lambda: self._store.lock(key))
 
     def put_shard(self, key: str, body: Body) -> int:
         return self._try(f"put {key}", lambda: self._store.put_shard(key, body))

@@ -64,11 +64,11 @@ class Throttled:
     def head(self, key: str) -> ObjectInfo | None:
         return self._store.head(key)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        return self._store.list(prefix)
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return self._store.list(prefix, after=after)
 
-    def page(self, prefix: str, token: str | None) -> Page:
-        return self._store.page(prefix, token)
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._store.page(prefix, token, after=after)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         self._store.delete(key, if_tag=if_tag)
@@ -78,6 +78,9 @@ class Throttled:
 
     def locked_until(self, key: str) -> float | None:
         return self._store.locked_until(key)
+
+    def lock(self, key: str) -> float | None:
+        return self._store.lock(key)
 
     def put_shard(self, key: str, body: Body) -> int:
         with self._bucket.slot():

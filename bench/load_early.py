@@ -1,0 +1,219 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Measures a restore whose trainer loads files while others arrive: ``python -m bench.load_early``.
+
+A real ``swansongd`` and a real trainer restore 1 GB of weights and moments in 8 shards from a paced store.
+Each sample has a new VM with an empty disk.  The prefetch is off, so the download begins with the query.
+The trainer either takes files early, or loads all of them from the finished directory.
+
+The memory is the peak of the trainer's resident set (``VmHWM``) during the restore, above that of the process
+before it made the model.  Shared memory is the peak of ``Shmem`` of the machine, above that before the query.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import random
+import statistics
+import sys
+import tempfile
+import threading
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from bench.into_tensors import cpu_name, spread
+from bench.transfer.results import write_page
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Vm
+
+NAME = "python -m bench.load_early"
+TRAINER = str(Path(__file__).with_name("load_early_trainer.py"))
+WAYS = {"early": "while files arrive", "late": "from the finished directory"}
+_SAMPLE_S = 0.02
+_LIMIT_S = 300.0
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One restore."""
+
+    seconds: float
+    """From the query to the restored state."""
+    after_s: float
+    """The part after the answer of the daemon, which has all files then."""
+    cpu_s: float
+    """CPU time of the trainer, with the load."""
+    after_cpu_s: float
+    peak_bytes: int
+    shared_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """The checkpoint in the store."""
+
+    size_bytes: int
+    shard_sizes: tuple[int, ...]
+    total: float
+    """Sum of all tensors."""
+
+
+def arguments(way: str, layers: int, width: int) -> list[str]:
+    return ["--way", way, "--layers", str(layers), "--width", str(width)]
+
+
+def commit(scratch: Path, store: dict[str, str], layers: int, width: int) -> Commit:
+    """Save and commit the state on a VM of its own."""
+    with _vm(scratch, store) as vm:
+        daemon = vm.start_daemon()
+        trainer = vm.start_trainer(*arguments("save", layers, width), script=TRAINER)
+        saved = trainer.lines.wait(event="saved", timeout_s=_LIMIT_S)
+        daemon.lines.wait(event="committed", timeout_s=_LIMIT_S)
+        assert trainer.wait() == 0
+        files = [path.stat().st_size for path in vm.run_directory.rglob("*.safetensors")]
+        shards = [size_bytes for size_bytes in files if size_bytes >= 2**20]
+    return Commit(sum(shards), tuple(shards), saved["total"])
+
+
+def sample(
+    scratch: Path, store: dict[str, str], way: str, commit: Commit, size: list[int]
+) -> Sample:
+    """One restore on a new VM."""
+    with _vm(scratch, store) as vm, shared_memory() as shared:
+        vm.start_daemon()
+        trainer = vm.start_trainer(*arguments(way, *size), script=TRAINER)
+        restored = trainer.lines.wait(event="restored", timeout_s=_LIMIT_S)
+        assert trainer.wait() == 0
+        assert restored["step"] == 1
+        assert restored["total"] == commit.total, "the restored state differs"
+    return Sample(
+        restored["seconds"],
+        restored["after_s"],
+        restored["cpu_s"],
+        restored["after_cpu_s"],
+        restored["peak_bytes"],
+        max(shared) - shared[0],
+    )
+
+
+@contextmanager
+def _vm(scratch: Path, store: dict[str, str]) -> Iterator[Vm]:
+    settings = {"restore": {"prefetch": False}}
+    with (
+        tempfile.TemporaryDirectory(dir=scratch) as directory,
+        Vm(Path(directory), store, settings=settings) as vm,
+    ):
+        yield vm
+
+
+@contextmanager
+def shared_memory() -> Iterator[list[int]]:
+    """Samples of the shared memory of the machine during the block, in bytes."""
+    samples, is_over = [_shared_bytes()], threading.Event()
+
+    def take() -> None:
+        while not is_over.wait(_SAMPLE_S):
+            samples.append(_shared_bytes())
+
+    thread = threading.Thread(target=take, daemon=True)
+    thread.start()
+    try:
+        yield samples
+    finally:
+        is_over.set()
+        thread.join()
+
+
+def _shared_bytes() -> int:
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Shmem:"))
+
+
+def table(commit: Commit, bytes_per_s: float, found: dict[tuple[str, str], list[Sample]]) -> str:
+    """The Markdown table of one rate."""
+    gigabytes, rate = commit.size_bytes / 1e9, bytes_per_s / 1e6
+    heads = (
+        f"{gigabytes:.2f} GB at {rate:.0f} MB/s", "tensors are loaded", "seconds", "after the last file",
+        "CPU seconds", "after the last file", "peak of the trainer", "shared memory",
+    )  # fmt: skip
+    rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
+    for (place, way), samples in sorted(found.items()):
+        cells = (
+            f"staging on {place}",
+            WAYS[way],
+            spread([each.seconds for each in samples]),
+            spread([each.after_s for each in samples]),
+            spread([each.cpu_s for each in samples]),
+            spread([each.after_cpu_s for each in samples]),
+            f"{_megabytes([each.peak_bytes for each in samples])} MB",
+            f"{_megabytes([each.shared_bytes for each in samples])} MB",
+        )
+        rows.append(f"| {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
+def _megabytes(values: list[int]) -> str:
+    low, high = min(values) / 1e6, max(values) / 1e6
+    return f"{statistics.median(values) / 1e6:,.0f} ({low:,.0f}-{high:,.0f})"
+
+
+def measured(
+    places: dict[str, Path], bytes_per_s: float, repeats: int, size: list[int]
+) -> tuple[Commit, dict[tuple[str, str], list[Sample]]]:
+    """The samples of one rate, in random order within each repetition."""
+    found: dict[tuple[str, str], list[Sample]] = defaultdict(list)
+    with ExitStack() as stack:
+        disk = places["disk"]
+        objects = stack.enter_context(tempfile.TemporaryDirectory(dir=disk))
+        rates = ["--total-bytes-s", str(bytes_per_s), "--directory", objects]
+        server = stack.enter_context(EmulatorProcess("bench.preemption.store", *rates))
+        store = {"url": "s3://ckpt/bench", "endpoint": server.url, "region": "us-east-1"}
+        saved = commit(disk, store, *size)
+        cases = [(place, way) for place in places for way in WAYS]
+        for repeat in range(repeats):
+            for place, way in random.sample(cases, len(cases)):
+                one = sample(places[place], store, way, saved, size)
+                found[place, way].append(one)
+                print(f"{repeat + 1} of {repeats}: {place}, {way}: {one}", file=sys.stderr)
+    return saved, found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--quick", action="store_true", help="16 MB, once: a test of the benchmark")
+    parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="directory on a disk")
+    parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="directory on tmpfs")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables into docs/performance/"
+    )
+    options = parser.parse_args()
+    size = [20, 2048]
+    if options.quick:
+        size, options.repeats = [20, 256], 1
+    texts = []
+    with ExitStack() as stack:
+        places = {
+            name: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=path)))
+            for name, path in (("disk", options.disk), ("tmpfs", options.tmpfs))
+        }
+        for bytes_per_s in (100e6, 300e6):
+            saved, found = measured(places, bytes_per_s, options.repeats, size)
+            texts.append(table(saved, bytes_per_s, found))
+    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
+    texts.append(
+        f"State: {saved.size_bytes / 1e6:,.0f} MB in {len(saved.shard_sizes)} shards, the largest of "
+        f"{max(saved.shard_sizes) / 1e6:,.0f} MB.\n"
+        f"{cpu_name()}, {os.cpu_count()} cores; load (1, 5, 15 minutes) at the end: {load}."
+    )
+    text = "\n\n".join(texts)
+    print(text)
+    if options.write:
+        write_page(NAME, text)
+
+
+if __name__ == "__main__":
+    main()

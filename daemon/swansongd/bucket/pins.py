@@ -1,0 +1,181 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The pin: the object by which a user keeps a commit under a name, whatever the rules of retention are.
+
+docs/format-records.md describes the bytes.  A pin is created by create-if-absent, so a name marks one commit
+until the pin is removed.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from swansong import bounds
+from swansong.bounds import BoundsError
+
+from swansongd.bucket.catalog import is_folder
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
+from swansongd.errors import CorruptError, Exists, NotFound, TooLarge
+from swansongd.model import CommitRef
+from swansongd.stores.base import ObjectStore
+
+FORMAT = "swansong-pin"
+VERSION = 1
+BYTES_MAX = 64 * 2**10
+NOTE_CHARS_MAX = bounds.TEXT_CHARS_MAX
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """Content of a pin."""
+
+    run: str
+    name: str
+    ref: CommitRef
+    note: str = ""
+    created: str = ""
+    """UTC, informational."""
+
+
+def encode(pin: Pin, signer: Signer | None = None) -> bytes:
+    """The pin as the bytes of its object, signed if there is a ``signer``."""
+    body: dict[str, object] = {
+        "format": FORMAT,
+        "version": VERSION,
+        "run": pin.run,
+        "name": pin.name,
+        "generation": pin.ref.generation,
+        "step": pin.ref.step,
+        "final": pin.ref.is_final,
+        "note": pin.note,
+        "created": pin.created,
+    }
+    if signer is not None:
+        body = signer.signed(FORMAT, body)
+    return json.dumps(body, indent=1, sort_keys=True).encode()
+
+
+def decode(data: bytes, signer: Signer | None = None) -> Pin:
+    """Parse and check the bytes of a pin.
+
+    Raises:
+        CorruptError: a field is missing or out of bounds, or ``signer`` did not sign it.
+    """
+    try:
+        body = bounds.json_object(data, "the pin", BYTES_MAX)
+        if body.get("format") != FORMAT:
+            raise CorruptError("the object is not a pin")
+        bounds.integer(body.get("version"), "version of the pin", VERSION, VERSION)
+        pin = Pin(
+            run=bounds.text(body.get("run"), "run of the pin", bounds.ID_CHARS_MAX),
+            name=bounds.text(body.get("name"), "name of the pin", bounds.ID_CHARS_MAX),
+            ref=CommitRef(
+                bounds.integer(
+                    body.get("generation"), "generation of the pin", 0, bounds.GENERATION_MAX
+                ),
+                bounds.integer(body.get("step"), "step of the pin", 0, bounds.STEP_MAX),
+                bounds.boolean(body.get("final"), "final of the pin"),
+            ),
+            note=bounds.text(body.get("note"), "note of the pin", NOTE_CHARS_MAX),
+            created=bounds.text(body.get("created"), "time of the pin", bounds.ID_CHARS_MAX),
+        )
+    except BoundsError as error:
+        raise CorruptError(str(error)) from None
+    if signer is not None and not signer.is_valid(FORMAT, body):
+        raise CorruptError("the pin has no signature of this key")
+    return pin
+
+
+def create(store: ObjectStore, keys: RunKeys, pin: Pin) -> None:
+    """Create the pin.  A pin with the same content that exists already is a success.
+
+    Raises:
+        Exists: the name is taken.
+        StoreError: the store failed.
+    """
+    key, data = keys.pin(pin.name), encode(pin, keys.signer)
+    decode(data, keys.signer)  # fails before a pin that no reader accepts
+    try:
+        store.put(key, data, if_absent=True)
+    except Exists:
+        found = read(store, keys, key)
+        if found is not None and (found.ref, found.note) == (pin.ref, pin.note):
+            return  # also an attempt whose reply was lost
+        held = "an unreadable pin" if found is None else str(found.ref)
+        raise Exists(
+            f"the name {pin.name} is taken by {held}",
+            hint=f"Choose another name, or remove the pin: swansong unpin {pin.name}",
+        ) from None
+
+
+def remove(store: ObjectStore, keys: RunKeys, name: str) -> None:
+    """Remove a pin.
+
+    Raises:
+        NotFound: the run has no such pin.
+        StoreError: the store failed, or the role may not delete.
+    """
+    found = store.head(keys.pin(name))
+    if found is None:
+        raise NotFound(f"run {keys.run} has no pin {name}", hint="List the pins: swansong ls")
+    store.delete(found.key, if_tag=found.tag)
+
+
+def read(store: ObjectStore, keys: RunKeys, key: str) -> Pin | None:
+    """The pin under a key; None if it was removed.
+
+    Raises:
+        CorruptError: the object is not a valid pin of this key.
+        StoreError: the store failed.
+    """
+    try:
+        pin = decode(store.get(key), keys.signer)
+    except NotFound:
+        return None
+    except (CorruptError, TooLarge) as error:
+        raise _invalid(store, key, str(error)) from None
+    if (pin.run, pin.name) != (keys.run, keys.parse_pin(key)):
+        raise _invalid(store, key, f"it is the pin {pin.name!r:.100} of run {pin.run!r:.100}")
+    return pin
+
+
+class Pins:
+    """Reads the pins of a run; a pin that was read before is not read again.
+
+    Safe to use from several threads.
+    """
+
+    def __init__(self, store: ObjectStore, keys: RunKeys) -> None:
+        self._store = store
+        self._keys = keys
+        self._known: Mapping[tuple[str, str], Pin] = {}
+        """By key and tag: the tag distinguishes a pin from an earlier one of the same name."""
+
+    def now(self) -> list[Pin]:
+        """The pins in the store now, by name.
+
+        Raises:
+            CorruptError: an object below ``pins/`` is not a valid pin.
+            StoreError: the store failed.
+        """
+        found: dict[tuple[str, str], Pin] = {}
+        for info in self._store.list(self._keys.pins):
+            if is_folder(info):
+                continue
+            if self._keys.parse_pin(info.key) is None:
+                raise _invalid(self._store, info.key, "its key is not that of a pin")
+            known = self._known.get((info.key, info.tag))
+            pin = known or read(self._store, self._keys, info.key)
+            if pin is not None:
+                found[info.key, info.tag] = pin
+        self._known = {identity: pin for identity, pin in found.items() if identity[1]}
+        return sorted(found.values(), key=lambda pin: pin.name)
+
+
+def _invalid(store: ObjectStore, key: str, why: str) -> CorruptError:
+    return CorruptError(
+        f"{store.url}/{key} is not a valid pin of this run: {why}",
+        hint="Upgrade swansong if a newer version wrote the object, else delete it",
+    )

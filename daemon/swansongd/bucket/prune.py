@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prune: deletes the commits that no rule keeps, then the objects that no remaining manifest names.
+
+It may crash at any request, run twice at once, and run beside a flush.  The order of the steps makes it safe:
+
+1. Survey the run, and decide.
+2. For each commit that goes: read the pins again, then delete its manifests.
+3. List the commits again.
+4. Delete the objects that no manifest of that list names, if a deleted manifest named them, or if they are
+   older than any flush can last.
+
+An object that a deleted manifest named belongs to no flush, because writers reference only objects of commits
+that stay: see :mod:`swansongd.bucket.retention`.  After a crash between 2 and 4 such objects wait until they
+are old.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import chain, islice
+from typing import TypeVar
+
+import structlog
+
+from swansongd.bucket import wall
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.pins import Pins
+from swansongd.bucket.retention import Candidate, CommitKey, reasons_to_keep
+from swansongd.bucket.survey import Progress, ReadCommit, Survey, read_commits, survey
+from swansongd.config.config import RetentionConfig
+from swansongd.errors import Changed, Locked
+from swansongd.model import CommitRef
+from swansongd.stores.base import DELETED_MAX, ObjectInfo, ObjectStore
+from swansongd.util.threads import parallel
+
+THREADS = 16
+"""Requests in flight."""
+REASONS_MAX = 100
+"""Objects that remain, each with its reason, in the report."""
+
+T = TypeVar("T")
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Verdict:
+    """The decision on one commit."""
+
+    ref: CommitRef
+    nodes: int
+    age_s: float | None
+    is_whole: bool
+    size_bytes: int
+    """Size of all objects that it names."""
+    reasons: tuple[str, ...]
+    """Why it stays; empty if it goes."""
+    freed_bytes: int = 0
+    """Size of the objects that go with it.  An object of several such commits counts for the oldest one."""
+    remains: str = ""
+    """Why its manifests could not be deleted."""
+
+
+@dataclass(slots=True)
+class Report:
+    """The result of a prune, or of a dry run."""
+
+    verdicts: list[Verdict]
+    """Newest first."""
+    kept_bytes: int
+    """Size of the objects that the kept commits name."""
+    young_bytes: int
+    """Size of objects that no manifest names yet, too young to delete."""
+    objects: int = 0
+    """Objects that go, orphans included."""
+    freed_bytes: int = 0
+    """Their size."""
+    orphans: int = 0
+    """Objects without a manifest that go: left by crashed flushes, and by a prune that was interrupted."""
+    orphan_bytes: int = 0
+    uploads: int = 0
+    """Multipart uploads that are aborted: older than any flush can last."""
+    remain: dict[str, str] = field(default_factory=dict)
+    """Objects that could not be deleted, each with the reason; at most :data:`REASONS_MAX`."""
+    remain_count: int = 0
+
+
+def prune(
+    store: ObjectStore,
+    keys: RunKeys,
+    rules: RetentionConfig,
+    *,
+    now_wall_s: float,
+    is_dry_run: bool = False,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> Report:
+    """Delete what no rule keeps, or with ``is_dry_run`` only report it.
+
+    Args:
+        now_wall_s: only cuts time into hours, days, weeks and months.
+        progress: called with the number of commits that were read, and of all.
+        stop: checked before each request that deletes.
+
+    Raises:
+        CorruptError: a manifest, a pin, or a key cannot be read; no object was deleted.
+        StoreError: the store failed, or the role may not delete.
+        Stopped: ``stop`` was set.
+    """
+    pins = Pins(store, keys)
+    found = survey(
+        store,
+        keys,
+        pins,
+        orphans_after_s=rules.orphans_after_s,
+        progress=progress,
+        stop=stop,
+    )
+    run = _Run(store, keys, rules, pins, found, now_wall_s=now_wall_s, stop=stop)
+    if not is_dry_run:
+        run.delete_commits()
+        run.delete_objects()
+    run.abort_uploads(is_dry_run=is_dry_run)
+    return run.report
+
+
+class _Run:
+    """One prune: the survey, the decisions, and the report."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        rules: RetentionConfig,
+        pins: Pins,
+        found: Survey,
+        *,
+        now_wall_s: float,
+        stop: threading.Event | None,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._rules = rules
+        self._pins = pins
+        self._found = found
+        self._stop = stop
+        self._lock = threading.Lock()
+        candidates = found.candidates()
+        kept = reasons_to_keep(candidates, rules, now_wall_s)
+        self._doomed = [read for read in found.commits if read.key not in kept]
+        self.report = _planned(found, candidates, kept)
+
+    def delete_commits(self) -> None:
+        """Delete the manifests of all commits that go, the oldest first."""
+        self._each(list(reversed(self._doomed)), self._delete_commit)
+
+    def _delete_commit(self, read: ReadCommit) -> None:
+        ref = read.commit.ref
+        names = [pin.name for pin in self._pins.now() if pin.ref == ref]
+        if names:
+            self._remains(read, f"pin {names[0]}")
+            return
+        for _, info in sorted(read.commit.manifests.items()):
+            try:
+                self._store.delete(info.key, if_tag=info.tag)
+            except Locked as error:
+                until = wall.text(error.until_unix_s)
+                self._remains(read, f"locked until {until}" if until else "locked")
+                return
+            except Changed:
+                self._remains(read, "its manifest was replaced")
+                return
+        _log.info("commit_pruned", commit=str(ref))
+
+    def delete_objects(self) -> None:
+        """Delete the objects that no manifest names now."""
+        found, report = self._found, self.report
+        remaining = read_commits(
+            self._store, self._keys, found.objects, found.commits, stop=self._stop
+        )
+        named = _marked(found, remaining)
+        orphans = [info for info in found.orphans if info.key not in found.objects]
+        report.objects = report.freed_bytes = 0
+        report.orphans, report.orphan_bytes = len(orphans), sum(i.size_bytes for i in orphans)
+        doomed = chain(found.objects.stored_except(named), orphans)
+        self._each(list(_batches(doomed)), self._delete_batch)
+
+    def _delete_batch(self, infos: Sequence[ObjectInfo]) -> None:
+        remain = self._store.delete_many(infos)
+        gone = [info.size_bytes for info in infos if info.key not in remain]
+        with self._lock:
+            report = self.report
+            report.objects += len(gone)
+            report.freed_bytes += sum(gone)
+            report.remain_count += len(remain)
+            for key, reason in remain.items():
+                if len(report.remain) < REASONS_MAX:
+                    report.remain[key] = reason
+
+    def abort_uploads(self, *, is_dry_run: bool) -> None:
+        """Abort multipart uploads by the same age as objects: no daemon does this after the end of a run."""
+        for upload in self._store.uploads(self._keys.data):
+            if upload.age_s < self._rules.orphans_after_s:
+                continue
+            self.report.uploads += 1
+            if not is_dry_run:
+                self._store.abort(upload.key, upload.upload_id)
+
+    def _remains(self, read: ReadCommit, reason: str) -> None:
+        with self._lock:
+            self.report.verdicts = [
+                replace(verdict, remains=reason, freed_bytes=0)
+                if (verdict.ref, verdict.nodes) == read.key
+                else verdict
+                for verdict in self.report.verdicts
+            ]
+
+    def _each(self, tasks: Sequence[T], function: Callable[[T], None]) -> None:
+        parallel(tasks, function, threads=min(THREADS, len(tasks)), stop=self._stop)
+
+
+def _planned(
+    found: Survey, candidates: Sequence[Candidate], kept: Mapping[CommitKey, Sequence[str]]
+) -> Report:
+    """The report before the first delete."""
+    objects = found.objects
+    named = _marked(found, (read for read in found.commits if read.key in kept))
+    report = Report(
+        verdicts=[],
+        kept_bytes=objects.stored_bytes(number for number, mark in enumerate(named) if mark),
+        young_bytes=found.young_bytes,
+        orphans=len(found.orphans),
+        orphan_bytes=sum(info.size_bytes for info in found.orphans),
+    )
+    report.objects, report.freed_bytes = report.orphans, report.orphan_bytes
+    for read, candidate in zip(reversed(found.commits), reversed(candidates), strict=True):
+        own: list[int] = []
+        if read.key not in kept:
+            own = [number for number in read.objects if not named[number]]
+            for number in own:
+                named[number] = True
+        freed_bytes = objects.stored_bytes(own)
+        report.objects += len(own)
+        report.freed_bytes += freed_bytes
+        report.verdicts.append(
+            Verdict(
+                ref=candidate.ref,
+                nodes=candidate.nodes,
+                age_s=candidate.age_s,
+                is_whole=candidate.is_whole,
+                size_bytes=objects.stored_bytes(read.objects),
+                reasons=tuple(kept.get(read.key, ())),
+                freed_bytes=freed_bytes,
+            )
+        )
+    report.verdicts.reverse()
+    return report
+
+
+def _marked(found: Survey, commits: Iterable[ReadCommit]) -> bytearray:
+    """A mark for the number of each object that one of the commits names."""
+    named = bytearray(len(found.objects))
+    for read in commits:
+        for number in read.objects:
+            named[number] = True
+    return named
+
+
+def _batches(infos: Iterator[ObjectInfo]) -> Iterator[list[ObjectInfo]]:
+    while batch := list(islice(infos, DELETED_MAX)):
+        yield batch

@@ -1,0 +1,273 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All commits, pins and data objects of a run, for the decision which of them to delete.
+
+A survey is complete or fails.  A manifest, a pin or a key that cannot be read could name any object, so
+there is no survey of a run that has one.  Ages are those of the store's clock.
+"""
+
+from __future__ import annotations
+
+import threading
+from array import array
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from swansongd.bucket import catalog
+from swansongd.bucket.catalog import Commit
+from swansongd.bucket.keys import CommitKey as KeyOfManifest
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.pins import Pin, Pins
+from swansongd.bucket.retention import Candidate, CommitKey
+from swansongd.errors import CorruptError, Permanent, Transient
+from swansongd.model import merged_health
+from swansongd.stores.base import ObjectInfo, ObjectStore
+
+Progress = Callable[[int, int], None]
+
+_ATTEMPTS = 3
+"""Listings that are read again because a manifest was deleted between listing and reading."""
+_SHOWN_MAX = 5
+_PAGES_MAX = 100_000
+_DISPUTED_BYTES = 2**64 - 1
+
+
+class Objects:
+    """The objects that manifests name, each with a number: a reference costs four bytes."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[str, int] = {}
+        self._sizes_bytes = array("Q")
+        self._stored = bytearray()
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __contains__(self, key: str) -> bool:
+        return key in self._numbers
+
+    def number_of(self, key: str, size_bytes: int) -> int:
+        """The number of an object; one that two manifests give different sizes never counts as stored."""
+        number = self._numbers.setdefault(key, len(self._numbers))
+        if number == len(self._sizes_bytes):
+            self._sizes_bytes.append(size_bytes)
+            self._stored.append(False)
+        elif self._sizes_bytes[number] != size_bytes:
+            self._sizes_bytes[number] = _DISPUTED_BYTES
+            self._stored[number] = False
+        return number
+
+    def found(self, info: ObjectInfo) -> bool:
+        """Note an object of the listing; False if no manifest names it."""
+        number = self._numbers.get(info.key)
+        if number is None:
+            return False
+        self._stored[number] = self._sizes_bytes[number] == info.size_bytes
+        return True
+
+    def are_stored(self, numbers: array[int]) -> bool:
+        """Whether the listing had all these objects, with the sizes of the manifests."""
+        return all(self._stored[number] for number in numbers)
+
+    def stored_bytes(self, numbers: Iterable[int]) -> int:
+        """Size of those of the objects that are stored."""
+        return sum(self._sizes_bytes[number] for number in numbers if self._stored[number])
+
+    def stored_except(self, named: bytearray) -> Iterator[ObjectInfo]:
+        """The stored objects whose number has no mark."""
+        for number, key in enumerate(self._numbers):
+            if self._stored[number] and not named[number]:
+                yield ObjectInfo(key, self._sizes_bytes[number])
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ReadCommit:
+    """A commit, and what its manifests contain."""
+
+    commit: Commit
+    objects: array[int]
+    """Numbers of the objects that its manifests name, each once."""
+    health: Mapping[str, float]
+
+    @property
+    def key(self) -> CommitKey:
+        return self.commit.ref, self.commit.nodes
+
+
+@dataclass(slots=True)
+class Survey:
+    """The content of a run at one moment."""
+
+    commits: list[ReadCommit]
+    """Newest first."""
+    pins: list[Pin]
+    objects: Objects
+    orphans: list[ObjectInfo] = field(default_factory=list)
+    """Objects that no manifest names, older than any flush can last."""
+    young_bytes: int = 0
+    """Size of the younger objects that no manifest names: a flush may be about to commit them."""
+    foreign: int = 0
+    """Objects below ``data/`` with a key that no writer formats.  Nothing deletes them."""
+
+    def candidates(self) -> list[Candidate]:
+        """The commits, as the rules see them."""
+        pins: defaultdict[object, list[str]] = defaultdict(list)
+        for pin in self.pins:
+            pins[pin.ref].append(pin.name)
+        return [
+            Candidate(
+                ref=read.commit.ref,
+                nodes=read.commit.nodes,
+                age_s=read.commit.age_s,
+                is_whole=read.commit.is_complete and self.objects.are_stored(read.objects),
+                health=read.health,
+                pins=pins[read.commit.ref],
+            )
+            for read in self.commits
+        ]
+
+
+def survey(
+    store: ObjectStore,
+    keys: RunKeys,
+    pins: Pins,
+    *,
+    orphans_after_s: float,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> Survey:
+    """Read all commits and pins, then list all data objects.
+
+    In this order, the list of objects has those of all commits.
+
+    Raises:
+        CorruptError: a manifest, a pin, or a key is not valid.
+        StoreError: the store failed, or the commits changed all the time.
+        Stopped: ``stop`` was set.
+    """
+    objects = Objects()
+    commits = read_commits(store, keys, objects, progress=progress, stop=stop)
+    found = Survey(commits, pins.now(), objects)
+    for info in _data(store, keys):
+        if objects.found(info):
+            continue
+        if not keys.is_data(info.key):
+            found.foreign += 1
+        elif info.age_s is None or info.age_s < orphans_after_s:
+            found.young_bytes += info.size_bytes
+        else:
+            found.orphans.append(info)
+    return found
+
+
+def list_commits(store: ObjectStore, keys: RunKeys) -> list[Commit]:
+    """The commits of the run, complete or not, newest first; unlike a reader's list without a limit.
+
+    Raises:
+        CorruptError: an object has a key that no writer formats.
+        StoreError: the listing failed.
+    """
+    manifests: list[tuple[ObjectInfo, KeyOfManifest]] = []
+    foreign: list[str] = []
+    for info in store.list(keys.commits):
+        parsed = keys.parse_commit(info.key)
+        if parsed is not None:
+            manifests.append((info, parsed))
+        elif not catalog.is_folder(info):
+            foreign.append(f"{info.key} has a key that no swansong of this version writes")
+    if foreign:
+        raise _unreadable(store, foreign)
+    return catalog.grouped(manifests)
+
+
+def read_commits(
+    store: ObjectStore,
+    keys: RunKeys,
+    objects: Objects,
+    known: Sequence[ReadCommit] = (),
+    *,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> list[ReadCommit]:
+    """List the commits, and read those that are not ``known``, newest first.
+
+    Args:
+        objects: takes the objects that their manifests name.
+
+    Raises:
+        CorruptError, StoreError, Stopped: as :func:`survey`.
+    """
+    have: dict[object, ReadCommit] = {read.commit.identity: read for read in known}
+    for _ in range(_ATTEMPTS):
+        listed = list_commits(store, keys)
+        fresh = [found for found in listed if found.identity not in have]
+        read, failed = _read(store, keys, objects, fresh, progress=progress, stop=stop)
+        have |= read
+        if not failed:
+            return [have[found.identity] for found in listed]
+        if all(_is_there(store, commit) for commit, _ in failed):
+            raise _unreadable(
+                store, [f"the commit {commit.ref} is damaged: {why}" for commit, why in failed]
+            )
+    raise Transient("the commits of the run change while they are read")
+
+
+def _read(
+    store: ObjectStore,
+    keys: RunKeys,
+    objects: Objects,
+    commits: Sequence[Commit],
+    *,
+    progress: Progress | None,
+    stop: threading.Event | None,
+) -> tuple[dict[object, ReadCommit], list[tuple[Commit, CorruptError]]]:
+    """The commits by identity, and those that cannot be read."""
+    done: dict[object, ReadCommit] = {}
+    failed: list[tuple[Commit, CorruptError]] = []
+
+    def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
+        if isinstance(loaded, CorruptError):
+            failed.append((commit, loaded))
+            return
+        numbers = {
+            objects.number_of(item.key, item.size_bytes)
+            for manifest in loaded
+            for item in manifest.objects
+        }
+        done[commit.identity] = ReadCommit(
+            commit=commit,
+            objects=array("I", sorted(numbers)),
+            health=merged_health([manifest.health for manifest in loaded]),
+        )
+
+    catalog.load_each(store, keys, commits, take, progress=progress, stop=stop)
+    return done, failed
+
+
+def _is_there(store: ObjectStore, commit: Commit) -> bool:
+    return all(store.head(key) is not None for key in commit.manifest_keys.values())
+
+
+def _data(store: ObjectStore, keys: RunKeys) -> Iterator[ObjectInfo]:
+    """The objects below ``data/``, page by page; an object can occur twice.
+
+    Unlike the list of the store, it has no limit and remembers no key.
+    """
+    token: str | None = None
+    for _ in range(_PAGES_MAX):
+        infos, token = store.page(keys.data, token)
+        yield from infos
+        if token is None:
+            return
+    raise Permanent(f"list {keys.data}: the pages of the store's listing do not end")
+
+
+def _unreadable(store: ObjectStore, problems: Sequence[str]) -> CorruptError:
+    more = f" (and {len(problems) - _SHOWN_MAX} more)" if len(problems) > _SHOWN_MAX else ""
+    return CorruptError(
+        f"no object of {store.url} is deleted, because a manifest that cannot be read may name any object: "
+        + "; ".join(problems[:_SHOWN_MAX])
+        + more,
+        hint="Upgrade swansong if a newer version wrote it; else restore the object, or delete it",
+    )

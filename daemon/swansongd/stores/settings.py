@@ -1,0 +1,61 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Settings of a bucket that decide whether checkpoints remain, for doctor and ``swansong lifecycle``."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LifecycleRule:
+    """A rule that is in force."""
+
+    name: str
+    """Its id; empty if it has none."""
+    prefixes: tuple[str, ...] = ("",)
+    """The rule applies to keys that begin with one of them, from the start of the bucket."""
+    is_narrow: bool = False
+    """The rule has further conditions, such as tags or sizes."""
+    deletes: bool = False
+    """It deletes objects by age or date."""
+    deletes_noncurrent: bool = False
+    """It deletes versions that are not current."""
+    aborts_uploads: bool = False
+    storage_class: str = ""
+    """Class to which the rule moves objects; empty: it moves none."""
+
+    def touches(self, prefix: str) -> bool:
+        """Whether the rule applies to a key below ``prefix``."""
+        return any(prefix.startswith(each) or each.startswith(prefix) for each in self.prefixes)
+
+    def covers(self, prefix: str) -> bool:
+        """Whether the rule applies to every key below ``prefix``."""
+        return not self.is_narrow and any(prefix.startswith(each) for each in self.prefixes)
+
+
+class BucketSettings(Protocol):
+    """Reads the settings of a bucket.
+
+    Each method raises Permanent without the right to read the setting: unknown is not absent.
+    """
+
+    bucket: str
+    prefix: str
+    """Of the store's URL: empty, or with a ``/`` at its end."""
+
+    def is_versioned(self) -> bool:
+        """Whether a delete or an overwrite keeps the bytes as an older version."""
+
+    def has_lock(self) -> bool:
+        """Whether objects can have a retention."""
+
+    def lifecycle_rules(self) -> Sequence[LifecycleRule]:
+        """The rules that are in force."""
+
+    def policy(self) -> Mapping[str, Any] | None:
+        """The bucket policy of S3; None if there is none."""
+
+    def rights(self, wanted: Sequence[str]) -> frozenset[str]:
+        """The rights of GCS that these credentials have on the whole bucket, of those ``wanted``."""

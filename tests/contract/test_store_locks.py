@@ -1,0 +1,275 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Retention that the store enforces, on each server that has it: Object Lock of S3, retention of GCS."""
+
+from __future__ import annotations
+
+import json
+import time
+import uuid
+from collections.abc import Callable
+from datetime import UTC, datetime, timedelta
+from typing import Any
+
+import boto3
+import pytest
+from botocore.client import Config
+from botocore.exceptions import ClientError
+from swansongd.errors import Locked, NotFound, Permanent, Transient
+from swansongd.stores.base import ObjectInfo, ObjectStore
+from swansongd.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
+
+from testkit.bodies import CountedBody
+from testkit.memory_store import MemoryStore
+from testkit.store_backends import PART, Cloud, send_parts, staged_upload
+
+OURS = ("s3-tls", "gcs")
+SERVERS = (*OURS, "seaweedfs")
+"""moto has no GetObjectRetention, rclone has no Object Lock."""
+DAYS = 30
+
+
+def period_s(key: str) -> float:
+    """Objects below ``kept/`` are locked."""
+    return DAYS * DAY_S if key.startswith("kept/") else 0.0
+
+
+def client_of(cloud: Cloud) -> Any:
+    """boto3's client for a server of S3, plain or TLS."""
+    return boto3.client(
+        "s3",
+        endpoint_url=cloud.server.url,
+        region_name="us-east-1",
+        verify=str(cloud.ca) if cloud.ca else None,
+        config=Config(s3={"addressing_style": "path"}),
+    )
+
+
+def new_bucket(cloud: Cloud, *, lock: bool = True, versioning: bool = False) -> str:
+    """A new bucket with retention; ``versioning`` is for GCS, S3 has it with Object Lock."""
+    name = f"locks-{uuid.uuid4().hex[:12]}"
+    if cloud.name.startswith("gcs"):
+        cloud.order("bucket", name=name, retention=int(lock), versioning=int(versioning))
+    elif cloud.name.startswith("s3"):
+        cloud.order("bucket", name=name, lock=int(lock))
+    else:
+        client_of(cloud).create_bucket(Bucket=name, ObjectLockEnabledForBucket=lock)
+    return name
+
+
+def opened(cloud: Cloud, bucket: str, mode: LockMode = "governance") -> Any:
+    return cloud.open(bucket=bucket, lock=Lock(mode, period_s))
+
+
+@pytest.fixture(params=SERVERS)
+def locking(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) -> Cloud:
+    """Each server with retention."""
+    return open_cloud(request.param)
+
+
+@pytest.fixture(params=OURS)
+def strict(request: pytest.FixtureRequest, open_cloud: Callable[[str], Cloud]) -> Cloud:
+    return open_cloud(request.param)
+
+
+def ends_in(until_unix_s: float | None, days: float) -> bool:
+    return until_unix_s is not None and abs(until_unix_s - time.time() - days * DAY_S) < 60
+
+
+@pytest.mark.fault("K01")
+def test_new_objects_are_locked_by_their_key(locking: Cloud) -> None:
+    """Each way to create an object gives it the retention of its key; other objects get none."""
+    store = opened(locking, new_bucket(locking))
+    store.put("kept/small", b"manifest", if_absent=True)
+    store.put_shard("kept/shard", CountedBody(b"shard"))
+    upload, parts = staged_upload(store, b"whole")
+    store.complete(upload, parts)
+    large = store.begin("kept/large", PART + 1, PART)
+    store.complete(large, send_parts(store, large, b"x" * (PART + 1)))
+    store.put("free", b"pin")
+    for key in ("kept/small", "kept/shard", "kept/large"):
+        assert ends_in(store.locked_until(key), DAYS), key
+    assert store.locked_until("free") is None
+    assert store.locked_until(upload.key) is None
+    assert store.locked_until("kept/absent") is None
+    assert store.get("kept/small") == b"manifest"
+
+
+@pytest.mark.fault("K02")
+def test_a_locked_object_is_not_deleted(locking: Cloud) -> None:
+    """Delete raises Locked with the date, delete_many names the key; the object stays the current one."""
+    store = opened(locking, new_bucket(locking))
+    store.put("kept/a", b"1")
+    store.put("free/b", b"2")
+    with pytest.raises(Locked) as refused:
+        store.delete("kept/a")
+    assert ends_in(refused.value.until_unix_s, DAYS)
+    assert stamp(refused.value.until_unix_s or 0) in str(refused.value)
+    remaining = store.delete_many(list(store.list("")))
+    assert list(remaining) == ["kept/a"]
+    assert "until" in remaining["kept/a"]
+    assert [info.key for info in store.list("")] == ["kept/a"]
+    assert store.get("kept/a") == b"1"
+
+
+@pytest.mark.fault("K03")
+def test_a_retention_is_extended(locking: Cloud) -> None:
+    """The end moves to a full period from now; an object without a period is not touched."""
+    bucket = new_bucket(locking)
+    short = locking.open(bucket=bucket, lock=Lock("governance", lambda _: DAY_S))
+    short.put("kept/a", b"1")
+    assert ends_in(short.locked_until("kept/a"), 1)
+    store = opened(locking, bucket)
+    assert ends_in(store.lock("kept/a"), DAYS)
+    assert ends_in(store.locked_until("kept/a"), DAYS)
+    assert store.lock("free/absent") is None
+    with pytest.raises(NotFound):
+        store.lock("kept/absent")
+
+
+def test_an_object_can_be_deleted_after_its_retention(strict: Cloud) -> None:
+    """The store's clock decides: the retention has ended there, whatever the clock of this VM shows."""
+    bucket = new_bucket(strict)
+    store = strict.open(bucket=bucket, lock=Lock("governance", lambda _: 1.0))
+    store.put("kept/a", b"1")
+    until = store.locked_until("kept/a")
+    assert until is not None
+    strict.order("clock", ahead_s=10)
+    store.delete("kept/a")
+    assert store.head("kept/a") is None
+
+
+@pytest.mark.fault("K04")
+def test_a_bucket_without_retention_names_the_command(strict: Cloud) -> None:
+    """The write is refused, and the hint contains the command that enables retention."""
+    store = opened(strict, new_bucket(strict, lock=False))
+    for write in (
+        lambda: store.put("kept/a", b"1"),
+        lambda: store.put_shard("kept/a", CountedBody(b"1")),
+        lambda: store.begin("kept/a", PART, PART),
+    ):
+        with pytest.raises(Permanent) as refused:
+            write()
+        assert "kept/a" in str(refused.value)
+        command = "put-object-lock-configuration" if strict.is_s3 else "per-object-retention"
+        assert command in refused.value.hint
+        assert "store.lock_days = 0" in refused.value.hint
+    store.put("free/a", b"1")
+    assert store.locked_until("free/a") is None
+    store.delete("free/a")
+
+
+@pytest.mark.fault("K05")
+def test_a_role_without_the_right_to_lock_is_told_the_permission(strict: Cloud) -> None:
+    """A retention that cannot be set is an error, and never an object without one."""
+    bucket = new_bucket(strict)
+    if strict.is_s3:
+        may = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+        not_lock = {"Effect": "Deny", "Action": "s3:PutObjectRetention", "Resource": "*"}
+        strict.order("role", policy=json.dumps({"Statement": [may, not_lock]}))
+    else:
+        strict.order("role", retention=0)
+    store = opened(strict, bucket)
+    with pytest.raises(Permanent) as refused:
+        store.put("kept/a", b"1")
+    assert "vm-lock" in refused.value.hint
+    assert store.head("kept/a") is None
+
+
+@pytest.mark.fault("K06")
+def test_without_the_right_to_read_a_retention_nothing_is_deleted(
+    open_cloud: Callable[[str], Cloud],
+) -> None:
+    """On S3 a delete would hide the object behind a marker, so unknown is not unlocked."""
+    cloud = open_cloud("s3")
+    bucket = new_bucket(cloud)
+    opened(cloud, bucket).put("kept/a", b"1")
+    may = {"Effect": "Allow", "Action": "s3:*", "Resource": "*"}
+    hidden = ["s3:GetObjectRetention", "s3:GetBucketObjectLockConfiguration"]
+    denied = {"Effect": "Deny", "Action": hidden, "Resource": "*"}
+    cloud.order("role", policy=json.dumps({"Statement": [may, denied]}))
+    with pytest.raises(Permanent):
+        opened(cloud, bucket).delete("kept/a")
+    with pytest.raises(Permanent):
+        opened(cloud, bucket).delete_many([ObjectInfo("kept/a", 1)])
+    assert opened(cloud, bucket).get("kept/a") == b"1"
+
+
+def test_a_delete_in_a_bucket_with_versions_keeps_the_bytes(
+    open_cloud: Callable[[str], Cloud],
+) -> None:
+    """The key disappears from listings; the version remains, and can be deleted after its retention only."""
+    cloud = open_cloud("s3")
+    bucket = new_bucket(cloud)
+    store = opened(cloud, bucket)
+    store.put("kept/a", b"1")
+    client = client_of(cloud)
+    key = f"{cloud.prefix}/kept/a"
+    client.delete_object(Bucket=bucket, Key=key)
+    assert list(store.list("")) == []
+    versions = client.list_object_versions(Bucket=bucket)
+    assert [each["Key"] for each in versions["DeleteMarkers"]] == [key]
+    [version] = versions["Versions"]
+    with pytest.raises(ClientError, match="AccessDenied"):
+        client.delete_object(Bucket=bucket, Key=key, VersionId=version["VersionId"])
+    client.delete_object(
+        Bucket=bucket,
+        Key=key,
+        VersionId=version["VersionId"],
+        BypassGovernanceRetention=True,
+    )
+    assert "Versions" not in client.list_object_versions(Bucket=bucket)
+
+
+def test_compliance_ends_for_nobody(open_cloud: Callable[[str], Cloud]) -> None:
+    """No right shortens the retention or deletes the version; governance has such a right."""
+    cloud = open_cloud("s3")
+    bucket = new_bucket(cloud)
+    opened(cloud, bucket, "compliance").put("kept/a", b"1")
+    client = client_of(cloud)
+    named = {"Bucket": bucket, "Key": f"{cloud.prefix}/kept/a"}
+    version = client.head_object(**named)["VersionId"]
+    with pytest.raises(ClientError, match="AccessDenied"):
+        client.delete_object(**named, VersionId=version, BypassGovernanceRetention=True)
+    soon = datetime.now(UTC) + timedelta(days=1)
+    with pytest.raises(ClientError, match="AccessDenied"):
+        client.put_object_retention(
+            **named,
+            Retention={"Mode": "COMPLIANCE", "RetainUntilDate": soon},
+            BypassGovernanceRetention=True,
+        )
+
+
+def test_settings_of_a_bucket(strict: Cloud) -> None:
+    """Versioning, retention and lifecycle rules are read as they are."""
+    with_lock = opened(strict, new_bucket(strict, versioning=True)).settings
+    without = opened(strict, new_bucket(strict, lock=False)).settings
+    assert (with_lock.is_versioned(), with_lock.has_lock()) == (True, True)
+    assert (without.is_versioned(), without.has_lock()) == (False, False)
+    assert list(without.lifecycle_rules()) == []
+    assert without.policy() is None
+
+
+def test_the_clock_is_that_of_the_store() -> None:
+    """The time of the last Date header counts, also when the clock of this VM is hours off."""
+    asked: list[int] = []
+    clock = StoreClock(lambda: asked.append(1) or clock.observe("Thu, 01 Jan 2026 00:00:00 GMT"))
+    assert abs(clock.now_unix_s() - instant("2026-01-01T00:00:00Z")) < 5
+    assert abs(clock.now_unix_s() - instant("2026-01-01T00:00:00Z")) < 5
+    assert asked == [1]
+    with pytest.raises(Transient):
+        StoreClock(lambda: None).now_unix_s()
+
+
+def test_the_store_in_memory_locks_as_the_others() -> None:
+    """Tests of retention use it."""
+    store: ObjectStore = MemoryStore()
+    assert isinstance(store, MemoryStore)
+    store.lock_period_s = period_s
+    store.put("kept/a", b"1")
+    assert ends_in(store.locked_until("kept/a"), DAYS)
+    with pytest.raises(Locked):
+        store.delete("kept/a")
+    now_s = store.clock()
+    store.clock = lambda: now_s + DAYS * DAY_S + 1
+    store.delete("kept/a")
+    assert store.head("kept/a") is None

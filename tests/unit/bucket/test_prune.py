@@ -1,0 +1,356 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prune against a store in memory: order of the requests, races, crashes, locks, and what the report says."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from swansongd.bucket import manifest, pins
+from swansongd.bucket import prune as module
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.pins import Pin
+from swansongd.bucket.prune import Report, prune
+from swansongd.bucket.signing import Signer
+from swansongd.config.config import RetentionConfig
+from swansongd.errors import CorruptError, Permanent, Stopped, Transient
+from swansongd.model import CommitRef
+
+from testkit.committed import commit, named_shard
+from testkit.memory_store import MemoryStore
+
+KEYS = RunKeys("r")
+DAY_S = 86400.0
+NOW_S = 1_800_000_000.0
+RULES = RetentionConfig(
+    keep_last=1, keep_hourly=0, keep_daily=0, keep_weekly=0, keep_monthly=0, keep_best=0
+)
+
+
+class Clocked(MemoryStore):
+    """A store whose clock a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = NOW_S
+        self.clock = lambda: self.now_s
+
+    def commit(self, step: int, age_s: float, *paths: str, **more: Any) -> Manifest:
+        """A commit of this age, with a shard of its own and those at ``paths``."""
+        self.now_s = NOW_S - age_s
+        files = {path: f"{path}{step}".encode() for path in paths or ("own",)}
+        try:
+            return commit(self, files, step=step, upload_nonce=f"u{step}", **more)
+        finally:
+            self.now_s = NOW_S
+
+    def orphan(self, age_s: float, key: str = "") -> str:
+        key = key or KEYS.data + f"00000001/000000000007-n-u{len(self.objects)}/00000/f"
+        self.now_s = NOW_S - age_s
+        self.put(key, b"orphan")
+        self.now_s = NOW_S
+        return key
+
+    def steps(self) -> set[int]:
+        """Steps of the manifests that are left."""
+        parsed = [KEYS.parse_commit(key) for key in self.objects]
+        return {found.ref.step for found in parsed if found is not None}
+
+    def data(self) -> set[str]:
+        return {key for key in self.objects if key.startswith(KEYS.data)}
+
+
+def run(store: MemoryStore, keys: RunKeys = KEYS, **more: Any) -> Report:
+    return prune(store, keys, more.pop("rules", RULES), now_wall_s=NOW_S, **more)
+
+
+def sharing(store: Clocked, made: Manifest, step: int, age_s: float) -> Manifest:
+    """A later commit of the same shards, and one of its own."""
+    own = store.commit(step, age_s, "more")
+    again = replace(own, shards=made.shards + own.shards)
+    store.now_s = NOW_S - age_s
+    store.put(KEYS.commit(own.ref, 0, 1), manifest.encode(again))
+    store.now_s = NOW_S
+    return again
+
+
+def pinned(store: MemoryStore, step: int, name: str = "paper", keys: RunKeys = KEYS) -> None:
+    pins.create(store, keys, Pin(run="r", name=name, ref=CommitRef(1, step)))
+
+
+@pytest.fixture
+def store() -> Clocked:
+    """Old commits 1 to 4, where 3 shares the shard of 2; the new commit 5."""
+    made = Clocked()
+    made.commit(1, 40 * DAY_S)
+    sharing(made, made.commit(2, 30 * DAY_S), 3, 20 * DAY_S)
+    made.commit(4, 10 * DAY_S)
+    made.commit(5, 3600.0)
+    return made
+
+
+def test_what_no_rule_keeps_is_deleted(store: Clocked) -> None:
+    """Manifests and objects of the old commits go; those of the newest, and of the last one before, stay."""
+    report = run(store)
+    assert store.steps() == {4, 5}
+    assert len(store.data()) == 2
+    assert [(v.ref.step, v.freed_bytes, bool(v.reasons)) for v in report.verdicts] == [
+        (5, 0, True),
+        (4, 0, True),
+        (3, 5, False),
+        (2, 4, False),
+        (1, 4, False),
+    ]
+    assert (report.objects, report.freed_bytes, report.kept_bytes) == (3, 13, 8)
+    assert store.count("delete_many") == 1
+
+
+def test_a_shared_object_stays_with_the_last_commit_that_names_it(store: Clocked) -> None:
+    """Its bytes are not freed while a kept commit names it."""
+    pinned(store, 3)
+    report = run(store)
+    assert store.steps() == {3, 4, 5}
+    assert [v.freed_bytes for v in report.verdicts if v.ref.step == 2] == [0]
+    assert len(store.data()) == 4
+
+
+def test_a_dry_run_deletes_nothing_and_foretells_the_prune(store: Clocked) -> None:
+    """Its report is that of the prune which follows."""
+    store.orphan(8 * DAY_S)
+    store.orphan(6 * DAY_S)
+    before = dict(store.objects)
+    foretold = run(store, is_dry_run=True)
+    assert store.objects == before
+    report = run(store)
+    assert report == foretold
+    assert (report.orphans, report.orphan_bytes, report.young_bytes) == (1, 6, 6)
+
+
+def test_objects_without_a_manifest_go_by_age_and_foreign_ones_never(store: Clocked) -> None:
+    """Seven days by default; a key that no writer formats belongs to another program."""
+    old, young = store.orphan(7.1 * DAY_S), store.orphan(6.9 * DAY_S)
+    foreign = store.orphan(99 * DAY_S, KEYS.data + "notes.txt")
+    other = store.orphan(99 * DAY_S, "r2/data/00000001/000000000007-n-u/00000/f")
+    run(store)
+    assert old not in store.objects
+    assert {young, foreign, other} <= store.objects.keys()
+
+
+def test_old_uploads_are_aborted(store: Clocked) -> None:
+    """By the age of objects: those of the memory store are an hour old."""
+    store.begin(KEYS.data + "00000001/000000000007-n-u/00000/f", 10, 5)
+    assert run(store).uploads == 0
+    assert run(store, rules=replace(RULES, orphans_after_s=1800.0)).uploads == 1
+    assert not store.open
+
+
+@pytest.mark.fault("G15")
+def test_prune_may_crash_at_any_request(store: Clocked) -> None:
+    """No remaining manifest misses an object, and later prunes finish the work."""
+    finished = False
+    count = 0
+    content, times = dict(store.objects), dict(store.written_unix_s)
+    while not finished:
+        store.objects, store.written_unix_s = dict(content), dict(times)
+        store.now_s = NOW_S
+        left = count = count + 1
+
+        def crash(_what: str, _key: str) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+        store.before = crash
+        try:
+            run(store)
+            finished = True
+        except KeyboardInterrupt:
+            pass
+        store.before = lambda *_: None
+        whole(store)
+        store.now_s += 8 * DAY_S
+        run(store)
+        assert store.steps() == {5}
+        assert len(store.data()) == 1
+    assert count > 10
+
+
+def whole(store: MemoryStore) -> None:
+    """Assert that each manifest finds its objects."""
+    for key, data in store.objects.items():
+        if key.startswith(KEYS.commits):
+            found = manifest.decode(data)
+            assert {named.key for named in found.objects} <= store.objects.keys()
+
+
+@pytest.mark.fault("G14")
+def test_a_commit_during_a_prune_keeps_its_references(store: Clocked) -> None:
+    """A manifest that appears while manifests are deleted counts for the objects."""
+    orphan = store.orphan(30 * DAY_S)
+    made = store.commit(6, 0.0)
+    del store.objects[KEYS.commit(made.ref, 0, 1)]
+    late = replace(made, shards=(named_shard("f", 6, orphan),))
+
+    def before(what: str, _key: str) -> None:
+        if what == "delete":
+            store.objects.setdefault(KEYS.commit(made.ref, 0, 1), manifest.encode(late))
+
+    store.before = before
+    run(store)
+    assert 6 in store.steps()
+    whole(store)
+
+
+def test_a_pin_is_read_directly_before_each_delete(
+    store: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that another command creates between decision and delete still counts."""
+    monkeypatch.setattr(module, "THREADS", 1)
+    deleted = 0
+
+    def after(what: str, _key: str) -> None:
+        nonlocal deleted
+        deleted += what == "delete"
+        if what == "delete" and deleted == 1:
+            store.after = lambda *_: None
+            for step in store.steps():
+                pinned(store, step, f"p{step}")
+
+    store.after = after
+    report = run(store)
+    assert len(store.steps()) == 4
+    assert [v.remains for v in report.verdicts if v.remains] == ["pin p3", "pin p2"]
+    whole(store)
+
+
+def test_two_prunes_at_once_agree(store: Clocked) -> None:
+    """The second one runs within each request of the first; nothing that stays is damaged."""
+
+    def within(what: str, _key: str) -> None:
+        store.before = lambda *_: None
+        run(store)
+        store.before = within if what == "list" else store.before
+
+    store.before = within
+    run(store)
+    assert store.steps() == {4, 5}
+    whole(store)
+
+
+@pytest.mark.parametrize("place", ["commits/00000001/junk.json", "pins/a b.json"])
+def test_an_unknown_key_stops_prune(store: Clocked, place: str) -> None:
+    """It may be a commit, or a pin, of a newer version: nothing is deleted, with or without a signing key."""
+    store.put(f"r/{place}", b"{}")
+    before = dict(store.objects)
+    with pytest.raises(CorruptError, match=r"(junk|a b)\.json"):
+        run(store)
+    assert store.objects == before
+
+
+def test_a_manifest_that_cannot_be_read_stops_prune(store: Clocked) -> None:
+    """It may name any object; the error names the commit."""
+    store.objects[KEYS.commit(CommitRef(1, 1), 0, 1)] = b'{"format": "swansong-manifest"}'
+    before = dict(store.objects)
+    with pytest.raises(CorruptError, match="generation 1 step 1 is damaged"):
+        run(store)
+    assert store.objects == before
+    with pytest.raises(CorruptError, match="not signed"):
+        run(store, RunKeys("r", Signer(b"k" * 32)))
+
+
+def test_a_manifest_that_another_prune_deletes_is_no_damage(store: Clocked) -> None:
+    """The commits are listed again."""
+    key = KEYS.commit(CommitRef(1, 1), 0, 1)
+
+    def before(what: str, wanted: str) -> None:
+        if what == "get" and wanted == key:
+            store.objects.pop(key, None)
+
+    store.before = before
+    run(store)
+    assert store.steps() == {4, 5}
+
+
+def test_commits_that_change_all_the_time_fail_the_prune(store: Clocked) -> None:
+    """After three attempts, with an error that a retry may help."""
+
+    def before(what: str, wanted: str) -> None:
+        if what == "get" and wanted.startswith(KEYS.commits):
+            store.objects.pop(wanted, None)
+            store.commit(int(max(store.steps(), default=5)) + 1, 0.0)
+
+    store.before = before
+    with pytest.raises(Transient, match="change"):
+        run(store)
+
+
+def test_a_commit_without_its_objects_does_not_count_as_whole(store: Clocked) -> None:
+    """The newest one that a restore could use stays, although a newer manifest exists."""
+    (key,) = (key for key in store.data() if "u4/" in key)
+    del store.objects[key]
+    (newest,) = (key for key in store.data() if "u5/" in key)
+    store.objects[newest] = b"cut"
+    report = run(store)
+    assert store.steps() == {3, 4, 5}
+    assert [v.is_whole for v in report.verdicts] == [False, False, True, True, True]
+
+
+def test_a_locked_commit_stays_until_its_date(store: Clocked) -> None:
+    """The report says until when; the objects of a commit that is locked stay as well."""
+    store.locked_until_unix_s[KEYS.commit(CommitRef(1, 1), 0, 1)] = NOW_S + DAY_S
+    (held,) = (key for key in store.data() if "u2/" in key)
+    store.locked_until_unix_s[held] = NOW_S + DAY_S
+    report = run(store)
+    assert store.steps() == {1, 4, 5}
+    assert report.verdicts[-1].remains == "locked until 2027-01-16T08:00:00.000Z"
+    assert list(report.remain) == [held]
+    assert report.remain_count == 1
+    whole(store)
+
+
+def test_a_manifest_that_was_replaced_stays(store: Clocked) -> None:
+    """Prune deletes only the object that it has read."""
+
+    def before(what: str, key: str) -> None:
+        if what == "delete" and key.endswith("000000000001/00000-of-00001.json"):
+            store.objects[key] = store.objects[key] + b" "
+
+    store.before = before
+    with pytest.raises(CorruptError):
+        run(store)  # the new object is read before any object goes
+    assert 1 in store.steps()
+
+
+def test_without_the_right_to_delete_prune_fails_with_the_reason(store: Clocked) -> None:
+    """The store's refusal of the first manifest ends it."""
+
+    def before(what: str, _key: str) -> None:
+        if what == "delete":
+            raise Permanent("delete: access denied")
+
+    store.before = before
+    with pytest.raises(Permanent, match="access denied"):
+        run(store)
+    assert len(store.steps()) == 5
+
+
+def test_a_stop_ends_it_before_the_next_delete(store: Clocked) -> None:
+    """As by a notice in the daemon."""
+    stop = threading.Event()
+    store.before = lambda what, _key: stop.set() if what == "delete" else None
+    with pytest.raises(Stopped):
+        run(store, stop=stop)
+    assert store.count("delete_many") == 0
+
+
+def test_all_nodes_of_a_commit_go_together(store: Clocked) -> None:
+    """A commit is whole with all its nodes; prune deletes all manifests and objects of it."""
+    for node in range(3):
+        store.commit(3, 50 * DAY_S, f"n{node}", node=node, nodes=3, generation=0)
+    report = run(store)
+    assert report.verdicts[-1].nodes == 3
+    assert not [key for key in store.objects if "/00000000/" in key]
