@@ -35,8 +35,6 @@ class RestoreContext:
     """Takes the events of the queries and downloads."""
     rescan: Callable[[], None] | None = field(default=None, kw_only=True)
     """Requests a scan of staging; None: a choice uses the last scan."""
-    mirror: ObjectStore | None = field(default=None, kw_only=True)
-    """Read for what the store has lost or damaged; None: there is no mirror."""
     shard_of: Callable[[StagedFile], StoredShard | None] = field(
         default=lambda _file: None, kw_only=True
     )
