@@ -487,14 +487,14 @@ def test_verify_finds_damage(place: Place) -> None:
     counts = "3 objects read, 0 of them shared by several commits"
     assert done.returncode == 0
     assert done.stdout == f"all stored bytes of run r match their manifests: {counts}\n"
-    assert place.run_json("verify") == []
+    assert place.run_json("verify")["defects"] == []
     flip_bit(object_path(place.tmp_path / "store", made.objects[0].key), 3)
     done = place.run("verify")
     assert done.returncode == 8
     assert done.stdout == "generation 1 step 200: a does not match its digest\n"
     done = place.run("verify", "--json")
     assert done.returncode == 8
-    assert json.loads(done.stdout) == [
+    assert json.loads(done.stdout)["defects"] == [
         {"generation": 1, "step": 200, "problem": "a does not match its digest"}
     ]
     assert place.run("verify", "--step", "100").returncode == 0

@@ -109,6 +109,16 @@ class Reader:
     def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
         """Compare the sizes of the stored objects with the manifest, without reading their bytes."""
         objects = dict.fromkeys(e.object for shard in shards for e in shard.extents)
+        wrong = self.wrong_objects(list(objects))
+        problems: Problems = {}
+        for shard in shards:
+            why = next((wrong[e.object] for e in shard.extents if e.object in wrong), None)
+            if why is not None:
+                problems[shard] = f"{shard.path} {why}"
+        return problems
+
+    def wrong_objects(self, objects: Sequence[StoredObject]) -> dict[StoredObject, str]:
+        """The objects that are missing or have another size, each with its defect."""
         # Objects of one flush have one prefix: one page of a listing covers a thousand of them.
         beside: defaultdict[str, list[StoredObject]] = defaultdict(list)
         for stored in objects:
@@ -119,12 +129,7 @@ class Reader:
             wrong.update(self._wrong_objects(prefix, beside[prefix]))
 
         self._each(list(beside), check, threads=self.options.connections)
-        problems: Problems = {}
-        for shard in shards:
-            why = next((wrong[e.object] for e in shard.extents if e.object in wrong), None)
-            if why is not None:
-                problems[shard] = f"{shard.path} {why}"
-        return problems
+        return wrong
 
     def _wrong_objects(
         self, prefix: str, wanted: Sequence[StoredObject]

@@ -178,7 +178,6 @@ class Resume:
             newest = commit.newest_whole_commit(mirror, self._keys)
         except SwansongError as other:
             return f"{error.line()}; the mirror cannot be read either: {other.line()}"
-        url = self._context.mirror.url
         return (
             f"{error.line()}; the mirror {mirror.url} has {newest or 'no commit'}: if the store is "
             "lost, continue there with swansong mirror --promote"
