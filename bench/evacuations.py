@@ -2,9 +2,12 @@
 """Training that is repeated after a preemption, over many simulated evacuations.
 
     python -m bench.evacuations --count 100000
+    python -m bench.evacuations --floors --count 10000
 
-It uses the schedule of the daemon on a virtual clock.  Each evacuation draws the end of its VM and the time
-of each checkpoint; the schedule knows only the expected time and that of nine in ten checkpoints.
+It uses the forecasts and the schedule of the daemon on a virtual clock.  Each evacuation draws the end of its
+VM and the time of each checkpoint.  The forecasts know only the checkpoints of the VM so far.
+
+``--floors`` shows the mean loss if the schedule allowed for at least some relative spread of the times.
 """
 
 from __future__ import annotations
@@ -13,8 +16,11 @@ import argparse
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+from swansongd.core import pace, planner
+from swansongd.core.pace import Pace, updated
+from swansongd.core.planner import Forecast, Measurements
 from swansongd.core.schedule import Ending, FollowUpCost, next_start_s
 
 RESERVE_S = 3.0
@@ -22,7 +28,9 @@ MTBF_S = 4 * 3600.0
 LATENCY_S = 0.5
 SIGMA = 0.18
 """Spread of the logarithm of a checkpoint's time: nine in ten take at most a quarter longer."""
-_PESSIMISTIC = 1.25
+SPREADS = (0.02, 0.05, 0.1, 0.18, 0.3)
+FLOORS = (0.0, 0.1, 0.25)
+_SIZE_BYTES = 10**9
 
 
 @dataclass(frozen=True)
@@ -72,40 +80,90 @@ class Outcome:
     follow_ups: int
 
 
-def evacuate(job: Job, notice: Notice, source: random.Random, *, follow_ups: bool) -> Outcome:
-    """One evacuation, from the notice to the end of the VM."""
+class Vm:
+    """The checkpoints of a VM, and the forecast that they allow."""
+
+    def __init__(self, job: Job, source: random.Random, sigma: float) -> None:
+        self._job = job
+        self._source = source
+        self._sigma = sigma
+        self._pace = pace.UNKNOWN
+
+    def forecast(self) -> Forecast:
+        known = Measurements(save_s=self._job.save_s, save_bytes=_SIZE_BYTES, pace=self._pace)
+        return planner.forecast(known)
+
+    def checkpoint(self) -> float:
+        """Time from the state of a checkpoint to its last stored byte."""
+        expected_s = self.forecast().data_s
+        factor = self._source.lognormvariate(0.0, self._sigma)
+        save_s, send_s = factor * self._job.save_s, factor * self._job.send_s
+        error = (save_s + send_s) / expected_s - 1
+        known: Pace = self._pace
+        self._pace = replace(
+            known,
+            urgent_save_s=updated(known.urgent_save_s, save_s),
+            send_s_per_byte=updated(known.send_s_per_byte, send_s / _SIZE_BYTES),
+        )
+        if known.send_s_per_byte is not None:
+            square = min(max(error * error, 1e-4), 1.0)
+            self._pace = replace(self._pace, error_square=updated(known.error_square, square))
+        return save_s + send_s
+
+
+def evacuate(
+    job: Job,
+    notice: Notice,
+    source: random.Random,
+    *,
+    follow_ups: bool,
+    sigma: float = SIGMA,
+    floor: float = 0.0,
+) -> Outcome:
+    """One evacuation, from the notice to the end of the VM, after one periodic checkpoint.
+
+    Args:
+        job: the trainer and its store.
+        notice: the knowledge of the end.
+        source: of all random numbers.
+        follow_ups: whether there are any.
+        sigma: spread of the logarithm of a checkpoint's time.
+        floor: the schedule allows for at least this relative spread.
+    """
     end_s = notice.deadline_s
     if source.random() < notice.real_early_share:
         end_s *= source.random()
-    now_s = source.uniform(0, job.step_s)
-    captured_s, done_s = _checkpoint(now_s, job, source)
+    vm = Vm(job, source, sigma)
+    vm.checkpoint()
+    captured_s = source.uniform(0, job.step_s)
+    done_s = captured_s + vm.checkpoint()
     if done_s > min(end_s, notice.deadline_s):
         return Outcome(end_s, 0.0, 0)  # nothing is committed in time, with or without follow-ups
     stall_s, count, newest_s, now_s = 0.0, 0, captured_s, done_s
-    data_s = job.save_s + job.send_s
-    cost = FollowUpCost(
-        data_s=_PESSIMISTIC * data_s,
-        commit_s=_PESSIMISTIC * data_s,
-        stall_s=job.stall_s,
-        step_s=job.step_s + LATENCY_S,
-    )
     rate = 1 / MTBF_S + notice.early_share / notice.deadline_s
     while follow_ups:
+        made = vm.forecast()
+        spread_s = max(made.spread_s, floor * made.data_s)
         wait_s = next_start_s(
             Ending(left_s=notice.deadline_s - now_s, early_per_s=rate),
-            cost,
+            FollowUpCost(
+                data_s=made.data_s + spread_s,
+                commit_s=made.expected_s + spread_s,
+                stall_s=job.stall_s,
+                step_s=job.step_s + LATENCY_S,
+            ),
             reserve_s=RESERVE_S,
             age_s=now_s - newest_s,
         )
         if wait_s is None:
             break
-        boundary_s = (
+        captured_s = (
             now_s + wait_s + source.uniform(0, job.step_s) + source.uniform(0, LATENCY_S / 2)
         )
-        if boundary_s >= end_s:
+        if captured_s >= end_s:
             break
         count, stall_s = count + 1, stall_s + job.stall_s
-        captured_s, now_s = _checkpoint(boundary_s, job, source)
+        now_s = captured_s + vm.checkpoint()
         if now_s > end_s:
             break
         if now_s <= notice.deadline_s - RESERVE_S:
@@ -113,19 +171,43 @@ def evacuate(job: Job, notice: Notice, source: random.Random, *, follow_ups: boo
     return Outcome(end_s - newest_s, stall_s, count)
 
 
-def _checkpoint(boundary_s: float, job: Job, source: random.Random) -> tuple[float, float]:
-    """The instant of the state, and the one at which its last byte is stored."""
-    return boundary_s, boundary_s + (job.save_s + job.send_s) * source.lognormvariate(0.0, SIGMA)
-
-
 def simulate(
-    job: Job, notice: Notice, count: int, *, follow_ups: bool, seed: int = 1
+    job: Job,
+    notice: Notice,
+    count: int,
+    *,
+    follow_ups: bool,
+    sigma: float = SIGMA,
+    floor: float = 0.0,
 ) -> list[Outcome]:
-    """This number of evacuations; the same seed gives the same ends."""
+    """This number of evacuations; their ends are the same in each call."""
     return [
-        evacuate(job, notice, random.Random(f"{seed} {number}"), follow_ups=follow_ups)
+        evacuate(
+            job,
+            notice,
+            random.Random(f"1 {number}"),
+            follow_ups=follow_ups,
+            sigma=sigma,
+            floor=floor,
+        )
         for number in range(count)
     ]
+
+
+def mean_loss_s(job: Job, sigma: float, floor: float, count: int) -> float:
+    """Redone training and stall, for a notice of 120 s."""
+    done = simulate(job, NOTICES[0], count, follow_ups=True, sigma=sigma, floor=floor)
+    return sum(outcome.redone_s + outcome.stall_s for outcome in done) / count
+
+
+def print_floors(count: int) -> None:
+    """The mean loss by state, real spread and floor."""
+    print(f"| state | spread | {' | '.join(f'floor {floor:.0%}' for floor in FLOORS)} |")
+    print(f"| --- | --- |{' --- |' * len(FLOORS)}")
+    for job in JOBS[:3]:
+        for sigma in SPREADS:
+            cells = [f"{mean_loss_s(job, sigma, floor, count):.1f}" for floor in FLOORS]
+            print(f"| {job.name} | {sigma:.0%} | {' | '.join(cells)} |", flush=True)
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -150,7 +232,11 @@ def row(job: Job, notice: Notice, count: int) -> str:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000, help="evacuations for each row")
+    parser.add_argument("--floors", action="store_true", help="mean loss by least spread")
     options = parser.parse_args()
+    if options.floors:
+        print_floors(options.count)
+        return
     print("| notice | state | before | mean | with follow-ups | mean | follow-ups | stall, s |")
     print("| --- | --- | --- | --- | --- | --- | --- | --- |")
     for notice in NOTICES:

@@ -109,9 +109,13 @@ class Bucket:
         self.order("corrupt", object=f"{self.prefix}/{key}")
 
     def manifests(self, run: str = "run") -> list[dict[str, Any]]:
-        """The manifests of all commits, newest first."""
+        """The manifests of all commits, newest first; each shard has the ``key`` of its first object, too."""
         keys = sorted(self.keys(f"{run}/commits/"), reverse=True)
-        return [json.loads(self.get(key)) for key in keys]
+        found: list[dict[str, Any]] = [json.loads(self.get(key)) for key in keys]
+        for manifest in found:
+            for shard in (each for each in manifest["shards"] if each["extents"]):
+                shard["key"] = manifest["objects"][shard["extents"][0][0]][0]
+        return found
 
     def farewells(self, run: str = "run") -> list[dict[str, Any]]:
         """The farewells of all evacuations, oldest first."""

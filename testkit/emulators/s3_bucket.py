@@ -57,7 +57,7 @@ class S3Bucket:
         return {"x-amz-delete-marker": "true", "x-amz-version-id": marker.version_id}
 
     def delete_version(self, key: str, version_id: str, *, bypasses: bool, now: datetime) -> None:
-        """Delete a version for ever; raises S3Error while a retention protects it.
+        """Delete a version permanently; raises S3Error while a retention protects it.
 
         Args:
             bypasses: the request has x-amz-bypass-governance-retention.

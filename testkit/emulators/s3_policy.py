@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from testkit.emulators.s3_request import S3Error
@@ -45,6 +45,8 @@ def parsed(document: bytes | str) -> dict[str, Any]:
     try:
         policy = json.loads(document)
         statements = _listed(policy["Statement"])
+        if not statements:
+            raise ValueError("no statement")
         for statement in statements:
             if statement.keys() - _ELEMENTS or statement["Effect"] not in ("Allow", "Deny"):
                 raise ValueError(statement)
@@ -158,5 +160,4 @@ def _is_like(text: str, pattern: str) -> bool:
 
 
 def _listed(value: Any) -> list[Any]:
-    found = value if isinstance(value, list) else [value]
-    return found if not isinstance(value, Iterable) or value else []
+    return value if isinstance(value, list) else [value]

@@ -220,7 +220,7 @@ def test_a_delete_in_a_bucket_with_versions_keeps_the_bytes(
     assert "Versions" not in client.list_object_versions(Bucket=bucket)
 
 
-def test_compliance_ends_for_nobody(open_cloud: Callable[[str], Cloud]) -> None:
+def test_compliance_has_no_exception(open_cloud: Callable[[str], Cloud]) -> None:
     """No right shortens the retention or deletes the version; governance has such a right."""
     cloud = open_cloud("s3")
     bucket = new_bucket(cloud)

@@ -11,7 +11,7 @@ from swansongd.core.followup import LATENCY_S
 from testkit.simulation.world import MIB, RESERVE_S, World
 
 SEEDS = int(os.environ.get("SWANSONG_FOLLOW_UP_SEEDS", "30"))
-NOTICE_S = 120.0
+NOTICE_S = 90.0
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,7 +27,7 @@ class Job:
 
 def jobs() -> list[tuple[int, Job]]:
     """The job of each seed: saves and sends short and long, with and without an earlier checkpoint."""
-    saves_s, sends_s, steps_s = (0.1, 2.0, 4.0), (0.5, 5.0, 15.0), (0.2, 1.0)
+    saves_s, sends_s, steps_s = (0.1, 2.0, 4.0), (0.5, 5.0, 15.0), (0.4, 2.0)
     found = []
     for seed in range(1, SEEDS + 1):
         save_s, send_s = saves_s[seed % 3], sends_s[seed // 3 % 3]
@@ -46,9 +46,9 @@ def evacuated(seed: int, job: Job) -> World:
     world._boundary_s, world._save_s = job.step_s, job.save_s
     world._bandwidth = 20 * MIB
     world._size_bytes = round(job.send_s * world._bandwidth)
-    world.run(1040.0)
+    world.run(1025.0)
     world.raise_notice(NOTICE_S)
-    world.run(1040.0 + NOTICE_S - 0.001)
+    world.run(1025.0 + NOTICE_S - 0.001)
     return world
 
 

@@ -18,7 +18,7 @@ from swansongd.errors import ConfigError, SwansongError
 COMMANDS = {
     "status": "show the state of the daemon on this VM",
     "notify": "give the daemon notice that this VM will be terminated",
-    "drill": "rehearse an evacuation on this VM, or a restore from the mirror",
+    "drill": "rehearse an evacuation, or a restore from the mirror",
     "ls": "list the commits of a run, newest first",
     "pin": "keep a commit under a name",
     "unpin": "remove a pin",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
 
-from swansongd.bucket import signing
+from swansongd.bucket import locks, signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import Config, load
 from swansongd.errors import ConfigError
@@ -51,7 +51,11 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     log.configure("console", "warning")
     config = load(args.config)
     connections = max(CONNECTIONS, config.flush.connections)
-    store = open_store(config.store, connections=connections)
+    store = open_store(
+        config.store,
+        connections=connections,
+        lock_period_s=locks.period_s(config.store.lock_days),
+    )
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(store, own, config.run.name)
     key_file = config.store.signing_key_file

@@ -81,11 +81,6 @@ class StoreAccess:
         read.one_of("auto", "trailer", "header"), default="auto"
     )
     abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
-    lock_days: int = _key(read.days, default=0)
-    """0: the store does not lock manifests and data."""
-    lock_mode: Literal["governance", "compliance"] = _key(
-        read.one_of("governance", "compliance"), default="governance"
-    )
 
 
 @_section
@@ -93,6 +88,11 @@ class StoreConfig(StoreAccess):
     url: str = _key(read.store_url)
     signing_key_file: Path | None = _key(read.path, default=None)
     """None: manifests and claims are not signed, and signatures are not checked."""
+    lock_days: int = _key(read.days, default=0)
+    """0: the store does not lock manifests and data."""
+    lock_mode: Literal["governance", "compliance"] = _key(
+        read.one_of("governance", "compliance"), default="governance"
+    )
 
 
 @_section

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import structlog
 
-from swansongd.bucket import signing
+from swansongd.bucket import locks, signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.signing import Signer
@@ -27,6 +27,7 @@ from swansongd.flush.committer import Committer
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.ledger import Ledger
+from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.mirror.background import Mirroring
@@ -85,7 +86,11 @@ class Storage:
         connections = config.flush.connections + SMALL_CONNECTIONS
         if mirror is not None:
             connections += config.mirror.connections
-        self.backend = open_store(config.store, connections=connections)
+        self.backend = open_store(
+            config.store,
+            connections=connections,
+            lock_period_s=locks.period_s(config.store.lock_days),
+        )
         expect_recorded_store(self.backend, staging.own, config.run.name)
         dns.remember()
         checksums.load()
@@ -131,6 +136,9 @@ class Storage:
             several_vms=config.run.several_vms,
             store_id=self._store_id,
         )
+        locker = Locker(
+            small_store, config.store.lock_days, is_urgent=is_urgent, health=self._health
+        )
         self.committer = Committer(
             small_store,
             self.keys,
@@ -140,6 +148,7 @@ class Storage:
             wall=utc_now,
             health=self._health,
             committed=self._committed,
+            prepare=locker.extend,
         )
         self.ledger = Ledger(
             small_store,

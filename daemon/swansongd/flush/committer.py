@@ -70,6 +70,7 @@ class Committer:
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
         committed: takes each manifest that was committed.
+        prepare: called with each manifest before it is created; raises nothing.
     """
 
     def __init__(
@@ -83,6 +84,7 @@ class Committer:
         wall: Callable[[], str],
         health: StoreHealth,
         committed: Callable[[Manifest], None] = lambda _manifest: None,
+        prepare: Callable[[Manifest], object] = lambda _manifest: None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -92,6 +94,7 @@ class Committer:
         self._wall = wall
         self._health = health
         self._committed = committed
+        self._prepare = prepare
         self.sealed_under = claimant.sealed_under
         self.abandoned = claimant.abandoned
         self.job_start_id = claimant.job_start_id
@@ -340,6 +343,7 @@ class Committer:
             created=self._wall(),
         )
         try:
+            self._prepare(manifest)
             commit.commit(
                 self._store,
                 self._keys,

@@ -171,16 +171,16 @@ class Resume:
         The trainer does not get that commit: the store may have newer ones, and only an operator knows
         whether it is lost.
         """
-        if self._context.mirror is None:
+        mirror = self._context.mirror
+        if mirror is None:
             return error.line()
         try:
-            newest = commit.newest_whole_commit(self._context.mirror, self._keys)
+            newest = commit.newest_whole_commit(mirror, self._keys)
         except SwansongError as other:
             return f"{error.line()}; the mirror cannot be read either: {other.line()}"
-        url = self._context.mirror.url
         return (
-            f"{error.line()}; the mirror {url} has {newest or 'no commit'}: if the store is lost, "
-            "continue there with swansong mirror --promote"
+            f"{error.line()}; the mirror {mirror.url} has {newest or 'no commit'}: if the store is "
+            "lost, continue there with swansong mirror --promote"
         )
 
     def _next(self) -> _Ticket | None:

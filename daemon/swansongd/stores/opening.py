@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from swansongd.config.config import MirrorConfig, StoreAccess
+from swansongd.config.config import MirrorConfig, StoreAccess, StoreConfig
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
@@ -33,11 +33,12 @@ def open_store(
     """
     url = config.url or ""
     lock = None
-    if config.lock_days and lock_period_s is not None:
+    locks = isinstance(config, StoreConfig) and config.lock_days > 0
+    if isinstance(config, StoreConfig) and locks and lock_period_s is not None:
         lock = Lock(config.lock_mode, lock_period_s)
     match url.partition("://")[0]:
         case "file":
-            if config.lock_days:
+            if locks:
                 raise ConfigError(
                     [
                         "store.lock_days: a directory locks no files; remove the key, or use S3 or GCS"

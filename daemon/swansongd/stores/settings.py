@@ -58,4 +58,4 @@ class BucketSettings(Protocol):
         """The bucket policy of S3; None if there is none."""
 
     def rights(self, wanted: Sequence[str]) -> frozenset[str]:
-        """The rights of GCS that these credentials have on the whole bucket, of those ``wanted``."""
+        """The rights among ``wanted`` that these credentials have on the whole bucket; GCS only."""

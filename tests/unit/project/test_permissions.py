@@ -13,7 +13,7 @@ import pytest
 import yaml
 from swansongd.sources import asg
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.s3 import store
+from swansongd.stores.s3 import retention, settings, store
 
 from testkit import REPOSITORY
 
@@ -43,6 +43,10 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     "warm": ({"ListBucket"}, {"objects.list"}),
     # Only doctor deletes objects, those of its rehearsal, and works without the permission.
     "delete": (set(), set()),
+    "delete_many": (set(), set()),
+    "locked_until": (set(), set()),
+    # In a file of their own, for store.lock_days.
+    "lock": (set(), set()),
 }
 
 # Permissions of each AWS operation in the calls of the code.
@@ -58,7 +62,13 @@ OPERATIONS: dict[str, set[str]] = {
     "CompleteMultipartUpload": {"s3:PutObject"},
     "AbortMultipartUpload": {"s3:AbortMultipartUpload"},
     "GetBucketLifecycleConfiguration": {"s3:GetLifecycleConfiguration"},
+    "GetBucketVersioning": {"s3:GetBucketVersioning"},
+    "GetBucketPolicy": {"s3:GetBucketPolicy"},
+    "GetObjectLockConfiguration": {"s3:GetBucketObjectLockConfiguration"},
+    "GetObjectRetention": set(),
+    "PutObjectRetention": set(),
     "DeleteObject": set(),
+    "DeleteObjects": set(),
     "record_lifecycle_action_heartbeat": {"autoscaling:RecordLifecycleActionHeartbeat"},
     "complete_lifecycle_action": {"autoscaling:CompleteLifecycleAction"},
 }
@@ -66,11 +76,18 @@ HOOK = {
     "autoscaling:RecordLifecycleActionHeartbeat",
     "autoscaling:CompleteLifecycleAction",
 }
-DOCTOR = {"s3:GetLifecycleConfiguration"}
+DOCTOR = {
+    "s3:GetLifecycleConfiguration",
+    "s3:GetBucketVersioning",
+    "s3:GetBucketPolicy",
+    "s3:GetBucketObjectLockConfiguration",
+}
+OTHER_ROLES = ("aws-vm-lock.json", "aws-prune.json")
+OTHER_GCP_ROLES = ("gcp-vm-lock.yaml", "gcp-prune.yaml", "gcp-prune-delete.yaml")
 
 
-def statements() -> list[dict[str, Any]]:
-    policy = json.loads((PERMISSIONS / "aws-vm.json").read_text())
+def statements(file: str = "aws-vm.json") -> list[dict[str, Any]]:
+    policy = json.loads((PERMISSIONS / file).read_text())
     assert set(policy) == {"Version", "Statement"}
     assert policy["Version"] == "2012-10-17"
     found: list[dict[str, Any]] = policy["Statement"]
@@ -82,12 +99,13 @@ def actions(statement: dict[str, Any]) -> list[str]:
     return [named] if isinstance(named, str) else named
 
 
-def aws() -> set[str]:
-    return {action for statement in statements() for action in actions(statement)}
+def aws(file: str = "aws-vm.json") -> set[str]:
+    allowing = [each for each in statements(file) if each["Effect"] == "Allow"]
+    return {action for statement in allowing for action in actions(statement)}
 
 
-def gcp() -> list[str]:
-    role = yaml.safe_load((PERMISSIONS / "gcp-vm.yaml").read_text())
+def gcp(file: str = "gcp-vm.yaml") -> list[str]:
+    role = yaml.safe_load((PERMISSIONS / file).read_text())
     assert set(role) == {"title", "description", "stage", "includedPermissions"}
     found: list[str] = role["includedPermissions"]
     return found
@@ -129,7 +147,7 @@ def test_aws_policy_allows_what_the_code_does_and_no_more() -> None:
 
 def test_every_operation_of_aws_is_allowed() -> None:
     """Each operation in the code has its permission, except doctor's delete."""
-    named = operations(store) | operations(asg)
+    named = set().union(*map(operations, (store, retention, settings, asg)))
     assert named == set(OPERATIONS)
     assert aws() == {action for needed in OPERATIONS.values() for action in needed}
 
@@ -158,8 +176,11 @@ def test_gcp_role_allows_what_the_code_does_and_no_more() -> None:
 
 
 def test_each_permission_has_its_reason() -> None:
-    """The README's tables list exactly the permissions of the files, each with a reason."""
-    readme = (PERMISSIONS / "README.md").read_text()
+    """The tables of both pages list exactly the permissions of the files, each with a reason."""
+    readme = "\n".join((PERMISSIONS / page).read_text() for page in ("README.md", "prune.md"))
     rows = re.findall(r"^\| `([a-z0-9]+[:.][A-Za-z.]+)` \| (.+) \|$", readme, re.MULTILINE)
-    assert sorted(name for name, _ in rows) == sorted([*aws(), *gcp()])
+    others = [aws(file) for file in OTHER_ROLES]
+    on_gcp = [gcp(file) for file in OTHER_GCP_ROLES]
+    wanted = [name for names in (aws(), gcp(), *others, *on_gcp) for name in names]
+    assert sorted(name for name, _ in rows) == sorted(wanted)
     assert min(len(reason) for _, reason in rows) > 15

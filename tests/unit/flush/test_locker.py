@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The retention of older objects is extended before a manifest names them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import pytest
+from structlog.testing import capture_logs
+from swansongd.bucket import locks
+from swansongd.bucket.manifest import Manifest
+from swansongd.errors import Permanent
+from swansongd.flush.locker import Locker
+from swansongd.flush.store_health import StoreHealth
+from swansongd.model import CheckpointKind, Extent, StoredObject, StoredShard
+
+from testkit.memory_store import MemoryStore
+
+DAYS = 8
+DAY_S = 86400.0
+OLD = "r/data/00000001/000000000010-aaaa-bbbb/00000/model"
+NEW = "r/data/00000001/000000000020-cccc-dddd/00000/model"
+COMMIT = "r/commits/00000001/000000000020/00000-of-00001.json"
+
+
+@dataclass
+class Rig:
+    """A locker on a store whose clock the test sets."""
+
+    store: MemoryStore = field(default_factory=MemoryStore)
+    now_s: float = 1000.0
+    is_urgent: bool = False
+
+    def __post_init__(self) -> None:
+        self.store.clock = lambda: self.now_s
+        self.store.lock_period_s = locks.period_s(DAYS)
+        for key in (OLD, NEW):
+            self.store.put(key, b"data")
+        self.events: list[object] = []
+        self.locker = Locker(
+            self.store,
+            DAYS,
+            is_urgent=lambda: self.is_urgent,
+            health=StoreHealth(self.events.append, monotonic=lambda: self.now_s),
+            monotonic=lambda: self.now_s,
+        )
+
+    def extend(self, *keys: str) -> None:
+        self.locker.extend(manifest_of(*keys))
+
+    def left_s(self, key: str) -> float:
+        return (self.store.locked_until(key) or 0.0) - self.now_s
+
+
+def manifest_of(*keys: str) -> Manifest:
+    """A manifest of step 20 whose shards lie in these objects."""
+    shards = tuple(
+        StoredShard(
+            path=f"shard-{number}",
+            size_bytes=4,
+            part_size_bytes=4,
+            part_digests=bytes(32),
+            crc32c=0,
+            extents=(Extent(StoredObject(key, 4), 0, 4),),
+        )
+        for number, key in enumerate(keys)
+    )
+    return Manifest(
+        run="r",
+        generation=1,
+        step=20,
+        kind=CheckpointKind.PERIODIC,
+        node=0,
+        nodes=1,
+        nonce="cccc",
+        shards=shards,
+    )
+
+
+@pytest.mark.fault("K03")
+def test_an_older_object_is_locked_at_least_as_long_as_the_manifest() -> None:
+    """It is extended once; the objects of the checkpoint itself have their retention already."""
+    rig = Rig()
+    rig.now_s += 5 * DAY_S
+    rig.store.put(NEW, b"data")
+    rig.extend(OLD, NEW)
+    rig.store.put(COMMIT, b"{}")
+    assert rig.left_s(OLD) == rig.left_s(NEW) == 10 * DAY_S
+    assert rig.left_s(COMMIT) == 8 * DAY_S
+    rig.extend(OLD, NEW)
+    assert rig.store.count("lock") == 1
+
+
+def test_an_object_is_extended_again_at_half_of_its_spare() -> None:
+    """So the requests are few, and a commit within the other half needs none."""
+    rig = Rig()
+    rig.extend(OLD)
+    rig.now_s += 0.9 * DAY_S
+    rig.extend(OLD)
+    assert rig.store.count("lock") == 1
+    rig.now_s += 0.2 * DAY_S
+    rig.extend(OLD)
+    assert rig.store.count("lock") == 2
+
+
+@pytest.mark.fault("K07")
+def test_an_evacuation_sends_no_request() -> None:
+    """The objects of the commit before it stay locked longer than the new manifest."""
+    rig = Rig()
+    rig.extend(OLD)
+    rig.now_s += 0.9 * DAY_S
+    rig.is_urgent = True
+    rig.extend(OLD)
+    assert rig.store.count("lock") == 1
+    assert rig.left_s(OLD) >= DAYS * DAY_S
+
+
+@pytest.mark.fault("K07")
+def test_a_notice_ends_an_extension() -> None:
+    """Objects that are not extended yet stay due."""
+    rig = Rig()
+    keys = [f"r/data/00000001/000000000010-aaaa-bbbb/00000/{number}" for number in range(40)]
+    for key in keys:
+        rig.store.put(key, b"data")
+
+    def notice(what: str, _key: str) -> None:
+        rig.is_urgent = what == "lock" or rig.is_urgent
+
+    rig.store.after = notice
+    rig.extend(*keys)
+    sent = rig.store.count("lock")
+    assert 0 < sent <= 8
+    rig.store.after = lambda *_: None
+    rig.is_urgent = False
+    rig.extend(*keys)
+    assert rig.store.count("lock") == len(keys)
+
+
+@pytest.mark.fault("K07")
+def test_a_failed_extension_prevents_no_commit() -> None:
+    """It is logged with its fix and reported as a failure; the next commit tries again."""
+    rig = Rig()
+
+    def refuse(what: str, key: str) -> None:
+        if what == "lock":
+            raise Permanent(f"lock {key}: 403 AccessDenied", hint="Allow s3:PutObjectRetention")
+
+    rig.store.before = refuse
+    with capture_logs() as logs:
+        rig.extend(OLD)
+    [entry] = [each for each in logs if each["event"] == "retention_not_extended"]
+    assert OLD in entry["error"]
+    assert entry["hint"] == "Allow s3:PutObjectRetention"
+    assert rig.events
+    rig.store.before = lambda *_: None
+    rig.extend(OLD)
+    assert rig.left_s(OLD) == 10 * DAY_S
+
+
+def test_without_retention_nothing_is_asked() -> None:
+    """The default costs no request and no time."""
+    rig = Rig()
+    Locker(rig.store, 0, is_urgent=lambda: False, health=StoreHealth(rig.events.append)).extend(
+        manifest_of(OLD)
+    )
+    assert rig.store.count("lock") == 0
+
+
+def test_what_is_locked() -> None:
+    """Manifests and data are; claims, pins, farewells and rehearsals are not."""
+    period_s = locks.period_s(DAYS)
+    assert period_s(COMMIT) == 8 * DAY_S
+    assert period_s(NEW) == 10 * DAY_S
+    assert locks.period_s(1)(NEW) == 2 * DAY_S
+    free = ("generations/00000001.json", "pins/x.json", "farewells/x", "probes/p/data/1/2/3")
+    assert [period_s(f"r/{key}") for key in free] == [0.0] * len(free)
