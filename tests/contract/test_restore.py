@@ -22,8 +22,9 @@ from swansongd.bucket.signing import Signer
 from swansongd.errors import NotFound, NothingToRestore, StagingError, Stopped, Transient
 from swansongd.model import CommitRef
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import Selection, restore, verify
+from swansongd.restore.restore import Selection, restore
 from swansongd.restore.target import RestoreTarget
+from swansongd.restore.verify import verify
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.file.store import FileStore
 
@@ -83,7 +84,7 @@ def test_the_newest_commit_comes_back_exactly(store: FileStore, to: Path) -> Non
     assert reported[-1] == (size_bytes, size_bytes)
     assert [done for done, _ in reported] == sorted(done for done, _ in reported)
     assert os.listdir(to.parent) == ["here"]
-    assert verify(store, KEYS) == []
+    assert verify(store, KEYS).defects == []
 
 
 @settings(
@@ -196,7 +197,7 @@ def test_a_damaged_commit_is_skipped_and_reported(
     assert reason in why
     assert os.listdir(to.parent) == ["here"]
     assert tree(tmp_path / "store") == before
-    findings = verify(store, KEYS)
+    findings = verify(store, KEYS).defects
     assert [finding.ref for finding in findings] == [NEW_REF]
     assert reason in findings[0].problem
 
@@ -279,7 +280,7 @@ def test_a_checkpoint_that_a_node_never_committed_is_skipped(store: FileStore, t
     got = restore(store, KEYS, RestoreTarget(to / "1"))
     assert got.ref == NEW_REF
     assert got.skipped == ((CommitRef(1, 300), "2 of 3 nodes committed it"),)
-    assert verify(store, KEYS) == []
+    assert verify(store, KEYS).defects == []
     commit(store, {"rank-1": b"late"}, step=300, node=1, nodes=3)
     assert restore(store, KEYS, RestoreTarget(to / "2")).ref == CommitRef(1, 300)
     assert tree(to / "2") == {"rank-0": b"", "rank-1": b"late", "rank-2": b"xx"}
@@ -412,8 +413,8 @@ def test_with_a_key_only_signed_commits_are_restored(store: FileStore, to: Path)
     got = restore(store, keys, RestoreTarget(to))
     assert (got.ref, tree(to)) == (OLD_REF, OLD)
     assert [ref for ref, _ in got.skipped] == [NEW_REF]
-    assert [finding.ref for finding in verify(store, keys)] == [NEW_REF]
-    assert verify(store, KEYS) == []
+    assert [finding.ref for finding in verify(store, keys).defects] == [NEW_REF]
+    assert verify(store, KEYS).defects == []
 
 
 def test_the_error_does_not_grow_with_the_number_of_damaged_commits(
@@ -436,9 +437,9 @@ def test_a_shard_that_two_commits_share_is_reported_for_both(
     again = replace(made, step=400)
     store.put(KEYS.commit(CommitRef(1, 400), 0, 1), manifest.encode(again))
     flip_bit(in_store(tmp_path, 300, "a"), 0)
-    assert [finding.ref.step for finding in verify(store, KEYS)] == [400, 300]
-    assert [finding.ref.step for finding in verify(store, KEYS, step=400)] == [400]
-    assert verify(store, KEYS, step=100) == []
+    assert [finding.ref.step for finding in verify(store, KEYS).defects] == [400, 300]
+    assert [finding.ref.step for finding in verify(store, KEYS, step=400).defects] == [400]
+    assert verify(store, KEYS, step=100).defects == []
     with pytest.raises(NothingToRestore):
         verify(store, KEYS, step=500)
 

@@ -21,8 +21,9 @@ from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
 from swansongd.model import CommitRef
 from swansongd.restore import journal, reader
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import RestoreResult, Selection, restore, verify
+from swansongd.restore.restore import RestoreResult, Selection, restore
 from swansongd.restore.target import RestoreTarget
+from swansongd.restore.verify import verify
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 
@@ -483,4 +484,4 @@ def test_a_restore_from_each_backend_can_be_resumed(bare_store: ObjectStore, to:
     got = restore(store, KEYS, RestoreTarget(to))
     assert tree(to) == NEW
     assert got.reused_bytes >= 2 * PART_SIZE_BYTES
-    assert verify(store, KEYS) == []
+    assert verify(store, KEYS).defects == []

@@ -13,6 +13,12 @@ from testkit.clouds import Bucket
 CORRUPT = 8
 
 
+def key_of(manifest: dict[str, Any], shard: dict[str, Any]) -> str:
+    """Key of the object with the first bytes of the shard."""
+    key: str = manifest["objects"][shard["extents"][0][0]][0]
+    return key
+
+
 @pytest.fixture
 def two_commits(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
     """A run with commits at steps 20 and 40, whose VM is terminated."""
@@ -31,7 +37,7 @@ def damaged(two_commits: Bucket) -> Bucket:
     """One bit in the data of the newer commit has flipped."""
     newest = two_commits.manifests()[0]
     shard = next(shard for shard in newest["shards"] if shard["path"].endswith("weights.bin"))
-    two_commits.flip_bit(shard["key"])
+    two_commits.flip_bit(key_of(newest, shard))
     return two_commits
 
 
@@ -40,7 +46,7 @@ def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
     vm = new_vm("vm", damaged.store)
     answer = vm.swansong("verify", "--json")
     assert answer.returncode == CORRUPT
-    (finding,) = json.loads(answer.stdout)
+    (finding,) = json.loads(answer.stdout)["defects"]
     assert (finding["generation"], finding["step"]) == (1, 40)
     assert "weights.bin" in finding["problem"]
 
@@ -82,7 +88,7 @@ def test_with_every_commit_damaged_no_run_starts_from_scratch(
 ) -> None:
     """Restore fails instead of silently starting the run from scratch."""
     older = damaged.manifests()[-1]
-    damaged.flip_bit(older["shards"][0]["key"])
+    damaged.flip_bit(key_of(older, older["shards"][0]))
     vm = new_vm("vm", damaged.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
@@ -102,7 +108,8 @@ def test_other_damaged_commits_are_skipped_as_well(
     if damage == "manifest flipped":
         two_commits.flip_bit(max(two_commits.keys("run/commits/")))
     else:
-        two_commits.delete(two_commits.manifests()[0]["shards"][-1]["key"])
+        newest = two_commits.manifests()[0]
+        two_commits.delete(key_of(newest, newest["shards"][-1]))
     vm = new_vm("vm", two_commits.store)
     assert vm.swansong("verify").returncode == CORRUPT
     answer = vm.swansong("restore", "--to", str(vm.disk / "restored"))

@@ -1,73 +1,187 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong verify``: compare the stored bytes with the manifests."""
+"""``swansong verify``: compare the stored bytes with the manifests, and repair what is damaged."""
 
 from __future__ import annotations
 
 import argparse
+import re
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
-from swansongd.cli.common import add_json, add_run, add_step, print_json
-from swansongd.cli.opening import opened
+from swansongd.cli.common import add_json, add_run, add_step, human_bytes, print_json
+from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import ShownCount, ShownProgress
+from swansongd.config.values import InvalidValue, rate
 from swansongd.errors import CorruptError
+from swansongd.model import CommitRef
+from swansongd.restore.local_files import copies_in
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import verify
+from swansongd.restore.repair import RepairOutcome, repair, repair_manifests
+from swansongd.restore.verify import Defect, Findings, verify
+from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
 
 EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",
     "Verify one commit before restoring it.": "swansong verify --step 12000",
+    "Read a random twentieth of the bytes, slowly.": "swansong verify --sample 5% --rate 50MB/s",
+    "Rebuild damaged objects from intact copies.": "swansong verify --repair",
     "Verify another run and print the findings as JSON.": "swansong verify --run other-run --json",
+}
+
+_ORIGINS = {
+    "object": "the object itself",
+    "run": "another object of the run",
+    "staging": "staging",
+    "mirror": "the mirror",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     add_step(parser)
+    parser.add_argument(
+        "--sample",
+        type=_share,
+        default=1.0,
+        metavar="SHARE",
+        help="read a random share of the bytes, such as 5%%; the sizes of all objects are compared",
+    )
+    parser.add_argument(
+        "--rate", type=_rate, metavar="RATE", help="limit of the bytes per second, such as 50MB/s"
+    )
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="rebuild damaged and missing objects from intact copies, and replace them",
+    )
     add_json(parser)
 
 
+def _share(text: str) -> float:
+    match = re.fullmatch(r"([0-9]{1,3}(?:\.[0-9]{1,6})?) ?%", text)
+    if not match or not 0 < float(match[1]) <= 100:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a share, such as 5%")
+    return float(match[1]) / 100
+
+
+def _rate(text: str) -> float | None:
+    number = text.removesuffix("/s")
+    try:
+        return rate(int(number) if number.isascii() and number.isdigit() else number)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} {error.problem}; {error.remedy}") from None
+
+
 def run(args: argparse.Namespace) -> int:
-    objects = shared = 0
-
-    def on_sharing(count: int, shared_count: int) -> None:
-        nonlocal objects, shared
-        objects, shared = count, shared_count
-
-    with (
-        opened(args) as here,
-        ShownCount("reading manifests", is_quiet=args.json) as manifests,
-        ShownProgress("verify") as progress,
-    ):
+    outcomes: list[RepairOutcome] = []
+    with opened(args) as here:
+        limit = args.rate
+        store = here.store
+        if limit is not None:
+            # After a stop no thread waits any longer.
+            allowed = lambda: None if here.stop.is_set() else limit  # noqa: E731
+            store = Throttled(store, allowed, limits_reads=True)
+        options = ReadOptions(connections=here.connections, stop=here.stop)
         run_name = here.keys.run
-        findings = verify(
-            here.store,
-            here.keys,
-            step=args.step,
-            manifests=manifests,
-            sharing=on_sharing,
-            options=ReadOptions(connections=here.connections, progress=progress, stop=here.stop),
-        )
+        mirror = perhaps_mirror(here) if args.repair else None
+        if mirror is not None:
+            outcomes += repair_manifests(store, here.keys, mirror, options)
+        with (
+            ShownCount("reading manifests", is_quiet=args.json) as manifests,
+            ShownProgress("verify") as progress,
+        ):
+            findings = verify(
+                store,
+                here.keys,
+                step=args.step,
+                sample=args.sample,
+                manifests=manifests,
+                options=replace(options, progress=progress),
+            )
+        if args.repair and findings.damaged:
+            with copies_in(here.config.staging.path / run_name) as local:
+                outcomes += repair(
+                    store,
+                    here.keys,
+                    findings.damaged,
+                    mirror=mirror,
+                    local=local,
+                    options=options,
+                )
+    defects = remaining(findings.defects, outcomes)
     if args.json:
-        print_json(
-            [
-                {
-                    "generation": finding.ref.generation,
-                    "step": finding.ref.step,
-                    "problem": finding.problem,
-                }
-                for finding in findings
-            ]
-        )
-        return CorruptError.exit_code if findings else 0
-    for finding in findings:
-        print(f"{finding.ref}: {printable(finding.problem)}")
-    if findings:
+        print_json(_report(run_name, args.sample, findings, defects, outcomes))
+        return CorruptError.exit_code if defects else 0
+    _print(defects, outcomes)
+    if defects:
         raise CorruptError(
-            f"verifying run {run_name} failed: {len(findings)} objects are damaged or missing",
-            hint="swansong restore skips the commits that reference them",
+            f"verifying run {run_name} failed: {len(defects)} shards or manifests are damaged or missing",
+            hint="swansong restore skips the commits that reference them"
+            if args.repair
+            else "swansong restore skips the commits that reference them; see: swansong verify --repair",
         )
+    what = "all stored bytes" if args.sample >= 1 else f"{human_bytes(findings.read_bytes)}"
     print(
-        f"all stored bytes of run {run_name} match their manifests: {objects} objects read, "
-        f"{shared} of them shared by several commits"
+        f"{what} of run {run_name} match their manifests: {findings.objects} objects "
+        f"{'read' if args.sample >= 1 else 'counted'}, {findings.shared} of them shared by several commits"
     )
     return 0
+
+
+def remaining(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> list[Defect]:
+    """The defects that the repair did not remove."""
+    whole = {outcome.key for outcome in outcomes if not outcome.problem}
+    return [defect for defect in defects if not defect.keys or not defect.keys <= whole]
+
+
+def _print(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> None:
+    for outcome in outcomes:
+        if outcome.problem:
+            names = ", ".join(str(ref) for ref in outcome.commits)
+            print(
+                f"not repaired: {printable(outcome.key)}: {printable(outcome.problem)}; of {names}"
+            )
+        else:
+            origins = ", ".join(
+                f"{human_bytes(size_bytes)} from {_ORIGINS[origin]}"
+                for origin, size_bytes in sorted(outcome.copied_bytes.items())
+            )
+            print(f"repaired: {printable(outcome.key)}: {origins}")
+    for defect in defects:
+        print(f"{defect.ref}: {printable(defect.problem)}")
+
+
+def _report(
+    run_name: str,
+    sample: float,
+    findings: Findings,
+    defects: Sequence[Defect],
+    outcomes: Sequence[RepairOutcome],
+) -> dict[str, Any]:
+    return {
+        "run": run_name,
+        "sample": sample,
+        "commits": findings.commits,
+        "objects": findings.objects,
+        "objects_shared": findings.shared,
+        "bytes": findings.size_bytes,
+        "bytes_read": findings.read_bytes,
+        "defects": [{**_place(defect.ref), "problem": defect.problem} for defect in defects],
+        "repairs": [
+            {
+                "key": outcome.key,
+                "size_bytes": outcome.size_bytes,
+                "repaired": not outcome.problem,
+                "problem": outcome.problem or None,
+                "bytes_from": dict(outcome.copied_bytes),
+                "commits": [_place(ref) for ref in outcome.commits],
+            }
+            for outcome in outcomes
+        ],
+    }
+
+
+def _place(ref: CommitRef) -> dict[str, int]:
+    return {"generation": ref.generation, "step": ref.step}

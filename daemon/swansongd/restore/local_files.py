@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, parse_sealed_name
@@ -26,6 +27,9 @@ from swansongd.model import CommitRef, StagedFile, StoredShard
 from swansongd.restore.reader import OpenLocal
 from swansongd.staging import scan
 from swansongd.staging.prepare import RunDirectory
+
+LocalCopies = Callable[[str, int], Iterator[OpenLocal]]
+"""Functions that open the files on this machine with this path in a checkpoint and this size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,10 +97,35 @@ class LocalFiles:
             files = {file.path: file for file in staged.files}
             yield _Set(self._run.fd, staged.directory, staged.id.step, files)
         yield from _listed(self._run.own_fd, scan.sets_aside(self._run.own_fd))
+        yield from _restored(self._run.fd, stack)
+
+
+@contextmanager
+def copies_in(run_directory: Path) -> Iterator[LocalCopies]:
+    """Finds candidates without the daemon: in sealed sets and in downloads, while the context is open."""
+    with ExitStack() as stack:
+        sets: list[_Set] = []
         with suppress(OSError):
-            restored_fd = openat.open_directory(RESTORED_DIRECTORY, dir_fd=self._run.fd)
-            stack.callback(os.close, restored_fd)
-            yield from _listed(restored_fd, {name: name for name in os.listdir(restored_fd)})
+            run_fd = os.open(run_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            stack.callback(os.close, run_fd)
+            sets += _listed(run_fd, {name: name for name in os.listdir(run_fd)})
+            sets += _restored(run_fd, stack)
+
+        def find(path: str, size_bytes: int) -> Iterator[OpenLocal]:
+            for each in sets:
+                file = each.files.get(path)
+                if file is not None and file.size_bytes == size_bytes:
+                    yield partial(scan.open_file, each.parent_fd, each.name, file)
+
+        yield find
+
+
+def _restored(run_fd: int, stack: ExitStack) -> Iterator[_Set]:
+    """The downloads of a run, while ``stack`` is open."""
+    with suppress(OSError):
+        restored_fd = openat.open_directory(RESTORED_DIRECTORY, dir_fd=run_fd)
+        stack.callback(os.close, restored_fd)
+        yield from _listed(restored_fd, {name: name for name in os.listdir(restored_fd)})
 
 
 def _listed(parent_fd: int, names: Mapping[str, str]) -> Iterator[_Set]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Restores the newest whole commit, and verifies stored bytes against the manifests.
+"""Restores the newest whole commit.
 
 Restore skips a damaged commit, reports the reason, and takes the next older one.  It treats as damaged:
 
@@ -14,7 +14,6 @@ are errors: an older commit would not help.
 from __future__ import annotations
 
 import itertools
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
@@ -93,14 +92,6 @@ class RestoreResult:
     """Manifests and shards that the store has lost or damaged, and the mirror had."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Defect:
-    """One defect that ``verify`` found."""
-
-    ref: CommitRef
-    problem: str
-
-
 def restore(
     store: ObjectStore,
     keys: RunKeys,
@@ -156,7 +147,7 @@ def restore(
             hint=f"If the commits were deleted on purpose, delete {store.url}/{keys.farewells} as well, or "
             "continue under another run.name",
         )
-    raise _nothing(keys, selection.step, skipped, is_fresh=is_fresh)
+    raise nothing_found(keys, selection.step, skipped, is_fresh=is_fresh)
 
 
 def _restore_commit(
@@ -180,7 +171,7 @@ def _restore_commit(
         manifests = fallback.manifests(commit, error)
     if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
-    shards = _merged(manifests)
+    shards = merged(manifests)
     numbered = {
         number: shard
         for number, shard in enumerate(shards)
@@ -209,93 +200,10 @@ def _restore_commit(
     )
 
 
-def verify(
-    store: ObjectStore,
-    keys: RunKeys,
-    *,
-    step: int | None = None,
-    options: ReadOptions = _DEFAULT,
-    manifests: Callable[[int, int], None] | None = None,
-    sharing: Callable[[int, int], None] | None = None,
-) -> list[Defect]:
-    """Re-read all stored bytes of the run's commits (or those of ``step``); empty if all are intact.
-
-    Each stored object is read once, even if several commits name it.  A commit that some nodes have not
-    committed yet is not damage; the existing part of it is read as well.
-
-    Args:
-        manifests: called with the number of commits whose manifests were read, and the total.
-        sharing: called with the number of stored objects, and of those that several commits share.
-
-    Raises:
-        NothingToRestore: there is no commit.
-        CorruptError: there is an unknown object among the commits.
-        StoreError: the store could not be read.
-        Stopped: ``options.stop`` was set.
-    """
-    commits = _commits(store, keys, step)
-    if not commits:
-        raise _nothing(keys, step, [])
-    defects: list[Defect] = []
-    is_shared: dict[StoredShard, bool] = {}
-
-    def take(_commit: Commit, shards: Sequence[StoredShard]) -> None:
-        is_shared.update({shard: shard in is_shared for shard in shards})
-
-    _merged_each(store, keys, commits, take, defects, progress=manifests, stop=options.stop)
-    if sharing is not None:
-        sharing(len(is_shared), sum(is_shared.values()))
-    reader = Reader(store, options, _refused(store, keys, commits[0]))
-    bad = reader.check_sizes(list(is_shared))
-    sized = [shard for shard in is_shared if shard not in bad]
-    bad |= reader.read(dict(enumerate(sized)), progress=options.progress).problems
-    if bad:
-        # The manifests are read a second time: which commits name each shard is too much for memory.
-        def blame(commit: Commit, shards: Sequence[StoredShard]) -> None:
-            named = [shard for shard in shards if shard in bad]
-            defects.extend(Defect(ref=commit.ref, problem=bad[shard]) for shard in named)
-
-        unread = {defect.ref for defect in defects}
-        readable = [commit for commit in commits if commit.ref not in unread]
-        _merged_each(store, keys, readable, blame, defects, progress=None, stop=options.stop)
-    return sorted(defects, key=lambda defect: (defect.ref, defect.problem), reverse=True)
-
-
-def _merged_each(
-    store: ObjectStore,
-    keys: RunKeys,
-    commits: Sequence[Commit],
-    take: Callable[[Commit, Sequence[StoredShard]], None],
-    defects: list[Defect],
-    *,
-    progress: Callable[[int, int], None] | None,
-    stop: threading.Event | None,
-) -> None:
-    """Pass the shards of each commit to ``take``; append the defect of an unreadable one to ``defects``."""
-
-    def merge(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
-        try:
-            if isinstance(loaded, CorruptError):
-                raise loaded
-            take(commit, _merged(loaded))
-        except CorruptError as error:
-            defects.append(Defect(ref=commit.ref, problem=error.line()))
-
-    catalog.load_each(store, keys, commits, merge, progress=progress, stop=stop)
-
-
 # ---------------------------------------------------------------- commits
 
 
-def _commits(store: ObjectStore, keys: RunKeys, step: int | None) -> list[Commit]:
-    return [
-        commit
-        for commit in catalog.list_commits(store, keys)
-        if step is None or commit.ref.step == step
-    ]
-
-
-def _nothing(
+def nothing_found(
     keys: RunKeys,
     step: int | None,
     skipped: Sequence[tuple[CommitRef, str]],
@@ -338,7 +246,7 @@ def health_of(manifests: Sequence[Manifest]) -> dict[str, float]:
     return merged_health([manifest.health for manifest in manifests])
 
 
-def _merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
+def merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
     """The shards of all nodes of a commit, without duplicate paths.
 
     Raises:

@@ -20,7 +20,7 @@ from swansongd.cli.opening import Opened
 from swansongd.cli.progress import ShownCount
 from swansongd.errors import CorruptError, Transient
 from swansongd.model import CommitRef
-from swansongd.restore.restore import verify
+from swansongd.restore.verify import verify
 
 from testkit.committed import commit
 from testkit.memory_store import MemoryStore
@@ -46,9 +46,9 @@ def store() -> MemoryStore:
 
 def test_verify_reads_each_stored_object_once(store: MemoryStore) -> None:
     """Each manifest and each shared object is read once, and the shared size is reported."""
-    told: list[tuple[int, int]] = []
-    assert verify(store, KEYS, sharing=lambda *counts: told.append(counts)) == []
-    assert told == [(11, 10)]
+    findings = verify(store, KEYS)
+    assert findings.defects == []
+    assert (findings.objects, findings.shared) == (11, 10)
     reads = Counter(key for what, key in store.requests if what == "get")
     assert set(reads.values()) == {1}
     assert sum(key.startswith(KEYS.data) for key in reads) == 11
@@ -59,7 +59,7 @@ def test_damage_in_a_shared_object_is_reported_for_each_commit(store: MemoryStor
     """Although the object is read only once."""
     (key,) = (key for key in store.objects if key.endswith("d3/f"))
     store.objects[key] = b"4"
-    assert [finding.ref.step for finding in verify(store, KEYS)] == [5, 4, 3, 2, 1]
+    assert [finding.ref.step for finding in verify(store, KEYS).defects] == [5, 4, 3, 2, 1]
     assert Counter(store.requests)["get", key] == 1
 
 

@@ -13,8 +13,9 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.errors import CorruptError, NothingToRestore, Permanent, TooLarge, Transient
 from swansongd.model import CommitRef
-from swansongd.restore.restore import restore, verify
+from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
+from swansongd.restore.verify import verify
 
 from testkit.committed import commit
 from testkit.memory_store import MemoryStore
@@ -70,7 +71,7 @@ def test_one_refused_object_is_a_damaged_commit(
     ((ref, reason),) = got.skipped
     assert ref == NEW
     assert "403" in reason
-    findings = verify(store, KEYS)
+    findings = verify(store, KEYS).defects
     assert {finding.ref for finding in findings} == {NEW}
     assert all("403" in finding.problem for finding in findings)
 
@@ -83,7 +84,7 @@ def test_a_refused_manifest_of_a_generation_without_a_claim_is_skipped(
     store.put(planted, b"{}")
     refuse(store, lambda what, key: what == "get" and key == planted)
     assert restore(store, KEYS, RestoreTarget(tmp_path / "here")).ref == NEW
-    assert [finding.ref for finding in verify(store, KEYS)] == [CommitRef(7, 1)]
+    assert [finding.ref for finding in verify(store, KEYS).defects] == [CommitRef(7, 1)]
 
 
 @pytest.mark.parametrize("what", ["get", "list"])

@@ -32,11 +32,12 @@ class Throttled:
 
     The number of bodies in flight is at most the number of windows per second.  Each body then sends about
     one window a second, and no server closes its connection as idle.  The others have not started and use no
-    connection.  Small objects and reads are not limited.
+    connection.  Small objects are not limited, and neither are ranges, unless ``limits_reads``.
 
     Args:
         store: the store that sends the requests.
         rate_bytes_per_s: called at short intervals; None removes the limit, also for waiting threads.
+        limits_reads: limit the ranges that are read, in the same bucket.
         monotonic: the clock.
     """
 
@@ -45,11 +46,13 @@ class Throttled:
         store: ObjectStore,
         rate_bytes_per_s: Callable[[], float | None],
         *,
+        limits_reads: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = store.url
         self.part_size_bytes_min = store.part_size_bytes_min
         self._store = store
+        self._limits_reads = limits_reads
         self._bucket = _TokenBucket(rate_bytes_per_s, monotonic)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -59,7 +62,11 @@ class Throttled:
         return self._store.get(key)
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        self._store.get_range(key, offset, size_bytes, sink)
+        if not self._limits_reads:
+            self._store.get_range(key, offset, size_bytes, sink)
+            return
+        with self._bucket.slot():
+            self._store.get_range(key, offset, size_bytes, _ThrottledSink(sink, self._bucket))
 
     def head(self, key: str) -> ObjectInfo | None:
         return self._store.head(key)
@@ -177,3 +184,18 @@ class _ThrottledBody:
         # In this order: a cancelled body raises before the wait.
         self._body.read_into(window)
         self._bucket.spend(window.nbytes)
+
+
+class _ThrottledSink:
+    """A sink that waits before it takes each window."""
+
+    def __init__(self, sink: Sink, pace: _TokenBucket) -> None:
+        self._sink = sink
+        self._bucket = pace
+
+    def rewind(self) -> None:
+        self._sink.rewind()
+
+    def write(self, window: memoryview) -> None:
+        self._bucket.spend(window.nbytes)
+        self._sink.write(window)
