@@ -11,7 +11,7 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
@@ -267,31 +267,44 @@ class _Transfer:
         self._progress = progress
         self._stop = stop
         self._cpus = len(os.sched_getaffinity(0))
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Condition] = deque()
+        """Threads with a part, in order: else a shard would wait for one of its parts until the end."""
         self._in_flight = 0
         self._done_bytes = 0
         self._next_sample_mono_s = 0.0
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Block until the limit admits one more part; raises Stopped."""
-        with self._changed:
-            while self._in_flight >= self._limit.now and not self._is_stopped:
-                self._changed.wait(SAMPLE_S)  # without bytes, no other thread takes a sample
+        """Block until the limit admits one more part, in the order of the calls; raises Stopped."""
+        with self._lock:
+            turn = threading.Condition(self._lock)
+            self._waiting.append(turn)
+            while not (self._is_next(turn) or self._is_stopped):
+                turn.wait(SAMPLE_S)  # without bytes, no other thread takes a sample
                 self._sample()
+            self._waiting.remove(turn)
             self._in_flight += 1
+            self._wake_next()
         try:
             self._end_if_stopped()
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._in_flight -= 1
-                self._changed.notify()
+                self._wake_next()
+
+    def _is_next(self, turn: threading.Condition) -> bool:
+        return self._waiting[0] is turn and self._in_flight < self._limit.now
+
+    def _wake_next(self) -> None:
+        if self._waiting and self._in_flight < self._limit.now:
+            self._waiting[0].notify()
 
     def add(self, size_bytes: int) -> None:
         """Count bytes that are done; raises Stopped after the stop."""
         self._end_if_stopped()
-        with self._changed:
+        with self._lock:
             self._done_bytes += size_bytes
             self._sample()
             if self._progress is not None and size_bytes > 0:
@@ -300,7 +313,7 @@ class _Transfer:
     def subtract(self, size_bytes: int) -> None:
         """Discount bytes that are fetched again."""
         if size_bytes:
-            with self._changed:
+            with self._lock:
                 self._done_bytes -= size_bytes
 
     def _sample(self) -> None:
@@ -308,10 +321,8 @@ class _Transfer:
         if now_mono_s < self._next_sample_mono_s:
             return  # process_time() costs more than reading a small file
         self._next_sample_mono_s = now_mono_s + SAMPLE_S / 4
-        before = self._limit.now
         self._limit.sample(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
-        if self._limit.now > before:
-            self._changed.notify_all()
+        self._wake_next()
 
     @property
     def _is_stopped(self) -> bool:
