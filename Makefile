@@ -50,9 +50,10 @@ wheelhouse:  ## make build/wheelhouse for packer/provision.sh --wheelhouse; PYTH
 STORE  ?= auto
 CLOUD  ?= aws
 SIGNAL ?= none
+MIRROR ?=
 
-demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1)
-	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL)
+demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1, or MIRROR=1: lose a region)
+	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
 
 test: $(STAMP)  ## run all tests, except those of whole machines
 	$(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)

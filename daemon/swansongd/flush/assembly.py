@@ -90,7 +90,7 @@ class Storage:
         self.backend = open_store(
             config.store,
             connections=connections,
-            lock_period_s=locks.period_s(config.store.lock_days),
+            lock=locks.of(config.store),
         )
         expect_recorded_store(self.backend, staging.own, config.run.name)
         dns.remember()
