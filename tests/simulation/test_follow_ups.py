@@ -62,7 +62,7 @@ def redone_s(world: World) -> float:
 def test_every_follow_up_is_committed_and_little_training_is_repeated() -> None:
     """At the power cut: at most a save, a send, the reserve and a step.
 
-    The latency of messages comes on top, and a spread: few checkpoints cannot show that their times are exact.
+    The latency of messages comes on top, and a spread: a few equal times prove nothing.
     """
     for seed, job in jobs():
         world = evacuated(seed, job)
