@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """``python -m demo --store auto|s3|gcs|file --cloud aws|gcp --signal none|usr1``; ``make demo`` runs it.
 
+``python -m demo --mirror`` loses a whole region.
+
 The exit code is 0 if all promises were kept, 1 if not, and 130 after Ctrl-C.
 """
 
@@ -10,6 +12,7 @@ import argparse
 import signal
 import sys
 
+from demo.region import lose_region
 from demo.scenario import CLOUDS, STORES, Broken, play
 from demo.screen import Screen
 
@@ -29,12 +32,21 @@ def main() -> int:
     parser.add_argument(
         "--signal", choices=("none", "usr1"), default="none", help="usr1: a trainer without hooks"
     )
+    parser.add_argument(
+        "--mirror",
+        action="store_true",
+        help="lose the region of AWS, and resume on GCP from the mirror",
+    )
     options = parser.parse_args()
+    if options.mirror and (options.store, options.cloud, options.signal) != ("auto", "aws", "none"):
+        parser.error("--mirror goes from S3 on AWS to GCS on GCP: remove the other options")
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, lambda number, _: sys.exit(128 + number))
     by_signal = options.signal == "usr1"
     with Screen() as screen:
         try:
+            if options.mirror:
+                return int(not lose_region(screen))
             return int(not play(screen, options.cloud, options.store, by_signal=by_signal))
         except Broken as broken:
             screen.fault(str(broken), broken.lines)

@@ -113,6 +113,8 @@ class Watch:
         self.follow_ups: list[tuple[float, dict[str, Any]]] = []
         """Log lines of the follow-up checkpoints: their requests and their commits."""
         self.commits: list[int] = []
+        self.mirrored: list[int] = []
+        """Steps of the commits that the mirror has."""
         self._screen = screen
         self._emulators = emulators
         self._told = 0
@@ -184,6 +186,9 @@ class Watch:
                 text = f"step {line['step']} committed: {megabytes(line)}, {lag}"
                 if is_over or not self.timeline:  # the timeline shows it otherwise
                     self._screen.say(self.name, text, at=at, style="green")
+            case "mirrored":
+                self.mirrored.append(line["step"])
+                self._screen.say(self.name, f"step {line['step']} is in the mirror", at=at)
             case "evacuation" if is_over:
                 phase = line["phase"]
                 if phase in ("follow_up", "follow_up_failed"):
@@ -233,6 +238,8 @@ class Stage:
         self._cloud = CLOUDS[cloud_name]
         self._by_signal = by_signal
         self._emulators: dict[int, str] = {}
+        self._processes: dict[str, EmulatorProcess] = {}
+        """The emulators by URL."""
         directory = tempfile.TemporaryDirectory(prefix="swansong-demo-")
         self._disk = Path(stack.enter_context(directory))
         screen.chapter("Set up: real processes on this machine, only the cloud is emulated")
@@ -278,6 +285,10 @@ class Stage:
     def second_vm(self) -> tuple[Watch, int]:
         """Start vm-2, train from the newest commit to the end; returns the step of that commit too."""
         watch = self._start_vm("vm-2")
+        return watch, self._resume(watch)
+
+    def _resume(self, watch: Watch) -> int:
+        """Train from the newest commit to the end; returns the step of that commit."""
         if self._by_signal:
             to = str(watch.vm.disk / "restored")
             answer = watch.vm.swansong("restore", "--to", to, "--json")
@@ -296,7 +307,7 @@ class Stage:
         watch.until_ended("the uninterrupted run")
         text = f"trained from step {watch.steps[0]} to the end, step {watch.steps[-1]}"
         self._screen.say(watch.name, text)
-        return watch, int(found["step"])
+        return int(found["step"])
 
     def loss(self, watch: Watch) -> dict[str, Any] | None:
         """The cost of the preemption, from ``swansong loss``; None for a trainer that reports no steps."""
@@ -332,20 +343,32 @@ class Stage:
         finally:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
         self._emulators[emulator.pid] = module
+        self._processes[emulator.url] = emulator
         return emulator.url
 
-    def _start_vm(self, name: str) -> Watch:
+    def _start_vm(
+        self,
+        name: str,
+        *,
+        cloud_name: str = "",
+        store: dict[str, str] | None = None,
+        mirror: dict[str, str] | None = None,
+    ) -> Watch:
+        """Start a VM; by default in the cloud of the scenario, with its store and without a mirror."""
+        cloud_name = cloud_name or self._cloud_name
         disk = self._disk / name
         disk.mkdir()
-        self.metadata_url = self._emulator(self._cloud.emulator)
+        self.metadata_url = self._emulator(CLOUDS[cloud_name].emulator)
         settings: dict[str, dict[str, Any]] = {
             "flush": {"part_size_bytes": "5MiB"},  # larger parts would show no progress
             "deadline": {"assumed_grace_s": 25},
+            "mirror": {**(mirror or {})},
         }
         if self._by_signal:
             settings["trainer"] = {"signal": "SIGUSR1", "pid_file": str(disk / "trainer.pid")}
-        metadata = (self._cloud_name, self.metadata_url)
-        vm = self._stack.enter_context(Vm(disk, self._store, metadata=metadata, settings=settings))
+        metadata = (cloud_name, self.metadata_url)
+        store = store or self._store
+        vm = self._stack.enter_context(Vm(disk, store, metadata=metadata, settings=settings))
         watch = Watch(self._screen, name, vm, self._emulators)
         watch.alive["the uninterrupted run"] = self.reference
         sources = ", ".join(watch.daemon.lines.all(event="started")[0]["sources"])
@@ -396,8 +419,7 @@ def play(screen: Screen, cloud: str, store: str, *, by_signal: bool) -> bool:
     screen.chapter("Figures")
     screen.table(_figures(first, when, power_off_at))
     screen.chapter("Promises")
-    ours = _weights(second.alive["the trainer"])
-    theirs = _weights(stage.reference)
+    ours, theirs = weights(second.alive["the trainer"]), weights(stage.reference)
     is_safe = verdict["verdict"] == "SAFE" and when["verdict"] < power_off_at
     kept = (
         screen.check(f"{verdict['verdict']} at step {verdict['step']}, in time", kept=is_safe),
@@ -445,7 +467,8 @@ def _costs(watch: Watch, restored: int, loss: dict[str, Any] | None) -> Iterator
     yield "lost", f"{loss['lost_s']:5.2f} s  for each GPU"
 
 
-def _weights(process: Process) -> str:
+def weights(process: Process) -> str:
+    """SHA-256 of the weights at the end of a training."""
     lines = process.lines.all()
     return next((str(line["weights_sha256"]) for line in lines if "weights_sha256" in line), "none")
 

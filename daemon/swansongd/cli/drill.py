@@ -38,6 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="with --restore: keep the files in this directory, which must be empty or not exist "
         "(default: a scratch directory below /var/tmp, which is deleted)",
     )
+    parser.set_defaults(run=None)
 
 
 def run(args: argparse.Namespace) -> int:

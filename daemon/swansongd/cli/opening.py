@@ -26,6 +26,8 @@ from swansongd.stores.wrappers.retry import Retrying
 
 _CALL_BUDGET_S = 30.0
 """Time in which one failed call to the store is retried."""
+_CALL_BUDGET_WITH_MIRROR_S = 10.0
+"""The same if there is a mirror, from which the command continues."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,6 +71,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     # The daemon's user owns the key.  Root, who restores as well, accepts any owner.
     owners = None if os.geteuid() == 0 else {0, os.geteuid()}
     signer = None if key_file is None else signing.load(key_file, owners=owners)
+    budget_s = _CALL_BUDGET_S if config.mirror.url is None else _CALL_BUDGET_WITH_MIRROR_S
     stop = threading.Event()
     before = {}
 
@@ -81,7 +84,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     try:
         yield Opened(
             config=config,
-            store=Retrying(store, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=stop),
+            store=Retrying(store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=stop),
             keys=RunKeys(args.run or config.run.name, signer),
             stop=stop,
             connections=connections,

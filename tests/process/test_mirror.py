@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A store on S3, its mirror on GCS: copies, the loss of the store, and the two lines of a promotion."""
+
+from __future__ import annotations
+
+import json
+import secrets
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from testkit.clouds import Bucket
+from testkit.emulators.process import EmulatorProcess
+from testkit.rig import Vm, control
+from testkit.waiting import until
+
+EXIT_FENCED = 14
+
+
+@pytest.fixture(scope="module")
+def gcs() -> Iterator[EmulatorProcess]:
+    with EmulatorProcess(
+        "testkit.emulators.gcs_server", "--port", "0", "--bucket", "ckpt"
+    ) as emulator:
+        yield emulator
+
+
+@pytest.fixture
+def mirror(gcs: EmulatorProcess) -> Iterator[dict[str, str]]:
+    """An empty prefix of the mirror, without faults: its keys of the configuration."""
+    yield {"url": f"gs://ckpt/{secrets.token_hex(4)}", "endpoint": gcs.url}
+    control(gcs.url, "clear")
+
+
+def vm_with(new_vm: Any, name: str, store: dict[str, str], mirror: dict[str, str]) -> Vm:
+    made: Vm = new_vm(name, store, settings={"mirror": mirror})
+    return made
+
+
+def answer(vm: Vm, *arguments: str, code: int = 0) -> Any:
+    """The JSON that a command prints."""
+    done = vm.swansong(*arguments, "--json")
+    assert done.returncode == code, done.stderr
+    return json.loads(done.stdout)
+
+
+def mirror_of(vm: Vm) -> dict[str, Any]:
+    """The field ``mirror`` of the status."""
+    report: dict[str, Any] = vm.status()["mirror"]
+    return report
+
+
+@pytest.mark.fault("M08")
+def test_a_lost_store_continues_in_its_mirror(
+    new_vm: Any, mirror: dict[str, str], witness: str
+) -> None:
+    """Train with S3, lose it, promote the mirror on GCS, and resume from its newest commit."""
+    with EmulatorProcess("testkit.emulators.s3_server", "--port", "0", "--bucket", "ckpt") as s3:
+        store = Bucket(s3.url, "lost").store
+        first = vm_with(new_vm, "first", store, mirror)
+        daemon = first.start_daemon()
+        first.start_trainer("--every-steps", "20", script=witness)
+        step = daemon.lines.wait(event="mirrored")["step"]
+        assert mirror_of(first)["newest"]["step"] >= step
+        assert "mirror" in first.swansong("status").stdout
+        drill = answer(first, "drill", "--restore")
+        assert drill["step"] >= step
+        assert drill["skipped"] == []
+        assert drill["size_bytes"] > 3000
+        first.power_off()
+    second = vm_with(new_vm, "second", store, mirror)
+    restored = second.swansong("restore", "--to", str(second.disk / "here"))
+    assert restored.returncode == 0, restored.stderr
+    assert f"restoring from the mirror {mirror['url']}" in restored.stderr
+    promotion = answer(second, "mirror", "--promote")
+    assert promotion["promoted_generation"] == 1002
+    third: Vm = new_vm("third", mirror)
+    daemon = third.start_daemon()
+    trainer = third.start_trainer("--every-steps", "20", script=witness)
+    resumed = daemon.lines.wait(event="resume")
+    assert (resumed["step"], resumed["generation"]) == (promotion["newest"]["step"], 1)
+    trainer.lines.wait(step=resumed["step"] + 1)
+    assert daemon.lines.wait(event="committed")["generation"] == 1003
+
+
+@pytest.mark.fault("M06")
+def test_a_promotion_stops_the_vm_of_the_store(
+    bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
+) -> None:
+    """The daemon finds the foreign claim at its next copy, ends with code 14, and copies nothing more."""
+    vm = vm_with(new_vm, "vm", bucket.store, mirror)
+    daemon = vm.start_daemon()
+    vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="mirrored")
+    assert vm.swansong("mirror", "--promote", "--force").returncode == 0
+    assert daemon.wait() == EXIT_FENCED
+    assert daemon.lines.all(event="mirror_promoted")
+    copied = [each["step"] for each in new_vm("other", mirror).commits()]
+    assert vm.swansong("mirror").returncode == EXIT_FENCED
+    # A VM of the old configuration is fenced at its start, too.
+    assert vm.start_daemon(ready=False).wait() == EXIT_FENCED
+    assert [each["step"] for each in new_vm("another", mirror).commits()] == copied
+
+
+@pytest.mark.fault("M02", "M04")
+def test_a_killed_copy_is_finished_by_the_next_daemon(
+    bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
+) -> None:
+    """The mirror hangs: commits continue, and the lag is shown.  After SIGKILL the copy starts again."""
+    control(mirror["endpoint"], "break?kind=stall&at=mid_body&match=data&times=1000")
+    vm = vm_with(new_vm, "vm", bucket.store, mirror)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--every-steps", "20", script=witness)
+    until(lambda: len(daemon.lines.all(event="committed")) >= 3, what="three commits")
+    report = vm.status()
+    assert report["store"]["health"] == "ok"
+    assert report["mirror"]["state"] in ("copying", "failing", "paused")
+    assert report["mirror"]["lag"]["commits"] >= 2
+    assert report["mirror"]["lag"]["seconds"] > 0
+    trainer.kill()
+    daemon.kill()
+    control(mirror["endpoint"], "clear")
+    newest = bucket.manifests()[0]["step"]
+    vm.start_daemon().lines.wait(event="mirrored", step=newest)
+    copy: Vm = new_vm("copy", mirror)
+    assert answer(copy, "verify") == []
+    assert answer(vm, "mirror")["failed"] == []
+    of_store = {(each["generation"], each["step"]) for each in vm.commits()}
+    assert {(each["generation"], each["step"]) for each in copy.commits()} == of_store
+    assert answer(copy, "verify") == []
+
+
+@pytest.mark.fault("M01", "M03")
+@pytest.mark.parametrize("status", [403, 503])
+def test_a_mirror_that_fails_costs_nothing(
+    bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str, status: int
+) -> None:
+    """Without a right, or without an answer: verdict and health are those of the store."""
+    control(mirror["endpoint"], f"answer?status={status}&code=AccessDenied&match=ckpt&times=100000")
+    vm = vm_with(new_vm, "vm", bucket.store, mirror)
+    daemon = vm.start_daemon()
+    vm.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed")
+    assert vm.swansong("drill", "--in", "20s", "--wait").returncode == 0
+    report = vm.status()
+    assert (report["verdict"], report["store"]["health"]) == ("SAFE", "ok")
+    until(lambda: mirror_of(vm)["state"] == "failing", what="a failing mirror")
+    assert mirror_of(vm)["lag"]["commits"] >= 1
+
+
+@pytest.mark.fault("M09", "M05")
+def test_a_damaged_object_comes_from_the_mirror(
+    bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str
+) -> None:
+    """The next VM resumes from the newest commit although the store has damaged it; status shows it."""
+    vm = vm_with(new_vm, "vm", bucket.store, mirror)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--every-steps", "20", "--steps", "65", script=witness)
+    assert trainer.wait() == 0
+    step = bucket.manifests()[0]["step"]
+    daemon.lines.wait(event="mirrored", step=step)
+    vm.power_off()
+    bucket.flip_bit(bucket.manifests()[0]["objects"][0][0])
+    following = vm_with(new_vm, "following", bucket.store, mirror)
+    daemon = following.start_daemon()
+    following.start_trainer("--every-steps", "20", script=witness)
+    assert daemon.lines.wait(event="resume")["step"] == step
+    assert daemon.lines.all(event="read_from_mirror")
+    assert mirror_of(following)["restored"] == 1
+    # A command without a daemon does the same, and an empty mirror gets no damaged byte.
+    empty = {**mirror, "url": f"{mirror['url']}-new"}
+    other = vm_with(new_vm, "other", bucket.store, empty)
+    failed = answer(other, "mirror", code=8)["failed"]
+    assert step in [each["step"] for each in failed]
+    assert step not in [each["step"] for each in answer(new_vm("fresh", empty), "ls")]
