@@ -88,17 +88,18 @@ class Vm:
         self._source = source
         self._sigma = sigma
         self._pace = pace.UNKNOWN
+        self.forecast: Forecast
+        self._forecast()
 
-    def forecast(self) -> Forecast:
+    def _forecast(self) -> None:
         known = Measurements(save_s=self._job.save_s, save_bytes=_SIZE_BYTES, pace=self._pace)
-        return planner.forecast(known)
+        self.forecast = planner.forecast(known)
 
     def checkpoint(self) -> float:
         """Time from the state of a checkpoint to its last stored byte."""
-        expected_s = self.forecast().data_s
         factor = self._source.lognormvariate(0.0, self._sigma)
         save_s, send_s = factor * self._job.save_s, factor * self._job.send_s
-        error = (save_s + send_s) / expected_s - 1
+        error = (save_s + send_s) / self.forecast.data_s - 1
         known: Pace = self._pace
         self._pace = replace(
             known,
@@ -108,6 +109,7 @@ class Vm:
         if known.send_s_per_byte is not None:
             square = min(max(error * error, 1e-4), 1.0)
             self._pace = replace(self._pace, error_square=updated(known.error_square, square))
+        self._forecast()
         return save_s + send_s
 
 
@@ -142,7 +144,7 @@ def evacuate(
     stall_s, count, newest_s, now_s = 0.0, 0, captured_s, done_s
     rate = 1 / MTBF_S + notice.early_share / notice.deadline_s
     while follow_ups:
-        made = vm.forecast()
+        made = vm.forecast
         spread_s = max(made.spread_s, floor * made.data_s)
         wait_s = next_start_s(
             Ending(left_s=notice.deadline_s - now_s, early_per_s=rate),

@@ -13,7 +13,7 @@ from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.digests import DIGEST_BYTES, part_count
-from swansongd.model import CheckpointId, CheckpointKind, StoredShard
+from swansongd.model import CheckpointId, CheckpointKind, Extent, StoredObject, StoredShard
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
@@ -81,13 +81,37 @@ def commit(
     health: Mapping[str, float] | None = None,
     kind: CheckpointKind = CheckpointKind.PERIODIC,
     part_size_bytes: int = PART_SIZE_BYTES,
+    is_packed: bool = False,
 ) -> Manifest:
-    """Store the files as one node's part of a checkpoint, and commit the part."""
+    """Store the files as one node's part of a checkpoint, and commit the part.
+
+    Args:
+        is_packed: all files share one object.
+    """
     keys = RunKeys(run)
     checkpoint = CheckpointId(step, "abc")
     shards = []
+    pack = b"".join(files.values()) if is_packed else b""
+    pack_key = keys.pack(generation, checkpoint, upload_nonce, node, 1)
+    if pack:
+        store.put(pack_key, pack)
+    offset = 0
     for path, data in files.items():
         key = keys.shard(generation, checkpoint, upload_nonce, node, path)
+        if is_packed and data:
+            extent = Extent(StoredObject(pack_key, len(pack)), offset, len(data))
+            offset += len(data)
+            shards.append(
+                StoredShard(
+                    path=path,
+                    size_bytes=len(data),
+                    part_digests=digests_of(data, part_size_bytes),
+                    part_size_bytes=part_size_bytes,
+                    crc32c=crc32c(data),
+                    extents=(extent,),
+                )
+            )
+            continue
         if data:
             store.put(key, data)
         shards.append(

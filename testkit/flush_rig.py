@@ -14,6 +14,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
+from swansongd.flush.packs import NO_PACKS, Packing
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.staging import scan
 from swansongd.stores.checksums import crc32c
@@ -58,13 +59,18 @@ def keys_of(done: Flushed) -> list[str]:
 
 
 class FlushRig:
-    """A flush engine, its staging directory, its store and its events."""
+    """A flush engine, its staging directory, its store and its events.
+
+    Args:
+        packing: by default each file is an object of its own.
+    """
 
     def __init__(
         self,
         tmp_path: Path,
         *,
         connections: int = 3,
+        packing: Packing = NO_PACKS,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = MemoryStore()
@@ -72,6 +78,7 @@ class FlushRig:
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
         self._connections = connections
+        self._packing = packing
         self._monotonic = monotonic
         self._nonces = count(1)
         self.start_daemon()
@@ -89,6 +96,7 @@ class FlushRig:
             nonce=lambda: f"n{next(self._nonces)}",
             connections=self._connections,
             part_size_bytes=PART,
+            packing=self._packing,
             monotonic=self._monotonic,
         )
 

@@ -18,6 +18,8 @@ import swansong
 from swansong._checkpoint.staging import finish
 
 WEIGHTS_BYTES = 6 * 2**20
+SMALL_BYTES = 3 * 2**19
+"""One request, and too large for a pack with parts of 5 MiB."""
 OPTIMIZER_BYTES = 2 * 2**20
 _PIECE_BYTES = 2**15
 
@@ -40,7 +42,7 @@ class Training:
 
     def save(self, directory: Path) -> None:
         self.saves += 1
-        for name, size_bytes in (("weights.bin", WEIGHTS_BYTES), ("small.bin", 1000)):
+        for name, size_bytes in (("weights.bin", WEIGHTS_BYTES), ("small.bin", SMALL_BYTES)):
             (directory / name).write_bytes(content(self.step, name, size_bytes))
             finish(directory / name)
         data = content(self.step, "optimizer.bin", OPTIMIZER_BYTES)

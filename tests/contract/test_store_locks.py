@@ -8,14 +8,18 @@ import time
 import uuid
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
+from pathlib import Path
 from typing import Any
 
 import boto3
 import pytest
 from botocore.client import Config
 from botocore.exceptions import ClientError
-from swansongd.errors import Locked, NotFound, Permanent, Transient
+from swansongd.bucket import locks
+from swansongd.config.config import StoreConfig
+from swansongd.errors import ConfigError, Locked, NotFound, Permanent, Transient
 from swansongd.stores.base import ObjectInfo, ObjectStore
+from swansongd.stores.opening import open_store
 from swansongd.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 
 from testkit.bodies import CountedBody
@@ -273,3 +277,12 @@ def test_the_store_in_memory_locks_as_the_others() -> None:
     store.clock = lambda: now_s + DAYS * DAY_S + 1
     store.delete("kept/a")
     assert store.head("kept/a") is None
+
+
+def test_a_directory_refuses_a_retention(tmp_path: Path) -> None:
+    """The error names the key: a store that locks nothing must not seem to."""
+    config = StoreConfig(url=tmp_path.as_uri(), lock_days=7)
+    with pytest.raises(ConfigError) as refused:
+        open_store(config, lock=locks.of(config))
+    assert refused.value.problems[0].startswith("store.lock_days: ")
+    assert locks.of(StoreConfig(url=tmp_path.as_uri())) is None

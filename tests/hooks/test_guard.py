@@ -19,7 +19,7 @@ import pytest
 import swansong
 from swansong._checkpoint import restore
 from swansong._checkpoint.saver import SaveCost
-from swansong._daemon.channel import Channel
+from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, Channel
 from swansong._daemon.progress import Reporter
 from swansong._ranks import agreement
 from swansong._ranks.agreement import Agreement
@@ -956,6 +956,19 @@ def test_the_first_new_step_is_reported_without_a_wait() -> None:
     for step in (40, 41, 42):
         reporter.tick(step, 1.0, SaveCost())
     assert [report.step for report in said if isinstance(report, Progress)] == [40, 41]
+
+
+def test_a_start_is_watched_until_its_first_step(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """The daemon records a resume with it: the next look at the step is a tenth of a second away."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    channel = guard._session.channel
+    until(lambda: channel.tick_s == WATCHFUL_TICK_S)
+    guard.step(1)
+    until(lambda: channel.tick_s == TICK_S)
+    until(lambda: [report.step for report in daemon.all_of(Progress)] == [0, 1])
 
 
 @pytest.mark.parametrize("is_connected", [True, False])

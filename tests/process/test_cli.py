@@ -427,7 +427,7 @@ def test_ls_names_the_newest_healthy_and_the_best_commit(place: Place) -> None:
     assert rows[2]["protected"] == ["healthy", *YOUNG, "last 3", "best accuracy"]
     header, *lines = place.run("ls", "--best", "accuracy").stdout.splitlines()
     assert header.split()[-4:] == ["LOSS", "ACCURACY", "HEALTHY", "PROTECTED"]
-    assert lines[1].split()[10:13] == ["-", "0.5", "no"]
+    assert lines[1].split()[8:11] == ["-", "0.5", "no"]
 
 
 def test_pins_and_prune(place: Place) -> None:
@@ -499,6 +499,43 @@ def test_verify_finds_damage(place: Place) -> None:
     ]
     assert place.run("verify", "--step", "100").returncode == 0
     assert place.run("verify", "--step", "7").returncode == 17
+
+
+@pytest.mark.fault("O80", "O81")
+def test_verify_repairs_from_the_mirror(place: Place) -> None:
+    """Without an intact copy the exit code is 8 and nothing is written; with a mirror it is 0."""
+    made = commit(place.store, FILES, step=100)
+    file_store(place.tmp_path / "mirror")
+    shutil.copytree(place.tmp_path / "store/r", place.tmp_path / "mirror/r")
+    key = made.objects[0].key
+    flip_bit(object_path(place.tmp_path / "store", key), 3)
+    damaged = tree(place.tmp_path / "store")
+    done = place.run("verify", "--repair")
+    assert done.returncode == 8
+    assert f"not repaired: {key}: there is no intact copy of" in done.stdout
+    assert tree(place.tmp_path / "store") == damaged
+    place.configure(f"""
+            [mirror]
+            url = "file://{place.tmp_path}/mirror"
+    """)
+    report = place.run_json("verify", "--repair", "--rate", "500MB/s")
+    assert report["defects"] == []
+    (repair,) = report["repairs"]
+    assert (repair["key"], repair["repaired"]) == (key, True)
+    assert repair["commits"] == [{"generation": 1, "step": 100}]
+    assert tree(place.tmp_path / "store/r") == tree(place.tmp_path / "mirror/r")
+
+
+def test_verify_reads_a_share_of_the_bytes(place: Place) -> None:
+    """The sample and the rate are checked; sizes are compared in any case."""
+    commit(place.store, FILES, step=100)
+    report = place.run_json("verify", "--sample", "5%", "--rate", "50MB/s")
+    assert report["sample"] == 0.05
+    assert 0 < report["bytes_read"] < report["bytes"] == sum(map(len, FILES.values()))
+    for wrong in ("0%", "5", "101%", "x%"):
+        assert place.run("verify", "--sample", wrong).returncode == 2
+    for wrong in ("1", "fast", "-1MB"):
+        assert place.run("verify", f"--rate={wrong}").returncode == 2
 
 
 # ---------------------------------------------------------------- finished

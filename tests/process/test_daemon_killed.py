@@ -33,10 +33,10 @@ def test_killed_during_a_flush_it_continues_where_it_was(
     daemon.lines.wait(event="health", source="store", health="ok")
     trainer = vm.start_trainer(script=witness)
     trainer.lines.wait(step=5)
-    bucket.order("answer", status=503, method="PUT", match="optimizer.bin", times=1_000_000)
+    bucket.order("answer", status=503, method="PUT", match="/data/", times=1_000_000)
     aws.notice(in_s=60)
     flush = daemon.lines.wait(event="evacuation", phase="flush")
-    daemon.lines.wait(event="store_retry")  # the upload of a part is in flight
+    daemon.lines.wait(event="store_retry")  # a request with bytes is in flight
 
     daemon.kill()
     trainer.lines.wait(step=flush["step"] + 20)

@@ -26,7 +26,7 @@ from typing import Any
 from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
-from swansong._daemon.channel import socket_path
+from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
 from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
@@ -576,6 +576,9 @@ class Guard:
             self._started(step)
         self._reporter.tick(step, self._health.loss, cost, self._polls)
         self._pauses.tick(step, self._polls, self._session.grace_s)
+        # The daemon records a resume with its first new step, and the power may be cut right after it.
+        is_watchful = self._reporter.awaits_step
+        self._session.channel.tick_s = WATCHFUL_TICK_S if is_watchful else TICK_S
 
     # ------------------------------------------------------------ the end
 

@@ -10,9 +10,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swansongd.config.config import StoreConfig
 from swansongd.model import CheckpointId
+from swansongd.stores.retention import DAY_S, Lock
 
-DAY_S = 86400.0
+
+def of(config: StoreConfig) -> Lock | None:
+    """The retention of new objects of a store; None without ``lock_days``."""
+    return Lock(config.lock_mode, period_s(config.lock_days)) if config.lock_days else None
 
 
 def spare_s(lock_days: int) -> float:

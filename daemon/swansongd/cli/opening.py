@@ -56,7 +56,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     store = open_store(
         config.store,
         connections=connections,
-        lock_period_s=locks.period_s(config.store.lock_days),
+        lock=locks.of(config.store),
     )
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(store, own, config.run.name)

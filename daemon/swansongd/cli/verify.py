@@ -10,14 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from swansongd.cli.common import add_json, add_run, add_step, human_bytes, print_json
-from swansongd.cli.opening import opened
+from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import ShownCount, ShownProgress
 from swansongd.config.values import InvalidValue, rate
 from swansongd.errors import CorruptError
 from swansongd.model import CommitRef
 from swansongd.restore.local_files import copies_in
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.repair import RepairOutcome, repair
+from swansongd.restore.repair import RepairOutcome, repair, repair_manifests
 from swansongd.restore.verify import Defect, Findings, verify
 from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
@@ -85,6 +85,9 @@ def run(args: argparse.Namespace) -> int:
             store = Throttled(store, allowed, limits_reads=True)
         options = ReadOptions(connections=here.connections, stop=here.stop)
         run_name = here.keys.run
+        mirror = perhaps_mirror(here) if args.repair else None
+        if mirror is not None:
+            outcomes += repair_manifests(store, here.keys, mirror, options)
         with (
             ShownCount("reading manifests", is_quiet=args.json) as manifests,
             ShownProgress("verify") as progress,
@@ -99,7 +102,14 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.repair and findings.damaged:
             with copies_in(here.config.staging.path / run_name) as local:
-                outcomes = repair(store, here.keys, findings.damaged, local=local, options=options)
+                outcomes += repair(
+                    store,
+                    here.keys,
+                    findings.damaged,
+                    mirror=mirror,
+                    local=local,
+                    options=options,
+                )
     defects = remaining(findings.defects, outcomes)
     if args.json:
         print_json(_report(run_name, args.sample, findings, defects, outcomes))

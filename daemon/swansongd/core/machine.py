@@ -191,7 +191,6 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case WokeUp(slept_s):
             claims.record_woke_up(transition, slept_s)
         case StopRequested(reason):
-            resumption.record_leaving(transition)
             transition.state = replace(transition.state, is_leaving=True)
             transition.do(Exit(EXIT_STOPPED, reason))
         case Tick():

@@ -34,9 +34,6 @@ PART_S = 2.0
 AGAIN_S = 1.0
 """After the deadline it is written again at this interval.  Ranks report once a second."""
 
-PACE_S = 5.0
-"""While training continues, the record waits at most this long for the duration of a step."""
-
 # ---------------------------------------------------------------- milestones
 
 
@@ -80,18 +77,13 @@ def record_answered(transition: Transition, event: RestoreAnswered) -> None:
 
 def record_line_left(transition: Transition) -> None:
     """Training will start again under another generation: the start so far does not count for it."""
-    _record_resumption(transition, is_last=True)
     _reached(transition, started_mono_s=None, start_step=-1, first_step=-1, first_step_mono_s=None)
 
 
 def record_started(transition: Transition, event: TrainerProgress) -> None:
-    """A rank reported the start of its training, with which it may leave the generation.
-
-    So the start before it is recorded first.
-    """
+    """A rank reported the start of its training."""
     if not event.start_id:
         return
-    _record_resumption(transition, is_last=True)
     _reached(
         transition,
         started_mono_s=transition.now,
@@ -189,13 +181,8 @@ def reconcile(transition: Transition) -> None:
     """Measure agreements, record a resume once, and write the last farewell of an evacuation."""
     _begin_evacuation(transition)
     _measure_agreement(transition)
-    _record_resumption(transition, is_last=transition.state.is_leaving)
+    _record_resumption(transition)
     _part(transition)
-
-
-def record_leaving(transition: Transition) -> None:
-    """The daemon stops: record now what would wait."""
-    _record_resumption(transition, is_last=True)
 
 
 def _begin_evacuation(transition: Transition) -> None:
@@ -226,15 +213,11 @@ def _holds_ranks(request: CheckpointRequest) -> bool:
     return bool(request.accepted) and request.target is None
 
 
-def _record_resumption(transition: Transition, *, is_last: bool) -> None:
-    """Record a resume once; ``is_last``: no later call knows more."""
+def _record_resumption(transition: Transition) -> None:
+    """Record a resume once, with the report of its first new step: the power may be cut right after it."""
     state = transition.state
     generation, milestones = state.generation, state.milestones
     if generation is None or generation == state.recorded or milestones.first_step < 0:
-        return
-    may_learn = bool(state.trainers) and not is_last
-    is_early = transition.now < _first_mono_s(milestones) + PACE_S
-    if state.training.step_s is None and may_learn and is_early:
         return
     made = _backdated(milestones, state.training.step_s)
     transition.do(RecordResumption(generation, made, state.training))
@@ -242,20 +225,17 @@ def _record_resumption(transition: Transition, *, is_last: bool) -> None:
 
 
 def _backdated(milestones: Milestones, step_s: float | None) -> Milestones:
-    """The first new step: ranks report once a second, perhaps after several steps.
+    """The first new step: hooks report it at once, and a few steps may be over by then.
 
     If the duration of a step is unknown, all of them count as equally long.
     """
-    started_mono_s, reported_mono_s = milestones.started_mono_s or 0.0, _first_mono_s(milestones)
+    started_mono_s = milestones.started_mono_s or 0.0
+    reported_mono_s = milestones.first_step_mono_s
+    assert reported_mono_s is not None
     steps = milestones.first_step - milestones.start_step
     pace_s = (reported_mono_s - started_mono_s) / steps if step_s is None else step_s
     first_mono_s = max(started_mono_s, reported_mono_s - (steps - 1) * pace_s)
     return replace(milestones, first_step=milestones.start_step + 1, first_step_mono_s=first_mono_s)
-
-
-def _first_mono_s(milestones: Milestones) -> float:
-    assert milestones.first_step_mono_s is not None
-    return milestones.first_step_mono_s
 
 
 def _part(transition: Transition) -> None:

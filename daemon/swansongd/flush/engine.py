@@ -39,8 +39,19 @@ from swansongd.errors import StagingError, SwansongError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.body import Cancelled
 from swansongd.flush.journal import SETS_MAX, UploadJournal
+from swansongd.flush.pack_uploader import PackUploader
+from swansongd.flush.packs import Packing
 from swansongd.flush.queue import UploadQueue
-from swansongd.flush.tasks import Advance, Begin, ComparePart, Finish, SendPart, Task, TaskOutcome
+from swansongd.flush.tasks import (
+    Advance,
+    Begin,
+    ComparePart,
+    Finish,
+    SendPack,
+    SendPart,
+    Task,
+    TaskOutcome,
+)
 from swansongd.flush.uploader import ShardUploader
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
@@ -69,6 +80,7 @@ class FlushEngine:
         connections: largest number of parts in flight.
         part_size_bytes: size of a part, except of large files.
         nonce: returns a new nonce for the keys of a set.
+        packing: decides which files share an object; None: see :meth:`Packing.for_parts`.
         monotonic: the clock of the concurrency limit.
     """
 
@@ -83,6 +95,7 @@ class FlushEngine:
         connections: int,
         part_size_bytes: int,
         nonce: Callable[[], str] = upload_nonce,
+        packing: Packing | None = None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._keys = keys
@@ -91,6 +104,7 @@ class FlushEngine:
         self._journal = journal
         self._connections = connections
         self._nonce = nonce
+        self._packing = packing or Packing.for_parts(part_size_bytes, connections)
         self._monotonic = monotonic
         self._cpus = len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
@@ -102,6 +116,9 @@ class FlushEngine:
             journal,
             lock=self._lock,
             part_size_bytes=part_size_bytes,
+        )
+        self._packs = PackUploader(
+            store, journal, self._uploader, lock=self._lock, part_size_bytes=part_size_bytes
         )
         self._idle = 0
         """Workers that wait for a task."""
@@ -149,12 +166,20 @@ class FlushEngine:
         others = [checkpoint for checkpoint, queue in self._queues.items() if queue is not active]
         for checkpoint in others[: len(self._queues) - SETS_MAX + 1]:
             del self._queues[checkpoint]
-        key_of = partial(self._key_of, generation, staged)
-        made = self._queues[staged.id] = UploadQueue(str(staged.id), key_of, self._nonce)
+        made = self._queues[staged.id] = UploadQueue(
+            str(staged.id),
+            partial(self._key_of, generation, staged),
+            self._nonce,
+            packing=self._packing,
+            pack_key_of=partial(self._pack_key_of, generation, staged),
+        )
         return made
 
     def _key_of(self, generation: int, staged: Staged, path: str, nonce: str) -> str:
         return self._keys.shard(generation, staged.id, nonce, staged.node, path)
+
+    def _pack_key_of(self, generation: int, staged: Staged, number: int, nonce: str) -> str:
+        return self._keys.pack(generation, staged.id, nonce, staged.node, number)
 
     def _deactivate(self) -> None:
         flush, self._active = self._active, None
@@ -218,6 +243,8 @@ class FlushEngine:
                     self._finish(flush)
                 case Advance() | ComparePart() | SendPart():
                     self._uploader.carry_out(flush, task)
+                case SendPack():
+                    self._packs.carry_out(flush, task)
         except Cancelled:
             return TaskOutcome.RETRY
         except StagingError as error:

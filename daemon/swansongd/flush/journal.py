@@ -219,10 +219,15 @@ class UploadJournal:
                 self._append(body)
 
     def shard_stored(self, set_name: str, record: ShardRecord) -> None:
-        body = _encoded(shard_entry(set_name, record))
+        self.shards_stored(set_name, [record])
+
+    def shards_stored(self, set_name: str, records: Sequence[ShardRecord]) -> None:
+        """Note complete shards, in one write."""
+        bodies = [_encoded(shard_entry(set_name, record)) for record in records]
         with self._lock:
-            self._contents.put(set_name, record)
-            self._append(body)
+            for record in records:
+                self._contents.put(set_name, record)
+            self._append(*bodies)
 
     def is_current(self, set_name: str) -> bool:
         """Whether all objects that the shards of a set reference belong to the newest commit.
@@ -299,16 +304,20 @@ class UploadJournal:
         self._contents.apply(entry)
         self._append(_encoded(entry))
 
-    def _append(self, body: bytes) -> None:
+    def _append(self, *bodies: bytes) -> None:
         if self._fd < 0:
             return
-        line, self._chain = _line(body, self._chain)
+        lines = []
+        for body in bodies:
+            line, self._chain = _line(body, self._chain)
+            lines.append(line)
+        data = b"".join(lines)
         try:
-            openat.write_all(self._fd, line)
+            openat.write_all(self._fd, data)
         except OSError as error:
             self._stop_writing(error)
             return
-        self._size_bytes += len(line)
+        self._size_bytes += len(data)
         if self._size_bytes > self._compact_at_bytes:
             self._rewrite()
 

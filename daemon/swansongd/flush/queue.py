@@ -4,15 +4,17 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 from swansongd.flush.known_parts import KnownParts
-from swansongd.flush.records import FileRecord, ShardRecord
+from swansongd.flush.packs import NO_PACKS, Packing
+from swansongd.flush.records import FileRecord, ShardRecord, UploadRecord
 from swansongd.flush.tasks import (
     Advance,
     ComparePart,
     Finish,
     PartTask,
+    SendPack,
     SendPart,
     Shard,
     ShardTask,
@@ -22,6 +24,9 @@ from swansongd.model import Staged, StagedFile
 
 RESTARTS_MAX = 3
 """Uploads of one shard that are restarted in one flush because the store has lost them."""
+
+PACKS_MAX = 999_999
+"""Packs under one upload nonce: a key has six digits for them."""
 
 NOTHING_KNOWN = KnownParts()
 
@@ -37,22 +42,34 @@ class UploadQueue:
         name: of the set, in the journal.
         key_of: returns the key of a path under an upload nonce.
         nonce: returns a new upload nonce.
+        packing: decides which files share an object.
+        pack_key_of: returns the key of a pack with this number, from 1, under an upload nonce.
     """
 
     def __init__(
-        self, name: str, key_of: Callable[[str, str], str], nonce: Callable[[], str]
+        self,
+        name: str,
+        key_of: Callable[[str, str], str],
+        nonce: Callable[[], str],
+        *,
+        packing: Packing = NO_PACKS,
+        pack_key_of: Callable[[int, str], str] = lambda number, nonce: f"{nonce}-{number}",
     ) -> None:
         self.name = name
         self.shards: dict[str, Shard] = {}
         self.bytes_stored = 0
         self._key_of = key_of
         self._nonce = nonce
+        self._packing = packing
+        self._pack_key_of = pack_key_of
+        self._packs_begun = 0
         self._upload_nonce = nonce()
         self._is_open = False
         self._is_sealed = False
         self._is_finishing = False
         self._marker_paths: frozenset[str] = frozenset()
         self._parts: deque[PartTask] = deque()
+        self._packs: deque[tuple[Shard, ...]] = deque()
         self._data: deque[Advance] = deque()
         self._markers: deque[Advance] = deque()
         self._data_left = 0
@@ -97,6 +114,7 @@ class UploadQueue:
         }
         self.bytes_stored = 0
         self._parts.clear()
+        self._packs.clear()
         self._data.clear()
         self._markers.clear()
         for shard in self.shards.values():
@@ -106,13 +124,15 @@ class UploadQueue:
                 shard.comparison = None
             self.count(shard)
         missing = [shard for shard in self.shards.values() if shard.stored is None]
+        small = [shard for shard in missing if self._goes_into_pack(shard)]
         # The largest first: a large shard that begins last would occupy a single worker at the end.
         missing.sort(key=lambda shard: shard.file.size_bytes, reverse=True)
         self._left = len(missing)
         self._data_left = sum(not self._is_marker(shard) for shard in missing)
         for shard in missing:
-            if not shard.is_advancing:
+            if not shard.is_advancing and not self._goes_into_pack(shard):
                 self._queue(shard)
+        self._queue_packs([shard for shard in small if not shard.is_advancing])
 
     def close(self) -> None:
         """Hand out no further task, until the next :meth:`open`."""
@@ -126,7 +146,7 @@ class UploadQueue:
         """Whether :meth:`next_task` would return a task."""
         if not self._is_open or self._is_finishing:
             return False
-        if self._parts or self._data:
+        if self._parts or self._data or self._packs:
             return True
         # Markers and the end wait until all files of the set are known.
         return self._is_sealed and (bool(self._markers and not self._data_left) or not self._left)
@@ -142,6 +162,8 @@ class UploadQueue:
             else:
                 part.comparison.in_flight.add(part.index)
             return part
+        if self._packs and not self._data:
+            return self._begin_pack(self._packs.popleft())
         if self._data or self._markers:
             advance = (self._data or self._markers).popleft()
             advance.shard.is_advancing = True
@@ -191,6 +213,12 @@ class UploadQueue:
                     self._split(shard)
                 else:
                     self._queue(shard)
+            case SendPack(shards):
+                for shard in shards:
+                    shard.is_advancing = False
+                left = tuple(shard for shard in shards if self._is_missing(shard))
+                if left and outcome is not TaskOutcome.DEFERRED:
+                    self._packs.appendleft(left)
 
     def is_current(self, known: KnownParts) -> bool:
         """Whether all objects that the set references belong to the newest commit."""
@@ -211,6 +239,37 @@ class UploadQueue:
         self.shards[shard.file.path] = fresh
         self._queue(fresh, is_next=True)
         return True
+
+    def restart_pack(self, shards: Sequence[Shard]) -> bool:
+        """Note that the shards must be sent again, because the key of their pack is taken.
+
+        False when a shard was restarted too often already.
+        """
+        for shard in shards:
+            shard.restarts += 1
+        return all(shard.restarts <= RESTARTS_MAX for shard in shards)
+
+    def _goes_into_pack(self, shard: Shard) -> bool:
+        return (
+            self._packing.is_small(shard.file.size_bytes)
+            and not self._is_marker(shard)
+            and not isinstance(shard.record, UploadRecord)
+        )
+
+    def _queue_packs(self, small: Sequence[Shard]) -> None:
+        for group in self._packing.groups(small, is_sealed=self._is_sealed):
+            if len(group) == 1:
+                self._queue(group[0])
+            else:
+                self._packs.append(tuple(group))
+
+    def _begin_pack(self, shards: tuple[Shard, ...]) -> SendPack:
+        for shard in shards:
+            shard.is_advancing = True
+        if self._packs_begun == PACKS_MAX:
+            self._packs_begun, self._upload_nonce = 0, self._nonce()
+        self._packs_begun += 1
+        return SendPack(shards, self._pack_key_of(self._packs_begun, self._upload_nonce))
 
     def _finish_part(self, part: SendPart, outcome: TaskOutcome) -> None:
         shard, upload = part.shard, part.shard.upload

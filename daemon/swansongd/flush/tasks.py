@@ -79,12 +79,21 @@ class ComparePart:
 
 
 @dataclass(frozen=True, slots=True)
+class SendPack:
+    """Store small files: reference those whose bytes are stored, and send the others as one object."""
+
+    shards: tuple[Shard, ...]
+    key: str
+    """Names the object, if one is sent; no other task has it."""
+
+
+@dataclass(frozen=True, slots=True)
 class Finish:
     """Check that the set did not change, and report it as stored."""
 
 
 PartTask = ComparePart | SendPart
-ShardTask = Advance | PartTask
+ShardTask = Advance | PartTask | SendPack
 Task = Begin | ShardTask | Finish
 
 

@@ -18,7 +18,7 @@ from swansongd.flush.delta import Comparison, completed, missing_parts, part_ran
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.known_parts import KnownParts, head_digest
 from swansongd.flush.records import EqualPart, PartRecord, ShardRecord, UploadRecord
-from swansongd.flush.tasks import ComparePart, SendPart, Shard, ShardTask
+from swansongd.flush.tasks import Advance, ComparePart, SendPart, Shard
 from swansongd.staging import scan
 from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
 
@@ -48,7 +48,7 @@ class ShardUploader:
         self._lock = lock
         self._part_size_bytes = part_size_bytes
 
-    def carry_out(self, flush: ActiveFlush, task: ShardTask) -> None:
+    def carry_out(self, flush: ActiveFlush, task: Advance | ComparePart | SendPart) -> None:
         """Carry out one task.
 
         Raises:
@@ -115,7 +115,7 @@ class ShardUploader:
 
     def _empty(self, flush: ActiveFlush, shard: Shard) -> ShardRecord:
         """The record of an empty file, which needs no object."""
-        with opened(self._directory(flush), shard.file) as fd:
+        with opened(self.directory(flush), shard.file) as fd:
             part = PartRecord(PartReceipt(1, "", 0), blake3().digest(), head_digest(fd, 0, 0))
         return stored_record(shard.file, 1, {}, "", [part])
 
@@ -142,7 +142,7 @@ class ShardUploader:
         self, flush: ActiveFlush, shard: Shard, known: KnownParts, part_size_bytes: int
     ) -> list[int]:
         file, candidates = shard.file, []
-        with opened(self._directory(flush), file) as fd:
+        with opened(self.directory(flush), file) as fd:
             for index in range(part_count(file.size_bytes, part_size_bytes)):
                 if not flush.queue.wants(shard):
                     raise Cancelled
@@ -154,7 +154,7 @@ class ShardUploader:
         """Read one part, and note it if the newest commit and the store have it."""
         file, comparison = task.shard.file, task.comparison
         offset, size_bytes = part_range(file, comparison.part_size_bytes, task.index)
-        with opened(self._directory(flush), file) as fd:
+        with opened(self.directory(flush), file) as fd:
             body = _body(flush, task.shard, fd, offset, size_bytes, moved=flush.count_compared)
             crc32c = body.read_all()
             head = head_digest(fd, offset, size_bytes)
@@ -193,7 +193,7 @@ class ShardUploader:
         """Store the only part that is not known, in one request."""
         file = shard.file
         offset, size_bytes = part_range(file, part_size_bytes, index)
-        with opened(self._directory(flush), file) as fd:
+        with opened(self.directory(flush), file) as fd:
             body = _body(flush, shard, fd, offset, size_bytes, moved=flush.count_sent)
             try:
                 crc32c = self._store.put_shard(shard.key, body)
@@ -211,7 +211,7 @@ class ShardUploader:
         upload = record.upload
         index = record.indices[number - 1]
         offset, size_bytes = part_range(shard.file, upload.part_size_bytes, index)
-        with opened(self._directory(flush), shard.file) as fd:
+        with opened(self.directory(flush), shard.file) as fd:
             body = _body(flush, shard, fd, offset, size_bytes, moved=flush.count_sent)
             try:
                 receipt = self._store.put_part(upload, number, body)
@@ -249,7 +249,7 @@ class ShardUploader:
         with self._lock:
             flush.queue.stored(shard, record)
 
-    def _directory(self, flush: ActiveFlush) -> scan.SetDirectory:
+    def directory(self, flush: ActiveFlush) -> scan.SetDirectory:
         """The directory of the set, opened once for all workers of the flush."""
         if flush.directory is not None:
             return flush.directory

@@ -11,9 +11,9 @@ import os
 import threading
 import time
 from bisect import bisect_right
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate
 
@@ -31,6 +31,7 @@ from swansongd.errors import (
 )
 from swansongd.model import CommitRef, Extent, StoredObject, StoredShard
 from swansongd.restore.journal import Noted
+from swansongd.restore.runs import Range, Run, RunSink, joined
 from swansongd.restore.target import RestoredFile, RestoreTarget
 from swansongd.stores.base import WINDOW_BYTES, ObjectStore
 from swansongd.util.concurrency import SAMPLE_S, ConcurrencyLimit
@@ -50,12 +51,16 @@ LocalSource = Callable[
 ]
 """Finds such files for the shards of a commit, by their number, while the context is open."""
 
+_Numbered = tuple[int, StoredShard]
+"""A shard with its number in the journal."""
+
 CONNECTIONS = 16
 """Default limit of parallel connections."""
 _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _SMALL_BYTES = 2**20
 _MISSING = "is missing from the store"
+_WRONG = "{} does not match its digest"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -187,13 +192,15 @@ class Reader:
             verified=self.options.verified,
         )
         reading.local = local or {}
-        states = [
-            _Shard(number, shard)
-            for number, shard in sorted(shards.items(), key=lambda item: _place(item[1]))
-        ]
+        runs, alone = reading.planned(shards, self.options.connections)
+        states = [_Shard(number, shard) for number, shard in sorted(alone.items(), key=_place)]
+        parts = [(state, index) for state in states for index in range(state.parts_left)]
+        # The small files come first: a trainer reads the indexes before all others.
+        small = sum(s.parts_left for s in states if s.shard.size_bytes <= _SMALL_BYTES)
+        tasks: list[_Part | Run[_Numbered]] = [*parts[:small], *runs, *parts[small:]]
         self._each(
-            [(state, index) for state in states for index in range(state.parts_left)],
-            lambda part: reading.part(*part),
+            tasks,
+            lambda task: reading.run(task) if isinstance(task, Run) else reading.part(*task),
             threads=self.options.connections * (1 if target is None else _SYNCS),
         )
         return PassResult(
@@ -241,6 +248,10 @@ class _Shard:
             offset, left_bytes, place = offset + size_bytes, left_bytes - size_bytes, place + 1
 
 
+_Part = tuple[_Shard, int]
+"""A shard, and the index of one of its parts."""
+
+
 class _Transfer:
     """State that all connections of one pass share: bytes done, parts in flight, the stop."""
 
@@ -256,31 +267,44 @@ class _Transfer:
         self._progress = progress
         self._stop = stop
         self._cpus = len(os.sched_getaffinity(0))
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._waiting: deque[threading.Condition] = deque()
+        """Threads with a part, in order: else a shard would wait for one of its parts until the end."""
         self._in_flight = 0
         self._done_bytes = 0
         self._next_sample_mono_s = 0.0
 
     @contextmanager
     def part(self) -> Iterator[None]:
-        """Block until the limit admits one more part; raises Stopped."""
-        with self._changed:
-            while self._in_flight >= self._limit.now and not self._is_stopped:
-                self._changed.wait(SAMPLE_S)  # without bytes, no other thread takes a sample
+        """Block until the limit admits one more part, in the order of the calls; raises Stopped."""
+        with self._lock:
+            turn = threading.Condition(self._lock)
+            self._waiting.append(turn)
+            while not (self._is_next(turn) or self._is_stopped):
+                turn.wait(SAMPLE_S)  # without bytes, no other thread takes a sample
                 self._sample()
+            self._waiting.remove(turn)
             self._in_flight += 1
+            self._wake_next()
         try:
             self._end_if_stopped()
             yield
         finally:
-            with self._changed:
+            with self._lock:
                 self._in_flight -= 1
-                self._changed.notify()
+                self._wake_next()
+
+    def _is_next(self, turn: threading.Condition) -> bool:
+        return self._waiting[0] is turn and self._in_flight < self._limit.now
+
+    def _wake_next(self) -> None:
+        if self._waiting and self._in_flight < self._limit.now:
+            self._waiting[0].notify()
 
     def add(self, size_bytes: int) -> None:
         """Count bytes that are done; raises Stopped after the stop."""
         self._end_if_stopped()
-        with self._changed:
+        with self._lock:
             self._done_bytes += size_bytes
             self._sample()
             if self._progress is not None and size_bytes > 0:
@@ -289,7 +313,7 @@ class _Transfer:
     def subtract(self, size_bytes: int) -> None:
         """Discount bytes that are fetched again."""
         if size_bytes:
-            with self._changed:
+            with self._lock:
                 self._done_bytes -= size_bytes
 
     def _sample(self) -> None:
@@ -297,10 +321,8 @@ class _Transfer:
         if now_mono_s < self._next_sample_mono_s:
             return  # process_time() costs more than reading a small file
         self._next_sample_mono_s = now_mono_s + SAMPLE_S / 4
-        before = self._limit.now
         self._limit.sample(now_mono_s, self._done_bytes, time.process_time(), self._cpus)
-        if self._limit.now > before:
-            self._changed.notify_all()
+        self._wake_next()
 
     @property
     def _is_stopped(self) -> bool:
@@ -378,6 +400,72 @@ class _Reading:
         self._has_failed = False
         """Set by the first error: threads that wait for a connection then send no further request."""
 
+    def planned(
+        self, shards: Mapping[int, StoredShard], connections: int
+    ) -> tuple[list[Run[_Numbered]], dict[int, StoredShard]]:
+        """The runs to fetch, and the shards that are read each by itself."""
+        together = {
+            number: shard
+            for number, shard in shards.items()
+            if _shares_object(shard) and number not in self.local and (number, 0) not in self._noted
+        }
+        ranges = (
+            Range(extent.object.key, extent.offset_bytes, extent.size_bytes, (number, shard))
+            for number, shard in together.items()
+            for extent in shard.extents
+        )
+        alone = {number: shard for number, shard in shards.items() if number not in together}
+        return joined(ranges, connections=connections), alone
+
+    def run(self, run: Run[_Numbered]) -> None:
+        """Fetch the shards of a run in one request."""
+        sink = RunSink(
+            run,
+            None if self._target is None else self._opened,
+            moved=self._transfer.add,
+            taken_back=self._transfer.subtract,
+        )
+        shards = [each.item for each in run.ranges]
+        try:
+            with self._in_flight(), closing(sink):
+                if self._has_failed:
+                    return
+                self._store.get_range(run.key, run.offset_bytes, run.size_bytes, sink)
+        except NotFound:
+            self.problems.update({shard: f"{shard.path} {_MISSING}" for _, shard in shards})
+            return
+        except Permanent as error:
+            why = self._refused(run.key, error)
+            self.problems.update(dict.fromkeys((shard for _, shard in shards), why))
+            return
+        good = {}
+        for (number, shard), digest in zip(shards, sink.digests, strict=True):
+            if digest == shard.part_digests:
+                good[number] = shard
+            else:
+                self.problems[shard] = _WRONG.format(shard.path)
+        if self._target is not None:
+            self._target.note_whole({number: good[number].part_digests for number in good})
+            if self._verified is not None:
+                for shard in good.values():
+                    self._verified(shard.path, self._target)
+
+    def _opened(self, numbered: _Numbered) -> AbstractContextManager[RestoredFile]:
+        assert self._target is not None
+        return self._target.file(numbered[1].path)
+
+    @contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Hold a connection; after an error that ends the pass, no other thread gets one."""
+        with self._transfer.part():
+            try:
+                yield
+            except (NotFound, Permanent):
+                raise
+            except BaseException:
+                self._has_failed = True
+                raise
+
     def part(self, state: _Shard, index: int) -> None:
         """Read one part; the last part of a shard also compares the digest of the shard."""
         shard = state.shard
@@ -394,19 +482,13 @@ class _Reading:
         """Read one part; True if the shard is now complete and matches its digest."""
         shard = state.shard
         try:
-            with self._transfer.part():
+            with self._in_flight():
                 if shard in self.problems or self._has_failed:
                     return False
-                try:
-                    if file is None:
-                        digest = self._fetched(state, index, lambda _window, _offset: None)
-                    else:
-                        digest = self._placed(state, index, file)
-                except (NotFound, Permanent):
-                    raise
-                except BaseException:
-                    self._has_failed = True
-                    raise
+                if file is None:
+                    digest = self._fetched(state, index, lambda _window, _offset: None)
+                else:
+                    digest = self._placed(state, index, file)
         except NotFound:
             self.problems[shard] = f"{shard.path} {_MISSING}"
             return False
@@ -414,7 +496,7 @@ class _Reading:
             self.problems[shard] = self._refused(shard.path, error)
             return False
         if digest != part_digest(shard.part_digests, index):
-            self.problems[shard] = f"{shard.path} does not match its digest"
+            self.problems[shard] = _WRONG.format(shard.path)
             return False
         with self._lock:
             state.parts_left -= 1
@@ -470,13 +552,22 @@ class _Reading:
         return sink.digest()
 
 
-def _place(shard: StoredShard) -> tuple[bool, int]:
-    """The place of a shard in the order of a pass.
+def _place(numbered: tuple[int, StoredShard]) -> tuple[bool, int]:
+    """The place of a shard in the order of a pass: small ones, then the largest.
 
-    The small files come first: a trainer reads the indexes before all others.  Then the largest ones, so that
-    no connection is idle for long at the end.
+    A large shard that begins last would leave other connections idle at the end.
     """
-    return shard.size_bytes > _SMALL_BYTES, -shard.size_bytes
+    size_bytes = numbered[1].size_bytes
+    return size_bytes > _SMALL_BYTES, -size_bytes
+
+
+def _shares_object(shard: StoredShard) -> bool:
+    """Whether the shard is one part in an object with further bytes: one request may fetch its neighbours."""
+    return (
+        len(shard.extents) == 1
+        and shard.size_bytes <= shard.part_size_bytes
+        and shard.size_bytes < shard.extents[0].object.size_bytes
+    )
 
 
 def _span(shard: StoredShard, index: int) -> tuple[int, int]:

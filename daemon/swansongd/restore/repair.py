@@ -122,8 +122,10 @@ def repair(
         if present:
             outcome = rebuilding.repaired(plan, sorted(present, reverse=True))
             done.append(outcome)
-            event = "object_not_repaired" if outcome.problem else "object_repaired"
-            _log.warning(event, key=outcome.key, reason=outcome.problem, **outcome.copied_bytes)
+            if outcome.problem:
+                _log.error("object_not_repaired", key=outcome.key, reason=outcome.problem)
+            else:
+                _log.info("object_repaired", key=outcome.key, bytes_from=outcome.copied_bytes)
     return done
 
 
@@ -283,7 +285,7 @@ class _Rebuilding:
         if unnamed and self._is_wrong(stored):
             size_bytes = sum(size for _, size in unnamed)
             raise CorruptError(f"no manifest names {size_bytes} of its bytes")
-        for offset, size_bytes in unnamed:  # nobody reads them: they stay as they are
+        for offset, size_bytes in unnamed:  # no reader needs them: they stay as they are
             for start in range(offset, offset + size_bytes, WINDOW_BYTES):
                 length = min(WINDOW_BYTES, offset + size_bytes - start)
                 data = _joined(self._store, [Extent(stored, start, length)])

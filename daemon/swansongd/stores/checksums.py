@@ -51,7 +51,7 @@ def crc32c_combine(first: int, second: int, second_bytes: int) -> int:
     Args:
         second_bytes: length of the second run.
     """
-    return _apply(_zeros(second_bytes), first) ^ second
+    return _apply(_zeros(second_bytes), first) ^ second if first else second
 
 
 def crc32c_of_parts(parts: Sequence[tuple[int, int]]) -> int:

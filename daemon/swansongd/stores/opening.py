@@ -3,9 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-from swansongd.config.config import MirrorConfig, StoreAccess, StoreConfig
+from swansongd.config.config import MirrorConfig, StoreAccess
 from swansongd.errors import ConfigError
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
@@ -19,30 +17,24 @@ def open_store(
     config: StoreAccess,
     *,
     connections: int = 16,
-    lock_period_s: Callable[[str], float] | None = None,
+    lock: Lock | None = None,
 ) -> ObjectStore:
     """The backend for ``file://``, ``s3://`` or ``gs://``.  Sends no request: see ``check()``.
 
     The options of one provider are ignored by the others.
 
     Args:
-        lock_period_s: retention of a new object by its key; None: this store writes nothing that needs one.
+        lock: retention of new objects; None: they get none.
 
     Raises:
         ConfigError: the URL does not name a store, or an option is wrong.
     """
     url = config.url or ""
-    lock = None
-    locks = isinstance(config, StoreConfig) and config.lock_days > 0
-    if isinstance(config, StoreConfig) and locks and lock_period_s is not None:
-        lock = Lock(config.lock_mode, lock_period_s)
     match url.partition("://")[0]:
         case "file":
-            if locks:
+            if lock is not None:
                 raise ConfigError(
-                    [
-                        "store.lock_days: a directory locks no files; remove the key, or use S3 or GCS"
-                    ]
+                    ["store.lock_days: a directory locks no file; remove the key, or use S3 or GCS"]
                 )
             return FileStore(url)
         case "s3":

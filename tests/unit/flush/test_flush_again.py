@@ -136,7 +136,8 @@ def test_shards_of_an_unsealed_set_are_not_sent_again(flush: FlushRig) -> None:
     until(lambda: flush.store.bytes_sent >= 27 * PART)
     os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
     staged = found_set(flush.run_directory, (".metadata",))
-    flush.flushed(staged)
+    done = flush.flushed(staged)
+    assert done.bytes_sent == 0, "the flushes before it have sent them"
     events = [event for event in flush.events.queue if not isinstance(event, FlushProgress)]
     assert not events
     assert flush.store.bytes_sent == staged.size_bytes
@@ -173,8 +174,9 @@ def test_parts_in_flight_count_for_the_flush_that_continues_them(flush: FlushRig
         what="the sealed set to be flushed",
     )
     held.set()
-    assert isinstance(flush.outcome(), Flushed)
-    assert active.sent_bytes == staged.size_bytes
+    done = flush.outcome()
+    assert isinstance(done, Flushed)
+    assert done.bytes_sent == active.sent_bytes == staged.size_bytes
 
 
 def test_a_missing_file_does_not_void_an_unsealed_set(flush: FlushRig) -> None:

@@ -63,9 +63,9 @@ FORMS = {
     "<nodes>": r"[0-9]{5}",
     "<nonce>": r"[A-Za-z0-9]+",
     "<upload_nonce>": r"[A-Za-z0-9]+",
+    "<pack>": r"[0-9]{6}",
     "<name>": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
     "<path>": r".+",
-    "<pack>": r"[0-9]{6}",
     "<time>": r"[0-9]{8}T[0-9]{6}Z",
     "<hex>": r"[0-9a-f]+",
 }

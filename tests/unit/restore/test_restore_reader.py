@@ -15,7 +15,7 @@ from swansongd.restore import reader
 from swansongd.restore.reader import Reader, ReadOptions
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
-from swansongd.util.concurrency import FIRST
+from swansongd.util.concurrency import FIRST, ConcurrencyLimit
 
 from testkit.committed import commit
 from testkit.flush_rig import FlushRig, staged_set
@@ -103,3 +103,28 @@ def test_a_slow_fsync_does_not_block_the_connections(
         store, RunKeys("r"), RestoreTarget(tmp_path / "here"), options=ReadOptions(connections=1)
     )
     assert restored.size_bytes == len(fetched) == 4
+
+
+def test_parts_are_fetched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many threads that wait for the link, the one with the first part is next.
+
+    Otherwise some part of each shard waits until the end, and no shard is complete early.
+    """
+    files = 150
+    store = MemoryStore()
+    commit(store, {f"f{number:03d}": b"%03d" % number for number in range(files)})
+    fetched: list[str] = []
+    never = threading.Event()
+
+    def before(what: str, key: str) -> None:
+        if what == "get" and "/data/" in key:
+            fetched.append(key)
+            never.wait(0.004)  # waiting threads take samples meanwhile
+
+    store.before = before
+    monkeypatch.setattr(reader, "SAMPLE_S", 0.001)
+    monkeypatch.setattr(ConcurrencyLimit, "sample", lambda *_: None)
+    restore(store, RunKeys("r"), RestoreTarget(tmp_path / "here"))
+    order = sorted(fetched)
+    assert len(order) == files
+    assert max(place - order.index(key) for place, key in enumerate(fetched)) <= 8

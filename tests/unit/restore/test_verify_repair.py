@@ -219,7 +219,7 @@ DAMAGES: dict[str, Damage] = {
 }
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 @pytest.mark.parametrize("how", DAMAGES)
 @pytest.mark.parametrize("name", ["large", "pack"])
 def test_an_object_comes_back_from_the_mirror(store: MemoryStore, how: str, name: str) -> None:
@@ -235,7 +235,7 @@ def test_an_object_comes_back_from_the_mirror(store: MemoryStore, how: str, name
     assert verify(store, KEYS).defects == []
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 def test_a_large_object_is_replaced_in_parts(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -262,7 +262,7 @@ def test_a_large_object_is_replaced_in_parts(
     assert store.objects == mirror.objects
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 def test_an_identical_part_of_another_object_is_a_copy(store: MemoryStore) -> None:
     """A full copy of the file in another commit repairs both directions, without a mirror."""
     whole = stored(store, 3, "large", LARGE)
@@ -274,7 +274,7 @@ def test_an_identical_part_of_another_object_is_a_copy(store: MemoryStore) -> No
     assert store.objects == before
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 def test_a_sealed_set_on_this_machine_is_a_copy(store: MemoryStore, tmp_path: Path) -> None:
     """A file of the same path and size whose bytes match; links, FIFOs and other bytes do not count."""
     before = dict(store.objects)
@@ -295,7 +295,7 @@ def test_a_sealed_set_on_this_machine_is_a_copy(store: MemoryStore, tmp_path: Pa
     assert store.objects == before
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O81")
 @pytest.mark.parametrize("mirror_has", ["other bytes", "nothing", "no answer"])
 def test_without_an_intact_copy_nothing_is_written(store: MemoryStore, mirror_has: str) -> None:
     """A damaged or unreachable mirror helps nothing and harms nothing; the commits are reported."""
@@ -318,7 +318,7 @@ def _unreachable(*_: str) -> None:
     raise Transient("timed out")
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O81")
 def test_bytes_that_no_manifest_names_cannot_be_made_up(store: MemoryStore) -> None:
     """They stay as they are in a damaged object; a missing object with such bytes is not repaired."""
     del store.objects[
@@ -338,7 +338,7 @@ def test_bytes_that_no_manifest_names_cannot_be_made_up(store: MemoryStore) -> N
     assert key(mirror, "large") not in store.objects
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 def test_a_part_across_two_objects_repairs_either(store: MemoryStore) -> None:
     """Only its bytes within the damaged object are written."""
     data = random.Random(9).randbytes(PART_SIZE_BYTES)
@@ -353,7 +353,7 @@ def test_a_part_across_two_objects_repairs_either(store: MemoryStore) -> None:
     assert store.objects == mirror.objects
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 def test_a_store_that_does_not_keep_the_new_bytes_is_not_reported_as_repaired(
     store: MemoryStore,
 ) -> None:
@@ -366,7 +366,7 @@ def test_a_store_that_does_not_keep_the_new_bytes_is_not_reported_as_repaired(
     assert "does not return the bytes" in outcome.problem
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 def test_an_object_whose_commits_are_gone_is_not_written_again(store: MemoryStore) -> None:
     """Retention deleted them between the verification and the repair."""
     mirror = copied(store)
@@ -378,7 +378,7 @@ def test_an_object_whose_commits_are_gone_is_not_written_again(store: MemoryStor
     assert key(mirror, "pack") not in store.objects
 
 
-@pytest.mark.fault("S46")
+@pytest.mark.fault("O80")
 def test_a_damaged_manifest_comes_back_and_a_missing_one_stays_away(store: MemoryStore) -> None:
     """A missing manifest may have been deleted on purpose: its commit does not exist."""
     mirror = copied(store)

@@ -27,6 +27,7 @@ RESTART_PATIENCE_S = 30.0
 CONNECT_TIMEOUT_S = 2.0
 _FD_BYTES = 4
 TICK_S = 1.0
+WATCHFUL_TICK_S = 0.1
 LOG_INTERVAL_S = 60.0
 """Shortest time between two log lines of one kind."""
 
@@ -64,6 +65,8 @@ class Channel:
         self._connected = connected
         self._handle = handle
         self._tick = tick
+        self.tick_s = TICK_S
+        """Longest time between two ticks."""
         self._logged: dict[str, tuple[str, float]] = {}
         """By kind of log line: the last line, and its time in seconds of ``time.monotonic()``."""
         self._closing = threading.Event()
@@ -152,7 +155,7 @@ class Channel:
             resume_mono_s = time.monotonic() + backoff_s
             while (left_s := resume_mono_s - time.monotonic()) > 0 and not self._closing.is_set():
                 self._guarded(self._tick)
-                self._closing.wait(min(left_s, TICK_S))
+                self._closing.wait(min(left_s, self.tick_s))
             backoff_s = min(2 * backoff_s, BACKOFF_MAX_S)
 
     def _connect(self) -> bool:
@@ -197,7 +200,7 @@ class Channel:
         poll.register(connection, select.POLLIN)
         has_received = False
         while not self._closing.is_set():
-            if poll.poll(TICK_S * 1000):
+            if poll.poll(self.tick_s * 1000):
                 try:
                     data, fd = _receive(connection)
                 except BlockingIOError:

@@ -75,6 +75,11 @@ class Reporter:
         )
         self._send(self._last)
 
+    @property
+    def awaits_step(self) -> bool:
+        """Whether no new step was reported since the training started."""
+        return self._last.step < 0 or bool(self._last.start_id)
+
     def is_behind(self, step: int) -> bool:
         """Whether a later step was reported before, because the script has loaded an older state."""
         return 0 <= step < self._last.step

@@ -1,0 +1,672 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Random histories of a bucket, with the production code of prune: one seed, no real time, no threads.
+
+VMs claim generations, send objects, reference those of their newest commit, and commit, alone or in jobs of
+two.  They crash, are fenced with a request in flight, and return to an earlier step.  Operators pin and unpin
+commits, and objects are lost.  Prune runs with random rules and any wall clock.  It crashes at any request,
+runs within another prune, and between all its requests the others act.
+
+After every prune these hold:
+
+R1  No commit went that a rule, a pin or an always-kept class protects.  ``protects`` is a second, slow
+    implementation of the rules, written from their definitions.
+R2  Each object that a remaining manifest names exists, unless the history itself has lost it.
+R3  An undisturbed prune keeps exactly the protected commits.
+R4  After the last writer, prune leaves exactly the objects of the protected commits, and foreign objects.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import random
+import sys
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from functools import lru_cache
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+from swansongd.bucket import catalog, pins
+from swansongd.bucket.catalog import Commit
+from swansongd.bucket.keys import CommitKey, RunKeys
+from swansongd.bucket.pins import Pin
+from swansongd.config.config import RetentionConfig
+from swansongd.errors import CorruptError, Exists, NotFound, Transient
+from swansongd.model import CheckpointId, CommitRef, StoredObject, is_healthy, merged_health
+from swansongd.stores.base import ObjectInfo, OpenUpload, Page
+
+
+class Keys(RunKeys):
+    """The keys of the run; each key is parsed once."""
+
+    @lru_cache(maxsize=10_000)  # noqa: B019 - there is one object
+    def parse_commit(self, key: str) -> CommitKey | None:
+        return RunKeys.parse_commit(self, key)
+
+
+KEYS = Keys("r")
+HOUR_S, DAY_S = 3600.0, 86400.0
+BORN_S = 1_800_000_000.0
+FOREIGN = f"{KEYS.data}notes.txt"
+HISTORY_ACTIONS = 25
+
+Mutation = tuple[str, str, str]
+"""A module of bucket/, and the text in it that is replaced by another one."""
+
+
+class Violation(AssertionError):
+    """A history broke one of the rules above."""
+
+
+class Crash(BaseException):
+    """The process of the prune ends at this request."""
+
+
+class Store:
+    """The requests of prune and of pins, on a clock of its own."""
+
+    url = "simulated://store"
+    part_size_bytes_min = 1
+
+    def __init__(self) -> None:
+        self.now_s = BORN_S
+        self.objects: dict[str, Any] = {}
+        self.written_s: dict[str, float] = {}
+        self.before: Callable[[str, str], None] = lambda _what, _key: None
+        self.deleted: list[str] = []
+
+    def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
+        if if_absent and key in self.objects:
+            raise Exists(key)
+        self.objects[key] = data
+        self.written_s[key] = self.now_s
+
+    def get(self, key: str) -> Any:
+        self.before("get", key)
+        if key not in self.objects:
+            raise NotFound(key)
+        return self.objects[key]
+
+    def head(self, key: str) -> ObjectInfo | None:
+        self.before("head", key)
+        return self._info(key) if key in self.objects else None
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        return iter(self.page(prefix, None).infos)
+
+    def page(self, prefix: str, token: str | None) -> Page:
+        self.before("list", prefix)
+        return Page([self._info(key) for key in self.objects if key.startswith(prefix)], None)
+
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        self.before("delete", key)
+        self._remove(key)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> dict[str, str]:
+        for info in infos:
+            self.before("delete_many", info.key)  # it may crash between two objects
+            self._remove(info.key)
+        return {}
+
+    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        return iter(())
+
+    def _remove(self, key: str) -> None:
+        if self.objects.pop(key, None) is not None:
+            self.deleted.append(key)
+
+    def _info(self, key: str) -> ObjectInfo:
+        written_s = self.written_s[key]
+        size_bytes = 0 if key.endswith("/") else len(key)
+        return ObjectInfo(key, size_bytes, self.now_s - written_s, str(written_s))
+
+
+def load_each(
+    store: Any,
+    keys: RunKeys,
+    commits: Sequence[Commit],
+    take: Callable[[Commit, Any], None],
+    **_: Any,
+) -> None:
+    """As ``catalog.load_each``, without threads and without decoding."""
+    for commit in commits:
+        try:
+            take(commit, tuple(store.get(key) for _, key in sorted(commit.manifest_keys.items())))
+        except NotFound as error:
+            take(commit, CorruptError(str(error)))
+
+
+def code(mutation: Mutation | None = None) -> Any:
+    """The function ``prune``, of modules of its own, one of them perhaps mutated."""
+    names = [f"swansongd.bucket.{name}" for name in ("retention", "survey", "prune")]
+    saved = {name: sys.modules[name] for name in names if name in sys.modules}
+    made: dict[str, ModuleType] = {}
+    try:
+        for name in names:
+            spec = importlib.util.find_spec(name)
+            assert spec is not None
+            assert spec.origin is not None
+            with open(spec.origin, encoding="utf-8") as file:
+                source = file.read()
+            if mutation is not None and name.endswith(f".{mutation[0]}"):
+                _, old, new = mutation
+                assert source.count(old) == 1, f"{old!r} occurs {source.count(old)} times"
+                source = source.replace(old, new)
+            made[name] = sys.modules[name] = ModuleType(name)
+            exec(compile(source, spec.origin, "exec"), vars(made[name]))
+    finally:
+        for name in names:
+            del sys.modules[name]
+        sys.modules.update(saved)
+    _, survey, prune = (made[name] for name in names)
+    vars(survey)["catalog"] = SimpleNamespace(
+        load_each=load_each, grouped=catalog.grouped, is_folder=catalog.is_folder
+    )
+    vars(prune)["parallel"] = _one_by_one
+    vars(prune)["_log"] = SimpleNamespace(info=lambda *_args, **_kwargs: None)
+    return vars(prune)["prune"]
+
+
+def _one_by_one(tasks: Sequence[Any], function: Callable[[Any], None], **_: Any) -> None:
+    for task in tasks:
+        function(task)
+
+
+# ---------------------------------------------------------------- the rules, from their definitions
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A commit, as the rules define it."""
+
+    ref: CommitRef
+    nodes: int
+    age_s: float
+    is_whole: bool
+    health: dict[str, float]
+    is_pinned: bool
+
+    @property
+    def key(self) -> tuple[CommitRef, int]:
+        return self.ref, self.nodes
+
+
+def since_s(commits: Sequence[Known], claims: Mapping[int, float], rules: RetentionConfig) -> float:
+    """How long ago a writer may have learned which commit is the newest one."""
+    whole = [other for other in commits if other.is_whole]
+    found = rules.keep_within_s
+    if any(other.age_s >= rules.keep_within_s for other in whole):
+        for generation, age_s in claims.items():
+            has_committed = any(other.ref.generation == generation for other in whole)
+            is_long_fenced = any(
+                other.ref.generation > generation and other.age_s >= rules.keep_within_s
+                for other in whole
+            )
+            if not has_committed and not is_long_fenced:
+                found = max(found, age_s + rules.keep_within_s)
+    return found
+
+
+def always(
+    commit: Known, commits: Sequence[Known], claims: Mapping[int, float], rules: RetentionConfig
+) -> bool:
+    """Whether the commit is kept under any rules."""
+    while_s = since_s(commits, claims, rules)
+    newer = [other for other in commits if other.is_whole and other.key > commit.key]
+    return (
+        commit.is_pinned
+        or commit.age_s < rules.keep_within_s
+        or (not commit.is_whole and commit.age_s < rules.orphans_after_s)
+        or all(other.age_s < while_s for other in newer)
+        or (
+            commit.is_whole
+            and is_healthy(commit.health) is True
+            and not any(is_healthy(other.health) for other in newer)
+        )
+    )
+
+
+def by_rank(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> bool:
+    """Whether a rule without a clock keeps it."""
+    if not commit.is_whole:
+        return False
+    whole = [other for other in commits if other.is_whole]
+    if sum(other.key > commit.key for other in whole) < rules.keep_last:
+        return True
+    if rules.keep_every_steps is not None:
+
+        def is_in_line(one: Known) -> bool:
+            return not any(
+                other.ref.generation > one.ref.generation and other.ref.step <= one.ref.step
+                for other in whole
+            )
+
+        def interval(one: Known) -> int:
+            return one.ref.step // (rules.keep_every_steps or 1)
+
+        if is_in_line(commit) and not any(
+            is_in_line(other) and interval(other) == interval(commit) and other.key < commit.key
+            for other in whole
+        ):
+            return True
+    sign = -1 if rules.best_is_highest else 1
+
+    def rank(one: Known) -> tuple[float, Any] | None:
+        value = one.health.get(rules.best_metric)
+        return None if value is None or is_healthy(one.health) is False else (sign * value, one.key)
+
+    own = rank(commit)
+    if own is None:
+        return False
+    better = 0
+    for other in whole:
+        theirs = rank(other)
+        if theirs is not None and (
+            theirs[0] < own[0] or (theirs[0] == own[0] and theirs[1] > own[1])
+        ):
+            better += 1
+    return better < rules.keep_best
+
+
+def by_clock(
+    commit: Known, commits: Sequence[Known], rules: RetentionConfig, now_wall_s: float
+) -> bool:
+    """Whether a rule about hours, days, weeks or months keeps it."""
+    if not commit.is_whole:
+        return False
+    newer = [other for other in commits if other.is_whole and other.key > commit.key]
+    for count, span in (
+        (rules.keep_hourly, lambda moment: (moment.date(), moment.hour)),
+        (rules.keep_daily, lambda moment: moment.date()),
+        (rules.keep_weekly, lambda moment: moment.isocalendar()[:2]),
+        (rules.keep_monthly, lambda moment: (moment.year, moment.month)),
+    ):
+        if not count:
+            continue
+        own = span(datetime.fromtimestamp(now_wall_s - commit.age_s, UTC))
+        theirs = {span(datetime.fromtimestamp(now_wall_s - other.age_s, UTC)) for other in newer}
+        if own not in theirs and len(theirs) < count:
+            return True
+    return False
+
+
+# ---------------------------------------------------------------- writers
+
+
+@dataclass(frozen=True, slots=True)
+class Made:
+    """As much of a manifest as prune reads; real ones would take most of the time."""
+
+    objects: tuple[StoredObject, ...]
+    health: dict[str, float]
+
+
+@dataclass(slots=True)
+class Flush:
+    """A set on its way into the bucket."""
+
+    step: int
+    began_s: float
+    referenced: tuple[Any, ...]
+    to_send: list[Any]
+    sent: list[Any] = field(default_factory=list)
+    checked_s: float | None = None
+    """When the fence was checked; the manifest is in flight since then."""
+
+
+@dataclass(slots=True)
+class Writer:
+    """A VM: its place in a job, and the objects of its newest commit."""
+
+    generation: int
+    node: int
+    nodes: int
+    step: int
+    known: tuple[Any, ...]
+    flush: Flush | None = None
+
+
+class World:
+    """One history.
+
+    Args:
+        seed: of all choices.
+        prune: the function under test.
+    """
+
+    def __init__(self, seed: int, prune: Any) -> None:
+        self.random = random.Random(seed)
+        self.prune = prune
+        self.store = Store()
+        self.store.put(FOREIGN, b"")
+        self.rules = self._some_rules()
+        self.generation = 0
+        self.names = 0
+        self.writers: list[Writer] = []
+        self.lost: set[str] = set()
+        self.depth = 0
+        self.closed = 0
+        """Number of prunes that would not see another pin in time."""
+        self.prunes = 0
+        self.crashes = 0
+
+    def live(self) -> None:
+        """Play the history, and end it with an undisturbed prune."""
+        self._claim()
+        actions = (
+            (self._advance, 50),
+            (self._wait, 12),
+            (self._prune, 10),
+            (self._pin, 5),
+            (self._unpin, 2),
+            (self._claim, 4),
+            (self._lose, 1),
+        )
+        kinds = [kind for kind, weight in actions for _ in range(weight)]
+        for _ in range(self.random.randrange(HISTORY_ACTIONS, 3 * HISTORY_ACTIONS)):
+            self.random.choice(kinds)()
+        self.writers.clear()
+        self.store.now_s += self.rules.orphans_after_s + self.rules.keep_within_s
+        kept = self._undisturbed()
+        named = {item.key for _, made in self._manifests() for item in made.objects}
+        left = {key for key in self.store.objects if key.startswith(KEYS.data)}
+        if left != (named - self.lost) | {FOREIGN}:
+            raise Violation(f"R4: left {sorted(left ^ named)} beside the commits {sorted(kept)}")
+
+    # ------------------------------------------------------------ what VMs and operators do
+
+    def _some_rules(self) -> RetentionConfig:
+        def count() -> int:
+            return self.random.choice((0, 0, 0, 1, 2, 4))
+
+        return RetentionConfig(
+            keep_last=count(),
+            keep_within_s=self.random.choice((HOUR_S, 6 * HOUR_S, DAY_S)),
+            keep_hourly=count(),
+            keep_daily=count(),
+            keep_weekly=count(),
+            keep_monthly=count(),
+            keep_every_steps=self.random.choice((None, 20, 50)),
+            keep_best=count(),
+            best_is_highest=self.random.random() < 0.5,
+            orphans_after_s=self.random.choice((2 * DAY_S, 7 * DAY_S)),
+        )
+
+    def _wait(self) -> None:
+        low_s, high_s = self.random.choice(
+            ((60, 900), (900, 7200), (HOUR_S, DAY_S), (DAY_S, 9 * DAY_S))
+        )
+        self.store.now_s += self.random.uniform(low_s, high_s)
+
+    def _claim(self) -> None:
+        """Another VM, or two, take the run over; the earlier ones keep what they have in flight."""
+        self.generation += 1
+        self.store.put(KEYS.generation(self.generation), b"", if_absent=True)
+        nodes = self.random.choice((1, 1, 1, 2))
+        whole = [found for found in self._known() if found.is_whole]
+        newest = max(whole, key=lambda found: found.key, default=None)
+        known: tuple[Any, ...] = ()
+        step = 0
+        if newest is not None:
+            known = tuple(
+                item
+                for parsed, made in self._manifests()
+                if (parsed.ref, parsed.nodes) == newest.key
+                for item in made.objects
+            )
+            step = max(0, newest.ref.step - self.random.choice((0, 0, 0, 10, 40)))
+        self.writers = [
+            old for old in self.writers if old.flush and old.flush.checked_s is not None
+        ]
+        self.writers += [Writer(self.generation, node, nodes, step, known) for node in range(nodes)]
+
+    def _advance(self) -> None:
+        """One request of one VM."""
+        if not self.writers:
+            return
+        writer = self.random.choice(self.writers)
+        flush = writer.flush
+        now_s = self.store.now_s
+        if flush is None:
+            if writer.generation == self.generation:
+                self._begin(writer)
+        elif now_s - flush.began_s >= self.rules.orphans_after_s or self.random.random() < 0.03:
+            writer.flush = None  # the daemon died; its objects are left
+        elif flush.to_send:
+            item = flush.to_send.pop()
+            self.store.put(item.key, b"", if_absent=True)
+            flush.sent.append(item)
+        elif flush.checked_s is None:
+            if writer.generation == self.generation:
+                flush.checked_s = now_s
+            else:
+                writer.flush = None
+        else:
+            if now_s - flush.checked_s < self.rules.keep_within_s:
+                self._commit(writer, flush)
+            writer.flush = None
+
+    def _begin(self, writer: Writer) -> None:
+        writer.step += self.random.choice((10, 10, 20))
+        checkpoint = CheckpointId(writer.step, "n")
+        fresh = []
+        for _ in range(self.random.choice((1, 1, 2))):
+            self.names += 1
+            key = KEYS.shard(
+                writer.generation, checkpoint, f"u{self.names}", writer.node, f"f{self.names}"
+            )
+            fresh.append(StoredObject(key, len(key)))
+        some = tuple(item for item in writer.known if self.random.random() < 0.6)
+        writer.flush = Flush(writer.step, self.store.now_s, some, fresh)
+
+    def _commit(self, writer: Writer, flush: Flush) -> None:
+        health = {"loss": float(self.random.randrange(5))}
+        if self.random.random() < 0.7:
+            health["loss_is_finite"] = float(self.random.random() < 0.7)
+        objects = (*flush.referenced, *flush.sent)
+        ref = CommitRef(writer.generation, flush.step, is_final=self.random.random() < 0.03)
+        key = KEYS.commit(ref, writer.node, writer.nodes)
+        try:
+            self.store.put(key, Made(objects, health), if_absent=True)
+        except Exists:
+            return
+        writer.known = objects
+
+    def _pin(self) -> None:
+        whole = [found for found in self._known() if found.is_whole]
+        if not whole:
+            return
+        self.names += 1
+        whole.sort(key=lambda found: found.key)
+        ref = whole[int(len(whole) * self.random.random() ** 2)].ref  # old ones more often
+        with_hook, self.store.before = self.store.before, lambda _what, _key: None
+        pins.create(self.store, KEYS, Pin(run="r", name=f"p{self.names}", ref=ref))  # type: ignore[arg-type]
+        self.store.before = with_hook
+
+    def _unpin(self) -> None:
+        found = [key for key in self.store.objects if key.startswith(KEYS.pins)]
+        if found:
+            del self.store.objects[self.random.choice(found)]
+
+    def _lose(self) -> None:
+        """An object of the bucket is lost, as by a lifecycle rule."""
+        found = [key for key in self.store.objects if key.startswith(KEYS.data) and key != FOREIGN]
+        if found:
+            key = self.random.choice(found)
+            del self.store.objects[key]
+            self.lost.add(key)
+
+    # ------------------------------------------------------------ prune
+
+    def _prune(self) -> None:
+        if self.random.random() < 0.3:
+            self._undisturbed()
+        else:
+            self._disturbed()
+
+    def _wall_s(self) -> float:
+        """The clock of the machine that prunes: right, or wrong by years."""
+        return self.store.now_s + self.random.choice((0.0, 0.0, -3e8, 3e8, 40_000.0))
+
+    def _undisturbed(self) -> set[Any]:
+        """Nothing happens beside this prune: it keeps exactly what is protected (R3)."""
+        wall_s = self._wall_s()
+        commits, claims = self._known(), self._claims()
+        kept = {
+            found.key
+            for found in commits
+            if always(found, commits, claims, self.rules)
+            or by_rank(found, commits, self.rules)
+            or by_clock(found, commits, self.rules, wall_s)
+        }
+        self.prune(self.store, KEYS, self.rules, now_wall_s=wall_s)
+        self.prunes += 1
+        left = {found.key for found in self._known()}
+        if left != kept:
+            raise Violation(f"R3: gone {sorted(kept - left)}, left {sorted(left - kept)}")
+        self._check_objects()
+        return kept
+
+    def _disturbed(self) -> None:
+        """Others act between the requests of this prune, which may crash."""
+        commits_before = {
+            key: made for key, made in self.store.objects.items() if _is_manifest(key)
+        }
+        deleted_before = len(self.store.deleted)
+        crash_at = self.random.randrange(60) if self.random.random() < 0.5 else -1
+        outer, self.depth = self.store.before, self.depth + 1
+        requests = 0
+
+        def before(what: str, key: str) -> None:
+            nonlocal requests
+            if requests == crash_at:
+                raise Crash
+            requests += 1
+            if self.random.random() < 0.3:
+                self.store.before = lambda _what, _key: None
+                # A pin after the last listing of the pins comes too late, as the documentation says.
+                is_too_late = what == "delete" or (what == "get" and key.startswith(KEYS.pins))
+                self.closed += is_too_late
+                try:
+                    self._disturb()
+                finally:
+                    self.closed -= is_too_late
+                self.store.before = before
+
+        self.store.before = before
+        try:
+            self.prune(self.store, KEYS, self.rules, now_wall_s=self._wall_s())
+            self.prunes += 1
+        except Crash:
+            self.crashes += 1
+        except Transient:
+            pass  # the commits changed all the time
+        finally:
+            self.store.before, self.depth = outer, self.depth - 1
+        self._check_deleted(commits_before, set(self.store.deleted[deleted_before:]))
+        self._check_objects()
+
+    def _disturb(self) -> None:
+        choice = self.random.random()
+        if choice < 0.6:
+            self._advance()
+        elif choice < 0.7:
+            self.store.now_s += self.random.uniform(0, 600)
+        elif choice < 0.85:
+            if not self.closed:
+                self._pin()
+        elif choice < 0.9:
+            self._claim()
+        elif self.depth < 2:
+            self._disturbed()
+
+    # ------------------------------------------------------------ checks
+
+    def _check_deleted(self, before: dict[str, Made], deleted: set[str]) -> None:
+        """R1, for the rules that do not depend on the clock of the prune."""
+        gone = {key for key in deleted if _is_manifest(key)}
+        if not gone:
+            return
+        content = dict(self.store.objects)
+        self.store.objects |= {key: before[key] for key in gone if key in before}
+        self.store.objects |= dict.fromkeys(key for key in deleted if key.startswith(KEYS.data))
+        try:
+            commits, claims = self._known(), self._claims()
+        finally:
+            self.store.objects = content
+        refs = {(parsed.ref, parsed.nodes) for parsed in map(KEYS.parse_commit, gone) if parsed}
+        for found in commits:
+            if found.key in refs and (
+                always(found, commits, claims, self.rules) or by_rank(found, commits, self.rules)
+            ):
+                raise Violation(f"R1: {found} was deleted")
+
+    def _check_objects(self) -> None:
+        for parsed, made in self._manifests():
+            for item in made.objects:
+                if item.key not in self.store.objects and item.key not in self.lost:
+                    raise Violation(f"R2: {item.key} of {parsed.ref} is gone")
+
+    def _manifests(self) -> Iterator[tuple[Any, Made]]:
+        for key, made in self.store.objects.items():
+            if _is_manifest(key):
+                yield KEYS.parse_commit(key), made
+
+    def _claims(self) -> dict[int, float]:
+        return {
+            generation: self.store.now_s - self.store.written_s[key]
+            for key in self.store.objects
+            if (generation := KEYS.parse_generation(key)) is not None
+        }
+
+    def _known(self) -> list[Known]:
+        """The commits of the store now."""
+        store = self.store
+        pinned = {
+            _pin_of(data).ref for key, data in store.objects.items() if key.startswith(KEYS.pins)
+        }
+        parts: dict[Any, list[Made]] = {}
+        ages_s: dict[Any, float] = {}
+        for parsed, made in self._manifests():
+            key = parsed.ref, parsed.nodes
+            parts.setdefault(key, []).append(made)
+            age_s = (
+                store.now_s - store.written_s[KEYS.commit(parsed.ref, parsed.node, parsed.nodes)]
+            )
+            ages_s[key] = min(age_s, ages_s.get(key, age_s))
+        return [
+            Known(
+                ref=ref,
+                nodes=nodes,
+                age_s=ages_s[ref, nodes],
+                is_whole=len(made) == nodes
+                and all(item.key in store.objects for one in made for item in one.objects),
+                health=merged_health([one.health for one in made]),
+                is_pinned=ref in pinned,
+            )
+            for (ref, nodes), made in parts.items()
+        ]
+
+
+@lru_cache(maxsize=10_000)
+def _pin_of(data: bytes) -> Pin:
+    return pins.decode(data)
+
+
+def _is_manifest(key: str) -> bool:
+    return key.startswith(KEYS.commits)
+
+
+def run_history(seed: int, prune: Any) -> World:
+    """Play the history of a seed.
+
+    Raises:
+        Violation: it broke a rule; the message names the seed.
+    """
+    world = World(seed, prune)
+    try:
+        world.live()
+    except Violation as error:
+        raise Violation(f"seed {seed}: {error}") from error
+    return world

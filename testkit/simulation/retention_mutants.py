@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Faults of prune that the random histories of :mod:`testkit.simulation.retention` must find."""
+
+from __future__ import annotations
+
+from testkit.simulation.retention import Mutation, Violation, code, run_history
+
+MUTANTS: dict[str, Mutation] = {
+    "pins are not read again": (
+        "prune",
+        "for pin in self._pins.now() if pin.ref == ref",
+        "for pin in self._found.pins if pin.ref == ref",
+    ),
+    "the commits are not listed again": (
+        "prune",
+        "named = _marked(found, remaining)",
+        "named = _marked(found, [read for read in found.commits if read not in self._doomed])",
+    ),
+    "young objects are orphans": (
+        "survey",
+        "info.age_s is None or info.age_s < orphans_after_s",
+        "info.age_s is None",
+    ),
+    "objects go before manifests": (
+        "prune",
+        "        for _, info in sorted(read.commit.manifests.items()):",
+        (
+            "        own = _marked(self._found, [one for one in self._found.commits if one is not read])\n"
+            "        self._store.delete_many(list(self._found.objects.stored_except(own)))\n"
+            "        for _, info in sorted(read.commit.manifests.items()):"
+        ),
+    ),
+    "foreign objects are orphans": ("survey", "if not keys.is_data(info.key):", "if False:"),
+    "only the newest whole commit stays": (
+        "retention",
+        "base = next((commit for commit in whole if not commit.is_younger(since_s)), None)",
+        "base = next(iter(whole), None)",
+    ),
+    "claims do not count": (
+        "retention",
+        "if generation > settled.ref.generation and generation not in committed",
+        "if False",
+    ),
+    "the newest healthy commit is forgotten": ("retention", "if commit is healthy:", "if False:"),
+    "a commit without its objects is whole": (
+        "survey",
+        "is_whole=read.commit.is_complete and self.objects.are_stored(read.objects)",
+        "is_whole=read.commit.is_complete",
+    ),
+    "a commit of one of two nodes is whole": (
+        "survey",
+        "is_whole=read.commit.is_complete and self",
+        "is_whole=self",
+    ),
+    "the manifest of one node is deleted": (
+        "prune",
+        "in sorted(read.commit.manifests.items()):",
+        "in sorted(read.commit.manifests.items())[:1]:",
+    ),
+    "the age of the oldest manifest counts": (
+        "survey",
+        "age_s=read.commit.age_s,",
+        "age_s=max(info.age_s for info in read.commit.manifests.values()),",
+    ),
+    "the newest span is left out": (
+        "retention",
+        "        if len(seen) >= count:",
+        "        if len(seen) >= count - 1:",
+    ),
+    "every line of states counts for the steps": (
+        "retention",
+        "if ref.step < barrier:",
+        "if True:",
+    ),
+    "an unhealthy commit can be the best": (
+        "retention",
+        "if metric in commit.health and is_healthy(commit.health) is not False",
+        "if metric in commit.health",
+    ),
+    "parts go although they may become whole": (
+        "retention",
+        "if not commit.is_whole and commit.is_younger(rules.orphans_after_s):",
+        "if False:",
+    ),
+    "objects of deleted commits stay": (
+        "prune",
+        "doomed = chain(found.objects.stored_except(named), orphans)",
+        "doomed = iter(orphans)",
+    ),
+}
+"""By what is broken."""
+
+
+def seeds_to_kill(mutation: Mutation, limit: int) -> int | None:
+    """The number of histories until one breaks; None if none of ``limit`` does."""
+    prune = code(mutation)
+    for seed in range(limit):
+        try:
+            run_history(seed, prune)
+        except Violation:
+            return seed + 1
+    return None
