@@ -807,6 +807,27 @@ static bool s3_post(struct connection *c, struct request *r) {
                        r->key, name, (int)sizeof ETAG - 5, ETAG + 1);
 }
 
+// The parts of an upload, on one page.
+static bool s3_parts(struct connection *c, struct request *r, const char *id) {
+    struct upload *upload = find_upload(id);
+    if (!upload) return answer_error(c, r, "404 Not Found", "NoSuchUpload");
+    char *body = NULL;
+    size_t size = 0;
+    FILE *out = open_memstream(&body, &size);
+    fprintf(out, "<?xml version=\"1.0\" encoding=\"UTF-8\"?><ListPartsResult "
+                 "xmlns=\"http://s3.amazonaws.com/doc/2006-03-01/\"><IsTruncated>false</IsTruncated>");
+    for (int i = 1; i < PARTS_MAX; i++)
+        if (upload->sizes[i])
+            fprintf(out, "<Part><PartNumber>%d</PartNumber><LastModified>2026-01-01T00:00:00.000Z</LastModified>"
+                         "<ETag>&quot;%.*s&quot;</ETag><Size>%llu</Size></Part>", i, (int)sizeof ETAG - 3, ETAG + 1,
+                    (unsigned long long)upload->sizes[i]);
+    fprintf(out, "</ListPartsResult>");
+    fclose(out);
+    bool is_sent = answer(c, r, "200 OK", XML, body);
+    free(body);
+    return is_sent;
+}
+
 static bool respond(struct connection *c, struct request *r) {
     static const char upload_api[] = "/upload/storage/v1/b/", api[] = "/storage/v1/", get_api[] = "/download/storage/v1/";
     if (!strncmp(r->path, upload_api, sizeof upload_api - 1)) {
@@ -836,6 +857,8 @@ static bool respond(struct connection *c, struct request *r) {
     if (!strcmp(r->method, "PUT")) return s3_put(c, r);
     if (!strcmp(r->method, "POST")) return s3_post(c, r);
     if (!strcmp(r->method, "DELETE")) return answer(c, r, "204 No Content", NULL, NULL);
+    char id[32];
+    if (!strcmp(r->method, "GET") && query(r, "uploadId", id, sizeof id)) return s3_parts(c, r, id);
     return answer_bytes(c, r, r->key);
 }
 

@@ -112,7 +112,7 @@ install_system_files() {
 	local units=$source/systemd
 	install -D -m 0644 "$units/sysusers.d/swansong.conf" /usr/lib/sysusers.d/swansong.conf
 	install -D -m 0644 "$units/tmpfiles.d/swansong.conf" /usr/lib/tmpfiles.d/swansong.conf
-	install -D -m 0644 -t /etc/systemd/system "$units"/*.service "$units"/*.socket
+	install -D -m 0644 -t /etc/systemd/system "$units"/*.service "$units"/*.socket "$units"/*.timer
 	# Optional: neither enabled nor started here.
 	install -D -m 0644 -t /etc/systemd/system "$units/swansong-verify.timer"
 	install -D -m 0644 -t /etc/systemd/system "$units/swansong-nvme.service"

@@ -57,10 +57,11 @@ if have systemd-analyze "units"; then
 	for units in /usr/lib/systemd/system /lib/systemd/system; do
 		[ -d "$root/usr/lib/systemd/system" ] || [ ! -d "$units" ] || cp -r "$units" "$root/usr/lib/systemd/"
 	done
-	cp -r systemd/*.service systemd/trainer.service.d "$root/etc/systemd/system/"
+	cp -r systemd/*.service systemd/*.timer systemd/trainer.service.d "$root/etc/systemd/system/"
 	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
-	for unit in swansongd swansong-restore@my-run swansong-ready swansong-shutdown swansong-nvme trainer; do
-		unit+=.service
+	for unit in swansongd swansong-restore@my-run swansong-ready swansong-shutdown swansong-nvme trainer swansong-prune \
+		swansong-prune.timer; do
+		[ "${unit%.timer}" != "$unit" ] || unit+=.service
 		check "syntax of $unit" systemd-analyze verify --man=no --recursive-errors=no \
 			--root="$root" "/etc/systemd/system/$unit"
 	done

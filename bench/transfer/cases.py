@@ -12,7 +12,17 @@ from pathlib import Path
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.model import CheckpointKind, CommitRef, StoredShard
+from swansongd.config.config import FlushConfig
+from swansongd.flush.packs import Packing
+from swansongd.model import (
+    CheckpointId,
+    CheckpointKind,
+    CommitRef,
+    Extent,
+    StagedFile,
+    StoredObject,
+    StoredShard,
+)
 from swansongd.stores.checksums import crc32c
 
 from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
@@ -149,24 +159,11 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
     pattern = directory / "pattern"
     if not pattern.exists():
         pattern.write_bytes(os.urandom(PATTERN_BYTES))
-    shards = []
-    objects = []
     keys = RunKeys(RUN)
-    digests, checksum = _digests(pattern.read_bytes(), workload.size_bytes)
-    for name, size_bytes in workload.files:
-        key = f"{keys.data}00000001/000000000001-bench/00000/{name}"
-        shards.append(
-            StoredShard.of_object(
-                key,
-                path=name,
-                size_bytes=size_bytes,
-                part_digests=digests,
-                part_size_bytes=PART_BYTES,
-                crc32c=checksum,
-            )
-        )
-        objects.append(Object(f"{BUCKET}/{PREFIX}/{name}", size_bytes))
-        objects.append(Object(f"{BUCKET}/{key}", size_bytes))
+    shards = _shards(workload, keys, pattern.read_bytes())
+    stored = dict.fromkeys(extent.object for shard in shards for extent in shard.extents)
+    objects = [Object(f"{BUCKET}/{each.key}", each.size_bytes) for each in stored]
+    objects += [Object(f"{BUCKET}/{PREFIX}/{name}", size) for name, size in workload.files]
     commit = manifest.encode(
         Manifest(
             run=RUN,
@@ -176,7 +173,7 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
             node=0,
             nodes=1,
             nonce="bench",
-            shards=tuple(shards),
+            shards=shards,
         )
     )
     path = directory / "manifest.json"
@@ -184,6 +181,55 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
     name = keys.commit(CommitRef(1, 1), 0, 1)
     objects.append(Object(f"{BUCKET}/{name}", len(commit), path))
     return objects
+
+
+@dataclass(frozen=True)
+class _Packed:
+    file: StagedFile
+
+
+def _shards(workload: Workload, keys: RunKeys, pattern: bytes) -> tuple[StoredShard, ...]:
+    """The shards of the workload; small ones share objects, as the flush engine stores them."""
+    packing = Packing.for_parts(PART_BYTES, FlushConfig().connections)
+    files = [
+        StagedFile(path=name, size_bytes=size_bytes, mtime_ns=0, inode=0)
+        for name, size_bytes in workload.files
+    ]
+    checkpoint = CheckpointId(1, "bench")
+    if not packing.is_small(workload.size_bytes):
+        digests, checksum = _digests(pattern, workload.size_bytes)
+        return tuple(
+            StoredShard.of_object(
+                keys.shard(1, checkpoint, "1", 0, file.path),
+                path=file.path,
+                size_bytes=file.size_bytes,
+                part_digests=digests,
+                part_size_bytes=PART_BYTES,
+                crc32c=checksum,
+            )
+            for file in files
+        )
+    shards: list[StoredShard] = []
+    repeated = pattern * (workload.size_bytes // PATTERN_BYTES + 2)
+    groups = packing.groups([_Packed(file) for file in files], is_sealed=True)
+    for number, group in enumerate(groups, 1):
+        key = keys.pack(1, checkpoint, "1", 0, number)
+        pack = StoredObject(key, sum(packed.file.size_bytes for packed in group))
+        offset = 0
+        for packed in group:
+            start, size_bytes = offset % PATTERN_BYTES, packed.file.size_bytes
+            data = repeated[start : start + size_bytes]
+            shard = StoredShard(
+                path=packed.file.path,
+                size_bytes=size_bytes,
+                part_size_bytes=PART_BYTES,
+                part_digests=part_digest(data),
+                crc32c=crc32c(data),
+                extents=(Extent(pack, offset, size_bytes),),
+            )
+            shards.append(shard)
+            offset += size_bytes
+    return tuple(shards)
 
 
 def _digests(pattern: bytes, size_bytes: int) -> tuple[bytes, int]:

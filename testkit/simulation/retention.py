@@ -20,7 +20,7 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -192,14 +192,33 @@ class Known:
         return self.ref, self.nodes
 
 
-def always(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> bool:
+def since_s(commits: Sequence[Known], claims: Mapping[int, float], rules: RetentionConfig) -> float:
+    """How long ago a writer may have learned which commit is the newest one."""
+    whole = [other for other in commits if other.is_whole]
+    found = rules.keep_within_s
+    if any(other.age_s >= rules.keep_within_s for other in whole):
+        for generation, age_s in claims.items():
+            has_committed = any(other.ref.generation == generation for other in whole)
+            is_long_fenced = any(
+                other.ref.generation > generation and other.age_s >= rules.keep_within_s
+                for other in whole
+            )
+            if not has_committed and not is_long_fenced:
+                found = max(found, age_s + rules.keep_within_s)
+    return found
+
+
+def always(
+    commit: Known, commits: Sequence[Known], claims: Mapping[int, float], rules: RetentionConfig
+) -> bool:
     """Whether the commit is kept under any rules."""
+    while_s = since_s(commits, claims, rules)
     newer = [other for other in commits if other.is_whole and other.key > commit.key]
     return (
         commit.is_pinned
         or commit.age_s < rules.keep_within_s
         or (not commit.is_whole and commit.age_s < rules.orphans_after_s)
-        or all(other.age_s < rules.keep_within_s for other in newer)
+        or all(other.age_s < while_s for other in newer)
         or (
             commit.is_whole
             and is_healthy(commit.health) is True
@@ -327,6 +346,8 @@ class World:
         self.writers: list[Writer] = []
         self.lost: set[str] = set()
         self.depth = 0
+        self.closed = 0
+        """Number of prunes that would not see another pin in time."""
         self.prunes = 0
         self.crashes = 0
 
@@ -381,6 +402,7 @@ class World:
     def _claim(self) -> None:
         """Another VM, or two, take the run over; the earlier ones keep what they have in flight."""
         self.generation += 1
+        self.store.put(KEYS.generation(self.generation), b"", if_absent=True)
         nodes = self.random.choice((1, 1, 1, 2))
         whole = [found for found in self._known() if found.is_whole]
         newest = max(whole, key=lambda found: found.key, default=None)
@@ -490,11 +512,11 @@ class World:
     def _undisturbed(self) -> set[Any]:
         """Nothing happens beside this prune: it keeps exactly what is protected (R3)."""
         wall_s = self._wall_s()
-        commits = self._known()
+        commits, claims = self._known(), self._claims()
         kept = {
             found.key
             for found in commits
-            if always(found, commits, self.rules)
+            if always(found, commits, claims, self.rules)
             or by_rank(found, commits, self.rules)
             or by_clock(found, commits, self.rules, wall_s)
         }
@@ -525,7 +547,11 @@ class World:
                 self.store.before = lambda _what, _key: None
                 # A pin after the last listing of the pins comes too late, as the documentation says.
                 is_too_late = what == "delete" or (what == "get" and key.startswith(KEYS.pins))
-                self._disturb(may_pin=not is_too_late)
+                self.closed += is_too_late
+                try:
+                    self._disturb()
+                finally:
+                    self.closed -= is_too_late
                 self.store.before = before
 
         self.store.before = before
@@ -541,14 +567,14 @@ class World:
         self._check_deleted(commits_before, set(self.store.deleted[deleted_before:]))
         self._check_objects()
 
-    def _disturb(self, *, may_pin: bool) -> None:
+    def _disturb(self) -> None:
         choice = self.random.random()
         if choice < 0.6:
             self._advance()
         elif choice < 0.7:
             self.store.now_s += self.random.uniform(0, 600)
         elif choice < 0.85:
-            if may_pin:
+            if not self.closed:
                 self._pin()
         elif choice < 0.9:
             self._claim()
@@ -566,13 +592,13 @@ class World:
         self.store.objects |= {key: before[key] for key in gone if key in before}
         self.store.objects |= dict.fromkeys(key for key in deleted if key.startswith(KEYS.data))
         try:
-            commits = self._known()
+            commits, claims = self._known(), self._claims()
         finally:
             self.store.objects = content
         refs = {(parsed.ref, parsed.nodes) for parsed in map(KEYS.parse_commit, gone) if parsed}
         for found in commits:
             if found.key in refs and (
-                always(found, commits, self.rules) or by_rank(found, commits, self.rules)
+                always(found, commits, claims, self.rules) or by_rank(found, commits, self.rules)
             ):
                 raise Violation(f"R1: {found} was deleted")
 
@@ -586,6 +612,13 @@ class World:
         for key, made in self.store.objects.items():
             if _is_manifest(key):
                 yield KEYS.parse_commit(key), made
+
+    def _claims(self) -> dict[int, float]:
+        return {
+            generation: self.store.now_s - self.store.written_s[key]
+            for key in self.store.objects
+            if (generation := KEYS.parse_generation(key)) is not None
+        }
 
     def _known(self) -> list[Known]:
         """The commits of the store now."""

@@ -33,8 +33,13 @@ MUTANTS: dict[str, Mutation] = {
     "foreign objects are orphans": ("survey", "if not keys.is_data(info.key):", "if False:"),
     "only the newest whole commit stays": (
         "retention",
-        "base = next((commit for commit in whole if not commit.is_younger(within_s)), None)",
+        "base = next((commit for commit in whole if not commit.is_younger(since_s)), None)",
         "base = next(iter(whole), None)",
+    ),
+    "claims do not count": (
+        "retention",
+        "if generation > settled.ref.generation and generation not in committed",
+        "if False",
     ),
     "the newest healthy commit is forgotten": ("retention", "if commit is healthy:", "if False:"),
     "a commit without its objects is whole": (

@@ -122,6 +122,34 @@ def test_uploads_that_the_store_has_dropped_start_over(
     assert not before & {upload for upload, _ in after}
 
 
+@pytest.mark.fault("H01", "O61")
+def test_killed_while_it_sends_changed_parts_the_next_daemon_sends_only_the_others(
+    strict_bucket: Strict, new_vm: Any, tmp_path: Path
+) -> None:
+    """Three of five parts have changed.  The first one is stored when the daemon is killed."""
+    vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
+    daemon = vm.start_daemon(**ACCOUNT)
+    seal_files(vm.run_directory, 1, {"model.bin": FROZEN})
+    daemon.lines.wait(event="committed", step=1)
+    changed = bytearray(FROZEN)
+    for index in (0, 2, 3):
+        changed[index * PART] ^= 1
+    for number in (2, 3):
+        strict_bucket.order(
+            "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
+        )
+    content = seal_files(vm.run_directory, 2, {"model.bin": bytes(changed)})
+    journal = vm.run_directory / ".swansongd" / "uploads.journal"
+    until(lambda: journal.read_bytes().count(b'"is":"part"') == 5 + 1, what="a part to be stored")
+    daemon.kill()
+    strict_bucket.order("clear")
+    daemon = vm.start_daemon(**ACCOUNT)
+    daemon.lines.wait(event="committed", step=2)
+    assert {number for _, number in strict_bucket.parts_sent()} == {"2", "3"}
+    assert vm.status()["bytes_referenced"] == len(FROZEN) - 3 * PART
+    assert strict_bucket.restored(tmp_path / "restored") == content
+
+
 def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_path: Path) -> None:
     """A LoRA-like run: the first commit sends the weights, later ones reference them, also after restarts."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)

@@ -22,7 +22,7 @@ from testkit import REPOSITORY
 
 UNITS = REPOSITORY / "systemd"
 SHUTDOWN = "swansong-shutdown.service"
-STORE_CLIENTS = ["swansongd.service", "swansong-restore@.service"]
+STORE_CLIENTS = ["swansongd.service", "swansong-restore@.service", "swansong-prune.service"]
 CHECKED = ("systemd", "packer", "constraints.txt", "tests/check_system_files.sh", ".ci/run")
 
 

@@ -148,7 +148,7 @@ class _Run:
         self._stop = stop
         self._lock = threading.Lock()
         candidates = found.candidates()
-        kept = reasons_to_keep(candidates, rules, now_wall_s)
+        kept = reasons_to_keep(candidates, found.claims, rules, now_wall_s)
         self._doomed = [read for read in found.commits if read.key not in kept]
         self.report = _planned(found, candidates, kept)
 

@@ -3,11 +3,17 @@
 
 Prune deletes a commit only if no function of this module returns a reason to keep it.
 
-One rule protects the writers: the newest whole commit that is older than ``keep_within_s`` stays, and
-everything newer.  A writer references only objects of its newest commit.  That commit is never older than the
-newest whole one, as long as no newer generation has fenced the writer.  A fenced writer can still have one
-request in flight.  It chose its references before the fence, less than ``keep_within_s`` ago.  Its newest
-commit was then not older than the newest whole commit of that time, so the rule keeps it.
+One rule protects the writers: prune keeps the run as it was a while ago, and everything since.  It keeps the
+newest whole commit that is older than ``keep_within_s``, and everything newer.  A writer references only
+objects of the newest commit that it knows:
+
+- A VM that has committed in its generation references its own newest commit.  The newest whole commit is not
+  newer, as long as no newer generation has fenced the VM.
+- A fenced VM can still have a request in flight.  It chose its references less than ``keep_within_s`` ago,
+  when its newest commit was not older than the newest whole one.
+- A VM whose generation has no whole commit yet references the newest whole commit at the time of its claim.
+  A VM that it fenced may have committed since.  So the while ends ``keep_within_s`` before the oldest such
+  claim.
 
 Ages are those of the store's clock.  The wall clock only cuts time into hours, days, weeks and months.  An
 error of this clock moves the cuts, and deletes nothing that another rule keeps.
@@ -54,30 +60,38 @@ class Candidate:
 
 
 def reasons_to_keep(
-    commits: Iterable[Candidate], rules: RetentionConfig, now_wall_s: float
+    commits: Iterable[Candidate],
+    claims: Mapping[int, float | None],
+    rules: RetentionConfig,
+    now_wall_s: float,
 ) -> dict[CommitKey, list[str]]:
     """The commits to keep, each with all its reasons.  All other commits may be deleted.
 
     Args:
         commits: all commits of the run.
+        claims: the age of each claim, by generation; None if the store does not return it.
         rules: the configured rules.
         now_wall_s: the wall clock; only for the cuts between hours, days, weeks and months.
     """
     newest_first = sorted(commits, key=lambda commit: commit.key, reverse=True)
     whole = [commit for commit in newest_first if commit.is_whole]
     reasons: defaultdict[CommitKey, list[str]] = defaultdict(list)
-    for found in (_always(newest_first, whole, rules), _by_rule(whole, rules, now_wall_s)):
+    for found in (_always(newest_first, whole, claims, rules), _by_rule(whole, rules, now_wall_s)):
         for commit, reason in found:
             reasons[commit.key].append(reason)
     return dict(reasons)
 
 
 def _always(
-    newest_first: Sequence[Candidate], whole: Sequence[Candidate], rules: RetentionConfig
+    newest_first: Sequence[Candidate],
+    whole: Sequence[Candidate],
+    claims: Mapping[int, float | None],
+    rules: RetentionConfig,
 ) -> Iterator[tuple[Candidate, str]]:
     """The commits that no configuration gives up."""
     within_s = rules.keep_within_s
-    base = next((commit for commit in whole if not commit.is_younger(within_s)), None)
+    since_s = _writers_since_s(whole, claims, rules)
+    base = next((commit for commit in whole if not commit.is_younger(since_s)), None)
     healthy = next((commit for commit in whole if is_healthy(commit.health)), None)
     for commit in newest_first:
         is_newest = bool(whole) and commit is whole[0]
@@ -90,13 +104,32 @@ def _always(
         if commit.is_younger(within_s):
             yield commit, f"younger than {age_text(within_s)}"
         elif commit is base and not is_newest:
-            yield commit, f"newest before the last {age_text(within_s)}"
+            yield commit, f"newest before the last {age_text(since_s)}"
         elif base is None:
-            yield commit, f"no whole commit is older than {age_text(within_s)}"
+            yield commit, f"no whole commit is older than {age_text(since_s)}"
         elif commit.key > base.key:
             yield commit, f"newer than that of {base.ref}"
         if not commit.is_whole and commit.is_younger(rules.orphans_after_s):
             yield commit, "not yet whole"
+
+
+def _writers_since_s(
+    whole: Sequence[Candidate], claims: Mapping[int, float | None], rules: RetentionConfig
+) -> float:
+    """The age of the oldest moment whose newest whole commit a writer may still reference."""
+    within_s = rules.keep_within_s
+    settled = next((commit for commit in whole if not commit.is_younger(within_s)), None)
+    if settled is None:
+        return within_s
+    committed = {commit.ref.generation for commit in whole}
+    return within_s + max(
+        (
+            math.inf if age_s is None else age_s
+            for generation, age_s in claims.items()
+            if generation > settled.ref.generation and generation not in committed
+        ),
+        default=0.0,
+    )
 
 
 def _by_rule(
@@ -178,6 +211,8 @@ def _best(whole: Sequence[Candidate], rules: RetentionConfig) -> list[Candidate]
 
 def age_text(age_s: float) -> str:
     """An age as ``90 min``, ``24 h`` or ``7 d``."""
+    if age_s == math.inf:
+        return "an unknown time"
     for unit, unit_s in (("d", _DAY_S), ("h", _HOUR_S)):
         if age_s >= 2 * unit_s:
             return f"{age_s / unit_s:.3g} {unit}"

@@ -102,6 +102,8 @@ class Survey:
     commits: list[ReadCommit]
     """Newest first."""
     pins: list[Pin]
+    claims: dict[int, float | None]
+    """Age of each claim that counts, by generation."""
     objects: Objects
     orphans: list[ObjectInfo] = field(default_factory=list)
     """Objects that no manifest names, older than any flush can last."""
@@ -148,7 +150,7 @@ def survey(
     """
     objects = Objects()
     commits = read_commits(store, keys, objects, progress=progress, stop=stop)
-    found = Survey(commits, pins.now(), objects)
+    found = Survey(commits, pins.now(), claim_ages(store, keys, commits), objects)
     for info in _data(store, keys):
         if objects.found(info):
             continue
@@ -159,6 +161,27 @@ def survey(
         else:
             found.orphans.append(info)
     return found
+
+
+def claim_ages(
+    store: ObjectStore, keys: RunKeys, commits: Sequence[ReadCommit]
+) -> dict[int, float | None]:
+    """The age of each claim by generation; with a signing key, without unsigned ones above all commits.
+
+    Raises:
+        StoreError: the listing failed.
+    """
+    newest = max((read.commit.ref.generation for read in commits), default=0)
+    ages_s: dict[int, float | None] = {}
+    for info in store.list(keys.generations):
+        generation = keys.parse_generation(info.key)
+        if generation is None:
+            continue
+        is_checked = generation > newest and keys.signer is not None
+        # Unsigned claims do not count: every writer of the bucket could stop retention by one.
+        if not is_checked or catalog.claim_of(store, keys, generation) is not None:
+            ages_s[generation] = info.age_s
+    return ages_s
 
 
 def list_commits(store: ObjectStore, keys: RunKeys) -> list[Commit]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import islice
 from typing import Any
@@ -67,7 +68,12 @@ def run(args: argparse.Namespace) -> int:
             rules = replace(rules, best_metric=args.best, best_is_highest=args.highest)
         rows = rows_of(here, args.newest, is_quiet=args.json)
         pins = Pins(here.store, here.keys).now()
-        _protect(rows, pins, rules)
+        claims = {
+            generation: info.age_s
+            for info in here.store.list(here.keys.generations)
+            if (generation := here.keys.parse_generation(info.key)) is not None
+        }
+        _protect(rows, pins, claims, rules)
         if args.json:
             print_json(rows)
         elif not rows:
@@ -129,7 +135,12 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
     }
 
 
-def _protect(rows: list[dict[str, Any]], pins: list[Pin], rules: RetentionConfig) -> None:
+def _protect(
+    rows: list[dict[str, Any]],
+    pins: list[Pin],
+    claims: Mapping[int, float | None],
+    rules: RetentionConfig,
+) -> None:
     """Add to each row its pins, and all reasons for which prune keeps the commit."""
     for row in rows:
         row["pins"] = [
@@ -148,7 +159,7 @@ def _protect(rows: list[dict[str, Any]], pins: list[Pin], rules: RetentionConfig
         )
         for row in rows
     ]
-    reasons = reasons_to_keep(candidates, rules, time.time())
+    reasons = reasons_to_keep(candidates, claims, rules, time.time())
     for row, candidate in zip(rows, candidates, strict=True):
         row["protected"] = reasons.get(candidate.key, [])
 

@@ -190,6 +190,8 @@ class RetentionConfig:
     best_is_highest: bool = _key(read.yes_or_no, default=False)
     orphans_after_s: float = _key(read.duration, default=7 * 24 * 3600.0)
     """No flush lasts longer: an older object that no manifest names is an orphan."""
+    in_daemon: bool = _key(read.yes_or_no, default=False)
+    """The daemon prunes the run itself; its role then needs the right to delete."""
 
 
 @_section

@@ -20,6 +20,12 @@ def is_undecided(state: State) -> bool:
     return state.evacuation is not None and state.evacuation.verdict is None
 
 
+def may_prune(state: State) -> bool:
+    """Whether this VM applies the retention, if the daemon does: the first VM of a job that is not fenced."""
+    is_first = all(trainer.node == 0 for trainer in state.trainers)
+    return state.generation is not None and state.newer_generation is None and is_first
+
+
 def rate_bytes_per_s(state: State) -> float | None:
     """The bandwidth that a flush may use; None for all of it.
 

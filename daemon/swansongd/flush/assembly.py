@@ -28,6 +28,7 @@ from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.ledger import Ledger
 from swansongd.flush.locker import Locker
+from swansongd.flush.pruner import Pruner
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.mirror.background import Mirroring
@@ -174,8 +175,18 @@ class Storage:
                 )
             )
 
+        self._pruner = Pruner(
+            small_store,
+            self.keys,
+            config.retention,
+            may_prune=lambda: limits.may_prune(state()),
+            is_urgent=is_urgent,
+            stop=stop,
+        )
+        self._prunes = config.retention.in_daemon
+
     def start(self) -> None:
-        """Start the threads: claim a generation, keep the store warm, sweep, record resumes, copy.
+        """Start the threads: claim a generation, keep the store warm, sweep, record resumes, copy, prune.
 
         Returns immediately.
         """
@@ -186,6 +197,8 @@ class Storage:
             sweeper.start()
         if self.mirroring is not None:
             self.mirroring.start()
+        if self._prunes:
+            self._pruner.start()
 
     def check_fence(self) -> None:
         """Look whether another VM has taken the run over, in the store or in the mirror."""

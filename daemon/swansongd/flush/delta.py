@@ -17,6 +17,7 @@ from swansongd.stores.checksums import crc32c_of_parts
 
 SAMPLE_SHARE = 1 / 16
 SAMPLES_MAX = 16
+_GOLDEN_RATIO = 0.618
 
 
 @dataclass(eq=False, slots=True)
@@ -68,9 +69,14 @@ class Comparison:
 
 
 def sample_of(indices: Sequence[int]) -> Sequence[int]:
-    """One in sixteen of them, at least one and at most 16, evenly spread."""
-    count = max(1, min(SAMPLES_MAX, round(len(indices) * SAMPLE_SHARE)))
-    return [indices[(2 * n + 1) * len(indices) // (2 * count)] for n in range(count) if indices]
+    """One in sixteen of them, at least one and at most 16: one of each stretch of the file.
+
+    The place within the stretch varies.  At equal distances, a file of which every eighth part has changed
+    could look all new.
+    """
+    count = min(len(indices), max(1, min(SAMPLES_MAX, round(len(indices) * SAMPLE_SHARE))))
+    places = (n + (0.5 + n * _GOLDEN_RATIO) % 1 for n in range(count))
+    return [indices[int(place * len(indices) / count)] for place in places]
 
 
 def missing_parts(file: StagedFile, part_size_bytes: int, equal: Collection[int]) -> list[int]:

@@ -29,9 +29,13 @@ def whole(step: int, age_s: float | None, generation: int = 1, **more: Any) -> C
     return Candidate(ref=CommitRef(generation, step), age_s=age_s, is_whole=True, **more)
 
 
-def kept(commits: list[Candidate], config: RetentionConfig) -> dict[int, list[str]]:
+def kept(
+    commits: list[Candidate],
+    config: RetentionConfig,
+    claims: Mapping[int, float | None] | None = None,
+) -> dict[int, list[str]]:
     """Reasons by step."""
-    found = reasons_to_keep(commits, config, NOON_WALL_S)
+    found = reasons_to_keep(commits, claims or {}, config, NOON_WALL_S)
     return {ref.step: reasons for (ref, _), reasons in found.items()}
 
 
@@ -49,6 +53,18 @@ def test_without_rules_the_newest_commits_stay() -> None:
         25: ["newer than that of generation 1 step 20"],
         20: ["newest before the last 24 h"],
     }
+
+
+def test_a_generation_that_has_not_committed_may_reference_the_state_at_its_claim() -> None:
+    """A VM that it fenced can have committed since, so all commits from then on stay."""
+    commits = [whole(step, (60 - step) * DAY_S) for step in (10, 20, 30, 40)]
+    assert kept(commits, NO_RULE, {1: 90 * DAY_S}).keys() == {40}
+    assert kept(commits, NO_RULE, {1: 90 * DAY_S, 2: 25 * DAY_S}).keys() == {30, 40}
+    assert kept(commits, NO_RULE, {1: 90 * DAY_S, 2: None}).keys() == {10, 20, 30, 40}
+    young = whole(50, 0.0, generation=2)
+    assert kept([*commits, young], NO_RULE, {2: 25 * DAY_S}).keys() == {40, 50}
+    settled = whole(50, 2 * DAY_S, generation=3)
+    assert kept([*commits, settled], NO_RULE, {2: 25 * DAY_S, 3: 2 * DAY_S}).keys() == {50}
 
 
 def test_without_a_whole_commit_everything_stays() -> None:
@@ -152,7 +168,7 @@ def test_what_is_always_kept_needs_no_rule(
         Candidate(ref=CommitRef(*ref), age_s=age_s, is_whole=is_whole, health=health)
         for ref, (age_s, is_whole, health) in made.items()
     ]
-    bare = reasons_to_keep(commits, NO_RULE, now_wall_s)
+    bare = reasons_to_keep(commits, {}, NO_RULE, now_wall_s)
     sound = [commit for commit in commits if commit.is_whole]
     newest = max((commit.key for commit in sound), default=None)
     healthy = max((commit.key for commit in sound if is_healthy(commit.health)), default=None)
@@ -160,4 +176,4 @@ def test_what_is_always_kept_needs_no_rule(
         is_young = commit.age_s is None or commit.age_s < DAY_S
         if is_young or newest is None or commit.key >= newest or commit.key == healthy:
             assert commit.key in bare
-    assert bare.keys() <= reasons_to_keep(commits, RetentionConfig(), now_wall_s).keys()
+    assert bare.keys() <= reasons_to_keep(commits, {}, RetentionConfig(), now_wall_s).keys()

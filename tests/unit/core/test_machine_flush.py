@@ -8,6 +8,8 @@ from dataclasses import replace
 import pytest
 from swansongd.core.events import (
     CancelFlush,
+    CommitFailed,
+    CommitManifest,
     Flushed,
     FlushFailed,
     FlushProgress,
@@ -19,7 +21,7 @@ from swansongd.core.planner import BANDWIDTH_MEMORY_S
 from swansongd.core.state import Flight
 from swansongd.model import CheckpointId, CommitRef, Severity, Staged, StagedFile
 
-from testkit.story import MIB, Story, a_set
+from testkit.story import MIB, Story, a_set, shards_of
 
 
 def flight_of(story: Story) -> Flight:
@@ -351,3 +353,57 @@ def test_two_sets_do_not_alternate() -> None:
     story.store_all()
     assert story.state.last_commit is not None
     assert story.state.last_commit >= CommitRef(2, 10)
+
+
+# ---------------------------------------------------------------------------- deltas
+
+
+def test_comparing_does_not_lower_the_measured_bandwidth() -> None:
+    """Ten seconds pass while parts are compared and nothing is sent."""
+    story = asked()
+    story.seal(5)
+    sends(story, 10 * MIB, 5)
+    known = story.state.bandwidth_bytes_per_s
+    flight = flight_of(story)
+    for step in range(1, 41):
+        story.now += 0.25
+        story.tell(
+            FlushProgress(
+                flight.flush_id,
+                flight.bytes_before + flight.bytes_sent,
+                flight.bytes_sent,
+                bytes_compared=step * MIB,
+            )
+        )
+    assert story.state.bandwidth_bytes_per_s == known
+    story.wait(5)
+    assert (story.state.bandwidth_bytes_per_s or 0) < (known or 0) / 10, "the link stands still"
+
+
+def test_a_short_flush_after_a_comparison_measures_only_the_sending() -> None:
+    """Three seconds of comparing, then 20 MiB in half a second."""
+    story = asked()
+    staged = story.seal(5)
+    flight = flight_of(story)
+    for step in range(1, 13):
+        story.now += 0.25
+        story.tell(FlushProgress(flight.flush_id, 0, 0, bytes_compared=step * MIB))
+    referenced = staged.size_bytes - 20 * MIB
+    story.now += 0.5
+    story.tell(Flushed(flight.flush_id, shards_of(staged), bytes_referenced=referenced))
+    assert story.state.bandwidth_bytes_per_s == pytest.approx(40 * MIB)
+
+
+def test_a_set_with_obsolete_references_is_flushed_again() -> None:
+    """The store and the set are not to blame: no backoff, and the set is not void."""
+    story = asked()
+    story.seal(5)
+    story.flushed(after_s=1)
+    story.tell(
+        CommitFailed(story.last(CommitManifest).flush_id, "obsolete", False, is_obsolete=True)
+    )
+    assert story.flushes == [5, 5]
+    story.flushed(after_s=1)
+    story.committed()
+    assert story.state.last_commit is not None
+    assert story.state.last_commit.step == 5

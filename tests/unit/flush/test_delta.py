@@ -507,10 +507,17 @@ def test_a_part_is_found_whatever_the_extents_of_its_shard(
 
 @given(st.integers(0, 5000))
 def test_a_sample_is_small_and_spread(count: int) -> None:
-    """A sixteenth of the parts, at most 16 of them; a run of a sixteenth of a large file is never missed."""
+    """A sixteenth of the parts, at most 16 of them; a run of an eighth of a large file is never missed."""
     sample = sample_of(range(count))
     assert (
         len(set(sample)) == len(sample) == min(count, max(1, min(SAMPLES_MAX, round(count / 16))))
     )
     gaps = [after - before for before, after in itertools.pairwise([-1, *sample, count])]
-    assert count < 256 or max(gaps) <= count / 16 + 2
+    assert count < 256 or max(gaps) <= count / 8 + 2
+
+
+@pytest.mark.parametrize("period", [2, 4, 8, 16])
+def test_a_sample_finds_the_equal_parts_of_a_file_that_changed_at_intervals(period: int) -> None:
+    """Also when the intervals divide the number of parts."""
+    for count in (64, 256, 4096):
+        assert any(index % period for index in sample_of(range(count)))

@@ -1,0 +1,106 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prunes the run in the daemon, if ``retention.in_daemon`` is set; else :mod:`swansongd.cli.prune` does."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.prune import Report, prune
+from swansongd.config.config import RetentionConfig
+from swansongd.errors import Stopped, SwansongError
+from swansongd.stores.base import ObjectStore
+
+_log = structlog.get_logger(__name__)
+
+
+class Pruner:
+    """Prunes at long intervals, in a thread of its own; a notice cancels a prune before its next request.
+
+    Args:
+        store: retries failed requests.
+        may_prune: whether this VM is the one that prunes; asked before each prune.
+        is_urgent: whether an evacuation is open.
+        stop: ends the thread.
+        first_s: time from the start of the daemon to the first prune.
+        interval_s: time between two prunes.
+        retry_s: the same after a failure or a notice.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        rules: RetentionConfig,
+        *,
+        may_prune: Callable[[], bool],
+        is_urgent: Callable[[], bool],
+        stop: threading.Event,
+        first_s: float = 600.0,
+        interval_s: float = 6 * 3600.0,
+        retry_s: float = 1800.0,
+    ) -> None:
+        self._store = store
+        self._keys = keys
+        self._rules = rules
+        self._may_prune = may_prune
+        self._is_urgent = is_urgent
+        self._stop = stop
+        self._first_s = first_s
+        self._interval_s = interval_s
+        self._retry_s = retry_s
+
+    def start(self) -> None:
+        """Start the thread; returns immediately."""
+        threading.Thread(target=self._run, name="pruner", daemon=True).start()
+
+    def _run(self) -> None:
+        wait_s = self._first_s
+        while not self._stop.wait(wait_s):
+            wait_s = self._interval_s
+            if not self._may_prune():
+                continue
+            try:
+                report = self.prune()
+            except Stopped:
+                wait_s = self._retry_s
+            except SwansongError as error:
+                wait_s = self._retry_s
+                _log.error("prune_failed", error=error.line())
+            except Exception:
+                wait_s = self._retry_s
+                _log.exception("prune_fault")
+            else:
+                _log.info(
+                    "bucket_pruned",
+                    objects=report.objects,
+                    freed_bytes=report.freed_bytes,
+                    kept_bytes=report.kept_bytes,
+                    objects_not_deleted=report.remain_count,
+                )
+
+    def prune(self) -> Report:
+        """Prune once.
+
+        Raises:
+            Stopped: the daemon stops, or an evacuation began.
+            SwansongError: see :func:`swansongd.bucket.prune.prune`.
+        """
+        halt = _Halt(self._stop, self._is_urgent)
+        return prune(self._store, self._keys, self._rules, now_wall_s=time.time(), stop=halt)
+
+
+class _Halt(threading.Event):
+    """Set when ``stop`` is set, or during an evacuation."""
+
+    def __init__(self, stop: threading.Event, is_urgent: Callable[[], bool]) -> None:
+        super().__init__()
+        self._stop = stop
+        self._is_urgent = is_urgent
+
+    def is_set(self) -> bool:
+        return self._stop.is_set() or self._is_urgent()
