@@ -21,7 +21,7 @@ from testkit.waiting import until
 class Job:
     def __init__(self, vm: Vm, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Linear(600, 400)
+        self.model = nn.Linear(1100, 1000)  # too large for a pack
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.guard = swansong.attach(
             TrainingState(self.model, self.optimizer), socket=vm.socket, every_steps=1
@@ -29,7 +29,7 @@ class Job:
 
     def train(self, step: int) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.randn(4, 600)).square().sum().backward()
+        self.model(torch.randn(4, 1100)).square().sum().backward()
         self.optimizer.step()
         self.guard.step(step)
         assert self.guard.wait_saved(30)
