@@ -161,7 +161,7 @@ def test_a_damaged_object_comes_from_the_mirror(
     step = bucket.manifests()[0]["step"]
     daemon.lines.wait(event="mirrored", step=step)
     vm.power_off()
-    bucket.flip_bit(bucket.manifests()[0]["objects"][0][0])
+    bucket.damage(bucket.manifests()[0]["shards"][0])
     following = vm_with(new_vm, "following", bucket.store, mirror)
     daemon = following.start_daemon()
     following.start_trainer("--every-steps", "20", script=witness)
