@@ -72,7 +72,7 @@ def test_weights_are_in_place_before_the_last_byte_is_sent(
     newest = bucket.manifests()[0]
     (held,) = [each for each in newest["shards"] if "optimizer-" in each["path"]]
     if is_damaged:
-        bucket.flip_bit(held["key"])
+        bucket.damage(held)
     match = Path(held["key"]).name
     bucket.order("answer", status=503, method="GET", match=match, times=1_000_000)
     vm = new_vm("second", bucket.store)
