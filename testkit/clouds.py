@@ -117,6 +117,17 @@ class Bucket:
                 shard["key"] = manifest["objects"][shard["extents"][0][0]][0]
         return found
 
+    def content(self, manifest: dict[str, Any]) -> dict[str, bytes]:
+        """The bytes of each shard of a manifest, by path."""
+        objects = [self.get(key) for key, _ in manifest["objects"]]
+        return {
+            shard["path"]: b"".join(
+                objects[number][offset : offset + size_bytes]
+                for number, offset, size_bytes in shard["extents"]
+            )
+            for shard in manifest["shards"]
+        }
+
     def farewells(self, run: str = "run") -> list[dict[str, Any]]:
         """The farewells of all evacuations, oldest first."""
         return [json.loads(self.get(key)) for key in sorted(self.keys(f"{run}/farewells/"))]

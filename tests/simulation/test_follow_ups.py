@@ -12,6 +12,7 @@ from testkit.simulation.world import MIB, RESERVE_S, World
 
 SEEDS = int(os.environ.get("SWANSONG_FOLLOW_UP_SEEDS", "30"))
 NOTICE_S = 90.0
+SPREAD = 0.15
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,7 +62,7 @@ def redone_s(world: World) -> float:
 def test_every_follow_up_is_committed_and_little_training_is_repeated() -> None:
     """At the power cut: at most a save, a send, the reserve and a step.
 
-    The latency of messages comes on top, and a tenth: few checkpoints cannot show that their times are exact.
+    The latency of messages comes on top, and a spread: a few equal times prove nothing.
     """
     for seed, job in jobs():
         world = evacuated(seed, job)
@@ -70,7 +71,8 @@ def test_every_follow_up_is_committed_and_little_training_is_repeated() -> None:
         asked = {request_id: sealed.get(request_id) for request_id in world.follow_ups}
         assert asked, f"seed {seed}: no follow-up"
         assert set(asked.values()) <= committed, f"seed {seed}: {asked}, committed {committed}"
-        bound_s = 1.1 * (job.save_s + job.send_s) + RESERVE_S + job.step_s + LATENCY_S
+        took_s = job.save_s + job.send_s
+        bound_s = (1 + SPREAD) * took_s + RESERVE_S + job.step_s + LATENCY_S
         assert redone_s(world) <= bound_s, f"seed {seed}: {job}"
 
 

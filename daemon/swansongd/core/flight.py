@@ -46,7 +46,7 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
     flight = transition.state.flight
     if flight is None or flight.flush_id != event.flush_id:
         return
-    first = flight.bytes_sent == 0 and event.bytes_sent > 0
+    first = not flight.has_begun and event.bytes_sent > 0
     moved = replace(
         flight,
         bytes_sent=max(flight.bytes_sent, event.bytes_sent),
@@ -60,7 +60,12 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
     if is_comparing and not moved.bytes_sent:
         moved = replace(moved, sending_mono_s=transition.now)
     if first:  # the time to the first byte is not part of the bandwidth
-        moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
+        moved = replace(
+            moved,
+            has_begun=True,
+            sampled_mono_s=transition.now,
+            sampled_bytes=event.bytes_sent,
+        )
     if event.bytes_stored < flight.staged.size_bytes:
         moved = replace(moved, parts_stored_mono_s=None)
     elif moved.parts_stored_mono_s is None:
@@ -271,21 +276,25 @@ def _start_flush(transition: Transition, wanted: CheckpointId) -> None:
 
 
 def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
-    state = transition.state
+    state, before = transition.state, transition.state.flight
     assert state.generation is not None
     flush_id = f"{staged.id}.{state.flushes + 1}"
-    transition.state = replace(
-        transition.state,
-        flushes=state.flushes + 1,
-        flight=Flight(
-            flush_id=flush_id,
-            staged=staged,
-            is_sealed=is_sealed,
-            started_mono_s=transition.now,
-            bytes_before=state.stored_bytes.get(staged.id, 0),
-            sampled_mono_s=transition.now + START_S,
-        ),
+    flight = Flight(
+        flush_id=flush_id,
+        staged=staged,
+        is_sealed=is_sealed,
+        started_mono_s=transition.now,
+        bytes_before=state.stored_bytes.get(staged.id, 0),
+        sampled_mono_s=transition.now + START_S,
     )
+    if before is not None and before.staged.id == staged.id and before.bytes_unsent:
+        flight = replace(  # the engine continues its parts in flight, without another start
+            flight,
+            has_begun=before.has_begun,
+            sampled_mono_s=before.sampled_mono_s,
+            sampled_bytes=before.sampled_bytes - before.bytes_sent,
+        )
+    transition.state = replace(state, flushes=state.flushes + 1, flight=flight)
     transition.mark(
         "flush" if is_sealed else "early_shards",
         step=staged.id.step,

@@ -104,6 +104,9 @@ class Flight:
     parts_stored_mono_s: float | None = None
     """When the store had received all parts of its shards; the largest may still have to be completed."""
 
+    has_begun: bool = False
+    """Whether the store has received a byte, in this flush or in one of the same set that it continues."""
+
     @property
     def bytes_unsent(self) -> int:
         """Bytes that are still to be sent."""

@@ -85,6 +85,25 @@ def test_final_files_are_sent_before_the_set_is_sealed() -> None:
     assert story.verdicts == ["SAFE generation 2 step 9"]
 
 
+def test_a_growing_set_that_is_ordered_again_shows_the_same_bandwidth() -> None:
+    """Parts in flight continue.  Otherwise the bytes before the first progress of each order are missing."""
+    story = asked()
+    sizes: list[int] = []
+    sent_bytes = 0
+    for _ in range(10):
+        sizes.append(20 * MIB)
+        story.scan(growing=(growing(story, *sizes),))
+        before_bytes = sent_bytes
+        for _ in range(2):
+            story.wait(0.3)
+            story.wait(0.2)
+            sent_bytes += 5 * MIB
+            flight = flight_of(story)
+            story.tell(FlushProgress(flight.flush_id, sent_bytes, sent_bytes - before_bytes))
+    assert len(story.all(StartFlush)) == 10
+    assert story.state.bandwidth_bytes_per_s == pytest.approx(10 * MIB, rel=0.3)
+
+
 def test_an_unsealed_flush_never_leads_to_a_commit() -> None:
     """Even if the engine reported that everything is stored: only a sealed set counts."""
     story = asked()
