@@ -19,14 +19,6 @@ def key_of(manifest: dict[str, Any], shard: dict[str, Any]) -> str:
     return key
 
 
-def flip_bit(bucket: Bucket, manifest: dict[str, Any], shard: dict[str, Any]) -> None:
-    """Flip a bit of this shard, which may share its object with others."""
-    key = key_of(manifest, shard)
-    data = bytearray(bucket.get(key))
-    data[shard["extents"][0][1]] ^= 1
-    bucket.put(key, bytes(data))
-
-
 @pytest.fixture
 def two_commits(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
     """A run with commits at steps 20 and 40, whose VM is terminated."""
@@ -45,7 +37,7 @@ def damaged(two_commits: Bucket) -> Bucket:
     """One bit in the data of the newer commit has flipped."""
     newest = two_commits.manifests()[0]
     shard = next(shard for shard in newest["shards"] if shard["path"].endswith("weights.bin"))
-    flip_bit(two_commits, newest, shard)
+    two_commits.damage(shard)
     return two_commits
 
 
@@ -96,7 +88,7 @@ def test_with_every_commit_damaged_no_run_starts_from_scratch(
 ) -> None:
     """Restore fails instead of silently starting the run from scratch."""
     older = damaged.manifests()[-1]
-    flip_bit(damaged, older, older["shards"][0])
+    damaged.damage(older["shards"][0])
     vm = new_vm("vm", damaged.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
