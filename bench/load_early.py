@@ -6,7 +6,7 @@ Each sample has a new VM with an empty disk.  The prefetch is off, so the downlo
 The trainer either takes files early, or loads all of them from the finished directory.
 
 The memory is the peak of the trainer's resident set (``VmHWM``) during the restore, above that of the process
-before it made the model.  Shared memory is the peak of ``Shmem`` of the machine, above that before the query.
+before it made the model.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ import random
 import statistics
 import sys
 import tempfile
-import threading
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -32,7 +31,6 @@ from testkit.rig import Vm
 NAME = "python -m bench.load_early"
 TRAINER = str(Path(__file__).with_name("load_early_trainer.py"))
 WAYS = {"early": "while files arrive", "late": "from the finished directory"}
-_SAMPLE_S = 0.02
 _LIMIT_S = 300.0
 
 
@@ -48,7 +46,6 @@ class Sample:
     """CPU time of the trainer, with the load."""
     after_cpu_s: float
     peak_bytes: int
-    shared_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +79,7 @@ def sample(
     scratch: Path, store: dict[str, str], way: str, commit: Commit, size: list[int]
 ) -> Sample:
     """One restore on a new VM."""
-    with _vm(scratch, store) as vm, shared_memory() as shared:
+    with _vm(scratch, store) as vm:
         vm.start_daemon()
         trainer = vm.start_trainer(*arguments(way, *size), script=TRAINER)
         restored = trainer.lines.wait(event="restored", timeout_s=_LIMIT_S)
@@ -95,7 +92,6 @@ def sample(
         restored["cpu_s"],
         restored["after_cpu_s"],
         restored["peak_bytes"],
-        max(shared) - shared[0],
     )
 
 
@@ -109,35 +105,12 @@ def _vm(scratch: Path, store: dict[str, str]) -> Iterator[Vm]:
         yield vm
 
 
-@contextmanager
-def shared_memory() -> Iterator[list[int]]:
-    """Samples of the shared memory of the machine during the block, in bytes."""
-    samples, is_over = [_shared_bytes()], threading.Event()
-
-    def take() -> None:
-        while not is_over.wait(_SAMPLE_S):
-            samples.append(_shared_bytes())
-
-    thread = threading.Thread(target=take, daemon=True)
-    thread.start()
-    try:
-        yield samples
-    finally:
-        is_over.set()
-        thread.join()
-
-
-def _shared_bytes() -> int:
-    lines = Path("/proc/meminfo").read_text().splitlines()
-    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("Shmem:"))
-
-
 def table(commit: Commit, bytes_per_s: float, found: dict[tuple[str, str], list[Sample]]) -> str:
     """The Markdown table of one rate."""
     gigabytes, rate = commit.size_bytes / 1e9, bytes_per_s / 1e6
     heads = (
-        f"{gigabytes:.2f} GB at {rate:.0f} MB/s", "tensors are loaded", "seconds", "after the last file",
-        "CPU seconds", "after the last file", "peak of the trainer", "shared memory",
+        f"{gigabytes:.2f} GB at {rate:.0f} MB/s", "tensors are loaded", "seconds", "of these after the last file",
+        "CPU seconds", "of these after the last file", "peak of the trainer",
     )  # fmt: skip
     rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for (place, way), samples in sorted(found.items()):
@@ -149,7 +122,6 @@ def table(commit: Commit, bytes_per_s: float, found: dict[tuple[str, str], list[
             spread([each.cpu_s for each in samples]),
             spread([each.after_cpu_s for each in samples]),
             f"{_megabytes([each.peak_bytes for each in samples])} MB",
-            f"{_megabytes([each.shared_bytes for each in samples])} MB",
         )
         rows.append(f"| {' | '.join(cells)} |")
     return "\n".join(rows)

@@ -81,6 +81,8 @@ LACKS = {
         "deletes beside puts": "s3rver returns 500 where a listing meets an object that is being deleted",
     },
     "ceph": {
+        "conditional delete": "Ceph 16 ignores If-Match in a delete",
+        "conditional deletes of many": "Ceph 16 ignores the ETags in a multi-object delete",
         "spent names": "Ceph returns no checksum of an object, so the object is sent again",
         "unknown completion": "Ceph returns 500 to the completion of an unknown upload",
     },

@@ -50,10 +50,14 @@ class Strict:
         return {key: hashlib.sha256(store.get(key)).hexdigest() for key in found}
 
     def manifests(self) -> list[dict[str, Any]]:
-        """All manifests, newest first."""
+        """All manifests, newest first; each shard has the ``key`` of its first object, too."""
         store = self.store
         keys = sorted((info.key for info in store.list("run/commits/")), reverse=True)
-        return [json.loads(store.get(key)) for key in keys]
+        found: list[dict[str, Any]] = [json.loads(store.get(key)) for key in keys]
+        for manifest in found:
+            for shard in (each for each in manifest["shards"] if each["extents"]):
+                shard["key"] = manifest["objects"][shard["extents"][0][0]][0]
+        return found
 
     def restored(self, place: Path) -> dict[str, bytes]:
         """Files of the newest whole commit, restored as by a new VM."""

@@ -6,11 +6,6 @@ from __future__ import annotations
 from testkit.simulation.retention import Mutation, Violation, code, run_history
 
 MUTANTS: dict[str, Mutation] = {
-    "pins are not read again": (
-        "prune",
-        "for pin in self._pins.now() if pin.ref == ref",
-        "for pin in self._found.pins if pin.ref == ref",
-    ),
     "the commits are not listed again": (
         "prune",
         "named = _marked(found, remaining)",

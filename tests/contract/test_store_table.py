@@ -13,8 +13,8 @@ from collections.abc import Callable
 
 import google_crc32c
 import pytest
-from swansongd.errors import Exists, NotFound, StoreError
-from swansongd.stores.base import CRC32C_UNKNOWN
+from swansongd.errors import Changed, Exists, NotFound, StoreError
+from swansongd.stores.base import CRC32C_UNKNOWN, ObjectInfo
 
 from testkit import REPOSITORY
 from testkit.bodies import CountedBody
@@ -68,6 +68,19 @@ def creates_only_if_absent(cloud: Cloud) -> bool:
     return False
 
 
+def deletes_only_if_unchanged(cloud: Cloud) -> bool:
+    """Else a conditional delete deletes the object that has replaced the listed one."""
+    store = cloud.open()
+    store.put("key", b"old")
+    [old] = store.list("")
+    store.put("key", b"newer")
+    try:
+        store.delete("key", if_tag=old.tag)
+    except Changed:
+        return True
+    return False
+
+
 def lists_in_byte_order(cloud: Cloud) -> bool:
     """Not required: listings may have any order."""
     store = cloud.open()
@@ -84,7 +97,7 @@ def returns_checksums_of_objects(cloud: Cloud) -> bool:
     store.complete(upload, [send_part(store, upload, 1, b"abc")])
     value = google_crc32c.value(b"abc")
     if not cloud.is_s3:
-        return bool(store._metadata("shard") == (3, value))
+        return bool(store._metadata("shard") == (ObjectInfo("shard", 3), value))
     return bool(store._holds("shard", 3, value))
 
 
@@ -156,6 +169,7 @@ ROWS: dict[str, Callable[[Cloud], bool | None]] = {
     "objects: put, get, head, list, delete, put_shard, get_range, check": moves_objects,
     "uploads: begin, put_part, uploads, complete, abort": moves_parts,
     "put if absent": creates_only_if_absent,
+    "delete of an unchanged object only": deletes_only_if_unchanged,
     "put_shard again: the same bytes count as stored, others are refused": keeps_a_shard,
     "put_part again with other bytes": replaces_a_part,
     "listings in byte order": lists_in_byte_order,

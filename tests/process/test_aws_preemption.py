@@ -44,7 +44,7 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
         if path.is_file()
     }
     assert len(files) == 5  # three files of the trainer, the generators, and the rank manifest
-    assert {shard["path"]: bucket.get(shard["key"]) for shard in manifest["shards"]} == files
+    assert bucket.content(manifest) == files
 
     # The trainer receives the commit and continues until the VM is terminated.
     message = trainer.lines.wait(event="committed", committed=manifest["step"])

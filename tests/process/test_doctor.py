@@ -97,13 +97,14 @@ def test_a_good_installation_on_aws_has_no_failure(vm: Vm, bucket: Bucket) -> No
     code, findings = examine(vm)
     assert code == 0, findings
     assert names(findings, "failure") == set()
-    assert names(findings, "warning") == {"lifecycle rule"}
+    assert names(findings, "warning") == {"lifecycle rule", "versioning", "bucket policy"}
     assert names(findings, "ok") >= {
         "configuration", "cloud", "environment", "IMDS token", "instance-life-cycle", "spot notice",
         "rebalance", "Auto Scaling", "scheduled events", "event history", "clock (metadata)",
         "credentials", "bucket", "write", "create-if-absent", "upload", "multipart upload", "commit",
         "read back", "delete", "clock (store)", "staging", "staging rights", "staging parents", "file system",
         "free space", "disk speed", "socket directory", "daemon", "version", "trainer users", "socket",
+        "object lock",
     }  # fmt: skip
     assert "MB/s" in findings["disk speed"]["found"]
     assert bucket.keys("run/probes/") == []
@@ -117,7 +118,7 @@ def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_
         vm.start_daemon()
         code, findings = examine(vm)
     assert code == 0, findings
-    assert names(findings, "warning") == {"lifecycle rule"}
+    assert names(findings, "warning") == {"lifecycle rule", "versioning", "bucket policy"}
     assert names(findings, "ok") >= {
         "metadata server", "preemptible", "preempted", "maintenance-event", "upcoming-maintenance",
         "stop-state", "create-if-absent", "upload", "multipart upload", "commit", "read back", "delete",
@@ -371,7 +372,7 @@ def test_the_command_for_the_lifecycle_rule_fixes_the_warning(vm: Vm, bucket: Bu
     assert "\n" not in fix
     other = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 9999}}
     put_lifecycle(bucket, {"Rules": [other]})
-    assert examine(vm)[1]["lifecycle rule"]["level"] == "warning"
+    assert examine(vm)[1]["lifecycle rule"]["level"] == "failure"
     put_lifecycle(bucket, rule)
     assert examine(vm)[1]["lifecycle rule"]["level"] == "ok"
 

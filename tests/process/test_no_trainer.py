@@ -25,8 +25,8 @@ def test_a_sealed_set_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
     verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
     (manifest,) = bucket.manifests()
     assert manifest["step"] == verdict["step"] == 7
-    for shard in manifest["shards"]:
-        assert bucket.get(shard["key"]) == (sealed / shard["path"]).read_bytes()
+    for path, content in bucket.content(manifest).items():
+        assert content == (sealed / path).read_bytes()
 
 
 @pytest.mark.fault("T15")

@@ -42,9 +42,7 @@ def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     assert [commit["kind"] for commit in vm.commits()] == [manifest["kind"]] == ["emergency"]
     (saved,) = vm.run_directory.glob("checkpoint-*")
     assert saved.name == f"checkpoint-{manifest['step']}"
-    assert {shard["path"]: bucket.get(shard["key"]) for shard in manifest["shards"]} == {
-        path.name: path.read_bytes() for path in saved.iterdir()
-    }
+    assert bucket.content(manifest) == {path.name: path.read_bytes() for path in saved.iterdir()}
     assert len(manifest["shards"]) == 4
     trainer.lines.wait(step=manifest["step"] + 3)
 

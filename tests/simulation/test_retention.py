@@ -14,7 +14,7 @@ from testkit.simulation.retention_mutants import MUTANTS, seeds_to_kill
 HISTORIES = 150
 
 
-@pytest.mark.fault("G14", "G15")
+@pytest.mark.fault("G14", "G15", "G40", "G42", "G44", "G45")
 def test_no_history_loses_what_is_protected() -> None:
     """Rules R1 to R4 hold after every prune, whatever writers, operators, crashes and clocks do."""
     prune = code()

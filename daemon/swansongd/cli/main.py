@@ -28,6 +28,7 @@ COMMANDS = {
     "restore": "fetch the newest whole commit of a run",
     "mirror": "copy commits to the mirror, or continue the run there",
     "verify": "compare all stored bytes of a run with its manifests",
+    "lifecycle": "print lifecycle rules that fit the bucket of a run",
     "doctor": "check the installation and print a fix for each problem",
     "completion": "print a completion script for bash, zsh or fish",
     "version": "print the version",

@@ -43,6 +43,13 @@ class Opened:
     """Maximum number of connections to the store.  No trainer needs a share of them."""
 
 
+def opened_store(args: argparse.Namespace) -> tuple[Config, ObjectStore, RunKeys]:
+    """The configuration, its store without retries, and the selected run; for one request."""
+    log.configure("console", "warning")
+    config = load(args.config)
+    return config, open_store(config.store, connections=1), RunKeys(args.run or config.run.name)
+
+
 @contextmanager
 def opened(args: argparse.Namespace) -> Iterator[Opened]:
     """Read the configuration, open the store, and turn the first signal into ``stop``.

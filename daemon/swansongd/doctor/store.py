@@ -10,11 +10,12 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from swansongd.bucket import signing
+from swansongd.bucket import locks, signing
 from swansongd.bucket.signing import Signer
 from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes, staging, store_fixes
 from swansongd.doctor.accounts import Account
+from swansongd.doctor.bucket import BucketChecks
 from swansongd.doctor.clock import judge_skew, skew_s
 from swansongd.doctor.configuration import set_key
 from swansongd.doctor.findings import (
@@ -80,7 +81,9 @@ def checks(
         )
     edit = fixes.edit(path)
     try:
-        where = open_store(config.store, connections=config.flush.connections)
+        where = open_store(
+            config.store, connections=config.flush.connections, lock=locks.of(config.store)
+        )
     except ConfigError as error:
         unusable = of_error(error, edit)
         yield Check(family=FAMILY, name="bucket", judge=lambda: unusable)
@@ -103,7 +106,9 @@ def checks(
     finally:
         probe.rehearsal.close()
     if isinstance(where, (S3Store, GcsStore)):
-        yield probe.check("lifecycle rule", probe.lifecycle, needs="bucket")
+        settings = BucketChecks(config, probe.store, where.settings)
+        for name, judge in settings.checks().items():
+            yield probe.check(name, judge, needs="bucket")
     if speed:
         usable_s = max(0.0, grace_s - config.deadline.reserve_s)
         yield probe.check(
@@ -123,12 +128,12 @@ class _Probe:
         operator_file: Path | None,
     ) -> None:
         self._backend = store
-        self._store = RetryingBriefly(store)
+        self.store = RetryingBriefly(store)
         self._config = config
         self._path = path
         self._edit = fixes.edit(path)
         self._operator_file = operator_file
-        self.rehearsal = Rehearsal(self._store, config.run.name, signer)
+        self.rehearsal = Rehearsal(self.store, config.run.name, signer)
         self._honours_if_absent = False
         self._clock_fix = ""
         """Set if clock skew explains why the store refuses requests."""
@@ -186,8 +191,8 @@ class _Probe:
                 store_fixes.mount(root)
                 or fixes.then(fixes.directory(root, "0700"), fixes.restart()),
             )
-        self._store.check()
-        return ok(f"{self._store.url} can be listed")
+        self.store.check()
+        return ok(f"{self.store.url} can be listed")
 
     # ------------------------------------------------------------ the rehearsal
 
@@ -211,7 +216,7 @@ class _Probe:
         if self._honours_if_absent:
             return ok("the store refused the second create of one key, as it must")
         return failure(
-            f"{self._store.url} ignores create-if-absent: a second create of one key succeeded, so two "
+            f"{self.store.url} ignores create-if-absent: a second create of one key succeeded, so two "
             "VMs could overwrite each other's commits. Set store.url to a store that honours If-None-Match",
             self._edit,
         )
@@ -289,24 +294,6 @@ class _Probe:
 
     # ------------------------------------------------------------ the bucket
 
-    def lifecycle(self) -> Judgement:
-        assert isinstance(self._backend, (S3Store, GcsStore))
-        try:
-            rules = self._backend.settings.lifecycle_rules()
-        except StoreError as error:
-            return skipped(
-                f"reading the lifecycle rules failed: {error}. Without a rule that aborts incomplete "
-                "multipart uploads, those of terminated VMs remain"
-            )
-        prefix = self._backend.settings.prefix
-        if any(rule.aborts_uploads and rule.covers(prefix) for rule in rules):
-            return ok("a lifecycle rule aborts incomplete multipart uploads")
-        return warning(
-            "no lifecycle rule aborts incomplete multipart uploads: those of terminated VMs cost money "
-            "until you delete them (the command replaces all existing rules)",
-            store_fixes.of_lifecycle(self._config),
-        )
-
     def clock(self) -> Judgement:
         # Any answer has a Date, also a refusal; so the request carries no credentials.
         wire = Wire(
@@ -331,9 +318,7 @@ class _Probe:
     def speed(self, usable_s: float) -> Judgement:
         connections = self._config.flush.connections
         size_bytes = connections * _SPEED_PART_BYTES
-        upload = self._store.begin(
-            f"{self.rehearsal.keys.run}/speed", size_bytes, _SPEED_PART_BYTES
-        )
+        upload = self.store.begin(f"{self.rehearsal.keys.run}/speed", size_bytes, _SPEED_PART_BYTES)
         # At half the time limit no further part starts; the parts sent until then are enough to measure.
         begun_mono_s = time.monotonic()
         sent: list[int] = []
@@ -341,7 +326,7 @@ class _Probe:
 
         def send(number: int) -> None:
             if time.monotonic() - begun_mono_s < _SPEED_LIMIT_S / 2:
-                self._store.put_part(upload, number, _Zeros(_SPEED_PART_BYTES))
+                self.store.put_part(upload, number, _Zeros(_SPEED_PART_BYTES))
                 with lock:
                     sent.append(_SPEED_PART_BYTES)
 
@@ -349,7 +334,7 @@ class _Probe:
             parallel(range(1, connections + 1), send, threads=connections)
             took_s = time.monotonic() - begun_mono_s
         finally:
-            self._store.abort(upload.key, upload.upload_id)
+            self.store.abort(upload.key, upload.upload_id)
         return judge_speed(sum(sent), took_s, usable_s)
 
 

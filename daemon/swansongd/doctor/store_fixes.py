@@ -8,7 +8,9 @@ import json
 import os
 import shlex
 import sys
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from swansongd.config.config import Config
@@ -80,7 +82,7 @@ def of_refusal(
     is_own = is_providers_own(config)
     if isinstance(error, NotFound):
         if _is_s3(config):
-            return _aws(config, f"aws s3 mb s3://{bucket}")
+            return aws(config, f"aws s3 mb s3://{bucket}")
         return (
             f"gcloud storage buckets create gs://{bucket}"
             if is_own
@@ -120,19 +122,46 @@ def of_lifecycle(config: Config) -> str:
             "Filter": {"Prefix": prefix},
             "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
         }
-        command = f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket}"
-        rules = shlex.quote(json.dumps({"Rules": [rule]}))
-        return f"{_aws(config, command)} --lifecycle-configuration {rules}"
+        return put_lifecycle(config, {"Rules": [rule]})
     if not is_providers_own(config):
         return (
             f"# at {address(config)}, configure the bucket {bucket} to abort uploads after 3 days"
         )
     action = {"type": "AbortIncompleteMultipartUpload"}
-    rules = json.dumps({"rule": [{"action": action, "condition": {"age": 3}}]})
-    return (
-        f"echo {shlex.quote(rules)} | gcloud storage buckets update gs://{bucket} "
-        "--lifecycle-file=/dev/stdin"
-    )
+    return put_lifecycle(config, {"rule": [{"action": action, "condition": {"age": 3}}]})
+
+
+def put_lifecycle(config: Config, rules: Mapping[str, Any]) -> str:
+    """Replace the lifecycle rules of the bucket."""
+    bucket, _ = bucket_and_prefix(config.store.url)
+    text = shlex.quote(json.dumps(rules))
+    if _is_s3(config):
+        command = f"aws s3api put-bucket-lifecycle-configuration --bucket {bucket}"
+        return f"{aws(config, command)} --lifecycle-configuration {text}"
+    return f"echo {text} | gcloud storage buckets update gs://{bucket} --lifecycle-file=/dev/stdin"
+
+
+def of_versioning(config: Config) -> str:
+    """Keep older versions of objects."""
+    bucket, _ = bucket_and_prefix(config.store.url)
+    if _is_s3(config):
+        command = f"aws s3api put-bucket-versioning --bucket {bucket}"
+        return f"{aws(config, command)} --versioning-configuration Status=Enabled"
+    if not is_providers_own(config):
+        return f"# at {address(config)}, turn on versioning for the bucket {bucket}"
+    return f"gcloud storage buckets update gs://{bucket} --versioning"
+
+
+def of_lock(config: Config) -> str:
+    """Give the bucket retention of objects."""
+    bucket, _ = bucket_and_prefix(config.store.url)
+    if _is_s3(config):
+        command = f"aws s3api put-object-lock-configuration --bucket {bucket}"
+        enabled = "--object-lock-configuration ObjectLockEnabled=Enabled"
+        return fixes.then(of_versioning(config), f"{aws(config, command)} {enabled}")
+    if not is_providers_own(config):
+        return f"# at {address(config)}, turn on object retention for the bucket {bucket}"
+    return "gcloud storage buckets create gs://NEW --enable-per-object-retention"
 
 
 def request_by_hand(config: Config) -> str:
@@ -207,7 +236,7 @@ def _is_s3(config: Config) -> bool:
     return config.store.url.startswith("s3://")
 
 
-def _aws(config: Config, command: str) -> str:
+def aws(config: Config, command: str) -> str:
     """Add the options for the configured endpoint, region and CA bundle to an ``aws`` command."""
     options = {
         "--endpoint-url": config.store.endpoint,

@@ -74,7 +74,7 @@ class PackUploader:
         record = shard.record
         if isinstance(record, ShardRecord):
             objects = {extent.object for extent in record.shard.extents}
-            if flush.checks.are_stored(self._store, objects):
+            if flush.checks.are_recent(self._store, objects):
                 return record
         with self._lock:
             shard.record, shard.is_confirmed = None, True

@@ -17,10 +17,11 @@ from swansongd.flush.body import Cancelled, FileBody, opened, part_size_for, wit
 from swansongd.flush.delta import Comparison, completed, missing_parts, part_range, stored_record
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.known_parts import KnownParts, head_digest
+from swansongd.flush.object_checks import RESUMED_S_MAX, is_recent
 from swansongd.flush.records import EqualPart, PartRecord, ShardRecord, UploadRecord
 from swansongd.flush.tasks import Advance, ComparePart, SendPart, Shard
 from swansongd.staging import scan
-from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt
+from swansongd.stores.base import CRC32C_UNKNOWN, ObjectStore, PartReceipt, Upload
 
 _log = structlog.get_logger(__name__)
 
@@ -73,10 +74,11 @@ class ShardUploader:
         record = shard.record
         if isinstance(record, ShardRecord):
             objects = {extent.object for extent in record.shard.extents}
-            if flush.checks.are_stored(self._store, objects):
+            if flush.checks.are_recent(self._store, objects):
                 self._stored(flush, shard, record)
             else:
-                self._restart(flush, shard, NotFound(f"an object of {record.shard.path} is gone"))
+                reason = f"an object of {record.shard.path} is gone, or too old to be resumed"
+                self._restart(flush, shard, NotFound(reason))
         elif record is not None:
             self._confirm_upload(flush, shard, record)
 
@@ -84,13 +86,17 @@ class ShardUploader:
         if not flush.checks.are_stored(self._store, record.referenced):
             self._restart(flush, shard, NotFound(f"an object of {record.file.path} is gone"))
             return
+        if not self._is_recent(record.upload):
+            self._restart(flush, shard, NotFound("the upload is too old to be resumed"))
+            return
         try:
             receipts = {receipt.number: receipt for receipt in self._store.parts(record.upload)}
         except Permanent as error:
             # The store does not know the upload, or lists no parts for this role.  If everything fails,
             # for example for lack of credentials, this request fails too, and the upload is kept.
             info = self._store.head(record.upload.key)
-            if record.is_whole and info is not None and info.size_bytes == record.upload.size_bytes:
+            is_there = info is not None and info.size_bytes == record.upload.size_bytes
+            if record.is_whole and info is not None and is_there and is_recent(info.age_s):
                 # The upload was completed, and only the reply was lost.
                 self._stored(flush, shard, completed(record))
             else:
@@ -103,6 +109,16 @@ class ShardUploader:
                     del record.parts[number]
             shard.is_confirmed = True
             flush.queue.count(shard)
+
+    def _is_recent(self, upload: Upload) -> bool:
+        """Whether the upload may be resumed: on S3 the age of its object counts from the upload's start."""
+        try:
+            found = list(self._store.uploads(upload.key))
+        except Permanent:
+            return True  # a role without this right, or a store without such a list
+        return all(
+            each.age_s < RESUMED_S_MAX for each in found if each.upload_id == upload.upload_id
+        )
 
     def _open(self, flush: ActiveFlush, shard: Shard) -> None:
         """Compare the file, then reference it, store it in one request, or begin its upload."""

@@ -156,6 +156,8 @@ class Copier:
         planned(size_bytes)
         try:
             self._copy_data(manifest, missing)
+            # Retention of the mirror may have deleted an object that only older commits named so far.
+            self._copy_data(manifest, self._objects.missing(manifest.objects))
         except NotFound:
             self._read_manifest(place)  # raises Gone if retention deletes this commit now
             self._expect_in_store(missing)
@@ -219,6 +221,8 @@ class Copier:
     # ------------------------------------------------------------------ data
 
     def _copy_data(self, manifest: Manifest, missing: Sequence[StoredObject]) -> None:
+        if not missing:
+            return
         checks = checks_of(manifest.shards)
         wanted: dict[StoredObject, Sequence[Check]] = {
             stored: checks.by_object.get(stored, ()) for stored in missing

@@ -43,10 +43,10 @@ class BucketSettings(Protocol):
 
     bucket: str
     prefix: str
-    """Of the store's URL: empty, or with a ``/`` at its end."""
+    """The prefix in the URL of the store: empty, or with a ``/`` at its end."""
 
     def is_versioned(self) -> bool:
-        """Whether a delete or an overwrite keeps the bytes as an older version."""
+        """Whether the bytes stay after a delete or an overwrite: by versions, or by soft delete on GCS."""
 
     def has_lock(self) -> bool:
         """Whether objects can have a retention."""

@@ -205,6 +205,7 @@ def test_a_commit_during_a_prune_keeps_its_references(store: Clocked) -> None:
     whole(store)
 
 
+@pytest.mark.fault("G42")
 def test_a_pin_is_read_directly_before_each_delete(
     store: Clocked, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -227,6 +228,7 @@ def test_a_pin_is_read_directly_before_each_delete(
     whole(store)
 
 
+@pytest.mark.fault("G40")
 def test_two_prunes_at_once_agree(store: Clocked) -> None:
     """The second one runs within each request of the first; nothing that stays is damaged."""
 
@@ -241,6 +243,7 @@ def test_two_prunes_at_once_agree(store: Clocked) -> None:
     whole(store)
 
 
+@pytest.mark.fault("G41")
 @pytest.mark.parametrize("place", ["commits/00000001/junk.json", "pins/a b.json"])
 def test_an_unknown_key_stops_prune(store: Clocked, place: str) -> None:
     """It may be a commit, or a pin, of a newer version: nothing is deleted, with or without a signing key."""
@@ -251,6 +254,7 @@ def test_an_unknown_key_stops_prune(store: Clocked, place: str) -> None:
     assert store.objects == before
 
 
+@pytest.mark.fault("G41")
 def test_a_manifest_that_cannot_be_read_stops_prune(store: Clocked) -> None:
     """It may name any object; the error names the commit."""
     store.objects[KEYS.commit(CommitRef(1, 1), 0, 1)] = b'{"format": "swansong-manifest"}'
@@ -288,6 +292,7 @@ def test_commits_that_change_all_the_time_fail_the_prune(store: Clocked) -> None
         run(store)
 
 
+@pytest.mark.fault("G44")
 def test_a_commit_without_its_objects_does_not_count_as_whole(store: Clocked) -> None:
     """The newest one that a restore could use stays, although a newer manifest exists."""
     (key,) = (key for key in store.data() if "u4/" in key)
@@ -299,6 +304,7 @@ def test_a_commit_without_its_objects_does_not_count_as_whole(store: Clocked) ->
     assert [v.is_whole for v in report.verdicts] == [False, False, True, True, True]
 
 
+@pytest.mark.fault("G43")
 def test_a_locked_commit_stays_until_its_date(store: Clocked) -> None:
     """The report says until when; the objects of a commit that is locked stay as well."""
     store.locked_until_unix_s[KEYS.commit(CommitRef(1, 1), 0, 1)] = NOW_S + DAY_S
@@ -325,6 +331,7 @@ def test_a_manifest_that_was_replaced_stays(store: Clocked) -> None:
     assert 1 in store.steps()
 
 
+@pytest.mark.fault("G43")
 def test_without_the_right_to_delete_prune_fails_with_the_reason(store: Clocked) -> None:
     """The store's refusal of the first manifest ends it."""
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.bucket.retention import Candidate, reasons_to_keep
@@ -55,6 +56,7 @@ def test_without_rules_the_newest_commits_stay() -> None:
     }
 
 
+@pytest.mark.fault("G45")
 def test_a_generation_that_has_not_committed_may_reference_the_state_at_its_claim() -> None:
     """A VM that it fenced can have committed since, so all commits from then on stay."""
     commits = [whole(step, (60 - step) * DAY_S) for step in (10, 20, 30, 40)]

@@ -639,6 +639,25 @@ def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterR
     assert known.objects == {extent.object for extent in shard.extents}
 
 
+@pytest.mark.fault("O62")
+def test_a_set_that_references_an_older_commit_gets_no_manifest(rig: CommitterRig) -> None:
+    """Another set was committed since it was stored: a cleanup may delete what only the older commit has."""
+    key = KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model")
+    shard = committed.named_shard("model", 2500, key)
+    file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
+    with rig.committer() as committer:
+        assert isinstance(rig.next(), GenerationClaimed)
+        request = replace(a_request(), shards=(shard,))
+        rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard))
+        committer.commit(request)
+        failed = rig.next()
+        assert isinstance(failed, CommitFailed)
+        assert failed.is_obsolete
+        rig.journal.seed(CommitRef(1, 9), [shard])
+        committer.commit(request)
+        assert isinstance(rig.next(), CommitDone)
+
+
 def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None:
     """The claim is valid, and the committer continues."""
     made = committed.commit(rig.store, {"model": b"m"})

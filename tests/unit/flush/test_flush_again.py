@@ -341,6 +341,29 @@ def interrupt_and_restart(flush: FlushRig) -> None:
     flush.start_daemon()
 
 
+@pytest.mark.fault("G14")
+@pytest.mark.parametrize(("age_s", "is_resumed"), [(11 * 3600.0, True), (13 * 3600.0, False)])
+def test_a_flush_that_was_left_alone_for_long_begins_again(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch, age_s: float, *, is_resumed: bool
+) -> None:
+    """Prune may delete what the earlier daemon has stored, before a manifest names it."""
+    interrupt_and_restart(flush)
+    store = flush.store
+    now_s = store.clock() + age_s
+    store.clock = lambda: now_s
+    before = {known.upload.key for known in store.open.values()} | set(store.objects)
+    uploads = store.uploads
+    monkeypatch.setattr(
+        store, "uploads", lambda prefix: (replace(each, age_s=age_s) for each in uploads(prefix))
+    )
+    sent = store.bytes_sent
+    done = flush.flushed(found_set(flush.run_directory))
+    total = sum(len(data) for data in files().values())
+    named = {extent.object.key for shard in done.shards for extent in shard.extents}
+    assert bool(named & before) == is_resumed
+    assert (store.bytes_sent - sent < total) == is_resumed
+
+
 def test_a_new_generation_references_what_the_old_one_stored(flush: FlushRig) -> None:
     """After a reboot with the same disk, uploads resume under their earlier keys."""
     interrupt_and_restart(flush)

@@ -71,6 +71,7 @@ def test_the_daemon_prunes_at_intervals(store: MemoryStore) -> None:
     assert not failures
 
 
+@pytest.mark.fault("G46")
 def test_a_notice_cancels_a_prune(store: MemoryStore) -> None:
     """After the request in flight; no prune begins during an evacuation."""
     urgent = threading.Event()

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 
 import pytest
 from swansongd.bucket import catalog, claim, manifest
@@ -15,7 +16,7 @@ from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transie
 from swansongd.mirror.copier import Copier, Gone, ManifestPlace
 from swansongd.mirror.fence import PromotedError
 from swansongd.mirror.gate import Gate
-from swansongd.model import CommitRef
+from swansongd.model import CheckpointId, CommitRef, Extent, StoredObject
 from swansongd.util.threads import parallel
 
 from testkit import committed
@@ -249,31 +250,45 @@ def test_a_signed_manifest_stays_valid() -> None:
 
 
 def test_a_pause_ends_a_transfer_within_a_window(rig: Rig) -> None:
-    """No further byte moves while a checkpoint is sent; after that the copy continues to its end."""
-    place = rig.commit(files={"weights": bytes(60_000)})
+    """A notice during a request ends that request; after the pause its chunk is sent again."""
+    place = rig.commit(files={"weights": bytes(20_000)})
     is_open = threading.Event()
     is_open.set()
-    paused_at: list[int] = []
+    parts = 0
 
-    def after(what: str, _key: str) -> None:
-        if what == "put_part" and not paused_at:
-            paused_at.append(1)
+    def before(what: str, _key: str) -> None:
+        nonlocal parts
+        parts += what == "put_part"
+        if what == "put_part" and parts == 1:
             is_open.clear()
-            threading.Timer(0.2, is_open.set).start()
+            threading.Timer(0.1, is_open.set).start()
 
-    rig.mirror.after = after
-    gate = Gate(rig.stop, is_open.is_set)
-    seen_closed = threading.Event()
-
-    def moved() -> bool:
-        if gate.is_closed:
-            seen_closed.set()
-        return is_open.is_set()
-
-    gate._may_run = moved
-    rig.copier(gate=gate).copy(place)
+    rig.mirror.before = before
+    rig.copier(gate=Gate(rig.stop, is_open.is_set)).copy(place)
     assert rig.whole() == [place.ref]
-    assert seen_closed.is_set()
+    assert parts > 20_000 // CHUNK
+
+
+def test_digests_that_cover_bytes_of_two_chunks_are_compared(rig: Rig) -> None:
+    """A pack has small shards at any offset: its chunks move in order, and a flipped bit is found."""
+    rig.commit(step=100)
+    made = manifest.decode(rig.primary.objects[rig.keys.commit(CommitRef(1, 100), 0, 1)])
+    (weights,) = [shard for shard in made.shards if shard.path == "weights"]
+    data = b"odd" + rig.primary.objects[weights.extents[0].object.key]
+    pack = StoredObject(rig.keys.pack(1, CheckpointId(200, "abc"), "b1", 0, 0), len(data))
+    rig.primary.put(pack.key, data)
+    packed = replace(weights, extents=(Extent(pack, 3, weights.size_bytes),))
+    later = replace(made, step=200, shards=(packed,))
+    place = ManifestPlace(later.ref, 0, 1)
+    rig.primary.put(rig.keys.commit(later.ref, 0, 1), manifest.encode(later))
+    flipped = bytearray(data)
+    flipped[CHUNK + 1] ^= 1
+    rig.primary.objects[pack.key] = bytes(flipped)
+    with pytest.raises(CorruptError, match="do not match the digest"):
+        rig.copier().copy(place)
+    rig.primary.objects[pack.key] = data
+    rig.copier().copy(place)
+    assert rig.mirror.objects[pack.key] == data
 
 
 def test_a_stop_ends_a_pause(rig: Rig) -> None:
@@ -324,3 +339,43 @@ def test_records_are_created_and_never_replaced(rig: Rig) -> None:
     rig.primary.put("r/farewells/00000001-b.json", bytes(2**20 + 1))
     assert rig.copier().copy_records() == 0
     assert rig.mirror.objects["r/farewells/00000001-a.json"] == b"theirs"
+
+
+def test_retention_of_the_mirror_during_a_copy_is_repaired(rig: Rig) -> None:
+    """An object that a prune deletes after it was counted as present is copied before the manifest."""
+    place = rig.commit()
+    key = next(key for key in rig.primary.objects if key.endswith("/index.json"))
+    rig.mirror.put(key, rig.primary.objects[key])
+
+    def before(what: str, _key: str) -> None:
+        if what == "begin":
+            rig.mirror.objects.pop(key, None)
+
+    rig.mirror.before = before
+    rig.copier().copy(place)
+    assert rig.whole() == [place.ref]
+
+
+def test_digests_of_the_first_commit_cover_what_a_later_one_leaves_out(rig: Rig) -> None:
+    """A later manifest names a part of an object: the first commit verifies the others."""
+    rig.commit(step=100)
+    key = next(key for key in rig.primary.objects if key.endswith("/weights"))
+    first = manifest.decode(rig.primary.objects[rig.keys.commit(CommitRef(1, 100), 0, 1)])
+    (weights,) = [shard for shard in first.shards if shard.path == "weights"]
+    whole = weights.extents[0]
+    begin = replace(
+        weights,
+        size_bytes=1000,
+        part_digests=weights.part_digests[:32],
+        extents=(replace(whole, size_bytes=1000),),
+    )
+    later = replace(first, step=200, shards=(begin,))
+    place = ManifestPlace(later.ref, 0, 1)
+    rig.primary.put(rig.keys.commit(later.ref, 0, 1), manifest.encode(later))
+    data = rig.primary.objects[key]
+    rig.primary.objects[key] = data[:-1] + bytes([data[-1] ^ 1])
+    with pytest.raises(CorruptError, match="do not match the digest"):
+        rig.copier().copy(place)
+    rig.primary.objects[key] = data
+    rig.copier().copy(place)
+    assert rig.mirror.objects[key] == data

@@ -14,7 +14,7 @@ from swansongd.stores.base import named
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 from swansongd.stores.settings import LifecycleRule
 
-_FIELDS = "kind,lifecycle,objectRetention,versioning"
+_FIELDS = "kind,lifecycle,objectRetention,softDeletePolicy,versioning"
 _NONCURRENT = ("daysSinceNoncurrentTime", "noncurrentTimeBefore", "numNewerVersions")
 _PLAIN = {"age", "matchesPrefix", "isLive", "createdBefore", *_NONCURRENT}
 """Conditions that do not restrict a rule to some of the objects of a prefix."""
@@ -34,7 +34,8 @@ class GcsSettings:
         self._exchange = exchange
 
     def is_versioned(self) -> bool:
-        return self._section("versioning").get("enabled") is True
+        kept_s = self._section("softDeletePolicy").get("retentionDurationSeconds", "0")
+        return self._section("versioning").get("enabled") is True or kept_s not in ("0", 0)
 
     def has_lock(self) -> bool:
         return self._section("objectRetention").get("mode") == "Enabled"

@@ -36,7 +36,10 @@ class S3Settings:
         what = "GetBucketVersioning"
         response = self._call("GetBucketVersioning", "GET", None, {"versioning": ""})
         with responses.complete(what):
-            root = responses.document(response, "VersioningConfiguration")
+            # moto sends the second one
+            root = responses.document(
+                response, "VersioningConfiguration", "GetBucketVersioningResponse"
+            )
         return root.findtext("Status") == "Enabled"
 
     def has_lock(self) -> bool:

@@ -1,0 +1,189 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Requests, time and memory of the commands in a bucket with many commits.
+
+    python -m bench.many_commits [--commits 10000] [--objects 1000000] [--generations 10000]
+
+The store is in memory and lists 1,000 keys a page, as S3 does.  It makes manifests when they are read, so the
+figures are those of Swansong.  Each request of a real store adds its own time: about 50 ms for a page.
+"""
+
+from __future__ import annotations
+
+import argparse
+import bisect
+import resource
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from blake3 import blake3
+from swansongd.bucket import catalog, commit, lives, manifest
+from swansongd.bucket import claim as claims
+from swansongd.bucket.claim import ClaimObject
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
+from swansongd.errors import NotFound
+from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
+from swansongd.restore.verify import verify
+from swansongd.stores.base import ObjectInfo, Page, listed
+
+PAGE_KEYS = 1000
+KEYS = RunKeys("r")
+_BYTES = bytes(4096)
+_DIGEST = blake3(_BYTES).digest()
+
+
+class ManyCommits:
+    """A store with this number of commits, spread evenly over generations, each of its own objects."""
+
+    url = "memory://many"
+    part_size_bytes_min = 1
+
+    def __init__(
+        self, commits: int, objects: int, generations: int, *, page_keys: int = PAGE_KEYS
+    ) -> None:
+        self._page_keys = page_keys
+        self._shards = max(1, objects // commits)
+        self._refs = {}
+        for number in range(commits):
+            generation = 1 + number * generations // commits
+            ref = CommitRef(generation, 100 * number)
+            self._refs[KEYS.commit(ref, 0, 1)] = ref
+        claimed = [KEYS.generation(number) for number in range(1, generations + 1)]
+        data = [
+            shard.extents[0].object.key
+            for ref in self._refs.values()
+            for shard in self._stored(ref)
+        ]
+        self._keys = sorted([*self._refs, *claimed, *data])
+        self.requests: Counter[str] = Counter()
+
+    def _stored(self, ref: CommitRef) -> Iterator[StoredShard]:
+        for index in range(self._shards):
+            path = f"rank-{index:05d}/weights.bin"
+            yield StoredShard.of_object(
+                KEYS.shard(ref.generation, CheckpointId(ref.step, "abc"), "a1", 0, path),
+                path=path,
+                size_bytes=4096,
+                part_size_bytes=2**24,
+                part_digests=_DIGEST,
+                crc32c=7,
+            )
+
+    def get(self, key: str) -> bytes:
+        self.requests["get"] += 1
+        if key in self._refs:
+            ref = self._refs[key]
+            made = Manifest(
+                run="r", generation=ref.generation, step=ref.step, kind=CheckpointKind.PERIODIC, node=0,
+                nodes=1, nonce="abc", shards=tuple(self._stored(ref)), health={"loss": 1.0},
+                created="2030-01-01T00:00:00Z",
+            )  # fmt: skip
+            return manifest.encode(made)
+        number = KEYS.parse_generation(key)
+        if number is None:
+            raise NotFound(key)
+        return claims.encode(ClaimObject(run="r", generation=number, nonce=f"n{number}"))
+
+    def head(self, key: str) -> ObjectInfo | None:
+        del key
+        self.requests["head"] += 1
+        return None
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
+
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        self.requests["list"] += 1
+        start = bisect.bisect_left(self._keys, prefix)
+        if token is not None:
+            start = int(token)
+        elif after:
+            start = max(start, bisect.bisect_right(self._keys, after))
+        found = [
+            key for key in self._keys[start : start + self._page_keys] if key.startswith(prefix)
+        ]
+        end = start + self._page_keys
+        is_last = end >= len(self._keys) or not self._keys[end].startswith(prefix)
+        infos = [ObjectInfo(key, 4096 if KEYS.is_data(key) else 900) for key in found]
+        return Page(infos, None if is_last else str(end))
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Any) -> None:
+        del key, offset
+        self.requests["get_range"] += 1
+        sink.rewind()
+        sink.write(memoryview(_BYTES)[:size_bytes])
+
+
+@dataclass(frozen=True)
+class Cost:
+    """The cost of one command."""
+
+    name: str
+    lists: int
+    others: int
+    cpu_s: float
+    peak_mb: float
+
+
+def measure(name: str, store: ManyCommits, run: Callable[[], object]) -> Cost:
+    store.requests.clear()
+    before_s = time.process_time()
+    run()
+    cpu_s = time.process_time() - before_s
+    lists = store.requests.pop("list", 0)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    return Cost(name, lists, sum(store.requests.values()), cpu_s, peak_mb)
+
+
+def costs(store: Any, generations: int) -> Iterator[Cost]:
+    """The cost of each command, the cheap ones first: the memory is the highest of the process so far."""
+    held = claims.decode(store.get(KEYS.generation(generations)))
+    commands: dict[str, Callable[[], object]] = {
+        "choose the newest commit, without a known generation": (
+            lambda: commit.newest_whole_commit(store, KEYS)
+        ),
+        "choose the newest commit, with the generation of the daemon": (
+            lambda: commit.newest_whole_commit(store, KEYS, near=generations)
+        ),
+        "check the fence, before each commit": (
+            lambda: commit.ensure_not_fenced(store, KEYS, held)
+        ),
+        "claim: find the next number": (
+            lambda: catalog.counting_claims(store, KEYS, catalog.claimed(store, KEYS), enough=1)
+        ),
+        "start: history of earlier VMs": lambda: catalog.history(store, KEYS, generations),
+        "start: end of the earlier VM": (
+            lambda: lives.earlier_ending(store, KEYS, generations, ended_by_s=())
+        ),
+        "ls: keys of all commits": lambda: catalog.list_commits(store, KEYS),
+        "ls: manifests of all commits": lambda: catalog.load_each(
+            store, KEYS, catalog.list_commits(store, KEYS), lambda _commit, _loaded: None
+        ),
+        "verify --sample 1e-7 %: sizes of all objects": (lambda: verify(store, KEYS, sample=1e-9)),
+    }
+    for name, run in commands.items():
+        yield measure(name, store, run)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--commits", type=int, default=10_000)
+    parser.add_argument("--objects", type=int, default=1_000_000)
+    parser.add_argument("--generations", type=int, default=10_000)
+    args = parser.parse_args()
+    store = ManyCommits(args.commits, args.objects, args.generations)
+    peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    print(f"{args.commits} commits of {args.generations} generations, {args.objects} objects")
+    print(f"memory of the store: {peak_mb:.0f} MB\n")
+    print("| command | list requests | other requests | CPU s | peak MB |")
+    print("| --- | --- | --- | --- | --- |")
+    for cost in costs(store, args.generations):
+        figures = f"{cost.lists} | {cost.others} | {cost.cpu_s:.2f} | {cost.peak_mb - peak_mb:.0f}"
+        print(f"| {cost.name} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

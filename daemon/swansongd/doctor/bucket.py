@@ -1,0 +1,135 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the bucket's settings: versioning, retention, policy and lifecycle rules.
+
+Without the right to read a setting the finding is "unknown", and never ok.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from swansongd.bucket import lifecycle
+from swansongd.bucket.keys import RunKeys
+from swansongd.config.config import Config
+from swansongd.doctor import policies, store_fixes
+from swansongd.doctor.findings import Judgement, failure, ok, skipped, warning
+from swansongd.errors import NotFound, StoreError
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.settings import BucketSettings, LifecycleRule
+
+_DELETE = "storage.objects.delete"
+
+
+class BucketChecks:
+    """The checks, by name.
+
+    Args:
+        store: with the retention of the configuration.
+    """
+
+    def __init__(self, config: Config, store: ObjectStore, settings: BucketSettings) -> None:
+        self._config = config
+        self._store = store
+        self._settings = settings
+        self._keys = RunKeys(config.run.name)
+        self._is_s3 = config.store.url.startswith("s3://")
+
+    def checks(self) -> Mapping[str, Callable[[], Judgement]]:
+        """The judges, by the name of the check."""
+        return {
+            "lifecycle rule": self._known(self.lifecycle, "lifecycle rules"),
+            "versioning": self._known(self.versioning, "versioning"),
+            "object lock": self._known(self.lock, "object lock"),
+            "bucket policy": self._known(self.policy, "bucket policy"),
+        }
+
+    def _known(self, judge: Callable[[], Judgement], what: str) -> Callable[[], Judgement]:
+        def judge_or_unknown() -> Judgement:
+            try:
+                return judge()
+            except StoreError as error:
+                return skipped(f"unknown: reading the {what} of the bucket failed: {error}")
+
+        return judge_or_unknown
+
+    def lifecycle(self) -> Judgement:
+        rules = self._settings.lifecycle_rules()
+        return judge_lifecycle(
+            rules, self._keys, self._settings.prefix, store_fixes.of_lifecycle(self._config)
+        )
+
+    def versioning(self) -> Judgement:
+        if self._settings.is_versioned():
+            return ok("a deleted or overwritten object can be brought back")
+        return warning(
+            "the bucket keeps no older versions: a deleted or overwritten object is lost",
+            store_fixes.of_versioning(self._config),
+        )
+
+    def lock(self) -> Judgement:
+        """Whether ``store.lock_days`` works; asks for the right with a key that does not exist."""
+        days = self._config.store.lock_days
+        if not days:
+            return ok("store.lock_days is 0: the store locks no checkpoint")
+        if not self._settings.has_lock():
+            return failure(
+                f"store.lock_days is {days}, and the bucket has no object lock: every write would fail",
+                store_fixes.of_lock(self._config),
+            )
+        try:
+            self._store.lock(f"{self._keys.data}absent")
+        except NotFound:
+            return ok(f"the store locks checkpoints for {days} days")
+        except StoreError as error:
+            return failure(f"setting a retention failed: {error}", f"# {error.hint}")
+        return failure(f"{self._keys.data}absent exists", f"# delete {self._keys.data}absent")
+
+    def policy(self) -> Judgement:
+        if not self._is_s3:
+            return self._overwriting()
+        found = self._settings.policy()
+        bucket, prefix = self._settings.bucket, self._settings.prefix
+        if policies.enforces_create_if_absent(found, bucket, self._keys, prefix):
+            return ok("the bucket policy enforces create-if-absent for manifests and claims")
+        policy: dict[str, Any] = policies.added(found, bucket, self._keys, prefix)
+        command = f"aws s3api put-bucket-policy --bucket {bucket}"
+        return warning(
+            "no bucket policy enforces create-if-absent: an intruder with the role of a VM could overwrite "
+            "manifests and claims (the command keeps the existing statements)",
+            f"{store_fixes.aws(self._config, command)} --policy {shlex.quote(json.dumps(policy))}",
+        )
+
+    def _overwriting(self) -> Judgement:
+        """On GCS an overwrite takes the right to delete."""
+        if _DELETE not in self._settings.rights([_DELETE]):
+            return ok("this role cannot overwrite or delete objects")
+        return warning(
+            f"this role has {_DELETE}: an intruder on a VM could overwrite and delete checkpoints",
+            f"gcloud storage buckets remove-iam-policy-binding gs://{self._settings.bucket} "
+            "--member=serviceAccount:EMAIL --role=ROLE  # grant packer/permissions/gcp-vm.yaml instead",
+        )
+
+
+def judge_lifecycle(
+    rules: Sequence[LifecycleRule], keys: RunKeys, prefix: str, fix: str
+) -> Judgement:
+    """Whether no rule harms checkpoints, and one aborts incomplete uploads.
+
+    Args:
+        fix: command that adds the rule for uploads.
+    """
+    harm = lifecycle.harmful(rules, keys, prefix)
+    if harm:
+        return failure(
+            "; ".join(harm), "# remove the rule; swansong lifecycle prints rules that fit this run"
+        )
+    if lifecycle.aborts_uploads(rules, keys, prefix):
+        return ok("a lifecycle rule aborts incomplete multipart uploads, and none deletes by age")
+    return warning(
+        "no lifecycle rule aborts incomplete multipart uploads: those of terminated VMs cost money "
+        f"until you delete them (the command replaces all existing rules, of which there are {len(rules)})",
+        fix,
+    )

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A reader that shares no code with the daemon restores what the daemon committed: docs/read_bucket.py."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from testkit import REPOSITORY
+from testkit.clouds import Bucket
+from testkit.committed import flip_bit, tree
+from testkit.staged import seal_files
+
+READER = REPOSITORY / "docs/read_bucket.py"
+PART_BYTES = 5 * 2**20
+CODE_LINES_MAX = 150
+
+
+def read(bucket: Path, to: Path) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, str(READER), str(bucket), "run", str(to)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def test_the_reader_of_the_format_page_restores_a_bucket(
+    bucket: Bucket, new_vm: Any, tmp_path: Path
+) -> None:
+    """Packs, and a file of which one part changed; then damage, which it reports and passes over."""
+    source = random.Random(5)
+    files = {f"small-{number}": source.randbytes(number * 50) for number in range(40)}
+    files["large"] = source.randbytes(2 * PART_BYTES + 1000)
+    vm = new_vm("vm", bucket.store, settings={"flush": {"part_size_bytes": PART_BYTES}})
+    daemon = vm.start_daemon()
+    first = seal_files(vm.run_directory, 20, files)
+    daemon.lines.wait(event="committed", step=20)
+    files["large"] = files["large"][:PART_BYTES] + b"x" * PART_BYTES + files["large"][-1000:]
+    second = seal_files(vm.run_directory, 40, files)
+    daemon.lines.wait(event="committed", step=40)
+    vm.power_off()
+    newest = bucket.manifests()[0]
+    assert any("-packs/" in key for key, _ in newest["objects"]), "no pack: the test proves less"
+    assert any(len(shard["extents"]) > 1 for shard in newest["shards"]), "no changed part"
+
+    copy = tmp_path / "copy"
+    for key, data in bucket.objects().items():
+        (copy / key).parent.mkdir(parents=True, exist_ok=True)
+        (copy / key).write_bytes(data)
+    done = read(copy, tmp_path / "newest")
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "generation 1 step 40\n"
+    assert tree(tmp_path / "newest") == second
+    (changed,) = (key for key, _ in newest["objects"] if key.endswith("large") and "0040-" in key)
+    flip_bit(copy / changed, 12345)
+    done = read(copy, tmp_path / "older")
+    assert done.stdout == "generation 1 step 20\n"
+    assert "skipped generation 1 step 40: part 1 of" in done.stderr
+    assert tree(tmp_path / "older") == first
+
+
+def test_the_reader_is_short_and_imports_nothing_of_the_daemon() -> None:
+    """It is a part of the documentation: the page must be enough to write it."""
+    text = READER.read_text()
+    assert len(text.splitlines()) <= CODE_LINES_MAX
+    assert "import swansong" not in text
+    assert "from swansong" not in text
