@@ -109,8 +109,8 @@ def table(commit: Commit, bytes_per_s: float, found: dict[tuple[str, str], list[
     """The Markdown table of one rate."""
     gigabytes, rate = commit.size_bytes / 1e9, bytes_per_s / 1e6
     heads = (
-        f"{gigabytes:.2f} GB at {rate:.0f} MB/s", "tensors are loaded", "seconds", "after the last file",
-        "CPU seconds", "after the last file", "peak of the trainer",
+        f"{gigabytes:.2f} GB at {rate:.0f} MB/s", "tensors are loaded", "seconds", "of these after the last file",
+        "CPU seconds", "of these after the last file", "peak of the trainer",
     )  # fmt: skip
     rows = [f"| {' | '.join(heads)} |", f"|{' --- |' * len(heads)}"]
     for (place, way), samples in sorted(found.items()):

@@ -25,8 +25,9 @@ from swansongd.flush.engine import FlushEngine
 from swansongd.flush.journal import UploadJournal
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import restore, verify
+from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
+from swansongd.restore.verify import verify
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore

@@ -108,6 +108,12 @@ class Bucket:
     def flip_bit(self, key: str) -> None:
         self.order("corrupt", object=f"{self.prefix}/{key}")
 
+    def damage(self, shard: dict[str, Any]) -> None:
+        """Flip one bit of a shard of :meth:`manifests`, and none of the other shards in its object."""
+        data = bytearray(self.get(shard["key"]))
+        data[shard["extents"][0][1]] ^= 1
+        self.put(shard["key"], bytes(data))
+
     def manifests(self, run: str = "run") -> list[dict[str, Any]]:
         """The manifests of all commits, newest first; each shard has the ``key`` of its first object, too."""
         keys = sorted(self.keys(f"{run}/commits/"), reverse=True)

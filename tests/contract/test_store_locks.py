@@ -7,6 +7,7 @@ import json
 import time
 import uuid
 from collections.abc import Callable
+from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,14 @@ from botocore.exceptions import ClientError
 from swansongd.bucket import locks
 from swansongd.config.config import StoreConfig
 from swansongd.errors import ConfigError, Locked, NotFound, Permanent, Transient
+from swansongd.flush.locker import Locker
+from swansongd.flush.store_health import StoreHealth
+from swansongd.model import StoredShard
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.opening import open_store
 from swansongd.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 
+from testkit import committed
 from testkit.bodies import CountedBody
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import PART, Cloud, send_parts, staged_upload
@@ -243,6 +248,41 @@ def test_compliance_has_no_exception(open_cloud: Callable[[str], Cloud]) -> None
         )
 
 
+def test_a_store_without_multi_object_deletes_gets_single_ones(strict: Cloud) -> None:
+    """The objects go one after the other, each with its condition."""
+    store = opened(strict, new_bucket(strict, lock=False))
+    for key in ("a", "b", "c"):
+        store.put(key, b"old")
+    infos = sorted(store.list(""), key=lambda info: info.key)
+    store.put("b", b"newer")
+    strict.order("answer", status=501, code="NotImplemented", method="POST", match="?delete")
+    assert list(store.delete_many(infos)) == ["b"]
+    assert [info.key for info in store.list("")] == ["b"]
+
+
+@pytest.mark.parametrize("how", ["empty", "half", "foreign"])
+def test_a_damaged_response_is_no_proof_of_a_deletion(
+    open_cloud: Callable[[str], Cloud], how: str
+) -> None:
+    """It raises Transient, and the call can be repeated; a damaged retention is never "not locked"."""
+    cloud = open_cloud("s3")
+    store = opened(cloud, new_bucket(cloud))
+    store.put("free", b"1")
+    infos = list(store.list(""))
+    cloud.order("spoil", how=how, method="POST", match="?delete")
+    with pytest.raises(Transient):
+        store.delete_many(infos)
+    assert store.delete_many(infos) == {}
+    store.put("kept/a", b"1")
+    cloud.order("spoil", how=how, method="GET", match="?retention")
+    with pytest.raises(Transient):
+        store.delete("kept/a")
+    cloud.order("spoil", how="without", field="RetainUntilDate", method="GET", match="?retention")
+    with pytest.raises(Transient):
+        store.delete("kept/a")
+    assert store.get("kept/a") == b"1"
+
+
 def test_settings_of_a_bucket(strict: Cloud) -> None:
     """Versioning, retention and lifecycle rules are read as they are."""
     with_lock = opened(strict, new_bucket(strict, versioning=True)).settings
@@ -286,3 +326,30 @@ def test_a_directory_refuses_a_retention(tmp_path: Path) -> None:
         open_store(config, lock=locks.of(config))
     assert refused.value.problems[0].startswith("store.lock_days: ")
     assert locks.of(StoreConfig(url=tmp_path.as_uri())) is None
+
+
+@pytest.mark.fault("K03")
+def test_a_commit_is_locked_as_a_whole(strict: Cloud) -> None:
+    """The manifest for the days of the configuration, its data longer; an older object is extended."""
+    bucket = new_bucket(strict)
+    days = 8
+    scheme = "s3" if strict.is_s3 else "gs"
+    config = StoreConfig(url=f"{scheme}://{bucket}", lock_days=days, lock_mode="compliance")
+    store = strict.open(bucket=bucket, lock=locks.of(config))
+    old = strict.open(bucket=bucket, lock=Lock("compliance", lambda _: DAY_S))
+    first = committed.commit(old, {"model": b"1"}, step=10, upload_nonce="a1")
+    second = committed.commit(store, {"model": b"2"}, step=20, upload_nonce="b2")
+    store.put("r/generations/00000001.json", b"{}", if_absent=True)
+    made = replace(second, nonce="abc", shards=(*second.shards, *renamed(first.shards)))
+    Locker(store, days, is_urgent=lambda: False, health=StoreHealth(lambda _: None)).extend(made)
+    manifest_key = next(info.key for info in store.list("r/commits/") if "000020" in info.key)
+    assert ends_in(store.locked_until(manifest_key), days)
+    for stored in made.objects:
+        assert ends_in(store.locked_until(stored.key), days + 2), stored.key
+    assert store.locked_until("r/generations/00000001.json") is None
+    with pytest.raises(Locked):
+        store.delete(manifest_key)
+
+
+def renamed(shards: tuple[StoredShard, ...]) -> list[StoredShard]:
+    return [replace(shard, path=f"old-{shard.path}") for shard in shards]

@@ -37,7 +37,7 @@ def damaged(two_commits: Bucket) -> Bucket:
     """One bit in the data of the newer commit has flipped."""
     newest = two_commits.manifests()[0]
     shard = next(shard for shard in newest["shards"] if shard["path"].endswith("weights.bin"))
-    two_commits.flip_bit(key_of(newest, shard))
+    two_commits.damage(shard)
     return two_commits
 
 
@@ -88,7 +88,7 @@ def test_with_every_commit_damaged_no_run_starts_from_scratch(
 ) -> None:
     """Restore fails instead of silently starting the run from scratch."""
     older = damaged.manifests()[-1]
-    damaged.flip_bit(key_of(older, older["shards"][0]))
+    damaged.damage(older["shards"][0])
     vm = new_vm("vm", damaged.store)
     daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)

@@ -21,7 +21,7 @@ from testkit.waiting import until
 class Job:
     def __init__(self, vm: Vm, seed: int) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Linear(600, 400)
+        self.model = nn.Linear(1100, 1000)  # too large for a pack
         self.optimizer = torch.optim.Adam(self.model.parameters())
         self.guard = swansong.attach(
             TrainingState(self.model, self.optimizer), socket=vm.socket, every_steps=1
@@ -29,7 +29,7 @@ class Job:
 
     def train(self, step: int) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.randn(4, 600)).square().sum().backward()
+        self.model(torch.randn(4, 1100)).square().sum().backward()
         self.optimizer.step()
         self.guard.step(step)
         assert self.guard.wait_saved(30)
@@ -72,7 +72,7 @@ def test_weights_are_in_place_before_the_last_byte_is_sent(
     newest = bucket.manifests()[0]
     (held,) = [each for each in newest["shards"] if "optimizer-" in each["path"]]
     if is_damaged:
-        bucket.flip_bit(held["key"])
+        bucket.damage(held)
     match = Path(held["key"]).name
     bucket.order("answer", status=503, method="GET", match=match, times=1_000_000)
     vm = new_vm("second", bucket.store)

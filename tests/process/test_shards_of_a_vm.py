@@ -66,8 +66,8 @@ class Job:
     def damage(self, rank: int, step: int) -> None:
         """Flip one bit of the weights of a rank in the commit of a step."""
         (manifest,) = (m for m in self.bucket.manifests() if (m["step"], m["node"]) == (step, rank))
-        (key,) = (s["key"] for s in manifest["shards"] if "/model-" in s["path"])
-        self.bucket.flip_bit(key)
+        (shard,) = (each for each in manifest["shards"] if "/model-" in each["path"])
+        self.bucket.damage(shard)
 
     def fetched_ranks(self) -> set[str]:
         """The ranks whose shards were fetched since the last call."""

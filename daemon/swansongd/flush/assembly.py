@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -138,7 +139,11 @@ class Storage:
             store_id=self._store_id,
         )
         locker = Locker(
-            small_store, config.store.lock_days, is_urgent=is_urgent, health=self._health
+            # A notice ends its retries: the manifest of the evacuation must not wait behind them.
+            self._retrying(self.backend, lambda: -math.inf if is_urgent() else None),
+            config.store.lock_days,
+            is_urgent=is_urgent,
+            health=self._health,
         )
         self.committer = Committer(
             small_store,

@@ -59,6 +59,8 @@ SETS_MAX = 4
 """Sets in the journal; a further set replaces the oldest one."""
 BYTES_MAX = 256 * 2**20
 """Largest file that is read; enough for a million parts."""
+SEED_PARTS_MAX = 250_000
+"""Parts of a commit of another VM: 4 TB, with 60 MB of memory.  Further shards are sent again."""
 _COMPACT_OVER_BYTES = 4 * 2**20
 _VERSION = 2
 
@@ -263,10 +265,13 @@ class UploadJournal:
         with self._lock:
             if self._contents.known or self._contents.known_ref != ref:
                 return
+            parts_left = SEED_PARTS_MAX
             for shard in shards:
                 parts = part_count(shard.size_bytes, shard.part_size_bytes)
-                if parts > PARTS_MAX or len(shard.extents) > EXTENTS_MAX:
+                is_large = parts > min(PARTS_MAX, parts_left) or len(shard.extents) > EXTENTS_MAX
+                if is_large:
                     continue
+                parts_left -= parts
                 file = StagedFile(path=shard.path, size_bytes=shard.size_bytes, mtime_ns=0, inode=0)
                 self._take(_known_entry(ShardRecord(file, shard)))
 

@@ -25,7 +25,12 @@ HEAD_DIGEST_BYTES = 8
 
 def head_digest(fd: int, offset: int, size_bytes: int) -> bytes:
     """The head of the part of a file that has ``size_bytes`` from ``offset``."""
-    return blake3(os.pread(fd, min(size_bytes, HEAD_BYTES), offset)).digest(HEAD_DIGEST_BYTES)
+    return head_of(os.pread(fd, min(size_bytes, HEAD_BYTES), offset))
+
+
+def head_of(data: bytes | memoryview) -> bytes:
+    """The head of a part that begins with these bytes: all of it, or at least 16 KiB."""
+    return blake3(data[:HEAD_BYTES]).digest(HEAD_DIGEST_BYTES)
 
 
 class KnownParts:

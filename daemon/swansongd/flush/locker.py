@@ -32,7 +32,7 @@ class Locker:
     """Knows the end of the retention of the objects that this daemon's newest manifest names.
 
     Args:
-        store: retries failed requests.
+        store: retries failed requests, and gives up as soon as an evacuation begins.
         lock_days: of the configuration; 0: nothing is locked.
         is_urgent: whether an evacuation is in progress.
         health: is informed of every success and failure.
@@ -73,9 +73,9 @@ class Locker:
             return
         try:
             parallel(due, self._extend, threads=min(_THREADS, len(due)))
-        except Stopped:  # an evacuation began
-            return
-        except StoreError as error:
+        except (Stopped, StoreError) as error:
+            if isinstance(error, Stopped) or self._is_urgent():
+                return
             _log.error("retention_not_extended", error=str(error), hint=error.hint)
             self._health.failed(_LOCK, error.line())
         else:

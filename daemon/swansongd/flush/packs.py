@@ -13,7 +13,7 @@ from blake3 import blake3
 
 from swansongd.errors import StagingError
 from swansongd.flush.body import Cancelled, within_means
-from swansongd.flush.known_parts import head_digest
+from swansongd.flush.known_parts import HEAD_BYTES, head_digest, head_of
 from swansongd.model import StagedFile
 from swansongd.staging import scan
 from swansongd.stores.checksums import crc32c
@@ -144,6 +144,7 @@ class PackBody:
         self._file_offset_bytes = offset_bytes
         self._file_done_bytes = 0
         self._hash = blake3()
+        self._head = b""
         self._crc32c = 0
 
     def close(self) -> None:
@@ -181,16 +182,18 @@ class PackBody:
         if not count:
             raise StagingError(f"{file.path} ends early: it was truncated after it was sealed")
         window = window[:count]
+        if not self._file_done_bytes:
+            is_short = count < min(HEAD_BYTES, file.size_bytes)
+            self._head = head_digest(self._fd, 0, file.size_bytes) if is_short else head_of(window)
         self._hash.update(window)
         self._crc32c = crc32c(window, self._crc32c)
         self._file_done_bytes += count
         if self._file_done_bytes == file.size_bytes:
             if not scan.unchanged(self._fd, file):
                 raise StagingError(f"{file.path} changed while it was read")
-            head = head_digest(self._fd, 0, file.size_bytes)
             self.close()
             self._packed.append(
-                PackedFile(self._file_offset_bytes, self._hash.digest(), head, self._crc32c)
+                PackedFile(self._file_offset_bytes, self._hash.digest(), self._head, self._crc32c)
             )
             self._begin_file(self._file_offset_bytes + file.size_bytes)
         return count

@@ -107,7 +107,7 @@ class Fallback:
         try:
             return request(self._mirror)
         except (CorruptError, StoreError) as error:
-            _log.warning("mirror_not_read", what=what, reason=error.line())
+            _log.warning("mirror_fallback_failed", what=what, reason=error.line())
             return None
 
     def _note(self, what: str, reason: str) -> None:

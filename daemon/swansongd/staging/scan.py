@@ -14,7 +14,7 @@ import secrets
 import stat
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 
 from swansong import bounds, openat
@@ -397,8 +397,14 @@ def _open_below(directory_fd: int, path: str) -> int:
     *parents, name = path.split("/")
     if not parents:
         return os.open(name, openat.FILE, dir_fd=directory_fd)
-    with ExitStack() as stack:
+    parent_fd = -1
+    try:
         for part in parents:
-            directory_fd = openat.open_directory(part, dir_fd=directory_fd)
-            stack.callback(os.close, directory_fd)
+            below_fd = openat.open_directory(part, dir_fd=directory_fd)
+            if parent_fd >= 0:
+                os.close(parent_fd)
+            parent_fd = directory_fd = below_fd
         return os.open(name, openat.FILE, dir_fd=directory_fd)
+    finally:
+        if parent_fd >= 0:
+            os.close(parent_fd)

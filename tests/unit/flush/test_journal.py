@@ -205,6 +205,18 @@ def test_the_shards_of_the_newest_commit_are_known(tmp_path: Path, other: int, n
         assert known(one)["x"].shard == a_shard("x", newest).shard
 
 
+def test_the_shards_of_another_vm_have_a_limited_number_of_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The index of a job over many VMs must fit into the memory of each daemon."""
+    monkeypatch.setattr(journals, "SEED_PARTS_MAX", 2)
+    journal = opened(tmp_path)
+    shards = [a_shard(name, name).shard for name in "abc"]
+    journal.seed(CommitRef(1, 1), shards)
+    parts = -(-shards[0].size_bytes // shards[0].part_size_bytes)
+    assert len(known(journal)) == 2 // parts
+
+
 def test_an_older_commit_does_not_replace_the_newest_one(tmp_path: Path) -> None:
     """Its objects may be deleted at any time."""
     journal = opened(tmp_path)

@@ -300,7 +300,7 @@ def test_a_pack_whose_key_is_taken_gets_another_key(flush: FlushRig, times: int)
             flush.store.objects[key] = b"other bytes"
 
     flush.store.before = before
-    flush.engine.start("f", staged_set(flush.run_directory, small_files(2)), 1)
+    flush.engine.start("f", staged_set(flush.run_directory, small_files(2, 50)), 1)
     outcome = flush.outcome()
     flush.store.overwritten.clear()
     assert len(set(taken)) == len(taken) == min(times, RESTARTS_MAX + 1)

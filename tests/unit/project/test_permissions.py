@@ -175,6 +175,18 @@ def test_gcp_role_allows_what_the_code_does_and_no_more() -> None:
     assert "storage.objects.delete" not in gcp()
 
 
+@pytest.mark.fault("K09")
+def test_the_prune_roles_allow_what_prune_does_and_no_more() -> None:
+    """It lists, reads, asks for retentions, deletes and aborts; it writes nothing."""
+    used = ("get", "list", "uploads", "abort")
+    on_s3 = {action for name in used for action in NEEDS[name][0]}
+    deleting = {"DeleteObject", "GetObjectRetention", "GetBucketObjectLockConfiguration"}
+    assert aws("aws-prune.json") == {f"s3:{action}" for action in on_s3 | deleting}
+    on_gcs = {permission for name in used for permission in NEEDS[name][1]}
+    assert gcp("gcp-prune.yaml") == sorted(f"storage.{each}" for each in {*on_gcs, "buckets.get"})
+    assert gcp("gcp-prune-delete.yaml") == ["storage.objects.delete"]
+
+
 def test_each_permission_has_its_reason() -> None:
     """The tables of both pages list exactly the permissions of the files, each with a reason."""
     readme = "\n".join((PERMISSIONS / page).read_text() for page in ("README.md", "prune.md"))

@@ -20,9 +20,10 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
 from swansongd.restore import runs, target
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import Selection, restore, verify
+from swansongd.restore.restore import Selection, restore
 from swansongd.restore.runs import RUN_BYTES_MAX, Range, Run, RunSink, joined
 from swansongd.restore.target import RestoredFile, RestoreTarget
+from swansongd.restore.verify import verify
 from swansongd.stores.base import Sink
 
 from testkit.committed import commit, part_digest, tree
@@ -219,7 +220,7 @@ def test_verify_names_the_shards_of_a_damaged_pack(tmp_path: Path, damage: str) 
         store.objects[key] = data[:-1]
     else:
         del store.objects[key]
-    defects = verify(store, KEYS)
+    defects = verify(store, KEYS).defects
     assert len(defects) == (1 if damage == "flipped" else len(FILES) - 1)
     with pytest.raises(NothingToRestore):
         restore(store, KEYS, RestoreTarget(tmp_path / "here"))

@@ -169,3 +169,21 @@ def test_other_calls_are_not_limited(files: Watched) -> None:
     store.abort(left.key, left.upload_id)
     assert list(store.uploads("")) == []
     store.delete("key")
+
+
+def test_ranges_keep_to_the_rate_on_request(files: Watched) -> None:
+    """A verification beside training limits what it reads; a restore reads as fast as it can."""
+    size_bytes = 8 * WINDOW_BYTES
+    files.put("key", bytes(size_bytes))
+    slow, fast = (
+        Throttled(files, Limit(RATE), limits_reads=True),
+        Throttled(files, Limit(1.0)),
+    )
+    began_s = time.monotonic()
+    sink = CountedSink()
+    slow.get_range("key", 0, size_bytes, sink)
+    assert len(sink.data) == size_bytes
+    assert time.monotonic() - began_s >= 0.9 * (size_bytes - WINDOW_BYTES) / RATE
+    sink = CountedSink()
+    fast.get_range("key", 0, size_bytes, sink)  # at one byte a second this would never return
+    assert len(sink.data) == size_bytes
