@@ -101,7 +101,7 @@ def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
             file.path,
             file.size_bytes,
             f"r/data/00000001/{attempt}/00000/{file.path}",
-            part_size_bytes=MIB,
+            part_size_bytes=max(MIB, file.size_bytes // 2**16),  # some sizes are out of this world
         )
         for file in staged.files
     )
