@@ -438,7 +438,7 @@ class Service:
                 "staging": self._staging.room(),
                 "prefetch": self._prefetch.report(),
                 "mirror": mirroring
-                and {**mirroring.report(), "restored": self._resume.downloads.from_mirror},
+                and {**mirroring.report(), "objects_taken": self._resume.downloads.from_mirror},
                 **status_report(self._state, now),
             }
             reply(protocol.Status(report=report))

@@ -87,12 +87,12 @@ def test_the_metadata_server_may_die_right_after_the_notice(
 def test_lost_replies_under_a_role_that_may_not_overwrite(
     gcp: Gcp, gcs: EmulatorProcess, store: dict[str, str], new_vm: Any, witness: str
 ) -> None:
-    """The replies to the claim, a shard, a completion and the manifest are lost.  A read resolves each,
+    """The replies to the claim, a pack, a completion and the manifest are lost.  A read resolves each,
     and the next VM, under the same role, resumes from the commit."""
-    claim, manifest, shard, completion = (
+    claim, manifest, pack, completion = (
         ("PUT", "/generations/"),
         ("PUT", "/commits/"),
-        ("PUT", "/rank-00000.json"),
+        ("PUT", "-packs/"),
         ("POST", "/weights.bin?uploadId"),
     )
 
@@ -109,12 +109,12 @@ def test_lost_replies_under_a_role_that_may_not_overwrite(
     daemon = vm.start_daemon()
     vm.start_trainer("--size-bytes", "5500000", script=witness).lines.wait(step=5)
     until(lambda: asked(*claim) == 3, what="the claim, its retry, and the read that resolves it")
-    for lost in (manifest, shard, completion):
+    for lost in (manifest, pack, completion):
         lose(*lost)
     gcp.preempt()
     verdict = daemon.lines.wait(event="verdict")
     assert verdict["verdict"] == "SAFE"
-    assert [asked(*lost) for lost in (manifest, shard, completion)] == [2, 2, 2]
+    assert [asked(*lost) for lost in (manifest, pack, completion)] == [2, 2, 2]
     vm.power_off()
 
     second = new_vm("second", store)

@@ -63,7 +63,7 @@ def _destination(to: str | None) -> Iterator[Path]:
         yield Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
         return
     with tempfile.TemporaryDirectory(prefix="swansong-drill-", dir=SCRATCH) as scratch:
-        yield Path(os.path.realpath(scratch), "restored")
+        yield Path(os.path.realpath(scratch), "checkpoint")
 
 
 def _newest_of_store(here: Opened) -> CommitRef | None:

@@ -199,8 +199,8 @@ def _mirror(mirror: dict[str, Any]) -> str:
         )
     if mirror.get("damaged"):
         shown += f", {_word(mirror['damaged'])} commits are damaged in the store and not copied"
-    if mirror.get("restored"):
-        shown += f", {_word(mirror['restored'])} objects were restored from it"
+    if mirror.get("objects_taken"):
+        shown += f", {_word(mirror['objects_taken'])} objects were restored from it"
     return f"{shown}: {_word(mirror['reason'])}" if mirror.get("reason") else shown
 
 

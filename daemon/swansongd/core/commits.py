@@ -75,8 +75,11 @@ def record_failed(transition: Transition, event: CommitFailed) -> None:
     )
     if failed is None:
         return
-    level = "info" if event.is_obsolete else "error"
-    transition.log(level, "commit_failed", step=failed.staged.id.step, reason=event.reason)
+    step = failed.staged.id.step
+    if event.is_obsolete:
+        transition.log("info", "commit_obsolete", step=step, reason=event.reason)
+    else:
+        transition.log("error", "commit_failed", step=step, reason=event.reason)
     others = tuple(item for item in transition.state.stored if item.flush_id != event.flush_id)
     if event.conflict:
         transition.state = replace(

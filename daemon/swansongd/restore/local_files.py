@@ -106,7 +106,7 @@ def copies_in(run_directory: Path) -> Iterator[LocalCopies]:
     with ExitStack() as stack:
         sets: list[_Set] = []
         with suppress(OSError):
-            run_fd = os.open(run_directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            run_fd = openat.open_directory(run_directory)
             stack.callback(os.close, run_fd)
             sets += _listed(run_fd, {name: name for name in os.listdir(run_fd)})
             sets += _restored(run_fd, stack)

@@ -261,6 +261,9 @@ class RestoreTarget:
             self._check_space(files)
             for shard in files:
                 self._make_directories(shard.path)
+                if noted:  # a file of the interrupted restore may have any size
+                    with self._open(shard.path) as fd:
+                        os.ftruncate(fd, shard.size_bytes)
             self._writing = {shard.path: threading.Lock() for shard in files}
             if noted:
                 self._journal_fd = _open_own(
