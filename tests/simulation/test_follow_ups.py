@@ -10,7 +10,7 @@ from swansongd.core.followup import LATENCY_S
 
 from testkit.simulation.world import MIB, RESERVE_S, World
 
-SEEDS = int(os.environ.get("SWANSONG_FOLLOW_UP_SEEDS", "30"))
+SEEDS = int(os.environ.get("SWANSONG_FOLLOW_UP_SEEDS", "12"))
 NOTICE_S = 90.0
 SPREAD = 0.15
 

@@ -30,8 +30,8 @@ VERSION = 1
 BYTES_MAX = 48 * 2**20
 """Room for bounds.FILES_MAX shards with 480 bytes each, or for a million parts.  Decoding any bytes up to
 this limit takes less than 10 s of processor time and 768 MiB of memory."""
-VALUES_MAX = 2_500_000
-"""JSON values of a manifest: 25 for each of bounds.FILES_MAX shards."""
+VALUES_MAX = 2_000_000
+"""JSON values of a manifest: 20 for each of bounds.FILES_MAX shards."""
 
 OBJECTS_MAX = bounds.FILES_MAX + 1_000_000
 EXTENTS_MAX = 1_000_000
