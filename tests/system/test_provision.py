@@ -150,7 +150,7 @@ def test_no_other_file_is_changed(provisioned: Provisioned) -> None:
     """No cache, key, history or scratch file remains anywhere on the machine."""
     ours = re.compile(
         r"(opt/swansong|etc/swansong|var/lib/swansong|usr/share/doc/swansong)(/.*)?"
-        r"|etc/systemd/system/swansong[a-z@-]*\.(service|socket)"
+        r"|etc/systemd/system/swansong[a-z@-]*\.(service|socket|timer)"
         r"|etc/systemd/system/multi-user\.target\.wants/swansongd\.service"
         r"|etc/systemd/logind\.conf\.d/zz-swansong\.conf"
         r"|usr/lib/(sysusers|tmpfiles)\.d/swansong\.conf"
