@@ -82,7 +82,7 @@ class KnownParts:
         return self._part_sizes_bytes.get(path)
 
     def find(self, digest: bytes, size_bytes: int) -> tuple[Extent, ...]:
-        """The stored bytes of a part with this digest and size; empty if there is none."""
+        """The stored bytes of a part with this digest and size; empty if no such part is known."""
         place = self._places.get(digest)
         if place is None:
             return ()

@@ -97,7 +97,7 @@ class ShardRecord:
     heads: bytes = b""
     """The heads of its parts, concatenated; empty if they are unknown."""
     sent_key: str = ""
-    """The object with the bytes that this set has sent; empty if there is none."""
+    """The object with the bytes that this set has sent; empty if it has sent nothing."""
 
     @property
     def referenced(self) -> set[StoredObject]:

@@ -326,7 +326,7 @@ class _Rebuilding:
         """The bytes of a part, from the first origin with an intact copy.
 
         Raises:
-            CorruptError: there is none.
+            CorruptError: no source has intact bytes.
         """
         for origin, data in self._candidates(part, place):
             if blake3(data).digest() == part.digest:

@@ -55,7 +55,7 @@ class BucketSettings(Protocol):
         """The rules that are in force."""
 
     def policy(self) -> Mapping[str, Any] | None:
-        """The bucket policy of S3; None if there is none."""
+        """The bucket policy of S3; None without one."""
 
     def rights(self, wanted: Sequence[str]) -> frozenset[str]:
         """The rights among ``wanted`` that these credentials have on the whole bucket; GCS only."""

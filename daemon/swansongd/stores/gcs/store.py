@@ -252,7 +252,7 @@ class GcsStore:
     # ------------------------------------------------------------ requests
 
     def _metadata(self, key: str) -> tuple[ObjectInfo, int | None] | None:
-        """The object and its CRC32C; None if there is none."""
+        """The object and its CRC32C; None if it does not exist."""
         fields = {"fields": f"kind,{_INFO_FIELDS},crc32c"}
         try:
             response = self._json(f"head {key}", "GET", key, fields)

@@ -9,7 +9,7 @@ from xml.etree import ElementTree as ET
 
 from swansong.bounds import json_object
 
-from swansongd.errors import NotFound
+from swansongd.errors import NotFound, Permanent
 from swansongd.stores import responses
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX
 from swansongd.stores.s3.retention import Call, S3Retention
@@ -65,7 +65,7 @@ class S3Settings:
             return json_object(response.body, "the policy", RESPONSE_BYTES_MAX)
 
     def rights(self, wanted: Sequence[str]) -> frozenset[str]:
-        raise NotImplementedError("S3 has no request that lists the rights of a caller")
+        raise Permanent(f"S3 has no request that tells whether the caller has {', '.join(wanted)}")
 
 
 def _rule(rule: ET.Element) -> LifecycleRule:
