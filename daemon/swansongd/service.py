@@ -70,6 +70,7 @@ from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
 from swansongd.model import NoticeKind, Severity
 from swansongd.observe.decision_log import DecisionLog
+from swansongd.observe.observer import Observer
 from swansongd.observe.report import status_line, status_report
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
@@ -123,6 +124,7 @@ class Service:
         self._inbox = Inbox()
         self._post = self._inbox.put
         self._decision_log = DecisionLog()
+        self._observers: tuple[Observer, ...] = ()
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -301,6 +303,7 @@ class Service:
             self._notifier.stopping(within_s=_STOP_EXTENSION_S)
 
     def _step(self, event: Event, now: float) -> None:
+        before = self._state
         actions = self._decisions.decide(event, now)
         # First: a daemon that dies after it sent a request must know the request's id at the next start.
         self._decisions.guarded("notices", self._store_notices)
@@ -313,6 +316,11 @@ class Service:
             elif not is_done and isinstance(action, CommitManifest):
                 reason = "it could not be started"
                 self._post(CommitFailed(action.flush_id, reason, conflict=False))
+        for observer in self._observers:
+            self._decisions.guarded(
+                f"observer {type(observer).__name__}",
+                partial(observer.observe, before, self._state, event, actions, now),
+            )
 
     def _tick_s(self) -> float:
         tick_s = _TICK_S if self._state.evacuation is None else _TICK_URGENT_S

@@ -1,0 +1,27 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The interface of everything that watches the decisions: metrics, notifications, samples of a flush."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from swansongd.core.events import Action, Event
+from swansongd.core.state import State
+
+
+class Observer(Protocol):
+    """Sees each event after its actions were carried out, in the thread of the decision loop.
+
+    An observer does no IO and never blocks.  It takes microseconds, and gives longer work to another thread.
+    """
+
+    def observe(
+        self,
+        before: State,
+        after: State,
+        event: Event,
+        actions: Sequence[Action],
+        now_mono_s: float,
+    ) -> None:
+        """Take note of one decision."""
