@@ -26,7 +26,7 @@ from swansongd.model import (
 from swansongd.stores.checksums import crc32c
 
 from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
-from bench.transfer.sink import DIRECT, FAULTY, HASHING, PACED, PATTERN_BYTES, Object, Profile
+from bench.transfer.sink import DIRECT, FAULTY, HASHING, LINK, PACED, PATTERN_BYTES, Object, Profile
 from testkit.committed import part_digest
 
 PART_BYTES = 16 * 2**20
@@ -82,11 +82,14 @@ def cases(*, is_quick: bool) -> list[Case]:
         large = Workload(name="large", count=1, size_bytes=128 * 2**20)
         medium = Workload(name="medium", count=8, size_bytes=24 * 2**20)
         small = Workload(name="small", count=100, size_bytes=256 * 2**10)
+        same = Workload(name="same", count=2, size_bytes=12 * 2**20)
         faulty = Workload(name="faulty", count=16, size_bytes=64 * 2**20, is_sparse=True)
     else:
         large = Workload(name="large", count=1, size_bytes=4 * 2**30)
         medium = Workload(name="medium", count=64, size_bytes=64 * 2**20)
         small = Workload(name="small", count=2000, size_bytes=256 * 2**10)
+        # As many bytes as in the small files.
+        same = Workload(name="same", count=32, size_bytes=16 * 2**20)
         faulty = Workload(name="faulty", count=80, size_bytes=256 * 2**20, is_sparse=True)
     wide = f"{REFERENCE} x 32"
     to_gcs = f"{OURS} to GCS"
@@ -115,6 +118,11 @@ def cases(*, is_quick: bool) -> list[Case]:
             operation="download", workload=medium, profile=DIRECT, contestants=most, repeats_max=1
         ),
         Case(operation="download", workload=small, profile=DIRECT, contestants=most, repeats_max=1),
+        *(
+            Case(operation=operation, workload=workload, profile=LINK, contestants=[wide, OURS])
+            for operation in ("upload", "download")
+            for workload in (same, small)
+        ),
         Case(
             operation="upload",
             workload=faulty,

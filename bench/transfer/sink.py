@@ -48,6 +48,8 @@ class Profile:
 DIRECT = Profile(name="direct")
 HASHING = Profile(name="hashing", is_hashing=True)
 PACED = Profile(name="paced", rate_bytes_s=85e6, latency_s=0.030)
+LINK = Profile(name="link", rate_bytes_s=8e6, latency_s=0.030)
+"""With 32 connections: a link of 2 Gb/s, which two cores fill with ease."""
 FAULTY = Profile(
     name="faulty",
     rate_bytes_s=85e6,

@@ -133,7 +133,10 @@ def attend(transition: Transition, request: CheckpointRequest) -> None:
 
 
 def _make_missing(transition: Transition) -> None:
-    """Make the first request when a trainer connects, or another one after a failure, if that is worth it."""
+    """Make the first request when a trainer connects, or another one after a failure, if that is worth it.
+
+    A verdict that was announced before stands: the commit of this request can only improve it.
+    """
     evacuation = transition.evacuation
     request = evacuation.request
     is_first = bool(transition.state.connected) and (request is None or request.is_unsent)
@@ -143,7 +146,7 @@ def _make_missing(transition: Transition) -> None:
             evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
         )
         if plan.kind is PlanKind.TAKE and is_worth_it:
-            transition.evacuation = replace(transition.evacuation, plan=plan, verdict=None)
+            transition.evacuation = replace(transition.evacuation, plan=plan)
             make(transition)
             transition.do(Rescan())
 

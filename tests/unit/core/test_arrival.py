@@ -99,6 +99,28 @@ def test_a_vm_that_ends_with_its_verdict_waits_for_no_unknown_trainer(source: st
     assert story.verdicts == ["LOST None"]
 
 
+@pytest.mark.parametrize("dies", [True, False])
+def test_a_trainer_that_connects_after_the_verdict_can_only_improve_it(dies: bool) -> None:
+    """The commit that the verdict named still stands: the new trainer's lost steps take nothing from it."""
+    story = Story(newest=CommitRef(1, 50))
+    story.wait(RECONNECT_S)
+    story.notice(source=LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    assert story.verdicts == ["SAFE generation 1 step 50"]
+    story.join(step=-1)
+    story.progress(51)
+    story.accept(51)
+    if dies:
+        story.leave(exited=True)
+        story.scan()
+        story.wait(1)
+        assert story.verdicts == ["SAFE generation 1 step 50"]
+    else:
+        story.answer(52)
+        story.store_all()
+        assert story.verdicts == ["SAFE generation 1 step 50", "SAFE generation 2 step 52"]
+
+
 def test_a_shutdown_ends_the_wait_of_an_earlier_notice() -> None:
     story = Story()
     story.wait(RECONNECT_S)
