@@ -29,6 +29,7 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     "head": ({"GetObject", "ListBucket"}, {"objects.get", "objects.list"}),
     "list": ({"ListBucket"}, {"objects.list"}),
     "page": ({"ListBucket"}, {"objects.list"}),
+    "folders": ({"ListBucket"}, {"objects.list"}),
     "put_shard": ({"PutObject", "GetObject"}, {"objects.create", "objects.get", "objects.list"}),
     "begin": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
     "put_part": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
