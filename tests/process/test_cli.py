@@ -445,7 +445,7 @@ def test_pins_and_prune(place: Place) -> None:
     assert done.stdout == "pinned generation 1 step 200 of run r as paper\n", done.stderr
     taken = place.run("pin", "100", "--name", "paper")
     assert (taken.returncode, "taken by generation 1 step 200" in taken.stderr) == (16, True)
-    foretold = place.run_json("prune", "--dry-run", "--price-per-gb-month", "1e5")
+    foretold = place.run_json("prune", "--dry-run", "--price", "gb_month=1e5")
     assert [found["kept_by"] for found in foretold["commits"]][1:] == [
         ["newest before the last 24 h", "last 3", "hourly", "daily", "weekly"],
         ["pin paper", "last 3"],
@@ -453,8 +453,8 @@ def test_pins_and_prune(place: Place) -> None:
     ]
     assert foretold["freed_bytes"] == 0
     place.configure("[retention]\nkeep_last = 1\nkeep_best = 0\nkeep_hourly = 1\nkeep_daily = 1")
-    foretold = place.run_json("prune", "--dry-run", "--price-per-gb-month", "1e5")
-    assert (foretold["freed_bytes"], foretold["freed_dollars_per_month"]) == (50_004, 4.66)
+    foretold = place.run_json("prune", "--dry-run", "--price", "gb_month=1e5")
+    assert (foretold["freed_bytes"], foretold["freed_cost_per_month"]) == (50_004, 4.66)
     text = place.run("prune")
     assert "deleted 1 of 4 commits and 2 objects, 50 kB; 150 kB stay" in text.stdout, text.stderr
     assert [row["step"] for row in place.run_json("ls")] == [400, 300, 200]

@@ -414,6 +414,16 @@ class Guard:
             self._end(kind.__name__)
 
     @property
+    def run(self) -> str:
+        """Name of the run: that of :func:`attach`, or else the daemon's; empty if neither is known."""
+        return self._session.run
+
+    @property
+    def rank(self) -> int:
+        """Rank of this process in the job."""
+        return self._ranks.rank
+
+    @property
     def request(self) -> CheckpointRequest | None:
         """The checkpoint request in progress; None without one."""
         return self._agreement.current

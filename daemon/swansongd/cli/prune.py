@@ -14,45 +14,28 @@ from swansongd.bucket.prune import Report, Verdict, prune
 from swansongd.bucket.retention import age_text
 from swansongd.cli.common import add_json, add_run, human_bytes, note, print_json
 from swansongd.cli.opening import opened
+from swansongd.cli.prices import add_prices, money, prices_of
 from swansongd.cli.progress import ShownCount
 from swansongd.cli.terminal import console
+from swansongd.observe.cost import Prices, of_storage, with_list_prices
 from swansongd.util.printable import printable
-
-PRICES = {"s3": 0.023, "gs": 0.020}
-"""List prices of a GB for a month in dollars: S3 Standard in us-east-1, GCS Standard in one US region."""
-_GB = 2**30
-"""Both clouds bill storage by this unit."""
 
 EXAMPLES = {
     "Explain what would be kept and deleted, and delete nothing.": "swansong prune --dry-run",
     "Delete the commits that no rule keeps.": "swansong prune",
-    "State the savings for a price of your own.": "swansong prune --dry-run --price-per-gb-month 0.01",
+    "State the savings for a price of your own.": "swansong prune --dry-run --price gb_month=0.01",
 }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--dry-run", action="store_true", help="explain, and delete nothing")
-    parser.add_argument(
-        "--price-per-gb-month",
-        type=_price,
-        metavar="X",
-        help="price of 2^30 bytes for a month in dollars (default: list price of the cloud)",
-    )
+    add_prices(parser)
     add_json(parser)
 
 
-def _price(text: str) -> float:
-    try:
-        price = float(text)
-    except ValueError:
-        price = -1.0
-    if not 0 <= price < 1e6:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a price; give a number such as 0.02")
-    return price
-
-
 def run(args: argparse.Namespace) -> int:
+    prices = prices_of(args)
     with (
         opened(args) as here,
         ShownCount("reading manifests", is_quiet=args.json) as progress,
@@ -66,18 +49,17 @@ def run(args: argparse.Namespace) -> int:
             progress=progress,
             stop=here.stop,
         )
-        scheme = here.config.store.url.partition("://")[0]
-    price = PRICES.get(scheme) if args.price_per_gb_month is None else args.price_per_gb_month
+        prices = with_list_prices(prices, here.config.store.url)
     if args.json:
-        print_json(_facts(here.keys.run, report, price, is_dry_run=args.dry_run))
+        print_json(_facts(here.keys.run, report, prices, is_dry_run=args.dry_run))
         return 0
     if report.verdicts:
         console().print(_table(report.verdicts))
-    _summarise(here.keys.run, report, price, is_dry_run=args.dry_run)
+    _summarise(here.keys.run, report, prices, is_dry_run=args.dry_run)
     return 0
 
 
-def _facts(run: str, report: Report, price: float | None, *, is_dry_run: bool) -> dict[str, Any]:
+def _facts(run: str, report: Report, prices: Prices, *, is_dry_run: bool) -> dict[str, Any]:
     counts = asdict(report)
     counts.pop("verdicts")
     return {
@@ -99,8 +81,9 @@ def _facts(run: str, report: Report, price: float | None, *, is_dry_run: bool) -
             for verdict in report.verdicts
         ],
         **counts,
-        "freed_dollars_per_month": _dollars(report.freed_bytes, price),
-        "kept_dollars_per_month": _dollars(report.kept_bytes, price),
+        "currency": prices.currency,
+        "freed_cost_per_month": _cost(report.freed_bytes, prices),
+        "kept_cost_per_month": _cost(report.kept_bytes, prices),
     }
 
 
@@ -131,13 +114,13 @@ def _decision(verdict: Verdict) -> str:
     return "deleted: no rule keeps it" + ("" if verdict.is_whole else ", and it is not whole")
 
 
-def _summarise(run: str, report: Report, price: float | None, *, is_dry_run: bool) -> None:
+def _summarise(run: str, report: Report, prices: Prices, *, is_dry_run: bool) -> None:
     gone = [verdict for verdict in report.verdicts if not verdict.reasons and not verdict.remains]
     verb = "would delete" if is_dry_run else "deleted"
     print(
         f"run {run}: {verb} {len(gone)} of {len(report.verdicts)} commits and {report.objects} objects, "
-        f"{human_bytes(report.freed_bytes)}{_money(report.freed_bytes, price)}; "
-        f"{human_bytes(report.kept_bytes)} stay{_money(report.kept_bytes, price)}"
+        f"{human_bytes(report.freed_bytes)}{_money(report.freed_bytes, prices)}; "
+        f"{human_bytes(report.kept_bytes)} stay{_money(report.kept_bytes, prices)}"
     )
     if report.orphans:
         print(
@@ -156,10 +139,11 @@ def _summarise(run: str, report: Report, price: float | None, *, is_dry_run: boo
         note(f"{report.remain_count - 5} further objects were not deleted")
 
 
-def _money(size_bytes: int, price: float | None) -> str:
-    dollars = _dollars(size_bytes, price)
-    return "" if dollars is None else f" (${dollars:,.2f} a month)"
+def _money(size_bytes: int, prices: Prices) -> str:
+    amount = _cost(size_bytes, prices)
+    return "" if amount is None else f" ({money(amount, prices.currency)} a month)"
 
 
-def _dollars(size_bytes: int, price: float | None) -> float | None:
-    return None if price is None else round(size_bytes / _GB * price, 2)
+def _cost(size_bytes: int, prices: Prices) -> float | None:
+    amount = of_storage(prices, size_bytes)
+    return None if amount is None else round(amount, 2)

@@ -33,6 +33,11 @@ class History:
     """Interruptions in that time without a SAFE farewell."""
 
 
+def young_s(save_cost_s: float, mtbf_s: float) -> float:
+    """Young's interval, which Daly's refines; see :func:`optimum_interval_s`."""
+    return math.sqrt(2 * save_cost_s * mtbf_s)
+
+
 def optimum_interval_s(save_cost_s: float, mtbf_s: float) -> float:
     """Daly's interval: training time from the end of one checkpoint to the beginning of the next.
 
@@ -43,8 +48,7 @@ def optimum_interval_s(save_cost_s: float, mtbf_s: float) -> float:
     if save_cost_s >= 2 * mtbf_s:
         return mtbf_s
     ratio = save_cost_s / (2 * mtbf_s)
-    young_s = math.sqrt(2 * save_cost_s * mtbf_s)
-    return young_s * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_cost_s
+    return young_s(save_cost_s, mtbf_s) * (1 + math.sqrt(ratio) / 3 + ratio / 9) - save_cost_s
 
 
 def expected_mtbf_s(prior_s: float, history: History) -> float:

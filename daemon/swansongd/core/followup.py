@@ -17,6 +17,7 @@ from dataclasses import replace
 from swansongd.core import emergency, gpus, planner
 from swansongd.core.arrival import ENDED_BY_VERDICT
 from swansongd.core.notices import BY_HAND
+from swansongd.core.planner import Measurements
 from swansongd.core.schedule import INTERVAL_MIN_S, Ending, FollowUpCost, next_start_s
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import Transition
@@ -181,16 +182,30 @@ def _early_share(notice: Notice) -> float:
 
 
 def _cost(state: State, took_s: float) -> FollowUpCost:
-    # From the step boundary on: the longest wait for it is in ``step_s``.
-    forecast = planner.forecast(replace(state.measured, step_s=None))
     stalls = (t.save_s if t.snapshot_s is None else t.snapshot_s for t in state.connected)
     stall_s = max((stall for stall in stalls if stall is not None), default=None)
     if stall_s is None:  # a process without hooks saves in its training loop
         stall_s = state.measured.save_s or 0.0
     step_s = max((t.step_s for t in state.connected if t.step_s is not None), default=0.0)
+    wait_s = step_s + (ROUND_S if state.spans_vms else LATENCY_S)
+    return cost_of(state.measured, stall_s=stall_s, wait_s=wait_s, took_s=took_s)
+
+
+def cost_of(
+    measured: Measurements, *, stall_s: float, wait_s: float, took_s: float = 0.0
+) -> FollowUpCost:
+    """The times of a follow-up checkpoint.
+
+    Args:
+        measured: of its save and its flush.
+        stall_s: training stands still for this long.
+        wait_s: the longest wait for the step boundary.
+        took_s: time of the last checkpoint, where the bandwidth is unknown.
+    """
+    forecast = planner.forecast(replace(measured, step_s=None))  # from the step boundary on
     return FollowUpCost(
         data_s=max(forecast.data_s, took_s) + forecast.spread_s,
         commit_s=max(forecast.expected_s, took_s) + forecast.spread_s,
         stall_s=stall_s,
-        step_s=step_s + (ROUND_S if state.spans_vms else LATENCY_S),
+        step_s=wait_s,
     )

@@ -49,7 +49,7 @@ def _needed_s(state: State) -> float | None:
     if emergency.has_trainer(state):
         if not made.is_measured:
             return None
-        return made.data_s + made.spread_s + max(state.settings.reserve_s, made.commit_s)
+        return made.needed_s(state.settings.reserve_s) + made.spread_s
     left_bytes = max((c.bytes_left for c in state.candidates), default=0)
     if not left_bytes:
         return state.settings.reserve_s if state.stored else 0.0

@@ -131,6 +131,21 @@ class Forecast:
         """The time within which about nine of ten checkpoints are committed."""
         return min(self.expected_s + self.spread_s, bounds.SECONDS_MAX)
 
+    def needed_s(self, reserve_s: float) -> float:
+        """Expected time before the deadline that the request needs, with the reserve of the commit."""
+        return self.data_s + max(reserve_s, self.commit_s)
+
+    def chance(self, left_s: float, reserve_s: float) -> float:
+        """Probability that a checkpoint with this much time left is committed before the deadline.
+
+        0 if its expected time does not fit: a plan that does not fit is only an attempt.
+        """
+        spare_s = left_s - self.needed_s(reserve_s)
+        if spare_s < 0:
+            return 0.0
+        deviation_s = self.spread_s / _NINE_OF_TEN
+        return 1.0 if deviation_s <= 0 else (1 + math.erf(spare_s / deviation_s / math.sqrt(2))) / 2
+
 
 def forecast(measured: Measurements) -> Forecast:
     """The expected time of a new checkpoint that is requested now, and its spread.
@@ -259,7 +274,7 @@ def decide(
         why_not: the reason without ``has_trainer``.
     """
     expected = forecast(measured)
-    needed_s = expected.data_s + max(reserve_s, expected.commit_s)
+    needed_s = expected.needed_s(reserve_s)
     if has_trainer and needed_s <= left_s:
         return Plan(PlanKind.TAKE, f"needs {needed_s:.1f} s of {left_s:.1f} s, reserve included")
     needs = f"{needed_s:.1f} s" if needed_s <= SHOWN_S_MAX else "over an hour"

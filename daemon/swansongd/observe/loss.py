@@ -56,6 +56,8 @@ class Interruption:
     is_skewed: bool
     """The clocks of the VMs contradict each other."""
     ranks: int
+    nodes: int
+    """VMs of the job; 1 if the resume was not recorded."""
     stall_s: float | None
     redone_s: float
     down_s: float
@@ -291,6 +293,7 @@ def _interruption(
         is_estimated=last.is_estimated or resumption is None,
         is_skewed=_is_skewed(before, life, last),
         ranks=_ranks(life),
+        nodes=1 if resumption is None else resumption.nodes,
         stall_s=known_stall_s,
         redone_s=redone_s,
         down_s=down[1] - down[0],

@@ -107,32 +107,34 @@ def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Sour
 def notice_kinds(
     sources: Sequence[Source], config: SourcesConfig, deadline: DeadlineConfig
 ) -> tuple[NoticeKind, ...]:
-    """The notices of these sources and of the host, each with its grace period.
+    """The notices of these sources and of the host, each with its grace period."""
+    found = {host.NAME, logind.NAME, *(source.name for source in sources)}
+    return tuple(kind for kind in possible_notice_kinds(config, deadline) if kind.source in found)
+
+
+def possible_notice_kinds(
+    config: SourcesConfig, deadline: DeadlineConfig
+) -> tuple[NoticeKind, ...]:
+    """The notices of any cloud and of the host.
 
     Without ``sources.gcp_preemption_notice_s`` a Spot VM on GCP may have the long notice or none.
     """
     assumed_s = deadline.assumed_grace_s
-    graces_s: dict[str, tuple[float, ...]] = {
-        AwsSpotSource.name: (SPOT_NOTICE_S,),
-        AwsAsgSource.name: (config.asg_grace_s or assumed_s,) if config.asg_hook else (),
-        GcpPreemptedSource.name: {
-            None: (assumed_s, GCP_LONG_NOTICE_S - GCP_MARGIN_S),
-            0.0: (assumed_s,),
-        }.get(config.gcp_preemption_notice_s, (GCP_LONG_NOTICE_S - GCP_MARGIN_S,)),
-        GcpStopSource.name: (assumed_s,),
-    }
-    kinds = [
-        NoticeKind(source=source.name, grace_s=grace_s)
-        for source in sources
-        for grace_s in graces_s.get(source.name, ())
-    ]
-    if any(source.name == DeadlineSource.name for source in sources):
-        end = NoticeKind(source=DeadlineSource.name, grace_s=config.end_lead_s, is_scheduled=True)
-        kinds.append(end)
-    delay_s = max(0.0, deadline.shutdown_delay_s - logind.DEADLINE_MARGIN_S)
+    long_s = GCP_LONG_NOTICE_S - GCP_MARGIN_S
+    of_gcp_s = {None: (assumed_s, long_s), 0.0: (assumed_s,)}.get(
+        config.gcp_preemption_notice_s, (long_s,)
+    )
+    asg_s = [config.asg_grace_s or assumed_s] if config.asg_hook else []
     return (
-        *kinds,
-        NoticeKind(source=logind.NAME, grace_s=delay_s),
+        NoticeKind(source=AwsSpotSource.name, grace_s=SPOT_NOTICE_S),
+        *(NoticeKind(source=AwsAsgSource.name, grace_s=grace_s) for grace_s in asg_s),
+        *(NoticeKind(source=GcpPreemptedSource.name, grace_s=grace_s) for grace_s in of_gcp_s),
+        NoticeKind(source=GcpStopSource.name, grace_s=assumed_s),
+        NoticeKind(source=DeadlineSource.name, grace_s=config.end_lead_s, is_scheduled=True),
+        NoticeKind(
+            source=logind.NAME,
+            grace_s=max(0.0, deadline.shutdown_delay_s - logind.DEADLINE_MARGIN_S),
+        ),
         NoticeKind(source=host.NAME, grace_s=deadline.sigterm_grace_s),
     )
 
