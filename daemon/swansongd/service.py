@@ -69,6 +69,7 @@ from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
 from swansongd.model import NoticeKind, Severity
+from swansongd.notifications.notifier import open_notifier
 from swansongd.observe import log as logs
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
@@ -103,6 +104,7 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
+_EXIT_NOTIFY_S = 1.5
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the farewell takes."""
 _JUDGEMENTS_MAX = 4
@@ -129,7 +131,6 @@ class Service:
         self._inbox = Inbox()
         self._post = self._inbox.put
         self._decision_log = DecisionLog()
-        self._observers: tuple[Observer, ...] = ()
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -155,6 +156,16 @@ class Service:
         kinds = notice_kinds(cloud_sources, config.sources, config.deadline)
         self._decisions = Decisions(
             _first_state(config, self._staging, self._committer, boot_id, kinds), _log
+        )
+        self._notifications = open_notifier(
+            config.notify,
+            run=config.run.name,
+            vm=self._state.settings.vm,
+            own_fd=self._staging.own_fd,
+            boot_id=boot_id,
+        )
+        self._observers: tuple[Observer, ...] = tuple(
+            observer for observer in (self._notifications,) if observer is not None
         )
         uids = users.uids_of(config.trainer.users)
         self._observer = StagingObserver(
@@ -242,6 +253,8 @@ class Service:
             self._metrics.start()
         if self._asg_hook is not None:
             self._asg_hook.start()
+        if self._notifications is not None:
+            self._notifications.start()
         for source in self._sources:
             threading.Thread(
                 target=source.run, args=(self._post, self._stop), name=source.name, daemon=True
@@ -470,6 +483,7 @@ class Service:
             prune=storage.prune_figures,
             loss=storage.ledger.figures,
             log_lines_dropped=logs.dropped(),
+            notifications=None if self._notifications is None else self._notifications.report(),
         )
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
@@ -494,6 +508,8 @@ class Service:
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
+        if self._notifications is not None:
+            self._notifications.close(_EXIT_NOTIFY_S)
         self._storage.ledger.finish(_EXIT_DRAIN_S)
         self._stop.set()
         self._inbox.close()

@@ -178,5 +178,24 @@ FAMILIES = (
     _counter("swansong_pruned_commits_total", "Commits that this daemon deleted"),
     _counter("swansong_pruned_bytes_total", "Bytes that this daemon deleted"),
     _gauge("swansong_prune_kept_bytes", "Bytes of the commits that the last prune kept"),
+    _gauge("swansong_gpus", "GPUs that are known"),
+    _gauge(
+        "swansong_gpu_health",
+        "1 for the health of the GPU, 0 for all others: ok, degraded, dying or lost",
+        "gpu",
+        "health",
+    ),
+    _counter(
+        "swansong_gpu_xid_errors_total",
+        "Xid messages of the kernel log, by class: application, degraded or dying",
+        "gpu",
+        "class",
+    ),
+    _counter(
+        "swansong_notifications_total",
+        "Notifications by channel (webhook, exec or heartbeat) and outcome (sent, failed or dropped)",
+        "channel",
+        "outcome",
+    ),
 )
 """In the order of the page."""

@@ -66,10 +66,12 @@ class Sheet:
         if value is not None:
             self._metric(name, labels).add_sample(name, self._fixed | labels, float(value))
 
-    def put_one_of(self, name: str, label: str, values: Iterable[str], chosen: str | None) -> None:
+    def put_one_of(
+        self, name: str, label: str, values: Iterable[str], chosen: str | None, **labels: str
+    ) -> None:
         """Add a sample for each value of the label: 1 for the chosen one, 0 for the others."""
         for value in values:
-            self.put(name, float(value == chosen), **{label: value})
+            self.put(name, value == chosen, **{label: value}, **labels)
 
     def put_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
         """Add the samples of a histogram."""

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from prometheus_client import Metric
@@ -21,7 +21,7 @@ from swansongd.core.nodes import PEER_SOURCE
 from swansongd.core.notices import BY_HAND
 from swansongd.core.state import Phase, State
 from swansongd.core.transition import HOST_SOURCE
-from swansongd.model import Health, Severity, Verdict
+from swansongd.model import GpuHealth, Health, Severity, Verdict
 from swansongd.observe import report
 from swansongd.observe.counters import Counters
 from swansongd.observe.daemon_families import FAMILIES
@@ -33,6 +33,9 @@ from swansongd.observe.snapshot import MirrorState, Snapshot
 _SOURCES_UP = (Health.OK, Health.DEGRADED)
 NOTIFIED_OTHERWISE = (HOST_SOURCE, PEER_SOURCE, *BY_HAND)
 """Sources of notices that no thread watches."""
+GPUS_MAX = 32
+XID_CLASSES = ("application", "degraded", "dying")
+CHANNELS, OUTCOMES = ("webhook", "exec", "heartbeat"), ("sent", "failed", "dropped")
 _REMOVAL_S = 1.0
 """Limit of the wait for the removal of the textfile at a stop."""
 
@@ -104,6 +107,8 @@ class DaemonCollector:
             self._put_loss,
             self._put_mirror,
             self._put_prune,
+            self._put_gpus,
+            self._put_notifications,
         ):
             put(sheet, snapshot)
         return sheet.metrics()
@@ -257,6 +262,25 @@ class DaemonCollector:
         sheet.put("swansong_pruned_commits_total", prune.commits)
         sheet.put("swansong_pruned_bytes_total", prune.freed_bytes)
         sheet.put("swansong_prune_kept_bytes", prune.kept_bytes)
+
+    def _put_gpus(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        gpus = list(snapshot.state.gpus.values())[:GPUS_MAX]
+        sheet.put("swansong_gpus", len(gpus))
+        names = [health.value for health in GpuHealth]
+        for name, gpu in {str(g.index) if g.index >= 0 else g.pci: g for g in gpus}.items():
+            sheet.put_one_of("swansong_gpu_health", "health", names, gpu.health.value, gpu=name)
+            for kind in XID_CLASSES:
+                labels = {"gpu": name, "class": kind}
+                sheet.put("swansong_gpu_xid_errors_total", gpu.xids.get(kind, 0), **labels)
+
+    def _put_notifications(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        for channel in CHANNELS:
+            counts = (snapshot.notifications or {}).get(channel)
+            if not isinstance(counts, Mapping):
+                continue
+            for outcome in OUTCOMES:
+                labels = {"channel": channel, "outcome": outcome}
+                sheet.put("swansong_notifications_total", counts.get(outcome), **labels)
 
 
 def _may_notify(snapshot: Snapshot, counted: Iterable[str]) -> list[str]:

@@ -30,6 +30,7 @@ def full_report(snapshot: Snapshot) -> dict[str, object]:
         "prefetch": dict(snapshot.prefetch),
         "mirror": _mirror(snapshot.mirror, snapshot.mirror_objects_taken),
         "prune": _prune(snapshot.prune, now_mono_s),
+        "notifications": snapshot.notifications and dict(snapshot.notifications),
         **status_report(snapshot.state, now_mono_s),
     }
 

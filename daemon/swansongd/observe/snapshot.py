@@ -107,6 +107,8 @@ class Snapshot:
     """None: the daemon does not prune."""
     loss: LossFigures = LossFigures()
     log_lines_dropped: int = 0
+    notifications: Mapping[str, object] | None = None
+    """Their fields of the status; None without any."""
 
     def wall_s(self, mono_s: float) -> float:
         """An instant of the monotonic clock by the wall clock."""

@@ -8,6 +8,7 @@ import shutil
 import subprocess
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from swansongd.core.events import (
     Flushed,
     FlushFailed,
     FlushProgress,
+    GpusRead,
     Mark,
     NewestDated,
     SourceChanged,
@@ -30,7 +32,16 @@ from swansongd.core.events import (
     TrainerRefused,
 )
 from swansongd.core.state import Phase
-from swansongd.model import CommitRef, Health, NoticeKind, Severity, SourceStatus, Verdict
+from swansongd.model import (
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Health,
+    NoticeKind,
+    Severity,
+    SourceStatus,
+    Verdict,
+)
 from swansongd.observe.counters import KEYS_MAX, PHASES, Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import registry_of
@@ -51,7 +62,7 @@ from testkit.story import MIB, Story, shards_of
 
 PAGE = (REPOSITORY / "docs/operations/metrics.md").read_text()
 ROW = re.compile(r"^\| `(swansong_\w+)` \| (\w+) \| ([^|]*)\| (.*) \|$", re.MULTILINE)
-OTHERS = ("swansong_run_", "swansong_gpu", "swansong_notifications", "swansong_heartbeat")
+OTHERS = ("swansong_run_",)
 """Prefixes of metrics that another part exports."""
 SOURCES = ("aws.rebalance", "aws.spot", "gcp.preempted")
 MIRROR = MirrorFigures(
@@ -68,6 +79,14 @@ MIRROR = MirrorFigures(
 )
 PRUNE = PruneFigures(
     failures=1, commits=3, freed_bytes=5 * MIB, succeeded_mono_s=900.0, kept_bytes=50 * MIB
+)
+GPU = GpuStatus(
+    pci="0000:3b:00",
+    index=0,
+    health=GpuHealth.DYING,
+    reason="Xid 95",
+    since_mono_s=900.0,
+    xids={"dying": 2},
 )
 LOSS = LossFigures(resumptions=1, gpu_s={"fetch": 80.0, "redone": 16.0})
 
@@ -127,7 +146,9 @@ def full() -> Watched:
         "bytes_referenced": 3 * MIB,
         "decision_faults": 1,
         "log_lines_dropped": 5,
+        "notifications": {"webhook": {"sent": 3, "failed": 1, "dropped": 0}, "exec": None},
     }
+    story.tell(GpusRead((replace(GPU, health=GpuHealth.OK),)))
     story.state = _with_settings(
         story, notice_kinds=(NoticeKind(source="aws.spot", grace_s=120.0),)
     )
@@ -149,8 +170,6 @@ def health(source: str, value: Health, reason: str) -> SourceChanged:
 
 
 def _with_settings(story: Story, **changes: Any) -> Any:
-    from dataclasses import replace
-
     return replace(story.state, settings=replace(story.state.settings, **changes))
 
 
@@ -416,6 +435,26 @@ def test_values_agree_with_the_status() -> None:
     assert found['swansong_preemption_loss_gpu_seconds_total{part="fetch"}'] == 80.0
     parts = [name for name in found if name.startswith("swansong_preemption_loss")]
     assert len(parts) == len(LOST)
+
+
+def test_each_gpu_has_its_health() -> None:
+    """By index, or by address on the bus if the driver does not list it."""
+    story = Watched()
+    story.tell(GpusRead((GPU, replace(GPU, pci="0000:3c:00", index=-1))))
+    found = story.scrape()
+    assert found["swansong_gpus"] == 2.0
+    for gpu in ("0", "0000:3c:00"):
+        assert found[f'swansong_gpu_health{{gpu="{gpu}",health="dying"}}'] == 1.0
+        assert found[f'swansong_gpu_health{{gpu="{gpu}",health="ok"}}'] == 0.0
+        assert found[f'swansong_gpu_xid_errors_total{{class="dying",gpu="{gpu}"}}'] == 2.0
+        assert found[f'swansong_gpu_xid_errors_total{{class="degraded",gpu="{gpu}"}}'] == 0.0
+
+
+def test_notifications_are_counted_by_channel() -> None:
+    """A channel that is not configured has no series."""
+    found = full().scrape()
+    assert found['swansong_notifications_total{channel="webhook",outcome="failed"}'] == 1.0
+    assert not [name for name in found if 'channel="exec"' in name]
 
 
 def test_a_timestamp_does_not_drift() -> None:
