@@ -35,6 +35,7 @@ def run(args: argparse.Namespace) -> int:
     out.print(_summary(report))
     for title, key, columns in (
         ("SOURCE", "sources", ("name", "health", "reason", "for_s")),
+        ("GPU", "gpus", ("index", "name", "health", "reason", "for_s")),
         ("TRAINER", "trainers", ("pid", "rank", "step")),
     ):
         rows = [row for row in report.get(key) or [] if isinstance(row, dict)]
@@ -98,7 +99,7 @@ def _listing(title: str, columns: tuple[str, ...], rows: list[dict[str, Any]]) -
             _seconds(row.get(column)) if column.endswith("_s") else _word(row.get(column))
             for column in columns
         )
-        bad = row.get("health") in ("degraded", "blind")
+        bad = row.get("health") in ("degraded", "blind", "dying", "lost")
         table.add_row(*cells, style="red" if bad else None)
     return table
 

@@ -20,7 +20,7 @@ from urllib.parse import unquote, urlsplit
 from swansong.protocol import DEFAULT_SOCKET
 
 from swansongd.config import values as read
-from swansongd.config.values import InvalidValue, Reader
+from swansongd.config.values import InvalidValue, ListenAddress, Reader
 from swansongd.errors import ConfigError
 
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
@@ -195,6 +195,14 @@ class RetentionConfig:
 
 
 @_section
+class MetricsConfig:
+    listen: ListenAddress | None = _key(read.listen_address, default=None)
+    """None: the metrics are not served."""
+    textfile: Path | None = _key(read.textfile, default=None)
+    """None: no textfile is written."""
+
+
+@_section
 class LogConfig:
     format: str = _key(read.one_of("json", "console"), default="json")
     level: str = _key(read.one_of("debug", "info", "warning", "error"), default="info")
@@ -212,6 +220,7 @@ class Config:
     flush: FlushConfig
     restore: RestoreConfig
     retention: RetentionConfig
+    metrics: MetricsConfig
     log: LogConfig
 
 
@@ -359,6 +368,12 @@ def _impossible(values: Mapping[str, Mapping[str, Any]]) -> list[str]:
                 problems.append(
                     _problem(where, "lies below staging.path", url, "choose another directory")
                 )
+    listen = values["metrics"].get("listen")
+    if listen is not None and listen.path is not None and listen.path == trainer.get("socket"):
+        remedy = 'choose another path, such as "unix:/run/swansong/metrics.sock"'
+        problems.append(
+            _problem("metrics.listen", "is the socket of trainers", str(listen), remedy)
+        )
     if urls["mirror"] and _place(urls["mirror"]) == _place(urls["store"]):
         remedy = "choose a store in another region or cloud"
         problems.append(_problem("mirror.url", "is the store itself", urls["mirror"], remedy))

@@ -10,13 +10,14 @@ import math
 import re
 import signal
 from collections.abc import Callable
-from dataclasses import MISSING
+from dataclasses import MISSING, dataclass
 from datetime import UTC, datetime
+from ipaddress import ip_address
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from swansong.bounds import STEP_MAX
+from swansong.bounds import BYTES_MAX, STEP_MAX
 
 from swansongd.digests import PART_SIZE_BYTES_MAX
 
@@ -57,6 +58,7 @@ _SIZE_UNITS = {"B": 1} | {
 }
 _RT_SIGNAL = re.compile(r"SIGRTM(?:IN(?:\+([0-9]{1,2}))?|AX(?:-([0-9]{1,2}))?)")
 _SIGNALS = ("SIGUSR1", "SIGUSR2", "SIGTERM", "SIGHUP")
+_HOST_PORT = re.compile(r"(?:\[([^\[\]]+)\]|([^\[\]:]+)):([0-9]{1,5})")
 _USER = re.compile(r"[A-Za-z_][A-Za-z0-9_.-]{0,31}")
 
 
@@ -104,6 +106,54 @@ def socket_path(value: object) -> Path:
     if len(bytes(socket)) > 107:
         raise InvalidValue("is too long for a socket path", "give a path of at most 107 bytes")
     return socket
+
+
+@dataclass(frozen=True, slots=True)
+class ListenAddress:
+    """A TCP port, or a Unix socket if ``path`` is set."""
+
+    host: str = ""
+    """An IP address."""
+    port: int = 0
+    """0: any free port."""
+    path: Path | None = None
+
+    @property
+    def is_local(self) -> bool:
+        """Whether only this machine reaches it."""
+        return self.path is not None or ip_address(self.host).is_loopback
+
+    def __str__(self) -> str:
+        if self.path is not None:
+            return f"unix:{self.path}"
+        return f"[{self.host}]:{self.port}" if ":" in self.host else f"{self.host}:{self.port}"
+
+
+def listen_address(value: object) -> ListenAddress:
+    """An IP address with a port, or ``unix:`` with the path of a socket."""
+    remedy = 'give "127.0.0.1:9469", "[::1]:9469" or "unix:/run/swansong/metrics.sock"'
+    if not isinstance(value, str):
+        raise InvalidValue("is not an address", remedy)
+    if value.startswith("unix:"):
+        return ListenAddress(path=socket_path(value.removeprefix("unix:")))
+    match = _HOST_PORT.fullmatch(value)
+    host = (match[1] or match[2]) if match else ""
+    try:
+        is_bracketed = ip_address(host).version == 6
+    except ValueError:
+        raise InvalidValue("is not an IP address with a port", remedy) from None
+    if match is None or is_bracketed != bool(match[1]) or int(match[3]) > 65535:
+        raise InvalidValue("is not an IP address with a port", remedy)
+    return ListenAddress(host=host, port=int(match[3]))
+
+
+def textfile(value: object) -> Path:
+    """A file for the textfile collector of node_exporter, which reads ``*.prom`` only."""
+    file = path(value)
+    if file.suffix != ".prom" or not file.stem:
+        remedy = "give a path such as /var/lib/node_exporter/textfile_collector/swansong.prom"
+        raise InvalidValue("does not end in .prom", remedy)
+    return file
 
 
 def _seconds(value: object, remedy: str) -> float:
@@ -172,6 +222,15 @@ def _size(value: object, remedy: str) -> float:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise InvalidValue("is not a size", remedy)
+
+
+def size(value: object) -> int:
+    """A size in bytes."""
+    remedy = 'give bytes as a number, or a string such as "84GB"'
+    found = _size(value, remedy)
+    if not 1 <= found <= BYTES_MAX:
+        raise InvalidValue("is not between 1 byte and 1 EiB", remedy)
+    return round(found)
 
 
 def part_size(value: object) -> int:

@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swansongd.config.config import Config, load
-from swansongd.doctor import configuration, metadata, network, staging, store
+from swansongd.doctor import configuration, metadata, mirror, network, staging, store
 from swansongd.doctor.accounts import own_account
 from swansongd.doctor.findings import Check, examine
 from swansongd.doctor.grace import grace_s
@@ -70,6 +70,7 @@ def checks(config: Config, options: Options) -> Iterator[Check]:
         trial=options.trial,
         operator_file=options.operator_file,
     )
+    yield from mirror.checks(config, options.config)
     yield from staging.checks(config, daemon)
 
 

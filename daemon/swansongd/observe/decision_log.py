@@ -15,7 +15,14 @@ _LINES_AT_ONCE, _LINE_EVERY_S = 50, 2.0
 _MARKS_AT_ONCE, _MARK_EVERY_S = 200, 1.0
 # Neither must a source whose values change with each poll.
 _SOURCE_LINES_AT_ONCE, _SOURCE_LINE_EVERY_S = 10, 30.0
-_OF_SOURCES = ("health", "notice", "notice_withdrawn", "evacuation_held", "precaution_skipped")
+_OF_SOURCES = (
+    "health",
+    "notice",
+    "notice_withdrawn",
+    "evacuation_held",
+    "precaution_skipped",
+    "gpu_health",
+)
 
 _log = structlog.get_logger(__name__)
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 from swansongd.core import arrival, followup, periodic, staged_sets
 from swansongd.core.margin import Margin, margins
 from swansongd.core.state import FailedSaves, State
-from swansongd.model import Health, Notice, SourceStatus, TrainerView
+from swansongd.model import GpuStatus, Health, Notice, SourceStatus, TrainerView
 
 STORE_HEALTH = "store"
 """Name under which :attr:`State.sources` holds the health of the store."""
@@ -26,6 +26,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "last_verdict": _last_verdict(state, now_mono_s),
         "sources": list(health.values()),
         "store": store,
+        "gpus": [_gpu(gpu, now_mono_s) for gpu in state.gpus.values()],
         "notices": [_notice(notice, now_mono_s) for notice in state.notices.values()],
         "trainers": [
             _trainer(state, trainer, now_mono_s) for trainer in state.trainers[:TRAINERS_MAX]
@@ -52,6 +53,19 @@ def _health(name: str, status: SourceStatus, now_mono_s: float) -> dict[str, obj
         "health": status.health.value,
         "reason": status.reason,
         "for_s": round(now_mono_s - status.since_mono_s, 1),
+    }
+
+
+def _gpu(gpu: GpuStatus, now_mono_s: float) -> dict[str, object]:
+    return {
+        "index": gpu.index,
+        "uuid": gpu.uuid,
+        "name": gpu.name,
+        "pci": gpu.pci,
+        "health": gpu.health.value,
+        "reason": gpu.reason,
+        "for_s": round(now_mono_s - gpu.since_mono_s, 1),
+        "xids": dict(gpu.xids),
     }
 
 

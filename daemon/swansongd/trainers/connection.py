@@ -7,7 +7,6 @@ import errno
 import os
 import select
 import socket
-import stat
 import sys
 from collections import deque
 from contextlib import suppress
@@ -17,13 +16,13 @@ from swansong.protocol import MAX_MESSAGE_BYTES, Hello
 
 from swansongd.errors import SwansongError
 from swansongd.trainers.peers import CREDENTIALS_BYTES, Peer, unpack_credentials
+from swansongd.util import unix
 from swansongd.util.rates import TokenBucket
 
 OUTGOING_MESSAGES_MAX = 64
 OUTGOING_BYTES_MAX = 512 * 2**10
 MESSAGES_PER_S_MAX = 200.0
 _HELLOS_AT_ONCE, _HELLOS_PER_S = 10.0, 1.0
-SOCKET_MODE = 0o660
 _BACKLOG = 1024
 """Pending connections; the kernel refuses further ones."""
 
@@ -162,26 +161,8 @@ def close_socket(connected: socket.socket, last_message: bytes | None) -> None:
 
 
 def listen(path: Path) -> socket.socket:
-    """A listening socket at ``path`` with mode 0660; replaces a stale one.
-
-    Raises:
-        SwansongError: another process listens there, or the path is not a socket.
-        OSError: the directory is missing or not writable.
-    """
-    _remove_stale(path)
-    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
-    try:
-        # bind() creates the file with the mode of the unbound socket, less the umask, and the later chmod
-        # can only add permissions.  So no other user can connect at any time, and the umask of the process
-        # stays unchanged.
-        os.fchmod(listener.fileno(), SOCKET_MODE)
-        listener.bind(os.fspath(path))
-        os.chmod(path, SOCKET_MODE)
-        listener.listen(_BACKLOG)
-    except BaseException:
-        listener.close()
-        raise
-    return listener
+    """A listening socket for the channel; see :func:`swansongd.util.unix.listen`."""
+    return unix.listen(path, socket.SOCK_SEQPACKET, key="trainer.socket", backlog=_BACKLOG)
 
 
 def adopt(listener_fd: int) -> socket.socket:
@@ -198,24 +179,3 @@ def adopt(listener_fd: int) -> socket.socket:
             hint="use ListenSequentialPacket= in the socket unit",
         )
     return listener
-
-
-def _remove_stale(path: Path) -> None:
-    try:
-        if not stat.S_ISSOCK(os.lstat(path).st_mode):
-            raise SwansongError(
-                f"{path} exists and is not a socket",
-                hint="remove it, or name another path in trainer.socket",
-            )
-    except FileNotFoundError:
-        return
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK) as probe:
-        code = probe.connect_ex(os.fspath(path))
-    if code == errno.ECONNREFUSED:
-        with suppress(FileNotFoundError):
-            os.unlink(path)
-    elif code != errno.ENOENT:
-        raise SwansongError(
-            f"another process listens at {path}",
-            hint="stop the other daemon, or name another path in trainer.socket",
-        )

@@ -455,3 +455,53 @@ def test_the_environment_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> Non
     assert parse(MINIMAL) == parse(MINIMAL)
     assert parse(MINIMAL).flush.connections == 32
     assert parse(MINIMAL).trainer.socket == Path("/run/swansong/trainer.sock")
+
+
+# ---------------------------------------------------------------- metrics
+
+
+@pytest.mark.parametrize(
+    ("value", "host", "port", "is_local"),
+    [
+        ("127.0.0.1:9469", "127.0.0.1", 9469, True),
+        ("[::1]:9469", "::1", 9469, True),
+        ("0.0.0.0:9469", "0.0.0.0", 9469, False),
+        ("[2001:db8::1]:1", "2001:db8::1", 1, False),
+    ],
+)
+def test_metrics_listen_at_an_ip_address(
+    value: str, host: str, port: int, *, is_local: bool
+) -> None:
+    """An address that other machines reach is allowed, and known as such."""
+    listen = parsed(metrics__listen=value).metrics.listen
+    assert listen is not None
+    assert (listen.host, listen.port, listen.is_local, str(listen)) == (host, port, is_local, value)
+
+
+def test_metrics_listen_at_a_unix_socket() -> None:
+    """The path is absolute, and not the one of trainers."""
+    listen = parsed(metrics__listen="unix:/run/swansong/metrics.sock").metrics.listen
+    assert listen is not None
+    assert (listen.path, listen.is_local) == (Path("/run/swansong/metrics.sock"), True)
+    (problem,) = problems_of(with_values(metrics__listen="unix:/run/swansong/trainer.sock"))
+    assert problem.startswith("metrics.listen: is the socket of trainers")
+
+
+@pytest.mark.parametrize(
+    "value",
+    [":9469", "9469", 9469, "localhost:9469", "::1:9469", "[127.0.0.1]:9469", "127.0.0.1:65536",
+     "127.0.0.1:-1", "127.0.0.1:٣", "unix:metrics.sock", "http://127.0.0.1:9469", ""],
+)  # fmt: skip
+def test_an_address_that_is_not_exact_is_refused(value: object) -> None:
+    """The error names the key, the value and a valid one."""
+    (problem,) = problems_of(with_values(metrics__listen=value))
+    assert problem.startswith("metrics.listen: ")
+    assert f"(got {value!r})" in problem
+    assert "give " in problem
+
+
+@pytest.mark.parametrize("value", ["/var/lib/x/swansong.txt", "swansong.prom", "/var/lib/x/.prom"])
+def test_a_textfile_that_node_exporter_ignores_is_refused(value: str) -> None:
+    (problem,) = problems_of(with_values(metrics__textfile=value))
+    assert problem.startswith("metrics.textfile: ")
+    assert parsed(metrics__textfile="/x/a.prom").metrics.textfile == Path("/x/a.prom")

@@ -38,6 +38,8 @@ PACKAGE = Path(swansongd.__path__[0])
 PAGES = {
     path.stem: path.read_text() for path in sorted((REPOSITORY / "docs/operations").glob("*.md"))
 }
+CONFIGURATION = PAGES["configuration"] + PAGES["configuration-upkeep"]
+LOG_EVENTS = PAGES["log-events"] + PAGES["log-events-store"]
 LEVELS = {name: name for name in ("debug", "info", "warning", "error")} | {"exception": "error"}
 LEVEL_OF_LIBRARIES = {"any"}
 BY_THE_WRITER = {"log_dropped": {"warning"}}
@@ -222,12 +224,10 @@ def unit(name: str, file: str = "systemd/swansongd.service") -> str:
 def test_every_log_event_is_explained() -> None:
     """Each event of the code has a row with its levels, and each row an event."""
     explained = {
-        name: set(cells[1].split(", "))
-        for cells in rows(PAGES["log-events"])
-        for name in words(cells[0])
+        name: set(cells[1].split(", ")) for cells in rows(LOG_EVENTS) for name in words(cells[0])
     }
     assert explained == events()
-    named = first_cells(PAGES["log-events"])
+    named = first_cells(LOG_EVENTS)
     assert len(named) == len(set(named))
 
 
@@ -254,7 +254,7 @@ def test_every_verdict_is_explained() -> None:
 def test_every_key_of_the_configuration_is_explained() -> None:
     """Each key has one row, in the order of the sections, and each row a key."""
     keys = [f"{name}.{key}" for name, known in section_keys().items() for key in known]
-    assert first_cells(PAGES["configuration"]) == keys
+    assert first_cells(CONFIGURATION) == keys
 
 
 def test_every_default_of_the_configuration_is_true() -> None:
@@ -266,7 +266,7 @@ def test_every_default_of_the_configuration_is_true() -> None:
         )
         for key, field in zip(keys, dataclasses.fields(kind), strict=True)
     }
-    for key, shown, _ in rows(PAGES["configuration"]):
+    for key, shown, _ in rows(CONFIGURATION):
         field = defaults[key.strip("`")]
         if field.default is dataclasses.MISSING:
             assert shown == "required", key

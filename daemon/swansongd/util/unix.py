@@ -1,0 +1,65 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Listening Unix sockets: closed to other users from the start, and never in place of a live one."""
+
+from __future__ import annotations
+
+import errno
+import os
+import socket
+import stat
+from contextlib import suppress
+from pathlib import Path
+
+from swansongd.errors import SwansongError
+
+SOCKET_MODE = 0o660
+
+
+def listen(path: Path, kind: socket.SocketKind, *, key: str, backlog: int) -> socket.socket:
+    """A listening socket at ``path`` with mode 0660; replaces a stale one.
+
+    Args:
+        path: of the socket.
+        kind: SOCK_STREAM or SOCK_SEQPACKET.
+        key: the key of the configuration that names the path, for errors.
+        backlog: number of connections that wait to be accepted.
+
+    Raises:
+        SwansongError: another process listens there, or the path is not a socket.
+        OSError: the directory is missing or not writable.
+    """
+    _remove_stale(path, kind, key)
+    listener = socket.socket(socket.AF_UNIX, kind | socket.SOCK_CLOEXEC)
+    try:
+        # bind() creates the file with the mode of the unbound socket, less the umask, and the later chmod
+        # can only add permissions.  So no other user can connect at any time, and the umask of the process
+        # stays unchanged.
+        os.fchmod(listener.fileno(), SOCKET_MODE)
+        listener.bind(os.fspath(path))
+        os.chmod(path, SOCKET_MODE)
+        listener.listen(backlog)
+    except BaseException:
+        listener.close()
+        raise
+    return listener
+
+
+def _remove_stale(path: Path, kind: socket.SocketKind, key: str) -> None:
+    try:
+        if not stat.S_ISSOCK(os.lstat(path).st_mode):
+            raise SwansongError(
+                f"{path} exists and is not a socket",
+                hint=f"remove it, or name another path in {key}",
+            )
+    except FileNotFoundError:
+        return
+    with socket.socket(socket.AF_UNIX, kind | socket.SOCK_NONBLOCK) as probe:
+        code = probe.connect_ex(os.fspath(path))
+    if code == errno.ECONNREFUSED:
+        with suppress(FileNotFoundError):
+            os.unlink(path)
+    elif code != errno.ENOENT:
+        raise SwansongError(
+            f"another process listens at {path}",
+            hint=f"stop the other daemon, or name another path in {key}",
+        )

@@ -1,0 +1,252 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics over HTTP and as a textfile: formats, limits on clients, and failures that change nothing else."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import socket
+import stat
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from http.client import HTTPConnection
+from pathlib import Path
+
+import pytest
+from prometheus_client import Metric
+from prometheus_client.core import GaugeMetricFamily
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parsed
+from swansongd.config.values import ListenAddress
+from swansongd.observe import exposition
+from swansongd.observe.exposition import Exposition, Textfile, registry_of
+
+from testkit.waiting import until
+
+LOOPBACK = ListenAddress(host="127.0.0.1", port=0)
+
+
+class One:
+    """A collector with one gauge, which may fail."""
+
+    def __init__(self) -> None:
+        self.value = 1.0
+        self.error: Exception | None = None
+
+    def collect(self) -> Iterable[Metric]:
+        if self.error is not None:
+            raise self.error
+        return [GaugeMetricFamily("swansong_one", "One value", value=self.value)]
+
+
+class Rig:
+    """Expositions that end with the test."""
+
+    def __init__(self) -> None:
+        self.one = One()
+        self.stop = threading.Event()
+
+    def serve(self, address: ListenAddress = LOOPBACK) -> Exposition:
+        served = Exposition(
+            address, registry_of(self.one), key="metrics.listen", stop=self.stop, retry_s=0.05
+        )
+        served.start()
+        return served
+
+
+@pytest.fixture
+def rig() -> Iterator[Rig]:
+    made = Rig()
+    yield made
+    made.stop.set()
+
+
+def connected(served: Exposition) -> socket.socket:
+    """A connection to the address."""
+    where = until(lambda: served.served_at, what="the metrics are served")
+    if where.startswith("unix:"):
+        client = socket.socket(socket.AF_UNIX)
+        client.connect(where.removeprefix("unix:"))
+        return client
+    host, _, port = where.rpartition(":")
+    return socket.create_connection((host.strip("[]"), int(port)), timeout=30)
+
+
+def scrape(served: Exposition, **headers: str) -> tuple[int, dict[str, str], bytes]:
+    """Status, headers and body of one scrape."""
+    connection = HTTPConnection("daemon", timeout=30)
+    connection.sock = connected(served)
+    connection.sock.settimeout(30)
+    connection.request("GET", "/metrics", headers=headers)
+    answer = connection.getresponse()
+    found = answer.status, {k.lower(): v for k, v in answer.getheaders()}, answer.read()
+    connection.close()
+    return found
+
+
+@pytest.mark.parametrize("kind", ["ipv4", "ipv6", "unix"])
+def test_a_scrape_gets_the_metrics(rig: Rig, kind: str, tmp_path: Path) -> None:
+    """At each kind of address, in the text format by default."""
+    address = {
+        "ipv4": LOOPBACK,
+        "ipv6": ListenAddress(host="::1", port=0),
+        "unix": ListenAddress(path=tmp_path / "metrics.sock"),
+    }[kind]
+    status, headers, body = scrape(rig.serve(address))
+    (family,) = parsed(body.decode())
+    assert (status, family.name, family.samples[0].value) == (200, "swansong_one", 1.0)
+    assert headers["content-type"].startswith("text/plain; version=0.0.4")
+    assert "Python" not in headers["server"]
+
+
+def test_a_scraper_chooses_format_and_compression(rig: Rig) -> None:
+    """As Prometheus asks: OpenMetrics, compressed."""
+    accept = "application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5"
+    _, headers, body = scrape(rig.serve(), **{"Accept": accept, "Accept-Encoding": "gzip"})
+    assert headers["content-type"].startswith("application/openmetrics-text; version=1.0.0")
+    (family,) = openmetrics(gzip.decompress(body).decode())
+    assert family.name == "swansong_one"
+
+
+def test_only_get_is_answered_with_metrics(rig: Rig) -> None:
+    """Another method and a line that is not HTTP get an error, and the next scrape works."""
+    served = rig.serve()
+    for request in (b"POST /metrics HTTP/1.1\r\n\r\n", b"\x16\x03\x01\r\n\r\n"):
+        with connected(served) as client:
+            client.sendall(request)
+            answer = client.recv(65536)
+        assert b"swansong_one" not in answer
+    assert scrape(served)[0] == 200
+
+
+@pytest.mark.fault("OM01")
+def test_slow_clients_hold_up_no_scrape(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With more silent connections than the limit a scrape still succeeds, and the threads stay bounded."""
+    served = rig.serve()
+    before = threading.active_count()
+    silent = []
+    for _ in range(exposition.CONNECTIONS_MAX + 4):
+        silent.append(connected(served))
+        silent[-1].sendall(b"GET /metrics HTTP/1.1\r\nAccept: ")
+    assert scrape(served)[0] == 200
+    until(
+        lambda: threading.active_count() - before <= exposition.CONNECTIONS_MAX,
+        what="the oldest connections are closed",
+    )
+    silent[0].settimeout(30)
+    assert silent[0].recv(1) == b""
+    for each in silent:
+        each.close()
+
+
+@pytest.mark.fault("OM01")
+def test_a_connection_has_a_limited_life(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that sends one byte now and then is closed like one that sends nothing."""
+    monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 0.2)
+    with connected(rig.serve()) as client:
+        client.settimeout(30)
+        client.sendall(b"GET / HT")
+        assert client.recv(1) == b""
+
+
+@pytest.mark.fault("OM01")
+def test_a_request_has_a_limited_size(rig: Rig) -> None:
+    """A header without an end is not collected in memory: the connection is closed."""
+    served = rig.serve()
+    with connected(served) as client:
+        client.settimeout(30)
+        client.sendall(b"X" * (exposition.HEAD_BYTES_MAX + 1))
+        with suppress(ConnectionResetError):
+            assert client.recv(1) == b""
+    assert scrape(served)[0] == 200
+
+
+@pytest.mark.fault("OM01")
+def test_a_flood_of_connections_is_slowed_down(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The rate of accepted connections is bounded, so scrapes take a bounded part of one core."""
+    monkeypatch.setattr(exposition, "CONNECTIONS_AT_ONCE", 3.0)
+    monkeypatch.setattr(exposition, "CONNECTIONS_PER_S", 2.0)
+    served = rig.serve()
+    clients = [connected(served) for _ in range(10)]
+    answered = []
+    for client in clients[:3]:
+        client.settimeout(30)
+        client.sendall(b"GET / HTTP/1.0\r\n\r\n")
+        answered.append(client.recv(4))
+    assert answered == [b"HTTP"] * 3
+    clients[9].sendall(b"GET / HTTP/1.0\r\n\r\n")
+    clients[9].settimeout(0.3)
+    with pytest.raises(TimeoutError):
+        clients[9].recv(4)
+    for client in clients:
+        client.close()
+
+
+@pytest.mark.fault("OM02")
+def test_an_address_that_is_taken_is_tried_again(rig: Rig, tmp_path: Path) -> None:
+    """The metrics start as soon as the other process has ended."""
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        served = rig.serve(ListenAddress(host="127.0.0.1", port=other.getsockname()[1]))
+        assert not served.served_at
+    assert scrape(served)[0] == 200
+
+
+@pytest.mark.fault("OM02")
+def test_a_fault_of_the_collector_is_an_error_of_one_scrape(rig: Rig) -> None:
+    """The scraper gets HTTP 500, and the next scrape succeeds."""
+    served = rig.serve()
+    rig.one.error = ZeroDivisionError("a fault")
+    assert scrape(served)[0] == 500
+    rig.one.error = None
+    assert scrape(served)[0] == 200
+
+
+def test_a_unix_socket_is_closed_to_others_and_removed(rig: Rig, tmp_path: Path) -> None:
+    """A stale socket is replaced; the mode is 0660; the path is gone after the stop."""
+    path = tmp_path / "metrics.sock"
+    with socket.socket(socket.AF_UNIX) as stale:
+        stale.bind(os.fspath(path))
+    assert scrape(rig.serve(ListenAddress(path=path)))[0] == 200
+    assert stat.S_IMODE(path.stat().st_mode) == 0o660
+    rig.stop.set()
+    until(lambda: not path.exists(), what="the socket is removed")
+
+
+def test_the_textfile_is_whole_and_readable_and_removed_at_the_stop(
+    rig: Rig, tmp_path: Path
+) -> None:
+    """Its mode is 0644 with any umask, a dead writer's rest is replaced, and a later value appears."""
+    path = tmp_path / "swansong.prom"
+    (tmp_path / ".swansong.prom.new").write_text("rest of a process that died")
+    mask = os.umask(0o077)
+    try:
+        written = Textfile(
+            path, registry_of(rig.one), key="metrics.textfile", stop=rig.stop, interval_s=0.02
+        )
+        written.start()
+        until(path.exists, what="the textfile")
+        assert stat.S_IMODE(path.stat().st_mode) == 0o644
+        rig.one.value = 2.0
+        until(lambda: "swansong_one 2.0\n" in path.read_text(), what="the next value")
+    finally:
+        os.umask(mask)
+    rig.stop.set()
+    assert written.removed(30)
+    assert os.listdir(tmp_path) == []
+
+
+@pytest.mark.fault("OM02")
+def test_a_textfile_that_cannot_be_written_is_tried_again(rig: Rig, tmp_path: Path) -> None:
+    """A directory that appears later gets the file."""
+    path = tmp_path / "later" / "swansong.prom"
+    written = Textfile(
+        path, registry_of(rig.one), key="metrics.textfile", stop=rig.stop, interval_s=0.02
+    )
+    written.start()
+    path.parent.mkdir()
+    until(path.exists, what="the textfile")
+    rig.stop.set()
+    assert written.removed(30)
