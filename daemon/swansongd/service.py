@@ -106,7 +106,7 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
-_EXIT_NOTIFY_S = 1.5
+_EXIT_NOTIFY_S = 1.0
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the farewell takes."""
 _JUDGEMENTS_MAX = 4
@@ -516,7 +516,9 @@ class Service:
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
         if self._notifications is not None:
-            self._notifications.close(_EXIT_NOTIFY_S)
+            self._decisions.guarded(
+                "notifications", partial(self._notifications.close, _EXIT_NOTIFY_S)
+            )
         self._storage.ledger.finish(_EXIT_DRAIN_S)
         self._stop.set()
         self._inbox.close()
