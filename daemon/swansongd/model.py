@@ -94,6 +94,40 @@ class SourceStatus:
     since_mono_s: float
 
 
+class GpuHealth(StrEnum):
+    """Whether training may use a GPU."""
+
+    OK = "ok"
+    DEGRADED = "degraded"
+    """It works, and may fail: take a precautionary checkpoint."""
+    DYING = "dying"
+    """Its state may be wrong: request no checkpoint from training that used it."""
+    LOST = "lost"
+    """It has fallen off the bus."""
+
+    @property
+    def has_failed(self) -> bool:
+        return self in (GpuHealth.DYING, GpuHealth.LOST)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuStatus:
+    """The health of one GPU.  Its texts are short and printable."""
+
+    pci: str
+    """Address on the bus, such as ``0000:3b:00``: the key of the GPU."""
+    index: int
+    """As in ``nvidia-smi``; -1 if the driver does not list the GPU."""
+    uuid: str = ""
+    name: str = ""
+    health: GpuHealth
+    reason: str
+    since_mono_s: float
+    xids: Mapping[str, int] = field(default_factory=dict)
+    """Number of Xid messages since the daemon's start, by their class: ``application``, ``degraded``,
+    ``dying``."""
+
+
 class CheckpointKind(StrEnum):
     """Why a checkpoint was taken."""
 
@@ -102,8 +136,15 @@ class CheckpointKind(StrEnum):
     FINAL = "final"
 
 
+GPU_IS_SOUND = "gpu_is_sound"
+"""In the health of a checkpoint: 0 if a GPU of the VM had failed before the checkpoint was sealed."""
+_LEAST = ("loss_is_finite", GPU_IS_SOUND)
+
+
 def is_healthy(health: Mapping[str, float]) -> bool | None:
-    """Whether the loss of a checkpoint is finite; None if the trainer reported none."""
+    """Whether the loss of a checkpoint is finite and no GPU had failed; None without a loss."""
+    if health.get(GPU_IS_SOUND) == 0.0:
+        return False
     is_finite = health.get("loss_is_finite")
     return None if is_finite is None else is_finite != 0.0
 
@@ -112,12 +153,12 @@ def merged_health(healths: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The health of a checkpoint from the health of its ranks, or of its nodes.
 
     Values are averaged over the ranks that report them.  One loss that is not finite makes the checkpoint
-    unhealthy.
+    unhealthy, and so does one GPU that had failed.
     """
     merged = {}
     for name in sorted({name for health in healths for name in health}):
         values = [float(health[name]) for health in healths if name in health]
-        merged[name] = min(values) if name == "loss_is_finite" else sum(values) / len(values)
+        merged[name] = min(values) if name in _LEAST else sum(values) / len(values)
     return merged
 
 

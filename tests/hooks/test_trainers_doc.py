@@ -38,6 +38,7 @@ def test_each_framework_has_a_block() -> None:
     ]
     assert sum(text.count("```python") for text in PAGES.values()) == len(BLOCKS)
     assert PAGES["orbax.md"].count("```py\n") == 1, "tests/hooks_jax runs this one"
+    assert PAGES["trackers.md"].count("```py\n") == 1, "tests/hooks_frameworks runs this one"
 
 
 def test_each_page_is_linked_from_the_entry_page() -> None:

@@ -77,6 +77,19 @@ def test_no_step_has_two_points(tmp_path: Path, kind: str) -> None:
     assert found["marked"]
 
 
+def test_the_block_of_the_page_runs(tmp_path: Path) -> None:
+    """It logs to an offline run of W&B, without a daemon."""
+    page = (HOOKS.parent / "docs" / "trainers" / "trackers.md").read_text(encoding="utf-8")
+    block = page.split("```py\n")[1].split("```")[0]
+    subprocess.run(
+        [PYTHON, "-c", block],
+        cwd=tmp_path,
+        env=environment(PYTHONPATH=str(HOOKS), WANDB_MODE="offline"),
+        check=True,
+    )
+    assert list(tmp_path.glob("wandb/offline-run-*/*.wandb"))
+
+
 def read(command: list[str]) -> dict[str, Any]:
     done = subprocess.run(
         [*command, "--read"],

@@ -10,7 +10,20 @@ import sys
 from swansong import bounds
 
 from swansongd.config.values import InvalidValue, run_name
+from swansongd.util.human import human_bytes, human_s
 from swansongd.util.printable import printable
+
+__all__ = [
+    "add_json",
+    "add_run",
+    "add_step",
+    "generation",
+    "human_bytes",
+    "human_s",
+    "note",
+    "print_json",
+    "step",
+]
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -60,20 +73,3 @@ def print_json(value: object) -> None:
 def note(line: str) -> None:
     """Print one line for people on standard error."""
     print(f"swansong: {printable(line)}", file=sys.stderr, flush=True)
-
-
-def human_bytes(size_bytes: float) -> str:
-    """Format bytes as ``1.2 GB``: up to three digits, decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 999.5:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.4g} TB"
-
-
-def human_s(seconds: float) -> str:
-    """Format a duration as ``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``."""
-    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size_s:
-            return f"{seconds / size_s:.3g} {unit}"
-    return f"{seconds:.3g} s"

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import planner
+from swansongd.core import gpus, planner
 from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import Evacuation, State
@@ -34,7 +34,11 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
     if is_asked or state.connected or state.overtaken_by is not None or state.is_finished:
         return None
-    if _was_answered(state, evacuation) or not _may_come(state, now_mono_s):
+    if (
+        gpus.objection(state, now_mono_s)
+        or _was_answered(state, evacuation)
+        or not _may_come(state, now_mono_s)
+    ):
         return None
     needed_s = planner.take_s(state.measured) + state.settings.reserve_s
     left_s = evacuation.deadline_mono_s - now_mono_s - needed_s

@@ -52,7 +52,7 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
         )
     if ref.generation == transition.state.generation:
         transition.state = replace(transition.state, owes_checkpoint=False)
-    if done is not None and is_healthy(done.staged.health):
+    if done is not None and is_healthy(done.staged.health) is not False:
         healthy = transition.state.healthy_commit
         transition.state = replace(
             transition.state, healthy_commit=ref if healthy is None else max(ref, healthy)

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from swansong import protocol
 
-from swansongd.core import learning, nodes, planner
+from swansongd.core import gpus, learning, nodes, planner
 from swansongd.core.events import Rescan, Scanned, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, send
@@ -32,11 +32,13 @@ EARLY_SCAN_S = 0.2
 def planned(transition: Transition, *, left_s: float) -> Plan:
     """The plan for an evacuation with ``left_s`` to its deadline."""
     state = transition.state
+    objection = gpus.objection(state, transition.now)
     return planner.decide(
         left_s=left_s,
         reserve_s=state.settings.reserve_s,
         measured=state.measured,
-        has_trainer=has_trainer(state),
+        has_trainer=has_trainer(state) and not objection,
+        why_not=objection or "no trainer",
         candidates=state.candidates,
         is_committing=bool(state.stored),
     )

@@ -14,6 +14,7 @@ from swansongd.core.ledger import Milestones, Training
 from swansongd.model import (
     CheckpointId,
     CommitRef,
+    GpuStatus,
     Notice,
     SourceStatus,
     Staged,
@@ -40,6 +41,13 @@ class NoticeWithdrawn:
 @dataclass(frozen=True, slots=True)
 class SourceChanged:
     status: SourceStatus
+
+
+@dataclass(frozen=True, slots=True)
+class GpusRead:
+    """The health of all GPUs of this VM.  Posted when it changes."""
+
+    gpus: tuple[GpuStatus, ...]
 
 
 # ---------------------------------------------------------------- events: trainers
@@ -355,7 +363,7 @@ class Tick:
 
 
 Event = (
-    NoticeRaised | NoticeWithdrawn | SourceChanged
+    NoticeRaised | NoticeWithdrawn | SourceChanged | GpusRead
     | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
     | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | JobStarted
     | DownloadStarted | DownloadEnded | RestoreAsked | RestoreAnswered

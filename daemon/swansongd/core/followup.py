@@ -14,7 +14,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
-from swansongd.core import emergency, planner
+from swansongd.core import emergency, gpus, planner
 from swansongd.core.arrival import ENDED_BY_VERDICT
 from swansongd.core.notices import BY_HAND
 from swansongd.core.planner import Measurements
@@ -97,6 +97,7 @@ def _is_wanted(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
         and state.newer_generation is None
         and (state.finishing is None or state.finishing.is_done)
         and not state.is_finished
+        and not gpus.objection(state, now_mono_s)
     )
 
 

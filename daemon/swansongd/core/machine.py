@@ -31,6 +31,7 @@ from swansongd.core import (
     evacuation,
     flight,
     followup,
+    gpus,
     learning,
     lineage,
     nodes,
@@ -58,6 +59,7 @@ from swansongd.core.events import (
     FlushFailed,
     FlushProgress,
     GenerationClaimed,
+    GpusRead,
     HistoryRead,
     JobStarted,
     NewestDated,
@@ -111,6 +113,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             notices.record_withdrawn(transition, source, reason)
         case SourceChanged(status):
             notices.record_source(transition, status)
+        case GpusRead(read):
+            gpus.record_read(transition, read)
         case TrainerJoined(trainer):
             ranks.record_joined(transition, trainer)
         case TrainerRefused(_, reason):

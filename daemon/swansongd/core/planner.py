@@ -266,16 +266,19 @@ def decide(
     has_trainer: bool,
     candidates: Sequence[Candidate],
     is_committing: bool,
+    why_not: str = "no trainer",
 ) -> Plan:
-    """The plan for the ``left_s`` seconds before the deadline."""
+    """The plan for the ``left_s`` seconds before the deadline.
+
+    Args:
+        why_not: the reason without ``has_trainer``.
+    """
     expected = forecast(measured)
     needed_s = expected.needed_s(reserve_s)
     if has_trainer and needed_s <= left_s:
         return Plan(PlanKind.TAKE, f"needs {needed_s:.1f} s of {left_s:.1f} s, reserve included")
     needs = f"{needed_s:.1f} s" if needed_s <= SHOWN_S_MAX else "over an hour"
-    why = (
-        f"a new checkpoint needs {needs}, {left_s:.1f} s are left" if has_trainer else "no trainer"
-    )
+    why = f"a new checkpoint needs {needs}, {left_s:.1f} s are left" if has_trainer else why_not
     bandwidth = measured.bandwidth_bytes_per_s
     if is_committing and not candidates:
         return Plan(PlanKind.COMMIT, f"{why}; everything sealed is stored")

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from swansongd.core import emergency, flight, learning, lineage, nodes
+from swansongd.core import emergency, flight, gpus, learning, lineage, nodes
 from swansongd.core.events import (
     Prune,
     Scanned,
@@ -62,10 +62,13 @@ def _record_found(
         transition.state = replace(transition.state, first_scan_mono_s=event.started_mono_s)
     else:
         _note_signalled(transition, new)
-    by_signal = transition.state.by_signal
+        suspect = transition.state.suspect | gpus.doubtful(transition.state, new)
+        transition.state = replace(transition.state, suspect=suspect)
+    by_signal, suspect = transition.state.by_signal, transition.state.suspect
     staged_now = tuple(
         replace(s, kind=CheckpointKind.EMERGENCY) if s.id in by_signal else s for s in event.staged
     )
+    staged_now = tuple(gpus.marked(s) if s.id in suspect else s for s in staged_now)
     learning.record_found(transition, new, is_first=is_first)
     new_ids = {staged.id for staged in new}
     transition.state = replace(
@@ -106,6 +109,7 @@ def _forget_absent(transition: Transition, event: Scanned, before: Set[Checkpoin
         state,
         abandoned=abandoned,
         by_signal=state.by_signal & present,
+        suspect=state.suspect & present,
         unusable=(state.unusable | abandoned) & present,
         stored_bytes={
             id_: size for id_, size in state.stored_bytes.items() if id_ in present | written
@@ -189,8 +193,7 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
     newest_first = state.uncommitted
     wanted = {staged.id for staged in newest_first[:NEWEST]}
     healthy = next((staged for staged in newest_first if is_healthy(staged.health)), None)
-    if healthy is not None:
-        wanted.add(healthy.id)
+    wanted.update(staged.id for staged in (healthy, state.pinned) if staged is not None)
     if state.flight is not None:
         wanted.add(state.flight.staged.id)
     wanted.update(item.staged.id for item in state.stored)

@@ -16,6 +16,7 @@ from swansongd.core.request_ids import are_of_one
 from swansongd.model import (
     CheckpointId,
     CommitRef,
+    GpuStatus,
     Notice,
     NoticeKind,
     Severity,
@@ -298,6 +299,12 @@ class Concluded:
 class State:
     settings: Settings
     sources: Mapping[str, SourceStatus] = field(default_factory=dict)
+    gpus: Mapping[str, GpuStatus] = field(default_factory=dict)
+    """Health of the GPUs, by their address on the bus; empty without a GPU."""
+    suspect_starts: frozenset[str] = frozenset()
+    """Starts of trainers that were connected when a GPU failed: none of them is asked for a checkpoint."""
+    suspect: frozenset[CheckpointId] = frozenset()
+    """Sets of these starts that appeared after the failure: they count as unhealthy."""
     notices: Mapping[str, Notice] = field(default_factory=dict)
     """Live notices: by their source, which shows one at a time, or by identity if given by hand."""
     rates_mono_s: Mapping[str, float] = field(default_factory=dict)
@@ -395,7 +402,7 @@ class State:
     stalled: frozenset[int] = frozenset()
     """Connections of stalled ranks."""
     healthy_commit: CommitRef | None = None
-    """Newest commit of this generation whose loss is finite."""
+    """Newest commit of this generation that is not unhealthy."""
     evacuation: Evacuation | None = None
     claim_due: ClaimGeneration | JoinGeneration | None = None
     """A claim that waits for the rate limit of claims."""
@@ -458,12 +465,12 @@ class State:
 
     @property
     def pinned(self) -> Staged | None:
-        """The newest healthy set while all newer ones are unhealthy: committed and retained nevertheless."""
+        """The newest set that is not unhealthy, while all newer ones are: committed and kept."""
         usable = (s for s in self.staged if s.id not in self.unusable | self.inherited)
         newest_first = sorted(usable, key=lambda staged: staged.id, reverse=True)
         if not newest_first or is_healthy(newest_first[0].health) is not False:
             return None
-        return next((s for s in newest_first if is_healthy(s.health)), None)
+        return next((s for s in newest_first if is_healthy(s.health) is not False), None)
 
     @property
     def uncommitted(self) -> tuple[Staged, ...]:

@@ -15,7 +15,14 @@ _LINES_AT_ONCE, _LINE_EVERY_S = 50, 2.0
 _MARKS_AT_ONCE, _MARK_EVERY_S = 200, 1.0
 # Neither must a source whose values change with each poll.
 _SOURCE_LINES_AT_ONCE, _SOURCE_LINE_EVERY_S = 10, 30.0
-_OF_SOURCES = ("health", "notice", "notice_withdrawn", "evacuation_held", "precaution_skipped")
+_OF_SOURCES = (
+    "health",
+    "notice",
+    "notice_withdrawn",
+    "evacuation_held",
+    "precaution_skipped",
+    "gpu_health",
+)
 
 _log = structlog.get_logger(__name__)
 
@@ -52,8 +59,11 @@ class DecisionLog:
             _log.info("evacuation", id=mark.evacuation_id, **entry, **extra)
         return is_first
 
-    def verdict(self, conclusion: Conclude) -> None:
-        """Log the verdict."""
+    def verdict(self, conclusion: Conclude, now_mono_s: float) -> None:
+        """Log the verdict, and append it to the timeline."""
+        if self.timeline is not None:
+            facts = (("verdict", conclusion.verdict.value), ("slack_s", conclusion.slack_s))
+            self.timeline.add(Mark(conclusion.evacuation_id, "verdict", facts), now_mono_s)
         commit = conclusion.commit
         _log.warning(
             "verdict",

@@ -1,0 +1,196 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The output of ``swansong advise`` for people: at most 80 columns, the verdict first."""
+
+from __future__ import annotations
+
+import re
+import textwrap
+
+from rich.console import Console
+from rich.table import Table
+
+from swansongd.cli.assumed import Subject
+from swansongd.cli.prices import money
+from swansongd.cli.terminal import console
+from swansongd.observe.advice import Advice
+from swansongd.observe.bill import Bill
+from swansongd.observe.cost import Prices
+from swansongd.observe.expected import (
+    DAY_S,
+    Kind,
+    covered_redone_s,
+    expected,
+    fit,
+    margin,
+)
+from swansongd.util.human import human_bytes, human_s
+
+WIDTH = 80
+_PROPOSALS_MAX = 8
+
+
+def verdict(subject: Subject) -> str:
+    """The consequence of the notice that matters, in two sentences."""
+    job, (source, grace_s) = subject.job, subject.headline
+    lost_s = job.interval_s / 2 + job.lag_s
+    if grace_s <= 0:
+        return f"A preemption without a notice would lose {human_s(lost_s)} of training on average."
+    named = "A preemption" if source == "preemption" else f"{source}: a preemption"
+    found = margin(job, source, grace_s)
+    if found.spare_s >= 0:
+        kept_s = covered_redone_s(job, Kind(source=source, grace_s=grace_s, per_day=0.0))
+        return (
+            f"{named} with {human_s(grace_s)} of notice would be SAFE: {human_s(found.spare_s)} to "
+            "spare. "
+            f"About {human_s(kept_s)} of training would be repeated."
+        )
+    return (
+        f"{named} with {human_s(grace_s)} of notice is {human_s(-found.spare_s)} too short for a "
+        f"checkpoint. It would lose {human_s(lost_s + grace_s)} of training on average."
+    )
+
+
+def remedy(subject: Subject) -> str:
+    """Changes that make the checkpoint fit; empty if it fits."""
+    job, (source, grace_s) = subject.job, subject.headline
+    found = margin(job, source, grace_s)
+    if grace_s <= 0 or found.spare_s >= 0:
+        return ""
+    change, ways = fit(job, grace_s), []
+    size_bytes, made = job.measured.save_bytes or 0, job.forecast
+    if change.size_factor:
+        ways.append(f"a state of {human_bytes(size_bytes * change.size_factor)}")
+    if change.send_factor:
+        rate = job.measured.send_bytes / made.send_s / change.send_factor if made.send_s else 0.0
+        ways.append(f"{human_bytes(rate)}/s to the store")
+    ways.append(f"{human_s(found.needed_s)} of notice")
+    return f"Any one of these makes it fit: {', '.join(ways)}."
+
+
+def show(subject: Subject, advice: Advice, prices: Prices, bill: Bill) -> None:
+    out = console()
+    _say(out, verdict(subject))
+    _say(out, remedy(subject))
+    out.print()
+    if len(advice.margins) > 1:
+        out.print(_margins(advice))
+        out.print()
+    out.print(_loss(advice, subject, bill))
+    _say(out, _interval(advice))
+    _proposals(out, advice, bill)
+    out.print()
+    out.print(_costs(subject, bill))
+    if prices.spot is None or prices.on_demand is None:
+        _say(out, "For money: --price spot=1.20 --price on_demand=3.90, each for one GPU hour.")
+    out.print()
+    _say(out, f"Rests on {subject.rests_on}.")
+    if subject.assumed:
+        _say(out, f"Assumed: {'; '.join(subject.assumed)}.")
+
+
+def _say(out: Console, text: str) -> None:
+    if text:
+        joined = re.sub(r"(\d) (?=[a-zA-Z]{1,3}\b)", "\\1\N{NO-BREAK SPACE}", text)
+        lines = textwrap.fill(joined, WIDTH, break_on_hyphens=False)
+        out.print(lines.replace("\N{NO-BREAK SPACE}", " "))
+
+
+def _table(*names: str) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in names:
+        table.add_column(name, justify="left" if name == names[0] else "right", no_wrap=True)
+    return table
+
+
+def _margins(advice: Advice) -> Table:
+    table = _table("NOTICE", "GRACE", "NEEDED", "SPARE", "CHANCE")
+    for each in advice.margins:
+        table.add_row(
+            each.source,
+            human_s(each.grace_s),
+            human_s(each.needed_s),
+            human_s(each.spare_s) if each.spare_s >= 0 else f"-{human_s(-each.spare_s)}",
+            f"{100 * each.chance:.0f} %",
+        )
+    return table
+
+
+def _loss(advice: Advice, subject: Subject, bill: Bill) -> Table:
+    """One row for each GPU's day, and its GPU time over all GPUs."""
+    names = ("SAVES", "STALL", "REDONE", "DOWN", "GPU TIME", "ETTR", *["COST"] * _has_money(bill))
+    table = _table("LOSS A DAY", *names)
+    rows = {"expected": advice.expected}
+    if advice.proposals:
+        rows["after 1"] = advice.proposals[0].after
+    for name, found in rows.items():
+        gpu_s = found.total_s * subject.job.gpus
+        parts = (found.saves_s, found.stall_s, found.redone_s, found.down_s, gpu_s)
+        cost = [_amount(bill.of_gpu_s(gpu_s), bill)] * _has_money(bill)
+        table.add_row(name, *map(human_s, parts), f"{100 * found.ettr:.1f} %", *cost)
+    return table
+
+
+def _has_money(bill: Bill) -> bool:
+    return bill.prices.spot is not None
+
+
+def _amount(amount: float | None, bill: Bill) -> str:
+    return "-" if amount is None else money(amount, bill.prices.currency)
+
+
+def _interval(advice: Advice) -> str:
+    found = advice.interval
+    return (
+        f"Interval between checkpoints: {human_s(found.best_s)} is best "
+        f"(Young {human_s(found.young_s)}, Daly {human_s(found.daly_s)}; one uncovered interruption in "
+        f"{human_s(found.mtbf_s)})."
+    )
+
+
+def _proposals(out: Console, advice: Advice, bill: Bill) -> None:
+    if not advice.proposals:
+        out.print()
+        out.print("No proposal saves GPU time.")
+        return
+    out.print()
+    out.print(_columns("WHAT WOULD SAVE MOST", "GPU TIME A DAY", "COST" * _has_money(bill)))
+    for number, each in enumerate(advice.proposals[:_PROPOSALS_MAX], start=1):
+        saved = _amount(bill.of_gpu_s(each.saved_gpu_s), bill) if _has_money(bill) else ""
+        out.print(_columns(f"{number}  {each.title}", human_s(each.saved_gpu_s), saved))
+        for line in (each.change, each.formula):
+            text = textwrap.fill(line, WIDTH, initial_indent="   ", subsequent_indent="   ")
+            out.print(text, style="dim" if line is each.formula else None)
+
+
+def _columns(left: str, middle: str, right: str) -> str:
+    return f"{left:<51}{middle:>15}{right:>14}".rstrip()
+
+
+def _costs(subject: Subject, bill: Bill) -> Table:
+    job, upkeep = subject.job, bill.upkeep
+    table = _table("COST A DAY", "", "COST")
+    table.columns[1].justify = "left"
+    trained_s = expected(job).ettr * DAY_S * job.gpus
+    rows = [
+        ("checkpoints", f"{human_s(upkeep.stall_gpu_s)} of GPU time", bill.stall),
+        ("", f"{human_bytes(upkeep.stored_bytes)} in the store", bill.storage),
+        ("", f"{upkeep.writes:,.0f} writes, {upkeep.reads:,.0f} reads", bill.requests),
+        ("interruptions", f"{human_s(bill.interruptions_gpu_s)} of GPU time", bill.interruptions),
+        ("spot", f"{job.gpus} GPUs, all time above included", bill.spot),
+        ("on-demand", f"the same training, {human_s(trained_s)} of GPU time", bill.on_demand),
+    ]
+    if bill.saved_share is not None:
+        share = 100 * bill.saved_share
+        text = f"{abs(share):.0f} % {'less' if share >= 0 else 'more'} than on-demand"
+        rows.append(("saved by spot", text, bill.saved))
+    if bill.days is not None:
+        rows.append(("the whole run", human_s(bill.days * DAY_S), _whole(bill)))
+    for name, text, amount in rows:
+        table.add_row(name, text, _amount(amount, bill))
+    return table
+
+
+def _whole(bill: Bill) -> float | None:
+    if bill.spot is None or bill.days is None:
+        return None
+    return (bill.spot + (bill.storage or 0.0) + (bill.requests or 0.0)) * bill.days

@@ -1,0 +1,249 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs: a failed one ends requests for checkpoints, and makes later sets unhealthy."""
+
+from __future__ import annotations
+
+import pytest
+from swansongd.core.events import (
+    AskTrainers,
+    GpusRead,
+    Log,
+    Mark,
+    SignalTrainer,
+    WithdrawRequest,
+)
+from swansongd.core.gpus import SOURCE
+from swansongd.core.state import Phase
+from swansongd.model import GPU_IS_SOUND, GpuHealth, GpuStatus, Severity, is_healthy, merged_health
+from swansongd.observe.report import status_report
+
+from testkit.story import Story
+
+DYING_S = 600.0
+SPOT_S = 120.0
+
+
+def a_gpu(health: GpuHealth = GpuHealth.OK, *, index: int = 0, reason: str = "Xid 95") -> GpuStatus:
+    return GpuStatus(
+        pci=f"0000:{index:02x}:00",
+        index=index,
+        uuid=f"GPU-{index}",
+        name="NVIDIA H100",
+        health=health,
+        reason=reason,
+        since_mono_s=1000.0,
+        xids={"dying": 1},
+    )
+
+
+def read(story: Story, *healths: GpuHealth) -> None:
+    gpus = tuple(a_gpu(health, index=index) for index, health in enumerate(healths))
+    story.tell(GpusRead(gpus))
+
+
+def trained(**facts: object) -> Story:
+    """Training with a committed step 3, which has reached step 5."""
+    story = Story(**facts)  # type: ignore[arg-type]
+    story.join(step=3, start_id="first")
+    story.seal(3, start_id="first")
+    story.store_all()
+    story.progress(5)
+    read(story, GpuHealth.OK, GpuHealth.OK)
+    return story
+
+
+def plans(story: Story) -> list[object]:
+    """The plan of each evacuation."""
+    return [dict(mark.facts).get("plan") for mark in story.all(Mark) if mark.phase == "notice"]
+
+
+@pytest.mark.fault("X01")
+@pytest.mark.parametrize("health", [GpuHealth.DYING, GpuHealth.LOST])
+def test_a_failed_gpu_flushes_what_is_sealed_and_asks_for_nothing(health: GpuHealth) -> None:
+    """The verdict does not count the steps that only the trainer has."""
+    story = trained()
+    story.seal(4, start_id="first")
+    read(story, GpuHealth.OK, health)
+    story.notice(DYING_S, SOURCE)
+    assert plans(story) == ["FLUSH"]
+    story.scan()
+    story.store_all()
+    story.wait(1)
+    assert story.verdicts == ["PARTIAL generation 2 step 4"]
+    assert not story.all(AskTrainers)
+
+
+@pytest.mark.fault("X01")
+def test_the_verdict_is_safe_if_no_step_is_lost() -> None:
+    """The newest sealed state is committed, and the trainer has reported no later step."""
+    story = Story()
+    story.join(step=3, start_id="first")
+    story.seal(3, start_id="first")
+    read(story, GpuHealth.DYING)
+    story.notice(DYING_S, SOURCE)
+    story.scan()
+    story.store_all()
+    story.wait(1)
+    assert story.verdicts == ["SAFE generation 2 step 3"]
+
+
+def test_a_spot_notice_asks_suspect_training_for_nothing() -> None:
+    """Neither at the notice nor later, and the reason names the failure."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.notice(SPOT_S)
+    story.scan()
+    story.wait(1)
+    story.wait(30)
+    assert plans(story) == ["NONE"]
+    assert story.verdicts == ["PARTIAL generation 2 step 3"]
+    assert not story.all(AskTrainers)
+
+
+def test_a_gpu_that_recovers_leaves_the_training_suspect() -> None:
+    """The state of that training stays in doubt."""
+    story = trained()
+    read(story, GpuHealth.LOST, GpuHealth.OK)
+    read(story, GpuHealth.OK, GpuHealth.OK)
+    story.notice(SPOT_S)
+    assert not story.all(AskTrainers)
+
+
+def test_a_start_after_the_failure_is_asked() -> None:
+    """It got working GPUs, even if the failed one is still listed."""
+    story = trained()
+    read(story, GpuHealth.LOST, GpuHealth.OK)
+    story.leave()
+    story.join(2, step=4, start_id="second")
+    story.notice(SPOT_S)
+    assert plans(story) == ["TAKE"]
+
+
+@pytest.mark.fault("X01")
+def test_a_request_in_progress_ends_when_a_gpu_fails() -> None:
+    """Ranks that wait are released, and the set does not lead to SAFE."""
+    story = trained()
+    story.notice(SPOT_S)
+    request_id = story.request_id
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    assert story.last(WithdrawRequest).request_id == request_id
+    answered = story.answer(6)
+    story.store_all()
+    story.wait(1)
+    assert answered.id in story.state.suspect
+    assert all(verdict.startswith("PARTIAL") for verdict in story.verdicts)
+    assert len(story.all(AskTrainers)) == 1
+
+
+def test_sets_after_the_failure_are_committed_and_unhealthy() -> None:
+    """The set before the failure stays pinned, so it is committed as well."""
+    story = trained()
+    story.seal(4, start_id="first")
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, "late", start_id="first")
+    late = next(s for s in story.state.staged if s.id.step == 5)
+    assert is_healthy(late.health) is False
+    assert story.state.pinned is not None
+    assert story.state.pinned.id.step == 4
+    story.store_all()
+    assert {4, 5} <= set(story.flushes)
+
+
+def test_adopted_sets_are_suspect_while_a_gpu_has_failed() -> None:
+    """They do not name the start of the training that wrote them."""
+    story = Story()
+    read(story, GpuHealth.LOST)
+    story.seal(4, framework="adopted")
+    read(story, GpuHealth.OK)
+    story.seal(5, "b", framework="adopted")
+    marks = {s.id.step: s.health.get(GPU_IS_SOUND) for s in story.state.staged}
+    assert marks == {4: 0.0, 5: None}
+
+
+def test_sets_of_the_first_scan_are_not_suspect() -> None:
+    """They predate the daemon, which saw no failure then."""
+    story = Story(claimed=False)
+    read(story, GpuHealth.LOST)
+    story.seal(4)
+    assert not story.state.suspect
+
+
+def test_no_signal_is_sent_while_a_gpu_has_failed() -> None:
+    """A process without hooks does not name its start."""
+    story = Story(signals_trainer=True)
+    read(story, GpuHealth.LOST)
+    story.notice(SPOT_S)
+    story.wait(1)
+    assert not story.all(SignalTrainer)
+
+
+def test_the_verdict_does_not_wait_for_a_trainer() -> None:
+    """A trainer that crashed with its GPU does not come back for this checkpoint."""
+    story = trained()
+    read(story, GpuHealth.LOST, GpuHealth.OK)
+    story.leave()
+    story.notice(DYING_S, SOURCE)
+    story.scan()
+    story.wait(1)
+    assert story.state.phase is not Phase.WAITING_FOR_TRAINER
+    assert story.verdicts
+
+
+def test_no_follow_up_after_the_failure() -> None:
+    """Follow-ups are checkpoints of the same training."""
+    story = Story()
+    story.join(step=3, start_id="first", takes_follow_ups=True, save_s=1.0, save_bytes=1)
+    story.notice(SPOT_S)
+    story.accept(3)
+    story.answer(4)
+    story.store_all()
+    asked = len(story.all(AskTrainers))
+    read(story, GpuHealth.DYING)
+    for step in range(5, 100):
+        story.progress(step)
+        story.wait(1)
+    assert len(story.all(AskTrainers)) == asked
+
+
+@pytest.mark.fault("X02")
+def test_a_degraded_gpu_causes_a_precaution() -> None:
+    """Its notice is advisory: one checkpoint without urgency and without a verdict."""
+    story = trained()
+    read(story, GpuHealth.DEGRADED, GpuHealth.OK)
+    story.notice(3600, SOURCE, severity=Severity.ADVISORY)
+    assert story.last(AskTrainers).is_urgent is False
+    story.accept(5)
+    story.answer(6)
+    story.store_all()
+    assert story.verdicts == []
+    assert story.state.last_complete is not None
+    assert story.state.last_complete.step == 6
+
+
+def test_changes_are_logged_once() -> None:
+    """Xid counts alone change no health."""
+    story = trained()
+    for _ in range(3):
+        read(story, GpuHealth.DEGRADED, GpuHealth.OK)
+    read(story, GpuHealth.OK, GpuHealth.OK)
+    lines = [dict(line.facts) for line in story.all(Log) if line.event == "gpu_health"]
+    assert [line["health"] for line in lines] == ["degraded", "ok"]
+
+
+def test_the_report_lists_the_gpus() -> None:
+    """One row for each GPU, in plain JSON values."""
+    story = trained()
+    read(story, GpuHealth.LOST)
+    story.now += 5
+    rows = status_report(story.state, story.now)["gpus"]
+    assert isinstance(rows, list)
+    assert [(row["index"], row["health"], row["xids"]) for row in rows] == [
+        (0, "lost", {"dying": 1})
+    ]
+
+
+def test_the_health_of_several_vms_is_that_of_the_worst() -> None:
+    """One VM with a failed GPU makes the whole checkpoint unhealthy."""
+    merged = merged_health([{"loss": 1.0, "loss_is_finite": 1.0}, {"loss": 3.0, GPU_IS_SOUND: 0.0}])
+    assert merged == {"loss": 2.0, "loss_is_finite": 1.0, GPU_IS_SOUND: 0.0}
+    assert is_healthy(merged) is False

@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Doctor's check of the mirror: one that takes no copies is a warning, and nothing remains in a good one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from swansongd.config.config import Config, parse
+from swansongd.doctor import mirror as of_mirror
+from swansongd.doctor.findings import Finding, examine
+from swansongd.errors import Permanent
+
+from testkit.memory_store import MemoryStore
+
+
+def the_config(mirror: str | None) -> Config:
+    return parse(
+        {
+            "run": {"name": "run"},
+            "staging": {"path": "/staging"},
+            "store": {"url": "s3://bucket/a"},
+            "mirror": {} if mirror is None else {"url": mirror},
+        }
+    )
+
+
+@pytest.fixture
+def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
+    made = MemoryStore()
+    monkeypatch.setattr(of_mirror, "open_mirror", lambda *_args, **_options: made)
+    return made
+
+
+def checked() -> Finding:
+    (finding,) = examine(of_mirror.checks(the_config("gs://other/a"), Path("/c")))
+    return finding
+
+
+def test_without_a_mirror_there_is_no_check() -> None:
+    assert list(of_mirror.checks(the_config(None), Path("/c"))) == []
+
+
+def test_a_good_mirror_is_left_unchanged(store: MemoryStore) -> None:
+    """The claim of the rehearsal is written and deleted."""
+    assert checked().level == "ok"
+    assert store.objects == {}
+    assert "put" in {what for what, _ in store.requests}
+
+
+@pytest.mark.fault("M01")
+@pytest.mark.parametrize("call", ["list", "put"])
+def test_a_mirror_that_refuses_requests_is_a_warning(store: MemoryStore, call: str) -> None:
+    """No checkpoint is lost, and the finding has the answer of the mirror."""
+
+    def before(what: str, _key: str) -> None:
+        if what == call:
+            raise Permanent(f"{call}: 403 AccessDenied")
+
+    store.before = before
+    finding = checked()
+    assert finding.level == "warning"
+    assert "one copy only" in finding.found
+    assert "403 AccessDenied" in finding.found
+
+
+def test_a_mirror_without_create_if_absent_is_a_warning(
+    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such a store must not become the primary one."""
+    put = store.put
+    monkeypatch.setattr(store, "put", lambda key, data, **_options: put(key, data))
+    assert "ignores create-if-absent" in checked().found
