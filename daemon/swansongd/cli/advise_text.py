@@ -23,7 +23,7 @@ from swansongd.observe.expected import (
     fit,
     margin,
 )
-from swansongd.util.human import human_bytes, human_s
+from swansongd.util.units import human_bytes, human_s
 
 WIDTH = 80
 _PROPOSALS_MAX = 8

@@ -19,7 +19,7 @@ from swansongd.errors import ConfigError
 from swansongd.observe.advice import Setup, Upkeep, upkeep
 from swansongd.observe.expected import DAY_S, Job, Kind, best_interval, expected
 from swansongd.observe.loss import Loss
-from swansongd.util.human import human_bytes, human_s
+from swansongd.util.units import human_bytes, human_s
 
 PREEMPTION = "preemption"
 """The source of the notice that ``--notice`` describes."""

@@ -24,7 +24,7 @@ from swansongd.observe.expected import (
     margin,
     scaled,
 )
-from swansongd.util.human import human_s
+from swansongd.util.units import human_s
 
 SAVED_GPU_S_MIN = 1.0
 """A proposal that saves less in a day is not listed."""
