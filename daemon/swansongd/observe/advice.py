@@ -90,6 +90,7 @@ class Advice:
     expected: Expected
     interval: Interval
     margins: tuple[Margin, ...]
+    """The shortest notice first; empty while save, size or bandwidth are not measured."""
     proposals: tuple[Proposal, ...]
 
 
@@ -103,10 +104,9 @@ def advise(job: Job, setup: Setup, notices: tuple[tuple[str, float], ...]) -> Ad
         expected=expected(job),
         interval=best_interval(job),
         margins=tuple(
-            sorted(
-                (margin(job, source, grace_s) for source, grace_s in notices),
-                key=lambda found: (found.grace_s, found.source),
-            )
+            margin(job, source, grace_s)
+            for source, grace_s in sorted(notices, key=lambda each: (each[1], each[0]))
+            if job.forecast.is_measured
         ),
         proposals=proposals(job, setup),
     )

@@ -18,6 +18,7 @@ from swansongd.core.followup import LATENCY_S, cost_of
 from swansongd.core.pace import Figure
 from swansongd.core.planner import Forecast, Measurements
 from swansongd.core.schedule import lead_s
+from swansongd.observe.loss import PARTS, Loss
 
 DAY_S = 86400.0
 _BISECTIONS = 60
@@ -131,6 +132,26 @@ def expected(job: Job) -> Expected:
         redone_s=redone_s,
         down_s=down_s,
     )
+
+
+def observed(loss: Loss) -> Expected:
+    """The loss of a run as it was, per day."""
+    per_day = DAY_S / loss.wall_s if loss.wall_s > 0 else 0.0
+    parts_s = loss.parts_s
+    down_s = sum(parts_s[name] for name in (*PARTS, "unknown"))
+    return Expected(
+        saves_s=parts_s["saves"] * per_day,
+        stall_s=parts_s["stall"] * per_day,
+        redone_s=parts_s["redone"] * per_day,
+        down_s=down_s * per_day,
+    )
+
+
+def observed_gpu_s(loss: Loss) -> float:
+    """GPU seconds that a day of the run lost, saves included."""
+    if loss.wall_s <= 0:
+        return 0.0
+    return observed(loss).total_s * loss.gpu_s / loss.wall_s
 
 
 def covered_redone_s(job: Job, kind: Kind) -> float:

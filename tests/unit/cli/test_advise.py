@@ -26,7 +26,7 @@ def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_example_of_the_page_is_the_output(capfd: pytest.CaptureFixture[str]) -> None:
     """Each number of the worked example is recomputed; no configuration is read."""
-    command, output = BLOCKS[:2]
+    command, output = BLOCKS[1:3]
     program, name, *words = shlex.split(command.replace("\\\n", ""))
     assert (program, name) == ("swansong", "advise")
     found = [line.rstrip() for line in shown(capfd, *words).splitlines()]
