@@ -72,6 +72,8 @@ from swansongd.model import NoticeKind, Severity
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
 from swansongd.observe.report import status_line, status_report
+from swansongd.observe.samples import FlushSamples
+from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
@@ -124,7 +126,8 @@ class Service:
         self._inbox = Inbox()
         self._post = self._inbox.put
         self._decision_log = DecisionLog()
-        self._observers: tuple[Observer, ...] = ()
+        self._samples = FlushSamples()
+        self._observers: tuple[Observer, ...] = (self._samples,)
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -387,9 +390,9 @@ class Service:
                 if self._decision_log.mark(action, now):
                     self._storage.expedite()
             case Conclude():
-                self._conclude(action)
+                self._conclude(action, now)
             case LastFarewell(conclusion):
-                self._conclude(conclusion)
+                self._conclude(conclusion, now)
             case RecordResumption():
                 self._storage.ledger.record(
                     action, vm=self._state.settings.vm, daemon_mono_s=self._born_mono_s
@@ -403,9 +406,9 @@ class Service:
         if self._state.generation is not None:
             self._channel.set_generation(self._state.generation)
 
-    def _conclude(self, conclusion: Conclude) -> None:
+    def _conclude(self, conclusion: Conclude, now: float) -> None:
         if conclusion.is_final:
-            self._decision_log.verdict(conclusion)
+            self._decision_log.verdict(conclusion, now)
             is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
             if self._asg_hook is not None and is_complete:
                 self._asg_hook.complete()
@@ -415,8 +418,12 @@ class Service:
             self._committer.farewell(
                 generation,
                 conclusion,
-                timeline.entries,
-                left_out=timeline.left_out,
+                recorded(
+                    timeline,
+                    self._state,
+                    self._samples.taken(conclusion.evacuation_id, now),
+                    offset_s=time.time() - time.monotonic(),
+                ),
                 training=self._last_report(),
             )
 
