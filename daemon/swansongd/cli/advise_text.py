@@ -30,6 +30,14 @@ from swansongd.util.units import human_bytes, human_s
 WIDTH = 80
 _PROPOSALS_MAX = 8
 _PREEMPTIONS = ("preemption", "aws.spot", "gcp.preempted")
+_LONG_S = 600.0
+_EXAMPLES = {
+    "spot": "1.20",
+    "on_demand": "3.90",
+    "gb_month": "0.023",
+    "writes": "0.005",
+    "reads": "0.0004",
+}
 _AGREES = 0.2
 """Intervals this close to the best one lose hardly more."""
 
@@ -59,6 +67,8 @@ def verdict(subject: Subject) -> str:
 
 def _plain_s(seconds: float) -> str:
     """Seconds without a larger unit, as clouds state their notices."""
+    if abs(seconds) >= _LONG_S:
+        return f"{'-' * (seconds < 0)}{human_s(abs(seconds))}"
     return f"{seconds:.0f} s" if abs(seconds) >= 100 else f"{seconds:.3g} s"
 
 
@@ -83,6 +93,8 @@ def show(subject: Subject, advice: Advice, prices: Prices, bill: Bill) -> None:
     out = console()
     _say(out, verdict(subject))
     _say(out, remedy(subject))
+    if advice.expected.is_hopeless:
+        _say(out, "With these figures a day loses all of its training.")
     out.print()
     if len(advice.margins) > 1:
         out.print(_margins(advice))
@@ -92,8 +104,7 @@ def show(subject: Subject, advice: Advice, prices: Prices, bill: Bill) -> None:
     _proposals(out, advice, bill)
     out.print()
     out.print(_costs(subject, bill))
-    if prices.spot is None or prices.on_demand is None:
-        _say(out, "For money: --price spot=1.20 --price on_demand=3.90, each for one GPU hour.")
+    _say(out, _missing(prices))
     out.print()
     _say(out, f"Rests on {subject.rests_on}.")
     if subject.assumed:
@@ -153,8 +164,20 @@ def _amount(amount: float | None, bill: Bill) -> str:
     return "-" if amount is None else money(amount, bill.prices.currency)
 
 
+def _missing(prices: Prices) -> str:
+    """The prices that would complete the table."""
+    unknown = [
+        f"--price {key}={example}"
+        for key, example in _EXAMPLES.items()
+        if getattr(prices, key) is None
+    ]
+    return f"Unknown prices; give them as in {' '.join(unknown)}." if unknown else ""
+
+
 def _interval(subject: Subject, advice: Advice) -> str:
     found, in_use_s = advice.interval, subject.job.interval_s
+    if not found.has_losses:
+        return "Interval between checkpoints: any, because no uncovered interruption is expected."
     text = (
         f"Interval between checkpoints: {human_s(found.best_s)} is best "
         f"(Young {human_s(found.young_s)}, Daly {human_s(found.daly_s)}; one uncovered interruption in "
@@ -190,7 +213,7 @@ def _columns(left: str, middle: str, right: str) -> str:
 
 def _costs(subject: Subject, bill: Bill) -> Table:
     job, upkeep = subject.job, bill.upkeep
-    table = _table("COST A DAY", "", "COST")
+    table = _table("COST A DAY", "", *["COST"] * _has_any(bill))
     table.columns[1].justify = "left"
     trained_s = expected(job).ettr * DAY_S * job.gpus
     rows = [
@@ -198,7 +221,7 @@ def _costs(subject: Subject, bill: Bill) -> Table:
         ("", f"{human_bytes(upkeep.stored_bytes)} in the store", bill.storage),
         ("", f"{upkeep.writes:,.0f} writes, {upkeep.reads:,.0f} reads", bill.requests),
         ("interruptions", f"{human_s(bill.interruptions_gpu_s)} of GPU time", bill.interruptions),
-        ("spot", f"{job.gpus} GPUs, all time above included", bill.spot),
+        ("spot", f"{job.gpus} GPU{'s' * (job.gpus > 1)}, all time above included", bill.spot),
         ("on-demand", f"the same training, {human_s(trained_s)} of GPU time", bill.on_demand),
     ]
     if bill.saved_share is not None:
@@ -210,8 +233,12 @@ def _costs(subject: Subject, bill: Bill) -> Table:
     if bill.days is not None:
         rows.append(("the whole run", human_s(bill.days * DAY_S), _whole(bill)))
     for name, text, amount in rows:
-        table.add_row(name, text, _amount(amount, bill))
+        table.add_row(name, text, *[_amount(amount, bill)] * _has_any(bill))
     return table
+
+
+def _has_any(bill: Bill) -> bool:
+    return any(getattr(bill.prices, key) is not None for key in _EXAMPLES)
 
 
 def _so_far(found: Costs) -> list[tuple[str, str, float | None]]:

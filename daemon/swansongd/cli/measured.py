@@ -25,9 +25,11 @@ from swansongd.core.planner import Measurements
 from swansongd.errors import CorruptError, NothingToRestore
 from swansongd.model import CheckpointKind, NoticeKind, Verdict
 from swansongd.observe import loss as losses
-from swansongd.observe.advice import Setup, Upkeep, poisson_interval, upkeep
+from swansongd.observe.advice import Setup
+from swansongd.observe.bill import Upkeep, upkeep
 from swansongd.observe.expected import DAY_S, Job, Kind, best_interval
 from swansongd.observe.loss import PARTS, Interruption, Loss
+from swansongd.observe.poisson import poisson_interval
 from swansongd.sources.opening import possible_notice_kinds
 from swansongd.util.units import human_s
 

@@ -90,6 +90,7 @@ def test_without_a_notice_half_an_interval_is_lost(capfd: pytest.CaptureFixture[
     assert found["verdict"].startswith("A preemption without a notice would lose 5.03 min")
 
 
+@pytest.mark.fault("OA02")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -107,6 +108,7 @@ def test_a_wrong_combination_is_a_clear_error(
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.fault("OA02")
 @pytest.mark.parametrize(
     "words",
     [
