@@ -108,7 +108,7 @@ def test_the_state_of_the_library_is_read(nvml: FakeNvml) -> None:
 
 @pytest.mark.fault("X03")
 def test_a_library_that_hangs_makes_the_source_blind(nvml: FakeNvml) -> None:
-    """The thread of the source goes on: it ends in time, and sees the library recover."""
+    """The thread of the source continues: it ends in time, and sees the library recover."""
     with Watched() as run:
         run.becomes(GpuHealth.OK)
         nvml.set(hang=1)
@@ -143,6 +143,16 @@ def test_a_machine_without_the_driver_is_unsupported(nvml: FakeNvml) -> None:
     with Watched() as run:
         run.turns(Health.UNSUPPORTED, "no NVIDIA driver")
         assert run.gpus == ()
+
+
+def test_a_driver_whose_device_files_are_hidden(
+    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox of a unit without the drop-in: the source is not healthy, and names the fix."""
+    monkeypatch.setattr(gpu, "_DRIVER", tmp_path)
+    nvml.set(init=9)
+    with Watched() as run:
+        run.turns(Health.BLIND, "gpu.conf")
 
 
 @pytest.mark.fault("X03", "X08")

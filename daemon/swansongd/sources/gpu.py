@@ -55,6 +55,9 @@ _RECORDS_MAX = 1000
 _XIDS_MAX = 1000
 _DIRECTORIES = ("/lib", "/usr/lib", "/lib64", "/usr/lib64")
 _LOADER_CACHE = Path("/etc/ld.so.cache")
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists while the driver is loaded."""
+_FIX_DEVICES = "give the daemon the device files with swansongd.service.d/gpu.conf"
 
 
 def has_library() -> bool:
@@ -157,7 +160,9 @@ class GpuSource:
 
     def _take_error(self, facts: dict[str, object], health: HealthTracker) -> None:
         reason = shortened(str(facts["error"]), 120)
-        if facts.get("is_absent") is True and not self._records.statuses:
+        if facts.get("is_absent") is True and _DRIVER.exists():
+            self._problem = f"NVML failed: {reason}; {_FIX_DEVICES}"
+        elif facts.get("is_absent") is True and not self._records.statuses:
             self._problem = ""
             health.unsupported(f"no NVIDIA driver: {reason}")
         else:

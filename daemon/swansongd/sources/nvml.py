@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads the GPUs through NVML, as a program of its own: ``python -m swansongd.sources.nvml``.
 
-A sick driver can block a call for ever, and the library can crash.  In a process of its own it takes neither
+A sick driver can block a call forever, and the library can crash.  In a process of its own it takes neither
 the daemon nor its file descriptors along.  The program prints one JSON object a line, and ends at the first
 error.
 """
