@@ -19,8 +19,11 @@ from urllib.parse import unquote, urlsplit
 
 from swansong.protocol import DEFAULT_SOCKET
 
+from swansongd.config import notify
 from swansongd.config import values as read
-from swansongd.config.values import InvalidValue, ListenAddress, Reader
+from swansongd.config.notify import NotifyConfig
+from swansongd.config.values import InvalidValue, ListenAddress
+from swansongd.config.values import key as _key
 from swansongd.errors import ConfigError
 
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
@@ -34,11 +37,6 @@ _HINT = "swansong.example.toml shows every key"
 
 
 # ---------------------------------------------------------------- the sections
-
-
-def _key(reader: Reader, *, default: Any = MISSING) -> Any:
-    """A key of a section and the function that reads its value."""
-    return dataclasses.field(default=default, metadata={"reader": reader})
 
 
 _section = dataclass(frozen=True, slots=True, kw_only=True)
@@ -222,6 +220,7 @@ class Config:
     restore: RestoreConfig
     retention: RetentionConfig
     metrics: MetricsConfig
+    notify: NotifyConfig
     log: LogConfig
 
 
@@ -273,7 +272,7 @@ def parse(body: Mapping[str, object]) -> Config:
         name: _read_section(name, section, body.get(name, {}), problems)
         for name, section in _SECTIONS.items()
     }
-    problems += _impossible(values)
+    problems += _impossible(values) + notify.conflicts(values["notify"])
     if problems:
         raise ConfigError(problems, hint=_HINT)
     return Config(**{name: section(**values[name]) for name, section in _SECTIONS.items()})

@@ -21,6 +21,8 @@ SKEW_S = 1.0
 """A daemon that started this long before the earlier VM's last step has another clock."""
 PARTS = ("cloud", "boot", "start", "fetch", "load", "warm_up")
 """The parts of *down*, in the order in which they happen."""
+LOST = ("stall", "redone", *PARTS)
+"""The parts of the preemption loss."""
 GOODPUT = {
     "cloud": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
     "boot": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
@@ -198,6 +200,22 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         last_hour_productive_s=sum(s.productive_s(cursor_s - window_s) for s in total.segments),
         interruptions=tuple(total.interruptions),
     )
+
+
+def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
+    """GPU seconds of the interruption before this resumption, by part; for metrics.
+
+    The part ``redone`` contains the steps of the generation before it only: :func:`loss` knows all of them.
+    """
+    parts_s = dict.fromkeys(LOST, 0.0)
+    last = resumption.earlier
+    if last is not None:
+        first_s = max(last.wall_s, resumption.first_step_wall_s)
+        down = _down_parts(resumption, last.wall_s, first_s)
+        parts_s |= {part: seconds or 0.0 for part, seconds in down.items()}
+        parts_s["redone"] = max(0, last.step - resumption.start_step) * (last.step_s or 0.0)
+        parts_s["stall"] = last.stall_s or 0.0
+    return {part: seconds * resumption.ranks for part, seconds in parts_s.items()}
 
 
 def _begun_s(life: Life) -> float:
