@@ -10,20 +10,11 @@ import sys
 from swansong import bounds
 
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.util.human import human_bytes, human_s
+from swansongd.util import units
 from swansongd.util.printable import printable
 
-__all__ = [
-    "add_json",
-    "add_run",
-    "add_step",
-    "generation",
-    "human_bytes",
-    "human_s",
-    "note",
-    "print_json",
-    "step",
-]
+human_bytes = units.human_bytes
+human_s = units.human_s
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

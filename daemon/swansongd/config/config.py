@@ -119,6 +119,7 @@ class SourcesConfig:
     end_at: datetime | None = _key(read.utc_instant, default=None)
     max_run_duration_s: float | None = _key(read.duration, default=None)
     end_lead_s: float = _key(read.duration, default=120.0)
+    gpu: str = _key(read.one_of("auto", "off"), default="auto")
     system_bus: str | None = _key(read.bus_address, default=None)
     """None: the system bus of the host."""
 
