@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from typing import TextIO
 
 from swansong import bounds
 
@@ -23,7 +25,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step, metavar="N", help="consider only commits of this step")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -50,6 +52,15 @@ def step(text: str) -> int:
     return int(text)
 
 
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def is_screen(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
+
+
 def print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
 
@@ -66,6 +77,13 @@ def human_bytes(size_bytes: float) -> str:
             return f"{size_bytes:.3g} {unit}"
         size_bytes /= 1000
     return f"{size_bytes:.4g} TB"
+
+
+def human_age(seconds: float) -> str:
+    """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
+    amount, unit = human_s(seconds).split()
+    short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
+    return f"{short} {unit} ago"
 
 
 def human_s(seconds: float) -> str:
