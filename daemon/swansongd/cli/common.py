@@ -19,7 +19,10 @@ human_s = units.human_s
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", type=_run, metavar="RUN", help="name of the run (default: the configured run)"
+        "--run",
+        type=run_argument,
+        metavar="RUN",
+        help="name of the run (default: the configured run)",
     )
 
 
@@ -31,7 +34,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
-def _run(text: str) -> str:
+def run_argument(text: str) -> str:
     try:
         return str(run_name(text))
     except InvalidValue as error:
