@@ -10,25 +10,19 @@ import sys
 from swansong import bounds
 
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.util.human import human_bytes, human_s
+from swansongd.util import units
 from swansongd.util.printable import printable
 
-__all__ = [
-    "add_json",
-    "add_run",
-    "add_step",
-    "generation",
-    "human_bytes",
-    "human_s",
-    "note",
-    "print_json",
-    "step",
-]
+human_bytes = units.human_bytes
+human_s = units.human_s
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", type=_run, metavar="RUN", help="name of the run (default: the configured run)"
+        "--run",
+        type=run_argument,
+        metavar="RUN",
+        help="name of the run (default: the configured run)",
     )
 
 
@@ -40,7 +34,7 @@ def add_json(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
-def _run(text: str) -> str:
+def run_argument(text: str) -> str:
     try:
         return str(run_name(text))
     except InvalidValue as error:

@@ -69,6 +69,8 @@ def _summary(report: dict[str, Any]) -> Table:
         table.add_row("mirror", _mirror(report["mirror"]), style="red" if is_bad else "")
     if report.get("bytes_referenced"):
         table.add_row("reused", _bytes(report["bytes_referenced"]))
+    for name, shown, is_bad in _notifications(report.get("notifications")):
+        table.add_row(name, shown, style="red" if is_bad else "")
     table.add_row("evacuation", _evacuation(report.get("evacuation")))
     for margin in (row for row in report.get("margins") or [] if isinstance(row, dict)):
         table.add_row("margin", _margin(margin), style="red" if margin.get("fits") is False else "")
@@ -203,6 +205,27 @@ def _mirror(mirror: dict[str, Any]) -> str:
     if mirror.get("objects_taken"):
         shown += f", {_word(mirror['objects_taken'])} objects were restored from it"
     return f"{shown}: {_word(mirror['reason'])}" if mirror.get("reason") else shown
+
+
+def _notifications(report: Any) -> list[tuple[str, str, bool]]:
+    """One row for each receiver: its name, its counters, and whether it needs attention."""
+    rows = []
+    for name in ("webhook", "exec", "heartbeat"):
+        found = report.get(name) if isinstance(report, dict) else None
+        if not isinstance(found, dict):
+            continue
+        shown = f"{_word(found.get('sent'))} sent"
+        shown += "".join(
+            f", {_word(found[key])} {key}"
+            for key in ("queued", "failed", "dropped")
+            if found.get(key)
+        )
+        if found.get("silent"):
+            shown += f"; silent: {_word(found['silent'])}"
+        if found.get("last_error"):
+            shown += f"; the last attempt failed: {_word(found['last_error'])}"
+        rows.append((name, shown, bool(found.get("silent") or found.get("last_error"))))
+    return rows
 
 
 def _last_commit(commit: Any) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and durations as a person reads them."""
+"""Bytes and durations as people read them."""
 
 from __future__ import annotations
 
