@@ -74,7 +74,9 @@ from swansongd.observe import log as logs
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
 from swansongd.observe.report import full_report, status_line
+from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
 from swansongd.restore.resume import Resume
@@ -104,7 +106,7 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
-_EXIT_NOTIFY_S = 1.5
+_EXIT_NOTIFY_S = 1.0
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the farewell takes."""
 _JUDGEMENTS_MAX = 4
@@ -131,6 +133,7 @@ class Service:
         self._inbox = Inbox()
         self._post = self._inbox.put
         self._decision_log = DecisionLog()
+        self._samples = FlushSamples()
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -165,7 +168,7 @@ class Service:
             boot_id=boot_id,
         )
         self._observers: tuple[Observer, ...] = tuple(
-            observer for observer in (self._notifications,) if observer is not None
+            observer for observer in (self._samples, self._notifications) if observer is not None
         )
         uids = users.uids_of(config.trainer.users)
         self._observer = StagingObserver(
@@ -410,9 +413,9 @@ class Service:
                 if self._decision_log.mark(action, now):
                     self._storage.expedite()
             case Conclude():
-                self._conclude(action)
+                self._conclude(action, now)
             case LastFarewell(conclusion):
-                self._conclude(conclusion)
+                self._conclude(conclusion, now)
             case RecordResumption():
                 self._storage.ledger.record(
                     action, vm=self._state.settings.vm, daemon_mono_s=self._born_mono_s
@@ -426,9 +429,9 @@ class Service:
         if self._state.generation is not None:
             self._channel.set_generation(self._state.generation)
 
-    def _conclude(self, conclusion: Conclude) -> None:
+    def _conclude(self, conclusion: Conclude, now: float) -> None:
         if conclusion.is_final:
-            self._decision_log.verdict(conclusion)
+            self._decision_log.verdict(conclusion, now)
             is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
             if self._asg_hook is not None and is_complete:
                 self._asg_hook.complete()
@@ -438,8 +441,12 @@ class Service:
             self._committer.farewell(
                 generation,
                 conclusion,
-                timeline.entries,
-                left_out=timeline.left_out,
+                recorded(
+                    timeline,
+                    self._state,
+                    self._samples.taken(conclusion.evacuation_id, now),
+                    offset_s=time.time() - time.monotonic(),
+                ),
                 training=self._last_report(),
             )
 
@@ -509,7 +516,9 @@ class Service:
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
         if self._notifications is not None:
-            self._notifications.close(_EXIT_NOTIFY_S)
+            self._decisions.guarded(
+                "notifications", partial(self._notifications.close, _EXIT_NOTIFY_S)
+            )
         self._storage.ledger.finish(_EXIT_DRAIN_S)
         self._stop.set()
         self._inbox.close()

@@ -17,8 +17,7 @@ import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.notifications.outbox import Outbox
 from swansongd.notifications.record import Record
-from swansongd.observe.notifications import Kind, Notification, Origin, fields
-from swansongd.sources.manual import DRILL
+from swansongd.observe.notifications import DRILL, Kind, Notification, Origin, fields
 
 NAME = "exec"
 OUTPUT_BYTES_MAX = 400

@@ -9,11 +9,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Sequence
 
+import structlog
+
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import Action, Event
 from swansongd.core.state import State
 from swansongd.notifications import webhook
 from swansongd.notifications.command import Command
+from swansongd.notifications.delivery import warm
 from swansongd.notifications.heartbeat import Heartbeat
 from swansongd.notifications.record import Record
 from swansongd.notifications.webhook import Webhook
@@ -28,7 +31,12 @@ AT_ONCE, PER_S = 20, 1 / 60
 """Notifications of one kind: at once, and on average.  A source may invent any number of notices."""
 _SEEN_MAX = 500
 _LOOK_S = 1.0
+_FAULT_S = 60.0
+_WARM_S = 5.0
+"""Imports for the first notification begin this long after the start, which has more urgent work."""
 _KILL_S = 0.5
+
+_log = structlog.get_logger(__name__)
 
 
 class Notifier:
@@ -122,14 +130,23 @@ class Notifier:
 
     def _look(self) -> None:
         """Watch the conditions, beside the decision loop: their computation takes a millisecond."""
+        if not self._never.wait(_WARM_S) and (self._webhook or self._heartbeat):
+            warm()
         while not self._never.wait(_LOOK_S):
-            if self._latest is None:
-                continue
-            state, _ = self._latest
-            now_mono_s = time.monotonic()
-            for made in self._watch.look(state, now_mono_s=now_mono_s, wall_s=time.time()):
-                self._put(made, now_mono_s)
-            self._record.set_begun(frozenset(self._watch.begun))
+            try:
+                self._look_once()
+            except Exception:
+                _log.exception("worker_fault", worker="notify-watch")
+                self._never.wait(_FAULT_S)
+
+    def _look_once(self) -> None:
+        if self._latest is None:
+            return
+        state, _ = self._latest
+        now_mono_s = time.monotonic()
+        for made in self._watch.look(state, now_mono_s=now_mono_s, wall_s=time.time()):
+            self._put(made, now_mono_s)
+        self._record.set_begun(frozenset(self._watch.begun))
 
     def _why_silent(self) -> str:
         if self._latest is None:

@@ -85,6 +85,8 @@ class Loss:
     """All time that is not productive: the parts of *down*, ``redone``, ``stall``, ``saves``, ``unknown``."""
     gpu_s: float
     """GPU seconds of the run."""
+    productive_gpu_s: float
+    """The part of them in ``productive_s``."""
     lost_gpu_s: float
     """GPU seconds of all interruptions."""
     last_hour_s: float
@@ -125,6 +127,7 @@ class _Segment:
     """The first new step, which belongs to *down*."""
     high: int
     """The last step that no later state has replaced."""
+    ranks: int
     pace_s: float | None
     train_s: float
     """Training time of the steps up to ``high``."""
@@ -195,6 +198,7 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         productive_s=sum(segment.train_s for segment in total.segments),
         parts_s=total.parts_s,
         gpu_s=total.gpu_s,
+        productive_gpu_s=sum(each.ranks * each.train_s for each in total.segments),
         lost_gpu_s=total.lost_gpu_s,
         last_hour_s=window_s,
         last_hour_productive_s=sum(s.productive_s(cursor_s - window_s) for s in total.segments),
@@ -282,6 +286,7 @@ def _segment(life: Life, first_s: float, following: Life | None) -> _Segment:
         ended_s=ended_s,
         low=low,
         high=max(low, last.step),
+        ranks=_ranks(life),
         pace_s=last.step_s,
         train_s=ended_s - first_s - stall_s - saves_s,
         saves_s=saves_s,

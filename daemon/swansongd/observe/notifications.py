@@ -19,6 +19,8 @@ from swansongd.model import Notice, Severity, Verdict
 from swansongd.util.printable import printable
 
 TEXT_CHARS_MAX = 500
+DRILL = "drill"
+"""Source of the notices of ``swansong drill``."""
 
 
 class Kind(StrEnum):
@@ -179,12 +181,16 @@ def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -
         Severity.IMMINENT: f"this VM will be terminated in {left_s:.0f} s",
         Severity.SHUTTING_DOWN: "the operating system of this VM is shutting down",
     }[notice.severity]
+    is_drill = notice.source == DRILL
+    head = "Drill" if is_drill else f"Notice of {notice.source} ({notice.kind})"
+    if is_drill:
+        words = "an evacuation is rehearsed, and this VM continues"
     return Notification(
         key=f"notice/{notice.identity}/{urgency}",
         group=_group_of_notice(notice),
         kind=Kind.NOTICE,
-        summary=text(f"Notice of {notice.source} ({notice.kind}): {words}"),
-        importance=Importance.WARNING,
+        summary=text(f"{head}: {words}"),
+        importance=Importance.INFO if is_drill else Importance.WARNING,
         wall_s=wall_s,
         step=state.training.step,
         generation=state.generation,
@@ -235,13 +241,14 @@ def _of_verdict(conclusion: Conclude, state: State, wall_s: float) -> Notificati
     commit = conclusion.commit
     evacuation = state.evacuation
     source = "" if evacuation is None else evacuation.reason.partition(":")[0]
+    head = "Verdict of a drill" if source == DRILL else "Verdict"
     return Notification(
         key=f"verdict/{conclusion.evacuation_id}/{conclusion.verdict.value}",
         group=f"evacuation/{conclusion.evacuation_id}",
         kind=Kind.VERDICT,
         is_over=conclusion.verdict is Verdict.SAFE,
-        summary=text(f"Verdict {conclusion.verdict.value}: {conclusion.reason}"),
-        importance=_OF_VERDICT[conclusion.verdict],
+        summary=text(f"{head} {conclusion.verdict.value}: {conclusion.reason}"),
+        importance=Importance.INFO if source == DRILL else _OF_VERDICT[conclusion.verdict],
         wall_s=wall_s,
         step=None if commit is None else commit.step,
         generation=state.generation if commit is None else commit.generation,

@@ -19,6 +19,7 @@ from swansongd.observe.conditions import Watch
 from swansongd.observe.heartbeat import why_silent
 from swansongd.observe.notifications import Kind, Notification, Origin, caused, fields
 from swansongd.observe.report import STORE_HEALTH
+from swansongd.sources import manual
 
 from testkit.story import Story, a_notice
 
@@ -120,6 +121,17 @@ def test_a_notice_of_another_vm_is_its_own_to_report() -> None:
     story.wait(70)
     assert story.verdicts
     assert story.found == []
+
+
+def test_a_drill_is_named_in_its_notice_and_its_verdict() -> None:
+    """An operator who is paged sees that the VM is not terminated."""
+    story = Told()
+    story.notice(60, manual.DRILL)
+    story.wait(70)
+    notice, verdict = story.found[:2]
+    assert notice.summary == "Drill: an evacuation is rehearsed, and this VM continues"
+    assert verdict.summary.startswith("Verdict of a drill LOST")
+    assert {notice.importance, verdict.importance} == {"info"}
 
 
 def test_a_resumption_is_told_once_with_its_step() -> None:
