@@ -92,6 +92,7 @@ def test_the_live_view_through_an_evacuation(
     lines = until(lambda: [line for line in terminal.screen() if len(line) > 40], what="a picture")
     assert all(len(line) <= 60 for line in lines)
     terminal.wait("DAEMON AWAY since", "aws.spot: reclaim: TAKE")
+    until(lambda: "daemon: away: " in "\n".join(log.lines.raw), what="a line about the absence")
     vm.start_daemon()
     until(lambda: "AWAY" not in terminal.text(), what="the end of the absence")
     terminal.wait(" SAFE  generation 1 step")

@@ -12,12 +12,19 @@ from typing import TextIO
 from swansong import bounds
 
 from swansongd.config.values import InvalidValue, run_name
+from swansongd.util import units
 from swansongd.util.printable import printable
+
+human_bytes = units.human_bytes
+human_s = units.human_s
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", type=_run, metavar="RUN", help="name of the run (default: the configured run)"
+        "--run",
+        type=run_argument,
+        metavar="RUN",
+        help="name of the run (default: the configured run)",
     )
 
 
@@ -29,7 +36,7 @@ def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
-def _run(text: str) -> str:
+def run_argument(text: str) -> str:
     try:
         return str(run_name(text))
     except InvalidValue as error:
@@ -70,25 +77,8 @@ def note(line: str) -> None:
     print(f"swansong: {printable(line)}", file=sys.stderr, flush=True)
 
 
-def human_bytes(size_bytes: float) -> str:
-    """Format bytes as ``1.2 GB``: up to three digits, decimal units."""
-    for unit in ("B", "kB", "MB", "GB"):
-        if size_bytes < 999.5:
-            return f"{size_bytes:.3g} {unit}"
-        size_bytes /= 1000
-    return f"{size_bytes:.4g} TB"
-
-
 def human_age(seconds: float) -> str:
     """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
     amount, unit = human_s(seconds).split()
     short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
     return f"{short} {unit} ago"
-
-
-def human_s(seconds: float) -> str:
-    """Format a duration as ``4.2 s``, ``12 min``, ``3.5 h`` or ``2 d``."""
-    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= 2 * size_s:
-            return f"{seconds / size_s:.3g} {unit}"
-    return f"{seconds:.3g} s"

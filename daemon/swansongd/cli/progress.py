@@ -100,6 +100,9 @@ class Progress:
             self._line(time.monotonic())
 
 
+ShownCount = Progress
+
+
 class _Rate:
     """The amount per second, over the last :data:`_RATE_S`."""
 

@@ -6,6 +6,7 @@ A reader takes a TOML value and returns the value that the daemon uses, or raise
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import signal
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-from swansong.bounds import STEP_MAX
+from swansong.bounds import BYTES_MAX, STEP_MAX
 
 from swansongd.digests import PART_SIZE_BYTES_MAX
 
@@ -44,6 +45,12 @@ class InvalidValue(Exception):
 
 
 Reader = Callable[[object], Any]
+
+
+def key(reader: Reader, *, default: Any = MISSING) -> Any:
+    """A key of a section and the function that reads its value."""
+    return dataclasses.field(default=default, metadata={"reader": reader})
+
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _DURATION = re.compile(
@@ -222,6 +229,15 @@ def _size(value: object, remedy: str) -> float:
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     raise InvalidValue("is not a size", remedy)
+
+
+def size(value: object) -> int:
+    """A size in bytes."""
+    remedy = 'give bytes as a number, or a string such as "84GB"'
+    found = _size(value, remedy)
+    if not 1 <= found <= BYTES_MAX:
+        raise InvalidValue("is not between 1 byte and 1 EiB", remedy)
+    return round(found)
 
 
 def part_size(value: object) -> int:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.model import Health, NoticeKind, SourceStatus
-from swansongd.sources import host, logind
+from swansongd.sources import gpu, host, logind
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
 from swansongd.sources.aws import AwsOptions, AwsSpotSource, ImdsSession
@@ -34,7 +34,7 @@ _ALL_CLOCKS = Clocks()
 def open_sources(
     config: SourcesConfig, deadline: DeadlineConfig, *, boot_id: str, clocks: Clocks = _ALL_CLOCKS
 ) -> list[Source]:
-    """The sources of the cloud and of the configured deadlines.
+    """The sources of the cloud, of the configured deadlines, and of the GPUs.
 
     Args:
         config, deadline: of the daemon.
@@ -47,7 +47,7 @@ def open_sources(
         opened += _aws(config, deadline, clocks)
     elif cloud == "gcp":
         opened += _gcp(config, deadline, boot_id, clocks)
-    return opened + _deadlines(config, boot_id, clocks)
+    return opened + _deadlines(config, boot_id, clocks) + _gpus(config, clocks)
 
 
 def _aws(config: SourcesConfig, deadline: DeadlineConfig, clocks: Clocks) -> list[Source]:
@@ -102,6 +102,13 @@ def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Sour
     if not ends:
         return []
     return [DeadlineSource(tuple(ends), lead_s=config.end_lead_s, monotonic=clocks.monotonic)]
+
+
+def _gpus(config: SourcesConfig, clocks: Clocks) -> list[Source]:
+    """The source of GPU health; no source without NVML's library."""
+    if config.gpu == "off" or not gpu.has_library():
+        return []
+    return [gpu.GpuSource(monotonic=clocks.monotonic)]
 
 
 def notice_kinds(
