@@ -17,6 +17,7 @@ from swansongd.util.printable import printable
 
 human_bytes = units.human_bytes
 human_s = units.human_s
+human_age = units.human_age
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -75,10 +76,3 @@ def print_json(value: object) -> None:
 def note(line: str) -> None:
     """Print one line for people on standard error."""
     print(f"swansong: {printable(line)}", file=sys.stderr, flush=True)
-
-
-def human_age(seconds: float) -> str:
-    """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
-    amount, unit = human_s(seconds).split()
-    short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
-    return f"{short} {unit} ago"

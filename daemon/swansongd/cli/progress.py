@@ -100,9 +100,6 @@ class Progress:
             self._line(time.monotonic())
 
 
-ShownCount = Progress
-
-
 class _Rate:
     """The amount per second, over the last :data:`_RATE_S`."""
 

@@ -56,7 +56,7 @@ def rows(report: dict[str, Any], *, is_brief: bool = False) -> Iterator[Row]:
         yield _mirror(report["mirror"])
     if report.get("bytes_referenced"):
         yield Row("reused", size(report["bytes_referenced"]), rank=70)
-    yield from notifications(report.get("notifications"))
+    yield from _notifications(table(report.get("notifications")))
     yield Row("evacuation", _evacuation(report.get("evacuation")), rank=21)
     for margin in tables(report.get("margins")):
         is_bad = margin.get("fits") is False
@@ -74,6 +74,26 @@ def rows(report: dict[str, Any], *, is_brief: bool = False) -> Iterator[Row]:
         shown = f"{word(faults['count'])}, the last one: {word(faults.get('last'))}"
         yield Row("decision faults", shown, BAD, 14)
     yield Row("daemon", _daemon(report), rank=80)
+
+
+def _notifications(report: dict[str, Any]) -> Iterator[Row]:
+    """One row for each receiver, with its counters."""
+    for name in ("webhook", "exec", "heartbeat"):
+        found = table(report.get(name))
+        if not found:
+            continue
+        shown = f"{word(found.get('sent'))} sent"
+        shown += "".join(
+            f", {word(found[key])} {key}"
+            for key in ("queued", "failed", "dropped")
+            if found.get(key)
+        )
+        if found.get("silent"):
+            shown += f"; silent: {word(found['silent'])}"
+        if found.get("last_error"):
+            shown += f"; the last attempt failed: {word(found['last_error'])}"
+        is_bad = bool(found.get("silent") or found.get("last_error"))
+        yield Row(name, shown, BAD if is_bad else PLAIN, 15 if is_bad else 65)
 
 
 def _sources(report: dict[str, Any]) -> Iterator[Row]:
@@ -250,27 +270,6 @@ def _mirror(mirror: dict[str, Any]) -> Row:
         shown += f": {word(mirror['reason'])}"
     is_bad = mirror.get("state") in ("failing", "promoted")
     return Row("mirror", shown, BAD if is_bad else PLAIN, 16 if is_bad else 33)
-
-
-def notifications(report: Any) -> Iterator[Row]:
-    """One row for each receiver: its counters, marked if it needs attention."""
-    receivers = table(report)
-    for name in ("webhook", "exec", "heartbeat"):
-        found = receivers.get(name)
-        if not isinstance(found, dict):
-            continue
-        shown = f"{word(found.get('sent'))} sent"
-        shown += "".join(
-            f", {word(found[key])} {key}"
-            for key in ("queued", "failed", "dropped")
-            if found.get(key)
-        )
-        if found.get("silent"):
-            shown += f"; silent: {word(found['silent'])}"
-        if found.get("last_error"):
-            shown += f"; the last attempt failed: {word(found['last_error'])}"
-        is_bad = bool(found.get("silent") or found.get("last_error"))
-        yield Row(name, shown, BAD if is_bad else PLAIN, 17 if is_bad else 50)
 
 
 def _last_commit(commit: Any) -> str:
