@@ -25,6 +25,7 @@ COMMANDS = {
     "prune": "delete the commits that no rule keeps",
     "loss": "show what interruptions have cost a run",
     "advise": "show what would save GPU time and money",
+    "exporter": "serve metrics of runs, read from their buckets",
     "finished": "report by the exit code whether a run has ended",
     "restore": "fetch the newest whole commit of a run",
     "mirror": "copy commits to the mirror, or continue the run there",

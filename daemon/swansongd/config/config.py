@@ -119,6 +119,7 @@ class SourcesConfig:
     end_at: datetime | None = _key(read.utc_instant, default=None)
     max_run_duration_s: float | None = _key(read.duration, default=None)
     end_lead_s: float = _key(read.duration, default=120.0)
+    gpu: str = _key(read.one_of("auto", "off"), default="auto")
     system_bus: str | None = _key(read.bus_address, default=None)
     """None: the system bus of the host."""
 
@@ -240,8 +241,17 @@ def load(path: Path) -> Config:
     Raises:
         ConfigError: the file is missing or not TOML, or contains a key or value that is not valid.
     """
+    return parse(read_toml(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises:
+        ConfigError: the file is missing or not TOML.
+    """
     try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             [f"reading {path} failed: no such file"],
@@ -253,7 +263,6 @@ def load(path: Path) -> Config:
         raise ConfigError([f"reading {path} failed: byte {error.start} is not UTF-8"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"parsing {path} failed: {error}"], hint=_HINT) from None
-    return parse(body)
 
 
 def parse(body: Mapping[str, object]) -> Config:
@@ -268,7 +277,7 @@ def parse(body: Mapping[str, object]) -> Config:
         if name not in _SECTIONS
     ]
     values = {
-        name: _read_section(name, section, body.get(name, {}), problems)
+        name: read_section(name, section, body.get(name, {}), problems)
         for name, section in _SECTIONS.items()
     }
     problems += _impossible(values) + notify.conflicts(values["notify"])
@@ -277,7 +286,7 @@ def parse(body: Mapping[str, object]) -> Config:
     return Config(**{name: section(**values[name]) for name, section in _SECTIONS.items()})
 
 
-def _read_section(
+def read_section(
     name: str, section: type[Any], table: object, problems: list[str]
 ) -> dict[str, Any]:
     """The values of a section by key, defaults included; invalid values are left out."""

@@ -8,7 +8,7 @@ seconds since 1970, which several VMs do not share exactly.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from swansong import bounds
@@ -85,6 +85,32 @@ class LastReport:
     is_over: bool
     """No further step follows."""
     deadline_wall_s: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class NoticeRecord:
+    """A notice that an evacuation answers."""
+
+    source: str
+    kind: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EvacuationRecord:
+    """The course of an evacuation so far, for its farewell.  Times are seconds since it opened."""
+
+    opened_wall_s: float
+    deadline_s: float | None = None
+    """None once the evacuation has ended."""
+    node: int = 0
+    notices: tuple[NoticeRecord, ...] = ()
+    """The most severe first."""
+    timeline: Sequence[Mapping[str, object]] = ()
+    """One entry for each log line of the evacuation, oldest first."""
+    left_out: int = 0
+    """Entries that the timeline had no room for."""
+    samples: Sequence[tuple[float, int]] = ()
+    """Time, and the bytes that flushes have sent by then."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -270,6 +270,8 @@ def _part(transition: Transition) -> None:
                 round(transition.left_s, 2),
                 state.part,
                 is_final=False,
+                expected_s=state.last_verdict.expected_s,
+                took_s=state.last_verdict.took_s,
             )
         )
     )

@@ -19,6 +19,7 @@ from swansongd.config.config import Config, load
 from swansongd.doctor import (
     configuration,
     metadata,
+    metrics,
     mirror,
     network,
     notifications,
@@ -83,6 +84,7 @@ def checks(config: Config, options: Options) -> Iterator[Check]:
     )
     yield from mirror.checks(config, options.config)
     yield from staging.checks(config, daemon)
+    yield from metrics.checks(config, options.config)
     yield from notifications.checks(config, options.config, send=options.send_notification)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from functools import partial
 
 import structlog
@@ -38,7 +38,7 @@ from swansongd.core.events import (
     PaceRead,
     PartsCounted,
 )
-from swansongd.core.ledger import LastReport
+from swansongd.core.ledger import EvacuationRecord, LastReport
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.journal import UploadJournal
@@ -126,9 +126,8 @@ class Committer:
         self,
         generation: int,
         conclusion: Conclude,
-        timeline: Sequence[Mapping[str, object]],
+        evacuation: EvacuationRecord,
         *,
-        left_out: int = 0,
         training: LastReport | None = None,
     ) -> None:
         """Create the farewell of an evacuation.
@@ -137,16 +136,14 @@ class Committer:
         of the store, a manifest would wait behind all of them.
 
         Args:
-            timeline: its entries, oldest first; read before this returns.
-            left_out: entries that were removed from it.
+            evacuation: read before this returns.
             training: the last step; None if no trainer reported one.
         """
         farewell = Farewell(
             run=self._keys.run,
             generation=generation,
             conclusion=conclusion,
-            timeline=timeline,
-            left_out=left_out,
+            evacuation=evacuation,
             training=training,
             written=self._wall(),
         )

@@ -59,8 +59,11 @@ class DecisionLog:
             _log.info("evacuation", id=mark.evacuation_id, **entry, **extra)
         return is_first
 
-    def verdict(self, conclusion: Conclude) -> None:
-        """Log the verdict."""
+    def verdict(self, conclusion: Conclude, now_mono_s: float) -> None:
+        """Log the verdict, and append it to the timeline."""
+        if self.timeline is not None:
+            facts = (("verdict", conclusion.verdict.value), ("slack_s", conclusion.slack_s))
+            self.timeline.add(Mark(conclusion.evacuation_id, "verdict", facts), now_mono_s)
         commit = conclusion.commit
         _log.warning(
             "verdict",

@@ -3,12 +3,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swansongd.core.events import Mark
+from swansongd.core.ledger import EvacuationRecord, NoticeRecord
+from swansongd.core.state import State
+from swansongd.model import Notice
 
 ENTRIES_MAX = 500
 """Entries of a timeline: a flood of messages from a trainer must not make the farewell grow without limit."""
+NOTICES_MAX = 10
+"""Notices that a farewell lists."""
 
 
 @dataclass
@@ -30,3 +36,35 @@ class Timeline:
             del self.entries[ENTRIES_MAX // 2]
             self.left_out += 1
         return entry
+
+
+def recorded(
+    timeline: Timeline, state: State, samples: Sequence[tuple[float, int]], *, offset_s: float
+) -> EvacuationRecord:
+    """The course of the evacuation for a farewell.
+
+    Args:
+        offset_s: difference between the wall clock and the monotonic clock.
+    """
+    evacuation = state.evacuation
+    deadline_s, answered = None, frozenset[str]()
+    if evacuation is not None and evacuation.id == timeline.evacuation_id:
+        deadline_s = round(evacuation.deadline_mono_s - timeline.opened_mono_s, 3)
+        answered = evacuation.identities
+    notices = (notice for notice in state.notices.values() if notice.identity in answered)
+    return EvacuationRecord(
+        opened_wall_s=timeline.opened_mono_s + offset_s,
+        deadline_s=deadline_s,
+        node=state.training.node,
+        notices=tuple(
+            NoticeRecord(notice.source, notice.kind)
+            for notice in sorted(notices, key=_urgency)[:NOTICES_MAX]
+        ),
+        timeline=tuple(timeline.entries),
+        left_out=timeline.left_out,
+        samples=samples,
+    )
+
+
+def _urgency(notice: Notice) -> tuple[int, float]:
+    return -notice.severity, notice.deadline_mono_s

@@ -17,7 +17,7 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import Farewell, encode
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import Ending, LastReport
+from swansongd.core.ledger import Ending, EvacuationRecord, LastReport
 from swansongd.model import CommitRef, Verdict
 from swansongd.observe.loss import loss
 
@@ -86,7 +86,7 @@ def farewell(
         run="r",
         generation=generation,
         conclusion=conclusion,
-        timeline=[],
+        evacuation=EvacuationRecord(opened_wall_s=at_s),
         training=training,
         written=text(at_s),
     )

@@ -33,6 +33,7 @@ from swansongd.core.events import (
     NewestDated,
     SourceChanged,
 )
+from swansongd.core.ledger import EvacuationRecord
 from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
 from swansongd.flush.claim_record import ClaimRecord
@@ -136,6 +137,7 @@ def rig(tmp_path: Path) -> CommitterRig:
 
 
 LOST = Conclude("e1", Verdict.LOST, "nothing was staged", None, 0.0)
+OPENED = EvacuationRecord(opened_wall_s=1893456000.0)
 SAFE = Conclude("e1", Verdict.SAFE, "it is committed", CommitRef(1, 10), 1.0)
 
 
@@ -569,7 +571,7 @@ def test_two_farewells_of_one_second_have_different_keys(
 ) -> None:
     """The clock of this test does not advance; both verdicts are stored."""
     for conclusion in (LOST, SAFE):
-        working.farewell(1, conclusion, [])
+        working.farewell(1, conclusion, OPENED)
     assert working.drain(10)
     keys = stored(rig, KEYS.farewells)
     bodies = [json.loads(rig.store.get(key)) for key in keys]
@@ -581,7 +583,7 @@ def test_farewells_without_a_verdict_do_not_queue(rig: CommitterRig) -> None:
     """During an outage a manifest would wait behind all of them: only the newest one is written."""
     with rig.committer() as committer:
         for step in range(5):
-            committer.farewell(1, replace(LOST, is_final=False, slack_s=-step), [])
+            committer.farewell(1, replace(LOST, is_final=False, slack_s=-step), OPENED)
         assert rig.next() == GenerationClaimed(1, None)
         assert committer.drain(10)
     (key,) = stored(rig, KEYS.farewells)
@@ -592,7 +594,7 @@ def test_a_failed_farewell_does_not_stop_the_committer(
     rig: CommitterRig, working: Committer
 ) -> None:
     with rig.outage():
-        working.farewell(1, LOST, [])
+        working.farewell(1, LOST, OPENED)
         assert working.drain(10)
     working.commit(a_request())
     assert rig.next() == CommitDone("f10", CommitRef(1, 10))
@@ -601,7 +603,7 @@ def test_a_failed_farewell_does_not_stop_the_committer(
 def test_drain_waits_for_earlier_requests_until_its_timeout(rig: CommitterRig) -> None:
     """It returns False if the claim has not succeeded by then."""
     with rig.outage(), rig.committer() as committer:
-        committer.farewell(1, LOST, [])
+        committer.farewell(1, LOST, OPENED)
         assert not committer.drain(0.05)
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.core.ledger import Ending, Life, Resumption
-from swansongd.observe.loss import GOODPUT, HOUR_S, PARTS, Loss, loss
+from swansongd.observe.loss import GOODPUT, HOUR_S, LOST, PARTS, Loss, loss, lost_gpu_s
 
 BEGUN_S = 1_800_000_000.0
 durations = st.floats(0.0, 5000.0)
@@ -247,3 +247,35 @@ def test_each_part_has_a_name_of_googles_library() -> None:
     """No part is left out of the categories."""
     found = of(told([Stay((1.0,) * 6, 1, 1.0, 0, 1.0, 1.0)]))
     assert set(found.parts_s) == set(GOODPUT)
+
+
+def test_one_resumption_has_the_loss_of_its_interruption() -> None:
+    """The metrics of a daemon agree with the loss of the run: two VMs, and steps of the first are redone."""
+    first = Stay(
+        down_s=(0.0, 1.0, 2.0, 3.0, 4.0, 5.0),
+        steps=20,
+        back=0,
+        step_s=2.0,
+        saves_s=1.0,
+        stall_s=3.0,
+    )
+    second = Stay(
+        down_s=(30.0, 20.0, 4.0, 3.0, 2.0, 1.0),
+        steps=5,
+        back=4,
+        step_s=2.0,
+        saves_s=0.0,
+        stall_s=0.0,
+    )
+    lives = told([first, second])
+    (known,) = of(lives).interruptions
+    assert lives[1].resumption is not None
+    lost = lost_gpu_s(lives[1].resumption)
+    assert tuple(lost) == LOST
+    assert lost == pytest.approx(
+        {"stall": 24.0, "redone": 64.0, "cloud": 240.0, "boot": 160.0, "start": 32.0, "fetch": 24.0,
+         "load": 16.0, "warm_up": 8.0}
+    )  # fmt: skip
+    assert sum(lost.values()) == pytest.approx(known.lost_s * known.ranks)
+    assert lives[0].resumption is not None
+    assert set(lost_gpu_s(lives[0].resumption).values()) == {0.0}, "nothing was lost before"

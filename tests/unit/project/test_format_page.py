@@ -19,7 +19,7 @@ from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.keys import PACKS_MAX, RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import LastReport
+from swansongd.core.ledger import EvacuationRecord, LastReport, NoticeRecord
 from swansongd.digests import PART_SIZE_BYTES_MAX
 from swansongd.flush.ledger import YIELD_S
 from swansongd.model import (
@@ -30,7 +30,8 @@ from swansongd.model import (
     Verdict,
     VmPart,
 )
-from swansongd.observe.timeline import ENTRIES_MAX
+from swansongd.observe.samples import SAMPLES_MAX
+from swansongd.observe.timeline import ENTRIES_MAX, NOTICES_MAX
 
 from testkit import REPOSITORY
 from testkit.committed import part_digest
@@ -168,8 +169,9 @@ def test_the_fields_of_a_farewell() -> None:
         run="my-run",
         generation=7,
         conclusion=conclusion,
-        timeline=[],
-        left_out=1,
+        evacuation=EvacuationRecord(
+            opened_wall_s=2.0, notices=(NoticeRecord("aws.spot", "reclaim"),), left_out=1
+        ),
         training=training,
         written="now",
     )
@@ -179,7 +181,9 @@ def test_the_fields_of_a_farewell() -> None:
     assert sorted(first_names(of_farewell)) == sorted(body)
     assert sorted(first_names(f"| {of_training}")) == sorted(body["training"])
     assert set(re.findall(r"`(\w+)`", text)) >= set(body["part"])
-    assert f"at most {ENTRIES_MAX}" in text
+    assert set(re.findall(r"`(\w+)`", text)) >= set(body["notices"][0])
+    for limit in (NOTICES_MAX, ENTRIES_MAX, SAMPLES_MAX):
+        assert f"at most {limit}" in text
 
 
 def test_the_fields_of_a_resumption() -> None:

@@ -1,0 +1,260 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The history of a run for reports and metrics: its commits, its evacuations and its lives.
+
+Readers hold the newest objects only, so memory and requests are bounded for a run of any age.  A damaged
+object never makes a report fail: it is marked or counted.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from heapq import nlargest
+from operator import attrgetter
+
+from swansong.bounds import BoundsError
+
+from swansongd.bucket import catalog, lives, wall
+from swansongd.bucket import farewell as farewells
+from swansongd.bucket.catalog import Commit
+from swansongd.bucket.farewell import RecordedEvacuation
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.lives import Lives
+from swansongd.bucket.manifest import Manifest
+from swansongd.errors import CorruptError, NotFound, TooLarge
+from swansongd.model import CheckpointKind, CommitRef, merged_health
+from swansongd.stores.base import ObjectInfo, ObjectStore
+from swansongd.util.threads import parallel
+
+Progress = Callable[[int, int], None]
+
+COMMITS_MAX = 500
+EVACUATIONS_MAX = 20
+FAREWELLS_MAX = 1000
+"""Number of newest farewells that are read: an evacuation may leave a dozen."""
+_READS = 16
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedCommit:
+    """The facts of the manifests of one commit."""
+
+    ref: CommitRef
+    kind: CheckpointKind | None
+    """None: a manifest is damaged, so all facts from manifests are missing."""
+    created_wall_s: float | None
+    size_bytes: int
+    bytes_referenced: int
+    """Bytes in objects that the flush of an earlier checkpoint has sent."""
+    loss: float | None
+    nodes: int
+    is_whole: bool
+    """All VMs have committed their parts, and no manifest is damaged."""
+
+    @property
+    def bytes_sent(self) -> int:
+        return self.size_bytes - self.bytes_referenced
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Commits:
+    """Commits, oldest first."""
+
+    commits: tuple[RecordedCommit, ...]
+    left_out: int = 0
+    """Number of older commits that were not read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Evacuations:
+    """The newest farewell of each evacuation, in the order in which the evacuations opened."""
+
+    evacuations: tuple[RecordedEvacuation, ...]
+    farewells_left_out: int = 0
+    """Number of older farewells that were not read."""
+    damaged: tuple[str, ...] = ()
+    """Keys of farewells that were read, and are damaged."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunHistory:
+    """The newest commits, evacuations and lives of a run."""
+
+    commits: Commits
+    evacuations: Evacuations
+    lives: Lives
+
+
+def read(
+    store: ObjectStore,
+    keys: RunKeys,
+    *,
+    commits_max: int = COMMITS_MAX,
+    evacuations_max: int = EVACUATIONS_MAX,
+    lives_max: int = lives.LIVES_MAX,
+    stop: threading.Event | None = None,
+) -> RunHistory:
+    """The history of a run, at most this number of newest objects of each kind.
+
+    Raises:
+        CorruptError: the listing contains an object that no swansong wrote.
+        StoreError: a request to the store failed.
+        Stopped: ``stop`` was set.
+    """
+    return RunHistory(
+        commits=read_commits(store, keys, commits_max=commits_max, stop=stop),
+        evacuations=read_evacuations(store, keys, evacuations_max=evacuations_max, stop=stop),
+        lives=lives.read(store, keys, lives_max=lives_max, stop=stop),
+    )
+
+
+def read_commits(
+    store: ObjectStore,
+    keys: RunKeys,
+    *,
+    commits_max: int = COMMITS_MAX,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> Commits:
+    """The newest commits of a run, whole or not.
+
+    Raises:
+        CorruptError, StoreError, Stopped: as :func:`read`.
+    """
+    listed = catalog.list_commits(store, keys)
+    newest = listed[:commits_max]
+    found: dict[tuple[CommitRef, int], RecordedCommit] = {}
+
+    def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
+        found[commit.ref, commit.nodes] = _recorded(keys, commit, loaded)
+
+    catalog.load_each(store, keys, newest, take, progress=progress, stop=stop)
+    ordered = [found[commit.ref, commit.nodes] for commit in reversed(newest)]
+    return Commits(commits=tuple(ordered), left_out=len(listed) - len(newest))
+
+
+def read_evacuations(
+    store: ObjectStore,
+    keys: RunKeys,
+    *,
+    evacuations_max: int = EVACUATIONS_MAX,
+    progress: Progress | None = None,
+    stop: threading.Event | None = None,
+) -> Evacuations:
+    """The newest evacuations of a run; those of several VMs count separately.
+
+    Raises:
+        StoreError: a request to the store failed.
+        Stopped: ``stop`` was set.
+    """
+    # A bucket writer can plant any number of farewells.
+    listed = [info for info in store.list(keys.farewells) if keys.parse_farewell(info.key)]
+    newest = nlargest(FAREWELLS_MAX, listed, key=attrgetter("key"))
+    found: dict[tuple[int, str, int], RecordedEvacuation] = {}
+    damaged: list[str] = []
+    done = 0
+    for start in range(0, len(newest), _READS):
+        batch = newest[start : start + _READS]
+        for info, recorded in _farewells(store, keys, batch, stop):
+            if recorded is None:
+                damaged.append(info.key)
+                continue
+            identity = (recorded.generation, recorded.evacuation_id, recorded.node)
+            found[identity] = max(recorded, found.get(identity, recorded), key=_newness)
+        done += len(batch)
+        if progress is not None:
+            progress(done, len(newest))
+        # One more: the farewells of one second have no order, so the next batch may have a newer one.
+        if len(found) > evacuations_max:
+            break
+    if progress is not None:
+        progress(len(newest), len(newest))
+    newest_first = sorted(found.values(), key=_opening, reverse=True)
+    return Evacuations(
+        evacuations=tuple(reversed(newest_first[:evacuations_max])),
+        farewells_left_out=len(listed) - done,
+        damaged=tuple(damaged),
+    )
+
+
+def _farewells(
+    store: ObjectStore,
+    keys: RunKeys,
+    infos: Sequence[ObjectInfo],
+    stop: threading.Event | None,
+) -> Iterator[tuple[ObjectInfo, RecordedEvacuation | None]]:
+    read_by_key: dict[str, RecordedEvacuation | None] = {}
+
+    def one(info: ObjectInfo) -> None:
+        read_by_key[info.key] = _farewell(store, keys, info.key)
+
+    parallel(infos, one, threads=min(_READS, len(infos)), stop=stop)
+    for info in infos:
+        yield info, read_by_key[info.key]
+
+
+def _farewell(store: ObjectStore, keys: RunKeys, key: str) -> RecordedEvacuation | None:
+    """None if the farewell is damaged, too large, deleted, or of another run or generation."""
+    try:
+        recorded = farewells.decode(store.get(key))
+    except (CorruptError, NotFound, TooLarge):
+        return None
+    is_own = (recorded.run, recorded.generation) == (keys.run, keys.parse_farewell(key))
+    return recorded if is_own else None
+
+
+def _newness(recorded: RecordedEvacuation) -> tuple[int, float, float]:
+    """Farewells of one second have no order in their keys."""
+    entries = len(recorded.timeline) + recorded.left_out
+    return entries, recorded.written_wall_s, -recorded.slack_s
+
+
+def _opening(recorded: RecordedEvacuation) -> tuple[int, float]:
+    return recorded.generation, recorded.opened_wall_s
+
+
+def _recorded(
+    keys: RunKeys, commit: Commit, loaded: tuple[Manifest, ...] | CorruptError
+) -> RecordedCommit:
+    if isinstance(loaded, CorruptError):
+        return RecordedCommit(
+            ref=commit.ref,
+            kind=None,
+            created_wall_s=None,
+            size_bytes=0,
+            bytes_referenced=0,
+            loss=None,
+            nodes=commit.nodes,
+            is_whole=False,
+        )
+    created_s = [_instant_s(manifest.created) for manifest in loaded]
+    return RecordedCommit(
+        ref=commit.ref,
+        kind=loaded[0].kind,
+        created_wall_s=max((at_s for at_s in created_s if at_s is not None), default=None),
+        size_bytes=sum(manifest.size_bytes for manifest in loaded),
+        bytes_referenced=sum(_bytes_referenced(keys, manifest) for manifest in loaded),
+        loss=merged_health([manifest.health for manifest in loaded]).get("loss"),
+        nodes=commit.nodes,
+        is_whole=commit.is_complete,
+    )
+
+
+def _bytes_referenced(keys: RunKeys, manifest: Manifest) -> int:
+    own = (manifest.generation, manifest.step)
+    referenced = {stored.key for stored in manifest.objects if keys.origin(stored.key) != own}
+    return sum(
+        extent.size_bytes
+        for shard in manifest.shards
+        for extent in shard.extents
+        if extent.object.key in referenced
+    )
+
+
+def _instant_s(text: str) -> float | None:
+    """None if the text is not a time that a record can have."""
+    try:
+        return wall.required_s(text, "time")
+    except BoundsError:
+        return None
