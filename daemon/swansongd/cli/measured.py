@@ -222,6 +222,7 @@ def _setup(read: _Bucket, gpus: int) -> Setup:
         busiest_share=max(sizes.values()) / read.newest.size_bytes if is_known else None,
         has_prefetch=read.config.restore.prefetch,
         configured_interval_s=read.config.run.checkpoint_interval_s,
+        orders_vm=bool(read.config.notify.exec),
     )
 
 

@@ -56,6 +56,8 @@ class Setup:
     has_prefetch: bool = True
     configured_interval_s: float | None = None
     """None: the daemon computes the interval."""
+    orders_vm: bool = False
+    """A program orders the next VM at the notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ def _changes(job: Job, setup: Setup) -> Iterator[_Change]:
     yield from _shorter_reserve(job)
     yield from _follow_ups(job)
     yield from _restore(job, setup)
+    yield from _replacement(job, setup)
     yield from _longer_notice(job)
     yield from _longer_grace(job)
 
@@ -292,6 +295,25 @@ def _restore(job: Job, setup: Setup) -> Iterator[_Change]:
         change="staging.path on local NVMe or tmpfs, or a VM with a faster network",
         formula=f"{job.per_day:.2g} interruptions a day x half of {human_s(fetch_s)}",
         job=replace(job, down_s={**job.down_s, "fetch": fetch_s / 2}),
+    )
+
+
+def _replacement(job: Job, setup: Setup) -> Iterator[_Change]:
+    """The next VM starts while the old one trains."""
+    cloud_s, boot_s = (job.down_s.get(part, 0.0) for part in ("cloud", "boot"))
+    overlap_s = sum(kind.per_day * min(kind.grace_s, cloud_s + boot_s) for kind in job.kinds)
+    if setup.orders_vm or not overlap_s:
+        return
+    mean_s = overlap_s / job.per_day
+    sooner = {"cloud": max(0.0, cloud_s - mean_s), "boot": boot_s - max(0.0, mean_s - cloud_s)}
+    yield _Change(
+        name="replacement",
+        title="the next VM is ordered at the notice",
+        change="notify.exec = a program that orders a VM",
+        formula=(
+            f"{human_s(cloud_s + boot_s)} without a VM and in its boot, in parallel with the notice"
+        ),
+        job=replace(job, down_s={**job.down_s, **sooner}),
     )
 
 

@@ -87,6 +87,17 @@ def test_a_shutdown_can_be_given_more_time() -> None:
     assert found.after.redone_s < expected(made).redone_s / 5
 
 
+def test_a_vm_that_is_ordered_at_the_notice_comes_sooner() -> None:
+    """80 s without a VM and in its boot: four of five interruptions have a notice of 30 s."""
+    made = job(grace_s=30.0)
+    found = named(made)["replacement"]
+    assert found.saved_gpu_s == pytest.approx(8 * 4 * 30, rel=0.01)
+    longer = named(job(grace_s=120.0))["replacement"]
+    assert longer.saved_gpu_s == pytest.approx(8 * 4 * 80, rel=0.01)
+    assert longer.after.down_s == pytest.approx(5 * 90 - 4 * 80)
+    assert "replacement" not in named(made, Setup(orders_vm=True))
+
+
 def test_settings_that_cost_time_are_proposed() -> None:
     """Follow-ups, prefetch, the background limit and a long reserve."""
     pace = Pace(commit_s=Figure(0.2))
