@@ -157,11 +157,11 @@ def _interval(job: Job, setup: Setup) -> Iterator[_Change]:
         change=(
             'run.checkpoint_interval_s = "auto"'
             if to_auto
-            else f"run.checkpoint_interval_s = {best.best_s:.0f}, or the trainer's own interval"
+            else f"remove the trainer's own interval, or run.checkpoint_interval_s = {best.best_s:.0f}"
         ),
         formula=(
-            f"w/(I + w) of the day + I/2 for each of {job.uncovered_per_day:.2g} uncovered "
-            f"interruptions, w = {human_s(job.save_cost_s)}"
+            f"a stall of {human_s(job.save_cost_s)} in each interval, and half an interval for each of "
+            f"{job.uncovered_per_day:.2g} uncovered interruptions a day"
         ),
         job=replace(job, interval_s=best.best_s),
     )
@@ -195,7 +195,7 @@ def _smaller_state(job: Job) -> _Change:
         name="smaller_state",
         title="a state of half the size",
         change="save optimizer moments in 8 or 16 bits, and no copy of frozen weights",
-        formula=f"half of w, save, send, fetch and load: {_times(job)}",
+        formula=f"half of stall, save, send and restore: {_times(job)}",
         job=smaller,
     )
 
@@ -213,7 +213,7 @@ def _times(job: Job) -> str:
     made = job.forecast
     fetched_s = job.down_s.get("fetch", 0.0) + job.down_s.get("load", 0.0)
     return (
-        f"{human_s(job.save_cost_s)}, {human_s(made.save_s)}, {human_s(made.send_s)} and "
+        f"{human_s(job.save_cost_s)}, {human_s(made.save_s)}, {human_s(made.send_s)}, "
         f"{human_s(fetched_s)}"
     )
 
