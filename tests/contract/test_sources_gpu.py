@@ -13,7 +13,7 @@ import pytest
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import GpusRead
 from swansongd.model import GpuHealth, GpuStatus, Health, Severity
-from swansongd.sources import gpu
+from swansongd.sources import detect, gpu
 from swansongd.sources.gpu import GpuSource
 from swansongd.sources.opening import open_sources
 
@@ -186,8 +186,8 @@ def test_without_the_library_there_is_no_source(
         s.name
         for s in open_sources(SourcesConfig(cloud="none", **keys), DeadlineConfig(), boot_id="b")
     ]
-    monkeypatch.setattr(gpu, "_DIRECTORIES", ())
-    monkeypatch.setattr(gpu, "_LOADER_CACHE", tmp_path / "cache")
+    monkeypatch.setattr(detect, "_LIBRARY_DIRECTORIES", ())
+    monkeypatch.setattr(detect, "_LOADER_CACHE", tmp_path / "cache")
     monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}")
     assert names() == []
     (tmp_path / "cache").write_bytes(
@@ -196,5 +196,5 @@ def test_without_the_library_there_is_no_source(
     assert names() == ["gpu"]
     assert names(gpu="off") == []
     (tmp_path / "cache").unlink()
-    (tmp_path / gpu.LIBRARY).touch()
+    (tmp_path / detect.NVML_LIBRARY).touch()
     assert names() == ["gpu"]

@@ -15,7 +15,7 @@ from swansongd.bucket.history import RecordedCommit
 from swansongd.bucket.manifest import Manifest
 from swansongd.cli.assumed import DOWN_S, SNAPSHOT_BYTES_PER_S, Subject
 from swansongd.cli.opening import Opened
-from swansongd.cli.progress import ShownCount
+from swansongd.cli.progress import Progress
 from swansongd.config.config import Config
 from swansongd.core import pace
 from swansongd.core.cadence import History, expected_mtbf_s
@@ -61,7 +61,7 @@ def measured(here: Opened, *, is_quiet: bool) -> Subject:
         CorruptError, StoreError, Stopped: reading the bucket failed.
     """
     store, keys, stop = here.store, here.keys, here.stop
-    with ShownCount("reading resumptions", is_quiet=is_quiet) as progress:
+    with Progress("reading resumptions", "resumptions", is_quiet=is_quiet) as progress:
         found = lives.read(store, keys, progress=progress, stop=stop).lives
     loss, newest = losses.loss(found), _newest_manifest(here)
     if loss is None or newest is None:
@@ -69,9 +69,9 @@ def measured(here: Opened, *, is_quiet: bool) -> Subject:
             f"advice for run {keys.run} failed: the run has no commit, or its trainers report no steps",
             hint="Describe the run with --size, --bandwidth and --notice",
         )
-    with ShownCount("reading manifests", is_quiet=is_quiet) as progress:
+    with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
         commits = history.read_commits(store, keys, progress=progress, stop=stop).commits
-    with ShownCount("reading farewells", is_quiet=is_quiet) as progress:
+    with Progress("reading farewells", "farewells", is_quiet=is_quiet) as progress:
         evacuations = history.read_evacuations(
             store, keys, evacuations_max=EVACUATIONS_MAX, progress=progress, stop=stop
         ).evacuations

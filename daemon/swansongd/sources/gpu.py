@@ -34,7 +34,6 @@ from swansongd.sources.xids import (
     xid_fault,
 )
 
-LIBRARY = "libnvidia-ml.so.1"
 KERNEL_LOG = Path("/dev/kmsg")
 PROBE = (sys.executable, "-I", "-m", "swansongd.sources.nvml")
 FAILED_S = 600.0
@@ -53,22 +52,9 @@ _RETRY_MAX_S = 60.0
 _BUFFER_MAX_BYTES = 256 * 1024
 _RECORDS_MAX = 1000
 _XIDS_MAX = 1000
-_DIRECTORIES = ("/lib", "/usr/lib", "/lib64", "/usr/lib64")
-_LOADER_CACHE = Path("/etc/ld.so.cache")
 _DRIVER = Path("/proc/driver/nvidia/version")
 """Exists while the driver is loaded."""
 _FIX_DEVICES = "give the daemon the device files with swansongd.service.d/gpu.conf"
-
-
-def has_library() -> bool:
-    """Whether the loader would find NVML's library; nothing is loaded."""
-    paths = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_DIRECTORIES]
-    if any(path and os.path.exists(os.path.join(path, LIBRARY)) for path in paths):
-        return True
-    try:
-        return LIBRARY.encode() + b"\0" in _LOADER_CACHE.read_bytes()
-    except OSError:
-        return False
 
 
 class GpuSource:

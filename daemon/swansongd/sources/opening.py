@@ -7,13 +7,13 @@ from collections.abc import Sequence
 
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.model import Health, NoticeKind, SourceStatus
-from swansongd.sources import gpu, host, logind
+from swansongd.sources import host, logind
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
 from swansongd.sources.aws import AwsOptions, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import Clocks, Source
-from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud
+from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud, has_nvml
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
 from swansongd.sources.gcp import LONG_NOTICE_S as GCP_LONG_NOTICE_S
 from swansongd.sources.gcp import MARGIN_S as GCP_MARGIN_S
@@ -106,9 +106,11 @@ def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Sour
 
 def _gpus(config: SourcesConfig, clocks: Clocks) -> list[Source]:
     """The source of GPU health; no source without NVML's library."""
-    if config.gpu == "off" or not gpu.has_library():
+    if config.gpu == "off" or not has_nvml():
         return []
-    return [gpu.GpuSource(monotonic=clocks.monotonic)]
+    from swansongd.sources.gpu import GpuSource  # noqa: PLC0415 - only VMs with GPUs load it
+
+    return [GpuSource(monotonic=clocks.monotonic)]
 
 
 def notice_kinds(
