@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from typing import TextIO
 
 from swansong import bounds
 
@@ -15,6 +17,7 @@ from swansongd.util.printable import printable
 
 human_bytes = units.human_bytes
 human_s = units.human_s
+human_age = units.human_age
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -30,7 +33,7 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step, metavar="N", help="consider only commits of this step")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
@@ -55,6 +58,15 @@ def step(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a step; list them with swansong ls")
     return int(text)
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def is_screen(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def print_json(value: object) -> None:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from itertools import product
 
 from swansongd.core.ledger import Ending, LastReport, Life, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
@@ -44,6 +45,7 @@ class FarewellFacts:
 
     generation: int
     evacuation_id: str
+    is_drill: bool
     verdict: Verdict
     written_wall_s: float
     deadline_wall_s: float | None
@@ -82,10 +84,7 @@ class RunFigures:
     """Objects beyond the limits of the exporter, by kind."""
     foreign: int
     """Keys that no swansong of this version writes."""
-    evacuations: Mapping[Verdict, int]
-    """Evacuations whose verdict is settled."""
-    evacuated_wall_s: Mapping[Verdict, float]
-    """The newest evacuation with each verdict, settled or not."""
+    evacuations: Evacuations
     interruptions: Mapping[bool, int]
     """By whether the run resumed on the same VM."""
     lost_gpu_s: Mapping[str, float]
@@ -107,6 +106,7 @@ class RunFigures:
 
 @dataclass(slots=True)
 class _Evacuation:
+    is_drill: bool
     verdict: Verdict
     until_wall_s: float
     """Deadline, or the time of the newest farewell if that is later."""
@@ -115,10 +115,12 @@ class _Evacuation:
 
 @dataclass(frozen=True, slots=True)
 class Evacuations:
-    """The evacuations of a run, by verdict."""
+    """The evacuations of a run, by verdict, and by whether they were drills."""
 
-    settled: Mapping[Verdict, int] = field(default_factory=lambda: dict.fromkeys(Verdict, 0))
-    newest_wall_s: Mapping[Verdict, float] = field(default_factory=dict)
+    settled: Mapping[tuple[Verdict, bool], int]
+    """Number of evacuations whose verdict is final."""
+    newest_wall_s: Mapping[tuple[Verdict, bool], float]
+    """Time of the newest evacuation, final or not."""
 
 
 def evacuations(
@@ -135,18 +137,21 @@ def evacuations(
     found: dict[tuple[int, str], _Evacuation] = {}
     for each in farewells:
         until_s = max(each.written_wall_s, each.deadline_wall_s or 0.0)
-        fresh = _Evacuation(each.verdict, until_s, each.written_wall_s)
+        fresh = _Evacuation(each.is_drill, each.verdict, until_s, each.written_wall_s)
         known = found.setdefault((each.generation, each.evacuation_id), fresh)
+        known.is_drill = known.is_drill and each.is_drill
         known.verdict = max(known.verdict, each.verdict, key=_MERIT.__getitem__)
         known.until_wall_s = max(known.until_wall_s, until_s)
         known.written_wall_s = max(known.written_wall_s, each.written_wall_s)
-    settled = dict.fromkeys(Verdict, 0)
-    newest_wall_s: dict[Verdict, float] = {}
+    settled = dict.fromkeys(product(Verdict, (False, True)), 0)
+    newest_wall_s: dict[tuple[Verdict, bool], float] = {}
     for (number, _), one in found.items():
         is_over = number < generation or now_wall_s > one.until_wall_s + SETTLED_AFTER_S
         if one.verdict is Verdict.SAFE or is_over:
-            settled[one.verdict] += 1
-        newest_wall_s[one.verdict] = max(newest_wall_s.get(one.verdict, 0.0), one.written_wall_s)
+            settled[one.verdict, one.is_drill] += 1
+        newest_wall_s[one.verdict, one.is_drill] = max(
+            newest_wall_s.get((one.verdict, one.is_drill), 0.0), one.written_wall_s
+        )
     return Evacuations(settled, newest_wall_s)
 
 

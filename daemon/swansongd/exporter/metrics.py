@@ -17,6 +17,7 @@ from swansongd import __version__
 from swansongd.exporter.figures import RunFigures
 from swansongd.exporter.health import HealthFigures, StoreHealth
 from swansongd.exporter.reader import StoreReader
+from swansongd.model import Verdict
 from swansongd.observe.cost import Costs
 
 Labels = tuple[str, ...]
@@ -24,6 +25,7 @@ Samples = Iterable[tuple[Labels, float | None]]
 
 _RUN = ("run", "store")
 _VM = {False: "new", True: "same"}
+_DRILL = {False: "no", True: "yes"}
 
 
 class ExporterCollector(Collector):
@@ -143,14 +145,24 @@ def _evacuation_metrics(runs: Runs) -> Iterator[Metric]:
     yield _counter(
         "swansong_run_evacuations_total",
         "Evacuations by their last verdict, of all VMs of the run",
-        (*_RUN, "verdict"),
-        _split(runs, lambda found: found.evacuations),
+        (*_RUN, "verdict", "drill"),
+        _by_verdict(runs, lambda found: found.evacuations.settled),
     )
     yield _gauge(
         "swansong_run_last_evacuation_timestamp_seconds",
         "Time of the newest farewell of an evacuation with this verdict",
-        (*_RUN, "verdict"),
-        _split(runs, lambda found: found.evacuated_wall_s),
+        (*_RUN, "verdict", "drill"),
+        _by_verdict(runs, lambda found: found.evacuations.newest_wall_s),
+    )
+
+
+def _by_verdict(
+    runs: Runs, values: Callable[[RunFigures], Mapping[tuple[Verdict, bool], float]]
+) -> Samples:
+    return (
+        ((*labels, verdict.value, _DRILL[is_drill]), value)
+        for labels, found in runs
+        for (verdict, is_drill), value in values(found).items()
     )
 
 

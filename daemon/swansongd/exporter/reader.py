@@ -272,7 +272,7 @@ class StoreReader:
             reading.mirror_failures += 1
             if isinstance(error, CorruptError) and self._mirror_health is not None:
                 self._mirror_health.failed(error)
-            _log.warning("mirror_not_read", store=mirror.url, run=found.run, reason=error.line())
+            _log.warning("mirror_lag_unknown", store=mirror.url, run=found.run, reason=error.line())
         with self._lock:
             old = self._figures.get(found.run)
         return found if old is None else replace(found, mirror=old.mirror)

@@ -12,10 +12,7 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from heapq import nlargest
 from typing import Any, Generic, TypeVar
 
-from swansong import bounds
-from swansong.bounds import BoundsError
-
-from swansongd.bucket import catalog, lives, wall
+from swansongd.bucket import catalog, lives
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket import resumption as resumptions
@@ -26,7 +23,6 @@ from swansongd.core.ledger import LastReport, Resumption
 from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge
 from swansongd.exporter.figures import CommitFacts, FarewellFacts
 from swansongd.exporter.listing import Listing
-from swansongd.model import Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
 
@@ -37,6 +33,9 @@ READS = 16
 """Objects that are read in parallel."""
 AGAIN_AFTER_S = 3600.0
 """An object that is not valid is read again after this time: a right may have been missing."""
+
+DRILL = "drill"
+"""Source of a drill."""
 
 Facts = TypeVar("Facts")
 
@@ -256,10 +255,20 @@ class RunRecords:
             raise catalog.refused(self._store, self._keys, newest, key, error) from error
 
     def _farewell(self, key: str, data: bytes) -> FarewellFacts:
-        facts = farewell_facts(data)
-        if facts.generation != self._keys.parse_farewell(key):
+        found = farewells.decode(data)
+        if (found.run, found.generation) != (self._keys.run, self._keys.parse_farewell(key)):
             raise CorruptError(f"{key} is the farewell of another generation")
-        return facts
+        return FarewellFacts(
+            generation=found.generation,
+            evacuation_id=found.evacuation_id,
+            is_drill=found.source == DRILL,
+            verdict=found.verdict,
+            written_wall_s=found.written_wall_s,
+            deadline_wall_s=(
+                None if found.deadline_s is None else found.opened_wall_s + found.deadline_s
+            ),
+            training=found.training,
+        )
 
     def _resumption(self, key: str, data: bytes) -> Resumption:
         found = resumptions.decode(data, self._keys.signer)
@@ -309,26 +318,3 @@ def _facts_of(commit: Commit, manifests: Sequence[Manifest]) -> CommitFacts:
         size_bytes=sum(manifest.size_bytes for manifest in manifests),
         created_wall_s=lives.instant_s(manifests[0].created),
     )
-
-
-def farewell_facts(data: bytes) -> FarewellFacts:
-    """The facts of a farewell.
-
-    Raises:
-        CorruptError: a field is missing or out of bounds.
-    """
-    training = farewells.training(data)
-    try:
-        body = bounds.json_object(data, "the farewell", farewells.BYTES_MAX)
-        return FarewellFacts(
-            generation=bounds.integer(
-                body.get("generation"), "generation of the farewell", 1, bounds.GENERATION_MAX
-            ),
-            evacuation_id=bounds.identifier(body.get("evacuation"), "evacuation of the farewell"),
-            verdict=Verdict(bounds.text(body.get("verdict"), "verdict of the farewell")),
-            written_wall_s=wall.required_s(body.get("written"), "time of the farewell"),
-            deadline_wall_s=None if training is None else training.deadline_wall_s,
-            training=training,
-        )
-    except (BoundsError, ValueError) as error:
-        raise CorruptError(str(error)) from None

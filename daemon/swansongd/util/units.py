@@ -19,3 +19,10 @@ def human_s(seconds: float) -> str:
         if seconds >= 2 * size_s:
             return f"{seconds / size_s:.3g} {unit}"
     return f"{seconds:.3g} s"
+
+
+def human_age(seconds: float) -> str:
+    """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
+    amount, unit = human_s(seconds).split()
+    short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
+    return f"{short} {unit} ago"

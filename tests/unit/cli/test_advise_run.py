@@ -31,6 +31,7 @@ from swansongd.observe import loss as losses
 from swansongd.observe.advice import advise
 from swansongd.observe.bill import bill
 from swansongd.observe.cost import Prices
+from swansongd.observe.expected import DAY_S
 from swansongd.observe.loss import PARTS
 from swansongd.stores.file.store import FileStore
 
@@ -38,7 +39,7 @@ from testkit import committed
 from tests.unit.bucket.test_resumption import RESUMPTION
 from tests.unit.cli.test_advise import PAGE
 from tests.unit.cli.test_loss import names_of
-from tests.unit.observe.test_loss import forged
+from tests.unit.observe.test_loss import Stay, forged, told
 
 KEYS = RunKeys("r")
 BEGUN_S = 1_800_000_000.0
@@ -55,7 +56,6 @@ PACE = {
 CONFIG = parse(
     {"run": {"name": "r"}, "store": {"url": "s3://bucket"}, "staging": {"path": "/staging"}}
 )
-SHARD = committed.named_shard("rank0/a", 1000, "r/x")
 FILES = {"rank0/a": b"a" * 900, "rank1/a": b"b" * 50, "rank1/b": b"c" * 50}
 
 
@@ -260,6 +260,140 @@ def test_without_a_pace_the_margin_is_unknown(
         assert words in notes
 
 
+# ---------------------------------------------------------------- records in memory
+
+STAY = Stay((60.0, 10.0, 10.0, 6.0, 1.0, 3.0), 1000, 1.0, 9, 6.0, 3.0)
+MANIFEST = Manifest(
+    run="r",
+    generation=1,
+    step=1,
+    kind=CheckpointKind.PERIODIC,
+    node=0,
+    nodes=1,
+    nonce="n",
+    shards=(committed.named_shard("rank0/a", 1000, "r/x"),),
+    pace=PACE,
+)
+
+
+def read_of(
+    found: list[Life],
+    commits: list[RecordedCommit],
+    evacuations: list[RecordedEvacuation],
+    newest: Manifest = MANIFEST,
+) -> measured._Bucket:
+    loss = losses.loss(found)
+    assert loss is not None
+    return measured._Bucket(
+        config=CONFIG,
+        run="r",
+        lives=tuple(found),
+        loss=loss,
+        newest=newest,
+        commits=tuple(commits),
+        evacuations=tuple(evacuations),
+    )
+
+
+def commits_of(life: Life, *after_s: float) -> list[RecordedCommit]:
+    """Periodic commits of this VM, by their time after its first step."""
+    assert life.resumption is not None
+    return [
+        RecordedCommit(
+            ref=CommitRef(life.generation, number),
+            kind=CheckpointKind.PERIODIC,
+            created_wall_s=life.resumption.first_step_wall_s + at_s,
+            size_bytes=1000,
+            bytes_referenced=0,
+            loss=None,
+            nodes=1,
+            is_whole=True,
+        )
+        for number, at_s in enumerate(after_s)
+    ]
+
+
+def evacuation_of(
+    life: Life, *, source: str = "aws.spot", before_s: float = 100.0, is_safe: bool = True
+) -> RecordedEvacuation:
+    """An evacuation that opened this long before the end of the VM."""
+    return RecordedEvacuation(
+        run="r",
+        generation=life.generation,
+        evacuation_id="e",
+        node=0,
+        notices=(NoticeRecord(source, "k"),),
+        opened_wall_s=life.ending.wall_s - before_s,
+        deadline_s=120.0,
+        verdict=Verdict.SAFE if is_safe else Verdict.PARTIAL,
+        reason="",
+        commit=None,
+        part=None,
+        slack_s=1.0,
+        expected_s=None,
+        took_s=None,
+        timeline=(),
+        left_out=0,
+        samples=(),
+        training=None,
+        written_wall_s=life.ending.wall_s,
+    )
+
+
+def test_each_interruption_has_the_notice_before_its_end() -> None:
+    """A drill hours earlier is none; a restart on the same VM is no interruption."""
+    found = told([STAY, replace(STAY, steps=9000), STAY, STAY, STAY])
+    assert found[3].resumption is not None
+    same_vm = replace(found[3].resumption, vm="vm3")
+    found[3] = replace(found[3], resumption=same_vm)
+    job = measured._subject(
+        read_of(
+            found,
+            [],
+            [
+                evacuation_of(found[0]),
+                evacuation_of(found[1], source="drill", before_s=8000.0),
+                evacuation_of(found[3], is_safe=False),
+            ],
+        )
+    ).job
+    silent, spot = job.kinds
+    loss = losses.loss(found)
+    assert loss is not None
+    # The drill, and the evacuation that had time and was not SAFE: two, and one more in four hours.
+    assert silent.per_day == pytest.approx(3 * DAY_S / (loss.wall_s + 4 * 3600))
+    assert (spot.source, spot.grace_s) == ("aws.spot", 120.0)
+    assert spot.per_day == pytest.approx(DAY_S / loss.wall_s)
+
+
+def test_a_notice_that_was_too_short_is_one_all_the_same() -> None:
+    """A VM with 2 s of grace could not be SAFE: more time would have helped."""
+    found = told([STAY, STAY])
+    late = replace(evacuation_of(found[0], before_s=2.0, is_safe=False), deadline_s=2.0)
+    subject = measured._subject(read_of(found, [], [late]))
+    assert subject.headline == ("aws.spot", 2.0)
+    assert "0 of them without" in subject.rests_on
+
+
+def test_the_most_frequent_notice_comes_first() -> None:
+    """The verdict is on the notice that this run gets."""
+    found = told([STAY, STAY, STAY, STAY])
+    evacuations = [
+        evacuation_of(life, source=source)
+        for life, source in zip(found, ("aws.spot", "gcp.preempted", "gcp.preempted"), strict=False)
+    ]
+    assert measured._subject(read_of(found, [], evacuations)).headline[0] == "gcp.preempted"
+
+
+def test_commits_that_retention_thinned_out_show_no_cost() -> None:
+    """Neither the oldest of the recent generations counts, nor any that is a day older."""
+    old, first, second = told([replace(STAY, steps=90_000), STAY, replace(STAY, saves_s=4.0)])
+    commits = [*commits_of(old, 10.0), *commits_of(first, 500.0), *commits_of(second, 10.0, 520.0)]
+    job = measured._subject(read_of([old, first, second], commits, [])).job
+    assert job.save_cost_s == pytest.approx(2.0)
+    assert job.interval_s == pytest.approx(508.0)
+
+
 numbers = st.floats(0.0, 1e9)
 forged_commits = st.builds(
     RecordedCommit,
@@ -313,30 +447,9 @@ def test_a_forged_history_yields_finite_figures(
     shard_bytes: int,
 ) -> None:
     """Whatever a bucket writer has written: no exception, and no infinite or negative amount."""
-    loss = losses.loss(found)
-    assert loss is not None
-    newest = Manifest(
-        run="r",
-        generation=1,
-        step=1,
-        kind=CheckpointKind.PERIODIC,
-        node=0,
-        nodes=2,
-        nonce="n",
-        shards=(replace(SHARD, size_bytes=shard_bytes),),
-        pace=figures,
-    )
-    subject = measured._subject(
-        measured._Bucket(
-            config=CONFIG,
-            run="r",
-            lives=tuple(found),
-            loss=loss,
-            newest=newest,
-            commits=tuple(commits),
-            evacuations=tuple(evacuations),
-        )
-    )
+    shard = replace(MANIFEST.shards[0], size_bytes=shard_bytes)
+    newest = replace(MANIFEST, nodes=2, pace=figures, shards=(shard,))
+    subject = measured._subject(read_of(found, commits, evacuations, newest))
     prices = Prices(spot=1.0, on_demand=3.0, gb_month=0.02, writes=0.005, reads=0.0004)
     advice = advise(subject.job, subject.setup, subject.notices)
     amounts = bill(subject.job, subject.upkeep, prices)

@@ -24,10 +24,12 @@ def farewell(
     *,
     generation: int = 1,
     deadline_s: float = 60,
+    is_drill: bool = False,
 ) -> FarewellFacts:
     return FarewellFacts(
         generation=generation,
         evacuation_id=evacuation_id,
+        is_drill=is_drill,
         verdict=verdict,
         written_wall_s=NOW_S + at_s,
         deadline_wall_s=NOW_S + deadline_s,
@@ -39,7 +41,11 @@ def settled(
     farewells: Iterable[FarewellFacts], *, generation: int = 1, at_s: float = 0.0
 ) -> dict[str, int]:
     found = figures.evacuations(farewells, generation=generation, now_wall_s=NOW_S + at_s)
-    return {verdict.value: count for verdict, count in found.settled.items() if count}
+    return {
+        verdict.value: count
+        for (verdict, is_drill), count in found.settled.items()
+        if count and not is_drill
+    }
 
 
 def test_an_evacuation_counts_once_with_its_best_verdict() -> None:
@@ -71,7 +77,24 @@ def test_the_newest_time_of_each_verdict() -> None:
         generation=1,
         now_wall_s=NOW_S + 8,
     )
-    assert found.newest_wall_s == {Verdict.SAFE: NOW_S + 1, Verdict.LOST: NOW_S + 7}
+    assert found.newest_wall_s == {
+        (Verdict.SAFE, False): NOW_S + 1,
+        (Verdict.LOST, False): NOW_S + 7,
+    }
+
+
+def test_drills_count_apart() -> None:
+    """A drill during which a real notice arrives is a real evacuation."""
+    found = figures.evacuations(
+        [
+            farewell("a", Verdict.SAFE, 1, is_drill=True),
+            farewell("b", Verdict.SAFE, 1, is_drill=True),
+            farewell("b", Verdict.SAFE, 2),
+        ],
+        generation=1,
+        now_wall_s=NOW_S,
+    )
+    assert (found.settled[Verdict.SAFE, True], found.settled[Verdict.SAFE, False]) == (1, 1)
 
 
 # ---------------------------------------------------------------- interruptions

@@ -86,7 +86,7 @@ def store() -> MemoryStore:
 
 def labels_of(labels: dict[str, str]) -> tuple[str, ...]:
     """The values without the store: the run first, then by name of the label except for the currency."""
-    order = ("run", "part", "currency", "kind", "verdict", "vm", "operation", "version")
+    order = ("run", "part", "currency", "kind", "verdict", "drill", "vm", "operation", "version")
     return tuple(labels[name] for name in order if name in labels)
 
 
@@ -119,8 +119,8 @@ def test_the_figures_of_a_run(store: MemoryStore) -> None:
         ("swansong_run_commits_size_bytes", ("r", "periodic")): 51,
         ("swansong_run_incomplete_commits", ("r",)): 1,
         ("swansong_run_pins", ("r",)): 1,
-        ("swansong_run_evacuations_total", ("r", "SAFE")): 1,
-        ("swansong_run_evacuations_total", ("r", "LOST")): 0,
+        ("swansong_run_evacuations_total", ("r", "SAFE", "no")): 1,
+        ("swansong_run_evacuations_total", ("r", "LOST", "yes")): 0,
         ("swansong_run_interruptions_total", ("r", "new")): 2,
         ("swansong_run_foreign_objects", ("r",)): 0,
         ("swansong_exporter_store_up", ()): 1,

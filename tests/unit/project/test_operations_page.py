@@ -318,12 +318,9 @@ def test_every_option_is_explained(command: str) -> None:
 
 
 def test_every_column_of_ls_is_explained() -> None:
-    """Each column has a row, and each row a column, in the order of the table."""
-    columns = [
-        node.value
-        for node in ast.walk(ast.parse(inspect.getsource(ls._table)))
-        if isinstance(node, ast.Constant) and re.fullmatch("[A-Z]+", str(node.value))
-    ]
+    """Each column has a row, and each row a column, with ``--wide`` and without."""
+    narrow, wide = ls._narrow([{"complete": False}], "loss"), ls._wide("loss")
+    columns = [column.head for column in (*narrow, *wide)]
     explained = [name for cells in rows(section("restore", "ls")) for name in cells[0].split(", ")]
     assert set(explained) == set(columns)
     assert len(explained) == len(set(columns))
