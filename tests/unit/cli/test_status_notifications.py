@@ -3,7 +3,17 @@
 
 from __future__ import annotations
 
-from swansongd.cli.status import _notifications
+from typing import Any
+
+from swansongd.cli.view.rows import rows
+
+RECEIVERS = ("webhook", "exec", "heartbeat")
+
+
+def notifications(report: Any) -> list[tuple[str, str, bool]]:
+    """The rows of receivers: label, text, and whether the row is marked."""
+    found = rows({"notifications": report})
+    return [(row.label, row.text, bool(row.style)) for row in found if row.label in RECEIVERS]
 
 
 def test_each_receiver_has_a_row_and_a_failing_one_is_marked() -> None:
@@ -13,7 +23,7 @@ def test_each_receiver_has_a_row_and_a_failing_one_is_marked() -> None:
         "heartbeat": {"sent": 9, "failed": 0, "silent": None, "last_error": None},
         "limited": 0,
     }
-    webhook, heartbeat = _notifications(report)
+    webhook, heartbeat = notifications(report)
     assert webhook == (
         "webhook",
         "3 sent, 1 queued, 2 failed; the last attempt failed: HTTP 503",
@@ -24,9 +34,9 @@ def test_each_receiver_has_a_row_and_a_failing_one_is_marked() -> None:
 
 def test_a_silent_heartbeat_is_marked_with_its_reason() -> None:
     report = {"heartbeat": {"sent": 0, "failed": 0, "silent": "no commit for 900 s"}}
-    assert _notifications(report) == [("heartbeat", "0 sent; silent: no commit for 900 s", True)]
+    assert notifications(report) == [("heartbeat", "0 sent; silent: no commit for 900 s", True)]
 
 
 def test_without_notifications_there_is_no_row() -> None:
     for report in (None, {}, "hostile", {"webhook": "hostile"}):
-        assert _notifications(report) == []
+        assert notifications(report) == []

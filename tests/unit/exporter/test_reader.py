@@ -507,6 +507,21 @@ def test_an_idle_run_is_read_less_often(store: MemoryStore) -> None:
     assert is_read(100.0)
 
 
+def test_a_named_run_may_begin_later(store: MemoryStore) -> None:
+    """It is looked for at each reading; another folder is examined every ten minutes."""
+    rig, other = Rig(store, runs=("new",)), Rig(store)
+    store.objects["new/probes/doctor-1/x"] = b"1"
+    assert rig.read()
+    assert other.read()
+    committed.commit(store, {"a": b"1"}, run="new")
+    assert rig.read(after_s=60.0)
+    assert [each.run for each in rig.reader.figures()] == ["new"]
+    assert other.read(after_s=60.0)
+    assert [each.run for each in other.reader.figures()] == ["r"]
+    assert other.read(after_s=reader.FOLDER_S)
+    assert {each.run for each in other.reader.figures()} == {"r", "new"}
+
+
 def test_a_claim_alone_is_a_run() -> None:
     """A run that has not committed yet is visible."""
     store = MemoryStore()

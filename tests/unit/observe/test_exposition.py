@@ -32,12 +32,13 @@ class One:
 
     def __init__(self) -> None:
         self.value = 1.0
+        self.help = "One value"
         self.error: Exception | None = None
 
     def collect(self) -> Iterable[Metric]:
         if self.error is not None:
             raise self.error
-        return [GaugeMetricFamily("swansong_one", "One value", value=self.value)]
+        return [GaugeMetricFamily("swansong_one", self.help, value=self.value)]
 
 
 class Rig:
@@ -123,6 +124,7 @@ def test_only_get_is_answered_with_metrics(rig: Rig) -> None:
 @pytest.mark.fault("OM01")
 def test_slow_clients_hold_up_no_scrape(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more silent connections than the limit a scrape still succeeds, and the threads stay bounded."""
+    monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
     served = rig.serve()
     before = threading.active_count()
     silent = []
@@ -141,6 +143,18 @@ def test_slow_clients_hold_up_no_scrape(rig: Rig, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.fault("OM01")
+def test_a_client_that_reads_nothing_holds_up_no_scrape(rig: Rig) -> None:
+    """Its reply is larger than all buffers, and another scrape succeeds meanwhile."""
+    served = rig.serve()
+    rig.one.help = "x" * 2**24
+    with connected(served) as deaf:
+        deaf.settimeout(30)
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert deaf.recv(1) == b"H"
+        assert scrape(served)[0] == 200
+
+
+@pytest.mark.fault("OM01")
 def test_a_connection_has_a_limited_life(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends one byte now and then is closed like one that sends nothing."""
     monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 0.2)
@@ -151,8 +165,9 @@ def test_a_connection_has_a_limited_life(rig: Rig, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.fault("OM01")
-def test_a_request_has_a_limited_size(rig: Rig) -> None:
+def test_a_request_has_a_limited_size(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header without an end is not collected in memory: the connection is closed."""
+    monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
     served = rig.serve()
     with connected(served) as client:
         client.settimeout(30)

@@ -312,7 +312,8 @@ def test_every_command_is_explained() -> None:
 def test_every_option_is_explained(command: str) -> None:
     """Each option of the command has a row, and each row an option."""
     known = options(command)
-    page = "store-commands" if f"\n## {command}\n" in PAGES["store-commands"] else "commands"
+    pages = ("store-commands", "figures-commands")
+    page = next((page for page in pages if f"\n## {command}\n" in PAGES[page]), "commands")
     explained = first_cells(section(page, command)) if known else []
     assert sorted(explained) == sorted(known)
 
