@@ -437,6 +437,7 @@ def test_the_command_runs_once_for_a_begin_and_not_for_drills(tmp_path: Path) ->
     made.put(notice("c", Kind.STALL))
     made.put(notice("d"))
     made.put(notice("e", Kind.VERDICT, is_over=True))
+    assert made.outbox.report()["queued"] == 2
     made.start()
     assert settled(made, 2)["sent"] == 2
     again = Command(config, ORIGIN, kept)  # as after a restart

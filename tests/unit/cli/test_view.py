@@ -99,6 +99,7 @@ def test_the_last_verdict_stays_visible_without_a_notice() -> None:
     assert drawn(moment_of(seen))[0].endswith("LOST was the last verdict, 25.8 h ago")
 
 
+@pytest.mark.fault("OT01")
 def test_the_countdown_continues_without_the_daemon() -> None:
     """While the daemon is away, the seconds left are those of its last report less the time since."""
     away = Away(since_mono_s=40.0, since_wall_s=NOON_WALL_S, reason="connecting failed\x1b[2J")
@@ -140,6 +141,7 @@ def test_the_bar_is_that_of_the_whole_notice() -> None:
     assert bar(30.0, 0.0, 2, is_ascii=True) == "--"
 
 
+@pytest.mark.fault("OT03")
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     """Neither blocks nor large digits: each cell is one byte."""
     lines = drawn(moment_of(*(each for _, each in reports())), is_ascii=True)
@@ -204,6 +206,7 @@ def broken_reports(draw: st.DrawFn) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+@pytest.mark.fault("OT02")
 @settings(max_examples=60)
 @given(broken_reports())
 def test_no_report_breaks_a_display(seen: dict[str, Any]) -> None:

@@ -191,8 +191,10 @@ def test_a_blind_source_is_told_after_it_lasts_and_when_it_is_over() -> None:
     (begun,) = look(watch, state, 15.0, 16.0, 500.0)
     assert (begun.kind, begun.source, begun.is_over) == (Kind.BLIND, "aws.spot", False)
     assert "a notice would be missed" in begun.summary
+    half = blind(state, "aws.spot", Health.DEGRADED)
+    assert look(watch, half, 500.0, 600.0) == []
     recovered = blind(state, "aws.spot", Health.OK)
-    (over,) = look(watch, recovered, 501.0, 516.0, 600.0)
+    (over,) = look(watch, recovered, 601.0, 616.0, 700.0)
     assert over.is_over
     assert over.group == begun.group
 
@@ -228,7 +230,7 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
     assert (begun.kind, begun.source) == (Kind.MARGIN, "gcp.preempted")
     assert "s late" in begun.summary
     story.notice(10)
-    assert look(watch, story.state, 30.0, 90.0) == []
+    assert look(Watch(settle_s=15.0), story.state, 30.0, 90.0) == []
 
 
 def test_a_stall_is_told_with_its_ranks() -> None:
