@@ -13,6 +13,8 @@ import tempfile
 import urllib.request
 from pathlib import Path
 
+from PIL import Image
+
 from testkit import REPOSITORY
 from testkit.prometheus import Prometheus
 from testkit.waiting import until
@@ -20,6 +22,7 @@ from testkit.watched_run import RULES, watched_run
 
 FILE = REPOSITORY / "docs/operations/pictures/alerts.png"
 SIZE = "1000,1150"
+COLOURS = 48
 _SCRIPT = """
 <style>pre, tr:has(> td > b) i { display: none !important }</style>
 <script>
@@ -73,6 +76,8 @@ def main() -> None:
         wait_for_the_alerts(run.prometheus)
         FILE.parent.mkdir(exist_ok=True)
         take(run.prometheus, FILE)
+    with Image.open(FILE) as picture:
+        picture.quantize(COLOURS, dither=Image.Dither.NONE).save(FILE, optimize=True)
 
 
 if __name__ == "__main__":
