@@ -47,7 +47,7 @@ def drawn(
     """The lines of the view, without trailing blanks; with ``color_system`` they have escape codes."""
     out = io.StringIO()
     console = Console(
-        file=out, width=max(width, 200), height=height, markup=False, highlight=False,
+        file=out, width=width, height=height, markup=False, highlight=False,
         _environ={}, **options,
     )  # fmt: skip
     console.print(view(moment, Canvas(width, height, is_ascii=is_ascii)))

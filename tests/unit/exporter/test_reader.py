@@ -337,6 +337,7 @@ def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
         "d": b'{"verdict": "SAFE"}',
         "e": b"[" * 100_000,
         "f": b" " * (2**20 + 1),
+        "g": store.objects[KEYS.farewell(1, "t2")],
     }.items():
         store.objects[KEYS.farewell(2, name)] = data
     store.objects[KEYS.resumption(8)] = store.objects[KEYS.resumption(3)]
@@ -345,7 +346,7 @@ def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
     found = rig.metrics()
     assert counters(found) == good
     assert found["swansong_run_damaged_objects", ("r", "commit")] == 1
-    assert found["swansong_run_damaged_objects", ("r", "farewell")] == 6
+    assert found["swansong_run_damaged_objects", ("r", "farewell")] == 7
     assert found["swansong_run_damaged_objects", ("r", "resumption")] == 1
     assert found["swansong_run_last_commit_step", ("r",)] == 140
     assert rig.read(after_s=60.0)
@@ -450,6 +451,8 @@ def test_too_many_records_leave_the_oldest(
     assert rig.read()
     found = rig.metrics()
     assert all(counters(found)[sample] >= value for sample, value in good.items())
+    # The farewells of the first VM, and one of the third.
+    assert found["swansong_run_evacuations_total", ("r", "SAFE", "no")] == 2
     assert found["swansong_run_left_out_objects", ("r", "farewell")] == 9
     assert found["swansong_run_left_out_objects", ("r", "commit")] == 8
     assert found["swansong_run_last_commit_step", ("r",)] == 209

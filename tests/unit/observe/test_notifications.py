@@ -140,6 +140,8 @@ def test_a_resumption_is_told_once_with_its_step() -> None:
     (made,) = caused(story.state, story.state, [record], now_mono_s=0.0, wall_s=WALL_S)
     assert (made.kind, made.step, made.generation) == (Kind.RESUMPTION, 120, 3)
     assert made.summary == "Training runs at step 120, as generation 3"
+    of_another_vm = replace(record, training=Training(node=1, nodes=2))
+    assert caused(story.state, story.state, [of_another_vm], now_mono_s=0.0, wall_s=WALL_S) == []
 
 
 def test_texts_of_trainers_are_short_and_printable() -> None:
