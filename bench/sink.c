@@ -41,7 +41,7 @@ enum {
 
 // ---------------------------------------------------------------- settings and counters
 
-static double rate_bytes_s, latency_s, share_503, share_stall, share_reset;
+static double rate_bytes_s, link_bytes_s, latency_s, share_503, share_stall, share_reset;
 static bool is_hashing; // decrypts every record of a body and returns its CRC32C
 static SSL_CTX *tls;  // NULL: plain HTTP
 static int secrets_index;
@@ -271,10 +271,25 @@ static bool fill(struct connection *c) {
     return got > 0;
 }
 
+// The instant at which a link that all connections share has carried these bytes.
+static double link_free_s(size_t size) {
+    static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+    static double free_s;
+    pthread_mutex_lock(&lock);
+    double began_s = free_s > now_s() ? free_s : now_s();
+    free_s = began_s + (double)size / link_bytes_s;
+    double due_s = free_s;
+    pthread_mutex_unlock(&lock);
+    return due_s;
+}
+
 static void pace(struct connection *c, size_t size) {
     c->body_bytes += size;
-    if (rate_bytes_s <= 0) return;
-    double due_s = c->body_began_s + (double)c->body_bytes / rate_bytes_s;
+    double due_s = rate_bytes_s > 0 ? c->body_began_s + (double)c->body_bytes / rate_bytes_s : 0;
+    if (link_bytes_s > 0) {
+        double free_s = link_free_s(size);
+        if (free_s > due_s) due_s = free_s;
+    }
     if (due_s > now_s() + 1e-3) sleep_until(due_s);
 }
 
@@ -1037,6 +1052,7 @@ int main(int argc, char **argv) {
         else if (!strcmp(name, "--objects")) read_objects(value);
         else if (!strcmp(name, "--hashing")) is_hashing = atoi(value);
         else if (!strcmp(name, "--rate-bytes-s")) rate_bytes_s = atof(value);
+        else if (!strcmp(name, "--link-bytes-s")) link_bytes_s = atof(value);
         else if (!strcmp(name, "--latency-s")) latency_s = atof(value);
         else if (!strcmp(name, "--share-503")) share_503 = atof(value);
         else if (!strcmp(name, "--share-stall")) share_stall = atof(value);

@@ -119,6 +119,11 @@ install_system_files() {
 	install -D -m 0755 "$units/nvme/swansong_nvme.py" /usr/lib/swansong/swansong-nvme
 	install -D -m 0644 "$units/nvme/staging.conf" /usr/lib/swansong/nvme-staging.conf
 	install -D -m 0644 -t /usr/share/doc/swansong/trainer.service.d "$units"/trainer.service.d/*.conf
+	install -D -m 0644 -t /usr/share/doc/swansong/swansongd.service.d "$units/gpu/gpu.conf"
+	# The rights to watch GPUs, only on a machine with NVIDIA's driver.
+	if /sbin/ldconfig -p | grep -F libnvidia-ml.so.1 >/dev/null; then
+		install -D -m 0644 -t /etc/systemd/system/swansongd.service.d "$units/gpu/gpu.conf"
+	fi
 	systemd-sysusers swansong.conf
 	systemd-tmpfiles --create swansong.conf
 }

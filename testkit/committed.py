@@ -82,6 +82,8 @@ def commit(
     kind: CheckpointKind = CheckpointKind.PERIODIC,
     part_size_bytes: int = PART_SIZE_BYTES,
     is_packed: bool = False,
+    pace: Mapping[str, float] | None = None,
+    created: str = "2030-01-01T00:00:00Z",
 ) -> Manifest:
     """Store the files as one node's part of a checkpoint, and commit the part.
 
@@ -134,7 +136,8 @@ def commit(
         nonce=f"{upload_nonce}{node}",
         shards=tuple(shards),
         health={"loss": loss} if health is None else health,
-        created="2030-01-01T00:00:00Z",
+        pace={} if pace is None else pace,
+        created=created,
     )
     store.put(keys.commit(made.ref, node, nodes), manifest.encode(made))
     return made

@@ -18,6 +18,7 @@ from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, TooLa
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     Body,
+    Folders,
     ObjectInfo,
     OpenUpload,
     Page,
@@ -122,6 +123,16 @@ class MemoryStore:
             end = start + PAGE_KEYS
             infos = [self._info(key) for key in found[max(0, start - 1) : end]]
         return Page(infos, str(end) if end < len(found) else None)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        """A page; each page except the first repeats a name of the previous page."""
+        self._request("folders", prefix)
+        with self._lock:
+            below = [key.removeprefix(prefix) for key in self.objects if key.startswith(prefix)]
+        names = sorted({key.partition("/")[0] for key in below if "/" in key})
+        start = int(token or 0)
+        end = start + PAGE_KEYS
+        return Folders(names[max(0, start - 1) : end], str(end) if end < len(names) else None)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         self._request("delete", key)

@@ -58,6 +58,7 @@ if have systemd-analyze "units"; then
 		[ -d "$root/usr/lib/systemd/system" ] || [ ! -d "$units" ] || cp -r "$units" "$root/usr/lib/systemd/"
 	done
 	cp -r systemd/*.service systemd/*.timer systemd/trainer.service.d "$root/etc/systemd/system/"
+	install -D -m 0644 -t "$root/etc/systemd/system/swansongd.service.d" systemd/gpu/gpu.conf
 	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
 	for unit in swansongd swansong-restore@my-run swansong-ready swansong-shutdown swansong-nvme trainer swansong-prune \
 		swansong-prune.timer; do
@@ -71,6 +72,10 @@ if have systemd-analyze "units"; then
 		check "exposure of ${unit#systemd/} is at most 1.6" systemd-analyze security --offline=true \
 			--threshold=16 --no-pager "$unit"
 	done
+	cp systemd/swansongd.service "$scratch/"
+	install -D -m 0644 -t "$scratch/swansongd.service.d" systemd/gpu/gpu.conf
+	check "exposure of swansongd.service with access to GPUs is at most 2.0" systemd-analyze security \
+		--offline=true --threshold=20 --no-pager "$scratch/swansongd.service"
 fi
 
 if have packer "Packer templates"; then

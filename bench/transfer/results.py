@@ -125,6 +125,8 @@ def _title(case: Case) -> str:
     if profile.rate_bytes_s:
         latency_ms, rate = profile.latency_s * 1e3, profile.rate_bytes_s / 1e6
         title += f", {latency_ms:g} ms per request and {rate:g} MB/s per connection"
+    if profile.link_bytes_s:
+        title += f", over a link of {profile.link_bytes_s / 1e6:g} MB/s"
     if profile.share_503:
         title += (
             f", {profile.share_503:.1%} of the parts answered with 503,"

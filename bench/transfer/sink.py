@@ -33,6 +33,8 @@ class Profile:
     name: str
     rate_bytes_s: float = 0.0
     """Limit of one connection in each direction; 0 means unlimited."""
+    link_bytes_s: float = 0.0
+    """Limit of all connections together; 0 means unlimited."""
     latency_s: float = 0.0
     """Delay before each answer."""
     share_503: float = 0.0
@@ -48,8 +50,8 @@ class Profile:
 DIRECT = Profile(name="direct")
 HASHING = Profile(name="hashing", is_hashing=True)
 PACED = Profile(name="paced", rate_bytes_s=85e6, latency_s=0.030)
-LINK = Profile(name="link", rate_bytes_s=8e6, latency_s=0.030)
-"""With 32 connections: a link of 2 Gb/s, which two cores fill with ease."""
+LINK = Profile(name="link", rate_bytes_s=85e6, link_bytes_s=250e6, latency_s=0.030)
+"""A link of 2 Gb/s, which two cores fill with ease."""
 FAULTY = Profile(
     name="faulty",
     rate_bytes_s=85e6,
@@ -158,6 +160,7 @@ class Sink:
                 *("--cert", str(directory / "cert.pem"), "--key", str(directory / "key.pem")),
                 *("--objects", str(listing), "--pattern", str(directory / "pattern")),
                 *("--rate-bytes-s", str(profile.rate_bytes_s)),
+                *("--link-bytes-s", str(profile.link_bytes_s)),
                 *("--latency-s", str(profile.latency_s)),
                 *("--hashing", str(int(profile.is_hashing))),
                 *("--share-503", str(profile.share_503)),

@@ -17,13 +17,13 @@ from collections import deque
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any, assert_never
+from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
 from swansong import protocol
 
 import swansongd
-from swansongd.config.config import Config
+from swansongd.config.config import Config, MetricsConfig
 from swansongd.core import lifecycle
 from swansongd.core.events import (
     Action,
@@ -69,10 +69,13 @@ from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
 from swansongd.model import NoticeKind, Severity
+from swansongd.notifications.notifier import open_notifier
+from swansongd.observe import log as logs
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
-from swansongd.observe.report import status_line, status_report
+from swansongd.observe.report import full_report, status_line
 from swansongd.observe.samples import FlushSamples
+from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
@@ -96,10 +99,14 @@ from swansongd.trainers.signals import open_sender
 from swansongd.trainers.translate import message_of
 from swansongd.util.threads import Worker
 
+if TYPE_CHECKING:
+    from swansongd.observe.metrics import Metrics
+
 _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
+_EXIT_NOTIFY_S = 1.0
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the farewell takes."""
 _JUDGEMENTS_MAX = 4
@@ -127,7 +134,6 @@ class Service:
         self._post = self._inbox.put
         self._decision_log = DecisionLog()
         self._samples = FlushSamples()
-        self._observers: tuple[Observer, ...] = (self._samples,)
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -153,6 +159,16 @@ class Service:
         kinds = notice_kinds(cloud_sources, config.sources, config.deadline)
         self._decisions = Decisions(
             _first_state(config, self._staging, self._committer, boot_id, kinds), _log
+        )
+        self._notifications = open_notifier(
+            config.notify,
+            run=config.run.name,
+            vm=self._state.settings.vm,
+            own_fd=self._staging.own_fd,
+            boot_id=boot_id,
+        )
+        self._observers: tuple[Observer, ...] = tuple(
+            observer for observer in (self._samples, self._notifications) if observer is not None
         )
         uids = users.uids_of(config.trainer.users)
         self._observer = StagingObserver(
@@ -213,6 +229,9 @@ class Service:
         self._channel.grace_s = shortest_grace_s(
             self._sources, assumed_grace_s=config.deadline.assumed_grace_s
         )
+        self._metrics = self._open_metrics(config.metrics)
+        if self._metrics is not None:
+            self._observers += (self._metrics.counters,)
 
     def run(self) -> int:
         """Run until an action or a signal ends the daemon.
@@ -233,8 +252,12 @@ class Service:
             self._fdstore.store_listener(self._channel.share_listener())
         self._observer.start()
         self._storage.start()
+        if self._metrics is not None:
+            self._metrics.start()
         if self._asg_hook is not None:
             self._asg_hook.start()
+        if self._notifications is not None:
+            self._notifications.start()
         for source in self._sources:
             threading.Thread(
                 target=source.run, args=(self._post, self._stop), name=source.name, daemon=True
@@ -437,26 +460,42 @@ class Service:
             now_wall_s=time.time(),
         )
 
+    def _open_metrics(self, config: MetricsConfig) -> Metrics | None:
+        if config.listen is None and config.textfile is None:
+            return None
+        from swansongd.observe.metrics import Metrics  # noqa: PLC0415 - slow to import
+
+        return Metrics(config, self._snapshot, self._stop)
+
+    def _snapshot(self) -> Snapshot:
+        """The figures of this moment, from any thread."""
+        storage, faults = self._storage, self._decisions
+        return Snapshot(
+            run=self._config.run.name,
+            version=swansongd.__version__,
+            pid=os.getpid(),
+            born_mono_s=self._born_mono_s,
+            now_mono_s=time.monotonic(),
+            now_wall_s=time.time(),
+            state=self._state,
+            decision_faults=faults.faults,
+            last_fault=faults.last_fault,
+            sources=tuple(source.name for source in self._sources),
+            staging=self._staging.room(),
+            bytes_referenced=storage.bytes_referenced,
+            store_errors=storage.store_errors,
+            prefetch=self._prefetch.report(),
+            mirror=None if storage.mirroring is None else storage.mirroring.figures(),
+            mirror_objects_taken=self._resume.downloads.from_mirror,
+            prune=storage.prune_figures,
+            loss=storage.ledger.figures,
+            log_lines_dropped=logs.dropped(),
+            notifications=None if self._notifications is None else self._notifications.report(),
+        )
+
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
-            now, mirroring = time.monotonic(), self._storage.mirroring
-            report = {
-                "run": self._config.run.name,
-                "version": swansongd.__version__,
-                "pid": os.getpid(),
-                "uptime_s": round(now - self._born_mono_s, 1),
-                "bytes_referenced": self._storage.bytes_referenced,
-                "decision_faults": {
-                    "count": self._decisions.faults,
-                    "last": self._decisions.last_fault,
-                },
-                "staging": self._staging.room(),
-                "prefetch": self._prefetch.report(),
-                "mirror": mirroring
-                and {**mirroring.report(), "objects_taken": self._resume.downloads.from_mirror},
-                **status_report(self._state, now),
-            }
-            reply(protocol.Status(report=report))
+            reply(protocol.Status(report=full_report(self._snapshot())))
         elif isinstance(message, protocol.Notify):
             notice = manual.notice_of(message, now_mono_s=time.monotonic())
             self._post(NoticeRaised(notice))
@@ -476,11 +515,17 @@ class Service:
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
+        if self._notifications is not None:
+            self._decisions.guarded(
+                "notifications", partial(self._notifications.close, _EXIT_NOTIFY_S)
+            )
         self._storage.ledger.finish(_EXIT_DRAIN_S)
         self._stop.set()
         self._inbox.close()
         self._committer.close()
         self._channel.close()
+        if self._metrics is not None:
+            self._metrics.close()
         return order.code
 
 

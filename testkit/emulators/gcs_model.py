@@ -13,7 +13,7 @@ import json
 import re
 import threading
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
@@ -275,10 +275,12 @@ class Gcs:
         return datetime.now(UTC) + timedelta(seconds=self._ahead_s)
 
     def _list(self, bucket: str, call: Call) -> StoreResponse:
-        if call.parameter("delimiter") or call.parameter("versions") == "true":
+        if call.parameter("versions") == "true":
             raise GcsError(501, "NotImplemented")
         objects = self._objects(bucket)
         prefix = call.parameter("prefix") or ""
+        if delimiter := call.parameter("delimiter"):
+            return self._list_folders(call, objects, prefix, delimiter)
         limit = min(int(call.parameter("maxResults") or _PAGE), self._page)
         start = call.parameter("startOffset") or ""
         found = [name for name in objects if name.startswith(prefix) and name >= start]
@@ -287,6 +289,23 @@ class Gcs:
         response: dict[str, Any] = {"kind": "storage#objects"}
         if items:
             response["items"] = items
+        if last is not None:
+            response["nextPageToken"] = last
+        return _json_response(_selected(response, call))
+
+    def _list_folders(
+        self, call: Call, objects: Iterable[str], prefix: str, delimiter: str
+    ) -> StoreResponse:
+        """The common prefixes; the objects between them are left out, and GCS would list them."""
+        below = [name.removeprefix(prefix) for name in objects if name.startswith(prefix)]
+        found = {
+            prefix + name.partition(delimiter)[0] + delimiter for name in below if delimiter in name
+        }
+        limit = min(int(call.parameter("maxResults") or _PAGE), self._page)
+        names, last = self._listing.page(sorted(found), call.parameter("pageToken"), limit)
+        response: dict[str, Any] = {"kind": "storage#objects"}
+        if names:
+            response["prefixes"] = names
         if last is not None:
             response["nextPageToken"] = last
         return _json_response(_selected(response, call))

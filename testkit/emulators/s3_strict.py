@@ -261,6 +261,8 @@ class S3:
                 return listed_versions(bucket, call.parameter("prefix") or "")
             case "GET" if call.parameter("list-type") == "2" and "delimiter" not in names:
                 return self._list(call, name, objects)
+            case "GET" if call.parameter("list-type") == "2" and "start-after" not in names:
+                return self._list_folders(call, name, objects)
         raise S3Error(501, "NotImplemented")
 
     def _of_object(
@@ -400,29 +402,10 @@ class S3:
 
     def _list(self, call: Call, bucket: str, objects: dict[str, S3Object]) -> StoreResponse:
         prefix = call.parameter("prefix") or ""
-        after: str | None = None
-        token = call.parameter("continuation-token")
-        if token is not None:
-            try:
-                after = bytes.fromhex(token).decode()
-            except ValueError:
-                raise S3Error(400, "InvalidArgument", "the continuation token") from None
-        limit = self._limit(call, "max-keys")
         start = call.parameter("start-after") or ""
         found = [key for key in objects if key.startswith(prefix) and key > start]
-        keys, last = self._listing.page(found, after, limit)
+        keys, facts = self._page_of(call, bucket, found)
         is_encoded = call.parameter("encoding-type") == "url"
-        facts = [
-            ("Name", bucket),
-            ("Prefix", prefix),
-            ("KeyCount", str(len(keys))),
-            ("MaxKeys", str(limit)),
-            ("IsTruncated", str(last is not None).lower()),
-        ]
-        if is_encoded:
-            facts.append(("EncodingType", "url"))
-        if last is not None:
-            facts.append(("NextContinuationToken", last.encode().hex()))
         items = [
             [
                 ("Key", quote(key) if is_encoded else key),
@@ -434,6 +417,44 @@ class S3:
             for key in keys
         ]
         return document("ListBucketResult", facts, "Contents", items)
+
+    def _list_folders(self, call: Call, bucket: str, objects: dict[str, S3Object]) -> StoreResponse:
+        """The common prefixes; the objects between them are left out, and S3 would list them."""
+        prefix, delimiter = call.parameter("prefix") or "", call.parameter("delimiter") or "/"
+        below = [key.removeprefix(prefix) for key in objects if key.startswith(prefix)]
+        found = {
+            prefix + key.partition(delimiter)[0] + delimiter for key in below if delimiter in key
+        }
+        names, facts = self._page_of(call, bucket, sorted(found))
+        is_encoded = call.parameter("encoding-type") == "url"
+        items = [[("Prefix", quote(name) if is_encoded else name)] for name in names]
+        return document("ListBucketResult", facts, "CommonPrefixes", items)
+
+    def _page_of(
+        self, call: Call, bucket: str, found: list[str]
+    ) -> tuple[list[str], list[tuple[str, str]]]:
+        """The names of a page of a listing, and the elements before them."""
+        after: str | None = None
+        token = call.parameter("continuation-token")
+        if token is not None:
+            try:
+                after = bytes.fromhex(token).decode()
+            except ValueError:
+                raise S3Error(400, "InvalidArgument", "the continuation token") from None
+        limit = self._limit(call, "max-keys")
+        names, last = self._listing.page(found, after, limit)
+        facts = [
+            ("Name", bucket),
+            ("Prefix", call.parameter("prefix") or ""),
+            ("KeyCount", str(len(names))),
+            ("MaxKeys", str(limit)),
+            ("IsTruncated", str(last is not None).lower()),
+        ]
+        if call.parameter("encoding-type") == "url":
+            facts.append(("EncodingType", "url"))
+        if last is not None:
+            facts.append(("NextContinuationToken", last.encode().hex()))
+        return names, facts
 
     def _list_uploads(self, call: Call, bucket: str) -> StoreResponse:
         prefix = call.parameter("prefix") or ""

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from swansongd.config.config import StoreConfig
 from swansongd.errors import Changed, ConfigError, Exists, NotFound, Permanent, StoreError
-from swansongd.stores.base import DELETED_MAX, ObjectInfo, ObjectStore
+from swansongd.stores.base import DELETED_MAX, ObjectInfo, ObjectStore, all_pages
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.opening import open_store
 from swansongd.stores.options import GcsOptions, S3Options
@@ -301,6 +301,19 @@ def test_a_listing_starts_after_a_key(store: ObjectStore) -> None:
             key for key in greater if key.split("/") > names and not key.startswith(f"{after}/")
         }
         assert found >= certain, after
+
+
+def test_folders_are_the_names_before_a_slash(store: ObjectStore) -> None:
+    """Each name of a folder, for any number of keys below it; objects beside the folders are left out."""
+    for key in ("a/1", "a/2/3", "a-b/1", "b.c/d/1", "é/1", "object"):
+        store.put(key, b"")
+
+    def folders(prefix: str) -> set[str]:
+        return set(all_pages("folders", lambda token: store.folders(prefix, token)))
+
+    assert folders("") == {"a", "a-b", "b.c", "é"}
+    assert folders("a/") == {"2"}
+    assert folders("none/") == set()
 
 
 def test_stores_with_different_prefixes_are_separate(cloud: Cloud) -> None:

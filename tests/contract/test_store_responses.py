@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
 from swansongd.stores import responses
-from swansongd.stores.base import ObjectInfo, ObjectStore, Page, listed
+from swansongd.stores.base import ObjectInfo, ObjectStore, Page, all_pages, listed
 from swansongd.stores.http.client import Response
 
 from testkit.bodies import CountedBody
@@ -166,6 +166,25 @@ MISSING = {
 """Required fields of a listing."""
 
 
+def folders(store: ObjectStore, prefix: str) -> set[str]:
+    return set(all_pages("folders", lambda token: store.folders(prefix, token)))
+
+
+@ONE_EACH
+def test_folders_on_several_pages(cloud: Cloud) -> None:
+    """All pages are read; a page without its mark is requested again."""
+    store = cloud.open()
+    for key in KEYS:
+        store.put(f"{key}/1", b"1")
+    cloud.order("page", size=2)
+    prefix = KEYS[0].rpartition("/")[0] + "/"
+    assert folders(store, prefix) == {key.removeprefix(prefix) for key in KEYS}
+    for field in MISSING["s3" if cloud.is_s3 else "gcs"][:1]:
+        cloud.order("spoil", how="without", field=field, match=query(cloud))
+        with pytest.raises(Transient, match=r"truncated, or not from a store"):
+            folders(store, prefix)
+
+
 @ONE_EACH
 @pytest.mark.fault("O15")
 @pytest.mark.parametrize("how", SPOILS)
@@ -177,6 +196,7 @@ def test_a_spoilt_listing_is_not_empty(cloud: Cloud, how: str) -> None:
     cloud.order("page", size=5)
     questions: list[Callable[[ObjectStore], object]] = [
         lambda each: sorted(info.key for info in each.list("run/")) == KEYS,
+        lambda each: folders(each, "run/") == {"commits"},
         lambda each: each.check() is None,
         lambda each: each.head("absent") is None,
     ]

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter
+from typing import Protocol
 
 from swansong.bounds import BoundsError
 
@@ -32,7 +33,7 @@ LIVES_MAX = 1000
 _READS = 16
 _EARLIER_MAX = 8
 """Number of generations without any training that are passed over."""
-_FAREWELLS_MAX = 5
+FAREWELLS_MAX = 5
 """Number of newest farewells of a generation that are read: the keys of one second have no order."""
 _COMMITS_MAX = 2
 """Two commits give the interval between them."""
@@ -45,6 +46,22 @@ class Lives:
     lives: tuple[Life, ...]
     left_out: int = 0
     """Number of older generations that were not read."""
+
+
+class Records(Protocol):
+    """The content of the records from which the lives of a run are computed."""
+
+    def resumption(self, generation: int) -> Resumption | None:
+        """The resumption of a generation; None without a valid one."""
+
+    def report(self, generation: int) -> LastReport | None:
+        """The newest report of the training in a farewell of a generation."""
+
+    def created_wall_s(self, commit: Commit) -> float | None:
+        """When the manifest of node 0 was created."""
+
+    def claimed_wall_s(self, generation: int) -> float | None:
+        """When a generation was claimed."""
 
 
 def read(
@@ -63,7 +80,7 @@ def read(
         Stopped: ``stop`` was set.
     """
     numbers = catalog.claimed(store, keys)
-    commits = _by_generation(catalog.list_commits(store, keys))
+    commits = by_generation(catalog.list_commits(store, keys))
     said = {
         number for info in store.list(keys.farewells) if (number := keys.parse_farewell(info.key))
     }
@@ -75,19 +92,30 @@ def read(
     known = [number for number in numbers if number in commits or number in said | recorded]
     newest = known[-lives_max:]
     found = _resumptions(store, keys, recorded.intersection(newest), progress, stop)
+    lives = lives_of(_Stored(store, keys, found), newest, commits)
+    return Lives(lives, left_out=len(known) - len(newest))
+
+
+def lives_of(
+    records: Records, numbers: Sequence[int], commits: Mapping[int, Sequence[Commit]]
+) -> tuple[Life, ...]:
+    """The lives of these generations, oldest first.
+
+    Args:
+        numbers: ascending.
+        commits: the whole commits of each generation, newest first; see :func:`by_generation`.
+    """
     lives: list[Life] = []
     following: Resumption | None = None
     ended_by_s: tuple[float, ...] = ()
-    for number in reversed(newest):
+    for number in reversed(numbers):
         claimed_wall_s = None
-        own = found.get(number)
+        own = records.resumption(number)
         if own is None:
-            claimed_wall_s = _claimed_wall_s(store, keys, number)
+            claimed_wall_s = records.claimed_wall_s(number)
         last = following.earlier if following is not None else None
         if last is None or last.generation != number:
-            last = _ending(
-                store, keys, number, commits.get(number, ()), own=own, ended_by_s=ended_by_s
-            )
+            last = _ending(records, number, commits.get(number, ()), own=own, ended_by_s=ended_by_s)
         if last is None:
             continue  # no trainer reported a step, and nothing was committed
         start_step = _step_before(commits, number) if own is None else own.start_step
@@ -103,7 +131,7 @@ def read(
         following = own
         claimed_s = () if claimed_wall_s is None else (claimed_wall_s,)
         ended_by_s = claimed_s if own is None else ended_by(own)
-    return Lives(tuple(reversed(lives)), left_out=len(known) - len(newest))
+    return tuple(reversed(lives))
 
 
 def earlier_ending(
@@ -122,16 +150,17 @@ def earlier_ending(
     numbers = [
         number for number in catalog.claimed(store, keys, since=since) if number < generation
     ]
-    commits = _by_generation(catalog.list_commits(store, keys, since=since))
+    commits = by_generation(catalog.list_commits(store, keys, since=since))
+    records = _Stored(store, keys, {})
     for number in reversed(numbers):
         own = _resumption(store, keys, number)
-        last = _ending(store, keys, number, commits.get(number, ()), own=own, ended_by_s=ended_by_s)
+        last = _ending(records, number, commits.get(number, ()), own=own, ended_by_s=ended_by_s)
         if last is not None:
             return last
     return None
 
 
-def _by_generation(commits: Iterable[Commit]) -> Mapping[int, Sequence[Commit]]:
+def by_generation(commits: Iterable[Commit]) -> Mapping[int, Sequence[Commit]]:
     """The whole commits of each generation, newest first."""
     found: defaultdict[int, list[Commit]] = defaultdict(list)
     for commit in commits:
@@ -183,57 +212,64 @@ def _resumption(store: ObjectStore, keys: RunKeys, generation: int) -> Resumptio
 
 
 def _ending(
-    store: ObjectStore,
-    keys: RunKeys,
+    records: Records,
     generation: int,
     commits: Sequence[Commit],
     *,
     own: Resumption | None,
     ended_by_s: Sequence[float],
 ) -> Ending | None:
-    report = _report(store, keys, generation)
+    report = records.report(generation)
     points = [] if own is None else [Point(own.first_step, own.first_step_wall_s)]
     if report is None or (commits and commits[0].ref.step > report.step):
-        points += _points(store, keys, commits[:_COMMITS_MAX])
+        for commit in commits[:_COMMITS_MAX]:
+            created_wall_s = records.created_wall_s(commit)
+            if created_wall_s is not None:
+                points.append(Point(commit.ref.step, created_wall_s))
     return ending(generation, report=report, points=points, ended_by_s=ended_by_s)
 
 
-def _report(store: ObjectStore, keys: RunKeys, generation: int) -> LastReport | None:
-    """The newest report of the training in a farewell."""
-    newest = nlargest(
-        _FAREWELLS_MAX, store.list(keys.farewell_prefix(generation)), key=attrgetter("key")
-    )
-    found = []
-    for info in newest:
-        data = _content(store, info.key)
+@dataclass(frozen=True, slots=True)
+class _Stored:
+    """The records of a run in the store, each read when it is needed."""
+
+    store: ObjectStore
+    keys: RunKeys
+    resumptions: Mapping[int, Resumption]
+
+    def resumption(self, generation: int) -> Resumption | None:
+        return self.resumptions.get(generation)
+
+    def report(self, generation: int) -> LastReport | None:
+        prefix = self.keys.farewell_prefix(generation)
+        newest = nlargest(FAREWELLS_MAX, self.store.list(prefix), key=attrgetter("key"))
+        found = []
+        for info in newest:
+            data = _content(self.store, info.key)
+            try:
+                found.append(None if data is None else farewells.training(data))
+            except CorruptError:
+                continue
+        return newest_report(found)
+
+    def created_wall_s(self, commit: Commit) -> float | None:
         try:
-            report = None if data is None else farewells.training(data)
+            return instant_s(catalog.load_node(self.store, self.keys, commit, 0).created)
         except CorruptError:
-            continue
-        if report is not None:
-            found.append(report)
+            return None
+
+    def claimed_wall_s(self, generation: int) -> float | None:
+        claim = catalog.claim_of(self.store, self.keys, generation)
+        return None if claim is None else instant_s(claim.identity.get("claimed", ""))
+
+
+def newest_report(reports: Iterable[LastReport | None]) -> LastReport | None:
+    """The newest of these reports of a generation; None without any."""
+    found = [report for report in reports if report is not None]
     return max(found, key=lambda report: (report.wall_s, report.is_over), default=None)
 
 
-def _points(store: ObjectStore, keys: RunKeys, commits: Sequence[Commit]) -> list[Point]:
-    points = []
-    for commit in commits:
-        try:
-            created = catalog.load_node(store, keys, commit, 0).created
-        except CorruptError:
-            continue
-        created_wall_s = _instant_s(created)
-        if created_wall_s is not None:
-            points.append(Point(commit.ref.step, created_wall_s))
-    return points
-
-
-def _claimed_wall_s(store: ObjectStore, keys: RunKeys, generation: int) -> float | None:
-    claim = catalog.claim_of(store, keys, generation)
-    return None if claim is None else _instant_s(claim.identity.get("claimed", ""))
-
-
-def _instant_s(text: str) -> float | None:
+def instant_s(text: str) -> float | None:
     """None if the text is not a time that a record can have."""
     try:
         return wall.required_s(text, "time")

@@ -40,6 +40,9 @@ THREADS = 16
 REASONS_MAX = 100
 """Objects that remain, each with its reason, in the report."""
 
+Deleted = Callable[[int, int, int], None]
+"""Takes the number of objects that were deleted, the number of all that go, and the deleted bytes."""
+
 T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
@@ -95,6 +98,7 @@ def prune(
     now_wall_s: float,
     is_dry_run: bool = False,
     progress: Progress | None = None,
+    deleted: Deleted = lambda _objects, _total, _size_bytes: None,
     stop: threading.Event | None = None,
 ) -> Report:
     """Delete what no rule keeps, or with ``is_dry_run`` only report it.
@@ -102,6 +106,7 @@ def prune(
     Args:
         now_wall_s: only cuts time into hours, days, weeks and months.
         progress: called with the number of commits that were read, and of all.
+        deleted: called after each request that deleted objects, one call at a time.
         stop: checked before each request that deletes.
 
     Raises:
@@ -121,7 +126,7 @@ def prune(
     run = _Run(store, keys, rules, pins, found, now_wall_s=now_wall_s, stop=stop)
     if not is_dry_run:
         run.delete_commits()
-        run.delete_objects()
+        run.delete_objects(deleted)
     run.abort_uploads(is_dry_run=is_dry_run)
     return run.report
 
@@ -174,7 +179,7 @@ class _Run:
                 return
         _log.info("commit_pruned", commit=str(ref))
 
-    def delete_objects(self) -> None:
+    def delete_objects(self, deleted: Deleted) -> None:
         """Delete the objects that no manifest names now."""
         found, report = self._found, self.report
         remaining = read_commits(
@@ -184,10 +189,11 @@ class _Run:
         orphans = [info for info in found.orphans if info.key not in found.objects]
         report.objects = report.freed_bytes = 0
         report.orphans, report.orphan_bytes = len(orphans), sum(i.size_bytes for i in orphans)
-        doomed = chain(found.objects.stored_except(named), orphans)
-        self._each(list(_batches(doomed)), self._delete_batch)
+        batches = list(_batches(chain(found.objects.stored_except(named), orphans)))
+        total = sum(map(len, batches))
+        self._each(batches, lambda batch: self._delete_batch(batch, total, deleted))
 
-    def _delete_batch(self, infos: Sequence[ObjectInfo]) -> None:
+    def _delete_batch(self, infos: Sequence[ObjectInfo], total: int, deleted: Deleted) -> None:
         remain = self._store.delete_many(infos)
         gone = [info.size_bytes for info in infos if info.key not in remain]
         with self._lock:
@@ -198,6 +204,7 @@ class _Run:
             for key, reason in remain.items():
                 if len(report.remain) < REASONS_MAX:
                     report.remain[key] = reason
+            deleted(report.objects, total, report.freed_bytes)
 
     def abort_uploads(self, *, is_dry_run: bool) -> None:
         """Abort multipart uploads by the same age as objects: no daemon does this after the end of a run."""

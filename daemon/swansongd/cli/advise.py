@@ -9,14 +9,19 @@ from typing import Any
 from swansongd.cli import advise_text
 from swansongd.cli.assumed import Subject, add_assumed, assumed, is_assumed
 from swansongd.cli.common import add_json, add_run, print_json
+from swansongd.cli.measured import measured
+from swansongd.cli.opening import opened
 from swansongd.cli.prices import add_prices, prices_of
-from swansongd.errors import ConfigError
 from swansongd.observe.advice import Advice, advise
 from swansongd.observe.bill import Bill, bill
-from swansongd.observe.cost import Prices
-from swansongd.observe.expected import Expected, Margin
+from swansongd.observe.cost import Costs, Prices, costs, with_list_prices
+from swansongd.observe.expected import Expected, Margin, observed, observed_gpu_s
+from swansongd.observe.loss import Loss
 
 EXAMPLES = {
+    "Show what would save most for the configured run.": (
+        "swansong advise --price spot=1.20 --price on_demand=3.90"
+    ),
     "Check whether a checkpoint would fit into a notice, before the run exists.": (
         "swansong advise --size 84GB --bandwidth 2GB/s --notice 30s --gpus 8"
     ),
@@ -32,11 +37,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     prices = prices_of(args)
-    if not is_assumed(args):
-        raise ConfigError(
-            ["--size: is missing (got nothing); set --size, --bandwidth and --notice"]
-        )
-    subject = assumed(args)
+    if is_assumed(args):
+        subject = assumed(args)
+    else:
+        with opened(args) as here:
+            subject = measured(here, is_quiet=args.json)
+            prices = with_list_prices(prices, here.config.store.url)
     found = advise(subject.job, subject.setup, subject.notices)
     money = bill(subject.job, subject.upkeep, prices, steps=subject.steps)
     if args.json:
@@ -74,6 +80,7 @@ def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict
             "daly_s": _rounded(advice.interval.daly_s),
             "recommended_s": _rounded(advice.interval.best_s),
         },
+        "observed_per_day": None if subject.loss is None else _observed(subject.loss),
         "expected_per_day": _expected(advice.expected, job.gpus),
         "proposals": [
             {
@@ -89,6 +96,23 @@ def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict
         ],
         "currency": prices.currency,
         "cost_per_day": _bill(money),
+        "cost_so_far": None if subject.loss is None else _so_far(costs(subject.loss, prices)),
+    }
+
+
+def _observed(loss: Loss) -> dict[str, Any]:
+    """The loss of the run as it was, per day."""
+    found = observed(loss)
+    return {**_expected(found, 1), "lost_gpu_s": _rounded(observed_gpu_s(loss))}
+
+
+def _so_far(found: Costs) -> dict[str, Any]:
+    return {
+        "spot": _rounded(found.spot),
+        "interruptions": _rounded(found.interruptions),
+        "saves": _rounded(found.saves),
+        "on_demand": _rounded(found.on_demand),
+        "saved": _rounded(found.saved),
     }
 
 

@@ -14,7 +14,7 @@ from swansongd.cli.prices import money
 from swansongd.cli.terminal import console
 from swansongd.observe.advice import Advice
 from swansongd.observe.bill import Bill
-from swansongd.observe.cost import Prices
+from swansongd.observe.cost import Costs, Prices, costs
 from swansongd.observe.expected import (
     DAY_S,
     Kind,
@@ -22,39 +22,61 @@ from swansongd.observe.expected import (
     expected,
     fit,
     margin,
+    observed,
+    observed_gpu_s,
 )
-from swansongd.util.human import human_bytes, human_s
+from swansongd.util.units import human_bytes, human_s
 
 WIDTH = 80
 _PROPOSALS_MAX = 8
+_PREEMPTIONS = ("preemption", "aws.spot", "gcp.preempted")
+_LONG_S = 600.0
+_EXAMPLES = {
+    "spot": "1.20",
+    "on_demand": "3.90",
+    "gb_month": "0.023",
+    "writes": "0.005",
+    "reads": "0.0004",
+}
+_AGREES = 0.2
+"""Intervals this close to the best one lose hardly more."""
 
 
 def verdict(subject: Subject) -> str:
     """The consequence of the notice that matters, in two sentences."""
     job, (source, grace_s) = subject.job, subject.headline
     lost_s = job.interval_s / 2 + job.lag_s
+    if not job.forecast.is_measured:
+        return "Whether a checkpoint fits is unknown: save or bandwidth are not measured yet."
     if grace_s <= 0:
         return f"A preemption without a notice would lose {human_s(lost_s)} of training on average."
-    named = "A preemption" if source == "preemption" else f"{source}: a preemption"
+    named = "A preemption" if source in _PREEMPTIONS else f"A shutdown by {source}"
     found = margin(job, source, grace_s)
     if found.spare_s >= 0:
         kept_s = covered_redone_s(job, Kind(source=source, grace_s=grace_s, per_day=0.0))
         return (
-            f"{named} with {human_s(grace_s)} of notice would be SAFE: {human_s(found.spare_s)} to "
+            f"{named} with {_plain_s(grace_s)} of notice would be SAFE: {human_s(found.spare_s)} to "
             "spare. "
             f"About {human_s(kept_s)} of training would be repeated."
         )
     return (
-        f"{named} with {human_s(grace_s)} of notice is {human_s(-found.spare_s)} too short for a "
+        f"{named} with {_plain_s(grace_s)} of notice is {human_s(-found.spare_s)} too short for a "
         f"checkpoint. It would lose {human_s(lost_s + grace_s)} of training on average."
     )
+
+
+def _plain_s(seconds: float) -> str:
+    """Seconds without a larger unit, as clouds state their notices."""
+    if abs(seconds) >= _LONG_S:
+        return f"{'-' * (seconds < 0)}{human_s(abs(seconds))}"
+    return f"{seconds:.0f} s" if abs(seconds) >= 100 else f"{seconds:.3g} s"
 
 
 def remedy(subject: Subject) -> str:
     """Changes that make the checkpoint fit; empty if it fits."""
     job, (source, grace_s) = subject.job, subject.headline
     found = margin(job, source, grace_s)
-    if grace_s <= 0 or found.spare_s >= 0:
+    if grace_s <= 0 or found.spare_s >= 0 or not job.forecast.is_measured:
         return ""
     change, ways = fit(job, grace_s), []
     size_bytes, made = job.measured.save_bytes or 0, job.forecast
@@ -63,7 +85,7 @@ def remedy(subject: Subject) -> str:
     if change.send_factor:
         rate = job.measured.send_bytes / made.send_s / change.send_factor if made.send_s else 0.0
         ways.append(f"{human_bytes(rate)}/s to the store")
-    ways.append(f"{human_s(found.needed_s)} of notice")
+    ways.append(f"{_plain_s(found.needed_s)} of notice")
     return f"Any one of these makes it fit: {', '.join(ways)}."
 
 
@@ -71,17 +93,18 @@ def show(subject: Subject, advice: Advice, prices: Prices, bill: Bill) -> None:
     out = console()
     _say(out, verdict(subject))
     _say(out, remedy(subject))
+    if advice.expected.is_hopeless:
+        _say(out, "With these figures a day loses all of its training.")
     out.print()
     if len(advice.margins) > 1:
         out.print(_margins(advice))
         out.print()
     out.print(_loss(advice, subject, bill))
-    _say(out, _interval(advice))
+    _say(out, _interval(subject, advice))
     _proposals(out, advice, bill)
     out.print()
     out.print(_costs(subject, bill))
-    if prices.spot is None or prices.on_demand is None:
-        _say(out, "For money: --price spot=1.20 --price on_demand=3.90, each for one GPU hour.")
+    _say(out, _missing(prices))
     out.print()
     _say(out, f"Rests on {subject.rests_on}.")
     if subject.assumed:
@@ -107,9 +130,9 @@ def _margins(advice: Advice) -> Table:
     for each in advice.margins:
         table.add_row(
             each.source,
-            human_s(each.grace_s),
-            human_s(each.needed_s),
-            human_s(each.spare_s) if each.spare_s >= 0 else f"-{human_s(-each.spare_s)}",
+            _plain_s(each.grace_s),
+            _plain_s(each.needed_s),
+            _plain_s(each.spare_s),
             f"{100 * each.chance:.0f} %",
         )
     return table
@@ -119,11 +142,14 @@ def _loss(advice: Advice, subject: Subject, bill: Bill) -> Table:
     """One row for each GPU's day, and its GPU time over all GPUs."""
     names = ("SAVES", "STALL", "REDONE", "DOWN", "GPU TIME", "ETTR", *["COST"] * _has_money(bill))
     table = _table("LOSS A DAY", *names)
-    rows = {"expected": advice.expected}
+    gpus = subject.job.gpus
+    rows = [("expected", advice.expected, advice.expected.total_s * gpus)]
+    if subject.loss is not None:
+        rows.insert(0, ("observed", observed(subject.loss), observed_gpu_s(subject.loss)))
     if advice.proposals:
-        rows["after 1"] = advice.proposals[0].after
-    for name, found in rows.items():
-        gpu_s = found.total_s * subject.job.gpus
+        after = advice.proposals[0].after
+        rows.append(("after 1", after, after.total_s * gpus))
+    for name, found, gpu_s in rows:
         parts = (found.saves_s, found.stall_s, found.redone_s, found.down_s, gpu_s)
         cost = [_amount(bill.of_gpu_s(gpu_s), bill)] * _has_money(bill)
         table.add_row(name, *map(human_s, parts), f"{100 * found.ettr:.1f} %", *cost)
@@ -138,13 +164,32 @@ def _amount(amount: float | None, bill: Bill) -> str:
     return "-" if amount is None else money(amount, bill.prices.currency)
 
 
-def _interval(advice: Advice) -> str:
-    found = advice.interval
-    return (
+def _missing(prices: Prices) -> str:
+    """The prices that would complete the table."""
+    unknown = [
+        f"--price {key}={example}"
+        for key, example in _EXAMPLES.items()
+        if getattr(prices, key) is None
+    ]
+    return f"Unknown prices; give them as in {' '.join(unknown)}." if unknown else ""
+
+
+def _interval(subject: Subject, advice: Advice) -> str:
+    found, in_use_s = advice.interval, subject.job.interval_s
+    if not found.has_losses:
+        return "Interval between checkpoints: any, because no uncovered interruption is expected."
+    text = (
         f"Interval between checkpoints: {human_s(found.best_s)} is best "
         f"(Young {human_s(found.young_s)}, Daly {human_s(found.daly_s)}; one uncovered interruption in "
         f"{human_s(found.mtbf_s)})."
     )
+    if in_use_s == found.best_s:
+        return text
+    if abs(in_use_s - found.best_s) <= _AGREES * found.best_s:
+        return f"{text} The {human_s(in_use_s)} in use agree."
+    is_fixed = subject.setup.configured_interval_s is not None
+    why = "is a fixed value" if is_fixed else "follows the trainer or the last 8 VMs"
+    return f"{text} In use are {human_s(in_use_s)}, which {why}."
 
 
 def _proposals(out: Console, advice: Advice, bill: Bill) -> None:
@@ -168,7 +213,7 @@ def _columns(left: str, middle: str, right: str) -> str:
 
 def _costs(subject: Subject, bill: Bill) -> Table:
     job, upkeep = subject.job, bill.upkeep
-    table = _table("COST A DAY", "", "COST")
+    table = _table("COST A DAY", "", *["COST"] * _has_any(bill))
     table.columns[1].justify = "left"
     trained_s = expected(job).ettr * DAY_S * job.gpus
     rows = [
@@ -176,18 +221,32 @@ def _costs(subject: Subject, bill: Bill) -> Table:
         ("", f"{human_bytes(upkeep.stored_bytes)} in the store", bill.storage),
         ("", f"{upkeep.writes:,.0f} writes, {upkeep.reads:,.0f} reads", bill.requests),
         ("interruptions", f"{human_s(bill.interruptions_gpu_s)} of GPU time", bill.interruptions),
-        ("spot", f"{job.gpus} GPUs, all time above included", bill.spot),
+        ("spot", f"{job.gpus} GPU{'s' * (job.gpus > 1)}, all time above included", bill.spot),
         ("on-demand", f"the same training, {human_s(trained_s)} of GPU time", bill.on_demand),
     ]
     if bill.saved_share is not None:
         share = 100 * bill.saved_share
         text = f"{abs(share):.0f} % {'less' if share >= 0 else 'more'} than on-demand"
         rows.append(("saved by spot", text, bill.saved))
+    if subject.loss is not None:
+        rows += _so_far(costs(subject.loss, bill.prices))
     if bill.days is not None:
         rows.append(("the whole run", human_s(bill.days * DAY_S), _whole(bill)))
     for name, text, amount in rows:
-        table.add_row(name, text, _amount(amount, bill))
+        table.add_row(name, text, *[_amount(amount, bill)] * _has_any(bill))
     return table
+
+
+def _has_any(bill: Bill) -> bool:
+    return any(getattr(bill.prices, key) is not None for key in _EXAMPLES)
+
+
+def _so_far(found: Costs) -> list[tuple[str, str, float | None]]:
+    share = "" if found.saved_share is None else f"{100 * found.saved_share:.0f} % of on-demand"
+    return [
+        ("run so far", "all GPU time at the spot price", found.spot),
+        ("saved so far", share, found.saved),
+    ]
 
 
 def _whole(bill: Bill) -> float | None:

@@ -16,10 +16,11 @@ from swansongd.config.values import InvalidValue
 from swansongd.core.followup import EARLY_SHARE_STATED
 from swansongd.core.planner import Measurements
 from swansongd.errors import ConfigError
-from swansongd.observe.advice import Setup, Upkeep, upkeep
-from swansongd.observe.expected import DAY_S, Job, Kind, best_interval, expected
+from swansongd.observe.advice import Setup
+from swansongd.observe.bill import Upkeep, upkeep
+from swansongd.observe.expected import DAY_S, Job, Kind, best_interval, saves_per_day
 from swansongd.observe.loss import Loss
-from swansongd.util.human import human_bytes, human_s
+from swansongd.util.units import human_bytes, human_s
 
 PREEMPTION = "preemption"
 """The source of the notice that ``--notice`` describes."""
@@ -168,8 +169,7 @@ def assumed(args: argparse.Namespace) -> Subject:
 def _upkeep(job: Job, size_bytes: int) -> Upkeep:
     """With the retention that the daemon has by default."""
     kept = RetentionConfig()
-    saves = (DAY_S - expected(job).down_s) / (job.interval_s + job.save_cost_s)
-    commits = saves * kept.keep_within_s / DAY_S + kept.keep_daily + kept.keep_weekly
+    commits = saves_per_day(job) * kept.keep_within_s / DAY_S + kept.keep_daily + kept.keep_weekly
     parts = -(-size_bytes // FlushConfig().part_size_bytes)
     return upkeep(
         job,

@@ -5,30 +5,27 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from typing import TextIO
 
 from swansong import bounds
 
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.util.human import human_bytes, human_s
+from swansongd.util import units
 from swansongd.util.printable import printable
 
-__all__ = [
-    "add_json",
-    "add_run",
-    "add_step",
-    "generation",
-    "human_bytes",
-    "human_s",
-    "note",
-    "print_json",
-    "step",
-]
+human_bytes = units.human_bytes
+human_s = units.human_s
+human_age = units.human_age
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--run", type=_run, metavar="RUN", help="name of the run (default: the configured run)"
+        "--run",
+        type=run_argument,
+        metavar="RUN",
+        help="name of the run (default: the configured run)",
     )
 
 
@@ -36,11 +33,11 @@ def add_step(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--step", type=step, metavar="N", help="consider only commits of this step")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
+def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
-def _run(text: str) -> str:
+def run_argument(text: str) -> str:
     try:
         return str(run_name(text))
     except InvalidValue as error:
@@ -61,6 +58,15 @@ def step(text: str) -> int:
     if not text.isascii() or not text.isdigit():
         raise argparse.ArgumentTypeError(f"{text!r} is not a step; list them with swansong ls")
     return int(text)
+
+
+def add_quiet(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--quiet", action="store_true", help="print no progress")
+
+
+def is_screen(stream: TextIO) -> bool:
+    """Whether the stream is a terminal that can move its cursor."""
+    return stream.isatty() and os.environ.get("TERM", "").lower() not in ("dumb", "unknown")
 
 
 def print_json(value: object) -> None:

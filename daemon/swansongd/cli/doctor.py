@@ -31,6 +31,7 @@ _STYLES = {
 EXAMPLES = {
     "Check a VM before its first training run.": "sudo swansong doctor",
     "Check it and measure the bandwidth to the store.": "sudo swansong doctor --speed",
+    "Check it and send a test notification.": "sudo swansong doctor --send-notification",
     "Check an image while it is built.": "swansong doctor --image",
 }
 
@@ -52,6 +53,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="accept a file:// store on this VM's own disk, for a trial: checkpoints are lost with the VM",
     )
+    parser.add_argument(
+        "--send-notification",
+        action="store_true",
+        help="also send a test notification to the webhook of [notify], and call its heartbeat address",
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -66,7 +72,13 @@ def _run(args: argparse.Namespace) -> int:
     findings = (
         check_image(args.config)
         if args.image
-        else check_vm(args.config, _fetch_report, speed=args.speed, trial=args.trial)
+        else check_vm(
+            args.config,
+            _fetch_report,
+            speed=args.speed,
+            trial=args.trial,
+            send_notification=args.send_notification,
+        )
     )
     if args.json:
         found = list(findings)

@@ -14,7 +14,7 @@ from pathlib import Path
 from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import human_bytes, note, print_json
 from swansongd.cli.opening import opened, perhaps_mirror
-from swansongd.cli.progress import ShownProgress
+from swansongd.cli.progress import Progress
 from swansongd.cli.restore import link, report_fresh
 from swansongd.errors import NothingToRestore, Transient
 from swansongd.model import CommitRef
@@ -35,7 +35,8 @@ def run(args: argparse.Namespace, destination: Path) -> int:
     began_mono_s = time.monotonic()
     restored: RestoreResult | None = None
     source = ""
-    with opened(args) as here, ShownProgress("restore") as progress:
+    is_quiet = args.quiet or args.json
+    with opened(args) as here, Progress("restore", is_quiet=is_quiet) as progress:
         run_name = here.keys.run
         if args.local and run_name == here.config.run.name:
             newest = newest_whole_commit(here.store, here.keys)
@@ -51,7 +52,12 @@ def run(args: argparse.Namespace, destination: Path) -> int:
                 link(destination, path, facts, as_json=args.json)
                 return 0
         selection = Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped)
-        options = ReadOptions(connections=here.connections, progress=progress, stop=here.stop)
+        options = ReadOptions(
+            connections=here.connections,
+            progress=progress,
+            stop=here.stop,
+            found=_Found(progress).add,
+        )
         mirror = perhaps_mirror(here)
         try:
             try:
@@ -80,6 +86,18 @@ def run(args: argparse.Namespace, destination: Path) -> int:
     else:
         _report(restored, found, seconds, as_json=args.json)
     return 0
+
+
+class _Found:
+    """Adds the bytes that were on this machine to the progress."""
+
+    def __init__(self, progress: Progress) -> None:
+        self._progress = progress
+        self._size_bytes = 0
+
+    def add(self, size_bytes: int) -> None:
+        self._size_bytes += size_bytes
+        self._progress.detail = f"{human_bytes(self._size_bytes)} from this VM"
 
 
 def _report(

@@ -12,7 +12,7 @@ from rich.table import Table
 from swansongd.bucket import lives, wall
 from swansongd.cli.common import add_json, add_run, human_bytes, human_s, note, print_json
 from swansongd.cli.opening import opened
-from swansongd.cli.progress import ShownCount
+from swansongd.cli.progress import Progress
 from swansongd.cli.terminal import console
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
@@ -32,7 +32,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
-        with ShownCount("reading resumptions", is_quiet=args.json) as progress:
+        with Progress("reading resumptions", "resumptions", is_quiet=args.json) as progress:
             found = lives.read(here.store, here.keys, progress=progress, stop=here.stop)
         loss = losses.loss(found.lives)
         if args.json:

@@ -5,21 +5,23 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 
 from rich.table import Table
+from rich.text import Text
 
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
+from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pin, Pins
 from swansongd.bucket.retention import Candidate, reasons_to_keep
-from swansongd.cli.common import add_json, add_run, human_bytes, note, print_json
+from swansongd.cli.common import add_json, add_run, human_age, human_bytes, note, print_json
 from swansongd.cli.opening import Opened, opened
-from swansongd.cli.progress import ShownCount
+from swansongd.cli.progress import Progress
 from swansongd.cli.terminal import console
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError
@@ -27,10 +29,14 @@ from swansongd.model import CommitRef, is_healthy
 from swansongd.restore.restore import health_of
 from swansongd.util.printable import printable
 
+_NOTES_MAX = 5
+"""Damaged commits that are explained below the table."""
+
 EXAMPLES = {
     "List all commits of the configured run.": "swansong ls",
     "List the five newest commits.": "swansong ls --newest 5",
     "Mark the commit with the highest accuracy.": "swansong ls --best accuracy --highest",
+    "Show all columns, and all reasons why a commit is protected.": "swansong ls --wide | less -S",
 }
 
 
@@ -52,7 +58,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="list only the N newest commits; the protected ones are chosen among these",
     )
-    add_json(parser)
+    kind = parser.add_mutually_exclusive_group()
+    kind.add_argument(
+        "--wide", action="store_true", help="show all columns; the default fits 80 columns"
+    )
+    add_json(kind)
 
 
 def _count(text: str) -> int:
@@ -79,7 +89,10 @@ def run(args: argparse.Namespace) -> int:
         elif not rows:
             note(f"run {here.keys.run} has no commits")
         else:
-            console().print(_table(rows, rules.best_metric))
+            metric = rules.best_metric
+            columns = _wide(metric) if args.wide else _narrow(rows, metric)
+            console(is_wide=args.wide).print(_table(rows, columns))
+            _note_damaged(rows)
         if args.newest is None:
             _note_lost(pins, rows)
     return 0
@@ -90,20 +103,22 @@ def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[st
 
     Args:
         newest: number of commits to read; None for all.
-        is_quiet: print no progress without a terminal.
+        is_quiet: print no progress.
     """
     commits = list(islice(catalog.newest_commits(here.store, here.keys), newest))
     rows: dict[tuple[CommitRef, int], dict[str, Any]] = {}
 
     def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
-        rows[commit.ref, commit.nodes] = _row(commit, loaded)
+        rows[commit.ref, commit.nodes] = _row(here.keys, commit, loaded)
 
-    with ShownCount("reading manifests", is_quiet=is_quiet) as progress:
+    with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
         catalog.load_each(here.store, here.keys, commits, take, progress=progress, stop=here.stop)
     return [rows[commit.ref, commit.nodes] for commit in commits]
 
 
-def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[str, Any]:
+def _row(
+    keys: RunKeys, commit: Commit, loaded: tuple[Manifest, ...] | CorruptError
+) -> dict[str, Any]:
     row: dict[str, Any] = {
         "generation": commit.ref.generation,
         "step": commit.ref.step,
@@ -113,6 +128,7 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
         "complete": commit.is_complete,
         "kind": None,
         "size_bytes": None,
+        "added_bytes": None,
         "created": None,
         "loss": None,
         "health": {},
@@ -125,9 +141,12 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
     if isinstance(loaded, CorruptError):
         return row | {"complete": False, "problem": loaded.line()}
     first, health = loaded[0], health_of(loaded)
+    own = (commit.ref.generation, commit.ref.step)
+    objects = {stored for manifest in loaded for stored in manifest.objects}
     return row | {
         "kind": str(first.kind),
         "size_bytes": sum(manifest.size_bytes for manifest in loaded),
+        "added_bytes": sum(each.size_bytes for each in objects if keys.origin(each.key) == own),
         "created": first.created,
         "loss": health.get("loss"),
         "health": health,
@@ -175,29 +194,108 @@ def _note_lost(pins: list[Pin], rows: list[dict[str, Any]]) -> None:
             note(f"the pin {pin.name} names {pin.ref}, which does not exist")
 
 
-def _table(rows: list[dict[str, Any]], metric: str) -> Table:
+def _note_damaged(rows: list[dict[str, Any]]) -> None:
+    damaged = [row for row in rows if row["problem"] is not None]
+    for row in damaged[:_NOTES_MAX]:
+        note(f"{_ref(row)} is damaged: {row['problem']}")
+    if damaged[_NOTES_MAX:]:
+        note(f"{len(damaged) - _NOTES_MAX} further commits are damaged: see swansong ls --wide")
+
+
+@dataclass(frozen=True, slots=True)
+class _Column:
+    head: str
+    cell: Callable[[dict[str, Any]], object]
+    is_right: bool = False
+
+
+def _table(rows: list[dict[str, Any]], columns: list[_Column]) -> Table:
     table = Table(box=None, pad_edge=False)
-    head = ["GENERATION", "STEP", "KIND", "NODES", "COMPLETE", "SIZE", "CREATED"]
-    numbers = ["LOSS"] if metric == "loss" else ["LOSS", str(printable(metric)).upper()]
-    for name in (*head, *numbers, "HEALTHY", "PROTECTED"):
-        right = name in ("GENERATION", "STEP", "SIZE", *numbers)
-        table.add_column(name, justify="right" if right else "left", no_wrap=True)
+    for column in columns:
+        table.add_column(
+            column.head,
+            justify="right" if column.is_right else "left",
+            no_wrap=column is not columns[-1],  # only the last column gives way
+        )
     for row in rows:
-        damaged = row["problem"] is not None
+        is_sound = row["problem"] is None and row["complete"]
+        cells = (str(printable(str(column.cell(row)))) for column in columns)
         table.add_row(
-            str(row["generation"]),
-            str(row["step"]),
-            row["kind"] or "?",
-            f"{row['nodes_committed']}/{row['nodes']}",
-            f"no: {printable(row['problem'])}" if damaged else "yes" if row["complete"] else "no",
-            "?" if row["size_bytes"] is None else human_bytes(row["size_bytes"]),
-            str(printable(row["created"] or "?")),
-            *(_number(row["health"].get(name)) for name in dict.fromkeys(("loss", metric))),
-            {True: "yes", False: "no", None: "-"}[row["healthy"]],
-            ", ".join(str(printable(reason)) for reason in _shown_reasons(row)) or "-",
-            style="dim" if damaged or not row["complete"] else None,
+            *(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells),
+            style=None if is_sound else "dim",
         )
     return table
+
+
+def _narrow(rows: list[dict[str, Any]], metric: str) -> list[_Column]:
+    """The columns that fit into 80, with WHOLE only if a commit is not whole."""
+    is_whole = all(row["complete"] and row["nodes"] == 1 for row in rows)
+    return [
+        _Column("GEN", lambda row: row["generation"], is_right=True),
+        _Column("STEP", lambda row: row["step"], is_right=True),
+        _Column("KIND", lambda row: row["kind"] or "?"),
+        *([] if is_whole else [_Column("WHOLE", _whole)]),
+        _Column("AGE", _age, is_right=True),
+        _Column("SIZE", lambda row: _size(row["size_bytes"]), is_right=True),
+        _Column("ADDED", lambda row: _size(row["added_bytes"]), is_right=True),
+        _metric(metric),
+        _Column("PROTECTED", _reasons),
+    ]
+
+
+def _wide(metric: str) -> list[_Column]:
+    return [
+        _Column("GEN", lambda row: row["generation"], is_right=True),
+        _Column("STEP", lambda row: row["step"], is_right=True),
+        _Column("KIND", lambda row: row["kind"] or "?"),
+        _Column("NODES", _nodes),
+        _Column("COMPLETE", _complete),
+        _Column("SIZE", lambda row: _size(row["size_bytes"]), is_right=True),
+        _Column("ADDED", lambda row: _size(row["added_bytes"]), is_right=True),
+        _Column("AGE", _age, is_right=True),
+        _Column("CREATED", lambda row: row["created"] or "?"),
+        *(_metric(name) for name in dict.fromkeys(("loss", metric))),
+        _Column("HEALTHY", lambda row: {True: "yes", False: "no", None: "-"}[row["healthy"]]),
+        _Column("PROTECTED", _reasons),
+    ]
+
+
+def _metric(name: str) -> _Column:
+    head = str(printable(name)).upper()
+    return _Column(head, lambda row: _value(row, name), is_right=True)
+
+
+def _value(row: dict[str, Any], name: str) -> str:
+    is_bad = name == "loss" and row["healthy"] is False
+    return "not finite" if is_bad else _number(row["health"].get(name))
+
+
+def _age(row: dict[str, Any]) -> str:
+    return "?" if row["age_s"] is None else human_age(row["age_s"])
+
+
+def _size(size_bytes: int | None) -> str:
+    return "?" if size_bytes is None else human_bytes(size_bytes)
+
+
+def _nodes(row: dict[str, Any]) -> str:
+    return f"{row['nodes_committed']}/{row['nodes']}"
+
+
+def _whole(row: dict[str, Any]) -> str:
+    if row["problem"] is not None:
+        return "damaged"
+    return "yes" if row["complete"] else _nodes(row)
+
+
+def _complete(row: dict[str, Any]) -> str:
+    if row["problem"] is not None:
+        return f"no: {row['problem']}"
+    return "yes" if row["complete"] else "no"
+
+
+def _reasons(row: dict[str, Any]) -> str:
+    return ", ".join(_shown_reasons(row)) or "-"
 
 
 def _shown_reasons(row: dict[str, Any]) -> list[str]:

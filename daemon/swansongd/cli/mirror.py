@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import argparse
 import platform
+import threading
 from dataclasses import dataclass, field
 
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.commit import newest_whole_commit
-from swansongd.cli.common import add_json, add_run, human_bytes, note, print_json
+from swansongd.cli.common import add_json, add_quiet, add_run, human_bytes, note, print_json
 from swansongd.cli.opening import Opened, mirror_of, opened
-from swansongd.cli.progress import ShownProgress
+from swansongd.cli.progress import Progress
 from swansongd.errors import ConfigError, CorruptError, StoreError
 from swansongd.mirror.copier import Copier, Gone, ManifestPlace
 from swansongd.mirror.fence import promote
@@ -44,6 +45,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="with --promote: give up the commits that the mirror lacks",
     )
+    add_quiet(parser)
     add_json(parser)
 
 
@@ -70,7 +72,7 @@ class _Totals:
 def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> int:
     limit = here.config.mirror.background_bytes_per_s
     totals = _Totals()
-    with ShownProgress("mirror") as progress:
+    with Progress("mirror", is_quiet=args.quiet or args.json) as progress:
         shown = _CommitProgress(progress)
         copier = Copier(
             here.store,
@@ -83,7 +85,8 @@ def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> in
         copier.check_fence()
         absent = copier.absent()
         whole = [commit for commit in absent if commit.is_complete]
-        for commit in whole:
+        for place, commit in enumerate(whole, start=1):
+            progress.detail = f"commit {place} of {len(whole)}"
             try:
                 size_bytes = _one(copier, commit, shown, is_dry=args.dry_run)
             except Gone:
@@ -117,16 +120,18 @@ def _one(copier: Copier, commit: Commit, shown: _CommitProgress, *, is_dry: bool
 class _CommitProgress:
     """The progress of the manifest that is being copied."""
 
-    def __init__(self, progress: ShownProgress) -> None:
+    def __init__(self, progress: Progress) -> None:
         self._progress = progress
+        self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0
 
     def begin(self, total_bytes: int) -> None:
         self._done_bytes, self._total_bytes = 0, total_bytes
 
     def moved(self, size_bytes: int) -> None:
-        self._done_bytes += size_bytes
-        self._progress(self._done_bytes, self._total_bytes)
+        with self._lock:
+            self._done_bytes += size_bytes
+            self._progress(self._done_bytes, self._total_bytes)
 
 
 def _report(

@@ -15,7 +15,7 @@ from swansong.protocol import Noted, Notify, NotifyWithdrawn
 
 from swansongd.cli.client import TIMEOUT_S, DaemonClient
 from swansongd.cli.common import add_json, print_json
-from swansongd.cli.status import newer_generation, part_of
+from swansongd.cli.view.rows import newer_generation, part_of
 from swansongd.config.config import load
 from swansongd.config.values import InvalidValue, duration
 from swansongd.errors import Stopped, Unreachable

@@ -1,57 +1,89 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Progress of a command on standard error."""
+"""Progress of a command on standard error: amount, rate and time left.
+
+On a terminal this is a bar, and in a journal a line every few seconds.
+"""
 
 from __future__ import annotations
 
 import sys
+import threading
 import time
-from abc import ABC, abstractmethod
+from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
-from swansongd.cli.common import human_bytes, note
+from swansongd.cli.common import human_bytes, human_s, is_screen, note
 
-_SILENT_S = 5.0
-"""Work that finishes within this time prints no progress lines."""
+_LINE_S = 5.0
+"""Time between two lines without a terminal; shorter work prints no line."""
+_RATE_S = 30.0
+"""A rate is measured over this time, so that it follows the link."""
+_SAMPLE_S = 0.5
 
 
-class _Shown(ABC):
-    """Progress on standard error: a bar on a terminal, else one line per tenth.
+class Progress:
+    """Shows the progress of one piece of work; call it with the amount done and the total, from any thread.
 
     Args:
-        what: the verb, for example ``restore``.
-        counts_bytes: whether the progress is in bytes.
+        what: the work, for example ``restore``.
+        unit: noun of the things that are counted; empty: bytes.
+        is_quiet: show nothing, for ``--quiet`` and for programs that read JSON.
     """
 
-    def __init__(self, what: str, *, counts_bytes: bool) -> None:
+    def __init__(self, what: str, unit: str = "", *, is_quiet: bool = False) -> None:
+        self.detail = ""
+        """Further words, which the caller may change at any time."""
         self._what = what
+        self._unit = unit
+        self._is_quiet = is_quiet
+        self._lock = threading.RLock()
+        self._done = self._total = 0
+        self._rate = _Rate()
+        self._line_mono_s = time.monotonic()
+        self._has_lines = False
         self._bar: Any = None
-        self._task: Any = None
-        self._tenths = 0
-        self._began_mono_s = time.monotonic()
-        if sys.stderr.isatty():
+        if not is_quiet and is_screen(sys.stderr):
             from swansongd.cli.terminal import bar  # noqa: PLC0415 - slow to import
 
-            self._bar = bar(counts_bytes=counts_bytes)
+            self._bar = bar(self.text)
             self._task = self._bar.add_task(what, total=None)
 
     def __call__(self, done: int, total: int) -> None:
-        if self._bar is not None:
-            self._bar.start()  # not earlier: a terminal can show one bar at a time
-            self._bar.update(self._task, completed=done, total=total)
-            if done >= total:
-                self._bar.stop()
-            return
-        tenths = 10 * done // total if total else 10
-        if tenths < self._tenths:  # restarted with another commit
-            self._tenths = 0
-        if tenths > self._tenths:
-            self._tenths = tenths
-            self._line(tenths, done, total, max(time.monotonic() - self._began_mono_s, 1e-3))
+        now_mono_s = time.monotonic()
+        with self._lock:
+            # Another commit, whose bytes begin at zero.
+            is_next = total != self._total or self._done >= self._total > done
+            self._rate.add(done if is_next else done - self._done, now_mono_s)
+            self._done, self._total = done, total
+            if self._bar is not None:
+                self._bar.start()  # not earlier: a terminal can show one bar at a time
+                self._bar.update(self._task, completed=done, total=total)
+                if done >= total:
+                    self._bar.stop()
+            elif now_mono_s >= self._line_mono_s + _LINE_S:
+                self._line(now_mono_s)
 
-    @abstractmethod
-    def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
-        """Print the line for another tenth."""
+    def text(self) -> str:
+        """Share, amount, rate, time left and details."""
+        with self._lock:
+            done, total = self._done, self._total
+            per_s = self._rate.per_s(time.monotonic())
+        amounts = f"{self._amount(done)} of {self._amount(total)}{self._unit and f' {self._unit}'}"
+        pieces = [f"{100 * done // total if total else 100} %", amounts]
+        if per_s:
+            pieces += [f"{self._amount(per_s)}/s", f"{human_s(round((total - done) / per_s))} left"]
+        return ", ".join((*pieces, self.detail) if self.detail else pieces)
+
+    def _amount(self, amount: float) -> str:
+        if not self._unit:
+            return human_bytes(amount)
+        return f"{amount:.0f}" if amount >= 100 or amount == int(amount) else f"{amount:.3g}"
+
+    def _line(self, now_mono_s: float) -> None:
+        if not self._is_quiet:
+            note(f"{self._what}: {self.text()}")
+        self._line_mono_s, self._has_lines = now_mono_s, True
 
     def __enter__(self) -> Self:
         return self
@@ -64,30 +96,30 @@ class _Shown(ABC):
     ) -> None:
         if self._bar is not None:
             self._bar.stop()
+        elif self._has_lines and error is None:
+            self._line(time.monotonic())
 
 
-class ShownProgress(_Shown):
-    """Progress in bytes."""
+class _Rate:
+    """The amount per second, over the last :data:`_RATE_S`."""
 
-    def __init__(self, what: str) -> None:
-        super().__init__(what, counts_bytes=True)
+    def __init__(self) -> None:
+        self._amount = 0
+        self._samples: deque[tuple[float, int]] = deque()
 
-    def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
-        share = f"{self._what} {tenths}0 % of {human_bytes(total)}"
-        note(f"{share}, {human_bytes(done / took_s)}/s")
+    def add(self, amount: int, now_mono_s: float) -> None:
+        """Count what was done until now; negative if it has to be done again."""
+        self._amount += amount
+        if not self._samples or now_mono_s >= self._samples[-1][0] + _SAMPLE_S:
+            self._samples.append((now_mono_s, self._amount))
+        while len(self._samples) > 1 and self._samples[1][0] < now_mono_s - _RATE_S:
+            self._samples.popleft()
 
-
-class ShownCount(_Shown):
-    """Progress in objects.  Without a terminal the first seconds print nothing.
-
-    Args:
-        is_quiet: print nothing at all without a terminal.
-    """
-
-    def __init__(self, what: str, *, is_quiet: bool = False) -> None:
-        super().__init__(what, counts_bytes=False)
-        self._is_quiet = is_quiet
-
-    def _line(self, tenths: int, done: int, total: int, took_s: float) -> None:
-        if took_s > _SILENT_S and not self._is_quiet:
-            note(f"{self._what} {tenths}0 % of {total}, {done / took_s:.3g}/s")
+    def per_s(self, now_mono_s: float) -> float | None:
+        """None while it is unknown, or if nothing moves."""
+        if not self._samples:
+            return None
+        since_mono_s, before = self._samples[0]
+        elapsed_s = now_mono_s - since_mono_s
+        moved = self._amount - before
+        return moved / elapsed_s if elapsed_s >= _SAMPLE_S and moved > 0 else None

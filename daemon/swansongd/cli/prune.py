@@ -12,10 +12,10 @@ from rich.table import Table
 
 from swansongd.bucket.prune import Report, Verdict, prune
 from swansongd.bucket.retention import age_text
-from swansongd.cli.common import add_json, add_run, human_bytes, note, print_json
+from swansongd.cli.common import add_json, add_quiet, add_run, human_bytes, note, print_json
 from swansongd.cli.opening import opened
 from swansongd.cli.prices import add_prices, money, prices_of
-from swansongd.cli.progress import ShownCount
+from swansongd.cli.progress import Progress
 from swansongd.cli.terminal import console
 from swansongd.observe.cost import Prices, of_storage, with_list_prices
 from swansongd.util.printable import printable
@@ -31,15 +31,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("--dry-run", action="store_true", help="explain, and delete nothing")
     add_prices(parser)
+    add_quiet(parser)
     add_json(parser)
 
 
 def run(args: argparse.Namespace) -> int:
-    prices = prices_of(args)
+    prices, is_quiet = prices_of(args), args.quiet or args.json
     with (
         opened(args) as here,
-        ShownCount("reading manifests", is_quiet=args.json) as progress,
+        Progress("reading manifests", "commits", is_quiet=is_quiet) as progress,
+        Progress("deleting", "objects", is_quiet=is_quiet) as deleting,
     ):
+
+        def deleted(objects: int, total: int, size_bytes: int) -> None:
+            deleting.detail = human_bytes(size_bytes)
+            deleting(objects, total)
+
         report = prune(
             here.store,
             here.keys,
@@ -47,6 +54,7 @@ def run(args: argparse.Namespace) -> int:
             now_wall_s=time.time(),
             is_dry_run=args.dry_run,
             progress=progress,
+            deleted=deleted,
             stop=here.stop,
         )
         prices = with_list_prices(prices, here.config.store.url)

@@ -18,7 +18,7 @@ from swansongd.cli import loss as loss_command
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import Opened, opened
 from swansongd.cli.prices import add_prices, money, prices_of
-from swansongd.cli.progress import ShownCount
+from swansongd.cli.progress import Progress
 from swansongd.errors import ConfigError
 from swansongd.observe import cost, loss
 from swansongd.observe.cost import Costs, Prices
@@ -84,13 +84,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _read(here: Opened, evacuations: int, *, is_quiet: bool) -> RunHistory:
-    with ShownCount("reading farewells", is_quiet=is_quiet) as progress:
+    with Progress("reading farewells", "farewells", is_quiet=is_quiet) as progress:
         evacuated = history.read_evacuations(
             here.store, here.keys, evacuations_max=evacuations, progress=progress, stop=here.stop
         )
-    with ShownCount("reading manifests", is_quiet=is_quiet) as progress:
+    with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
         commits = history.read_commits(here.store, here.keys, progress=progress, stop=here.stop)
-    with ShownCount("reading resumptions", is_quiet=is_quiet) as progress:
+    with Progress("reading resumptions", "resumptions", is_quiet=is_quiet) as progress:
         lived = lives.read(here.store, here.keys, progress=progress, stop=here.stop)
     return RunHistory(commits=commits, evacuations=evacuated, lives=lived)
 

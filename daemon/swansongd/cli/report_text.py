@@ -14,7 +14,7 @@ from swansongd.model import Verdict
 from swansongd.observe import loss as losses
 from swansongd.report.facts import Report, Story, comparisons, sentences
 from swansongd.report.layout import Picture, PlacedLane
-from swansongd.util.human import human_bytes, human_span, human_time, minute, second
+from swansongd.util.units import human_bytes, human_span, human_time, minute, second
 
 WIDTH = 79
 _NAME = 11

@@ -17,6 +17,7 @@ from swansong.protocol import RESTORED_DIRECTORY, Restored
 from swansongd.cli.client import DaemonClient
 from swansongd.cli.common import (
     add_json,
+    add_quiet,
     add_run,
     add_step,
     generation,
@@ -24,7 +25,7 @@ from swansongd.cli.common import (
     note,
     print_json,
 )
-from swansongd.cli.progress import ShownProgress
+from swansongd.cli.progress import Progress
 from swansongd.config.config import Config, load
 from swansongd.errors import ConfigError, StagingError, Stopped, Unreachable
 
@@ -70,6 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="restore only a commit of this generation",
     )
+    add_quiet(parser)
     add_json(parser)
 
 
@@ -121,7 +123,10 @@ def _answer(args: argparse.Namespace, config: Config) -> Restored | None:
         return None
     run_directory = config.staging.path / config.run.name
     try:
-        with DaemonClient(socket) as daemon, ShownProgress("restore") as progress:
+        with (
+            DaemonClient(socket) as daemon,
+            Progress("restore", is_quiet=args.quiet or args.json) as progress,
+        ):
             answer = daemon.restored(progress)
     except Unreachable as error:
         reason = error.line()

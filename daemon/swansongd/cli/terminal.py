@@ -3,18 +3,16 @@
 
 from __future__ import annotations
 
+import io
 import sys
+from collections.abc import Callable
 
 from rich.console import Console
-from rich.progress import (
-    BarColumn,
-    DownloadColumn,
-    MofNCompleteColumn,
-    Progress,
-    TextColumn,
-    TimeRemainingColumn,
-    TransferSpeedColumn,
-)
+from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
+from rich.table import Column
+from rich.text import Text
+
+_WIDE = 400
 
 
 class _Console(Console):
@@ -22,19 +20,39 @@ class _Console(Console):
         raise BrokenPipeError  # main() handles it; the method of the base class would exit
 
 
-def console() -> Console:
+def console(*, is_wide: bool = False) -> Console:
     """Standard output for tables; wide without a terminal, so that no cell is truncated."""
-    return _Console(highlight=False, markup=False, width=None if sys.stdout.isatty() else 240)
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
+    width = _WIDE if is_wide or not sys.stdout.isatty() else None
+    return _Console(highlight=False, markup=False, width=width)
 
 
-def bar(*, counts_bytes: bool) -> Progress:
-    """A progress bar on standard error, of bytes or of objects."""
-    columns = (DownloadColumn(), TransferSpeedColumn()) if counts_bytes else (MofNCompleteColumn(),)
+def bar(text: Callable[[], str]) -> Progress:
+    """A progress bar on standard error.
+
+    Args:
+        text: the words behind the bar, at any time.
+    """
     return Progress(
         TextColumn("{task.description}"),
-        BarColumn(),
-        *columns,
-        TimeRemainingColumn(),
-        console=Console(stderr=True),
+        BarColumn(bar_width=None),
+        _Words(text),
+        console=Console(stderr=True, highlight=False, markup=False),
+        # The console of the bar is standard error: output for a file must not go there.
+        redirect_stdout=sys.stdout.isatty(),
+        refresh_per_second=4,
+        expand=True,
         transient=True,
     )
+
+
+class _Words(ProgressColumn):
+    """The words of the command, fresh at each refresh: the rate falls while nothing moves."""
+
+    def __init__(self, text: Callable[[], str]) -> None:
+        super().__init__(Column(no_wrap=True))
+        self._text = text
+
+    def render(self, task: Task) -> Text:  # noqa: ARG002 - there is one task
+        return Text(self._text())

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from swansongd.cli.common import add_json, add_run, add_step, human_bytes, print_json
+from swansongd.cli.common import add_json, add_quiet, add_run, add_step, human_bytes, print_json
 from swansongd.cli.opening import opened, perhaps_mirror
-from swansongd.cli.progress import ShownCount, ShownProgress
+from swansongd.cli.progress import Progress
 from swansongd.config.values import InvalidValue, rate
 from swansongd.errors import CorruptError
 from swansongd.model import CommitRef
@@ -56,6 +56,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="rebuild damaged and missing objects from intact copies, and replace them",
     )
+    add_quiet(parser)
     add_json(parser)
 
 
@@ -76,6 +77,7 @@ def _rate(text: str) -> float | None:
 
 def run(args: argparse.Namespace) -> int:
     outcomes: list[RepairOutcome] = []
+    is_quiet = args.quiet or args.json
     with opened(args) as here:
         limit = args.rate
         store = here.store
@@ -89,8 +91,8 @@ def run(args: argparse.Namespace) -> int:
         if mirror is not None:
             outcomes += repair_manifests(store, here.keys, mirror, options)
         with (
-            ShownCount("reading manifests", is_quiet=args.json) as manifests,
-            ShownProgress("verify") as progress,
+            Progress("reading manifests", "commits", is_quiet=is_quiet) as manifests,
+            Progress("verify", is_quiet=is_quiet) as progress,
         ):
             findings = verify(
                 store,

@@ -19,8 +19,11 @@ from urllib.parse import unquote, urlsplit
 
 from swansong.protocol import DEFAULT_SOCKET
 
+from swansongd.config import notify
 from swansongd.config import values as read
-from swansongd.config.values import InvalidValue, ListenAddress, Reader
+from swansongd.config.notify import NotifyConfig
+from swansongd.config.values import InvalidValue, ListenAddress
+from swansongd.config.values import key as _key
 from swansongd.errors import ConfigError
 
 DEFAULT_PATH = Path("/etc/swansong/swansong.toml")
@@ -34,11 +37,6 @@ _HINT = "swansong.example.toml shows every key"
 
 
 # ---------------------------------------------------------------- the sections
-
-
-def _key(reader: Reader, *, default: Any = MISSING) -> Any:
-    """A key of a section and the function that reads its value."""
-    return dataclasses.field(default=default, metadata={"reader": reader})
 
 
 _section = dataclass(frozen=True, slots=True, kw_only=True)
@@ -121,6 +119,7 @@ class SourcesConfig:
     end_at: datetime | None = _key(read.utc_instant, default=None)
     max_run_duration_s: float | None = _key(read.duration, default=None)
     end_lead_s: float = _key(read.duration, default=120.0)
+    gpu: str = _key(read.one_of("auto", "off"), default="auto")
     system_bus: str | None = _key(read.bus_address, default=None)
     """None: the system bus of the host."""
 
@@ -221,6 +220,7 @@ class Config:
     restore: RestoreConfig
     retention: RetentionConfig
     metrics: MetricsConfig
+    notify: NotifyConfig
     log: LogConfig
 
 
@@ -241,8 +241,17 @@ def load(path: Path) -> Config:
     Raises:
         ConfigError: the file is missing or not TOML, or contains a key or value that is not valid.
     """
+    return parse(read_toml(path))
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """The content of a TOML file.
+
+    Raises:
+        ConfigError: the file is missing or not TOML.
+    """
     try:
-        body = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise ConfigError(
             [f"reading {path} failed: no such file"],
@@ -254,7 +263,6 @@ def load(path: Path) -> Config:
         raise ConfigError([f"reading {path} failed: byte {error.start} is not UTF-8"]) from None
     except tomllib.TOMLDecodeError as error:
         raise ConfigError([f"parsing {path} failed: {error}"], hint=_HINT) from None
-    return parse(body)
 
 
 def parse(body: Mapping[str, object]) -> Config:
@@ -269,16 +277,16 @@ def parse(body: Mapping[str, object]) -> Config:
         if name not in _SECTIONS
     ]
     values = {
-        name: _read_section(name, section, body.get(name, {}), problems)
+        name: read_section(name, section, body.get(name, {}), problems)
         for name, section in _SECTIONS.items()
     }
-    problems += _impossible(values)
+    problems += _impossible(values) + notify.conflicts(values["notify"])
     if problems:
         raise ConfigError(problems, hint=_HINT)
     return Config(**{name: section(**values[name]) for name, section in _SECTIONS.items()})
 
 
-def _read_section(
+def read_section(
     name: str, section: type[Any], table: object, problems: list[str]
 ) -> dict[str, Any]:
     """The values of a section by key, defaults included; invalid values are left out."""

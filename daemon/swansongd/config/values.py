@@ -6,6 +6,7 @@ A reader takes a TOML value and returns the value that the daemon uses, or raise
 
 from __future__ import annotations
 
+import dataclasses
 import math
 import re
 import signal
@@ -44,6 +45,12 @@ class InvalidValue(Exception):
 
 
 Reader = Callable[[object], Any]
+
+
+def key(reader: Reader, *, default: Any = MISSING) -> Any:
+    """A key of a section and the function that reads its value."""
+    return dataclasses.field(default=default, metadata={"reader": reader})
+
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"
 _DURATION = re.compile(

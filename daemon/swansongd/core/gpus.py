@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
+from swansong import bounds
+
 from swansongd.core import request
 from swansongd.core.state import State
 from swansongd.core.transition import Transition
@@ -62,8 +64,10 @@ def doubtful(state: State, found: Sequence[Staged]) -> frozenset[CheckpointId]:
 
 
 def marked(staged: Staged) -> Staged:
-    """The set with the mark of suspect training, which enters its manifest."""
-    return replace(staged, health={**staged.health, GPU_IS_SOUND: 0.0})
+    """The set with the mark of suspect training, which enters its manifest in place of the last metric."""
+    names = sorted(staged.health, key=lambda name: not name.startswith("loss"))
+    kept = {name: staged.health[name] for name in names[: bounds.METRICS_MAX - 1]}
+    return replace(staged, health={**kept, GPU_IS_SOUND: 0.0})
 
 
 def _record_failed(transition: Transition, gpu: GpuStatus) -> None:

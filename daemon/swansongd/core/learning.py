@@ -9,7 +9,7 @@ shards the rest of a set shows it: a VM may flush no other set before its last f
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from swansongd.core import pace, planner
@@ -33,7 +33,8 @@ def record_found(transition: Transition, new: Collection[Staged], *, is_first: b
     if not new:
         return
     newest = max(new, key=lambda staged: staged.id)
-    transition.state = replace(transition.state, last_share=_last_share(newest))
+    files = ((file.path, file.size_bytes) for file in newest.files)
+    transition.state = replace(transition.state, last_share=last_share(newest.framework, files))
     if is_first:
         return
     saves_s = [t.save_s for t in transition.state.trainers if t.save_s is not None]
@@ -42,15 +43,21 @@ def record_found(transition: Transition, new: Collection[Staged], *, is_first: b
         _learn(transition, "save_s", max(saves_s))
 
 
-def _last_share(staged: Staged) -> float:
-    """Share of the largest file of each rank: no byte of a rank's last file is sent during the save."""
-    if staged.framework != "swansong" or not staged.size_bytes:
+def last_share(framework: str, files: Iterable[tuple[str, int]]) -> float:
+    """Share of the largest file of each rank: no byte of a rank's last file is sent during the save.
+
+    Args:
+        files: path and size of each file of a set.
+    """
+    sizes = list(files)
+    size_bytes = sum(size for _, size in sizes)
+    if framework != "swansong" or not size_bytes:
         return 1.0
     largest: dict[str, int] = {}
-    for file in staged.files:
-        rank = file.path.partition("/")[0]
-        largest[rank] = max(largest.get(rank, 0), file.size_bytes)
-    return min(1.0, sum(largest.values()) / staged.size_bytes)
+    for path, size in sizes:
+        rank = path.partition("/")[0]
+        largest[rank] = max(largest.get(rank, 0), size)
+    return min(1.0, sum(largest.values()) / size_bytes)
 
 
 def record_sealed(transition: Transition, request: CheckpointRequest) -> None:

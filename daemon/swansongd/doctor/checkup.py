@@ -32,7 +32,12 @@ _PREREQUISITES = ("users", "permissions", "sandbox")
 
 
 def check_vm(
-    path: Path, fetch_report: FetchReport, *, speed: bool, trial: bool
+    path: Path,
+    fetch_report: FetchReport,
+    *,
+    speed: bool,
+    trial: bool,
+    send_notification: bool = False,
 ) -> Iterator[Finding]:
     """Yield all findings as the checks finish, causes before consequences.
 
@@ -42,13 +47,22 @@ def check_vm(
             there; raises Unreachable.
         speed: also measure the bandwidth to the store.
         trial: report a store that is lost with the VM as a warning.
+        send_notification: also send a test notification.
     """
     # Absolute, so that the printed commands work in any directory.
     path = path.absolute()
     config, findings = configuration.read(path)
     yield from _adapted(findings)
     if config is not None:
-        yield from _adapted(_vm_findings(config, path, fetch_report, speed=speed, trial=trial))
+        found = _vm_findings(
+            config,
+            path,
+            fetch_report,
+            speed=speed,
+            trial=trial,
+            send_notification=send_notification,
+        )
+        yield from _adapted(found)
     elif host.is_installed():
         yield from _adapted(examine(_image_checks(path)))
 
@@ -68,7 +82,13 @@ def _adapted(findings: Iterable[Finding]) -> Iterator[Finding]:
 
 
 def _vm_findings(
-    config: Config, path: Path, fetch_report: FetchReport, *, speed: bool, trial: bool
+    config: Config,
+    path: Path,
+    fetch_report: FetchReport,
+    *,
+    speed: bool,
+    trial: bool,
+    send_notification: bool,
 ) -> Iterator[Finding]:
     configured = config.sources.cloud
     cloud = detect_cloud() if configured == "auto" else configured
@@ -92,6 +112,7 @@ def _vm_findings(
         trial=trial,
         operator_file=_operator_file(config),
         environment_of="the daemon's unit" if by_systemd else whose,
+        send_notification=send_notification,
     )
     if by_systemd and os.geteuid() != 0:
         found = (

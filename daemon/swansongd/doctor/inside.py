@@ -16,7 +16,16 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from swansongd.config.config import Config, load
-from swansongd.doctor import configuration, metadata, mirror, network, staging, store
+from swansongd.doctor import (
+    configuration,
+    metadata,
+    metrics,
+    mirror,
+    network,
+    notifications,
+    staging,
+    store,
+)
 from swansongd.doctor.accounts import own_account
 from swansongd.doctor.findings import Check, examine
 from swansongd.doctor.grace import grace_s
@@ -38,6 +47,8 @@ class Options:
     """Credentials in an operator's home, which the daemon does not read."""
     environment_of: str
     """Owner of this process's environment, for messages."""
+    send_notification: bool = False
+    """Send a test notification."""
 
     def words(self) -> list[str]:
         """The arguments of the command line."""
@@ -45,6 +56,7 @@ class Options:
             *("--config", str(self.config), "--environment-of", self.environment_of),
             *(["--speed"] if self.speed else []),
             *(["--trial"] if self.trial else []),
+            *(["--send-notification"] if self.send_notification else []),
             *(["--operator-file", str(self.operator_file)] if self.operator_file else []),
         ]
 
@@ -72,6 +84,8 @@ def checks(config: Config, options: Options) -> Iterator[Check]:
     )
     yield from mirror.checks(config, options.config)
     yield from staging.checks(config, daemon)
+    yield from metrics.checks(config, options.config)
+    yield from notifications.checks(config, options.config, send=options.send_notification)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,6 +94,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--config", type=Path, required=True)
     parser.add_argument("--speed", action="store_true")
     parser.add_argument("--trial", action="store_true")
+    parser.add_argument("--send-notification", action="store_true")
     parser.add_argument("--operator-file", type=Path)
     parser.add_argument("--environment-of", required=True)
     options = Options(**vars(parser.parse_args(argv)))

@@ -33,6 +33,7 @@ from swansongd.flush.pruner import Pruner
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
 from swansongd.mirror.background import Mirroring
+from swansongd.observe.snapshot import PruneFigures
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores import checksums
 from swansongd.stores.base import ObjectStore
@@ -215,6 +216,16 @@ class Storage:
         """A notice arrived: claim without backoff, and warm the store now."""
         self.committer.expedite()
         self._warmer.now()
+
+    @property
+    def store_errors(self) -> dict[str, int]:
+        """Attempts at requests that failed, by kind."""
+        return self._health.errors
+
+    @property
+    def prune_figures(self) -> PruneFigures | None:
+        """None: the daemon does not prune."""
+        return self._pruner.figures if self._prunes else None
 
     def _retrying(self, store: ObjectStore, give_up_mono_s: Callable[[], float | None]) -> Retrying:
         return Retrying(

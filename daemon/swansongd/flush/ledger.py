@@ -22,6 +22,8 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import RecordResumption
 from swansongd.core.ledger import Resumption, ended_by
 from swansongd.errors import Exists, SwansongError
+from swansongd.observe import loss
+from swansongd.observe.snapshot import LossFigures
 from swansongd.stores.base import ObjectStore
 from swansongd.util.threads import Worker
 
@@ -66,6 +68,8 @@ class Ledger:
         self._wall_s = wall_s
         self._yield_s = yield_s
         self._has_trained = False
+        self.figures = LossFigures()
+        """Replaced after each record."""
         self._worker = Worker("ledger", tasks_max=RECORDS_MAX)
 
     def start(self) -> None:
@@ -159,14 +163,23 @@ class Ledger:
             resumption.generation,
             ended_by_s=ended_by(resumption),
         )
-        data = resumptions.encode(replace(resumption, earlier=earlier), self._keys.signer)
+        resumption = replace(resumption, earlier=earlier)
+        data = resumptions.encode(resumption, self._keys.signer)
         resumptions.decode(
             data, self._keys.signer
         )  # fails before a record that no reader would accept
         self._store.put(self._keys.resumption(resumption.generation), data, if_absent=True)
+        self._count(resumption)
         _log.info(
             "resumption_recorded",
             generation=resumption.generation,
             start_step=resumption.start_step,
             first_step=resumption.first_step,
+        )
+
+    def _count(self, resumption: Resumption) -> None:
+        before, lost = self.figures, loss.lost_gpu_s(resumption)
+        self.figures = LossFigures(
+            resumptions=before.resumptions + 1,
+            gpu_s={part: before.gpu_s.get(part, 0.0) + gpu_s for part, gpu_s in lost.items()},
         )

@@ -6,6 +6,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 import structlog
 
@@ -13,6 +14,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.prune import Report, prune
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import Stopped, SwansongError
+from swansongd.observe.snapshot import PruneFigures
 from swansongd.stores.base import ObjectStore
 
 _log = structlog.get_logger(__name__)
@@ -53,6 +55,8 @@ class Pruner:
         self._first_s = first_s
         self._interval_s = interval_s
         self._retry_s = retry_s
+        self.figures = PruneFigures()
+        """Replaced after each prune."""
 
     def start(self) -> None:
         """Start the thread; returns immediately."""
@@ -70,11 +74,14 @@ class Pruner:
                 wait_s = self._retry_s
             except SwansongError as error:
                 wait_s = self._retry_s
+                self._count_failure()
                 _log.error("prune_failed", error=error.line())
             except Exception:
                 wait_s = self._retry_s
+                self._count_failure()
                 _log.exception("prune_fault")
             else:
+                self._count(report)
                 _log.info(
                     "bucket_pruned",
                     objects=report.objects,
@@ -82,6 +89,20 @@ class Pruner:
                     kept_bytes=report.kept_bytes,
                     objects_not_deleted=report.remain_count,
                 )
+
+    def _count_failure(self) -> None:
+        self.figures = replace(self.figures, failures=self.figures.failures + 1)
+
+    def _count(self, report: Report) -> None:
+        before = self.figures
+        self.figures = replace(
+            before,
+            commits=before.commits
+            + sum(not (each.reasons or each.remains) for each in report.verdicts),
+            freed_bytes=before.freed_bytes + report.freed_bytes,
+            succeeded_mono_s=time.monotonic(),
+            kept_bytes=report.kept_bytes,
+        )
 
     def prune(self) -> Report:
         """Prune once.

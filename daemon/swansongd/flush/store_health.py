@@ -13,13 +13,23 @@ import time
 from collections.abc import Callable
 
 from swansongd.core.events import Event
-from swansongd.errors import StoreError, Transient
+from swansongd.errors import Changed, Exists, Locked, NotFound, StoreError, TooLarge, Transient
 from swansongd.observe.health import HealthTracker
 from swansongd.observe.report import STORE_HEALTH
 
 FAILING_AFTER_S = 2.0
 """Shorter failures are normal: the store throttles requests, or has closed an idle connection."""
 _BLIND_AFTER_S = 60.0
+_KINDS: dict[type[StoreError], str] = {
+    Transient: "transient",
+    NotFound: "not_found",
+    TooLarge: "too_large",
+    Exists: "exists",
+    Changed: "changed",
+    Locked: "locked",
+    StoreError: "refused",
+}
+"""Kind of each error, for the metrics; the first class that fits."""
 
 
 class StoreHealth:
@@ -45,6 +55,13 @@ class StoreHealth:
         self._failing_since_mono_s: float | None = None
         self._succeeded_mono_s = -math.inf
         self._attempt_reason = ""
+        self._errors = dict.fromkeys(_KINDS.values(), 0)
+
+    @property
+    def errors(self) -> dict[str, int]:
+        """Attempts that failed, by kind."""
+        with self._lock:
+            return dict(self._errors)
 
     def ok(self, operation: str) -> None:
         """The operation succeeded."""
@@ -69,6 +86,7 @@ class StoreHealth:
             if error is None:
                 self._has_succeeded()
                 return
+            self._count(error)
             if not isinstance(
                 error, Transient
             ):  # the store answered; the operation reports the refusal
@@ -86,9 +104,15 @@ class StoreHealth:
         if isinstance(error, Transient):
             self.attempted(began_mono_s, error)
         elif error is not None:
+            with self._lock:
+                self._count(error)
             self.failed("warm", error.line())
         else:
             self.ok("warm")
+
+    def _count(self, error: StoreError) -> None:
+        kind = next(kind for known, kind in _KINDS.items() if isinstance(error, known))
+        self._errors[kind] += 1
 
     def _has_succeeded(self) -> None:
         self._succeeded_mono_s = self._monotonic()

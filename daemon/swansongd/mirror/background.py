@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
-from enum import StrEnum
 
 import structlog
 
@@ -28,6 +27,7 @@ from swansongd.mirror.copier import Copier, Gone, ManifestPlace
 from swansongd.mirror.fence import PromotedError
 from swansongd.mirror.gate import Gate
 from swansongd.model import CommitRef, StoredObject
+from swansongd.observe.snapshot import MirrorFigures, MirrorState
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
 from swansongd.stores.wrappers.throttle import Throttled
@@ -42,43 +42,6 @@ _URGENT_S = 2.0
 CALL_BUDGET_S = 20.0
 
 _log = structlog.get_logger(__name__)
-
-
-class MirrorState(StrEnum):
-    """The state of the mirror, as ``swansong status`` shows it."""
-
-    STARTING = "starting"
-    """It was not reached yet."""
-    OK = "ok"
-    """It has all commits that this VM knows."""
-    COPYING = "copying"
-    PAUSED = "paused"
-    """A checkpoint is sent, or a verdict is due."""
-    FAILING = "failing"
-    PROMOTED = "promoted"
-    """The run continues in the mirror: this VM is fenced."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class MirrorFigures:
-    """The lag of the mirror, for status, metrics and alerts."""
-
-    url: str
-    state: MirrorState
-    reason: str
-    lag_commits: int
-    """Manifests of this VM, and those it found at its start, that wait for their copy."""
-    lag_s: float
-    """Age of the oldest commit that is newer than the newest one in the mirror; 0 without one."""
-    lag_bytes: int
-    """Bytes that these commits have and the mirror lacks, as far as it is known."""
-    newest: CommitRef | None
-    """The newest commit that is known to be in the mirror."""
-    copied_commits: int
-    copied_bytes: int
-    """Since the daemon started."""
-    damaged: int
-    """Commits that were not copied, because their stored bytes do not match their digests."""
 
 
 @dataclass(slots=True)
@@ -205,25 +168,6 @@ class Mirroring:
                 copied_bytes=self._copied_bytes,
                 damaged=len(self._damaged),
             )
-
-    def report(self) -> dict[str, object]:
-        """The JSON fields of the status."""
-        figures = self.figures()
-        newest = figures.newest
-        return {
-            "url": figures.url,
-            "state": figures.state.value,
-            "reason": figures.reason,
-            "lag": {
-                "commits": figures.lag_commits,
-                "seconds": figures.lag_s,
-                "bytes": figures.lag_bytes,
-            },
-            "newest": newest and {"generation": newest.generation, "step": newest.step},
-            "copied_commits": figures.copied_commits,
-            "copied_bytes": figures.copied_bytes,
-            "damaged": figures.damaged,
-        }
 
     # ------------------------------------------------------------------ the thread
 

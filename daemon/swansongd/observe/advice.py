@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from swansongd.observe.expected import (
-    DAY_S,
     Expected,
     Interval,
     Job,
@@ -24,7 +23,7 @@ from swansongd.observe.expected import (
     margin,
     scaled,
 )
-from swansongd.util.human import human_s
+from swansongd.util.units import human_s
 
 SAVED_GPU_S_MIN = 1.0
 """A proposal that saves less in a day is not listed."""
@@ -90,6 +89,7 @@ class Advice:
     expected: Expected
     interval: Interval
     margins: tuple[Margin, ...]
+    """The shortest notice first; empty while save, size or bandwidth are not measured."""
     proposals: tuple[Proposal, ...]
 
 
@@ -103,10 +103,9 @@ def advise(job: Job, setup: Setup, notices: tuple[tuple[str, float], ...]) -> Ad
         expected=expected(job),
         interval=best_interval(job),
         margins=tuple(
-            sorted(
-                (margin(job, source, grace_s) for source, grace_s in notices),
-                key=lambda found: (found.grace_s, found.source),
-            )
+            margin(job, source, grace_s)
+            for source, grace_s in sorted(notices, key=lambda each: (each[1], each[0]))
+            if job.forecast.is_measured
         ),
         proposals=proposals(job, setup),
     )
@@ -342,60 +341,3 @@ def _longer_grace(job: Job) -> Iterator[_Change]:
             formula=f"{human_s(found.needed_s)} are needed, {human_s(kind.grace_s)} are given",
             job=replace(job, kinds=(*others, longer)),
         )
-
-
-# ---------------------------------------------------------------- uncertainty
-
-
-def poisson_interval(count: int, *, level: float = 0.95) -> tuple[float, float]:
-    """The exact interval of the mean of a Poisson distribution, for an observed count (Garwood 1936)."""
-    tail = (1 - level) / 2
-    low = 0.0 if count == 0 else _mean_where(count - 1, 1 - tail)
-    return low, _mean_where(count, tail)
-
-
-def _mean_where(count: int, probability: float) -> float:
-    """The mean for which at most ``count`` events have this probability."""
-    low, high = 0.0, count + 10 * math.sqrt(count + 1) + 10
-    for _ in range(100):
-        middle = (low + high) / 2
-        low, high = (middle, high) if _at_most(count, middle) > probability else (low, middle)
-    return low
-
-
-def _at_most(count: int, mean: float) -> float:
-    """Probability of at most this number of events."""
-    if mean <= 0:
-        return 1.0
-    logs = (k * math.log(mean) - mean - math.lgamma(k + 1) for k in range(count + 1))
-    return min(1.0, math.fsum(math.exp(each) for each in logs))
-
-
-# ---------------------------------------------------------------- the cost of fault tolerance
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Upkeep:
-    """The cost of fault tolerance in a day, besides the loss of interruptions."""
-
-    stall_gpu_s: float
-    """Training stands still for periodic checkpoints."""
-    stored_bytes: float
-    writes: float
-    reads: float
-
-
-def upkeep(
-    job: Job, *, stored_bytes: float, writes_per_save: float, reads_per_restore: float
-) -> Upkeep:
-    """Stall, storage and requests of a day."""
-    found = expected(job)
-    period_s = job.interval_s + job.save_cost_s
-    saves = (DAY_S - found.down_s) / period_s if period_s > 0 else 0.0
-    evacuations = 2 * sum(kind.per_day for kind in job.kinds if kind.grace_s > 0)
-    return Upkeep(
-        stall_gpu_s=found.saves_s * job.gpus,
-        stored_bytes=stored_bytes,
-        writes=(max(0.0, saves) + evacuations) * writes_per_save,
-        reads=job.per_day * reads_per_restore,
-    )

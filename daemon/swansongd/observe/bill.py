@@ -8,9 +8,33 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from swansongd.observe.advice import Upkeep
 from swansongd.observe.cost import Prices, of_gpus, of_reads, of_storage, of_writes
-from swansongd.observe.expected import DAY_S, Job, expected
+from swansongd.observe.expected import DAY_S, Job, expected, saves_per_day
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """The cost of fault tolerance in a day, besides the loss of interruptions."""
+
+    stall_gpu_s: float
+    """Training stands still for periodic checkpoints."""
+    stored_bytes: float
+    writes: float
+    reads: float
+
+
+def upkeep(
+    job: Job, *, stored_bytes: float, writes_per_save: float, reads_per_restore: float
+) -> Upkeep:
+    """Stall, storage and requests of a day."""
+    found = expected(job)
+    evacuations = 2 * sum(kind.per_day for kind in job.kinds if kind.grace_s > 0)
+    return Upkeep(
+        stall_gpu_s=found.saves_s * job.gpus,
+        stored_bytes=stored_bytes,
+        writes=(saves_per_day(job) + evacuations) * writes_per_save,
+        reads=job.per_day * reads_per_restore,
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

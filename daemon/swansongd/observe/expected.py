@@ -18,9 +18,11 @@ from swansongd.core.followup import LATENCY_S, cost_of
 from swansongd.core.pace import Figure
 from swansongd.core.planner import Forecast, Measurements
 from swansongd.core.schedule import lead_s
+from swansongd.observe.loss import PARTS, Loss
 
 DAY_S = 86400.0
 _BISECTIONS = 60
+_NEVER_S = 10 * 365 * DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -103,8 +105,13 @@ class Expected:
 
     @property
     def total_s(self) -> float:
-        """At most a day: beyond it, the run makes no progress."""
+        """At most a day."""
         return min(self.saves_s + self.stall_s + self.redone_s + self.down_s, DAY_S)
+
+    @property
+    def is_hopeless(self) -> bool:
+        """Whether a day loses all of its training."""
+        return self.total_s >= DAY_S
 
     @property
     def ettr(self) -> float:
@@ -116,21 +123,50 @@ def expected(job: Job) -> Expected:
     """The expected loss of a day."""
     made = job.forecast
     lost_s = job.interval_s / 2 + job.lag_s
-    down_s = job.per_day * sum(job.down_s.values())
-    stall_s = job.stall_s * sum(kind.per_day for kind in job.kinds if kind.grace_s > 0)
+    down_s, stall_s = _down_and_stall_s(job)
     redone_s = 0.0
     for kind in job.kinds:
         chance = job.chance(kind, made)
         kept_s = covered_redone_s(job, kind) if chance else 0.0
         redone_s += kind.per_day * (chance * kept_s + (1 - chance) * (lost_s + kind.grace_s))
-    up_s = max(0.0, DAY_S - down_s - stall_s)
-    period_s = job.interval_s + job.save_cost_s
     return Expected(
-        saves_s=up_s * job.save_cost_s / period_s if period_s > 0 else 0.0,
+        saves_s=saves_per_day(job) * job.save_cost_s,
         stall_s=stall_s,
         redone_s=redone_s,
         down_s=down_s,
     )
+
+
+def saves_per_day(job: Job) -> float:
+    """Periodic checkpoints of a day."""
+    up_s = max(0.0, DAY_S - sum(_down_and_stall_s(job)))
+    period_s = job.interval_s + job.save_cost_s
+    return up_s / period_s if period_s > 0 else 0.0
+
+
+def _down_and_stall_s(job: Job) -> tuple[float, float]:
+    noticed_per_day = sum(kind.per_day for kind in job.kinds if kind.grace_s > 0)
+    return job.per_day * sum(job.down_s.values()), job.stall_s * noticed_per_day
+
+
+def observed(loss: Loss) -> Expected:
+    """The loss of a run as it was, per day."""
+    per_day = DAY_S / loss.wall_s if loss.wall_s > 0 else 0.0
+    parts_s = loss.parts_s
+    down_s = sum(parts_s[name] for name in (*PARTS, "unknown"))
+    return Expected(
+        saves_s=parts_s["saves"] * per_day,
+        stall_s=parts_s["stall"] * per_day,
+        redone_s=parts_s["redone"] * per_day,
+        down_s=down_s * per_day,
+    )
+
+
+def observed_gpu_s(loss: Loss) -> float:
+    """GPU seconds that a day of the run lost, saves included."""
+    if loss.wall_s <= 0:
+        return 0.0
+    return observed(loss).total_s * loss.gpu_s / loss.wall_s
 
 
 def covered_redone_s(job: Job, kind: Kind) -> float:
@@ -171,6 +207,11 @@ class Interval:
     daly_s: float
     best_s: float
     """Daly's, at least a minute and the time to store a checkpoint: the rule of the daemon."""
+
+    @property
+    def has_losses(self) -> bool:
+        """Whether any uncovered interruption is expected; without one, the interval does not matter."""
+        return self.mtbf_s < _NEVER_S
 
 
 def best_interval(job: Job) -> Interval:

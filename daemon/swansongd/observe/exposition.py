@@ -77,12 +77,21 @@ class Exposition:
         self._key = key
         self._stop = stop
         self._retry_s = retry_s
+        self._own_file: os.stat_result | None = None
         self.served_at = ""
         """The address with the port that the kernel chose; empty while it does not listen."""
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
         threading.Thread(target=self._run, name="metrics", daemon=True).start()
+
+    def close(self) -> None:
+        """Remove the Unix socket, after ``stop`` was set.  Returns immediately."""
+        path, own = self._address.path, self._own_file
+        with suppress(OSError):
+            # Never unlink the socket of another daemon that has taken the path since.
+            if path is not None and own is not None and os.path.samestat(os.lstat(path), own):
+                os.unlink(path)
 
     def _run(self) -> None:
         is_failing = False
@@ -91,11 +100,9 @@ class Exposition:
                 listener = open_listener(self._address, key=self._key)
             except (OSError, SwansongError) as error:
                 if not is_failing:
+                    reason = error.line() if isinstance(error, SwansongError) else str(error)
                     _log.warning(
-                        "metrics_failed",
-                        key=self._key,
-                        address=str(self._address),
-                        reason=str(error),
+                        "metrics_failed", key=self._key, address=str(self._address), reason=reason
                     )
                 is_failing = True
                 self._stop.wait(self._retry_s)
@@ -104,7 +111,8 @@ class Exposition:
             self._serve(listener)
 
     def _serve(self, listener: socket.socket) -> None:
-        own = None if self._address.path is None else os.lstat(self._address.path)
+        if self._address.path is not None:
+            self._own_file = os.lstat(self._address.path)
         self.served_at = _shown(listener)
         _log.info("metrics_served", key=self._key, address=self.served_at)
         if not self._address.is_local:
@@ -120,11 +128,6 @@ class Exposition:
         finally:
             self.served_at = ""
             server.server_close()
-            with suppress(OSError):
-                # Never unlink the socket of another daemon that has taken the path since.
-                path = self._address.path
-                if path is not None and own is not None and os.path.samestat(os.lstat(path), own):
-                    os.unlink(path)
 
 
 def open_listener(address: ListenAddress, *, key: str) -> socket.socket:

@@ -24,6 +24,8 @@ SKEW_S = 1.0
 """A daemon that started this long before the earlier VM's last step has another clock."""
 PARTS = ("cloud", "boot", "start", "fetch", "load", "warm_up")
 """The parts of *down*, in the order in which they happen."""
+LOST = ("stall", "redone", *PARTS)
+"""The parts of the preemption loss."""
 GOODPUT = {
     "cloud": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
     "boot": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
@@ -99,6 +101,8 @@ class Loss:
     """All time that is not productive: the parts of *down*, ``redone``, ``stall``, ``saves``, ``unknown``."""
     gpu_s: float
     """GPU seconds of the run."""
+    productive_gpu_s: float
+    """The part of them in ``productive_s``."""
     lost_gpu_s: float
     """GPU seconds of all interruptions."""
     last_hour_s: float
@@ -141,6 +145,7 @@ class _Segment:
     """The first new step, which belongs to *down*."""
     high: int
     """The last step that no later state has replaced."""
+    ranks: int
     pace_s: float | None
     train_s: float
     """Training time of the steps up to ``high``."""
@@ -211,6 +216,7 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         productive_s=sum(segment.train_s for segment in total.segments),
         parts_s=total.parts_s,
         gpu_s=total.gpu_s,
+        productive_gpu_s=sum(each.ranks * each.train_s for each in total.segments),
         lost_gpu_s=total.lost_gpu_s,
         last_hour_s=window_s,
         last_hour_productive_s=sum(s.productive_s(cursor_s - window_s) for s in total.segments),
@@ -232,6 +238,22 @@ def _windows(segments: Sequence[_Segment], begun_s: float, until_s: float) -> It
         own_s = min(length_s, until_s - at_s)
         if own_s > 0:
             yield Window(at_s, own_s, min(own_s, max(0.0, productive_s - later_s)))
+
+
+def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
+    """GPU seconds of the interruption before this resumption, by part; for metrics.
+
+    The part ``redone`` contains the steps of the generation before it only: :func:`loss` knows all of them.
+    """
+    parts_s = dict.fromkeys(LOST, 0.0)
+    last = resumption.earlier
+    if last is not None:
+        first_s = max(last.wall_s, resumption.first_step_wall_s)
+        down = _down_parts(resumption, last.wall_s, first_s)
+        parts_s |= {part: seconds or 0.0 for part, seconds in down.items()}
+        parts_s["redone"] = max(0, last.step - resumption.start_step) * (last.step_s or 0.0)
+        parts_s["stall"] = last.stall_s or 0.0
+    return {part: seconds * resumption.ranks for part, seconds in parts_s.items()}
 
 
 def _begun_s(life: Life) -> float:
@@ -298,6 +320,7 @@ def _segment(life: Life, first_s: float, following: Life | None) -> _Segment:
         ended_s=ended_s,
         low=low,
         high=max(low, last.step),
+        ranks=_ranks(life),
         pace_s=last.step_s,
         train_s=ended_s - first_s - stall_s - saves_s,
         saves_s=saves_s,

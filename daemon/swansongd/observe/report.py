@@ -7,6 +7,7 @@ from swansongd.core import arrival, followup, periodic, staged_sets
 from swansongd.core.margin import Margin, margins
 from swansongd.core.state import FailedSaves, State
 from swansongd.model import GpuStatus, Health, Notice, SourceStatus, TrainerView
+from swansongd.observe.snapshot import MirrorFigures, PruneFigures, Snapshot
 
 STORE_HEALTH = "store"
 """Name under which :attr:`State.sources` holds the health of the store."""
@@ -14,8 +15,62 @@ TRAINERS_MAX = 100
 """Trainers in one report: it must fit into one message of the channel."""
 
 
+def full_report(snapshot: Snapshot) -> dict[str, object]:
+    """The report on the whole daemon, as plain JSON values."""
+    now_mono_s = snapshot.now_mono_s
+    return {
+        "run": snapshot.run,
+        "version": snapshot.version,
+        "pid": snapshot.pid,
+        "uptime_s": round(now_mono_s - snapshot.born_mono_s, 1),
+        "bytes_referenced": snapshot.bytes_referenced,
+        "store_errors": dict(snapshot.store_errors),
+        "decision_faults": {"count": snapshot.decision_faults, "last": snapshot.last_fault},
+        "staging": snapshot.staging and dict(snapshot.staging),
+        "prefetch": dict(snapshot.prefetch),
+        "mirror": _mirror(snapshot.mirror, snapshot.mirror_objects_taken),
+        "prune": _prune(snapshot.prune, now_mono_s),
+        "notifications": snapshot.notifications and dict(snapshot.notifications),
+        **status_report(snapshot.state, now_mono_s),
+    }
+
+
+def _mirror(figures: MirrorFigures | None, objects_taken: int) -> dict[str, object] | None:
+    if figures is None:
+        return None
+    newest = figures.newest
+    return {
+        "url": figures.url,
+        "state": figures.state.value,
+        "reason": figures.reason,
+        "lag": {
+            "commits": figures.lag_commits,
+            "seconds": figures.lag_s,
+            "bytes": figures.lag_bytes,
+        },
+        "newest": newest and {"generation": newest.generation, "step": newest.step},
+        "copied_commits": figures.copied_commits,
+        "copied_bytes": figures.copied_bytes,
+        "damaged": figures.damaged,
+        "objects_taken": objects_taken,
+    }
+
+
+def _prune(figures: PruneFigures | None, now_mono_s: float) -> dict[str, object] | None:
+    if figures is None:
+        return None
+    last_mono_s = figures.succeeded_mono_s
+    return {
+        "age_s": None if last_mono_s is None else round(now_mono_s - last_mono_s, 1),
+        "commits": figures.commits,
+        "freed_bytes": figures.freed_bytes,
+        "kept_bytes": figures.kept_bytes,
+        "failures": figures.failures,
+    }
+
+
 def status_report(state: State, now_mono_s: float) -> dict[str, object]:
-    """The whole report, as plain JSON values."""
+    """The report on the decisions, as plain JSON values."""
     health = {name: _health(name, status, now_mono_s) for name, status in state.sources.items()}
     store = health.pop(STORE_HEALTH, None)
     return {
@@ -38,7 +93,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "last_commit": _last_commit(state, now_mono_s),
         "part": None if state.part is None else state.part.facts(),
         "replication_lag": _lag(state, now_mono_s),
-        "pending_bytes": sum(candidate.bytes_left for candidate in state.candidates),
+        "pending_bytes": pending_bytes(state),
         "flush": _flush(state, now_mono_s),
         "unsent": _unsent(state, now_mono_s),
         "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
@@ -207,11 +262,16 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
 
 
 def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
-    """Age of the last commit; None until the manifest of a commit found at the start was read."""
+    since = last_commit_mono_s(state)
+    return None if since is None else round(now_mono_s - since, 1)
+
+
+def last_commit_mono_s(state: State) -> float | None:
+    """When the last commit was made; None until the manifest of a commit found at the start was read."""
     since = state.last_commit_mono_s
     if since is None and state.found_commit == state.last_complete is not None:
         since = state.found_commit_mono_s
-    return None if since is None else round(now_mono_s - since, 1)
+    return since
 
 
 def _refused(state: State, now_mono_s: float) -> dict[str, object]:
@@ -260,7 +320,15 @@ def _failed_saves(failed: FailedSaves, now_mono_s: float) -> dict[str, object]:
 
 
 def _lag(state: State, now_mono_s: float) -> dict[str, object]:
-    """The work that a power cut would lose now."""
+    return {
+        "steps": lag_steps(state),
+        "seconds": _last_commit_age_s(state, now_mono_s),
+        "bytes": pending_bytes(state),
+    }
+
+
+def lag_steps(state: State) -> int:
+    """Steps that a power cut would lose now."""
     # If training started behind the last commit, that commit belongs to another lineage: it covers nothing.
     last = None if state.owes_checkpoint else state.last_complete
     committed = last.step if last else 0
@@ -268,8 +336,9 @@ def _lag(state: State, now_mono_s: float) -> dict[str, object]:
     newest = max((staged.id.step for staged in state.uncommitted), default=committed)
     if state.part is not None:
         newest = max(newest, state.part.ref.step)
-    return {
-        "steps": max(ahead, newest, committed) - committed,
-        "seconds": _last_commit_age_s(state, now_mono_s),
-        "bytes": sum(candidate.bytes_left for candidate in state.candidates),
-    }
+    return max(ahead, newest, committed) - committed
+
+
+def pending_bytes(state: State) -> int:
+    """Bytes that are staged and not stored, of the sets that may be sent next."""
+    return sum(candidate.bytes_left for candidate in state.candidates)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swansongd.bucket.farewell import Entry, RecordedEvacuation
 from swansongd.core.ledger import Resumption
 from swansongd.observe.loss import Interruption
-from swansongd.util.human import human_bytes, human_span
+from swansongd.util.units import human_bytes, human_span
 
 BARS_MAX = 40
 """Bars of one lane."""

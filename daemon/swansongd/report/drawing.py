@@ -21,7 +21,7 @@ from swansongd.report.layout import (
     PlacedMoment,
     PlacedRate,
 )
-from swansongd.util.human import human_time, minute
+from swansongd.util.units import human_time, minute
 
 LABEL_PIXELS = 17
 LANE_PIXELS = 36
@@ -70,6 +70,12 @@ class Gantt:
     breaks: tuple[PlacedBreak, ...]
     ticks: tuple[tuple[Tick, str], ...]
     has_next_vm: bool
+
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """Top and bottom of vertical lines: through all bars, and through no text."""
+        lanes = tuple((row.top + 14, row.top + 33) for row in self.rows if row.lane)
+        return (*lanes, (self.rates_top, self.axis_top)) if self.rates else lanes
 
 
 def gantt(picture: Picture) -> Gantt:

@@ -15,7 +15,7 @@ from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.report.course import course
 from swansongd.report.layout import Picture, picture
-from swansongd.util.human import human_span, second
+from swansongd.util.units import human_span, second
 
 _MEANING = {
     Verdict.SAFE: "The newest state is in the store.",

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from swansongd.report.axis import Axis, Tick, axis
 from swansongd.report.course import Bar, Course, Lane, Moment, Rate
-from swansongd.util.human import human_span
+from swansongd.util.units import human_span
 
 BAR_WIDTH_MIN = 0.006
 """A shorter bar would not be visible on a narrow screen."""

@@ -14,7 +14,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from swansongd.model import Verdict
 from swansongd.report import drawing, facts
 from swansongd.report.facts import Report
-from swansongd.util.human import human_bytes, human_s, human_span, minute, second
+from swansongd.util.units import human_bytes, human_s, human_span, minute, second
 
 COMMITS_SHOWN = 12
 """Commits in the table; the picture has more."""

@@ -73,6 +73,7 @@ class ReadOptions:
         stop: ends the pass with Stopped, within one window.
         local: finds files on this machine, which are copied instead of fetched.
         verified: called with each file that is complete in a target, before it is synced; from any thread.
+        found: called with the size of each part that was on this machine already, one call at a time.
     """
 
     connections: int = CONNECTIONS
@@ -80,6 +81,7 @@ class ReadOptions:
     stop: threading.Event | None = None
     local: LocalSource | None = None
     verified: Verified | None = None
+    found: Callable[[int], None] | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -190,6 +192,7 @@ class Reader:
             transfer,
             self._refused,
             verified=self.options.verified,
+            found=self.options.found,
         )
         reading.local = local or {}
         runs, alone = reading.planned(shards, self.options.connections)
@@ -385,12 +388,14 @@ class _Reading:
         refused: Callable[[str, Permanent], str],
         *,
         verified: Verified | None,
+        found: Callable[[int], None] | None,
     ) -> None:
         self.problems: Problems = {}
         self.reused_bytes = 0
         self.local_bytes = 0
         self.local: Mapping[int, OpenLocal] = {}
         self._verified = verified
+        self._found = found or (lambda _size_bytes: None)
         self._store = store
         self._target = target
         self._noted = noted
@@ -510,11 +515,13 @@ class _Reading:
         if is_noted and _read_back(file, state.shard, index) == expected:
             with self._lock:
                 self.reused_bytes += size_bytes
+                self._found(size_bytes)
             self._transfer.add(size_bytes)
             return expected
         if self._copied(state, index, file) == expected:
             with self._lock:
                 self.local_bytes += size_bytes
+                self._found(size_bytes)
             self._transfer.add(size_bytes)
             digest = expected
         else:

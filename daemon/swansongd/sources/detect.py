@@ -1,14 +1,19 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Detects the cloud of this VM from the names in its firmware (DMI), without network access."""
+"""Detects the cloud of this VM and NVIDIA's library from local files, without network access."""
 
 from __future__ import annotations
 
 import os
+from pathlib import Path
 from typing import Literal
 
 Cloud = Literal["aws", "gcp", "none"]
 
 DMI_DIRECTORY = "/sys/class/dmi/id"
+NVML_LIBRARY = "libnvidia-ml.so.1"
+
+_LIBRARY_DIRECTORIES = ("/lib", "/usr/lib", "/lib64", "/usr/lib64")
+_LOADER_CACHE = Path("/etc/ld.so.cache")
 
 
 def detect_cloud(dmi_directory: str = DMI_DIRECTORY) -> Cloud:
@@ -28,6 +33,17 @@ def describe_firmware(dmi_directory: str = DMI_DIRECTORY) -> str:
     names = [_read(dmi_directory, name)[:60] for name in ("sys_vendor", "product_name")]
     found = " ".join(name for name in names if name)
     return f"unknown firmware ({found})" if found else "the firmware names no vendor"
+
+
+def has_nvml() -> bool:
+    """Whether the loader would find NVML's library; nothing is loaded."""
+    paths = [*os.environ.get("LD_LIBRARY_PATH", "").split(":"), *_LIBRARY_DIRECTORIES]
+    if any(path and os.path.exists(os.path.join(path, NVML_LIBRARY)) for path in paths):
+        return True
+    try:
+        return NVML_LIBRARY.encode() + b"\0" in _LOADER_CACHE.read_bytes()
+    except OSError:
+        return False
 
 
 def _read(directory: str, name: str) -> str:

@@ -13,7 +13,7 @@ from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
 from swansongd.sources.aws import AwsOptions, AwsSpotSource, ImdsSession
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource
 from swansongd.sources.base import Clocks, Source
-from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud
+from swansongd.sources.detect import DMI_DIRECTORY, describe_firmware, detect_cloud, has_nvml
 from swansongd.sources.fixed import DeadlineSource, end_after, end_at
 from swansongd.sources.gcp import LONG_NOTICE_S as GCP_LONG_NOTICE_S
 from swansongd.sources.gcp import MARGIN_S as GCP_MARGIN_S
@@ -34,7 +34,7 @@ _ALL_CLOCKS = Clocks()
 def open_sources(
     config: SourcesConfig, deadline: DeadlineConfig, *, boot_id: str, clocks: Clocks = _ALL_CLOCKS
 ) -> list[Source]:
-    """The sources of the cloud and of the configured deadlines.
+    """The sources of the cloud, of the configured deadlines, and of the GPUs.
 
     Args:
         config, deadline: of the daemon.
@@ -47,7 +47,7 @@ def open_sources(
         opened += _aws(config, deadline, clocks)
     elif cloud == "gcp":
         opened += _gcp(config, deadline, boot_id, clocks)
-    return opened + _deadlines(config, boot_id, clocks)
+    return opened + _deadlines(config, boot_id, clocks) + _gpus(config, clocks)
 
 
 def _aws(config: SourcesConfig, deadline: DeadlineConfig, clocks: Clocks) -> list[Source]:
@@ -102,6 +102,15 @@ def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Sour
     if not ends:
         return []
     return [DeadlineSource(tuple(ends), lead_s=config.end_lead_s, monotonic=clocks.monotonic)]
+
+
+def _gpus(config: SourcesConfig, clocks: Clocks) -> list[Source]:
+    """The source of GPU health; no source without NVML's library."""
+    if config.gpu == "off" or not has_nvml():
+        return []
+    from swansongd.sources.gpu import GpuSource  # noqa: PLC0415 - only VMs with GPUs load it
+
+    return [GpuSource(monotonic=clocks.monotonic)]
 
 
 def notice_kinds(

@@ -80,6 +80,15 @@ class ObjectInfo:
     """
 
 
+class Folders(NamedTuple):
+    """A page of a listing of folders."""
+
+    names: Sequence[str]
+    """In any order, without the prefix and the slash; a name can be on several pages."""
+    token: str | None
+    """Requests the next page; None on the last page."""
+
+
 class Page(NamedTuple):
     """A page of a listing."""
 
@@ -198,6 +207,13 @@ class ObjectStore(Protocol):
         """Return one page of that listing; ``token`` is that of the previous page, None for the first.
 
         The page may contain keys up to ``after``.
+        """
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        """Return one page of the names between ``prefix`` and the next slash of all keys.
+
+        ``prefix`` is empty or ends with a slash.  One page has up to 1,000 names, for any number of keys.  A
+        directory may contain further names, of folders without objects.
         """
 
     def delete(self, key: str, *, if_tag: str = "") -> None:

@@ -21,7 +21,7 @@ from xml.etree import ElementTree as ET
 from swansong.bounds import BYTES_MAX, BoundsError, integer, items, json_object, mapping, text
 
 from swansongd.errors import Transient
-from swansongd.stores.base import ObjectInfo, OpenUpload, Page
+from swansongd.stores.base import Folders, ObjectInfo, OpenUpload, Page
 from swansongd.stores.checksums import crc32c_from_base64
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 
@@ -187,6 +187,23 @@ def objects(response: Response, base: str, prefix: str) -> Page:
     return Page(found, None if is_last else field(page, "NextContinuationToken", _TOKEN_CHARS_MAX))
 
 
+def folders(response: Response, base: str, prefix: str) -> Folders:
+    """Parse a page of a listing of S3 with the delimiter ``/``; see :func:`objects`."""
+    page = document(response, "ListBucketResult")
+    decoded = _decoder(page)
+    names = [
+        _folder(decoded(field(item, "Prefix", 3 * _KEY_CHARS_MAX)), base, prefix)
+        for item in page.findall("CommonPrefixes")
+    ]
+    count = page.findtext("KeyCount")
+    found = len(names) + len(page.findall("Contents"))
+    if count is not None and decimal(count, "KeyCount", 0, _ELEMENTS_MAX) > found:
+        raise BoundsError(f"KeyCount is {count}, and there are {found} keys and folders")
+    is_last = not is_truncated(page)
+    token = None if is_last else field(page, "NextContinuationToken", _TOKEN_CHARS_MAX)
+    return Folders(names, token)
+
+
 def uploads(response: Response, base: str, prefix: str) -> tuple[list[OpenUpload], Markers | None]:
     """Parse a page of the multipart uploads in progress; returns the markers of the next page, too."""
     page = document(response, "ListMultipartUploadsResult")
@@ -251,6 +268,14 @@ def _below(key: str, base: str, prefix: str) -> str:
     return key.removeprefix(base)
 
 
+def _folder(key: str, base: str, prefix: str) -> str:
+    """The name of a folder, from a common prefix of keys."""
+    name = _below(key, base, prefix).removeprefix(prefix)
+    if not name.endswith("/"):
+        raise BoundsError(f"the folder {key!r:.80} does not end with a slash")
+    return name[:-1]
+
+
 def _age_of_s(begun: str, now: datetime) -> float:
     """Seconds since ``begun``; 0 if the text is not a time: a young upload is never swept."""
     try:
@@ -311,6 +336,18 @@ def json_objects(response: Response, base: str, prefix: str) -> Page:
         found.append(_json_info(item, key, now))
     token = body.get("nextPageToken")
     return Page(found, None if token is None else _token(token))
+
+
+def json_folders(response: Response, base: str, prefix: str) -> Folders:
+    """Parse a page of a listing of GCS with the delimiter ``/``; see :func:`objects`."""
+    body = json_object(response.body, "the listing", RESPONSE_BYTES_MAX)
+    _expect_kind(body, "storage#objects")
+    names = [
+        _folder(text(each, "a prefix", _KEY_CHARS_MAX), base, prefix)
+        for each in items(body.get("prefixes", []), "prefixes", _PAGE_ITEMS_MAX)
+    ]
+    token = body.get("nextPageToken")
+    return Folders(names, None if token is None else _token(token))
 
 
 def _token(value: Any) -> str:

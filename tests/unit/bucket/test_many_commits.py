@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import io
 import threading
 from collections import Counter
 from dataclasses import replace
@@ -15,9 +14,7 @@ from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.cli import ls
-from swansongd.cli import progress as progress_module
 from swansongd.cli.opening import Opened
-from swansongd.cli.progress import ShownCount
 from swansongd.errors import CorruptError, Transient
 from swansongd.model import CommitRef
 from swansongd.restore.verify import verify
@@ -174,36 +171,3 @@ def test_an_error_of_the_store_ends_all_reads(monkeypatch: pytest.MonkeyPatch) -
     store.before = before
     with pytest.raises(Transient):
         catalog.load_each(store, KEYS, commits, lambda _commit, _loaded: None)
-
-
-def test_a_count_is_shown_on_a_terminal_and_for_long_work(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Scripts get lines on standard error after a few seconds, and none with --json."""
-
-    def shown(*, is_quiet: bool) -> list[str]:
-        with ShownCount("reading manifests", is_quiet=is_quiet) as progress:
-            for done in range(1, 101):
-                progress(done, 100)
-        out, err = capsys.readouterr()
-        assert out == ""
-        return err.splitlines()
-
-    assert shown(is_quiet=False) == []
-    monkeypatch.setattr(progress_module, "_SILENT_S", 0.0)
-    assert shown(is_quiet=True) == []
-    lines = shown(is_quiet=False)
-    assert len(lines) == 10
-    assert lines[-1].startswith("swansong: reading manifests 100 % of 100")
-
-    class Terminal(io.StringIO):
-        def isatty(self) -> bool:
-            return True
-
-    monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr("sys.stderr", terminal := Terminal())
-    with ShownCount("reading manifests", is_quiet=True) as progress:
-        progress(50, 100)
-        progress(100, 100)
-    assert "reading manifests" in terminal.getvalue()
-    assert "swansong:" not in terminal.getvalue()

@@ -26,7 +26,7 @@ def shown(capfd: pytest.CaptureFixture[str], *words: str) -> str:
 
 def test_the_example_of_the_page_is_the_output(capfd: pytest.CaptureFixture[str]) -> None:
     """Each number of the worked example is recomputed; no configuration is read."""
-    command, output = BLOCKS[:2]
+    command, output = BLOCKS[1:3]
     program, name, *words = shlex.split(command.replace("\\\n", ""))
     assert (program, name) == ("swansong", "advise")
     found = [line.rstrip() for line in shown(capfd, *words).splitlines()]
@@ -90,6 +90,7 @@ def test_without_a_notice_half_an_interval_is_lost(capfd: pytest.CaptureFixture[
     assert found["verdict"].startswith("A preemption without a notice would lose 5.03 min")
 
 
+@pytest.mark.fault("OA02")
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -107,6 +108,7 @@ def test_a_wrong_combination_is_a_clear_error(
     assert message in capfd.readouterr().err
 
 
+@pytest.mark.fault("OA02")
 @pytest.mark.parametrize(
     "words",
     [

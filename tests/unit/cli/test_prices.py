@@ -27,6 +27,7 @@ def test_an_argument_counts_before_the_file(tmp_path: Path) -> None:
     assert prices() == Prices()
 
 
+@pytest.mark.fault("OA02")
 @pytest.mark.parametrize(
     ("text", "message"),
     [
@@ -49,6 +50,7 @@ def test_an_error_names_key_value_and_fix(text: str, message: str) -> None:
     assert message in problem
 
 
+@pytest.mark.fault("OA02")
 @pytest.mark.parametrize(
     ("content", "message"),
     [

@@ -3,7 +3,10 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
+from swansong import bounds
 from swansongd.core.events import (
     AskTrainers,
     GpusRead,
@@ -12,12 +15,12 @@ from swansongd.core.events import (
     SignalTrainer,
     WithdrawRequest,
 )
-from swansongd.core.gpus import SOURCE
+from swansongd.core.gpus import SOURCE, marked
 from swansongd.core.state import Phase
 from swansongd.model import GPU_IS_SOUND, GpuHealth, GpuStatus, Severity, is_healthy, merged_health
 from swansongd.observe.report import status_report
 
-from testkit.story import Story
+from testkit.story import Story, a_set
 
 DYING_S = 600.0
 SPOT_S = 120.0
@@ -242,8 +245,31 @@ def test_the_report_lists_the_gpus() -> None:
     ]
 
 
+def test_the_mark_fits_into_a_manifest() -> None:
+    """A set with as many metrics as allowed gets the mark, and keeps its loss."""
+    metrics = {f"a{number:03}": 1.0 for number in range(98)}
+    health = {**metrics, "loss": 1.0, "loss_is_finite": 1.0}
+    found = marked(replace(a_set(3), health=health)).health
+    assert bounds.metrics(dict(found), "health") == found
+    assert {"loss", "loss_is_finite", GPU_IS_SOUND} <= found.keys()
+
+
 def test_the_health_of_several_vms_is_that_of_the_worst() -> None:
     """One VM with a failed GPU makes the whole checkpoint unhealthy."""
     merged = merged_health([{"loss": 1.0, "loss_is_finite": 1.0}, {"loss": 3.0, GPU_IS_SOUND: 0.0}])
     assert merged == {"loss": 2.0, "loss_is_finite": 1.0, GPU_IS_SOUND: 0.0}
     assert is_healthy(merged) is False
+
+
+@pytest.mark.fault("X01")
+def test_after_a_restart_a_milder_notice_does_not_end_the_evacuation() -> None:
+    """The stored notice stays imminent: the Xid is not known any more, and NVML shows a row to replace."""
+    story = Story()
+    story.notice(DYING_S, SOURCE)
+    story.join(step=5, start_id="first")
+    story.notice(3600, SOURCE, severity=Severity.ADVISORY)
+    story.scan()
+    story.wait(1)
+    assert story.state.evacuation is not None
+    assert not story.state.evacuation.is_precaution
+    assert not story.all(AskTrainers)

@@ -17,6 +17,7 @@ from swansongd.core.ledger import Milestones, Resumption, Training
 from swansongd.errors import Transient
 from swansongd.flush import ledger as ledgers
 from swansongd.flush.ledger import Ledger
+from swansongd.observe import loss
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
@@ -82,9 +83,12 @@ def test_a_record_has_wall_clock_times_and_the_end_before_it(rig: Rig) -> None:
     """All times are dated by one reading of the clock."""
     rig.store.put(KEYS.generation(1), b"{}")
     committed.commit(rig.store, {"a": b"1"}, generation=1, step=40)
-    rig.record(rig.ledger())
-    found = until(rig.written, what="the record")
+    ledger = rig.ledger()
+    rig.record(ledger)
+    until(lambda: ledger.figures.resumptions, what="the record")
+    found = rig.written()
     assert found is not None
+    assert ledger.figures.gpu_s == loss.lost_gpu_s(found)
     assert found.first_step_wall_s == pytest.approx(WALL_S - 1.0, abs=0.5)
     assert found.daemon_wall_s == pytest.approx(WALL_S - 9.0, abs=0.5)
     assert found.booted_wall_s < found.daemon_wall_s
@@ -101,6 +105,7 @@ def test_the_first_record_of_a_generation_stands(rig: Rig) -> None:
     rig.record(ledger, a_record(3))
     until(lambda: rig.written(3), what="the next record")
     assert rig.store.objects[KEYS.resumption(2)] == b"first"
+    until(lambda: ledger.figures.resumptions == 1, what="only the record of this daemon counts")
 
 
 def test_a_record_waits_for_the_verdict(rig: Rig) -> None:

@@ -65,10 +65,15 @@ def test_the_daemon_prunes_at_intervals(store: MemoryStore) -> None:
             raise Permanent("access denied")
 
     store.before = before
-    pruner(store, stop=stop).start()
-    until(lambda: len(store.objects) == 2, what="the prune")
+    under_test = pruner(store, stop=stop)
+    under_test.start()
+    until(lambda: under_test.figures.commits, what="the prune")
     stop.set()
     assert not failures
+    figures = under_test.figures
+    assert len(store.objects) == 2
+    assert figures.succeeded_mono_s is not None
+    assert (figures.freed_bytes > 0, figures.kept_bytes) == (True, 1)
 
 
 @pytest.mark.fault("G46")

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from swansongd.core.events import Event, SourceChanged
-from swansongd.errors import Permanent, Transient
+from swansongd.errors import Exists, Permanent, StoreError, Transient
 from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
 from swansongd.model import Health
 
@@ -107,3 +107,18 @@ def test_concurrent_reports_end_with_the_last_state() -> None:
     for thread in threads:
         thread.join(30)
     assert watched.now == (Health.OK, "answers")
+
+
+def test_failed_attempts_are_counted_by_kind() -> None:
+    """Each attempt counts, also one of the warmer; a success does not."""
+    health = Watched().health
+    errors: list[StoreError | None] = [Transient("503"), Permanent("403"), Exists("taken"), None]
+    for error in errors:
+        health.attempted(0.0, error)
+    health.warmed(0.0, Permanent("403"))
+    health.warmed(0.0, Transient("503"))
+    assert {kind: count for kind, count in health.errors.items() if count} == {
+        "transient": 2,
+        "refused": 2,
+        "exists": 1,
+    }

@@ -15,9 +15,10 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.events import Event, FenceFound
 from swansongd.errors import Permanent, Transient
-from swansongd.mirror.background import Mirroring, MirrorState
+from swansongd.mirror.background import Mirroring
 from swansongd.mirror.fence import promote
 from swansongd.model import CommitRef, Verdict
+from swansongd.observe.snapshot import MirrorState
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
@@ -85,7 +86,7 @@ def test_each_commit_reaches_the_mirror(rig: Rig) -> None:
     assert rig.steps() == [200, 100]
     rig.mirroring.committed(rig.commit(300))
     until(lambda: rig.steps() == [300, 200, 100], what="the next commit")
-    assert rig.mirroring.report()["newest"] == {"generation": 1, "step": 300}
+    assert rig.mirroring.figures().newest == CommitRef(1, 300)
 
 
 def test_the_newest_commit_goes_first(rig: Rig) -> None:

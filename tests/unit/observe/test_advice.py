@@ -15,13 +15,12 @@ from swansongd.observe.advice import (
     Proposal,
     Setup,
     advise,
-    poisson_interval,
     proposals,
-    upkeep,
 )
-from swansongd.observe.bill import bill
+from swansongd.observe.bill import bill, upkeep
 from swansongd.observe.cost import Prices
 from swansongd.observe.expected import DAY_S, Job, Kind, best_interval, expected
+from swansongd.observe.poisson import poisson_interval
 
 from tests.unit.observe.test_expected import job, jobs
 
@@ -148,7 +147,7 @@ def test_the_bill_has_the_amounts_of_a_day() -> None:
     assert day.storage == pytest.approx(1024 * 0.02 * 12 / 365.25)
     assert day.stall == pytest.approx(8 * found.saves_s * 1.8 / 3600)
     assert day.requests == pytest.approx(used.writes / 1000 * 0.005)
-    assert used.writes == pytest.approx((DAY_S - found.down_s) / 602 * 10 + 2 * 4 * 10)
+    assert used.writes == pytest.approx((DAY_S - found.down_s - found.stall_s) / 60.2 + 2 * 4 * 10)
     assert used.reads == 500
     assert day.interruptions_gpu_s == pytest.approx(
         8 * (found.redone_s + found.stall_s + found.down_s - unpaid_s)
@@ -157,3 +156,5 @@ def test_the_bill_has_the_amounts_of_a_day() -> None:
     assert day.saved == pytest.approx(day.on_demand - day.spot - day.storage - day.requests)
     assert day.days == pytest.approx(10**6 * 0.5 / DAY_S / found.ettr)
     assert bill(made, used, Prices()).saved_share is None
+    several = bill(replace(made, nodes=2), used, prices)
+    assert several.spot == pytest.approx(8 * (DAY_S - unpaid_s / 2) * 1.8 / 3600)

@@ -154,6 +154,7 @@ def test_without_follow_ups_the_notice_is_repeated() -> None:
     """The VM trains until its end; a shutdown ends with its verdict."""
     made = replace(job(silent_per_day=0.0), follow_ups=False)
     assert covered_redone_s(made, made.kinds[1]) == 120.0
+    assert covered_redone_s(job(), replace(made.kinds[1], grace_s=15.0)) == 15.0
     shutdown = Kind(source="logind", grace_s=19.0, per_day=1.0)
     assert covered_redone_s(made, shutdown) == pytest.approx(made.forecast.expected_s)
 
@@ -163,6 +164,9 @@ def test_a_background_limit_delays_commits() -> None:
     limited = replace(job(), background_bytes_per_s=1e8)
     assert (job().lag_s, limited.lag_s) == (pytest.approx(13.0), pytest.approx(103.0))
     assert limited.forecast == job().forecast
+    assert replace(job(), background_bytes_per_s=1e12).lag_s == pytest.approx(13.0)
+    slow = replace(job().measured, pace=Pace(commit_s=Figure(2.0)))
+    assert replace(job(), measured=slow).lag_s == pytest.approx(15.0)
 
 
 # ---------------------------------------------------------------- figures that must not fall

@@ -209,10 +209,12 @@ def test_a_unix_socket_is_closed_to_others_and_removed(rig: Rig, tmp_path: Path)
     path = tmp_path / "metrics.sock"
     with socket.socket(socket.AF_UNIX) as stale:
         stale.bind(os.fspath(path))
-    assert scrape(rig.serve(ListenAddress(path=path)))[0] == 200
+    served = rig.serve(ListenAddress(path=path))
+    assert scrape(served)[0] == 200
     assert stat.S_IMODE(path.stat().st_mode) == 0o660
     rig.stop.set()
-    until(lambda: not path.exists(), what="the socket is removed")
+    served.close()
+    assert not path.exists()
 
 
 def test_the_textfile_is_whole_and_readable_and_removed_at_the_stop(

@@ -28,7 +28,6 @@ from swansongd.doctor.findings import Finding, Level
 from swansongd.flush.store_health import FAILING_AFTER_S
 from swansongd.model import DeadlineQuality, Health, Severity, Verdict
 from swansongd.observe import report
-from swansongd.service import Service
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
@@ -159,18 +158,14 @@ def keys_of(module: Any) -> set[str]:
 
 
 def fields() -> set[str]:
-    """The top-level fields of the report: those of the state, and those that the service adds."""
-    of_state, of_service = (ast.parse(inspect.getsource(module)) for module in (report, service()))
+    """The top-level fields of the report: those of the state, and those of the daemon."""
     reports = [
         statement.value
-        for function in ast.walk(of_state)
-        if isinstance(function, ast.FunctionDef) and function.name == "status_report"
+        for function in ast.walk(ast.parse(inspect.getsource(report)))
+        if isinstance(function, ast.FunctionDef)
+        and function.name in ("status_report", "full_report")
         for statement in function.body
         if isinstance(statement, ast.Return)
-    ] + [
-        statement.value
-        for statement in ast.walk(of_service)
-        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "report"
     ]
     assert len(reports) == 2
     return {
@@ -181,10 +176,6 @@ def fields() -> set[str]:
         if key is not None
         for name in strings(key)
     }
-
-
-def service() -> Any:
-    return inspect.getmodule(Service)
 
 
 def options(command: str) -> set[str]:
@@ -321,18 +312,16 @@ def test_every_command_is_explained() -> None:
 def test_every_option_is_explained(command: str) -> None:
     """Each option of the command has a row, and each row an option."""
     known = options(command)
-    page = "store-commands" if f"\n## {command}\n" in PAGES["store-commands"] else "commands"
+    pages = ("store-commands", "figures-commands")
+    page = next((page for page in pages if f"\n## {command}\n" in PAGES[page]), "commands")
     explained = first_cells(section(page, command)) if known else []
     assert sorted(explained) == sorted(known)
 
 
 def test_every_column_of_ls_is_explained() -> None:
-    """Each column has a row, and each row a column, in the order of the table."""
-    columns = [
-        node.value
-        for node in ast.walk(ast.parse(inspect.getsource(ls._table)))
-        if isinstance(node, ast.Constant) and re.fullmatch("[A-Z]+", str(node.value))
-    ]
+    """Each column has a row, and each row a column, with ``--wide`` and without."""
+    narrow, wide = ls._narrow([{"complete": False}], "loss"), ls._wide("loss")
+    columns = [column.head for column in (*narrow, *wide)]
     explained = [name for cells in rows(section("restore", "ls")) for name in cells[0].split(", ")]
     assert set(explained) == set(columns)
     assert len(explained) == len(set(columns))

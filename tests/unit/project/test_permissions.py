@@ -29,6 +29,7 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     "head": ({"GetObject", "ListBucket"}, {"objects.get", "objects.list"}),
     "list": ({"ListBucket"}, {"objects.list"}),
     "page": ({"ListBucket"}, {"objects.list"}),
+    "folders": ({"ListBucket"}, {"objects.list"}),
     "put_shard": ({"PutObject", "GetObject"}, {"objects.create", "objects.get", "objects.list"}),
     "begin": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
     "put_part": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
@@ -82,8 +83,14 @@ DOCTOR = {
     "s3:GetBucketPolicy",
     "s3:GetBucketObjectLockConfiguration",
 }
-OTHER_ROLES = ("aws-vm-lock.json", "aws-prune.json")
-OTHER_GCP_ROLES = ("gcp-vm-lock.yaml", "gcp-prune.yaml", "gcp-prune-delete.yaml")
+OTHER_ROLES = ("aws-vm-lock.json", "aws-prune.json", "aws-exporter.json")
+OTHER_GCP_ROLES = (
+    "gcp-vm-lock.yaml",
+    "gcp-prune.yaml",
+    "gcp-prune-delete.yaml",
+    "gcp-exporter.yaml",
+)
+PAGES = ("README.md", "prune.md", "exporter.md")
 
 
 def statements(file: str = "aws-vm.json") -> list[dict[str, Any]]:
@@ -187,9 +194,23 @@ def test_the_prune_roles_allow_what_prune_does_and_no_more() -> None:
     assert gcp("gcp-prune-delete.yaml") == ["storage.objects.delete"]
 
 
+def test_the_exporter_roles_allow_what_the_exporter_does_and_no_more() -> None:
+    """It lists and reads: on S3 only the objects below four folders of a run."""
+    used = ("get", "head", "page", "folders")
+    assert aws("aws-exporter.json") == {
+        f"s3:{action}" for name in used for action in NEEDS[name][0]
+    }
+    (reading,) = (s for s in statements("aws-exporter.json") if s["Sid"] == "Records")
+    assert [resource.split("/*/")[1] for resource in reading["Resource"]] == [
+        f"{folder}/*" for folder in ("commits", "farewells", "generations", "resumptions")
+    ]
+    on_gcs = {permission for name in used for permission in NEEDS[name][1]}
+    assert gcp("gcp-exporter.yaml") == sorted(f"storage.{each}" for each in on_gcs)
+
+
 def test_each_permission_has_its_reason() -> None:
-    """The tables of both pages list exactly the permissions of the files, each with a reason."""
-    readme = "\n".join((PERMISSIONS / page).read_text() for page in ("README.md", "prune.md"))
+    """The tables of the pages list exactly the permissions of the files, each with a reason."""
+    readme = "\n".join((PERMISSIONS / page).read_text() for page in PAGES)
     rows = re.findall(r"^\| `([a-z0-9]+[:.][A-Za-z.]+)` \| (.+) \|$", readme, re.MULTILINE)
     others = [aws(file) for file in OTHER_ROLES]
     on_gcp = [gcp(file) for file in OTHER_GCP_ROLES]

@@ -143,6 +143,7 @@ def test_hostile_texts_stay_texts(
             begun_wall_s=0.0,
             until_wall_s=interruption.resumed_wall_s,
             productive_s=1.0,
+            productive_gpu_s=8.0,
             parts_s={"redone": interruption.redone_s, "stall": 1.0},
             gpu_s=8.0,
             lost_gpu_s=8.0,

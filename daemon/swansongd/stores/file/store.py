@@ -31,6 +31,7 @@ from swansongd.stores.base import (
     GET_BYTES_MAX,
     WINDOW_BYTES,
     Body,
+    Folders,
     ObjectInfo,
     OpenUpload,
     Page,
@@ -154,6 +155,19 @@ class FileStore:
             found = sorted(_walk(fds[0], "", prefix, after, 0), key=lambda pair: pair[0])
         now_s = self._now_s() if found else None
         return Page([_info(key, facts, now_s) for key, facts in found], None)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        del token  # the first page has all names
+        with errors_of(f"list {prefix}"):
+            try:
+                with (
+                    self._tree.chain(prefix.split("/")[:-1]) as fds,
+                    os.scandir(fds[-1]) as entries,
+                ):
+                    names = [each.name for each in entries if each.is_dir(follow_symlinks=False)]
+            except (FileNotFoundError, NotADirectoryError):
+                names = []
+        return Folders([name for name in names if prefix or name not in RESERVED], None)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         *above, name = _names(key)

@@ -23,6 +23,7 @@ from swansongd.stores.base import (
     Body,
     BytesBody,
     BytesSink,
+    Folders,
     ObjectInfo,
     OpenUpload,
     Page,
@@ -105,6 +106,12 @@ class GcsStore:
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         return self._list_page(prefix, token, after=after)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        fields = {"delimiter": "/", "fields": "kind,prefixes,nextPageToken"}
+        response = self._listing(prefix, token, fields)
+        with responses.complete(f"list {prefix}"):
+            return responses.json_folders(response, self._prefix, prefix)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         if self._retention.may_lock():
@@ -271,19 +278,28 @@ class GcsStore:
         after: str = "",
         page_size: int = responses.PAGE_ITEMS,
     ) -> Page:
-        what = f"list {prefix}"
+        fields = {"fields": f"kind,items({_INFO_FIELDS}),nextPageToken"}
+        if after:
+            fields["startOffset"] = self._prefix + after  # also lists this key itself
+        response = self._listing(prefix, token, fields, page_size)
+        with responses.complete(f"list {prefix}"):
+            return responses.json_objects(response, self._prefix, prefix)
+
+    def _listing(
+        self,
+        prefix: str,
+        token: str | None,
+        more: Mapping[str, str],
+        page_size: int = responses.PAGE_ITEMS,
+    ) -> Response:
         parameters = {
             "prefix": self._prefix + prefix,
             "maxResults": str(page_size),
-            "fields": f"kind,items({_INFO_FIELDS}),nextPageToken",
+            **more,
         }
-        if after:
-            parameters["startOffset"] = self._prefix + after  # also lists this key itself
         if token is not None:
             parameters["pageToken"] = token
-        response = self._json(what, "GET", None, parameters)
-        with responses.complete(what):
-            return responses.json_objects(response, self._prefix, prefix)
+        return self._json(f"list {prefix}", "GET", None, parameters)
 
     def _json(
         self,

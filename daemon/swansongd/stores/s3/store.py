@@ -22,6 +22,7 @@ from swansongd.stores.base import (
     Body,
     BytesBody,
     BytesSink,
+    Folders,
     ObjectInfo,
     OpenUpload,
     Page,
@@ -115,6 +116,11 @@ class S3Store:
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         return self._list_page(prefix, token, after=after)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        response = self._listing(prefix, token, {"delimiter": "/"})
+        with responses.complete(f"ListObjectsV2 {prefix}"):
+            return responses.folders(response, self._prefix, prefix)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         """See the contract.  In a bucket with versions the object's bytes remain as an older version."""
@@ -331,19 +337,28 @@ class S3Store:
         after: str = "",
         max_keys: int = responses.PAGE_ITEMS,
     ) -> Page:
+        start = {"start-after": self._prefix + after} if after and token is None else {}
+        response = self._listing(prefix, token, start, max_keys)
+        with responses.complete(f"ListObjectsV2 {prefix}"):
+            return responses.objects(response, self._prefix, prefix)
+
+    def _listing(
+        self,
+        prefix: str,
+        token: str | None,
+        more: Mapping[str, str],
+        max_keys: int = responses.PAGE_ITEMS,
+    ) -> Response:
         parameters = {
             "encoding-type": "url",
             "list-type": "2",
             "max-keys": str(max_keys),
             "prefix": self._prefix + prefix,
+            **more,
         }
         if token is not None:
             parameters["continuation-token"] = token
-        elif after:
-            parameters["start-after"] = self._prefix + after
-        response = self._call("ListObjectsV2", "GET", None, parameters)
-        with responses.complete(f"ListObjectsV2 {prefix}"):
-            return responses.objects(response, self._prefix, prefix)
+        return self._call("ListObjectsV2", "GET", None, parameters)
 
     def _holds(self, key: str, size_bytes: int, value: int) -> bool | None:
         """Whether the store has an object with this key, size and CRC32C.

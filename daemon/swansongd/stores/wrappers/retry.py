@@ -20,6 +20,7 @@ import structlog
 from swansongd.errors import StoreError, Transient
 from swansongd.stores.base import (
     Body,
+    Folders,
     ObjectInfo,
     ObjectStore,
     OpenUpload,
@@ -97,6 +98,9 @@ class Retrying:
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         return self._try(f"list {prefix}", lambda: self._store.page(prefix, token, after=after))
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        return self._try(f"list {prefix}", lambda: self._store.folders(prefix, token))
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         self._try(f"delete {key}", lambda: self._store.delete(key, if_tag=if_tag))

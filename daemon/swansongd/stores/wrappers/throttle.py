@@ -14,6 +14,7 @@ from contextlib import contextmanager
 from swansongd.stores.base import (
     WINDOW_BYTES,
     Body,
+    Folders,
     ObjectInfo,
     ObjectStore,
     OpenUpload,
@@ -76,6 +77,9 @@ class Throttled:
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
         return self._store.page(prefix, token, after=after)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        return self._store.folders(prefix, token)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         self._store.delete(key, if_tag=if_tag)

@@ -58,3 +58,10 @@ def minute(wall_s: float) -> str:
 def second(wall_s: float) -> str:
     """Format a wall-clock time as ``2026-11-22 16:50:00`` in UTC."""
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
+
+
+def human_age(seconds: float) -> str:
+    """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
+    amount, unit = human_s(seconds).split()
+    short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
+    return f"{short} {unit} ago"

@@ -1,0 +1,358 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a run for ``swansong advise``, from its bucket and the configuration of this machine."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from itertools import pairwise
+from statistics import fmean, median
+
+from swansongd.bucket import catalog, history, lives
+from swansongd.bucket.farewell import RecordedEvacuation
+from swansongd.bucket.history import RecordedCommit
+from swansongd.bucket.manifest import Manifest
+from swansongd.cli.assumed import DOWN_S, SNAPSHOT_BYTES_PER_S, Subject
+from swansongd.cli.opening import Opened
+from swansongd.cli.progress import Progress
+from swansongd.config.config import Config
+from swansongd.core import pace
+from swansongd.core.cadence import History, expected_mtbf_s
+from swansongd.core.learning import last_share
+from swansongd.core.ledger import Life
+from swansongd.core.planner import Measurements
+from swansongd.errors import CorruptError, NothingToRestore
+from swansongd.model import CheckpointKind, NoticeKind, Verdict
+from swansongd.observe import loss as losses
+from swansongd.observe.advice import Setup
+from swansongd.observe.bill import Upkeep, upkeep
+from swansongd.observe.expected import DAY_S, Job, Kind, best_interval
+from swansongd.observe.loss import PARTS, Interruption, Loss
+from swansongd.observe.poisson import poisson_interval
+from swansongd.sources.opening import possible_notice_kinds
+from swansongd.util.units import human_s
+
+EVACUATIONS_MAX = 1000
+_MANIFESTS_MAX = 5
+"""Newest commits among which a readable manifest is looked for."""
+_OUTLIVED_S = 120.0
+"""An evacuation whose deadline was this long before the end of the VM was a drill, or was withdrawn."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Bucket:
+    """The records of a run, as the bucket has them."""
+
+    config: Config
+    run: str
+    lives: tuple[Life, ...]
+    loss: Loss
+    newest: Manifest
+    commits: tuple[RecordedCommit, ...]
+    evacuations: tuple[RecordedEvacuation, ...]
+
+
+def measured(here: Opened, *, is_quiet: bool) -> Subject:
+    """The run in the bucket.
+
+    Raises:
+        NothingToRestore: the run has not trained, or has no readable commit.
+        CorruptError, StoreError, Stopped: reading the bucket failed.
+    """
+    store, keys, stop = here.store, here.keys, here.stop
+    with Progress("reading resumptions", "resumptions", is_quiet=is_quiet) as progress:
+        found = lives.read(store, keys, progress=progress, stop=stop).lives
+    loss, newest = losses.loss(found), _newest_manifest(here)
+    if loss is None or newest is None:
+        raise NothingToRestore(
+            f"advice for run {keys.run} failed: the run has no commit, or its trainers report no steps",
+            hint="Describe the run with --size, --bandwidth and --notice",
+        )
+    with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
+        commits = history.read_commits(store, keys, progress=progress, stop=stop).commits
+    with Progress("reading farewells", "farewells", is_quiet=is_quiet) as progress:
+        evacuations = history.read_evacuations(
+            store, keys, evacuations_max=EVACUATIONS_MAX, progress=progress, stop=stop
+        ).evacuations
+    return _subject(
+        _Bucket(
+            config=here.config,
+            run=keys.run,
+            lives=found,
+            loss=loss,
+            newest=newest,
+            commits=commits,
+            evacuations=evacuations,
+        )
+    )
+
+
+def _newest_manifest(here: Opened) -> Manifest | None:
+    """The manifest of the first VM, of the newest commit that can be read."""
+    for number, commit in enumerate(catalog.newest_commits(here.store, here.keys)):
+        if number == _MANIFESTS_MAX:
+            break
+        try:
+            if 0 in commit.manifests:
+                return catalog.load_node(here.store, here.keys, commit, 0)
+        except CorruptError:
+            continue
+    return None
+
+
+def _subject(read: _Bucket) -> Subject:
+    config, notes = read.config, list[str]()
+    gpus = _gpus(read)
+    figures = _measurements(read)
+    cost_s = _save_cost_s(read, gpus, notes)
+    preemptions = tuple(each for each in read.loss.interruptions if not each.is_same_vm)
+    job = Job(
+        gpus=gpus,
+        nodes=read.newest.nodes,
+        measured=figures,
+        save_cost_s=cost_s,
+        interval_s=0.0,
+        stall_s=_stall_s(preemptions, cost_s),
+        down_s=_down_s(preemptions, figures, notes),
+        kinds=(),
+        reserve_s=config.deadline.reserve_s,
+        follow_ups=config.trainer.follow_ups,
+        background_bytes_per_s=config.flush.background_bytes_per_s,
+    )
+    kinds, silent = _kinds(read, job, preemptions, notes)
+    job = replace(job, kinds=kinds)
+    job = replace(job, interval_s=_interval_s(read, job, notes))
+    notices = _notices(read)
+    return Subject(
+        name=read.run,
+        job=job,
+        setup=_setup(read, gpus),
+        notices=notices,
+        headline=_headline(job, notices),
+        upkeep=_upkeep(read, job),
+        loss=read.loss,
+        rests_on=_rests_on(read, len(preemptions), silent),
+        assumed=tuple(notes),
+    )
+
+
+# ---------------------------------------------------------------- the job and its checkpoints
+
+
+def _gpus(read: _Bucket) -> int:
+    newest = read.lives[-1]
+    if newest.resumption is not None:
+        return newest.resumption.ranks
+    return newest.ending.ranks or 1
+
+
+def _measurements(read: _Bucket) -> Measurements:
+    """The figures of the newest manifest, as the next VM reads them."""
+    known = pace.inherited(pace.UNKNOWN, read.newest.pace)
+    files = ((shard.path, shard.size_bytes) for shard in read.newest.shards)
+    return Measurements(
+        save_s=None if known.save_s is None else known.save_s.mean,
+        save_bytes=read.newest.size_bytes,
+        step_s=read.lives[-1].ending.step_s,
+        last_share=last_share(read.newest.framework, files),
+        pace=known,
+    )
+
+
+def _recent(read: _Bucket) -> Iterator[RecordedCommit]:
+    """Periodic commits that no retention has thinned out."""
+    newest_s = max((c.created_wall_s for c in read.commits if c.created_wall_s), default=0.0)
+    since_s = newest_s - read.config.retention.keep_within_s
+    for commit in read.commits:
+        is_recent = commit.created_wall_s is not None and commit.created_wall_s >= since_s
+        if is_recent and commit.kind is CheckpointKind.PERIODIC:
+            yield commit
+
+
+def _by_generation(read: _Bucket) -> Mapping[int, list[RecordedCommit]]:
+    found: defaultdict[int, list[RecordedCommit]] = defaultdict(list)
+    for commit in _recent(read):
+        found[commit.ref.generation].append(commit)
+    return found
+
+
+def _save_cost_s(read: _Bucket, gpus: int, notes: list[str]) -> float:
+    """Time for which training stood still for checkpoints, by the number of periodic commits.
+
+    The oldest of these generations is left out: some of its commits may be deleted.
+    """
+    commits = _by_generation(read)
+    complete = sorted(commits)[1:] if len(commits) > 1 else sorted(commits)
+    saves_s = {life.generation: life.ending.saves_s for life in read.lives}
+    counted = [number for number in complete if saves_s.get(number) is not None]
+    count = sum(len(commits[number]) for number in counted)
+    if count:
+        return sum(saves_s[number] or 0.0 for number in counted) / count
+    cost_s = read.newest.size_bytes * read.newest.nodes / gpus / SNAPSHOT_BYTES_PER_S
+    notes.append(f"a checkpoint stops training for {human_s(cost_s)}: no farewell shows it yet")
+    return cost_s
+
+
+def _interval_s(read: _Bucket, job: Job, notes: list[str]) -> float:
+    """The usual training time between two commits."""
+    gaps_s = [
+        later.created_wall_s - earlier.created_wall_s - job.save_cost_s
+        for commits in _by_generation(read).values()
+        for earlier, later in pairwise(commits)
+        if later.created_wall_s is not None and earlier.created_wall_s is not None
+    ]
+    usual_s = median(gaps_s) if gaps_s else 0.0
+    if usual_s > 0:
+        return usual_s
+    configured_s = read.config.run.checkpoint_interval_s
+    interval_s = best_interval(job).best_s if configured_s is None else configured_s
+    notes.append(f"a checkpoint every {human_s(interval_s)}: the bucket does not show the interval")
+    return interval_s
+
+
+def _setup(read: _Bucket, gpus: int) -> Setup:
+    ranks = max(1, gpus // read.newest.nodes)
+    sizes: defaultdict[str, int] = defaultdict(int)
+    for shard in read.newest.shards:
+        sizes[shard.path.partition("/")[0]] += shard.size_bytes
+    is_known = read.newest.framework == "swansong" and read.newest.size_bytes > 0
+    return Setup(
+        ranks=ranks,
+        busiest_share=max(sizes.values()) / read.newest.size_bytes if is_known else None,
+        has_prefetch=read.config.restore.prefetch,
+        configured_interval_s=read.config.run.checkpoint_interval_s,
+    )
+
+
+# ---------------------------------------------------------------- interruptions
+
+
+def _stall_s(preemptions: tuple[Interruption, ...], cost_s: float) -> float:
+    known_s = [each.stall_s for each in preemptions if each.stall_s is not None]
+    return fmean(known_s) if known_s else 2 * cost_s
+
+
+def _down_s(
+    preemptions: tuple[Interruption, ...], figures: Measurements, notes: list[str]
+) -> dict[str, float]:
+    if preemptions:
+        return {
+            part: fmean(each.parts_s.get(part) or 0.0 for each in preemptions)
+            for part in (*PARTS, "unknown")
+        }
+    per_byte = figures.pace.send_s_per_byte
+    fetch_s = 0.0 if per_byte is None else per_byte.mean * (figures.save_bytes or 0)
+    notes.append(
+        f"{human_s(sum(DOWN_S.values()))} without training after an interruption, besides the fetch"
+    )
+    return {**DOWN_S, "fetch": fetch_s}
+
+
+def _kinds(
+    read: _Bucket, job: Job, preemptions: tuple[Interruption, ...], notes: list[str]
+) -> tuple[tuple[Kind, ...], int]:
+    """The interruptions by their notice, and the number of those without a usable one.
+
+    An evacuation that had enough time, and was not SAFE, counts as one without a usable notice.
+    """
+    graces_s: defaultdict[str, list[float]] = defaultdict(list)
+    silent = 0
+    for each in preemptions:
+        evacuation = _evacuation(read, each)
+        grace_s = 0.0 if evacuation is None else _grace_s(read, evacuation)
+        has_time = job.forecast.chance(grace_s, job.reserve_s) > 0
+        if evacuation is None or (has_time and evacuation.verdict is not Verdict.SAFE):
+            silent += 1
+        else:
+            graces_s[evacuation.source].append(grace_s)
+    observed_s = read.loss.wall_s
+    days = max(observed_s, 1.0) / DAY_S
+    mtbf_s = expected_mtbf_s(
+        read.config.run.mtbf_s, History(observed_s=observed_s, uncovered=silent)
+    )
+    notes.append(
+        f"one more interruption without a notice than the {silent} seen, in {human_s(observed_s)} and "
+        f"run.mtbf_s = {human_s(read.config.run.mtbf_s)}"
+    )
+    kinds = [Kind(source="", per_day=DAY_S / mtbf_s)]
+    for source, found_s in sorted(graces_s.items()):
+        per_day = len(found_s) / days
+        kinds.append(Kind(source=source, grace_s=median(found_s), per_day=per_day))
+    return tuple(kinds), silent
+
+
+def _evacuation(read: _Bucket, each: Interruption) -> RecordedEvacuation | None:
+    """The evacuation before the end of the VM; None without one."""
+    found = [
+        evacuation
+        for evacuation in read.evacuations
+        if evacuation.generation == each.after_generation
+        and each.ended_wall_s <= evacuation.opened_wall_s + _grace_s(read, evacuation) + _OUTLIVED_S
+    ]
+    return max(found, key=lambda evacuation: evacuation.opened_wall_s, default=None)
+
+
+def _grace_s(read: _Bucket, evacuation: RecordedEvacuation) -> float:
+    """Time from the begin of the evacuation to its deadline."""
+    if evacuation.deadline_s is not None:
+        return evacuation.deadline_s
+    usual = (kind.grace_s for kind in _possible(read) if kind.source == evacuation.source)
+    return min(usual, default=0.0)
+
+
+# ---------------------------------------------------------------- notices
+
+
+def _possible(read: _Bucket) -> tuple[NoticeKind, ...]:
+    return possible_notice_kinds(read.config.sources, read.config.deadline)
+
+
+def _notices(read: _Bucket) -> tuple[tuple[str, float], ...]:
+    """The notices that a VM of this run may get."""
+    seen = {evacuation.source.partition(".")[0] for evacuation in read.evacuations} & {"aws", "gcp"}
+    cloud = read.config.sources.cloud
+    clouds = (seen or {"aws", "gcp"}) if cloud == "auto" else {cloud}
+    sources = read.config.sources
+    has_end = sources.end_at is not None or sources.max_run_duration_s is not None
+    return tuple(
+        (kind.source, kind.grace_s)
+        for kind in _possible(read)
+        if (has_end or not kind.is_scheduled)
+        and kind.source.partition(".")[0] in {*clouds, "logind", "host", "deadline"}
+    )
+
+
+def _headline(job: Job, notices: tuple[tuple[str, float], ...]) -> tuple[str, float]:
+    """The most frequent notice of the run; else the shortest one of a cloud."""
+    noticed = [kind for kind in job.kinds if kind.grace_s > 0]
+    if noticed:
+        usual = max(noticed, key=lambda kind: kind.per_day)
+        return usual.source, usual.grace_s
+    of_clouds = [each for each in notices if "." in each[0]]
+    return min(of_clouds or notices, key=lambda each: each[1])
+
+
+# ---------------------------------------------------------------- storage, and the basis
+
+
+def _upkeep(read: _Bucket, job: Job) -> Upkeep:
+    part_bytes = read.config.flush.part_size_bytes
+    parts = [-(-stored.size_bytes // part_bytes) for stored in read.newest.objects]
+    writes = sum(1 if count <= 1 else count + 2 for count in parts) + 1
+    return upkeep(
+        job,
+        stored_bytes=float(sum(commit.bytes_sent for commit in read.commits)),
+        writes_per_save=writes * read.newest.nodes,
+        reads_per_restore=(sum(parts) + 1) * read.newest.nodes,
+    )
+
+
+def _rests_on(read: _Bucket, preemptions: int, silent: int) -> str:
+    days = max(read.loss.wall_s, 1.0) / DAY_S
+    low, high = (bound / days for bound in poisson_interval(preemptions))
+    return (
+        f"{len(read.commits)} commits and {preemptions} interruptions in {human_s(read.loss.wall_s)}: "
+        f"{preemptions / days:.2g} a day (95 %: {low:.2g} to {high:.2g}), {silent} of them without a "
+        "usable notice"
+    )

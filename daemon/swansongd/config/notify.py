@@ -1,0 +1,149 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The section ``[notify]``: webhook, heartbeat and command of the operator."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+from urllib.parse import urlsplit
+
+from swansongd.config import values as read
+from swansongd.config.values import InvalidValue, key
+
+KINDS = ("notice", "verdict", "stall", "blind", "margin", "resumption")
+PAGERDUTY_URL = "https://events.pagerduty.com/v2/enqueue"
+_URL_CHARS_MAX = 2048
+_KINDS_REMEDY = f"give a list of {', '.join(KINDS)}"
+_ARGUMENTS_MAX = 64
+_ARGUMENT_CHARS_MAX = 4096
+
+
+def url(value: object) -> str:
+    """An address for notifications.  It may contain a secret, so that errors do not show it."""
+    remedy = "give https://HOST/PATH, or http://127.0.0.1:PORT/PATH for a receiver on this VM"
+    text = value if isinstance(value, str) else ""
+    try:
+        parts = urlsplit(text)
+        is_address = parts.scheme in ("http", "https") and parts.hostname
+        is_port = parts.port is None or parts.port > 0
+    except ValueError:
+        is_address, is_port = "", False
+    is_plain = text.isascii() and text.isprintable() and " " not in text
+    if not (is_address and is_port and is_plain and len(text) <= _URL_CHARS_MAX):
+        raise InvalidValue("is not an HTTP address", remedy, shown="***")
+    if "@" in parts.netloc:
+        remedy = "put a token into notify.token_file"
+        raise InvalidValue("contains a user name or password", remedy, shown="***")
+    return text
+
+
+def is_encrypted_or_local(address: str) -> bool:
+    """Whether no other machine can read the requests to this address on their way."""
+    parts = urlsplit(address)
+    host = parts.hostname or ""
+    if parts.scheme == "https" or host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def secret_file(value: object) -> str:
+    """An absolute path, or ``credential:NAME`` for a credential of systemd."""
+    remedy = "give an absolute path, or credential:NAME for a LoadCredential= of the unit"
+    text = value if isinstance(value, str) else ""
+    if re.fullmatch(r"credential:[A-Za-z0-9_][A-Za-z0-9_.-]{0,99}", text):
+        return text
+    try:
+        return str(read.path(value))
+    except InvalidValue:
+        raise InvalidValue("is not a secret file", remedy, shown="***") from None
+
+
+def kind_list(value: object) -> tuple[str, ...]:
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise InvalidValue("is not a list of strings", _KINDS_REMEDY)
+    unknown = [item for item in value if item not in KINDS]
+    if unknown:
+        raise InvalidValue(f"contains {unknown[0]!r:.40}, which is not a kind", _KINDS_REMEDY)
+    return tuple(value)
+
+
+def command(value: object) -> tuple[str, ...]:
+    """A program with its arguments; no shell interprets them."""
+    remedy = 'give a list such as ["/usr/local/bin/replace-vm", "--group", "trainers"]'
+    is_list = isinstance(value, list) and len(value) <= _ARGUMENTS_MAX
+    words = list(value) if is_list and isinstance(value, list) else [None]
+    is_text = all(isinstance(word, str) and "\0" not in word for word in words)
+    if not is_text or any(len(str(word)) > _ARGUMENT_CHARS_MAX for word in words):
+        raise InvalidValue("is not a list of strings", remedy)
+    if words and (not str(words[0]).startswith("/") or "=" in str(words[0])):
+        raise InvalidValue("does not begin with the absolute path of a program", remedy)
+    return tuple(str(word) for word in words)
+
+
+_section = dataclass(frozen=True, slots=True, kw_only=True)
+
+
+@_section
+class NotifyConfig:
+    """Receivers of notifications.  Without an address and a command there are none."""
+
+    webhook_url: str | None = key(url, default=None)
+    webhook_url_file: str | None = key(secret_file, default=None)
+    """File with the address, for an address that is a secret."""
+    preset: Literal["json", "slack", "pagerduty", "cloudevents"] = key(
+        read.one_of("json", "slack", "pagerduty", "cloudevents"), default="json"
+    )
+    template_file: Path | None = key(read.path, default=None)
+    """Body of the request with placeholders, in place of the preset's."""
+    token_file: str | None = key(secret_file, default=None)
+    """Bearer token of the webhook; for ``pagerduty`` the routing key."""
+    kinds: tuple[str, ...] = key(kind_list, default=KINDS)
+    ca_bundle: Path | None = key(read.path, default=None)
+    """None: the certificate authorities of the system."""
+    allow_http: bool = key(read.yes_or_no, default=False)
+    """Send to other machines without encryption."""
+    heartbeat_url: str | None = key(url, default=None)
+    heartbeat_url_file: str | None = key(secret_file, default=None)
+    heartbeat_interval_s: float = key(read.duration, default=300.0)
+    exec: tuple[str, ...] = key(command, default=())
+    exec_on: tuple[str, ...] = key(kind_list, default=("notice",))
+    exec_timeout_s: float = key(read.duration, default=60.0)
+
+    @property
+    def has_webhook(self) -> bool:
+        return bool(self.webhook_url or self.webhook_url_file or self.preset == "pagerduty")
+
+    @property
+    def has_heartbeat(self) -> bool:
+        return bool(self.heartbeat_url or self.heartbeat_url_file)
+
+
+def conflicts(values: Mapping[str, Any]) -> list[str]:
+    """Conflicts between values that are each valid, one line each."""
+    problems = []
+    for name in ("webhook_url", "heartbeat_url"):
+        address = values.get(name)
+        if address and values.get(f"{name}_file"):
+            problems.append(f"notify.{name}: must not be set together with notify.{name}_file")
+        if address and not values.get("allow_http") and not is_encrypted_or_local(address):
+            problems.append(
+                f"notify.{name}: would send without encryption; use https, or set notify.allow_http"
+            )
+    if values.get("preset") == "pagerduty" and not values.get("token_file"):
+        problems.append(
+            "notify.token_file: is missing (got nothing); "
+            "the preset pagerduty needs the file with the routing key"
+        )
+    if values.get("preset", "json") != "json" and values.get("template_file"):
+        problems.append("notify.template_file: must not be set together with notify.preset")
+    has_webhook = values.get("webhook_url") or values.get("webhook_url_file")
+    if values.get("preset", "json") not in ("json", "pagerduty") and not has_webhook:
+        problems.append(f"notify.preset: {values['preset']} needs notify.webhook_url_file")
+    return problems

@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exporter: metrics of runs, read from their buckets, without a VM."""

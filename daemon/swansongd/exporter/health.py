@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exporter's own health: requests, errors and read times of each store."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swansongd.errors import CorruptError, NotFound, StoreError, TooLarge, Transient
+from swansongd.stores.base import ObjectStore
+from swansongd.stores.wrappers.retry import Retrying
+
+T = TypeVar("T")
+
+OPERATIONS = ("get", "head", "list")
+ERRORS = ("transient", "refused", "not_found", "too_large", "corrupt", "unexpected")
+_CALL_BUDGET_S = 10.0
+"""Time in which one failed request is retried; the next reading follows soon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthFigures:
+    """The health of a store at one moment."""
+
+    url: str
+    is_up: bool
+    read_wall_s: float | None
+    """End of the last reading without an error."""
+    took_s: float | None
+    """Duration of the last reading."""
+    requests: Mapping[str, int]
+    """Since the start of the exporter, by operation; retries count."""
+    errors: Mapping[str, int]
+    """The same, by kind."""
+    runs: int
+    runs_failing: int
+    runs_left_out: int
+
+
+class StoreHealth:
+    """Collects the health of one store; safe to use from several threads."""
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._lock = threading.Lock()
+        self._requests: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._is_up = False
+        self._read_wall_s: float | None = None
+        self._took_s: float | None = None
+        self._runs = self._runs_failing = self._runs_left_out = 0
+
+    def requested(self, operation: str) -> None:
+        with self._lock:
+            self._requests[operation] += 1
+
+    def failed(self, error: Exception) -> None:
+        with self._lock:
+            self._errors[kind_of(error)] += 1
+
+    def read(
+        self,
+        *,
+        is_up: bool,
+        took_s: float,
+        now_wall_s: float,
+        runs: int = 0,
+        failing: int = 0,
+        left_out: int = 0,
+    ) -> None:
+        """Record the end of a reading."""
+        with self._lock:
+            self._is_up = is_up
+            self._took_s = took_s
+            self._runs, self._runs_failing, self._runs_left_out = runs, failing, left_out
+            if is_up:
+                self._read_wall_s = now_wall_s
+
+    def figures(self) -> HealthFigures:
+        with self._lock:
+            return HealthFigures(
+                url=self.url,
+                is_up=self._is_up,
+                read_wall_s=self._read_wall_s,
+                took_s=self._took_s,
+                requests={name: self._requests[name] for name in OPERATIONS},
+                errors={kind: self._errors[kind] for kind in ERRORS},
+                runs=self._runs,
+                runs_failing=self._runs_failing,
+                runs_left_out=self._runs_left_out,
+            )
+
+
+def kind_of(error: Exception) -> str:
+    """The kind of an error, as in ``swansong_store_errors_total``."""
+    match error:
+        case Transient():
+            return "transient"
+        case NotFound():
+            return "not_found"
+        case TooLarge():
+            return "too_large"
+        case StoreError():
+            return "refused"
+        case CorruptError():
+            return "corrupt"
+        case _:
+            return "unexpected"
+
+
+class ReadOnly(Retrying):
+    """A store that only reads, retries, and counts its requests.
+
+    Args:
+        store: the store that sends the requests.
+        health: counts each attempt.
+        stop: ends every wait.
+    """
+
+    def __init__(self, store: ObjectStore, health: StoreHealth, stop: threading.Event) -> None:
+        super().__init__(
+            store,
+            give_up_mono_s=lambda: None,
+            budget_s=_CALL_BUDGET_S,
+            stop=stop,
+            attempted=self._attempted_one,
+        )
+        self._health = health
+
+    def _attempted_one(self, _began_mono_s: float, error: StoreError | None) -> None:
+        if error is not None:
+            self._health.failed(error)
+
+    def _try(self, call: str, attempt: Callable[[], T]) -> T:
+        operation = call.partition(" ")[0]
+        if operation not in OPERATIONS:
+            raise AssertionError(f"the exporter only reads, and {call} is not a read")
+
+        def counted() -> T:
+            self._health.requested(operation)
+            return attempt()
+
+        return super()._try(call, counted)

@@ -1,0 +1,287 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads all runs of a store at an interval, in a thread of its own.
+
+A scrape never waits for a store: it gets the figures of the last reading.  A store or a run that fails keeps
+its old figures, and the failure is counted.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import structlog
+
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import Signer
+from swansongd.config.values import InvalidValue, run_name
+from swansongd.errors import CorruptError, Stopped, StoreError
+from swansongd.exporter.figures import RunFigures
+from swansongd.exporter.health import ReadOnly, StoreHealth
+from swansongd.exporter.listing import listed
+from swansongd.exporter.run import RunReader
+from swansongd.observe.cost import Prices
+from swansongd.stores.base import ObjectStore, all_pages
+from swansongd.util.threads import parallel
+
+RUNS_AT_ONCE = 4
+FOLDERS_MAX = 10_000
+"""Limit of the folders that are examined for runs."""
+FAILURES_MAX = 3
+"""After this number of runs that failed, the others wait for the next reading."""
+IDLE_SHARE = 60
+"""A run without a new object for an hour is read after a further minute, and so on."""
+IDLE_S_MAX = 3600.0
+"""A run is read at least at this interval."""
+REFUSED_S = 600.0
+"""A run that the store refuses, or that has too many keys, is read again after this time."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Source:
+    """A store to read."""
+
+    store: ObjectStore
+    mirror: ObjectStore | None = None
+    signer: Signer | None = None
+    runs: tuple[str, ...] = ()
+    """Names of the runs to read; empty: all."""
+
+
+class StoreReader:
+    """Reads the runs of one store.
+
+    Args:
+        health: of the store.
+        mirror_health: of its mirror.
+        runs_max: limit of the runs.
+        stop: ends the thread.
+        monotonic, wall: the clocks.
+    """
+
+    def __init__(
+        self,
+        source: Source,
+        health: StoreHealth,
+        mirror_health: StoreHealth | None,
+        *,
+        interval_s: float,
+        runs_max: int,
+        prices: Prices | None,
+        stop: threading.Event,
+        monotonic: Callable[[], float] = time.monotonic,
+        wall: Callable[[], float] = time.time,
+    ) -> None:
+        self.url = source.store.url
+        self._source = source
+        self._health = health
+        self._mirror_health = mirror_health
+        self._store = ReadOnly(source.store, health, stop)
+        self._mirror = (
+            None
+            if source.mirror is None or mirror_health is None
+            else ReadOnly(source.mirror, mirror_health, stop)
+        )
+        self._interval_s = interval_s
+        self._runs_max = runs_max
+        self._prices = prices
+        self._stop = stop
+        self._monotonic = monotonic
+        self._wall = wall
+        self._lock = threading.Lock()
+        """Guards everything below."""
+        self._readers: dict[str, RunReader] = {}
+        self._figures: dict[str, RunFigures] = {}
+        self._due_mono_s: dict[str, float] = {}
+        self._left_out: set[str] = set()
+        self._failing: set[str] = set()
+
+    def start(self) -> None:
+        """Start the thread.  Returns immediately."""
+        threading.Thread(target=self._run, name="exporter-reader", daemon=True).start()
+
+    def figures(self) -> list[RunFigures]:
+        """The figures of all runs as they were read last."""
+        with self._lock:
+            return list(self._figures.values())
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            try:
+                self.read()
+            except Exception as error:  # the next reading may succeed
+                self._health.failed(error)
+                _log.exception("exporter_fault", store=self.url)
+            self._stop.wait(self._interval_s)
+
+    def read(self) -> bool:
+        """Read the runs that are due; False if the store, a run or the mirror failed."""
+        began_mono_s = self._monotonic()
+        reading = _Reading()
+        due: list[str] = []
+        try:
+            names = self._names()
+            self._forget(names)
+            due = [name for name in names if self._due_mono_s.get(name, 0.0) <= began_mono_s]
+            parallel(
+                due,
+                lambda name: self._read_run(name, reading),
+                threads=min(RUNS_AT_ONCE, len(due)),
+                stop=self._stop,
+            )
+        except Stopped:
+            return False
+        except StoreError as error:
+            reading.failures += 1
+            _log.warning("runs_not_listed", store=self.url, reason=error.line())
+        now_wall_s = self._wall()
+        took_s = self._monotonic() - began_mono_s
+        with self._lock:
+            runs, failing = len(self._figures), len(self._failing)
+            left_out = len(self._left_out)
+            is_refused = bool(due) and self._failing.issuperset(due)
+        self._health.read(
+            is_up=not reading.failures and not is_refused,
+            took_s=took_s,
+            now_wall_s=now_wall_s,
+            runs=runs,
+            failing=failing,
+            left_out=left_out,
+        )
+        if self._mirror_health is not None and reading.has_mirror:
+            self._mirror_health.read(
+                is_up=not reading.mirror_failures, took_s=took_s, now_wall_s=now_wall_s
+            )
+        return not (reading.failures or failing or reading.mirror_failures)
+
+    # ------------------------------------------------------------ the names of the runs
+
+    def _names(self) -> Sequence[str]:
+        """The folders of the store that may be runs."""
+        if self._source.runs:
+            return self._source.runs
+        found: set[str] = set()
+        for name in all_pages("list the runs", lambda token: self._store.folders("", token)):
+            try:
+                found.add(str(run_name(name)))
+            except InvalidValue:
+                continue
+            if len(found) == FOLDERS_MAX:
+                _log.warning(
+                    "folders_left_out",
+                    store=self.url,
+                    limit=FOLDERS_MAX,
+                    hint="Name the runs with --run",
+                )
+                break
+        return sorted(found)
+
+    def _forget(self, names: Sequence[str]) -> None:
+        """Forget the runs that the store does not have any more."""
+        kept = set(names)
+        with self._lock:
+            for table in (self._readers, self._figures, self._due_mono_s):
+                for name in [name for name in table if name not in kept]:
+                    del table[name]
+            self._left_out &= kept
+            self._failing &= kept
+
+    # ------------------------------------------------------------ one run
+
+    def _read_run(self, name: str, reading: _Reading) -> None:
+        if reading.failures >= FAILURES_MAX:
+            return
+        try:
+            self._refresh(name, reading)
+            with self._lock:
+                self._failing.discard(name)
+        except Stopped:
+            raise
+        except StoreError as error:  # the attempts were counted
+            _log.warning("run_not_read", store=self.url, run=name, reason=error.line())
+            if error.retryable:
+                reading.failures += 1
+            else:
+                self._give_up(name)
+        except Exception as error:
+            self._health.failed(error)
+            _log.exception("exporter_fault", store=self.url, run=name)
+            self._give_up(name)
+
+    def _give_up(self, name: str) -> None:
+        with self._lock:
+            self._failing.add(name)
+            self._due_mono_s[name] = self._monotonic() + REFUSED_S
+
+    def _refresh(self, name: str, reading: _Reading) -> None:
+        keys = RunKeys(name, self._source.signer)
+        listing = listed(self._store, keys)
+        if not listing.is_run:
+            self._postpone(name, IDLE_S_MAX)
+            return
+        reader = self._reader(name, keys)
+        if reader is None:
+            self._postpone(name, IDLE_S_MAX)
+            return
+        found = reader.read(listing, self._wall())
+        if self._mirror is not None:
+            found = self._with_mirror(found, reader, self._mirror, reading)
+        with self._lock:
+            self._figures[name] = found
+        self._postpone(name, (listing.newest_age_s or 0.0) / IDLE_SHARE)
+
+    def _reader(self, name: str, keys: RunKeys) -> RunReader | None:
+        """The reader of a run; None if there are too many runs."""
+        with self._lock:
+            if name not in self._readers and len(self._readers) >= self._runs_max:
+                if name not in self._left_out:
+                    self._left_out.add(name)
+                    _log.warning(
+                        "run_left_out",
+                        store=self.url,
+                        run=name,
+                        limit=self._runs_max,
+                        hint="Raise --runs-max, or name the runs with --run",
+                    )
+                return None
+            self._left_out.discard(name)
+            if name not in self._readers:
+                self._readers[name] = RunReader(
+                    self._store, keys, self._prices, stop=self._stop, monotonic=self._monotonic
+                )
+            return self._readers[name]
+
+    def _postpone(self, name: str, idle_s: float) -> None:
+        """Read the run again after this time, but not sooner than the interval and within an hour."""
+        wait_s = min(max(idle_s, self._interval_s / 2), max(IDLE_S_MAX, self._interval_s))
+        with self._lock:
+            self._due_mono_s[name] = self._monotonic() + wait_s
+
+    def _with_mirror(
+        self, found: RunFigures, reader: RunReader, mirror: ObjectStore, reading: _Reading
+    ) -> RunFigures:
+        """The figures with the lag of the mirror; if the mirror fails, with the old lag."""
+        reading.has_mirror = True
+        try:
+            return replace(found, mirror=reader.mirror_lag(mirror, found.generation))
+        except (StoreError, CorruptError) as error:
+            reading.mirror_failures += 1
+            if isinstance(error, CorruptError) and self._mirror_health is not None:
+                self._mirror_health.failed(error)
+            _log.warning("mirror_lag_unknown", store=mirror.url, run=found.run, reason=error.line())
+        with self._lock:
+            old = self._figures.get(found.run)
+        return found if old is None else replace(found, mirror=old.mirror)
+
+
+@dataclass(slots=True)
+class _Reading:
+    """Counts of one reading.  Threads may lose a count, and a failure is never lost."""
+
+    failures: int = 0
+    mirror_failures: int = 0
+    has_mirror: bool = False

@@ -1,0 +1,184 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Runs the operator's command for notifications, with the facts in its environment."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+
+import structlog
+
+from swansongd.config.notify import NotifyConfig
+from swansongd.notifications.outbox import Outbox
+from swansongd.notifications.record import Record
+from swansongd.observe.notifications import DRILL, Kind, Notification, Origin, fields
+
+NAME = "exec"
+OUTPUT_BYTES_MAX = 400
+"""The end of the output, for the log."""
+_POLL_S = 0.1
+_READ_BYTES = 2**16
+"""Read in each interval: a command that prints more waits, and takes no time from the daemon."""
+_INHERITED = (
+    "PATH", "LANG", "LC_ALL", "TZ", "HOME",
+    "AWS_CONFIG_FILE", "AWS_SHARED_CREDENTIALS_FILE", "AWS_REGION", "AWS_DEFAULT_REGION", "CLOUDSDK_CONFIG",
+    "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY", "http_proxy", "https_proxy", "no_proxy",
+)  # fmt: skip
+"""Variables of the daemon that the command gets.  None of them contains a secret of ``[notify]``."""
+_LAUNCHER = "/usr/bin/env"
+"""On the root file system.  Between fork and exec the interpreter stands still, which a command on a file
+server that hangs would prolong without limit."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """The end of a command."""
+
+    code: int | None
+    """The exit code, negative for a signal; None: it was killed after the time limit."""
+    output: str
+    seconds: float
+
+
+class Command:
+    """One thread that runs the command for the notifications of its outbox, one after another.
+
+    It runs once for each problem that begins, and never again after the daemon was killed meanwhile: to order
+    two VMs is worse than to order none.  Drills and ends of problems do not run it.
+
+    Args:
+        config: with a command.
+        origin: of all notifications.
+        record: remembers which were begun.
+    """
+
+    def __init__(self, config: NotifyConfig, origin: Origin, record: Record) -> None:
+        self.outbox = Outbox()
+        self._config = config
+        self._origin = origin
+        self._record = record
+        self._stop = threading.Event()
+
+    def start(self) -> None:
+        threading.Thread(target=self._run, name="notify-exec", daemon=True).start()
+
+    def stop(self) -> None:
+        """Kill the command that runs."""
+        self._stop.set()
+
+    def put(self, notification: Notification) -> None:
+        """Queue a notification, unless the command is not for it or has run for it."""
+        is_wanted = notification.kind.value in self._config.exec_on and notification.source != DRILL
+        is_end = notification.is_over and notification.kind not in (Kind.VERDICT, Kind.RESUMPTION)
+        if is_wanted and not is_end and not self._record.has(_key(notification)):
+            self.outbox.put(notification)
+
+    def _run(self) -> None:
+        while True:
+            notification = self.outbox.take().notification
+            self._record.add(_key(notification))
+            try:
+                done = run_bounded(
+                    self._config.exec,
+                    environment(fields(self._origin, notification)),
+                    timeout_s=self._config.exec_timeout_s,
+                    stop=self._stop,
+                )
+            except OSError as error:
+                done = Outcome(127, error.strerror or type(error).__name__, 0.0)
+            self._finished(notification, done)
+
+    def _finished(self, notification: Notification, done: Outcome) -> None:
+        how = "was killed after the time limit" if done.code is None else f"ended with {done.code}"
+        error = "" if done.code == 0 else f"the command {how}"
+        self.outbox.finish(error)
+        facts = {
+            "kind": notification.kind.value,
+            "exit_code": done.code,
+            "seconds": round(done.seconds, 1),
+            "output": done.output,
+        }
+        if error:
+            _log.error("notification_command", **facts)
+        else:
+            _log.info("notification_command", **facts)
+
+
+def environment(
+    facts: Mapping[str, object], inherited: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """The environment of the command: a few variables of the daemon, and the facts as ``SWANSONG_...``.
+
+    Unknown values are empty.  Control characters of texts were escaped before.
+    """
+    made = {name: inherited[name] for name in _INHERITED if name in inherited}
+    for name, value in facts.items():
+        text = "" if value is None or value is False else "1" if value is True else str(value)
+        made["SWANSONG_EVENT" if name == "kind" else f"SWANSONG_{name.upper()}"] = text
+    return made
+
+
+def run_bounded(
+    command: tuple[str, ...],
+    variables: Mapping[str, str],
+    *,
+    timeout_s: float,
+    stop: threading.Event,
+) -> Outcome:
+    """Run a command in a process group of its own, and kill the group at its end or after the limit.
+
+    Raises:
+        OSError: it cannot be started.
+    """
+    began_mono_s = time.monotonic()
+    process = subprocess.Popen(  # noqa: S603 - the command is from the configuration
+        [_LAUNCHER, *command],
+        env=dict(variables),
+        cwd="/",
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    assert process.stdout is not None
+    with process.stdout:
+        fd = process.stdout.fileno()
+        os.set_blocking(fd, False)
+        output = b""
+        has_time = True
+        while has_time and not _has_ended(process.pid):
+            output = _read(fd, output)
+            is_stopped = stop.wait(_POLL_S)
+            has_time = not is_stopped and time.monotonic() - began_mono_s < timeout_s
+        # The group's number is not free before the process is waited for.
+        with suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        output = _read(fd, output)
+        code = process.wait()
+    text = output.decode(errors="replace").strip()
+    return Outcome(code if has_time else None, text, time.monotonic() - began_mono_s)
+
+
+def _has_ended(pid: int) -> bool:
+    """Whether the process has ended; it stays a zombie."""
+    return os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+
+
+def _read(fd: int, output: bytes) -> bytes:
+    try:
+        data = os.read(fd, _READ_BYTES)
+    except BlockingIOError:
+        data = b""
+    return (output + data)[-OUTPUT_BYTES_MAX:]
+
+
+def _key(notification: Notification) -> str:
+    return f"{NAME} {notification.key}"

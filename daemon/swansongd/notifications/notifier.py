@@ -1,0 +1,169 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The observer of decisions that hands notifications to the threads that send them."""
+
+from __future__ import annotations
+
+import platform
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+
+import structlog
+
+from swansongd.config.notify import NotifyConfig
+from swansongd.core.events import Action, Event
+from swansongd.core.state import State
+from swansongd.notifications import webhook
+from swansongd.notifications.command import Command
+from swansongd.notifications.delivery import warm
+from swansongd.notifications.heartbeat import Heartbeat
+from swansongd.notifications.record import Record
+from swansongd.notifications.webhook import Webhook
+from swansongd.observe.conditions import Watch
+from swansongd.observe.heartbeat import why_silent
+from swansongd.observe.notifications import Notification, Origin, caused
+from swansongd.util.rates import TokenBucket
+
+SETTLE_S = 15.0
+"""A condition that holds, or has ended, for a shorter time causes no notification."""
+AT_ONCE, PER_S = 20, 1 / 60
+"""Notifications of one kind: at once, and on average.  A source may invent any number of notices."""
+_SEEN_MAX = 500
+_LOOK_S = 1.0
+_FAULT_S = 60.0
+_WARM_S = 5.0
+"""Imports for the first notification begin this long after the start, which has more urgent work."""
+_KILL_S = 0.5
+
+_log = structlog.get_logger(__name__)
+
+
+class Notifier:
+    """Sees each decision, and queues the notifications that it causes.
+
+    Args:
+        config: with a webhook, a heartbeat or a command.
+        run, vm: of this daemon.
+        record: remembers what earlier daemons of this boot have sent.
+        settle_s: see :data:`SETTLE_S`.
+    """
+
+    def __init__(
+        self, config: NotifyConfig, *, run: str, vm: str, record: Record, settle_s: float = SETTLE_S
+    ) -> None:
+        origin = Origin(run=run, vm=vm, host=platform.node())
+        self._config = config
+        self._record = record
+        self._webhook = Webhook(config, origin, record) if config.has_webhook else None
+        self._command = Command(config, origin, record) if config.exec else None
+        self._heartbeat = Heartbeat(config, self._why_silent) if config.has_heartbeat else None
+        self._watch = Watch(settle_s, set(record.begun))
+        self._seen: OrderedDict[str, None] = OrderedDict()
+        self._rates: dict[str, TokenBucket] = {}
+        self._lock = threading.Lock()
+        self._limited = 0
+        self._latest: tuple[State, float] | None = None
+        self._never = threading.Event()
+
+    def start(self) -> None:
+        """Start the threads."""
+        for sender in (self._webhook, self._command, self._heartbeat):
+            if sender is not None:
+                sender.start()
+        threading.Thread(target=self._look, name="notify-watch", daemon=True).start()
+
+    def observe(
+        self,
+        before: State,
+        after: State,
+        event: Event,  # noqa: ARG002 - of the protocol Observer
+        actions: Sequence[Action],
+        now_mono_s: float,
+    ) -> None:
+        """Queue the notifications of one decision.  No IO: it takes microseconds."""
+        self._latest = (after, now_mono_s)
+        for made in caused(before, after, actions, now_mono_s=now_mono_s, wall_s=time.time()):
+            self._put(made, now_mono_s)
+
+    def report(self) -> dict[str, object]:
+        """The JSON fields of the status."""
+        return {
+            "webhook": None if self._webhook is None else self._webhook.outbox.report(),
+            "exec": None if self._command is None else self._command.outbox.report(),
+            "heartbeat": None if self._heartbeat is None else self._heartbeat.report(),
+            "limited": self._limited,
+        }
+
+    def close(self, timeout_s: float) -> None:
+        """Send notices and verdicts that are queued, within this time, then kill a command that runs."""
+        end_mono_s = time.monotonic() + timeout_s
+        for sender in (self._webhook, self._command):
+            if sender is not None:
+                sender.outbox.drain(max(0.0, end_mono_s - time.monotonic()))
+        if self._command is not None:
+            self._command.stop()
+            self._command.outbox.drain(_KILL_S)
+
+    def _put(self, notification: Notification, now_mono_s: float) -> None:
+        with self._lock:
+            if notification.ends:
+                self._forget(notification.ends)
+            if notification.key in self._seen:
+                return
+            self._seen[notification.key] = None
+            if len(self._seen) > _SEEN_MAX:
+                self._seen.popitem(last=False)
+            rate = self._rates.setdefault(notification.kind, TokenBucket(AT_ONCE, PER_S))
+            if not rate.take(now_mono_s):
+                self._limited += 1
+                return
+        for sender in (self._webhook, self._command):
+            if sender is not None:
+                sender.put(notification)
+
+    def _forget(self, beginning: str) -> None:
+        """A notice that was withdrawn may come again.  The command does not run for it again."""
+        for key in [key for key in self._seen if key.startswith(beginning)]:
+            del self._seen[key]
+        self._record.forget(f"{webhook.NAME} {beginning}")
+
+    def _look(self) -> None:
+        """Watch the conditions, beside the decision loop: their computation takes a millisecond."""
+        if not self._never.wait(_WARM_S) and (self._webhook or self._heartbeat):
+            warm()
+        while not self._never.wait(_LOOK_S):
+            try:
+                self._look_once()
+            except Exception:
+                _log.exception("worker_fault", worker="notify-watch")
+                self._never.wait(_FAULT_S)
+
+    def _look_once(self) -> None:
+        if self._latest is None:
+            return
+        state, _ = self._latest
+        now_mono_s = time.monotonic()
+        for made in self._watch.look(state, now_mono_s=now_mono_s, wall_s=time.time()):
+            self._put(made, now_mono_s)
+        self._record.set_begun(frozenset(self._watch.begun))
+
+    def _why_silent(self) -> str:
+        if self._latest is None:
+            return "the daemon has just started"
+        state, decided_mono_s = self._latest
+        return why_silent(
+            state,
+            decided_mono_s=decided_mono_s,
+            now_mono_s=time.monotonic(),
+            heartbeat_interval_s=self._config.heartbeat_interval_s,
+        )
+
+
+def open_notifier(
+    config: NotifyConfig, *, run: str, vm: str, own_fd: int, boot_id: str
+) -> Notifier | None:
+    """The notifier of the configuration; None if there is nothing to notify."""
+    if not (config.has_webhook or config.has_heartbeat or config.exec):
+        return None
+    return Notifier(config, run=run, vm=vm, record=Record(own_fd, boot_id=boot_id))

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A bounded outbox of notifications, each with its own time of the next attempt."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swansongd.observe.notifications import Kind, Notification
+from swansongd.util.printable import printable
+
+ENTRIES_MAX = 100
+URGENT = (Kind.NOTICE, Kind.VERDICT)
+"""Sent before the others, and dropped last."""
+
+
+@dataclass
+class Entry:
+    """A notification that waits, or that is being sent."""
+
+    notification: Notification
+    due_mono_s: float = 0.0
+    attempts: int = 0
+
+    @property
+    def is_urgent(self) -> bool:
+        return self.notification.kind in URGENT
+
+
+class Outbox:
+    """Notifications from any thread for one worker.  Urgent ones come first, then in their order.
+
+    A full outbox drops the oldest entry that is not urgent, else the oldest one.
+
+    Args:
+        entries_max: capacity.
+    """
+
+    def __init__(
+        self, entries_max: int = ENTRIES_MAX, *, monotonic: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._entries_max = entries_max
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._waiting: list[Entry] = []
+        self._in_progress: Entry | None = None
+        self._is_draining = False
+        self._sent = 0
+        self._failed = 0
+        self._dropped = 0
+        self._last_error = ""
+
+    def report(self) -> dict[str, object]:
+        """The JSON fields of the status."""
+        with self._changed:
+            return {
+                "queued": len(self._waiting) + (self._in_progress is not None),
+                "sent": self._sent,
+                "failed": self._failed,
+                "dropped": self._dropped,
+                "last_error": self._last_error or None,
+            }
+
+    def put(self, notification: Notification) -> None:
+        """Queue a notification.  Returns at once."""
+        with self._changed:
+            if len(self._waiting) >= self._entries_max:
+                self._drop()
+            self._waiting.append(Entry(notification))
+            self._changed.notify_all()
+
+    def take(self) -> Entry:
+        """The next entry that is due; waits for it.  The worker then calls one of the methods below."""
+        with self._changed:
+            while (entry := self._due()) is None:
+                self._changed.wait(self._wait_s())
+            self._waiting.remove(entry)
+            self._in_progress = entry
+            entry.attempts += 1
+            return entry
+
+    def finish(self, error: str = "") -> None:
+        """The entry in progress was sent; or, with an error, it was given up."""
+        with self._changed:
+            self._note(error)
+            self._in_progress = None
+            self._changed.notify_all()
+
+    def retry(self, after_s: float, error: str) -> None:
+        """The entry in progress failed, and is attempted again after this time."""
+        with self._changed:
+            entry, self._in_progress = self._in_progress, None
+            assert entry is not None
+            if self._is_draining:
+                self._note(error)
+            else:
+                self._last_error = str(printable(error))
+                entry.due_mono_s = self._monotonic() + after_s
+                self._waiting.append(entry)
+            self._changed.notify_all()
+
+    def _note(self, error: str) -> None:
+        self._sent += not error
+        self._failed += bool(error)
+        self._last_error = str(printable(error))
+
+    def drain(self, timeout_s: float) -> bool:
+        """Attempt each urgent entry once more, without a wait; False if not all were attempted in time."""
+        with self._changed:
+            self._is_draining = True
+            self._changed.notify_all()
+            return self._changed.wait_for(lambda: not self._has_urgent(), timeout_s)
+
+    def _has_urgent(self) -> bool:
+        entry = self._in_progress
+        return (entry is not None and entry.is_urgent) or any(e.is_urgent for e in self._waiting)
+
+    def _due(self) -> Entry | None:
+        now = self._monotonic()
+        due = [e for e in self._waiting if e.due_mono_s <= now or self._is_draining]
+        return next((e for e in due if e.is_urgent), due[0] if due else None)
+
+    def _wait_s(self) -> float | None:
+        if not self._waiting:
+            return None
+        return max(0.0, min(e.due_mono_s for e in self._waiting) - self._monotonic())
+
+    def _drop(self) -> None:
+        victim = next((e for e in self._waiting if not e.is_urgent), self._waiting[0])
+        self._waiting.remove(victim)
+        self._dropped += 1

@@ -1,0 +1,138 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Problems that last: a stalled trainer, a blind source, a negative margin.  Pure.
+
+They are found in a state, and not in a transition, so a restart of the daemon neither repeats nor loses their
+begin and their end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from swansongd.core.margin import margins
+from swansongd.core.state import State
+from swansongd.model import Health
+from swansongd.observe.notifications import Importance, Kind, Notification, text
+from swansongd.observe.report import STORE_HEALTH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Condition:
+    """A problem that may last: whether it holds, and its description."""
+
+    kind: Kind
+    source: str = ""
+    holds: bool
+    summary: str
+    reason: str = ""
+    importance: Importance = Importance.WARNING
+
+    def notification(self, group: str, since_wall_s: float, state: State) -> Notification:
+        """The notification of its begin, or of its end."""
+        return Notification(
+            key=f"{group}/{'begun' if self.holds else 'over'}/{since_wall_s:.3f}",
+            group=group,
+            kind=self.kind,
+            is_over=not self.holds,
+            summary=text(self.summary),
+            importance=self.importance if self.holds else Importance.INFO,
+            wall_s=since_wall_s,
+            step=state.training.step,
+            generation=state.generation,
+            reason=text(self.reason),
+            source=text(self.source),
+        )
+
+
+def conditions(state: State) -> dict[str, Condition]:
+    """The known conditions by group.  One that is absent is unknown: its last value remains."""
+    found = {f"blind/{name}": made for name, made in _blind(state).items()}
+    stall = _stall(state)
+    if stall is not None:
+        found["stall"] = stall
+    if state.evacuation is None:
+        found |= {f"margin/{name}": made for name, made in _margins(state).items()}
+    return found
+
+
+def _blind(state: State) -> dict[str, Condition]:
+    found = {}
+    for name, status in state.sources.items():
+        if status.health is Health.DEGRADED:
+            continue
+        is_store, holds = name == STORE_HEALTH, status.health is Health.BLIND
+        what = "The store" if is_store else f"Source {name}"
+        effect = "no checkpoint can be committed" if is_store else "a notice would be missed"
+        summary = (
+            f"{what} is blind, {effect}: {status.reason}" if holds else f"{what} responds again"
+        )
+        found[name] = Condition(
+            kind=Kind.BLIND,
+            source=name,
+            holds=holds,
+            summary=summary,
+            reason=status.reason,
+            importance=Importance.ERROR,
+        )
+    return found
+
+
+def _stall(state: State) -> Condition | None:
+    if state.stalled:
+        ranks = sorted(t.rank for t in state.connected if t.connection in state.stalled)
+        shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
+        return Condition(
+            kind=Kind.STALL,
+            holds=True,
+            summary=f"Training makes no progress since step {state.training.step}: rank {shown}",
+            importance=Importance.ERROR,
+        )
+    if not any(t.step_s is not None for t in state.connected):
+        return None
+    return Condition(kind=Kind.STALL, holds=False, summary="Training makes progress again")
+
+
+def _margins(state: State) -> dict[str, Condition]:
+    found = {}
+    for margin in margins(state):
+        if margin.spare_s is None:
+            continue
+        holds, source = margin.spare_s < 0, margin.source
+        late = (
+            f"After a notice of {source} right now the commit would be {-margin.spare_s:.1f} s late"
+        )
+        found[source] = Condition(
+            kind=Kind.MARGIN,
+            source=source,
+            holds=holds,
+            summary=late if holds else f"A notice of {source} leaves enough time again",
+        )
+    return found
+
+
+@dataclass
+class Watch:
+    """Turns conditions into notifications: one for each begin and end that lasts for ``settle_s``.
+
+    Args:
+        begun: groups that were begun, and not over, when the last daemon of this boot ended.
+    """
+
+    settle_s: float
+    begun: set[str] = field(default_factory=set)
+    _changed_mono_s: dict[str, float] = field(default_factory=dict)
+
+    def look(self, state: State, *, now_mono_s: float, wall_s: float) -> list[Notification]:
+        """The notifications that are due; call it about once a second."""
+        found = []
+        for group, condition in conditions(state).items():
+            if condition.holds == (group in self.begun):
+                self._changed_mono_s.pop(group, None)
+                continue
+            since_mono_s = self._changed_mono_s.setdefault(group, now_mono_s)
+            if now_mono_s - since_mono_s < self.settle_s:
+                continue
+            del self._changed_mono_s[group]
+            (self.begun.add if condition.holds else self.begun.discard)(group)
+            found.append(condition.notification(group, wall_s, state))
+        return found

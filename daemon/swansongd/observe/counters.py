@@ -1,0 +1,170 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Counts decisions for the metrics, in the thread of the decision loop.
+
+That thread is the only writer, and takes no lock.  Each mapping is replaced by a changed copy, so a scrape in
+another thread reads a consistent one at any time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Mapping, Sequence
+from typing import TypeVar
+
+from swansongd.core.events import (
+    Action,
+    CommitDone,
+    CommitFailed,
+    Conclude,
+    Event,
+    Flushed,
+    FlushFailed,
+    FlushProgress,
+    Mark,
+)
+from swansongd.core.state import State
+from swansongd.model import CheckpointKind, Verdict
+from swansongd.observe.families import Histogram
+
+KEYS_MAX = 64
+"""Keys of one counter: all sources and verdicts are fewer."""
+PHASES = ("request", "agree", "save", "flush", "commit", "peers")
+_PHASE_ENDED_BY = {
+    "request": "request",
+    "signal": "request",
+    "target": "agree",
+    "sealed": "save",
+    "flushed": "flush",
+    "committed": "commit",
+    "complete": "peers",
+}
+"""Phase that ends with each mark of the timeline."""
+_REQUESTED = ("request", "agree")
+"""After these phases, only the answer to the request counts: a flush or a commit of an older set does not."""
+
+Key = TypeVar("Key", bound=Hashable)
+
+
+class Counters:
+    """Counters and histograms since the daemon's start; an :class:`~swansongd.observe.observer.Observer`."""
+
+    def __init__(self) -> None:
+        self.notices: Mapping[str, int] = {}
+        """By source."""
+        self.precautions: Mapping[str, int] = {}
+        self.evacuations: Mapping[tuple[str, str], int] = {}
+        """By source and verdict."""
+        self.follow_ups = 0
+        self.commits: Mapping[str, int] = {kind.value: 0 for kind in CheckpointKind}
+        self.commit_failures = 0
+        self.flush_bytes = 0
+        self.flush_failures = 0
+        self.phases: Mapping[str, Histogram] = {phase: Histogram() for phase in PHASES}
+        self.durations = Histogram()
+        """From the opening of an evacuation to its first verdict."""
+        self._evacuation_id = ""
+        self._source = ""
+        self._opened_mono_s = 0.0
+        self._verdict: Verdict | None = None
+        self._phase = ""
+        """The last phase of this evacuation that has ended."""
+        self._phase_mono_s = 0.0
+        self._step = -1
+        """Step of the set that answers the request."""
+
+    def observe(
+        self,
+        before: State,
+        after: State,
+        event: Event,
+        actions: Sequence[Action],
+        now_mono_s: float,
+    ) -> None:
+        """Count one decision."""
+        if after.notices is not before.notices:
+            self._count_notices(before, after)
+        match event:
+            case FlushProgress() | Flushed():
+                self._count_flush(before, after, event)
+            case FlushFailed():
+                self.flush_failures += not event.void
+            case CommitDone():
+                self._count_commit(before, event)
+            case CommitFailed():
+                self.commit_failures += not event.is_obsolete
+        for action in actions:
+            match action:
+                case Mark():
+                    self._mark(action, now_mono_s)
+                case Conclude(is_final=True):
+                    self._conclude(action, now_mono_s)
+
+    def _count_notices(self, before: State, after: State) -> None:
+        known = {notice.identity for notice in before.notices.values()}
+        for notice in after.notices.values():
+            if notice.identity not in known:
+                self.notices = _plus_one(self.notices, notice.source)
+
+    def _count_flush(self, before: State, after: State, event: FlushProgress | Flushed) -> None:
+        flight = before.flight
+        if flight is None or flight.flush_id != event.flush_id:
+            return
+        sent: int | None = None
+        if isinstance(event, Flushed):
+            left = flight.staged.size_bytes - max(flight.bytes_before, event.bytes_referenced)
+            sent = left if event.bytes_sent is None else event.bytes_sent
+        elif after.flight is not None and after.flight.flush_id == event.flush_id:
+            sent = after.flight.bytes_sent
+        if sent is not None:
+            self.flush_bytes += max(0, sent - flight.bytes_sent)
+
+    def _count_commit(self, before: State, event: CommitDone) -> None:
+        stored = next((item for item in before.stored if item.flush_id == event.flush_id), None)
+        if stored is not None:
+            self.commits = _plus_one(self.commits, stored.staged.kind.value)
+
+    def _mark(self, mark: Mark, now_mono_s: float) -> None:
+        if mark.phase in ("notice", "precaution"):
+            source = str(dict(mark.facts).get("source"))
+            if mark.phase == "precaution":
+                self.precautions = _plus_one(self.precautions, source)
+                return
+            self._evacuation_id, self._source, self._verdict = mark.evacuation_id, source, None
+            self._opened_mono_s = self._phase_mono_s = now_mono_s
+            self._phase, self._step = "", -1
+        elif mark.evacuation_id != self._evacuation_id:
+            return
+        elif mark.phase == "follow_up":
+            self.follow_ups += 1
+        elif mark.phase == "request_failed":
+            self._phase = ""
+        elif mark.phase in _PHASE_ENDED_BY and self._verdict is None:
+            step = dict(mark.facts).get("step")
+            if mark.phase == "sealed" and isinstance(step, int):
+                self._step = step
+            if not isinstance(step, int) or step >= self._step:
+                self._end_phase(_PHASE_ENDED_BY[mark.phase], now_mono_s)
+
+    def _end_phase(self, phase: str, now_mono_s: float) -> None:
+        """The phases of an evacuation end in their order; some are left out."""
+        is_next = not self._phase or PHASES.index(phase) > PHASES.index(self._phase)
+        is_of_older_set = self._phase in _REQUESTED and phase in ("flush", "commit", "peers")
+        if not is_next or is_of_older_set:
+            return
+        seconds = max(0.0, now_mono_s - self._phase_mono_s)
+        self.phases = {**self.phases, phase: self.phases[phase].plus(seconds)}
+        self._phase, self._phase_mono_s = phase, now_mono_s
+
+    def _conclude(self, conclusion: Conclude, now_mono_s: float) -> None:
+        if conclusion.evacuation_id != self._evacuation_id or conclusion.verdict is self._verdict:
+            return
+        if self._verdict is None:
+            self.durations = self.durations.plus(max(0.0, now_mono_s - self._opened_mono_s))
+        self._verdict = conclusion.verdict
+        self.evacuations = _plus_one(self.evacuations, (self._source, conclusion.verdict.value))
+
+
+def _plus_one(counts: Mapping[Key, int], key: Key) -> Mapping[Key, int]:
+    """A copy with one more of this key; further keys than KEYS_MAX are not counted."""
+    if key not in counts and len(counts) >= KEYS_MAX:
+        return counts
+    return {**counts, key: counts.get(key, 0) + 1}

@@ -1,0 +1,201 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metric families of the daemon; docs/operations/metrics.md has the same table."""
+
+from __future__ import annotations
+
+from swansongd.observe.families import Family
+
+
+def _counter(name: str, help_text: str, *labels: str) -> Family:
+    return Family(name, "counter", help_text, labels)
+
+
+def _gauge(name: str, help_text: str, *labels: str) -> Family:
+    return Family(name, "gauge", help_text, labels)
+
+
+def _histogram(name: str, help_text: str, *labels: str) -> Family:
+    return Family(name, "histogram", help_text, labels)
+
+
+FAMILIES = (
+    Family("swansong_build_info", "info", "Version of the daemon", ("version", "python")),
+    _gauge("swansong_start_timestamp_seconds", "Start of the daemon"),
+    _gauge(
+        "swansong_state", "1 for the state that swansong status shows, 0 for all others", "state"
+    ),
+    _gauge("swansong_generation", "Generation that this VM has claimed"),
+    _counter(
+        "swansong_decision_faults_total",
+        "Faults of the daemon itself, each of which cost one event",
+    ),
+    _counter(
+        "swansong_log_lines_dropped_total",
+        "Log lines that were dropped because standard error blocked",
+    ),
+    _gauge("swansong_last_commit_timestamp_seconds", "Time of the newest whole commit"),
+    _gauge("swansong_last_commit_step", "Step of the newest whole commit"),
+    _counter(
+        "swansong_commits_total", "Commits of this daemon: periodic, emergency or final", "kind"
+    ),
+    _counter("swansong_commit_failures_total", "Manifests that could not be created"),
+    _gauge("swansong_replication_lag_seconds", "Age of the newest whole commit"),
+    _gauge("swansong_replication_lag_steps", "Steps that a power cut would lose now"),
+    _gauge(
+        "swansong_replication_lag_bytes", "Sealed bytes that may be sent next and are not stored"
+    ),
+    _gauge(
+        "swansong_checkpoint_interval_seconds", "Training time between two periodic checkpoints"
+    ),
+    _gauge("swansong_checkpoint_size_bytes", "Size of the newest checkpoint of this VM"),
+    _gauge("swansong_unsent_sets", "Sealed sets that wait for their upload"),
+    _counter(
+        "swansong_dropped_sets_total", "Sealed sets that newer ones superseded before their upload"
+    ),
+    _counter("swansong_save_failures_total", "Checkpoints that the trainer could not write"),
+    _counter("swansong_flush_bytes_total", "Bytes sent to the store"),
+    _counter(
+        "swansong_flush_referenced_bytes_total",
+        "Bytes not sent because an earlier commit has stored them",
+    ),
+    _gauge(
+        "swansong_flush_bandwidth_bytes_per_second",
+        "Bandwidth to the store, as measured by recent flushes",
+    ),
+    _counter("swansong_flush_failures_total", "Flushes that failed"),
+    _gauge(
+        "swansong_flush_consecutive_failures",
+        "Failures since the last flush or commit that succeeded",
+    ),
+    _gauge(
+        "swansong_store_up",
+        "1 while the store works, 0 while it is not healthy or was not reached yet",
+    ),
+    _counter(
+        "swansong_store_errors_total",
+        "Failed attempts at requests: transient, refused, not_found, exists, changed, locked or too_large",
+        "kind",
+    ),
+    _gauge("swansong_staging_size_bytes", "Size of the file system of staging"),
+    _gauge("swansong_staging_free_bytes", "Free bytes on the file system of staging"),
+    _gauge(
+        "swansong_source_up",
+        "1 if a notice would be seen now, 0 if the source is blind or has not answered yet",
+        "source",
+    ),
+    _gauge(
+        "swansong_source_health",
+        "1 for the health of the source, 0 for all others",
+        "source",
+        "health",
+    ),
+    _counter("swansong_notices_total", "Notices that were raised", "source"),
+    _gauge("swansong_notices_in_force", "Notices in force", "severity"),
+    _gauge(
+        "swansong_evacuation_needed_seconds",
+        "Time from a notice right now to the commit, in nine of ten cases and with the reserve",
+        "notice",
+    ),
+    _gauge("swansong_evacuation_available_seconds", "Grace period of a notice right now", "notice"),
+    _gauge(
+        "swansong_evacuation_margin_seconds",
+        "Available minus needed seconds: negative if a notice right now would lose training",
+        "notice",
+    ),
+    _gauge("swansong_evacuation_open", "1 during an evacuation, 0 otherwise"),
+    _gauge("swansong_evacuation_deadline_timestamp_seconds", "Deadline of the open evacuation"),
+    _counter(
+        "swansong_evacuations_total",
+        "Verdicts; a verdict that improves counts again",
+        "source",
+        "verdict",
+    ),
+    _histogram(
+        "swansong_evacuation_duration_seconds", "Time from the opening to the first verdict"
+    ),
+    _histogram(
+        "swansong_evacuation_phase_seconds",
+        "Time of each phase: request, agree, save, flush, commit or peers",
+        "phase",
+    ),
+    _gauge("swansong_last_verdict", "1 for the newest verdict, 0 for all others", "verdict"),
+    _gauge("swansong_last_verdict_timestamp_seconds", "Time of the newest verdict"),
+    _gauge(
+        "swansong_last_evacuation_expected_seconds",
+        "Forecast of the newest evacuation, from the request to the commit",
+    ),
+    _gauge("swansong_last_evacuation_took_seconds", "The same time as it was"),
+    _counter("swansong_follow_ups_total", "Follow-up checkpoints that were requested"),
+    _counter(
+        "swansong_precautions_total",
+        "Checkpoints that were requested because of an advisory notice",
+        "source",
+    ),
+    _gauge("swansong_trainers_connected", "Ranks that are connected"),
+    _gauge("swansong_trainers_stalled", "Ranks that are stalled"),
+    _gauge("swansong_trainers_unhealthy", "Ranks that report a loss that is not finite"),
+    _counter(
+        "swansong_trainers_refused_total",
+        "Processes that were refused because another one has their rank",
+    ),
+    _gauge("swansong_trainer_step", "Newest step that a rank has completed"),
+    _gauge("swansong_trainer_step_seconds", "Usual duration of a step"),
+    _gauge("swansong_trainer_save_seconds", "Duration of the last save of the slowest rank"),
+    _gauge(
+        "swansong_stall_seconds",
+        "Time since the last report of the rank that has stalled longest, 0 without a stall",
+    ),
+    _counter(
+        "swansong_standstill_seconds_total", "Time for which training stood still for checkpoints"
+    ),
+    _counter("swansong_resumptions_total", "Resumptions that this daemon recorded"),
+    _counter(
+        "swansong_preemption_loss_gpu_seconds_total",
+        "GPU seconds lost before those resumptions, by part of the loss",
+        "part",
+    ),
+    _gauge(
+        "swansong_mirror_state",
+        "1 for the state of the mirror, 0 for all others; absent without a mirror",
+        "state",
+    ),
+    _gauge(
+        "swansong_mirror_lag_seconds",
+        "Age of the oldest commit that is newer than the newest one in the mirror",
+    ),
+    _gauge("swansong_mirror_lag_commits", "Commits that wait for their copy"),
+    _gauge("swansong_mirror_lag_bytes", "Bytes that these commits have and the mirror lacks"),
+    _counter("swansong_mirror_commits_total", "Commits that were copied"),
+    _counter("swansong_mirror_bytes_total", "Bytes that were copied"),
+    _gauge(
+        "swansong_mirror_damaged_commits",
+        "Commits that were not copied because their stored bytes are damaged",
+    ),
+    _gauge(
+        "swansong_prune_timestamp_seconds", "Time of the last prune by this daemon that succeeded"
+    ),
+    _counter("swansong_prune_failures_total", "Prunes by this daemon that failed"),
+    _counter("swansong_pruned_commits_total", "Commits that this daemon deleted"),
+    _counter("swansong_pruned_bytes_total", "Bytes that this daemon deleted"),
+    _gauge("swansong_prune_kept_bytes", "Bytes of the commits that the last prune kept"),
+    _gauge("swansong_gpus", "GPUs that are known"),
+    _gauge(
+        "swansong_gpu_health",
+        "1 for the health of the GPU, 0 for all others: ok, degraded, dying or lost",
+        "gpu",
+        "health",
+    ),
+    _counter(
+        "swansong_gpu_xid_errors_total",
+        "Xid messages of the kernel log, by class: application, degraded or dying",
+        "gpu",
+        "class",
+    ),
+    _counter(
+        "swansong_notifications_total",
+        "Notifications by channel (webhook, exec or heartbeat) and outcome (sent, failed or dropped)",
+        "channel",
+        "outcome",
+    ),
+)
+"""In the order of the page."""

@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of the daemon: a snapshot and the counters, as samples of :data:`FAMILIES`.
+
+All of it runs in the threads that serve a scrape.  The decision loop only counts, see
+:mod:`swansongd.observe.counters`.
+"""
+
+from __future__ import annotations
+
+import platform
+import threading
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import groupby
+
+from prometheus_client import Metric
+
+from swansongd.config.config import MetricsConfig
+from swansongd.core import periodic, staged_sets
+from swansongd.core.margin import Margin, margins
+from swansongd.core.nodes import PEER_SOURCE
+from swansongd.core.notices import BY_HAND
+from swansongd.core.state import Phase, State
+from swansongd.core.transition import HOST_SOURCE
+from swansongd.model import GpuHealth, Health, Severity, Verdict
+from swansongd.observe import report
+from swansongd.observe.counters import Counters
+from swansongd.observe.daemon_families import FAMILIES
+from swansongd.observe.exposition import Exposition, Textfile, registry_of
+from swansongd.observe.families import Sheet
+from swansongd.observe.loss import LOST
+from swansongd.observe.snapshot import MirrorState, Snapshot
+
+_SOURCES_UP = (Health.OK, Health.DEGRADED)
+NOTIFIED_OTHERWISE = (HOST_SOURCE, PEER_SOURCE, *BY_HAND)
+"""Sources of notices that no thread watches."""
+GPUS_MAX = 32
+XID_CLASSES = ("application", "degraded", "dying")
+CHANNELS, OUTCOMES = ("webhook", "exec", "heartbeat"), ("sent", "failed", "dropped")
+_REMOVAL_S = 1.0
+"""Limit of the wait for the removal of the textfile at a stop."""
+
+
+class Metrics:
+    """Serves the metrics where the configuration says.
+
+    Args:
+        config: of the daemon.
+        snapshot: returns the figures of this moment, in any thread.
+        stop: ends the threads.
+    """
+
+    def __init__(
+        self, config: MetricsConfig, snapshot: Callable[[], Snapshot], stop: threading.Event
+    ) -> None:
+        self.counters = Counters()
+        registry = registry_of(DaemonCollector(snapshot, self.counters))
+        self._exposition: Exposition | None = None
+        if config.listen is not None:
+            self._exposition = Exposition(config.listen, registry, key="metrics.listen", stop=stop)
+        self._textfile: Textfile | None = None
+        if config.textfile is not None:
+            self._textfile = Textfile(config.textfile, registry, key="metrics.textfile", stop=stop)
+
+    def start(self) -> None:
+        """Start the threads.  Returns immediately."""
+        if self._exposition is not None:
+            self._exposition.start()
+        if self._textfile is not None:
+            self._textfile.start()
+
+    def close(self) -> None:
+        """Remove socket and textfile, in a limited time; after ``stop`` was set."""
+        if self._exposition is not None:
+            self._exposition.close()
+        if self._textfile is not None:
+            self._textfile.removed(_REMOVAL_S)
+
+
+class DaemonCollector:
+    """Makes the samples of one scrape.
+
+    Args:
+        snapshot: returns the figures of this moment.
+        counters: of the decision loop.
+    """
+
+    def __init__(self, snapshot: Callable[[], Snapshot], counters: Counters) -> None:
+        self._snapshot = snapshot
+        self._counters = counters
+        self._instants: dict[str, tuple[float, float]] = {}
+
+    def describe(self) -> Iterable[Metric]:
+        """The families without samples, so that a scrape can name those that it wants."""
+        return [family.metric() for family in FAMILIES]
+
+    def collect(self) -> Sequence[Metric]:
+        """The samples of this moment."""
+        snapshot = self._snapshot()
+        sheet = Sheet(FAMILIES, run=snapshot.run)
+        for put in (
+            self._put_daemon,
+            self._put_commits,
+            self._put_flush,
+            self._put_sources,
+            self._put_evacuations,
+            self._put_trainers,
+            self._put_loss,
+            self._put_mirror,
+            self._put_prune,
+            self._put_gpus,
+            self._put_notifications,
+        ):
+            put(sheet, snapshot)
+        return sheet.metrics()
+
+    def _put_instant(
+        self, sheet: Sheet, name: str, snapshot: Snapshot, mono_s: float | None
+    ) -> None:
+        """Add a timestamp.  The same instant keeps its value, although the two clocks drift apart."""
+        if mono_s is None:
+            return
+        known = self._instants.get(name)
+        if known is None or known[0] != mono_s:
+            known = self._instants[name] = mono_s, round(snapshot.wall_s(mono_s), 3)
+        sheet.put(name, known[1])
+
+    def _put_daemon(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        state = snapshot.state
+        version, python = snapshot.version, platform.python_version()
+        sheet.put("swansong_build_info", 1.0, version=version, python=python)
+        self._put_instant(sheet, "swansong_start_timestamp_seconds", snapshot, snapshot.born_mono_s)
+        names = (*(phase.value for phase in Phase), *(verdict.value for verdict in Verdict))
+        sheet.put_one_of("swansong_state", "state", names, state.phase.value)
+        sheet.put("swansong_generation", state.generation)
+        sheet.put("swansong_decision_faults_total", snapshot.decision_faults)
+        sheet.put("swansong_log_lines_dropped_total", snapshot.log_lines_dropped)
+
+    def _put_commits(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        state, now, counters = snapshot.state, snapshot.now_mono_s, self._counters
+        last, last_mono_s = state.last_complete, report.last_commit_mono_s(state)
+        self._put_instant(sheet, "swansong_last_commit_timestamp_seconds", snapshot, last_mono_s)
+        sheet.put("swansong_last_commit_step", None if last is None else last.step)
+        for kind, count in counters.commits.items():
+            sheet.put("swansong_commits_total", count, kind=kind)
+        sheet.put("swansong_commit_failures_total", counters.commit_failures)
+        age_s = None if last_mono_s is None else max(0.0, now - last_mono_s)
+        sheet.put("swansong_replication_lag_seconds", age_s)
+        sheet.put("swansong_replication_lag_steps", report.lag_steps(state))
+        sheet.put("swansong_replication_lag_bytes", report.pending_bytes(state))
+        sheet.put("swansong_checkpoint_interval_seconds", periodic.interval_s(state))
+        sheet.put("swansong_checkpoint_size_bytes", state.measured.save_bytes)
+        sheet.put("swansong_unsent_sets", staged_sets.unsent(state).sets)
+        sheet.put("swansong_dropped_sets_total", state.dropped.count)
+        sheet.put("swansong_save_failures_total", state.failed_saves.count)
+
+    def _put_flush(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        state = snapshot.state
+        sheet.put("swansong_flush_bytes_total", self._counters.flush_bytes)
+        sheet.put("swansong_flush_referenced_bytes_total", snapshot.bytes_referenced)
+        sheet.put("swansong_flush_bandwidth_bytes_per_second", state.bandwidth_bytes_per_s)
+        sheet.put("swansong_flush_failures_total", self._counters.flush_failures)
+        sheet.put("swansong_flush_consecutive_failures", state.failures)
+        store = state.sources.get(report.STORE_HEALTH)
+        sheet.put("swansong_store_up", store is not None and store.health is Health.OK)
+        for kind, count in snapshot.store_errors.items():
+            sheet.put("swansong_store_errors_total", count, kind=kind)
+        for key, size_bytes in (snapshot.staging or {}).items():
+            sheet.put(f"swansong_staging_{key}", size_bytes)
+
+    def _put_sources(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        state = snapshot.state
+        known = {n: s for n, s in state.sources.items() if n != report.STORE_HEALTH}
+        for name in sorted({*known, *snapshot.sources}):
+            health = known[name].health if name in known else None
+            if health is not Health.UNSUPPORTED:
+                sheet.put("swansong_source_up", health in _SOURCES_UP, source=name)
+            for value in Health:
+                is_health = value is health
+                sheet.put("swansong_source_health", is_health, source=name, health=value.value)
+        for source in _may_notify(snapshot, self._counters.notices):
+            count = self._counters.notices.get(source, 0)
+            sheet.put("swansong_notices_total", count, source=source)
+        in_force = [notice.severity for notice in state.notices.values()]
+        for severity in Severity:
+            count = in_force.count(severity)
+            sheet.put("swansong_notices_in_force", count, severity=severity.name.lower())
+        for notice, margin in _named(margins(state)):
+            needed_s = None if margin.spare_s is None else margin.grace_s - margin.spare_s
+            sheet.put("swansong_evacuation_needed_seconds", needed_s, notice=notice)
+            sheet.put("swansong_evacuation_available_seconds", margin.grace_s, notice=notice)
+            sheet.put("swansong_evacuation_margin_seconds", margin.spare_s, notice=notice)
+
+    def _put_evacuations(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        state, counters = snapshot.state, self._counters
+        evacuation, last = state.evacuation, state.last_verdict
+        if evacuation is not None and evacuation.is_precaution:
+            evacuation = None
+        sheet.put("swansong_evacuation_open", evacuation is not None)
+        deadline = None if evacuation is None else evacuation.deadline_mono_s
+        name = "swansong_evacuation_deadline_timestamp_seconds"
+        self._put_instant(sheet, name, snapshot, deadline)
+        counted = counters.evacuations
+        for source in _may_notify(snapshot, {source for source, _ in counted}):
+            for verdict in Verdict:
+                count = counted.get((source, verdict.value), 0)
+                sheet.put("swansong_evacuations_total", count, source=source, verdict=verdict.value)
+        sheet.put_histogram("swansong_evacuation_duration_seconds", counters.durations)
+        for phase, histogram in counters.phases.items():
+            sheet.put_histogram("swansong_evacuation_phase_seconds", histogram, phase=phase)
+        chosen = None if last is None else last.verdict.value
+        names = [verdict.value for verdict in Verdict]
+        sheet.put_one_of("swansong_last_verdict", "verdict", names, chosen)
+        if last is not None:
+            name = "swansong_last_verdict_timestamp_seconds"
+            self._put_instant(sheet, name, snapshot, last.mono_s)
+            sheet.put("swansong_last_evacuation_expected_seconds", last.expected_s)
+            sheet.put("swansong_last_evacuation_took_seconds", last.took_s)
+        sheet.put("swansong_follow_ups_total", counters.follow_ups)
+        for source in _may_notify(snapshot, counters.precautions):
+            count = counters.precautions.get(source, 0)
+            sheet.put("swansong_precautions_total", count, source=source)
+
+    def _put_trainers(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        state, training = snapshot.state, snapshot.state.training
+        unhealthy = sum(trainer.loss_is_finite is False for trainer in state.connected)
+        sheet.put("swansong_trainers_connected", len(state.connected))
+        sheet.put("swansong_trainers_stalled", len(state.stalled))
+        sheet.put("swansong_trainers_unhealthy", unhealthy)
+        sheet.put("swansong_trainers_refused_total", state.ranks_refused)
+        sheet.put("swansong_trainer_step", None if training.step < 0 else training.step)
+        sheet.put("swansong_trainer_step_seconds", training.step_s)
+        sheet.put("swansong_trainer_save_seconds", state.measured.save_s)
+        sheet.put("swansong_stall_seconds", _stall_s(state, snapshot.now_mono_s))
+        sheet.put("swansong_standstill_seconds_total", training.saves_s + training.stall_s)
+
+    def _put_loss(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        sheet.put("swansong_resumptions_total", snapshot.loss.resumptions)
+        for part in LOST:
+            gpu_s = snapshot.loss.gpu_s.get(part, 0.0)
+            sheet.put("swansong_preemption_loss_gpu_seconds_total", gpu_s, part=part)
+
+    def _put_mirror(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        mirror = snapshot.mirror
+        if mirror is None:
+            return
+        states = [state.value for state in MirrorState]
+        sheet.put_one_of("swansong_mirror_state", "state", states, mirror.state.value)
+        sheet.put("swansong_mirror_lag_seconds", mirror.lag_s)
+        sheet.put("swansong_mirror_lag_commits", mirror.lag_commits)
+        sheet.put("swansong_mirror_lag_bytes", mirror.lag_bytes)
+        sheet.put("swansong_mirror_commits_total", mirror.copied_commits)
+        sheet.put("swansong_mirror_bytes_total", mirror.copied_bytes)
+        sheet.put("swansong_mirror_damaged_commits", mirror.damaged)
+
+    def _put_prune(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        prune = snapshot.prune
+        if prune is None:
+            return
+        name = "swansong_prune_timestamp_seconds"
+        self._put_instant(sheet, name, snapshot, prune.succeeded_mono_s)
+        sheet.put("swansong_prune_failures_total", prune.failures)
+        sheet.put("swansong_pruned_commits_total", prune.commits)
+        sheet.put("swansong_pruned_bytes_total", prune.freed_bytes)
+        sheet.put("swansong_prune_kept_bytes", prune.kept_bytes)
+
+    def _put_gpus(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        gpus = list(snapshot.state.gpus.values())[:GPUS_MAX]
+        sheet.put("swansong_gpus", len(gpus))
+        names = [health.value for health in GpuHealth]
+        for name, gpu in {str(g.index) if g.index >= 0 else g.pci: g for g in gpus}.items():
+            sheet.put_one_of("swansong_gpu_health", "health", names, gpu.health.value, gpu=name)
+            for kind in XID_CLASSES:
+                labels = {"gpu": name, "class": kind}
+                sheet.put("swansong_gpu_xid_errors_total", gpu.xids.get(kind, 0), **labels)
+
+    def _put_notifications(self, sheet: Sheet, snapshot: Snapshot) -> None:
+        for channel in CHANNELS:
+            counts = (snapshot.notifications or {}).get(channel)
+            if not isinstance(counts, Mapping):
+                continue
+            for outcome in OUTCOMES:
+                labels = {"channel": channel, "outcome": outcome}
+                sheet.put("swansong_notifications_total", counts.get(outcome), **labels)
+
+
+def _may_notify(snapshot: Snapshot, counted: Iterable[str]) -> list[str]:
+    """All sources of notices: a counter begins at 0, or queries would miss its first increase."""
+    return sorted({*snapshot.sources, *NOTIFIED_OTHERWISE, *counted})
+
+
+def _named(found: Sequence[Margin]) -> Iterator[tuple[str, Margin]]:
+    """Each margin with the name of its notice: a longer grace period of the same source has another name."""
+    by_source = sorted(found, key=lambda margin: (margin.source, margin.grace_s))
+    for source, group in groupby(by_source, key=lambda margin: margin.source):
+        yield from zip((source, f"{source}.long"), group, strict=False)
+
+
+def _stall_s(state: State, now_mono_s: float) -> float:
+    """Time since the last report of the rank that has stalled longest; 0 without a stall."""
+    reported_s = (
+        trainer.reported_mono_s
+        for trainer in state.trainers
+        if trainer.connection in state.stalled and trainer.reported_mono_s is not None
+    )
+    return max((now_mono_s - at_s for at_s in reported_s), default=0.0)

@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notifications that a decision causes: of notices, verdicts and resumptions.  Pure.
+
+:mod:`swansongd.observe.conditions` has those of problems that last.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from enum import StrEnum
+
+from swansongd.core.events import Action, Conclude, RecordResumption
+from swansongd.core.nodes import PEER_SOURCE
+from swansongd.core.state import State
+from swansongd.model import Notice, Severity, Verdict
+from swansongd.util.printable import printable
+
+TEXT_CHARS_MAX = 500
+DRILL = "drill"
+"""Source of the notices of ``swansong drill``."""
+
+
+class Kind(StrEnum):
+    NOTICE = "notice"
+    VERDICT = "verdict"
+    STALL = "stall"
+    BLIND = "blind"
+    MARGIN = "margin"
+    RESUMPTION = "resumption"
+    TEST = "test"
+
+
+class Importance(StrEnum):
+    """The four severities of PagerDuty's Events API."""
+
+    INFO = "info"
+    WARNING = "warning"
+    ERROR = "error"
+    CRITICAL = "critical"
+
+
+_OF_VERDICT = {
+    Verdict.SAFE: Importance.INFO,
+    Verdict.PARTIAL: Importance.ERROR,
+    Verdict.LOST: Importance.CRITICAL,
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Notification:
+    """One event for operators.  All texts are short and printable."""
+
+    key: str
+    """Identifies the event on this VM and boot: sent once."""
+    group: str
+    """The same for the begin and the end of one problem."""
+    ends: str = ""
+    """With the end of a notice: beginning of the keys that count as new from now on."""
+    kind: Kind
+    is_over: bool = False
+    """The problem has ended."""
+    summary: str
+    importance: Importance
+    wall_s: float
+    step: int | None = None
+    generation: int | None = None
+    verdict: str = ""
+    reason: str = ""
+    source: str = ""
+    urgency: str = ""
+    """Of a notice: ``advisory``, ``scheduled``, ``imminent`` or ``shutting_down``."""
+    seconds_left: float | None = None
+    """Time to the deadline, counted from ``wall_s``."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Origin:
+    """The sender of all notifications of this daemon."""
+
+    run: str
+    vm: str
+    host: str
+
+    def identity(self, notification: Notification) -> str:
+        """The id of the notification, unique among all VMs."""
+        return self._digest(notification.key)
+
+    def group(self, notification: Notification) -> str:
+        """The id of the problem, unique among all VMs."""
+        return self._digest(f"group {notification.group}")
+
+    def _digest(self, name: str) -> str:
+        return hashlib.sha256(f"{self.run} {self.vm} {name}".encode()).hexdigest()[:32]
+
+
+def fields(origin: Origin, notification: Notification) -> dict[str, object]:
+    """The JSON fields of a notification; unknown values are None."""
+    step, generation = notification.step, notification.generation
+    return {
+        "id": origin.identity(notification),
+        "group": origin.group(notification),
+        "kind": notification.kind.value,
+        "over": notification.is_over,
+        "summary": notification.summary,
+        "severity": notification.importance.value,
+        "run": origin.run,
+        "vm": origin.vm,
+        "host": origin.host,
+        "step": None if step is None or step < 0 else step,
+        "generation": generation,
+        "verdict": notification.verdict or None,
+        "reason": notification.reason or None,
+        "seconds_left": notification.seconds_left,
+        "source": notification.source or None,
+        "urgency": notification.urgency or None,
+        "time": rfc3339(notification.wall_s),
+    }
+
+
+def rfc3339(wall_s: float) -> str:
+    """A time in UTC with milliseconds."""
+    return datetime.fromtimestamp(wall_s, UTC).isoformat(timespec="milliseconds")[:-6] + "Z"
+
+
+# ---------------------------------------------------------------- events
+
+
+def caused(
+    before: State, after: State, actions: Sequence[Action], *, now_mono_s: float, wall_s: float
+) -> list[Notification]:
+    """The notifications of one transition.
+
+    A notice of another VM of the job causes none, and neither does its evacuation: that VM sends its own.
+    """
+    found = []
+    if before.notices is not after.notices or before.concluded is not after.concluded:
+        found += _of_notices(before, after, now_mono_s, wall_s)
+    for action in actions:
+        if isinstance(action, Conclude) and action.is_final and not _is_of_peers(after):
+            found.append(_of_verdict(action, after, wall_s))
+        elif isinstance(action, RecordResumption):
+            found.append(_of_resumption(action, wall_s))
+    return found
+
+
+def _of_notices(
+    before: State, after: State, now_mono_s: float, wall_s: float
+) -> list[Notification]:
+    live_before, live_after = _live(before), _live(after)
+    found = []
+    for identity, notice in live_after.items():
+        known = live_before.get(identity)
+        if known is None or known.severity < notice.severity:
+            found.append(_of_notice(notice, after, now_mono_s, wall_s))
+    found += [
+        _notice_over(notice, after, wall_s)
+        for identity, notice in live_before.items()
+        if identity not in live_after
+    ]
+    return found
+
+
+def _live(state: State) -> dict[str, Notice]:
+    """Notices in force about this VM, by identity."""
+    return {
+        notice.identity: notice
+        for notice in state.notices.values()
+        if notice.identity not in state.concluded and notice.source != PEER_SOURCE
+    }
+
+
+def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -> Notification:
+    urgency = notice.severity.name.lower()
+    left_s = max(0.0, notice.deadline_mono_s - now_mono_s)
+    words = {
+        Severity.ADVISORY: "this VM may be terminated",
+        Severity.SCHEDULED: f"this VM will be terminated in {left_s:.0f} s",
+        Severity.IMMINENT: f"this VM will be terminated in {left_s:.0f} s",
+        Severity.SHUTTING_DOWN: "the operating system of this VM is shutting down",
+    }[notice.severity]
+    is_drill = notice.source == DRILL
+    head = "Drill" if is_drill else f"Notice of {notice.source} ({notice.kind})"
+    if is_drill:
+        words = "an evacuation is rehearsed, and this VM continues"
+    return Notification(
+        key=f"notice/{notice.identity}/{urgency}",
+        group=_group_of_notice(notice),
+        kind=Kind.NOTICE,
+        summary=text(f"{head}: {words}"),
+        importance=Importance.INFO if is_drill else Importance.WARNING,
+        wall_s=wall_s,
+        step=state.training.step,
+        generation=state.generation,
+        reason=text(notice.detail),
+        source=text(notice.source),
+        urgency=urgency,
+        seconds_left=round(left_s, 1),
+    )
+
+
+def _notice_over(notice: Notice, state: State, wall_s: float) -> Notification:
+    is_outlived = notice.identity in state.concluded
+    reason = "the VM has outlived the deadline" if is_outlived else "the notice was withdrawn"
+    return Notification(
+        key=f"notice/{notice.identity}/over/{wall_s:.3f}",
+        ends=f"notice/{notice.identity}/",
+        group=_group_of_notice(notice),
+        kind=Kind.NOTICE,
+        is_over=True,
+        summary=text(f"Notice of {notice.source} ({notice.kind}) is over: {reason}"),
+        importance=Importance.INFO,
+        wall_s=wall_s,
+        step=state.training.step,
+        generation=state.generation,
+        reason=reason,
+        source=text(notice.source),
+        urgency=notice.severity.name.lower(),
+    )
+
+
+def _group_of_notice(notice: Notice) -> str:
+    """The evacuation that answers the notice at once: its verdict has the same group."""
+    if notice.evacuation_id and notice.severity >= Severity.IMMINENT:
+        return f"evacuation/{notice.evacuation_id}"
+    return f"notice/{notice.identity}"
+
+
+def _is_of_peers(state: State) -> bool:
+    """Whether the open evacuation answers only notices of other VMs."""
+    evacuation = state.evacuation
+    if evacuation is None:
+        return False
+    answered = [n.source for n in state.notices.values() if n.identity in evacuation.identities]
+    return bool(answered) and all(source == PEER_SOURCE for source in answered)
+
+
+def _of_verdict(conclusion: Conclude, state: State, wall_s: float) -> Notification:
+    commit = conclusion.commit
+    evacuation = state.evacuation
+    source = "" if evacuation is None else evacuation.reason.partition(":")[0]
+    head = "Verdict of a drill" if source == DRILL else "Verdict"
+    return Notification(
+        key=f"verdict/{conclusion.evacuation_id}/{conclusion.verdict.value}",
+        group=f"evacuation/{conclusion.evacuation_id}",
+        kind=Kind.VERDICT,
+        is_over=conclusion.verdict is Verdict.SAFE,
+        summary=text(f"{head} {conclusion.verdict.value}: {conclusion.reason}"),
+        importance=Importance.INFO if source == DRILL else _OF_VERDICT[conclusion.verdict],
+        wall_s=wall_s,
+        step=None if commit is None else commit.step,
+        generation=state.generation if commit is None else commit.generation,
+        verdict=conclusion.verdict.value,
+        reason=text(conclusion.reason),
+        source=text(source),
+        seconds_left=conclusion.slack_s,
+    )
+
+
+def _of_resumption(record: RecordResumption, wall_s: float) -> Notification:
+    milestones, generation = record.milestones, record.generation
+    start = max(0, milestones.start_step)
+    origin = "from the beginning" if start == 0 else f"at step {start}"
+    return Notification(
+        key=f"resumption/{generation}",
+        group=f"resumption/{generation}",
+        kind=Kind.RESUMPTION,
+        is_over=True,
+        summary=f"Training runs {origin}, as generation {generation}",
+        importance=Importance.INFO,
+        wall_s=wall_s,
+        step=start,
+        generation=generation,
+    )
+
+
+def sample(wall_s: float) -> Notification:
+    """The notification of ``swansong doctor --send-notification``."""
+    return Notification(
+        key=f"test/{wall_s:.3f}",
+        group=f"test/{wall_s:.3f}",
+        kind=Kind.TEST,
+        summary="Test notification of swansong doctor: no action is needed",
+        importance=Importance.INFO,
+        wall_s=wall_s,
+        seconds_left=None,
+    )
+
+
+def text(value: str) -> str:
+    """The value as short printable text."""
+    return str(printable(value))[:TEXT_CHARS_MAX]

@@ -1,0 +1,348 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``gpu``: the health of the NVIDIA GPUs, from NVML and the kernel log.
+
+One thread reads two pipes: the output of the probe (:mod:`swansongd.sources.nvml`, a process of its own) and
+the kernel log.  The kernel log is the second witness: it shows Xids while NVML hangs, and faults of NVSwitch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import select
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from swansong import bounds
+
+from swansongd.core.events import GpusRead, NoticeRaised, NoticeWithdrawn
+from swansongd.core.gpus import SOURCE, describe
+from swansongd.model import DeadlineQuality, GpuHealth, GpuStatus, Notice, Severity
+from swansongd.observe.health import HealthTracker
+from swansongd.sources.base import Clock, Post
+from swansongd.sources.gpu_health import GpuRecords, parse_gpus, parse_line
+from swansongd.sources.metadata import Backoff, shortened
+from swansongd.sources.xids import (
+    RECORD_MAX_BYTES,
+    Fault,
+    parse_record,
+    pci_address,
+    xid_fault,
+)
+
+KERNEL_LOG = Path("/dev/kmsg")
+PROBE = (sys.executable, "-I", "-m", "swansongd.sources.nvml")
+FAILED_S = 600.0
+"""Deadline of the evacuation that a failed GPU causes.  The VM lives on: the deadline only bounds retries."""
+DEGRADED_S = 3600.0
+"""The same for the precaution that a degraded GPU causes."""
+AGAIN_S = 3600.0
+"""One GPU causes at most one precaution in this time."""
+BLIND_AFTER_S = 60.0
+
+_TURN_S = 0.5
+_SLACK_S = 15.0
+"""After its deadline and this time, a notice has no effect any more."""
+_RETRY_FIRST_S = 1.0
+_RETRY_MAX_S = 60.0
+_BUFFER_MAX_BYTES = 256 * 1024
+_RECORDS_MAX = 1000
+_XIDS_MAX = 1000
+_DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists while the driver is loaded."""
+_FIX_DEVICES = "give the daemon the device files with swansongd.service.d/gpu.conf"
+
+
+class GpuSource:
+    """Watches all GPUs of this VM.
+
+    Args:
+        monotonic: the clock.
+        probe: command of the probe.
+        kernel_log: path of the kernel log.
+        blind_after_s: time without a reading after which the source is blind, and the probe is replaced.
+    """
+
+    name = SOURCE
+
+    def __init__(
+        self,
+        *,
+        monotonic: Clock,
+        probe: Sequence[str] = PROBE,
+        kernel_log: Path = KERNEL_LOG,
+        blind_after_s: float = BLIND_AFTER_S,
+    ) -> None:
+        self._monotonic = monotonic
+        self._probe = _Probe(probe, monotonic=monotonic, patience_s=blind_after_s)
+        self._log = _KernelLog(kernel_log)
+        self._blind_after_s = blind_after_s
+        self._records = GpuRecords()
+        self._posted: tuple[GpuStatus, ...] = ()
+        self._problem = ""
+        """Why the last reading failed."""
+        self._notices = GpuNotices()
+
+    def run(self, post: Post, stop: threading.Event) -> None:
+        """Watch until ``stop`` is set."""
+        health = HealthTracker(
+            SOURCE, blind_after_s=self._blind_after_s, monotonic=self._monotonic, post=post
+        )
+        self._log.open()
+        try:
+            while not stop.is_set():
+                try:
+                    self._turn(post, health)
+                except Exception as error:
+                    health.failed(f"internal error: {error!r:.200}")
+                    stop.wait(_TURN_S)
+        finally:
+            self._probe.end()
+            self._log.close()
+
+    def _turn(self, post: Post, health: HealthTracker) -> None:
+        self._probe.keep_running()
+        fds = [fd for fd in (self._probe.fd, self._log.fd) if fd is not None]
+        waiter = select.poll()
+        for fd in fds:
+            waiter.register(fd, select.POLLIN)
+        waiter.poll(_TURN_S * 1000)
+        now = self._monotonic()
+        for fault in self._log.faults():
+            self._records.record_fault(fault, "kernel log", now)
+        for line in self._probe.lines():
+            self._take(line, health, now)
+        if self._probe.is_silent:
+            self._problem = "NVML does not respond"
+        if self._problem:
+            health.failed(self._problem)
+        statuses = self._records.statuses
+        if statuses != self._posted:
+            self._posted = statuses
+            post(GpusRead(statuses))
+        for event in self._notices.update(statuses, now):
+            post(event)
+
+    def _take(self, line: bytes, health: HealthTracker, now: float) -> None:
+        """Use one line of the probe.  A line that is not valid is a failed reading."""
+        try:
+            facts = parse_line(line)
+            if "error" in facts:
+                self._take_error(facts, health)
+                return
+            for fault in _xids(facts):
+                self._records.record_fault(fault, "NVML", now)
+            if "gpus" in facts:
+                self._records.record_readings(parse_gpus(facts["gpus"]), now)
+                self._probe.record_reading()
+                self._problem = ""
+                self._report(health)
+        except bounds.BoundsError as error:
+            self._problem = f"NVML returned an invalid value: {shortened(str(error), 120)}"
+
+    def _take_error(self, facts: dict[str, object], health: HealthTracker) -> None:
+        reason = shortened(str(facts["error"]), 120)
+        if facts.get("is_absent") is True and _DRIVER.exists():
+            self._problem = f"NVML failed: {reason}; {_FIX_DEVICES}"
+        elif facts.get("is_absent") is True and not self._records.statuses:
+            self._problem = ""
+            health.unsupported(f"no NVIDIA driver: {reason}")
+        else:
+            self._problem = f"NVML failed: {reason}"
+
+    def _report(self, health: HealthTracker) -> None:
+        count = len(self._records.statuses)
+        if not count:
+            health.unsupported("the driver lists no GPU")
+            return
+        second = "" if self._log.fd is not None else "; the kernel log cannot be read"
+        health.ok(f"{count} GPU{'s' * (count > 1)}{second}")
+
+
+def _xids(facts: dict[str, object]) -> Iterator[Fault]:
+    for row in bounds.items(facts.get("xids", []), "xids", _XIDS_MAX):
+        pair = bounds.items(row, "an Xid", 2)
+        if len(pair) != 2:
+            raise bounds.BoundsError("an Xid has no code")
+        code = bounds.integer(pair[1], "an Xid", 0, 2**64 - 1)
+        pci = pci_address(bounds.text(pair[0], "pci", 80))
+        if pci is not None and code < 10**5:
+            yield xid_fault(code, pci)
+
+
+class GpuNotices:
+    """The notices that follow from the health of the GPUs.  At most one is shown at a time."""
+
+    def __init__(self) -> None:
+        self._shown: Notice | None = None
+        self._failed: set[str] = set()
+        self._degraded: set[str] = set()
+        self._raised_mono_s: dict[str, float] = {}
+
+    def update(
+        self, gpus: Sequence[GpuStatus], now_mono_s: float
+    ) -> Iterator[NoticeRaised | NoticeWithdrawn]:
+        """The notices that are new, or over."""
+        failed = {gpu.pci: gpu for gpu in gpus if gpu.health.has_failed}
+        degraded = {gpu.pci: gpu for gpu in gpus if gpu.health is GpuHealth.DEGRADED}
+        newly_failed = [gpu for pci, gpu in failed.items() if pci not in self._failed]
+        self._failed |= failed.keys()
+        newly_degraded = [gpu for pci, gpu in degraded.items() if pci not in self._degraded]
+        self._degraded = set(degraded)
+        shown = self._shown
+        is_failing = (
+            shown is not None
+            and shown.severity is Severity.IMMINENT
+            and now_mono_s < shown.deadline_mono_s + _SLACK_S
+        )
+        if newly_failed and not is_failing:
+            yield self._raise(newly_failed[0], now_mono_s)
+        elif is_failing:
+            return  # the evacuation in progress flushes everything
+        elif due := [gpu for gpu in newly_degraded if self._may_raise(gpu, now_mono_s)]:
+            self._raised_mono_s[due[0].pci] = now_mono_s
+            yield self._raise(due[0], now_mono_s)
+        elif shown is not None and not degraded and not failed:
+            self._shown = None
+            yield NoticeWithdrawn(SOURCE, "no GPU is degraded any more")
+
+    def _may_raise(self, gpu: GpuStatus, now_mono_s: float) -> bool:
+        last_mono_s = self._raised_mono_s.get(gpu.pci)
+        return last_mono_s is None or now_mono_s - last_mono_s >= AGAIN_S
+
+    def _raise(self, gpu: GpuStatus, now_mono_s: float) -> NoticeRaised:
+        has_failed = gpu.health.has_failed
+        self._shown = Notice(
+            source=SOURCE,
+            kind=f"gpu-{gpu.health.value}",
+            # The same for each health: after a restart a milder notice does not replace a stored one.
+            identity=f"{SOURCE}:{gpu.pci}",
+            severity=Severity.IMMINENT if has_failed else Severity.ADVISORY,
+            deadline_mono_s=now_mono_s + (FAILED_S if has_failed else DEGRADED_S),
+            deadline_quality=DeadlineQuality.ASSUMED,
+            detail=shortened(describe(gpu)),
+        )
+        return NoticeRaised(self._shown)
+
+
+class _Probe:
+    """The process that reads NVML.  It is replaced when it ends, or blocks for too long."""
+
+    def __init__(self, command: Sequence[str], *, monotonic: Clock, patience_s: float) -> None:
+        self._command = command
+        self._monotonic = monotonic
+        self._patience_s = patience_s
+        self._backoff = Backoff(_RETRY_FIRST_S, _RETRY_MAX_S)
+        self._process: subprocess.Popen[bytes] | None = None
+        self._buffer = b""
+        self._heard_mono_s = monotonic()
+        self._retry_mono_s = monotonic()
+
+    @property
+    def fd(self) -> int | None:
+        """The output of the process; None without one."""
+        process = self._process
+        return None if process is None or process.stdout is None else process.stdout.fileno()
+
+    @property
+    def is_silent(self) -> bool:
+        """Whether the process has printed nothing for half of the patience."""
+        silent_s = self._monotonic() - self._heard_mono_s
+        return self._process is not None and silent_s > self._patience_s / 2
+
+    def keep_running(self) -> None:
+        """Start the process when it is due, and kill one that blocks."""
+        now = self._monotonic()
+        if self._process is not None and now - self._heard_mono_s > self._patience_s:
+            self._process.kill()
+        if self._process is None and now >= self._retry_mono_s:
+            self._heard_mono_s = now
+            self._process = subprocess.Popen(  # noqa: S603
+                self._command,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                cwd="/",
+            )
+            assert self._process.stdout is not None
+            os.set_blocking(self._process.stdout.fileno(), False)
+
+    def lines(self) -> list[bytes]:
+        """Whole lines that the process has printed since the last call."""
+        if self.fd is None:
+            return []
+        try:
+            data = os.read(self.fd, 64 * 1024)
+        except BlockingIOError:
+            return []
+        if not data:
+            self.end()  # it has closed its output, as it does when it ends
+            return []
+        self._buffer += data
+        *lines, self._buffer = self._buffer.split(b"\n")
+        self._buffer = self._buffer[-_BUFFER_MAX_BYTES:]
+        if lines:
+            self._heard_mono_s = self._monotonic()
+        return lines
+
+    def record_reading(self) -> None:
+        """A reading was valid: begin with short delays after the next failure."""
+        self._backoff.reset()
+
+    def end(self) -> None:
+        """Kill the process, and start the next one after a delay.  A call in the kernel may survive that."""
+        if self._process is None:
+            return
+        assert self._process.stdout is not None
+        self._process.kill()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(_TURN_S)
+        self._process.stdout.close()
+        self._process, self._buffer = None, b""
+        self._retry_mono_s = self._monotonic() + self._backoff.next_s()
+
+
+class _KernelLog:
+    """The records that the kernel writes from now on; each read returns one."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.fd: int | None = None
+
+    def open(self) -> None:
+        """Open the log at its end, if this process may read it."""
+        with contextlib.suppress(OSError):
+            fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+            with contextlib.suppress(OSError):
+                os.lseek(fd, 0, os.SEEK_END)
+            self.fd = fd
+
+    def close(self) -> None:
+        if self.fd is not None:
+            os.close(self.fd)
+            self.fd = None
+
+    def faults(self) -> Iterator[Fault]:
+        """The faults in the records since the last call."""
+        for _ in range(_RECORDS_MAX):
+            if self.fd is None:
+                return
+            try:
+                record = os.read(self.fd, RECORD_MAX_BYTES)
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno == errno.EPIPE:  # records were overwritten before they were read
+                    continue
+                self.close()
+                return
+            if not record:
+                self.close()
+                return
+            fault = parse_record(record)
+            if fault is not None:
+                yield fault

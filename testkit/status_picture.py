@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of ``swansong status --watch`` in the docs: ``python -m testkit.status_picture``.
+
+It is drawn by the code of the command, from the reports of an evacuation.
+"""
+
+from __future__ import annotations
+
+import io
+import math
+from collections.abc import Iterator
+from typing import Any
+
+from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from swansongd.cli.view.history import History
+from swansongd.cli.view.live import Canvas, Moment, view
+
+from testkit import REPOSITORY
+
+FILE = REPOSITORY / "docs/operations/pictures/status-watch.svg"
+WIDTH, HEIGHT = 80, 24
+NOON_WALL_S = 1_800_014_400.0
+GRACE_S, SIZE_BYTES, STEP = 120.0, 84e9, 48_120
+THEME = TerminalTheme(
+    (13, 17, 23),
+    (201, 209, 217),
+    [
+        (72, 79, 88), (255, 123, 114), (63, 185, 80), (210, 153, 34),
+        (88, 166, 255), (188, 140, 255), (57, 197, 207), (177, 186, 196),
+    ],
+)  # fmt: skip
+_FORMAT = """\
+<svg viewBox="0 0 {width} {height}" xmlns="http://www.w3.org/2000/svg">
+<style>
+.{unique_id}-matrix {{ font-family: "DejaVu Sans Mono", Menlo, Consolas, monospace;
+ font-size: {char_height}px; line-height: {line_height}px; }}
+.{unique_id}-title {{ font-family: sans-serif; font-size: 16px; }}
+{styles}
+</style>
+<defs><clipPath id="{unique_id}-clip-terminal">
+<rect x="0" y="0" width="{terminal_width}" height="{terminal_height}" />
+</clipPath>{lines}</defs>
+{chrome}
+<g transform="translate({terminal_x}, {terminal_y})" clip-path="url(#{unique_id}-clip-terminal)">
+{backgrounds}
+<g class="{unique_id}-matrix">{matrix}</g>
+</g>
+</svg>
+"""
+"""Of rich, without fonts from the network."""
+
+
+def reports() -> Iterator[tuple[float, dict[str, Any]]]:
+    """Time and report of each second: training, then a notice of two minutes."""
+    for second in range(-30, 34):
+        yield float(second), report(float(second))
+
+
+def report(second: float) -> dict[str, Any]:
+    """The report ``second`` seconds after the notice."""
+    is_open, sending_s = second >= 0, max(0.0, second - 9)
+    stored_bytes = 2.5e9 * sending_s + 1.5e9 * math.sin(sending_s)
+    step = STEP + round(1.6 * (min(second, 4) + sending_s))
+    return {
+        "run": "llama-70b-sft",
+        "generation": 7,
+        "state": "FLUSHING" if second >= 9 else "CHECKPOINTING" if is_open else "IDLE",
+        "verdict": None if is_open else "SAFE",
+        "last_verdict": {"verdict": "SAFE", "age_s": 93_000, "generation": 6, "step": 31_400},
+        "sources": [
+            {"name": name, "health": "ok", "reason": "no notice", "for_s": 90_000}
+            for name in ("aws.spot", "aws.rebalance", "aws.asg", "logind")
+        ],
+        "gpus": [
+            {"index": index, "name": "H100", "health": "ok", "reason": "", "for_s": 90_000}
+            for index in range(8)
+        ],
+        "store": {"health": "ok", "reason": "responds", "for_s": 90_000},
+        "notices": [],
+        "evacuation": {
+            "id": "e1",
+            "reason": "aws.spot: terminate",
+            "seconds_left": GRACE_S - second,
+            "plan": "TAKE",
+            "phase": "FLUSHING" if second >= 9 else "CHECKPOINTING",
+            "expected_s": 42.1,
+        }
+        if is_open
+        else None,
+        "margins": [
+            {"source": "aws.spot", "grace_s": GRACE_S, "spare_s": 71.4, "fits": True},
+            {"source": "logind", "grace_s": 30.0, "spare_s": -4.1, "fits": False,
+             "lost_since_step": STEP - 900},
+        ],
+        "trainers": [
+            {"rank": rank, "pid": 4000 + rank, "step": step, "loss": 1.734, "connected": True}
+            for rank in range(8)
+        ],
+        "last_commit": {"generation": 7, "step": STEP - 900, "age_s": 560.0 + second},
+        "replication_lag": {"steps": step - STEP + 900, "seconds": 560.0 + second, "bytes": SIZE_BYTES},
+        "flush": {"step": STEP + 6, "size_bytes": SIZE_BYTES, "for_s": second - 9,
+                  "stored_bytes": stored_bytes}
+        if second >= 9
+        else None,
+        "bandwidth_bytes_per_s": 2.71e9,
+        "unsent": {"sets": 1, "bytes": SIZE_BYTES - stored_bytes} if second >= 9 else None,
+        "staging": {"size_bytes": 1.9e12, "free_bytes": 1.2e12},
+        "prefetch": {"state": "not_needed"},
+        "mirror": {"state": "paused", "newest": {"generation": 7, "step": STEP - 900},
+                   "lag": {"commits": 0}},
+        "version": "0.1.0",
+        "pid": 812,
+        "uptime_s": 90_400,
+    }  # fmt: skip
+
+
+def picture() -> str:
+    """The live view as SVG."""
+    history, newest, at_s = History(), {}, 0.0
+    for at_s, newest in reports():
+        history.add(newest, at_s)
+    moment = Moment(
+        report=newest,
+        report_mono_s=at_s,
+        away=None,
+        history=history,
+        now_mono_s=at_s,
+        now_wall_s=NOON_WALL_S + at_s,
+    )
+    console = Console(
+        record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True,
+        color_system="standard", markup=False, highlight=False, _environ={},
+    )  # fmt: skip
+    console.print(view(moment, Canvas(WIDTH, HEIGHT)))
+    return console.export_svg(
+        title="swansong status --watch", theme=THEME, code_format=_FORMAT, unique_id="watch"
+    )
+
+
+if __name__ == "__main__":
+    FILE.parent.mkdir(exist_ok=True)
+    FILE.write_text(picture(), encoding="utf-8")

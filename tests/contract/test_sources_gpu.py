@@ -1,0 +1,200 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The source ``gpu`` with the real probe process, a fake NVML library and a kernel log of packets."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from swansongd.config.config import DeadlineConfig, SourcesConfig
+from swansongd.core.events import GpusRead
+from swansongd.model import GpuHealth, GpuStatus, Health, Severity
+from swansongd.sources import detect, gpu
+from swansongd.sources.gpu import GpuSource
+from swansongd.sources.opening import open_sources
+
+from testkit.fake_nvml import FakeNvml, has_compiler
+from testkit.source_run import SourceRun
+from testkit.waiting import until
+
+BLIND_S = 3.0
+
+
+@pytest.fixture
+def nvml(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeNvml]:
+    """A library with one healthy GPU, which the probe loads."""
+    if not has_compiler():
+        pytest.skip("no C compiler: apt-get install gcc libc6-dev")
+    fake = FakeNvml(tmp_path)
+    for name, value in fake.environment.items():
+        monkeypatch.setenv(name, value)
+    yield fake
+    fake.set(hang=0)
+
+
+class Watched(SourceRun):
+    """A running source and its newest statuses."""
+
+    def __init__(self, **options: Any) -> None:
+        options = {"kernel_log": Path("/nonexistent"), "blind_after_s": BLIND_S, **options}
+        super().__init__(GpuSource(monotonic=time.monotonic, **options))
+
+    @property
+    def gpus(self) -> tuple[GpuStatus, ...]:
+        read = [event.gpus for event in self.events if isinstance(event, GpusRead)]
+        return read[-1] if read else ()
+
+    def becomes(self, *healths: GpuHealth) -> None:
+        until(lambda: tuple(g.health for g in self.gpus) == healths, what=str(healths))
+
+    def turns(self, health: Health, words: str = "") -> None:
+        def is_so() -> bool:
+            return self.is_now(health) and words in self.statuses[-1].reason
+
+        until(is_so, what=f"{health} {words}; {self.statuses}")
+
+
+def test_healthy_gpus_raise_no_notice(nvml: FakeNvml) -> None:
+    """Each GPU has a status, and the source is healthy."""
+    nvml.set(count=2)
+    with Watched() as run:
+        run.becomes(GpuHealth.OK, GpuHealth.OK)
+        run.turns(Health.OK, "2 GPUs; the kernel log cannot be read")
+        first = run.gpus[0]
+        assert (first.index, first.pci, first.name) == (0, "0000:00:00", "Fake H100 0")
+        assert run.notices == []
+
+
+def test_an_xid_event_of_nvml(nvml: FakeNvml) -> None:
+    """It arrives without the kernel log, with the address of its GPU."""
+    nvml.set(count=2)
+    with Watched() as run:
+        run.becomes(GpuHealth.OK, GpuHealth.OK)
+        nvml.xid(95, gpu=1)
+        run.becomes(GpuHealth.OK, GpuHealth.DYING)
+        until(lambda: run.notices)
+        (notice,) = run.notices
+        assert (notice.severity, notice.kind) == (Severity.IMMINENT, "gpu-dying")
+        assert "GPU 1 is dying: Xid 95" in notice.detail
+
+
+def test_a_lost_gpu_keeps_its_identity(nvml: FakeNvml) -> None:
+    """The driver reports nothing of it any more, and then does not list it."""
+    nvml.set(count=2)
+    with Watched() as run:
+        run.becomes(GpuHealth.OK, GpuHealth.OK)
+        nvml.set(gpu=1, lost=1)
+        run.becomes(GpuHealth.OK, GpuHealth.LOST)
+        assert run.gpus[1].uuid == "GPU-00000001"
+        nvml.set(count=1)
+        until(lambda: "not list" in run.gpus[1].reason)
+
+
+@pytest.mark.fault("X04")
+def test_the_state_of_the_library_is_read(nvml: FakeNvml) -> None:
+    """Pending rows and memory errors; without row remapping an error means that the GPU dies."""
+    nvml.set(count=2)
+    nvml.set(gpu=1, remaps=0)
+    with Watched() as run:
+        run.becomes(GpuHealth.OK, GpuHealth.OK)
+        nvml.set(gpu=0, pending=1)
+        nvml.set(gpu=1, uncorrected=1)
+        run.becomes(GpuHealth.DEGRADED, GpuHealth.DYING)
+
+
+@pytest.mark.fault("X03")
+def test_a_library_that_hangs_makes_the_source_blind(nvml: FakeNvml) -> None:
+    """The thread of the source continues: it ends in time, and sees the library recover."""
+    with Watched() as run:
+        run.becomes(GpuHealth.OK)
+        nvml.set(hang=1)
+        run.turns(Health.BLIND, "NVML does not respond")
+        nvml.set(hang=0)
+        run.turns(Health.OK)
+        nvml.set(hang=1)
+        run.turns(Health.DEGRADED, "NVML does not respond")
+
+
+@pytest.mark.fault("X04")
+def test_a_library_that_crashes_or_returns_garbage(nvml: FakeNvml) -> None:
+    """The probe is started again; the health of the GPUs stays as it was last seen."""
+    with Watched() as run:
+        run.becomes(GpuHealth.OK)
+        nvml.set(crash=1)
+        run.turns(Health.BLIND)
+        nvml.set(crash=0)
+        run.turns(Health.OK)
+        for garbage in ({"count": 4_000_000_000}, {"0.pci": "somewhere"}, {"init": 999}):
+            nvml.set(**garbage)
+            run.turns(Health.DEGRADED, "NVML")
+            nvml.set(**{"count": 1, "0.pci": "00000000:00:00.0", "init": 0})
+            run.turns(Health.OK)
+        assert [g.health for g in run.gpus] == [GpuHealth.OK]
+        assert run.notices == []
+
+
+def test_a_machine_without_the_driver_is_unsupported(nvml: FakeNvml) -> None:
+    """The library of an image for GPUs, on a VM without one: no blind source, no GPU."""
+    nvml.set(init=9)
+    with Watched() as run:
+        run.turns(Health.UNSUPPORTED, "no NVIDIA driver")
+        assert run.gpus == ()
+
+
+def test_a_driver_whose_device_files_are_hidden(
+    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sandbox of a unit without the drop-in: the source is not healthy, and names the fix."""
+    monkeypatch.setattr(gpu, "_DRIVER", tmp_path)
+    nvml.set(init=9)
+    with Watched() as run:
+        run.turns(Health.BLIND, "gpu.conf")
+
+
+@pytest.mark.fault("X03", "X08")
+def test_the_kernel_log_is_read_while_nvml_hangs(nvml: FakeNvml) -> None:
+    """Records of the kernel count from the start of the source on."""
+    reads, writes = os.pipe2(
+        os.O_DIRECT | os.O_NONBLOCK
+    )  # one read returns one record, as in /dev/kmsg
+    with Watched(kernel_log=Path(f"/proc/self/fd/{reads}")) as run:
+        run.becomes(GpuHealth.OK)
+        run.turns(Health.OK, "1 GPU")
+        nvml.set(hang=1)
+        os.write(writes, b"6,1,1,-;eth0: link up\n SUBSYSTEM=net\n")
+        os.write(
+            writes, b"12,2,2,-;NVRM: Xid (PCI:0000:00:00): 79, pid=1, name=a program wrote it\n"
+        )
+        os.write(writes, b"4,3,3,-;NVRM: Xid (PCI:0000:00:00): 119, pid=7, name=python3, Timeout\n")
+        run.becomes(GpuHealth.DYING)
+        assert run.gpus[0].xids == {"dying": 1}
+        os.close(writes)  # the log ends: NVML alone is left
+        nvml.set(hang=0)
+        run.turns(Health.OK, "the kernel log cannot be read")
+    os.close(reads)
+
+
+def test_without_the_library_there_is_no_source(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is loaded, and nothing is started."""
+    names = lambda **keys: [  # noqa: E731
+        s.name
+        for s in open_sources(SourcesConfig(cloud="none", **keys), DeadlineConfig(), boot_id="b")
+    ]
+    monkeypatch.setattr(detect, "_LIBRARY_DIRECTORIES", ())
+    monkeypatch.setattr(detect, "_LOADER_CACHE", tmp_path / "cache")
+    monkeypatch.setenv("LD_LIBRARY_PATH", f":{tmp_path}")
+    assert names() == []
+    (tmp_path / "cache").write_bytes(
+        b"glibc-ld.so.cache1.1\0libnvidia-ml.so.1\0/lib/libnvidia-ml.so.1\0"
+    )
+    assert names() == ["gpu"]
+    assert names(gpu="off") == []
+    (tmp_path / "cache").unlink()
+    (tmp_path / detect.NVML_LIBRARY).touch()
+    assert names() == ["gpu"]

@@ -1,0 +1,459 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Webhook, heartbeat and command against real servers and processes that misbehave."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import structlog
+from swansongd.config.notify import NotifyConfig
+from swansongd.core.events import NoticeRaised
+from swansongd.notifications import delivery
+from swansongd.notifications.command import Command, environment, run_bounded
+from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
+from swansongd.notifications.heartbeat import Heartbeat
+from swansongd.notifications.notifier import Notifier
+from swansongd.notifications.record import Record
+from swansongd.notifications.webhook import Webhook
+from swansongd.observe.notifications import Kind, Notification, Origin, fields, sample
+
+from testkit.emulators import tls
+from testkit.raw_server import Peer, RawServer, Script
+from testkit.story import Story, a_notice
+from testkit.waiting import until
+
+ORIGIN = Origin(run="run", vm="vm", host="host")
+SECRET = "T0SECRET0B0"
+
+
+@pytest.fixture
+def log_lines() -> Iterator[list[dict[str, Any]]]:
+    with structlog.testing.capture_logs() as lines:
+        yield lines
+
+
+def notice(key: str = "n", kind: Kind = Kind.NOTICE, **facts: Any) -> Notification:
+    return replace(sample(time.time()), key=key, kind=kind, **facts)
+
+
+def record() -> Record:
+    return Record(None, boot_id="a")
+
+
+def webhook(url: str, *, total_s: float = 10.0, **settings: Any) -> Webhook:
+    config = NotifyConfig(webhook_url=url, **settings)
+    made = Webhook(config, ORIGIN, record(), deliverer=Deliverer(total_s=total_s), backoff_s=0.01)
+    made.start()
+    return made
+
+
+def settled(made: Webhook | Command, count: int = 1) -> dict[str, Any]:
+    """The report once this many notifications were sent or given up."""
+
+    def done() -> dict[str, Any] | None:
+        report = made.outbox.report()
+        return report if int(str(report["sent"])) + int(str(report["failed"])) >= count else None
+
+    found = until(done, what="the end of all attempts")
+    assert found is not None
+    return found
+
+
+def answers(*replies: Callable[[Peer], None]) -> tuple[Script, list[Any]]:
+    """A script that answers the requests in this order, the last one again and again."""
+    left, bodies = list(replies), list[Any]()
+
+    def script(peer: Peer) -> None:
+        while (request := peer.request()) is not None:
+            bodies.append(json.loads(request.body) if request.body else request.line)
+            (left.pop(0) if len(left) > 1 else left[0])(peer)
+
+    return script, bodies
+
+
+def status(code: int, body: bytes = b"", *headers: str) -> Callable[[Peer], None]:
+    return lambda peer: peer.answer(code, body, *headers)
+
+
+def test_a_notification_arrives_once() -> None:
+    script, bodies = answers(status(200, b"ok"))
+    with RawServer(script) as server:
+        made = webhook(f"{server.url}/{SECRET}")
+        made.put(notice())
+        report = settled(made)
+        made.put(notice())  # the record has it
+        made.put(notice("v", Kind.VERDICT))
+        report = settled(made, 2)
+    assert (report["sent"], report["failed"], report["last_error"]) == (2, 0, None)
+    assert [body["kind"] for body in bodies] == ["notice", "verdict"]
+
+
+@pytest.mark.fault("W02")
+@pytest.mark.parametrize("failure", [status(500), status(503), status(429), Peer.reset])
+def test_a_failure_that_may_pass_is_retried_with_the_same_id(
+    failure: Callable[[Peer], None],
+) -> None:
+    script, bodies = answers(failure, failure, status(204))
+    with RawServer(script) as server:
+        made = webhook(server.url)
+        made.put(notice())
+        assert settled(made)["sent"] == 1
+    assert len(bodies) == 3
+    assert len({body["id"] for body in bodies}) == 1
+
+
+@pytest.mark.fault("W02")
+@pytest.mark.parametrize("code", [400, 401, 404, 410, 301, 307])
+def test_a_refusal_and_a_redirect_are_final(code: int, log_lines: list[dict[str, Any]]) -> None:
+    """A redirect would take the notification and the token to another host."""
+    script, bodies = answers(status(code, b"no_service", "Location: http://127.0.0.1:9/stolen"))
+    with RawServer(script) as server:
+        made = webhook(server.url)
+        made.put(notice())
+        report = settled(made)
+    assert len(bodies) == report["failed"] == 1
+    assert report["last_error"].startswith(f"HTTP {code}")
+    (line,) = log_lines
+    assert (line["event"], line["attempts"]) == ("notification_failed", 1)
+
+
+def test_retry_after_is_bounded() -> None:
+    """A receiver cannot silence notifications for a day."""
+    script, _ = answers(status(429, b"", "Retry-After: 86400"))
+    with RawServer(script) as server, pytest.raises(NotDelivered) as error:
+        Deliverer().send(Request(server.url, data=b"{}"))
+    assert error.value.retry_after_s == delivery.RETRY_AFTER_S_MAX
+    for value in ("Wed, 21 Oct 2037 07:28:00 GMT", "-1", "1e9", "9" * 5000, None):
+        assert delivery._retry_after_s(value) is None
+    assert delivery._retry_after_s("7") == 7.0
+
+
+def hang(peer: Peer) -> None:
+    peer.wait_for_end()
+
+
+def drip(peer: Peer) -> None:
+    """One byte of a header at a time: no timeout of a socket ends this."""
+    peer.send(b"HTTP/1.1 200 OK\r\n")
+    while True:
+        peer.send(b"x")
+        time.sleep(0.05)
+
+
+def endless(peer: Peer) -> None:
+    peer.send(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n")
+    chunk = b"10000\r\n" + b"x" * 2**16 + b"\r\n"
+    while True:
+        peer.send(chunk)
+
+
+@pytest.mark.fault("W01")
+@pytest.mark.parametrize("misbehaviour", [hang, drip])
+def test_a_receiver_that_never_finishes_is_abandoned(misbehaviour: Script) -> None:
+    def script(peer: Peer) -> None:
+        peer.head()
+        misbehaviour(peer)
+
+    with RawServer(script) as server, pytest.raises(NotDelivered, match="no complete reply"):
+        Deliverer(total_s=0.3).send(Request(server.url, data=b"{}"))
+
+
+@pytest.mark.fault("W01")
+def test_abandoned_requests_are_bounded() -> None:
+    """A receiver that hangs costs a few threads and no more."""
+    with RawServer(lambda peer: peer.wait_for_end()) as server:
+        deliverer = Deliverer(total_s=0.02)
+        for _ in range(delivery.ABANDONED_MAX):
+            with pytest.raises(NotDelivered, match="no complete reply"):
+                deliverer.send(Request(server.url))
+        before = server.accepted
+        with pytest.raises(NotDelivered, match="earlier requests still hang"):
+            deliverer.send(Request(server.url))
+        assert server.accepted <= max(before, delivery.ABANDONED_MAX)
+
+
+@pytest.mark.fault("W01")
+def test_a_huge_reply_is_not_read() -> None:
+    def script(peer: Peer) -> None:
+        peer.request()
+        endless(peer)
+
+    with RawServer(script) as server:
+        began_s = time.thread_time()
+        Deliverer(total_s=5.0).send(Request(server.url, data=b"{}"))
+        assert time.thread_time() - began_s < 1.0
+
+
+def test_tls_is_verified_with_the_configured_authority(tmp_path: Path) -> None:
+    ca, pem = tls.make(tmp_path)
+    script, bodies = answers(status(200))
+    with RawServer(script, pem) as server:
+        Deliverer().send(Request(server.url, data=b"{}", ca_bundle=ca))
+        with pytest.raises(NotDelivered, match="the certificate is not valid"):
+            Deliverer().send(Request(server.url, data=b"{}"))
+    assert bodies == [{}]
+
+
+def test_a_proxy_of_the_environment_does_not_see_local_requests(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
+    monkeypatch.setenv("https_proxy", "http://proxy.example.org:3128")
+    monkeypatch.delenv("no_proxy", raising=False)
+    script, bodies = answers(status(200))
+    with RawServer(script) as server:
+        Deliverer().send(Request(server.url, data=b"{}"))
+    assert bodies == [{}]
+    assert delivery._proxies("https://hooks.example.org/x")["https"].endswith(":3128")
+
+
+# ---------------------------------------------------------------- secrets
+
+
+def broken(peer: Peer) -> None:
+    """A reply with a malformed header, about which urllib3 logs a warning with the address."""
+    peer.send(b"HTTP/1.1 500 X\r\nbad header without colon\r\n: x\r\nContent-Length: 0\r\n\r\n")
+    peer.sock.shutdown(socket.SHUT_WR)
+
+
+def echo(peer: Peer) -> None:
+    peer.answer(404, f"Cannot POST /services/{SECRET}".encode())
+
+
+@pytest.mark.fault("W05")
+@pytest.mark.parametrize("failure", [broken, echo, Peer.reset, status(500), None])
+def test_no_failure_reveals_the_address_or_the_token(
+    failure: Callable[[Peer], None] | None,
+    tmp_path: Path,
+    log_lines: list[dict[str, Any]],
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Log, status and errors, for a reply that repeats the address, and for a refused connection."""
+    monkeypatch.setattr("swansongd.notifications.webhook.ATTEMPTS_MAX", 2)
+    token = tmp_path / "token"
+    token.write_text("t0kengeheim")
+    token.chmod(0o400)
+    script, _ = answers(failure or status(200))
+    with RawServer(script) as server:
+        url = server.url if failure else "http://127.0.0.1:9"
+        made = webhook(f"{url}/services/{SECRET}", token_file=str(token))
+        made.put(notice())
+        report = settled(made)
+    shown = json.dumps([report, log_lines]) + caplog.text
+    assert report["failed"] == 1
+    assert report["last_error"]
+    assert SECRET not in shown
+    assert "geheim" not in shown
+
+
+def test_the_token_is_sent_to_the_receiver_alone(tmp_path: Path) -> None:
+    token = tmp_path / "token"
+    token.write_text("abc")
+    token.chmod(0o400)
+    seen: list[str | None] = []
+
+    def script(peer: Peer) -> None:
+        request = peer.request()
+        assert request is not None
+        seen.append(request.header("authorization"))
+        peer.answer(200)
+
+    with RawServer(script) as server:
+        made = webhook(server.url, token_file=str(token))
+        made.put(notice())
+        assert settled(made)["sent"] == 1
+    assert seen == ["Bearer abc"]
+
+
+# ---------------------------------------------------------------- the decision thread
+
+
+@pytest.mark.fault("W01")
+def test_a_receiver_that_hangs_costs_the_decision_thread_microseconds(tmp_path: Path) -> None:
+    """``observe`` with a webhook, a command and a heartbeat that all hang, during an evacuation."""
+    story = Story()
+    steps: list[tuple[Any, Any, Any]] = []
+    for number in range(200):
+        before = story.state
+        made = a_notice(deadline_mono_s=story.now + 100, identity=f"n{number}")
+        actions = story.tell(NoticeRaised(made))
+        steps.append((before, story.state, actions))
+    with RawServer(lambda peer: peer.wait_for_end()) as server:
+        config = NotifyConfig(
+            webhook_url=server.url,
+            heartbeat_url=server.url,
+            exec=("/bin/sleep", "600"),
+            exec_timeout_s=600.0,
+        )
+        notifier = Notifier(config, run="run", vm="vm", record=record())
+        notifier.start()
+        for before, after, actions in steps[:5]:
+            notifier.observe(before, after, None, actions, story.now)  # type: ignore[arg-type]
+        until(lambda: server.accepted, what="a request that hangs")
+        took = []
+        for before, after, actions in steps[5:]:
+            began_s = time.thread_time()
+            notifier.observe(before, after, None, actions, story.now)  # type: ignore[arg-type]
+            took.append(time.thread_time() - began_s)
+        notifier.close(0.0)
+    took.sort()
+    assert took[len(took) // 2] < 200e-6, took[len(took) // 2]
+
+
+def test_a_flood_of_notices_is_limited_and_counted() -> None:
+    """Each has another identity, as those of a forged metadata service."""
+    notifier = Notifier(NotifyConfig(exec=("/bin/true",)), run="run", vm="vm", record=record())
+    for number in range(100):
+        notifier._put(notice(f"n{number}"), 1000.0)
+    report = notifier.report()
+    assert report["limited"] == 80
+    assert report["exec"]["queued"] == 20  # type: ignore[index]
+
+
+def test_a_notice_that_comes_again_is_sent_again_and_runs_no_second_command() -> None:
+    kept = record()
+    config = NotifyConfig(webhook_url="http://127.0.0.1:9", exec=("/bin/true",))
+    notifier = Notifier(config, run="run", vm="vm", record=kept)
+    begun = notice("notice/i/imminent")
+    over = notice("notice/i/over/1", is_over=True, ends="notice/i/")
+    for made in (begun, begun, over):
+        notifier._put(made, 1000.0)
+    kept.add("webhook notice/i/imminent")
+    kept.add("exec notice/i/imminent")
+    notifier._put(notice("notice/i/over/2", is_over=True, ends="notice/i/"), 1000.0)
+    notifier._put(begun, 1000.0)
+    report: Any = notifier.report()
+    assert report["webhook"]["queued"] == 4
+    assert report["exec"]["queued"] == 1
+
+
+# ---------------------------------------------------------------- the heartbeat
+
+
+def test_the_heartbeat_is_called_only_while_all_is_well() -> None:
+    script, lines = answers(status(200))
+    reason = ["the store is away"]
+    with RawServer(script) as server:
+        config = NotifyConfig(heartbeat_url=f"{server.url}/ping", heartbeat_interval_s=0.01)
+        made = Heartbeat(config, lambda: reason[0])
+        assert made._beat() == 1.0
+        assert (made.report()["silent"], made.report()["sent"]) == ("the store is away", 0)
+        reason[0] = ""
+        assert made._beat() == 0.01
+    assert lines == ["GET /ping HTTP/1.1"]
+    assert (made.report()["silent"], made.report()["sent"]) == (None, 1)
+
+
+def test_a_heartbeat_that_fails_is_counted_and_logged_once(
+    log_lines: list[dict[str, Any]],
+) -> None:
+    config = NotifyConfig(heartbeat_url=f"http://127.0.0.1:9/{SECRET}")
+    made = Heartbeat(config, lambda: "")
+    assert made._beat() == made._beat() == 30.0
+    assert made.report()["failed"] == 2
+    (line,) = log_lines
+    assert "refused" in line["reason"]
+    assert SECRET not in json.dumps([made.report(), line])
+
+
+# ---------------------------------------------------------------- the command
+
+
+def run(*command: str, timeout_s: float = 30.0, **facts: str) -> Any:
+    variables = {"PATH": os.environ["PATH"], **facts}
+    return run_bounded(command, variables, timeout_s=timeout_s, stop=threading.Event())
+
+
+def test_the_command_gets_the_facts_and_no_other_variable(tmp_path: Path) -> None:
+    made = notice(seconds_left=118.5, source="aws.spot", reason="it's $(reboot)")
+    secrets = {"PATH": "/bin", "CREDENTIALS_DIRECTORY": "/run/x", "AWS_SECRET_ACCESS_KEY": "x"}
+    variables = environment(fields(ORIGIN, made), secrets)
+    assert not variables.keys() & {"CREDENTIALS_DIRECTORY", "AWS_SECRET_ACCESS_KEY"}
+    script = 'echo "$SWANSONG_EVENT $SWANSONG_SECONDS_LEFT $SWANSONG_REASON [$SWANSONG_STEP]"'
+    done = run_bounded(("/bin/sh", "-c", script), variables, timeout_s=30.0, stop=threading.Event())
+    assert (done.code, done.output) == (0, "notice 118.5 it's $(reboot) []")
+
+
+@pytest.mark.fault("W04")
+def test_a_command_that_hangs_is_killed_with_its_children() -> None:
+    """The children hold the pipe of the output, and one of them ignores SIGTERM."""
+    script = "(trap '' TERM; sleep 600) & sleep 600 & echo $!; wait"
+    done = run("/bin/sh", "-c", script, timeout_s=0.3)
+    assert done.code is None
+    child = int(done.output)
+    until(lambda: not is_alive(child), what="the end of the child")
+
+
+@pytest.mark.fault("W04")
+def test_children_that_a_command_leaves_behind_are_killed() -> None:
+    done = run("/bin/sh", "-c", "sleep 600 & echo $!")
+    assert done.code == 0
+    assert done.seconds < 20
+    until(lambda: not is_alive(int(done.output)), what="the end of the child")
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
+    except OSError:
+        return False
+
+
+@pytest.mark.fault("W04")
+def test_a_flood_of_output_costs_little_time_and_memory() -> None:
+    began_s = time.process_time()
+    done = run("/usr/bin/yes", timeout_s=0.5)
+    assert done.code is None
+    assert len(done.output) <= 400
+    assert time.process_time() - began_s < 0.3
+
+
+def test_a_command_that_does_not_exist_is_an_exit_code() -> None:
+    done = run("/nonexistent/command")
+    assert done.code == 127
+    assert "No such file" in done.output
+
+
+def test_the_command_runs_once_for_a_begin_and_not_for_drills(tmp_path: Path) -> None:
+    kept = record()
+    file = tmp_path / "ran"
+    config = NotifyConfig(
+        exec=("/bin/sh", "-c", f"echo $SWANSONG_ID >>{file}"), exec_on=("notice", "verdict")
+    )
+    made = Command(config, ORIGIN, kept)
+    made.put(notice("a", source="drill"))
+    made.put(notice("b", is_over=True))
+    made.put(notice("c", Kind.STALL))
+    made.put(notice("d"))
+    made.put(notice("e", Kind.VERDICT, is_over=True))
+    made.start()
+    assert settled(made, 2)["sent"] == 2
+    again = Command(config, ORIGIN, kept)  # as after a restart
+    again.put(notice("d"))
+    assert again.outbox.report()["queued"] == 0
+    assert len(file.read_text().split()) == 2
+
+
+@pytest.mark.fault("W04")
+def test_a_command_never_runs_twice_although_the_daemon_died_meanwhile() -> None:
+    """Its start is recorded before it: two VMs are worse than none."""
+    kept = record()
+    config = NotifyConfig(exec=(sys.executable, "-c", "import time; time.sleep(600)"))
+    made = Command(config, ORIGIN, kept)
+    made.put(notice("d"))
+    made.start()
+    until(lambda: kept.has("exec d"), what="the record")
+    assert made.outbox.report()["sent"] == 0
+    made.stop()
+    assert settled(made)["failed"] == 1

@@ -1,0 +1,72 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The tables of metrics in docs/operations, and the metrics that an expression names."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import pytest
+
+from testkit import REPOSITORY
+
+MONITORING = REPOSITORY / "monitoring"
+OPERATIONS = REPOSITORY / "docs/operations"
+OF_OTHERS = {"up", "ALERTS", "node_textfile_mtime_seconds"}
+"""Metrics of Prometheus itself and of node_exporter."""
+LABELS_OF_ALL = {"run", "store", "job", "instance", "le", "alertname", "alertstate", "file"}
+_ROW = re.compile(r"^\| `(swansong_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
+_WORD = re.compile(r"[a-zA-Z_:][\w:]*")
+_SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}")
+
+
+@dataclass(frozen=True)
+class Table:
+    """All metrics of the daemon and of the exporter."""
+
+    names: frozenset[str]
+    """As queries use them: a histogram has three."""
+    labels: dict[str, frozenset[str]]
+
+
+def tables() -> Table:
+    """Read both pages."""
+    labels: dict[str, frozenset[str]] = {}
+    for page in sorted(OPERATIONS.glob("*metrics.md")):
+        for name, kind, cell in _ROW.findall(page.read_text()):
+            suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
+            for suffix in suffixes:
+                labels[name + suffix] = frozenset(re.findall(r"`(\w+)`", cell))
+    assert len(labels) > 70, "the tables have another form"
+    return Table(frozenset(labels), labels)
+
+
+def metrics_of(expression: str) -> set[str]:
+    """The names of metrics in an expression, also those that were recorded."""
+    bare = re.sub(r'"[^"]*"', "", expression)
+    return {
+        word
+        for word in _WORD.findall(bare)
+        if word.startswith("swansong_") or ":swansong_" in word or word in OF_OTHERS
+    }
+
+
+def is_exported(name: str) -> bool:
+    """Whether the exporter has this metric."""
+    return name.startswith(("swansong_run_", "swansong_exporter_"))
+
+
+def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
+    """Each metric that is selected by labels, and these labels."""
+    for name, inner in _SELECTOR.findall(expression):
+        yield name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inner))
+
+
+def tool(name: str) -> str:
+    """Path of a program of Debian's package prometheus."""
+    path = shutil.which(name)
+    if path is None:
+        pytest.skip(f"{name} is not installed: apt-get install prometheus")
+    return path

@@ -1,0 +1,133 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules for Prometheus: promtool accepts and tests them, and operators find each alert in the docs."""
+
+from __future__ import annotations
+
+import re
+import runpy
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from testkit import REPOSITORY
+
+from .tables import (
+    LABELS_OF_ALL,
+    MONITORING,
+    OF_OTHERS,
+    is_exported,
+    metrics_of,
+    selectors,
+    tables,
+    tool,
+)
+
+PROMETHEUS = MONITORING / "prometheus"
+RULES = PROMETHEUS / "swansong.rules.yml"
+TESTS = sorted(PROMETHEUS.glob("*_test.yml"))
+FINDINGS = runpy.run_path(str(REPOSITORY / "tests/check_prose.py"))["findings"]
+
+
+def groups() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = yaml.safe_load(RULES.read_text())["groups"]
+    return found
+
+
+def rules(kind: str) -> dict[str, dict[str, Any]]:
+    """All rules of a kind, ``alert`` or ``record``, by name."""
+    found = [rule for group in groups() for rule in group["rules"] if kind in rule]
+    assert len({rule[kind] for rule in found}) == len(found)
+    return {rule[kind]: rule for rule in found}
+
+
+ALERTS = rules("alert")
+
+
+def promtool(*arguments: str) -> None:
+    command = [tool("promtool"), *arguments]
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=120, cwd=PROMETHEUS, check=False
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
+
+
+def test_promtool_accepts_the_rules_and_the_example() -> None:
+    """Neither an error nor a rule that prometheus would refuse."""
+    promtool("check", "rules", RULES.name)
+    promtool("check", "config", "scrape.example.yml")
+
+
+@pytest.mark.parametrize("path", TESTS, ids=lambda path: path.name)
+def test_promtool_passes_the_tests_of_the_rules(path: Path) -> None:
+    """Each alert fires when it should, with its texts, and at no other time."""
+    promtool("test", "rules", path.name)
+
+
+def test_each_alert_has_a_case_that_fires_and_one_that_does_not() -> None:
+    """A rule that always fires fails a test, and so does a rule that never fires."""
+    cases = [
+        (case["alertname"], bool(case.get("exp_alerts")))
+        for path in TESTS
+        for each in yaml.safe_load(path.read_text())["tests"]
+        for case in each["alert_rule_test"]
+    ]
+    assert set(cases) == {(name, fires) for name in ALERTS for fires in (True, False)}
+
+
+def test_the_tests_evaluate_all_groups_in_their_order() -> None:
+    """promtool takes a random order otherwise."""
+    for path in TESTS:
+        order = yaml.safe_load(path.read_text())["group_eval_order"]
+        assert order == [group["name"] for group in groups()]
+
+
+def test_each_metric_of_a_rule_is_in_the_tables() -> None:
+    """No rule waits for a series that nothing exports, or for a label that it does not have."""
+    known = tables()
+    recorded = set(rules("record"))
+    for name, rule in (ALERTS | rules("record")).items():
+        used = {each for each in metrics_of(rule["expr"]) if not is_exported(each)}
+        assert metrics_of(rule["expr"]), name
+        assert used <= known.names | recorded | OF_OTHERS, name
+        for metric, labels in selectors(rule["expr"]):
+            of_metric = known.labels.get(metric, frozenset())
+            assert is_exported(metric) or labels <= of_metric | LABELS_OF_ALL, name
+
+
+def test_each_alert_has_a_severity_a_first_command_and_a_section_in_the_docs() -> None:
+    """At 3 a.m. a person reads the consequence, types the command and opens the page."""
+    for name, alert in ALERTS.items():
+        assert alert["labels"].keys() == {"severity"}
+        page = "alerts.md" if alert["labels"]["severity"] == "page" else "alerts-tickets.md"
+        texts = alert["annotations"]
+        assert texts["runbook_url"] == f"docs/operations/{page}#{name.lower()}"
+        assert f"\n## {name}\n" in (REPOSITORY / "docs/operations" / page).read_text()
+        assert "First command" in texts["description"], name
+        assert "$labels" in texts["summary"], name
+        assert not texts["summary"].endswith("."), name
+
+
+def test_the_docs_describe_exactly_these_alerts() -> None:
+    """A section for an alert that was removed sends a reader astray."""
+    described = [
+        (title, page)
+        for page in ("alerts.md", "alerts-tickets.md")
+        for title in re.findall(
+            r"^## (Swansong\w+)$", (REPOSITORY / "docs/operations" / page).read_text(), re.MULTILINE
+        )
+    ]
+    pages = {"page": "alerts.md", "ticket": "alerts-tickets.md"}
+    assert sorted(described) == sorted(
+        (name, pages[alert["labels"]["severity"]]) for name, alert in ALERTS.items()
+    )
+
+
+def test_the_texts_of_the_alerts_are_plain_english() -> None:
+    """The rules of the docs hold for texts that people read at night."""
+    for name, alert in ALERTS.items():
+        for text in alert["annotations"].values():
+            plain = re.sub(r"\{\{.*?\}\}", "X", text)
+            assert not list(FINDINGS("alert.md", f"{plain}\n")), name

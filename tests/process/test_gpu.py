@@ -1,0 +1,62 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPUs that degrade or fail: daemon, probe and trainer are processes, and NVML is a fake library."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit.clouds import Bucket
+from testkit.fake_nvml import FakeNvml, has_compiler
+from testkit.waiting import until
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> Iterator[FakeNvml]:
+    """A library with two healthy GPUs."""
+    if not has_compiler():
+        pytest.skip("no C compiler: apt-get install gcc libc6-dev")
+    directory = tmp_path / "nvml"
+    directory.mkdir()
+    fake = FakeNvml(directory)
+    fake.set(count=2)
+    yield fake
+    fake.set(hang=0)
+
+
+@pytest.mark.fault("X01", "X02", "X03")
+def test_a_gpu_degrades_and_then_dies(
+    nvml: FakeNvml, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """A precaution at first; after the failure only what is sealed is committed, also while NVML hangs."""
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon(**nvml.environment)
+    trainer = vm.start_trainer(script=witness)
+    trainer.lines.wait(step=5)
+    until(lambda: len(vm.status()["gpus"]) == 2, what="two GPUs in the status")
+
+    nvml.xid(94, gpu=1)
+    daemon.lines.wait(event="precaution_done")
+    (commit,) = vm.commits()
+    degraded = vm.status()
+    assert degraded["state"] == "ARMED"
+    assert [gpu["health"] for gpu in degraded["gpus"]] == ["ok", "degraded"]
+    trainer.lines.wait(step=commit["step"] + 5)
+
+    nvml.xid(95, gpu=1)
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "PARTIAL"
+    assert "GPU 1 is dying: Xid 95" in verdict["reason"]
+    nvml.set(hang=1)
+    noted = vm.swansong("notify", "--in", "20s", "--wait")
+    assert "PARTIAL" in noted.stdout + noted.stderr
+    assert len(vm.commits()) == 1
+    evacuations = daemon.lines.all(event="evacuation")
+    assert [line["plan"] for line in evacuations if line["phase"] == "notice"] == ["NONE", "NONE"]
+    assert len([line for line in evacuations if line["phase"] == "request"]) == 1
+    table = vm.swansong("status").stdout
+    assert "dying" in table
+    assert "Xid 95" in table

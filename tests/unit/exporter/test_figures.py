@@ -1,0 +1,211 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The figures of a run, from facts alone: counters that only rise."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from swansongd.core.ledger import Ending, Resumption
+from swansongd.exporter import figures
+from swansongd.exporter.figures import CommitFacts, FarewellFacts, MirrorLag
+from swansongd.model import CheckpointKind, CommitRef, Verdict
+
+from tests.unit.bucket.test_resumption import RESUMPTION
+
+NOW_S = 1_800_000_000.0
+
+
+def farewell(
+    evacuation_id: str,
+    verdict: Verdict,
+    at_s: float,
+    *,
+    generation: int = 1,
+    deadline_s: float = 60,
+    is_drill: bool = False,
+) -> FarewellFacts:
+    return FarewellFacts(
+        generation=generation,
+        evacuation_id=evacuation_id,
+        is_drill=is_drill,
+        verdict=verdict,
+        written_wall_s=NOW_S + at_s,
+        deadline_wall_s=NOW_S + deadline_s,
+        training=None,
+    )
+
+
+def settled(
+    farewells: Iterable[FarewellFacts], *, generation: int = 1, at_s: float = 0.0
+) -> dict[str, int]:
+    found = figures.evacuations(farewells, generation=generation, now_wall_s=NOW_S + at_s)
+    return {
+        verdict.value: count
+        for (verdict, is_drill), count in found.settled.items()
+        if count and not is_drill
+    }
+
+
+def test_an_evacuation_counts_once_with_its_best_verdict() -> None:
+    """A dozen farewells of one evacuation are one evacuation, in any order."""
+    one = [
+        farewell("a", Verdict.LOST, 1),
+        farewell("a", Verdict.PARTIAL, 2),
+        farewell("a", Verdict.SAFE, 3),
+        farewell("a", Verdict.SAFE, 50),
+    ]
+    other = [farewell("b", Verdict.PARTIAL, 5, generation=2)]
+    for each in (one, list(reversed(one))):
+        assert settled([*each, *other], generation=3) == {"SAFE": 1, "PARTIAL": 1}
+
+
+def test_a_verdict_that_may_improve_does_not_count_yet() -> None:
+    """PARTIAL counts after the deadline, or once the next generation is claimed; SAFE counts at once."""
+    partial = [farewell("a", Verdict.PARTIAL, 1)]
+    assert settled(partial, at_s=10) == {}
+    assert settled(partial, at_s=61 + figures.SETTLED_AFTER_S) == {"PARTIAL": 1}
+    assert settled(partial, generation=2, at_s=10) == {"PARTIAL": 1}
+    assert settled([*partial, farewell("a", Verdict.SAFE, 9)], at_s=10) == {"SAFE": 1}
+
+
+def test_the_newest_time_of_each_verdict() -> None:
+    """It needs no settled verdict, so an alert on LOST does not wait."""
+    found = figures.evacuations(
+        [farewell("a", Verdict.SAFE, 1), farewell("b", Verdict.LOST, 7)],
+        generation=1,
+        now_wall_s=NOW_S + 8,
+    )
+    assert found.newest_wall_s == {
+        (Verdict.SAFE, False): NOW_S + 1,
+        (Verdict.LOST, False): NOW_S + 7,
+    }
+
+
+def test_drills_count_apart() -> None:
+    """A drill during which a real notice arrives is a real evacuation."""
+    found = figures.evacuations(
+        [
+            farewell("a", Verdict.SAFE, 1, is_drill=True),
+            farewell("b", Verdict.SAFE, 1, is_drill=True),
+            farewell("b", Verdict.SAFE, 2),
+        ],
+        generation=1,
+        now_wall_s=NOW_S,
+    )
+    assert (found.settled[Verdict.SAFE, True], found.settled[Verdict.SAFE, False]) == (1, 1)
+
+
+# ---------------------------------------------------------------- interruptions
+
+
+def resumed(number: int, *, earlier: int | None, at_s: float, start: int) -> Resumption:
+    """A resume whose first step ended then, after an ending 100 s before."""
+    return replace(
+        RESUMPTION,
+        generation=number,
+        vm=f"vm{number}",
+        ranks=4,
+        booted_wall_s=at_s - 30,
+        daemon_wall_s=at_s - 20,
+        asked_wall_s=at_s - 15,
+        answered_wall_s=at_s - 10,
+        started_wall_s=at_s - 5,
+        first_step_wall_s=at_s,
+        start_step=start,
+        first_step=start + 1,
+        earlier=None
+        if earlier is None
+        else Ending(
+            generation=earlier,
+            step=start + 10,
+            wall_s=at_s - 100,
+            is_estimated=False,
+            step_s=1.0,
+            ranks=4,
+            saves_s=0.0,
+            stall_s=2.0,
+        ),
+    )
+
+
+def run_of(count: int) -> dict[int, Resumption]:
+    return {
+        number: resumed(
+            number,
+            earlier=number - 1 if number > 1 else None,
+            at_s=NOW_S + 1000 * number,
+            start=500 * number,
+        )
+        for number in range(1, count + 1)
+    }
+
+
+def lost(resumptions: dict[int, Resumption]) -> tuple[int, dict[str, float]]:
+    found = list(figures.recorded_interruptions(resumptions, lambda _: None))
+    return len(found), figures.lost_gpu_s(found)
+
+
+def test_each_recorded_resume_is_an_interruption() -> None:
+    """The parts are GPU seconds: 10 steps redone, 70 s for a VM, 10 s to boot, and so on."""
+    count, parts = lost(run_of(3))
+    assert count == 2
+    gpu_s = {name: seconds / 8 for name, seconds in parts.items()}
+    assert gpu_s == pytest.approx(
+        {"stall": 2, "redone": 10, "cloud": 70, "boot": 10, "start": 5, "fetch": 5, "load": 5}
+        | {"warm_up": 5}
+    )
+
+
+@pytest.mark.fault("OX01")
+def test_a_new_resumption_changes_no_older_interruption() -> None:
+    """Each part of the loss only rises, also over a gap in the records."""
+    records = run_of(12)
+    del records[5]  # not recorded: the next resumption has its end all the same
+    before = (0, dict.fromkeys(figures.LOSS_PARTS, 0.0))
+    for number in range(1, 13):
+        found = lost({each: record for each, record in records.items() if each <= number})
+        assert found[0] >= before[0]
+        assert all(found[1][part] >= before[1][part] - 1e-6 for part in figures.LOSS_PARTS)
+        before = found
+    assert before[0] == 10  # 12 VMs, and 4 to 5 is not recorded
+
+
+def test_a_resumption_cannot_follow_itself() -> None:
+    """A forged record that names its own or a later generation as the earlier one counts nothing."""
+    forged = {
+        3: resumed(3, earlier=3, at_s=NOW_S, start=5),
+        4: resumed(4, earlier=9, at_s=NOW_S, start=5),
+    }
+    assert lost(forged) == (0, dict.fromkeys(figures.LOSS_PARTS, 0.0))
+
+
+# ---------------------------------------------------------------- mirror
+
+
+def commit(step: int, created_s: float | None) -> CommitFacts:
+    return CommitFacts(
+        ref=CommitRef(1, step),
+        kind=CheckpointKind.PERIODIC,
+        size_bytes=1,
+        created_wall_s=created_s,
+    )
+
+
+@pytest.mark.parametrize(
+    ("mirrored", "lag"),
+    [
+        (30, MirrorLag(0, None)),
+        (20, MirrorLag(1, 3.0)),
+        (10, MirrorLag(2, 3.0)),
+        (None, MirrorLag(3, 1.0)),
+    ],
+)
+def test_the_lag_counts_commits_after_the_newest_mirrored_one(
+    mirrored: int | None, lag: MirrorLag
+) -> None:
+    """An older commit that the mirror lacks is no lag; a commit without a time has no age."""
+    commits = [commit(30, 3.0), commit(20, None), commit(10, 1.0)]
+    ref = None if mirrored is None else CommitRef(1, mirrored)
+    assert figures.mirror_lag(commits, ref) == lag

@@ -1,0 +1,97 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The outbox: its order, its bound, retries and the drain at the end of the daemon."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from swansongd.notifications.outbox import Outbox
+from swansongd.observe.notifications import Kind, Notification, sample
+
+
+def made(name: str, kind: Kind = Kind.STALL) -> Notification:
+    return replace(sample(0.0), key=name, kind=kind)
+
+
+class Clock:
+    now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def taken(outbox: Outbox, count: int) -> list[str]:
+    names = []
+    for _ in range(count):
+        names.append(outbox.take().notification.key)
+        outbox.finish()
+    return names
+
+
+def report(outbox: Outbox) -> dict[str, Any]:
+    return outbox.report()
+
+
+def test_urgent_notifications_overtake_the_others() -> None:
+    outbox = Outbox()
+    for name, kind in (("a", Kind.STALL), ("b", Kind.MARGIN), ("v", Kind.VERDICT)):
+        outbox.put(made(name, kind))
+    assert taken(outbox, 3) == ["v", "a", "b"]
+
+
+@pytest.mark.fault("W03")
+def test_a_full_outbox_drops_the_oldest_one_that_is_not_urgent_and_counts_it() -> None:
+    outbox = Outbox(3)
+    for name, kind in (("n", Kind.NOTICE), ("a", Kind.STALL), ("b", Kind.STALL)):
+        outbox.put(made(name, kind))
+    outbox.put(made("c"))
+    assert report(outbox)["dropped"] == 1
+    assert taken(outbox, 3) == ["n", "b", "c"]
+    for number in range(5):
+        outbox.put(made(f"v{number}", Kind.VERDICT))
+    assert taken(outbox, 3) == ["v2", "v3", "v4"]
+    assert (report(outbox)["dropped"], report(outbox)["queued"]) == (3, 0)
+
+
+def test_a_retry_waits_while_other_notifications_are_sent() -> None:
+    clock = Clock()
+    outbox = Outbox(monotonic=clock)
+    outbox.put(made("a"))
+    outbox.take()
+    outbox.retry(10.0, "HTTP 503")
+    assert report(outbox)["last_error"] == "HTTP 503"
+    outbox.put(made("b"))
+    assert taken(outbox, 1) == ["b"]
+    clock.now = 10.0
+    entry = outbox.take()
+    assert (entry.notification.key, entry.attempts) == ("a", 2)
+
+
+def test_the_drain_attempts_urgent_ones_at_once_and_returns_in_time() -> None:
+    """A retry that is due in a minute is attempted now, once."""
+    outbox = Outbox()
+    outbox.put(made("v", Kind.VERDICT))
+    outbox.take()
+    outbox.retry(60.0, "HTTP 503")
+    attempted: list[str] = []
+
+    def work() -> None:
+        attempted.append(outbox.take().notification.key)
+        outbox.retry(60.0, "HTTP 503")
+
+    worker = threading.Thread(target=work, daemon=True)
+    worker.start()
+    assert outbox.drain(10.0)
+    worker.join(10.0)
+    assert attempted == ["v"]
+    assert (report(outbox)["failed"], report(outbox)["queued"]) == (1, 0)
+
+
+def test_the_drain_does_not_wait_for_a_worker_that_hangs() -> None:
+    outbox = Outbox()
+    outbox.put(made("v", Kind.VERDICT))
+    outbox.take()
+    assert not outbox.drain(0.01)

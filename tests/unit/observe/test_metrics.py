@@ -1,0 +1,561 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of the daemon: their names, their values through an evacuation, and the cost for a decision."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+import threading
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.openmetrics import exposition as openmetrics
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_open
+from prometheus_client.parser import text_string_to_metric_families as parsed
+from swansongd.core.events import (
+    Action,
+    Conclude,
+    Event,
+    Flushed,
+    FlushFailed,
+    FlushProgress,
+    GpusRead,
+    Mark,
+    NewestDated,
+    SourceChanged,
+    Tick,
+    TrainerProgress,
+    TrainerRefused,
+)
+from swansongd.core.state import Phase
+from swansongd.model import (
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Health,
+    NoticeKind,
+    Severity,
+    SourceStatus,
+    Verdict,
+)
+from swansongd.observe.counters import KEYS_MAX, PHASES, Counters
+from swansongd.observe.daemon_families import FAMILIES
+from swansongd.observe.exposition import registry_of
+from swansongd.observe.families import BUCKETS_S, Histogram
+from swansongd.observe.loss import LOST
+from swansongd.observe.metrics import DaemonCollector
+from swansongd.observe.report import STORE_HEALTH, full_report
+from swansongd.observe.snapshot import (
+    LossFigures,
+    MirrorFigures,
+    MirrorState,
+    PruneFigures,
+    Snapshot,
+)
+
+from testkit import REPOSITORY
+from testkit.story import MIB, Story, shards_of
+
+PAGE = (REPOSITORY / "docs/operations/metrics.md").read_text()
+ROW = re.compile(r"^\| `(swansong_\w+)` \| (\w+) \| ([^|]*)\| (.*) \|$", re.MULTILINE)
+OTHERS = ("swansong_run_",)
+"""Prefixes of metrics that another part exports."""
+SOURCES = ("aws.rebalance", "aws.spot", "gcp.preempted")
+MIRROR = MirrorFigures(
+    url="s3://mirror/prefix",
+    state=MirrorState.COPYING,
+    reason="",
+    lag_commits=2,
+    lag_s=31.5,
+    lag_bytes=7 * MIB,
+    newest=CommitRef(1, 30),
+    copied_commits=4,
+    copied_bytes=9 * MIB,
+    damaged=1,
+)
+PRUNE = PruneFigures(
+    failures=1, commits=3, freed_bytes=5 * MIB, succeeded_mono_s=900.0, kept_bytes=50 * MIB
+)
+GPU = GpuStatus(
+    pci="0000:3b:00",
+    index=0,
+    health=GpuHealth.DYING,
+    reason="Xid 95",
+    since_mono_s=900.0,
+    xids={"dying": 2},
+)
+LOSS = LossFigures(resumptions=1, gpu_s={"fetch": 80.0, "redone": 16.0})
+
+
+class Watched(Story):
+    """A story whose decisions are counted, and scraped at any moment."""
+
+    def __init__(self, **options: Any) -> None:
+        self.counters = Counters()
+        self.figures: dict[str, Any] = {}
+        self.drift_s = 0.0
+        super().__init__(**options)
+        self.registry = registry_of(DaemonCollector(self.snapshot, self.counters))
+
+    def tell(self, event: Event) -> list[Action]:
+        before = self.state
+        actions = super().tell(event)
+        self.counters.observe(before, self.state, event, actions, self.now)
+        return actions
+
+    def snapshot(self) -> Snapshot:
+        return Snapshot(
+            **{
+                "run": "llm",
+                "version": "1.0",
+                "pid": 7,
+                "born_mono_s": 900.0,
+                "now_mono_s": self.now,
+                "now_wall_s": 1.8e9 + self.now + self.drift_s,
+                "state": self.state,
+                "sources": SOURCES,
+                **self.figures,
+            }
+        )
+
+    def scrape(self) -> dict[str, float]:
+        """Each sample by its name and labels without the run: ``swansong_state{state="IDLE"}``."""
+        found = {}
+        for family in parsed(generate_latest(self.registry).decode()):
+            for sample in family.samples:
+                labels = dict(sample.labels)
+                assert labels.pop("run") == "llm"
+                inside = ",".join(f'{name}="{value}"' for name, value in sorted(labels.items()))
+                found[f"{sample.name}{{{inside}}}" if inside else sample.name] = sample.value
+        return found
+
+
+def full() -> Watched:
+    """A story that has a sample of every family."""
+    story = Watched()
+    story.figures = {
+        "mirror": MIRROR,
+        "prune": PRUNE,
+        "loss": LOSS,
+        "staging": {"size_bytes": 100 * MIB, "free_bytes": 40 * MIB},
+        "store_errors": {"transient": 2, "refused": 0},
+        "bytes_referenced": 3 * MIB,
+        "decision_faults": 1,
+        "log_lines_dropped": 5,
+        "notifications": {"webhook": {"sent": 3, "failed": 1, "dropped": 0}, "exec": None},
+    }
+    story.tell(GpusRead((replace(GPU, health=GpuHealth.OK),)))
+    story.state = _with_settings(
+        story, notice_kinds=(NoticeKind(source="aws.spot", grace_s=120.0),)
+    )
+    story.tell(health("aws.spot", Health.OK, "answers"))
+    story.tell(health(STORE_HEALTH, Health.OK, "answers"))
+    story.join(step=40, save_s=2.0, save_bytes=100 * MIB)
+    story.tell(TrainerProgress(1, 41, step_s=0.5, save_s=2.0, snapshot_s=0.25))
+    story.seal(41)
+    story.store_all(after_s=1.0)
+    story.notice(900, "aws.rebalance", severity=Severity.ADVISORY)
+    story.notice(120)
+    return story
+
+
+def health(source: str, value: Health, reason: str) -> SourceChanged:
+    return SourceChanged(
+        SourceStatus(source=source, health=value, reason=reason, since_mono_s=1000.0)
+    )
+
+
+def _with_settings(story: Story, **changes: Any) -> Any:
+    return replace(story.state, settings=replace(story.state.settings, **changes))
+
+
+# ---------------------------------------------------------------- names
+
+
+def test_the_page_and_the_code_have_the_same_metrics() -> None:
+    """Name, type, labels and meaning of each daemon metric, in the same order."""
+    rows = [
+        (name, kind, tuple(re.findall(r"`(\w+)`", labels)), text.replace("`", ""))
+        for name, kind, labels, text in ROW.findall(PAGE)
+        if not name.startswith(OTHERS)
+    ]
+    assert rows == [(each.name, each.kind, each.labels, each.help) for each in FAMILIES]
+    assert len({name for name, *_ in rows}) == len(rows)
+
+
+def test_every_metric_of_the_page_is_exported() -> None:
+    """During an evacuation of a daemon with a mirror that prunes, and after its verdict."""
+    story = full()
+    found = {re.sub(r"{.*", "", sample) for sample in story.scrape()}
+    story.accept(41)
+    story.answer(42)
+    story.store_all(after_s=1.0)
+    found |= {re.sub(r"{.*", "", sample) for sample in story.scrape()}
+    named = set()
+    for each in FAMILIES:
+        suffixes = ("_bucket", "_count", "_sum") if each.kind == "histogram" else ("",)
+        named |= {each.name + suffix for suffix in suffixes}
+    assert found == named
+
+
+def test_names_follow_the_rules_of_prometheus() -> None:
+    """Suffixes by type and unit, a help text that is a phrase, and labels that are not reserved."""
+    for each in FAMILIES:
+        assert re.fullmatch(r"swansong(_[a-z]+)+", each.name)
+        assert each.name.endswith("_total") is (each.kind == "counter"), each.name
+        assert each.name.endswith("_info") is (each.kind == "info"), each.name
+        if each.kind == "histogram":
+            assert each.name.endswith("_seconds")
+        assert not re.search(r"_(milliseconds|minutes|kilobytes|ms|mb|percent)(_|$)", each.name)
+        assert each.help[0].isupper() or each.help[0].isdigit()
+        assert not each.help.endswith(".")
+        for label in each.labels:
+            assert re.fullmatch(r"[a-z_]+", label)
+            assert label not in {"run", "le", "quantile", "instance", "job", "exported_run"}
+    names = [each.name for each in FAMILIES]
+    for name in names:  # no family takes a series of another
+        assert not any(f"{name}{suffix}" in names for suffix in ("_sum", "_count", "_bucket"))
+
+
+def test_promtool_accepts_the_exposition() -> None:
+    """``promtool check metrics`` prints nothing."""
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is missing: install the package prometheus")
+    checked = subprocess.run(
+        ["promtool", "check", "metrics"],
+        input=generate_latest(full().registry),
+        capture_output=True,
+        check=False,
+        timeout=60,
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
+
+
+def test_both_formats_have_the_same_samples() -> None:
+    """The strict parser of OpenMetrics accepts the exposition."""
+    registry = full().registry
+    text = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in parsed(generate_latest(registry).decode())
+        for s in family.samples
+    }
+    strict = {
+        (s.name, *sorted(s.labels.items())): s.value
+        for family in parsed_open(openmetrics.generate_latest(registry).decode())
+        for s in family.samples
+    }
+    assert text == strict
+    assert len(text) < 400
+
+
+def test_a_scrape_can_name_the_metrics_that_it_wants() -> None:
+    registry = full().registry
+    wanted: CollectorRegistry = registry.restricted_registry(["swansong_generation"])  # type: ignore[assignment]
+    assert [metric.name for metric in wanted.collect()] == ["swansong_generation"]
+
+
+# ---------------------------------------------------------------- values
+
+
+def test_an_evacuation_in_metrics() -> None:
+    """Request, save, flush and commit each take their time; the verdict is counted under its source."""
+    story = Watched()
+    story.join(step=40, save_s=2.0)
+    story.notice(120)
+    during = story.scrape()
+    assert during['swansong_state{state="CHECKPOINTING"}'] == 1.0
+    assert during["swansong_evacuation_open"] == 1.0
+    left_s = during["swansong_evacuation_deadline_timestamp_seconds"] - 1.8e9 - story.now
+    assert left_s == pytest.approx(120.0, abs=0.01)
+    assert during['swansong_evacuations_total{source="aws.spot",verdict="SAFE"}'] == 0.0
+    story.now += 0.2
+    story.accept(40)
+    story.now += 3.0
+    story.answer(41)
+    story.store_all(after_s=8.0)
+    after = story.scrape()
+    assert after['swansong_notices_total{source="aws.spot"}'] == 1.0
+    assert after['swansong_notices_in_force{severity="imminent"}'] == 1.0
+    assert after['swansong_evacuations_total{source="aws.spot",verdict="SAFE"}'] == 1.0
+    assert sum(n for name, n in after.items() if name.startswith("swansong_evacuations_total")) == 1
+    sums = {
+        phase: after[f'swansong_evacuation_phase_seconds_sum{{phase="{phase}"}}']
+        for phase in PHASES
+    }
+    assert sums == pytest.approx(
+        {"request": 0.0, "agree": 0.2, "save": 3.0, "flush": 8.0, "commit": 0.0, "peers": 0.0}
+    )
+    assert after["swansong_evacuation_duration_seconds_sum"] == pytest.approx(11.2)
+    assert after['swansong_evacuation_duration_seconds_bucket{le="10.0"}'] == 0.0
+    assert after['swansong_evacuation_duration_seconds_bucket{le="20.0"}'] == 1.0
+    assert after["swansong_evacuation_duration_seconds_count"] == 1.0
+    assert after['swansong_last_verdict{verdict="SAFE"}'] == 1.0
+    assert after['swansong_commits_total{kind="emergency"}'] == 1.0
+    assert after["swansong_flush_bytes_total"] == 100 * MIB
+    assert after["swansong_last_commit_step"] == 41.0
+    assert after["swansong_replication_lag_steps"] == 0.0
+
+
+def test_a_verdict_that_improves_counts_again() -> None:
+    """A further commit with the same verdict does not, and the time to the first verdict counts once."""
+    story, ref = Watched(), CommitRef(2, 41)
+    found: dict[str, float] = {}
+    for after_s, action in (
+        (0.0, Mark("e", "notice", (("source", "aws.spot"),))),
+        (3.0, Conclude("e", Verdict.PARTIAL, "why", ref, 9.0)),
+        (4.0, Conclude("e", Verdict.LOST, "why", ref, 9.0, is_final=False)),
+        (5.0, Conclude("e", Verdict.SAFE, "why", ref, 9.0)),
+        (6.0, Conclude("e", Verdict.SAFE, "why", CommitRef(2, 42), 9.0)),
+        (7.0, Conclude("other", Verdict.LOST, "why", ref, 9.0)),
+    ):
+        now = story.now + after_s
+        story.counters.observe(story.state, story.state, Tick(), (action,), now)
+        found = story.scrape()
+    counts = {
+        verdict: found[f'swansong_evacuations_total{{source="aws.spot",verdict="{verdict}"}}']
+        for verdict in ("SAFE", "PARTIAL", "LOST")
+    }
+    assert counts == {"SAFE": 1.0, "PARTIAL": 1.0, "LOST": 0.0}
+    assert found["swansong_evacuation_duration_seconds_count"] == 1.0
+    assert found["swansong_evacuation_duration_seconds_sum"] == 3.0
+
+
+def test_an_older_set_does_not_end_a_phase() -> None:
+    """A set that was in flight at the notice is stored and committed while the trainer saves."""
+    story = Watched()
+    story.join(step=40)
+    story.seal(39)
+    story.notice(120)
+    story.accept(40)
+    story.now += 1.0
+    story.flushed()
+    story.committed()
+    story.now += 1.0
+    story.answer(41)
+    story.store_all(after_s=4.0)
+    found = story.scrape()
+    assert found['swansong_evacuation_phase_seconds_sum{phase="save"}'] == pytest.approx(2.0)
+    assert found['swansong_evacuation_phase_seconds_sum{phase="flush"}'] == pytest.approx(4.0)
+    assert found['swansong_evacuation_phase_seconds_count{phase="commit"}'] == 1.0
+
+
+def test_the_bytes_of_a_flush_count_once() -> None:
+    """Progress and the end of a flush add up to its bytes, and referenced bytes are not sent."""
+    story = Watched()
+    story.seal(10)
+    flight = story.state.flight
+    assert flight is not None
+    for sent in (10, 30, 20):
+        story.tell(FlushProgress(flight.flush_id, sent * MIB, bytes_sent=sent * MIB))
+    assert story.scrape()["swansong_flush_bytes_total"] == 30 * MIB
+    shards = shards_of(flight.staged, flight.flush_id)
+    story.tell(Flushed(flight.flush_id, shards, bytes_referenced=40 * MIB))
+    story.tell(FlushProgress(flight.flush_id, 99 * MIB, bytes_sent=99 * MIB))
+    assert story.scrape()["swansong_flush_bytes_total"] == 60 * MIB
+
+
+def test_failures_are_counted() -> None:
+    """A void set is no failure of the store."""
+    story = Watched()
+    for void in (True, False):
+        story.seal(10 + void)
+        flight = story.state.flight
+        assert flight is not None
+        story.tell(FlushFailed(flight.flush_id, "why", void=void))
+    found = story.scrape()
+    assert found["swansong_flush_failures_total"] == 1.0
+    assert found["swansong_flush_consecutive_failures"] == 1.0
+
+
+def test_a_source_is_up_only_if_it_answers() -> None:
+    """Unknown is not healthy: a source without an answer is down, one that the VM lacks has no series."""
+    story = Watched()
+    story.tell(health("aws.spot", Health.DEGRADED, "slow"))
+    story.tell(health("aws.rebalance", Health.BLIND, "no route"))
+    story.tell(health("logind", Health.UNSUPPORTED, "no bus"))
+    found = story.scrape()
+    up = {
+        match[1]: value
+        for name, value in found.items()
+        if (match := re.match(r'swansong_source_up{source="(.*)"}', name))
+    }
+    assert up == {"aws.spot": 1.0, "aws.rebalance": 0.0, "gcp.preempted": 0.0}
+    assert found['swansong_source_health{health="unsupported",source="logind"}'] == 1.0
+    assert found["swansong_store_up"] == 0.0
+
+
+def test_each_notice_has_its_margin() -> None:
+    """Available minus needed is the margin; a second grace period of a source has another name."""
+    story = full()
+    kinds = [("gcp.preempted", 110.0), ("gcp.preempted", 25.0), ("host", 25.0)]
+    story.state = _with_settings(
+        story, notice_kinds=tuple(NoticeKind(source=s, grace_s=grace_s) for s, grace_s in kinds)
+    )
+    found = story.scrape()
+    graces = {"gcp.preempted": 25.0, "gcp.preempted.long": 110.0, "host": 25.0}
+    for notice, grace_s in graces.items():
+        available = found[f'swansong_evacuation_available_seconds{{notice="{notice}"}}']
+        needed = found[f'swansong_evacuation_needed_seconds{{notice="{notice}"}}']
+        margin = found[f'swansong_evacuation_margin_seconds{{notice="{notice}"}}']
+        assert available == grace_s
+        assert margin == pytest.approx(available - needed)
+
+
+def test_a_stalled_rank_shows_the_time_since_its_report() -> None:
+    story = Watched()
+    story.join(step=1)
+    story.tell(TrainerProgress(1, 2, step_s=0.5))
+    assert story.scrape()["swansong_stall_seconds"] == 0.0
+    story.wait(75)
+    found = story.scrape()
+    assert found["swansong_stall_seconds"] == pytest.approx(75.0)
+    assert found["swansong_trainers_stalled"] == 1.0
+
+
+def test_values_agree_with_the_status() -> None:
+    """The same snapshot gives the status report."""
+    story = full()
+    found, shown = story.scrape(), full_report(story.snapshot())
+    assert shown["state"] == next(
+        phase.value for phase in Phase if found.get(f'swansong_state{{state="{phase.value}"}}')
+    )
+    lag: Any = shown["replication_lag"]
+    assert found["swansong_replication_lag_seconds"] == pytest.approx(lag["seconds"], abs=0.06)
+    assert found["swansong_replication_lag_steps"] == lag["steps"]
+    assert found["swansong_replication_lag_bytes"] == lag["bytes"]
+    assert found["swansong_mirror_lag_seconds"] == shown["mirror"]["lag"]["seconds"]  # type: ignore[index]
+    assert found["swansong_pruned_commits_total"] == shown["prune"]["commits"] == 3  # type: ignore[index]
+    assert found["swansong_prune_timestamp_seconds"] == 1.8e9 + 900.0
+    assert found['swansong_store_errors_total{kind="transient"}'] == 2.0
+    assert shown["store_errors"] == {"transient": 2, "refused": 0}
+    assert found['swansong_preemption_loss_gpu_seconds_total{part="fetch"}'] == 80.0
+    parts = [name for name in found if name.startswith("swansong_preemption_loss")]
+    assert len(parts) == len(LOST)
+
+
+def test_each_gpu_has_its_health() -> None:
+    """By index, or by address on the bus if the driver does not list it."""
+    story = Watched()
+    story.tell(GpusRead((GPU, replace(GPU, pci="0000:3c:00", index=-1))))
+    found = story.scrape()
+    assert found["swansong_gpus"] == 2.0
+    for gpu in ("0", "0000:3c:00"):
+        assert found[f'swansong_gpu_health{{gpu="{gpu}",health="dying"}}'] == 1.0
+        assert found[f'swansong_gpu_health{{gpu="{gpu}",health="ok"}}'] == 0.0
+        assert found[f'swansong_gpu_xid_errors_total{{class="dying",gpu="{gpu}"}}'] == 2.0
+        assert found[f'swansong_gpu_xid_errors_total{{class="degraded",gpu="{gpu}"}}'] == 0.0
+
+
+def test_notifications_are_counted_by_channel() -> None:
+    """A channel that is not configured has no series."""
+    found = full().scrape()
+    assert found['swansong_notifications_total{channel="webhook",outcome="failed"}'] == 1.0
+    assert not [name for name in found if 'channel="exec"' in name]
+
+
+def test_a_timestamp_does_not_drift() -> None:
+    """The wall clock and the monotonic clock drift apart, and the time of one commit stays the same."""
+    story = Watched(newest=CommitRef(1, 30))
+    story.tell(NewestDated(CommitRef(1, 30), 60.0))
+    first = story.scrape()["swansong_last_commit_timestamp_seconds"]
+    assert first == 1.8e9 + story.now - 60.0
+    story.now += 1000
+    story.drift_s = 0.3
+    assert story.scrape()["swansong_last_commit_timestamp_seconds"] == first
+
+
+def test_unknown_values_are_absent() -> None:
+    """A gauge without a value has no sample, so no alert compares it with 0."""
+    found = Watched(claimed=False).scrape()
+    for name in ("generation", "last_commit_timestamp_seconds", "replication_lag_seconds",
+                 "flush_bandwidth_bytes_per_second", "trainer_step", "mirror_lag_seconds",
+                 "prune_timestamp_seconds", "staging_free_bytes",
+                 "last_verdict_timestamp_seconds"):  # fmt: skip
+        assert f"swansong_{name}" not in found
+
+
+# ---------------------------------------------------------------- limits
+
+
+@pytest.mark.fault("OM01")
+def test_no_trainer_and_no_source_adds_series() -> None:
+    """Ranks, reasons, ids and any number of forged sources leave the number of series bounded."""
+    quiet = len(full().scrape())
+    story = full()
+    for rank in range(1, 200):
+        story.join(rank + 1, rank=rank, ranks=200, step=40)
+        story.tell(TrainerRefused(rank, f"hostile {rank}"))
+        story.tell(TrainerProgress(rank + 1, 41, loss=float("nan"), loss_is_finite=False))
+    assert len(story.scrape()) == quiet
+    for number in range(2 * KEYS_MAX):
+        story.notice(120, f"forged.{number}")
+    counted = [n for n in story.scrape() if n.startswith("swansong_notices_total")]
+    assert len(counted) <= KEYS_MAX + 10
+    assert not re.search("hostile|pid", generate_latest(story.registry).decode())
+
+
+def test_a_histogram_counts_each_duration_in_one_bucket() -> None:
+    histogram = Histogram()
+    for seconds in (0.0, 0.1, 0.11, 300.0, 301.0):
+        histogram = histogram.plus(seconds)
+    assert histogram.counts[0] == 2
+    assert histogram.counts[1] == 1
+    assert histogram.counts[-2:] == (1, 1)
+    assert sum(histogram.counts) == 5
+    assert len(histogram.counts) == len(BUCKETS_S) + 1
+
+
+@pytest.mark.fault("OM01")
+def test_a_scrape_that_hangs_delays_no_decision() -> None:
+    """While one scrape is stuck in the middle, decisions are counted, and another scrape succeeds."""
+    story = full()
+    reached, released = threading.Event(), threading.Event()
+
+    def stuck() -> Snapshot:
+        reached.set()
+        assert released.wait(60)
+        return story.snapshot()
+
+    collector = DaemonCollector(stuck, story.counters)
+    scrape = threading.Thread(target=collector.collect, daemon=True)
+    scrape.start()
+    assert reached.wait(60)
+    for step in range(42, 142):
+        story.progress(step)
+    assert story.scrape()["swansong_trainer_step"] == 141.0
+    assert scrape.is_alive()
+    released.set()
+    scrape.join(60)
+    assert not scrape.is_alive()
+
+
+def test_counting_a_decision_costs_microseconds() -> None:
+    """Measured in CPU time of this thread, for the events that are frequent."""
+    story = Watched()
+    story.seal(10)
+    flight = story.state.flight
+    assert flight is not None
+    event = FlushProgress(flight.flush_id, MIB, bytes_sent=MIB)
+    rounds = 20_000
+    began = time.thread_time()
+    for _ in range(rounds):
+        story.counters.observe(story.state, story.state, event, (), story.now)
+    each_us = (time.thread_time() - began) / rounds * 1e6
+    assert each_us < 50, f"{each_us:.1f} us"
+    print(f"{each_us:.2f} us")
+
+
+def test_every_verdict_and_phase_has_a_series() -> None:
+    """Counters begin at 0: Prometheus misses the first increase of a new series."""
+    found = Watched().scrape()
+    for source in (*SOURCES, "host", "manual", "drill", "peer"):
+        for verdict in Verdict:
+            key = f'swansong_evacuations_total{{source="{source}",verdict="{verdict.value}"}}'
+            assert found[key] == 0.0
+        assert found[f'swansong_notices_total{{source="{source}"}}'] == 0.0
+    for phase in PHASES:
+        assert found[f'swansong_evacuation_phase_seconds_count{{phase="{phase}"}}'] == 0.0

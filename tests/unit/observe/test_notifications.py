@@ -1,0 +1,294 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The notifications of transitions and of lasting conditions, and the condition of the heartbeat."""
+
+from __future__ import annotations
+
+import json
+import time
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from swansongd.core import machine
+from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged, Tick
+from swansongd.core.ledger import Milestones, Training
+from swansongd.core.state import State
+from swansongd.model import Health, NoticeKind, Severity, SourceStatus
+from swansongd.observe import notifications
+from swansongd.observe.conditions import Watch
+from swansongd.observe.heartbeat import why_silent
+from swansongd.observe.notifications import Kind, Notification, Origin, caused, fields
+from swansongd.observe.report import STORE_HEALTH
+from swansongd.sources import manual
+
+from testkit.story import Story, a_notice
+
+WALL_S = 1_800_000_000.0
+
+
+class Told(Story):
+    """A story that collects the notifications of each event."""
+
+    def __init__(self, **options: Any) -> None:
+        self.found: list[Notification] = []
+        super().__init__(**options)
+
+    def tell(self, event: Event) -> list[Any]:
+        before = self.state
+        actions = super().tell(event)
+        self.found += caused(before, self.state, actions, now_mono_s=self.now, wall_s=WALL_S)
+        return actions
+
+    def shown(self) -> list[str]:
+        return [f"{n.kind} {'over ' if n.is_over else ''}{n.verdict}".strip() for n in self.found]
+
+
+def evacuated() -> Told:
+    story = Told()
+    story.join(step=40)
+    story.notice(60)
+    story.accept(40)
+    story.answer(41)
+    story.store_all()
+    return story
+
+
+def test_an_evacuation_has_a_notice_and_a_verdict_of_one_group() -> None:
+    story = evacuated()
+    notice, verdict = story.found
+    assert story.shown() == ["notice", "verdict over SAFE"]
+    assert notice.group == verdict.group != ""
+    assert (notice.seconds_left, notice.urgency, notice.source) == (60.0, "imminent", "aws.spot")
+    assert (verdict.step, verdict.generation, verdict.importance) == (41, 2, "info")
+    assert "will be terminated in 60 s" in notice.summary
+
+
+def test_a_repeated_notice_and_a_further_commit_of_the_same_verdict_have_the_same_key() -> None:
+    """A source repeats its notice with each poll; follow-up checkpoints repeat the verdict."""
+    story = evacuated()
+    story.tell(NoticeRaised(a_notice(deadline_mono_s=story.now + 50)))
+    assert len(story.found) == 2
+    story.seal(45)
+    story.store_all()
+    assert len({n.key for n in story.found}) == 2
+
+
+def test_a_restarted_daemon_finds_the_same_keys() -> None:
+    """Notice and evacuation id come from the file descriptor store, so the record knows both keys."""
+    first = evacuated()
+    (stored,) = first.state.notices.values()
+    second = Told()
+    second.now = first.now + 1
+    second.join(step=42)
+    second.tell(NoticeRaised(stored))
+    second.accept(42)
+    second.answer(43)
+    second.store_all()
+    assert [n.key for n in second.found] == [n.key for n in first.found]
+
+
+def test_a_notice_that_is_withdrawn_is_over_and_may_come_again() -> None:
+    story = Told()
+    notice = story.notice(60)
+    story.tell(NoticeWithdrawn(notice.source, "gone"))
+    begun, over = story.found
+    assert over.is_over
+    assert over.group == begun.group
+    assert begun.key.startswith(over.ends)
+
+
+def test_a_notice_that_gets_more_urgent_is_told_again() -> None:
+    story = Told()
+    story.notice(900, severity=Severity.ADVISORY)
+    story.notice(60, severity=Severity.IMMINENT)
+    assert [n.urgency for n in story.found] == ["advisory", "imminent"]
+    assert len({n.key for n in story.found}) == 2
+
+
+def test_an_outlived_notice_is_over() -> None:
+    story = evacuated()
+    story.wait(80)
+    assert story.shown()[-1] == "notice over"
+    assert "outlived" in story.found[-1].reason
+
+
+def test_a_notice_of_another_vm_is_its_own_to_report() -> None:
+    """Otherwise each of many VMs would report the one notice and its verdict."""
+    story = Told()
+    story.state = replace(story.state, settings=replace(story.state.settings, several_vms=True))
+    story.join(step=40, nodes=2)
+    story.notice(60, "peer")
+    story.wait(70)
+    assert story.verdicts
+    assert story.found == []
+
+
+def test_a_drill_is_named_in_its_notice_and_its_verdict() -> None:
+    """An operator who is paged sees that the VM is not terminated."""
+    story = Told()
+    story.notice(60, manual.DRILL)
+    story.wait(70)
+    notice, verdict = story.found[:2]
+    assert notice.summary == "Drill: an evacuation is rehearsed, and this VM continues"
+    assert verdict.summary.startswith("Verdict of a drill LOST")
+    assert {notice.importance, verdict.importance} == {"info"}
+
+
+def test_a_resumption_is_told_once_with_its_step() -> None:
+    story = Story()
+    record = notifications.RecordResumption(3, Milestones(start_step=120), Training())
+    (made,) = caused(story.state, story.state, [record], now_mono_s=0.0, wall_s=WALL_S)
+    assert (made.kind, made.step, made.generation) == (Kind.RESUMPTION, 120, 3)
+    assert made.summary == "Training runs at step 120, as generation 3"
+
+
+def test_texts_of_trainers_are_short_and_printable() -> None:
+    story = Told()
+    notice = replace(a_notice(deadline_mono_s=story.now + 60), detail="\x1b[31m\n\0" + "a" * 10_000)
+    story.tell(NoticeRaised(notice))
+    (made,) = story.found
+    assert made.reason.isprintable()
+    assert len(made.reason) <= notifications.TEXT_CHARS_MAX
+
+
+def test_fields_are_json_with_null_for_unknown_values() -> None:
+    origin = Origin(run="run", vm="vm", host="host")
+    facts = fields(origin, notifications.sample(WALL_S))
+    assert json.loads(json.dumps(facts, allow_nan=False)) == facts
+    assert facts["step"] is facts["verdict"] is facts["seconds_left"] is None
+    assert facts["time"] == "2027-01-15T08:00:00.000Z"
+    other = fields(replace(origin, vm="another boot"), notifications.sample(WALL_S))
+    assert other["id"] != facts["id"]
+
+
+def test_an_event_costs_microseconds() -> None:
+    """A flush causes hundreds of events a second, in the thread that decides."""
+    state = evacuated().state
+    after, actions = machine.step(state, Tick(), 2000.0)
+    count = 2000
+    began_s = time.thread_time()
+    for _ in range(count):
+        caused(state, after, actions, now_mono_s=0.0, wall_s=0.0)
+    assert (time.thread_time() - began_s) / count < 20e-6
+
+
+# ---------------------------------------------------------------- conditions
+
+
+def blind(state: State, source: str, health: Health) -> State:
+    status = SourceStatus(source=source, health=health, reason="no answer", since_mono_s=0.0)
+    return machine.step(state, SourceChanged(status), 1000.0)[0]
+
+
+def look(watch: Watch, state: State, *at_s: float) -> list[Notification]:
+    return [n for s in at_s for n in watch.look(state, now_mono_s=s, wall_s=WALL_S + s)]
+
+
+def test_a_blind_source_is_told_after_it_lasts_and_when_it_is_over() -> None:
+    watch = Watch(settle_s=15.0)
+    state = blind(Story().state, "aws.spot", Health.BLIND)
+    assert look(watch, state, 0.0, 14.0) == []
+    (begun,) = look(watch, state, 15.0, 16.0, 500.0)
+    assert (begun.kind, begun.source, begun.is_over) == (Kind.BLIND, "aws.spot", False)
+    assert "a notice would be missed" in begun.summary
+    recovered = blind(state, "aws.spot", Health.OK)
+    (over,) = look(watch, recovered, 501.0, 516.0, 600.0)
+    assert over.is_over
+    assert over.group == begun.group
+
+
+def test_a_problem_that_flickers_is_not_told() -> None:
+    watch = Watch(settle_s=15.0)
+    bad = blind(Story().state, "aws.spot", Health.BLIND)
+    good = blind(bad, "aws.spot", Health.OK)
+    for at_s in range(0, 200, 10):
+        assert look(watch, bad, at_s) + look(watch, good, at_s + 5) == []
+
+
+def test_a_problem_that_outlasts_a_restart_is_neither_repeated_nor_forgotten() -> None:
+    """The new daemon does not know the health of the source at first: nothing follows from that."""
+    watch = Watch(settle_s=15.0, begun={"blind/aws.spot"})
+    assert look(watch, Story().state, 0.0, 20.0) == []
+    bad = blind(Story().state, "aws.spot", Health.BLIND)
+    assert look(watch, bad, 21.0, 60.0) == []
+    good = blind(bad, "aws.spot", Health.OK)
+    assert [n.is_over for n in look(watch, good, 61.0, 80.0)] == [True]
+
+
+def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
+    story = Story()
+    settings = replace(
+        story.state.settings, notice_kinds=(NoticeKind(source="gcp.preempted", grace_s=25.0),)
+    )
+    story.state = replace(story.state, settings=settings)
+    story.join(step=40, save_s=100.0, save_bytes=10**9)
+    story.state = replace(story.state, bandwidth_bytes_per_s=1e8)
+    watch = Watch(settle_s=15.0)
+    (begun,) = look(watch, story.state, 0.0, 15.0)
+    assert (begun.kind, begun.source) == (Kind.MARGIN, "gcp.preempted")
+    assert "s late" in begun.summary
+    story.notice(10)
+    assert look(watch, story.state, 30.0, 90.0) == []
+
+
+def test_a_stall_is_told_with_its_ranks() -> None:
+    story = Story()
+    story.join(step=40)
+    view = replace(story.state.trainers[0], step_s=0.1, reported_mono_s=story.now)
+    story.state = replace(story.state, trainers=(view,))
+    story.wait(600)
+    assert story.state.stalled
+    (begun,) = look(Watch(settle_s=15.0), story.state, 0.0, 15.0)
+    assert (begun.kind, begun.importance) == (Kind.STALL, "error")
+    assert begun.summary.endswith("rank 0")
+
+
+# ---------------------------------------------------------------- the heartbeat
+
+
+def silent(state: State, *, now: float = 1000.0, decided: float | None = None) -> str:
+    decided_mono_s = now if decided is None else decided
+    return why_silent(
+        state, decided_mono_s=decided_mono_s, now_mono_s=now, heartbeat_interval_s=300.0
+    )
+
+
+def well() -> Story:
+    story = Story()
+    story.state = blind(story.state, STORE_HEALTH, Health.OK)
+    return story
+
+
+def test_without_a_trainer_a_reachable_store_suffices() -> None:
+    assert silent(well().state) == ""
+    assert silent(Story().state) == "the store is not reached yet"
+
+
+@pytest.mark.parametrize(
+    ("source", "health", "reason"),
+    [
+        (STORE_HEALTH, Health.DEGRADED, "store: no answer"),
+        ("aws.spot", Health.BLIND, "source aws.spot is blind"),
+        ("aws.spot", Health.DEGRADED, ""),
+    ],
+)
+def test_a_bad_health_silences_the_heartbeat(source: str, health: Health, reason: str) -> None:
+    assert silent(blind(well().state, source, health)) == reason
+
+
+def test_a_decision_loop_that_hangs_silences_the_heartbeat() -> None:
+    """The thread of the heartbeat still runs then."""
+    assert silent(well().state, now=1011.0, decided=1000.0) == "the decision loop hangs"
+
+
+def test_training_without_a_commit_silences_the_heartbeat_after_three_intervals() -> None:
+    story = well()
+    settings = replace(story.state.settings, checkpoint_interval_s=200.0)
+    story.state = replace(story.state, settings=settings)
+    story.join(step=40)
+    view = replace(story.state.trainers[0], takes_periodic=True)
+    story.state = replace(story.state, trainers=(view,))
+    assert silent(story.state, now=story.now + 600) == ""
+    assert silent(story.state, now=story.now + 601) == "no commit for 601 s"
+    own = replace(story.state, trainers=(replace(view, takes_periodic=False),))
+    assert silent(own, now=story.now + 10_000) == ""
