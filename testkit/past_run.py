@@ -121,7 +121,7 @@ def _entry(at_s: float, phase: str, **facts: object) -> Entry:
 
 def _samples(*points: tuple[float, float]) -> list[tuple[float, int]]:
     """Samples each half second between these points of time and gigabytes, with some unevenness."""
-    samples = [(0.0, 0)]
+    samples = [(0.0, 0), (points[0][0], 0)]
     for (from_s, from_gb), (to_s, to_gb) in pairwise(points):
         steps = max(1, int((to_s - from_s) * 2))
         for step in range(1, steps + 1):

@@ -71,6 +71,12 @@ class Gantt:
     ticks: tuple[tuple[Tick, str], ...]
     has_next_vm: bool
 
+    @property
+    def stretches(self) -> tuple[tuple[int, int], ...]:
+        """Top and bottom of vertical lines: through all bars, and through no text."""
+        lanes = tuple((row.top + 14, row.top + 33) for row in self.rows if row.lane)
+        return (*lanes, (self.rates_top, self.axis_top)) if self.rates else lanes
+
 
 def gantt(picture: Picture) -> Gantt:
     """The picture of an evacuation, from top to bottom: moments, lanes, bandwidth, axis."""

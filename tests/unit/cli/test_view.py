@@ -156,6 +156,24 @@ def test_large_digits_have_equal_lines() -> None:
     assert [clock(each) for each in (-3, 87.9, 7500, 4 * 86_400)] == ["0:00", "1:27", "2h05", "4d"]
 
 
+def test_a_bad_gpu_or_source_has_a_line_of_its_own() -> None:
+    """The healthy ones share a line, and a small terminal still shows the others."""
+    seen = report(-5.0)
+    seen["gpus"][3] = {
+        "index": 3, "name": "H100", "health": "dying", "reason": "Xid 48", "for_s": 7.0,
+    }  # fmt: skip
+    seen["sources"][1] = {**seen["sources"][1], "health": "blind", "reason": "HTTP 500"}
+    moment = moment_of(seen)
+    lines = drawn(moment, 80, 6)
+    assert any("GPU             3 H100 dying: Xid 48, for 7 s" in line for line in lines), lines
+    assert any("aws.rebalance blind: HTTP 500" in line for line in lines), lines
+    shown = "\n".join(drawn(moment))
+    assert "GPUs            7 ok" in shown
+    assert "3 ok: aws.spot, aws.asg, logind" in shown
+    coloured = drawn(moment, color_system="standard", force_terminal=True)
+    assert any("\x1b[31m3 H100 dying" in line for line in coloured), coloured
+
+
 # ---------------------------------------------------------------- sparklines
 
 

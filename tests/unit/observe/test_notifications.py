@@ -167,11 +167,13 @@ def test_an_event_costs_microseconds() -> None:
     """A flush causes hundreds of events a second, in the thread that decides."""
     state = evacuated().state
     after, actions = machine.step(state, Tick(), 2000.0)
-    count = 2000
-    began_s = time.thread_time()
-    for _ in range(count):
-        caused(state, after, actions, now_mono_s=0.0, wall_s=0.0)
-    assert (time.thread_time() - began_s) / count < 20e-6
+    count, costs_s = 200, []
+    for _ in range(10):
+        began_s = time.thread_time()
+        for _ in range(count):
+            caused(state, after, actions, now_mono_s=0.0, wall_s=0.0)
+        costs_s.append((time.thread_time() - began_s) / count)
+    assert min(costs_s) < 20e-6
 
 
 # ---------------------------------------------------------------- conditions
