@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore import reader
-from swansongd.restore.reader import CONNECTIONS, Reader, ReadOptions
+from swansongd.restore.reader import Reader, ReadOptions
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
 from swansongd.util.concurrency import FIRST, ConcurrencyLimit
