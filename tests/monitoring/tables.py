@@ -59,9 +59,9 @@ def selectors(expression: str) -> Iterator[tuple[str, set[str]]]:
         yield name, set(re.findall(r"(\w+)\s*(?:=~|!~|!=|=)", inner))
 
 
-def tool(name: str) -> str:
-    """Path of a program of Debian's package prometheus."""
+def tool(name: str, package: str = "prometheus") -> str:
+    """Path of a program of a package of Debian."""
     path = shutil.which(name)
     if path is None:
-        pytest.skip(f"{name} is not installed: apt-get install prometheus")
+        pytest.skip(f"{name} is not installed: apt-get install {package}")
     return path

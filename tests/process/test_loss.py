@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import signal
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -21,7 +22,9 @@ def loss_of(vm: Any) -> dict[str, Any]:
 
 
 @pytest.mark.fault("N12")
-def test_two_lost_vms_and_their_cost(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
+def test_two_lost_vms_and_their_cost(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str, tmp_path: Path
+) -> None:
     """A preemption with a farewell, then a power cut without one: the third VM has the whole account."""
     first = new_vm("first", bucket.store, metadata=aws.metadata)
     daemon = first.start_daemon()
@@ -74,6 +77,39 @@ def test_two_lost_vms_and_their_cost(aws: Aws, bucket: Bucket, new_vm: Any, witn
     assert shown.returncode == 0
     assert "ETTR" in shown.stdout
     assert max(map(len, shown.stdout.rstrip().splitlines())) < 100
+    check_report(third, verdict, tmp_path / "report.html")
+
+
+def check_report(vm: Any, verdict: dict[str, Any], page: Path) -> None:
+    """The report of the run has the verdict of the log, and the figures of ``swansong loss``."""
+    loss = loss_of(vm)
+    answer = vm.swansong("report", "--html", str(page), "--json", "--price", "spot=1.20")
+    assert answer.returncode == 0, answer.stderr
+    report: dict[str, Any] = json.loads(answer.stdout)
+    # The third VM still trains, so the end of the run moves.
+    assert report["loss"]["interruptions"] == loss["interruptions"]
+    (evacuation,) = report["evacuations"]
+    assert (evacuation["verdict"], evacuation["resumed_by"]) == ("SAFE", 2)
+    assert evacuation["notices"] == [{"source": "aws.spot", "kind": "reclaim"}]
+    assert 0 < evacuation["deadline_s"] < 10
+    assert evacuation["took_s"] == verdict["took_s"]
+    phases = [entry["phase"] for entry in evacuation["timeline"]]
+    for phase in ("notice", "request", "sealed", "flush", "flushed", "committed", "verdict"):
+        assert phase in phases
+    sent = [sample[1] for sample in evacuation["samples"]]
+    assert sent == sorted(sent)
+    newest = report["commits"][0]
+    assert sent[-1] >= newest["size_bytes"] - newest["bytes_referenced"] > 0
+    assert report["cost"]["GPU time on spot VMs"].endswith(" USD")
+    assert not report["farewells_damaged"]
+    text = page.read_text()
+    assert "The verdict is SAFE" in text
+    for lane in ("Upload", "Fetch", "First step"):
+        assert f">{lane}</tspan>" in text
+    told = vm.swansong("report")
+    assert told.returncode == 0, told.stderr
+    assert max(map(len, told.stdout.splitlines())) < 80
+    assert "SAFE" in told.stdout
 
 
 def test_short_trainings_are_recorded(bucket: Bucket, new_vm: Any, witness: str) -> None:

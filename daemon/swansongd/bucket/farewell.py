@@ -143,6 +143,11 @@ class RecordedEvacuation:
         """The kind of the most severe notice; empty if it is unknown."""
         return self.notices[0].kind if self.notices else ""
 
+    @property
+    def bytes_sent(self) -> int:
+        """Bytes that flushes have sent since the opening."""
+        return self.samples[-1][1] if self.samples else 0
+
 
 def decode(data: bytes) -> RecordedEvacuation:
     """Parse and check the bytes of a farewell.

@@ -24,6 +24,7 @@ COMMANDS = {
     "unpin": "remove a pin",
     "prune": "delete the commits that no rule keeps",
     "loss": "show what interruptions have cost a run",
+    "report": "show what happened to a run, as text or as a page",
     "advise": "show what would save GPU time and money",
     "exporter": "serve metrics of runs, read from their buckets",
     "finished": "report by the exit code whether a run has ended",

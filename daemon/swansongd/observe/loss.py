@@ -11,12 +11,15 @@ and includes it.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from swansongd.core.ledger import Ending, Life, Resumption
 
 HOUR_S = 3600.0
+WINDOWS_MAX = 48
+_WINDOW_LENGTHS_S = (60.0, 300.0, 900.0, HOUR_S, 6 * HOUR_S, 24 * HOUR_S, 168 * HOUR_S)
 SKEW_S = 1.0
 """A daemon that started this long before the earlier VM's last step has another clock."""
 PARTS = ("cloud", "boot", "start", "fetch", "load", "warm_up")
@@ -73,6 +76,19 @@ class Interruption:
         return (self.stall_s or 0.0) + self.redone_s + self.down_s
 
 
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The productive time in a part of the run."""
+
+    from_wall_s: float
+    length_s: float
+    productive_s: float
+
+    @property
+    def ettr(self) -> float:
+        return self.productive_s / self.length_s
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Loss:
     """The loss of a whole run."""
@@ -93,6 +109,8 @@ class Loss:
     """Length of the window that ends with the newest known step: an hour, or all of a shorter run."""
     last_hour_productive_s: float
     interruptions: tuple[Interruption, ...]
+    windows: tuple[Window, ...] = ()
+    """The run in windows of equal length, the last one shorter; at most :data:`WINDOWS_MAX`."""
 
     @property
     def wall_s(self) -> float:
@@ -203,6 +221,7 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         last_hour_s=window_s,
         last_hour_productive_s=sum(s.productive_s(cursor_s - window_s) for s in total.segments),
         interruptions=tuple(total.interruptions),
+        windows=tuple(_windows(total.segments, begun_s, cursor_s)),
     )
 
 
@@ -220,6 +239,21 @@ def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
         parts_s["redone"] = max(0, last.step - resumption.start_step) * (last.step_s or 0.0)
         parts_s["stall"] = last.stall_s or 0.0
     return {part: seconds * resumption.ranks for part, seconds in parts_s.items()}
+
+
+def _windows(segments: Sequence[_Segment], begun_s: float, until_s: float) -> Iterator[Window]:
+    wall_s = until_s - begun_s
+    if wall_s <= 0:
+        return
+    fits = (each for each in _WINDOW_LENGTHS_S if wall_s <= each * WINDOWS_MAX)
+    length_s = next(fits, wall_s / WINDOWS_MAX)
+    count = min(WINDOWS_MAX, math.ceil(wall_s / length_s))
+    starts_s = [begun_s + place * length_s for place in range(count)]
+    since_s = [sum(each.productive_s(at_s) for each in segments) for at_s in starts_s]
+    for at_s, productive_s, later_s in zip(starts_s, since_s, (*since_s[1:], 0.0), strict=True):
+        own_s = min(length_s, until_s - at_s)
+        if own_s > 0:
+            yield Window(at_s, own_s, min(own_s, max(0.0, productive_s - later_s)))
 
 
 def _begun_s(life: Life) -> float:

@@ -1,7 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bytes and durations as people read them."""
+"""Bytes, durations and times as a person reads them."""
 
 from __future__ import annotations
+
+from datetime import UTC, datetime
 
 
 def human_bytes(size_bytes: float) -> str:
@@ -26,3 +28,40 @@ def human_age(seconds: float) -> str:
     amount, unit = human_s(seconds).split()
     short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
     return f"{short} {unit} ago"
+
+
+def human_span(seconds: float) -> str:
+    """Format a duration in at most two units: ``0.31 s``, ``78 s``, ``3 min 5 s``, ``2 h 57 min``."""
+    if seconds < 10:
+        return f"{seconds:.2g} s"
+    if seconds < 120:
+        return f"{seconds:.0f} s"
+    if seconds < 2 * 3600:
+        large, small, units = 60, 1, ("min", "s")
+    elif seconds < 2 * 86400:
+        large, small, units = 60, 60, ("h", "min")
+    else:
+        large, small, units = 24, 3600, ("d", "h")
+    whole, rest = divmod(round(seconds / small), large)
+    return f"{whole} {units[0]} {rest} {units[1]}" if rest else f"{whole} {units[0]}"
+
+
+def human_time(seconds: float) -> str:
+    """Format a whole time on an axis as ``30 s``, ``2 min``, ``1 min 30 s`` or ``3 h 37 min``."""
+    whole = round(abs(seconds))
+    parts = []
+    for unit, size_s in (("d", 86400), ("h", 3600), ("min", 60), ("s", 1)):
+        number, whole = divmod(whole, size_s)
+        if number:
+            parts.append(f"{number} {unit}")
+    return ("-" if seconds < 0 else "") + (" ".join(parts[:2]) or "0 s")
+
+
+def minute(wall_s: float) -> str:
+    """Format a wall-clock time as ``2026-11-22 16:50`` in UTC."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M")
+
+
+def second(wall_s: float) -> str:
+    """Format a wall-clock time as ``2026-11-22 16:50:00`` in UTC."""
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M:%S")

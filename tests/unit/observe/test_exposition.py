@@ -219,6 +219,25 @@ def test_a_fault_of_the_collector_is_an_error_of_one_scrape(rig: Rig) -> None:
     assert scrape(served)[0] == 200
 
 
+@pytest.mark.fault("OM02")
+def test_a_server_that_fails_starts_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the loop of the server ends no more than the open connections."""
+    failed = threading.Event()
+    serve = exposition._Server.serve_until_stop
+
+    def fail_once(server: exposition._Server) -> None:
+        if failed.is_set():
+            serve(server)
+        failed.set()
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(exposition._Server, "serve_until_stop", fail_once)
+    served = rig.serve()
+    assert failed.wait(30)
+    assert until(lambda: served.served_at, what="the next server")
+    assert scrape(served)[0] == 200
+
+
 def test_a_unix_socket_is_closed_to_others_and_removed(rig: Rig, tmp_path: Path) -> None:
     """A stale socket is replaced; the mode is 0660; the path is gone after the stop."""
     path = tmp_path / "metrics.sock"

@@ -9,7 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.core.ledger import Ending, Life, Resumption
-from swansongd.observe.loss import GOODPUT, HOUR_S, LOST, PARTS, Loss, loss, lost_gpu_s
+from swansongd.observe.loss import (
+    GOODPUT,
+    HOUR_S,
+    LOST,
+    PARTS,
+    WINDOWS_MAX,
+    Loss,
+    loss,
+    lost_gpu_s,
+)
 
 BEGUN_S = 1_800_000_000.0
 durations = st.floats(0.0, 5000.0)
@@ -131,6 +140,10 @@ def test_each_second_belongs_to_one_part(history: list[Stay]) -> None:
     assert total_s == pytest.approx(found.wall_s, rel=1e-6, abs=1e-3)
     assert sum(found.goodput_s.values()) == pytest.approx(sum(found.parts_s.values()), abs=1e-3)
     assert found.gpu_s == pytest.approx(8 * found.wall_s)
+    assert len(found.windows) <= WINDOWS_MAX
+    assert sum(each.length_s for each in found.windows) == pytest.approx(found.wall_s)
+    windows_s = sum(each.productive_s for each in found.windows)
+    assert windows_s == pytest.approx(found.productive_s, rel=1e-6, abs=1e-2)
 
 
 instants = st.floats(0.0, 4_102_444_800.0)
@@ -188,6 +201,8 @@ def test_forged_records_are_a_partition_as_well(lives: list[Life]) -> None:
     parts = [found.productive_s, *found.parts_s.values()]
     assert all(part >= -1e-3 for part in parts)
     assert sum(parts) == pytest.approx(found.wall_s, rel=0.01, abs=1e-2)
+    assert len(found.windows) <= WINDOWS_MAX
+    assert all(0.0 <= each.ettr <= 1.0 for each in found.windows)
     for each in found.interruptions:
         known = sum(seconds or 0.0 for seconds in each.parts_s.values())
         assert known == pytest.approx(each.down_s, rel=1e-6, abs=1e-2)

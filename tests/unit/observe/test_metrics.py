@@ -506,8 +506,8 @@ def test_no_trainer_and_no_source_adds_series() -> None:
     """Ranks, reasons, ids and any number of forged sources leave the number of series bounded."""
     quiet = len(full().scrape())
     story = full()
-    for rank in range(1, 200):
-        story.join(rank + 1, rank=rank, ranks=200, step=40)
+    for rank in range(1, 60):
+        story.join(rank + 1, rank=rank, ranks=60, step=40)
         story.tell(TrainerRefused(rank, f"hostile {rank}"))
         story.tell(TrainerProgress(rank + 1, 41, loss=float("nan"), loss_is_finite=False))
     assert len(story.scrape()) == quiet

@@ -1,0 +1,140 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A time axis from 0 to 1, on which long stretches without an event are broken.  Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+
+BREAKS_MAX = 4
+BREAK_WIDTH = 0.06
+"""Width of a break on the axis."""
+PADDING = 0.015
+"""Width before the first event, and after the last one."""
+_TICK_STEPS_S = (
+    *(1, 2, 5, 10, 15, 30),
+    *(60 * minutes for minutes in (1, 2, 5, 10, 15, 30)),
+    *(3600 * hours for hours in (1, 2, 3, 6, 12)),
+    *(86400 * days for days in (1, 2, 7, 14, 30, 90, 365, 3650)),
+)
+_TICK_DISTANCE = 0.21
+"""Least distance of two labels: they must not touch on a screen of 360 pixels."""
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """A part of the axis in which positions are proportional to time."""
+
+    from_s: float
+    to_s: float
+    left: float
+    right: float
+
+    def at(self, time_s: float) -> float:
+        if self.to_s <= self.from_s:
+            return self.left
+        return self.left + (time_s - self.from_s) / (self.to_s - self.from_s) * (
+            self.right - self.left
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Break:
+    """A stretch of time that is left out."""
+
+    left: float
+    right: float
+    length_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Tick:
+    at: float
+    time_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """Segments in their order, with a break between each two of them."""
+
+    segments: tuple[Segment, ...]
+
+    @property
+    def breaks(self) -> tuple[Break, ...]:
+        return tuple(
+            Break(before.right, after.left, after.from_s - before.to_s)
+            for before, after in pairwise(self.segments)
+        )
+
+    def at(self, time_s: float) -> float:
+        """The position of a time, between 0 and 1; times within a break are spread over it."""
+        if time_s < self.segments[0].from_s:
+            return 0.0
+        before: Segment | None = None
+        for segment in self.segments:
+            if time_s < segment.from_s and before is not None:
+                gap = Segment(before.to_s, segment.from_s, before.right, segment.left)
+                return gap.at(time_s)
+            if time_s <= segment.to_s:
+                return segment.at(time_s)
+            before = segment
+        return 1.0
+
+    def ticks(self) -> tuple[Tick, ...]:
+        """Round times within the segments, with room for a label each."""
+        shown_s = sum(segment.to_s - segment.from_s for segment in self.segments)
+        width = sum(segment.right - segment.left for segment in self.segments)
+        step_s = next(
+            (step for step in _TICK_STEPS_S if step * width >= _TICK_DISTANCE * shown_s),
+            _TICK_STEPS_S[-1],
+        )
+        found: list[Tick] = []
+        for segment in self.segments:
+            for time_s in _round_times(segment, step_s):
+                at = segment.at(time_s)
+                if not found or at - found[-1].at >= _TICK_DISTANCE:
+                    found.append(Tick(at, time_s))
+        return tuple(found)
+
+
+def axis(times_s: Iterable[float], *, break_width: float = BREAK_WIDTH) -> Axis:
+    """The axis that shows these times; a gap that is longer than all the rest becomes a break."""
+    ordered = sorted(set(times_s)) or [0.0]
+    gaps = [(later - earlier, place) for place, (earlier, later) in enumerate(pairwise(ordered))]
+    broken: set[int] = set()
+    rest_s = ordered[-1] - ordered[0]
+    for length_s, place in sorted(gaps, reverse=True)[:BREAKS_MAX]:
+        rest_s -= length_s
+        if length_s <= rest_s or rest_s <= 0:
+            break
+        broken.add(place)
+    bounds: list[tuple[float, float]] = []
+    from_s = ordered[0]
+    for place in sorted(broken):
+        bounds.append((from_s, ordered[place]))
+        from_s = ordered[place + 1]
+    bounds.append((from_s, ordered[-1]))
+    return Axis(tuple(_segments(bounds, break_width)))
+
+
+def _segments(bounds: list[tuple[float, float]], break_width: float) -> Iterator[Segment]:
+    """A segment with a single moment gets a little room."""
+    shown_s = sum(to_s - from_s for from_s, to_s in bounds)
+    room = 1 - 2 * PADDING - break_width * (len(bounds) - 1)
+    share = 0.2 / len(bounds) if len(bounds) > 1 else 0.0
+    left = PADDING
+    for from_s, to_s in bounds:
+        own = (to_s - from_s) / shown_s if shown_s > 0 else 1 / len(bounds)
+        width = room * (share + (1 - share * len(bounds)) * own)
+        yield Segment(from_s, to_s, left, left + width)
+        left += width + break_width
+
+
+def _round_times(segment: Segment, step_s: float) -> Iterator[float]:
+    number = -(-segment.from_s // step_s)
+    if number * step_s > segment.to_s:
+        yield segment.from_s
+    while number * step_s <= segment.to_s:
+        yield number * step_s
+        number += 1

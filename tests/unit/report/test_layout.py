@@ -1,0 +1,132 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of an evacuation: its lanes, and positions that hold for any recorded evacuation."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swansongd.bucket import history
+from swansongd.bucket.farewell import RecordedEvacuation
+from swansongd.bucket.keys import RunKeys
+from swansongd.observe import loss as losses
+from swansongd.observe.loss import Interruption
+from swansongd.report.course import Course, Lane, course
+from swansongd.report.facts import stories
+from swansongd.report.layout import Picture, picture
+
+from testkit import past_run
+from testkit.hostile_farewells import evacuations, interruptions
+from testkit.memory_store import MemoryStore
+
+
+@pytest.fixture(scope="module")
+def past() -> history.RunHistory:
+    """A preemption with a follow-up, and one during which the store failed."""
+    store = MemoryStore()
+    past_run.write(store)
+    return history.read(store, RunKeys(past_run.RUN))
+
+
+def course_of(past: history.RunHistory, place: int) -> Course:
+    loss = losses.loss(past.lives.lives)
+    story = stories(past.evacuations.evacuations, past.lives, loss)[place]
+    return course(story.recorded, story.interruption, story.resumption)
+
+
+def lane(of: Course, name: str) -> Lane:
+    (found,) = (each for each in of.lanes if each.name == name)
+    return found
+
+
+def test_the_lanes_of_a_preemption(past: history.RunHistory) -> None:
+    """From the notice to the first new step, in the order in which they happen."""
+    made = course_of(past, 0)
+    assert [each.name for each in made.old_vm] == [
+        "Training", "Notice", "Forecast", "Request", "Save", "Upload", "Commit", "Follow-ups",
+    ]  # fmt: skip
+    assert [each.name for each in made.next_vm] == [
+        "No VM", "Boot", "Start", "Fetch", "Load", "First step",
+    ]  # fmt: skip
+    assert [(each.kind, each.at_s) for each in made.moments] == [
+        ("notice", 0.0),
+        ("verdict", 51.9),
+        ("deadline", 118.9),
+    ]
+    (bar,) = lane(made, "Save").bars
+    assert (bar.kind, bar.from_s, bar.to_s) == ("work", 1.4, 15.2)
+    (follow_up,) = lane(made, "Follow-ups").bars
+    assert (follow_up.kind, follow_up.from_s, follow_up.to_s) == ("work", 52.5, 95.2)
+    assert lane(made, "Follow-ups").note == "1 of 1 committed, newest step 5119"
+
+
+def test_the_parts_of_the_resumption_are_those_of_the_loss(past: history.RunHistory) -> None:
+    """They follow each other from the last step to the first new one, and their lengths are the figures."""
+    made = course_of(past, 0)
+    loss = losses.loss(past.lives.lives)
+    assert loss is not None
+    bars = [each.bars[0] for each in made.next_vm]
+    lengths = [(bar.to_s or 0.0) - (bar.from_s or 0.0) for bar in bars]
+    assert lengths == pytest.approx(list(loss.interruptions[0].parts_s.values()))
+    assert all(before.to_s == after.from_s for before, after in pairwise(bars))
+
+
+def test_an_upload_that_did_not_finish_is_marked(past: history.RunHistory) -> None:
+    """The store failed: there is no commit, and the bar has the colour of a failure."""
+    made = course_of(past, 1)
+    (bar,) = lane(made, "Upload").bars
+    assert bar.kind == "failed"
+    assert "not finished" in lane(made, "Upload").note
+    assert "Commit" not in [each.name for each in made.lanes]
+
+
+def test_the_bandwidth_adds_up_to_the_bytes_sent(past: history.RunHistory) -> None:
+    """Also after narrow columns were joined."""
+    for place in (0, 1):
+        recorded = past.evacuations.evacuations[place]
+        made = course_of(past, place)
+        sent = sum(rate.bytes_per_s * (rate.to_s - rate.from_s) for rate in made.rates)
+        assert sent == pytest.approx(recorded.bytes_sent)
+        placed = picture(made)
+        assert max(rate.height for rate in placed.rates) == 1.0
+        assert len(placed.rates) < 120
+
+
+def test_hours_without_a_vm_are_left_out(past: history.RunHistory) -> None:
+    """The evacuation keeps a third of the width although the cloud had no VM for hours."""
+    placed = picture(course_of(past, 1))
+    (only,) = placed.breaks
+    assert only.name == "3 h 36 min left out"
+    notice = next(each for each in placed.old_vm if each.name == "Notice")
+    assert notice.bars[0].width > 0.3
+
+
+def check(placed: Picture) -> None:
+    """Everything lies inside, bars do not overlap, and labels of one row do not touch."""
+    for each in (*placed.old_vm, *placed.next_vm):
+        assert all(0.0 <= bar.left < bar.right <= 1.0 for bar in each.bars)
+        assert all(before.right <= after.left for before, after in pairwise(each.bars))
+        assert len(each.bars) <= 40
+    assert all(0.0 <= moment.at <= 1.0 for moment in placed.moments)
+    assert all(0.0 <= rate.left <= rate.right <= 1.0 for rate in placed.rates)
+    assert all(0.0 <= rate.height <= 1.0 for rate in placed.rates)
+    assert all(0.0 <= tick.at <= 1.0 for tick in placed.ticks)
+    assert all(tick.time_s < after.time_s for tick, after in pairwise(placed.ticks))
+    rows = [(moment.row, moment.at) for moment in placed.moments if not moment.is_left]
+    assert len(rows) == len(set(rows))
+
+
+@pytest.mark.fault("O41")
+@settings(max_examples=40)
+@given(evacuations, st.none() | interruptions())
+def test_every_recorded_evacuation_has_a_picture(
+    recorded: RecordedEvacuation, interruption: Interruption | None
+) -> None:
+    """Any phases in any order, clocks that contradict each other, deadlines in the past."""
+    made = course(recorded, interruption)
+    for each in made.lanes:
+        bars = [(bar.from_s, bar.to_s) for bar in each.bars]
+        assert all(start is None or end is None or start <= end for start, end in bars), each
+    check(picture(made))

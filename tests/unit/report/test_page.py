@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page is well-formed, loads nothing, and shows texts of the bucket as texts."""
+
+from __future__ import annotations
+
+import re
+from xml.etree import ElementTree as ET
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from swansongd.bucket import history
+from swansongd.bucket.farewell import RecordedEvacuation
+from swansongd.bucket.history import Commits, Evacuations, RunHistory
+from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.lives import Lives
+from swansongd.cli import report_text
+from swansongd.observe.loss import Interruption, Loss
+from swansongd.report import facts, page
+from swansongd.report.facts import Amount, Report
+
+from testkit import past_run
+from testkit.hostile_farewells import MARKUP, evacuations, interruptions
+from testkit.memory_store import MemoryStore
+
+EMPTY = RunHistory(
+    commits=Commits(commits=()), evacuations=Evacuations(evacuations=()), lives=Lives(())
+)
+TAGS = set(
+    re.findall(
+        r"\S+",
+        "html head meta title style body header main section article figure h1 h2 h3 p dl dt dd div "
+        "table caption thead tbody tr th td details summary code strong span i "
+        "svg desc rect line text tspan polyline",
+    )
+)
+ATTRIBUTES = set(
+    re.findall(
+        r"\S+",
+        "lang charset http-equiv content name class id role scope aria-label aria-labelledby aria-hidden "
+        "x y width height rx x1 x2 y1 y2 dx points viewBox preserveAspectRatio",
+    )
+)
+
+
+def made(found: RunHistory, run: str = "my-run", **fields: object) -> Report:
+    return facts.report(
+        found,
+        run=run,
+        store_url="s3://bucket/runs",
+        written_wall_s=past_run.BEGUN_S + 50000,
+        **fields,  # type: ignore[arg-type]
+    )
+
+
+@pytest.fixture(scope="module")
+def past() -> Report:
+    store = MemoryStore()
+    past_run.write(store)
+    found = history.read(store, RunKeys(past_run.RUN))
+    return made(found, amounts=(Amount("GPU time on spot VMs", "12.00 USD"),))
+
+
+def parsed(text: str) -> ET.Element:
+    """The page, which is XML, too; fails on a tag, an attribute or a style that the page does not need."""
+    root = ET.fromstring(text)
+    for element in root.iter():
+        assert element.tag in TAGS, element.tag
+        assert set(element.attrib) <= ATTRIBUTES, element.attrib
+    assert not re.search(r"url\(|@import|https?:|javascript:", root.findtext("head/style") or "")
+    return root
+
+
+def shown(root: ET.Element) -> str:
+    return " ".join(" ".join(root.itertext()).split())
+
+
+def test_the_page_of_a_run(past: Report) -> None:
+    """Key figures, both evacuations with their verdicts, loss, ETTR, commits and cost."""
+    text = shown(parsed(page.html(past)))
+    assert past.loss is not None
+    for fact in (
+        f"{past.loss.ettr:.2%}",
+        "2026-11-22 02:43:45 UTC, generation 1",
+        "The verdict is SAFE: the requested checkpoint is committed",
+        "1,187 steps had to be done again",
+        "3 h 36 min left out",
+        "expected 48 s, at worst 61 s",
+        "12.00 USD",
+        "69300",
+    ):
+        assert fact in text, fact
+
+
+def test_the_page_of_a_run_without_a_past() -> None:
+    """A run that has not begun has a page, and a text."""
+    report = made(EMPTY)
+    assert "No evacuation is recorded." in shown(parsed(page.html(report)))
+    assert "no evacuation is recorded" in [line.plain for line in report_text.lines(report)]
+
+
+def test_damaged_farewells_and_objects_that_were_not_read_are_named(past: Report) -> None:
+    """On the page and in the text."""
+    evacuated = Evacuations(evacuations=(), farewells_left_out=7, damaged=("r/farewells/x.json",))
+    found = RunHistory(
+        commits=Commits(commits=past.history.commits.commits, left_out=1234),
+        evacuations=evacuated,
+        lives=Lives(()),
+    )
+    text = shown(parsed(page.html(made(found))))
+    assert "r/farewells/x.json" in text
+    assert "7 older records" in text
+    assert "1,234 older commits" in text
+    plain = "\n".join(line.plain for line in report_text.lines(made(found)))
+    assert "7 older records" in plain
+    assert "1 records are damaged" in plain
+
+
+def test_every_picture_has_a_title(past: Report) -> None:
+    """Screen readers announce each picture; tables have headers with a scope."""
+    root = parsed(page.html(past))
+    pictures = [svg for svg in root.iter("svg") if svg.get("role") == "img"]
+    ids = {element.get("id") for element in root.iter() if element.get("id")}
+    assert len(pictures) == 5
+    for svg in pictures:
+        assert set((svg.get("aria-labelledby") or "none").split()) <= ids
+    for table in root.iter("table"):
+        assert all(cell.get("scope") for cell in table.iter("th"))
+
+
+@pytest.mark.fault("O41")
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@given(
+    st.lists(evacuations, max_size=3), st.none() | interruptions(), st.sampled_from((MARKUP, "run"))
+)
+def test_hostile_texts_stay_texts(
+    recorded: list[RecordedEvacuation], interruption: Interruption | None, run: str
+) -> None:
+    """Any evacuations: no tag and no attribute of the bucket, bounded size, lines of 80 columns."""
+    loss = None
+    if interruption is not None:
+        loss = Loss(
+            begun_wall_s=0.0,
+            until_wall_s=interruption.resumed_wall_s,
+            productive_s=1.0,
+            productive_gpu_s=8.0,
+            parts_s={"redone": interruption.redone_s, "stall": 1.0},
+            gpu_s=8.0,
+            lost_gpu_s=8.0,
+            last_hour_s=1.0,
+            last_hour_productive_s=0.5,
+            interruptions=(interruption,),
+        )
+    told = facts.stories(recorded, Lives(()), loss)
+    report = Report(
+        run=run,
+        store_url=MARKUP,
+        written_wall_s=0.0,
+        history=EMPTY,
+        loss=loss,
+        amounts=(),
+        stories=tuple(told),
+    )
+    text = page.html(report)
+    root = parsed(text)
+    assert len(text) < 20_000 + 60_000 * len(recorded)
+    assert MARKUP in "".join(root.itertext())
+    for line in report_text.lines(report, is_unicode=False):
+        assert line.cell_len < 80
+        assert line.plain.isprintable()
+
+
+def test_the_text_fits_80_columns(past: Report) -> None:
+    """With and without Unicode; the bars of the text lie below each other."""
+    for is_unicode in (True, False):
+        lines = [line.plain for line in report_text.lines(past, is_unicode=is_unicode)]
+        assert max(map(len, lines)) < 80
+        upload = next(line for line in lines if line.startswith("Upload"))
+        assert ("▒" if is_unicode else "x") in upload
+        assert any("SAFE" in line for line in lines)
+        if not is_unicode:
+            assert all(line.isascii() for line in lines)
