@@ -7,7 +7,7 @@ BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-delta bench-small bench-preemption format clean
+.PHONY: help setup lock wheelhouse pictures demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-delta bench-small bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -103,6 +103,11 @@ test-vm: $(STAMP)  ## test power cuts of VMs (root, QEMU; about 15 minutes; PYTE
 
 image: $(STAMP)  ## make the image of the VMs with provision.sh, and print the command that boots it in a terminal
 	@$(BIN)/python -m testkit.vm.image
+
+PICTURES := $(sort $(basename $(notdir $(wildcard testkit/*_picture.py testkit/*_pictures.py))))
+
+pictures: $(STAMP)  ## take the pictures of docs/operations again (Debian's prometheus, chromium and tmux)
+	set -e; for each in $(PICTURES); do $(BIN)/python -m testkit.$$each; done
 
 terraform:  ## validate the AWS example against its provider (Terraform; a network or TERRAFORM_INIT=-plugin-dir=MIRROR)
 	rm -rf build/terraform && mkdir -p build && cp -r packer build/terraform

@@ -40,7 +40,7 @@ build {
 
   provisioner "shell" {
     inline = [
-      "sudo bash /tmp/swansong/packer/provision.sh --image --wheelhouse /tmp/swansong/wheelhouse --config /tmp/swansong/swansong.toml --run '${var.run_name}' --store '${var.store_url}'",
+      "sudo bash /tmp/swansong/packer/provision.sh --image --wheelhouse /tmp/swansong/wheelhouse --config /tmp/swansong/swansong.toml --run '${var.run_name}' --store '${var.store_url}' --metrics '${var.metrics_listen}'",
       "rm -rf /tmp/swansong",
     ]
   }

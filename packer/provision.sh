@@ -9,12 +9,14 @@ readonly CONFIG=/etc/swansong/swansong.toml
 
 usage() {
 	cat <<-'TEXT'
-		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--run NAME] [--store URL] [--no-packages] [--image]
+		usage: provision.sh [--wheelhouse DIR] [--config FILE] [--run NAME] [--store URL]
+		                    [--metrics ADDRESS] [--no-packages] [--image]
 		  --wheelhouse DIR  install from the wheels in DIR, without a package index ("make wheelhouse" builds them);
 		                    the default is the sources beside this script, with dependencies from the index
 		  --config FILE     use FILE as /etc/swansong/swansong.toml, unless that exists; the default is the example
 		  --run NAME, --store URL
 		                    set run.name and store.url in a new configuration
+		  --metrics ADDRESS serve metrics there: set metrics.listen, such as 127.0.0.1:9469, in a new configuration
 		  --no-packages     install nothing with the package manager; fail if Python is missing
 		  --image           prepare an image: remove the identity of this machine, run swansong doctor --image,
 		                    and fail if doctor finds a failure
@@ -144,9 +146,13 @@ install_config() {
 		example=$("$VENV/bin/python" -I -c 'import swansongd; print(swansongd.__path__[0])')/swansong.example.toml
 	fi
 	install -D -m 0644 "${config:-$example}" "$CONFIG"
-	# Only these two keys begin a line with these words.
+	# Only these keys begin a line with these words.
 	[ -z "$run" ] || sed -i "s|^name = .*|name = \"$run\"|" "$CONFIG"
 	[ -z "$store" ] || sed -i "s|^url = .*|url = \"$store\"|" "$CONFIG"
+	if [ -n "$metrics" ]; then
+		sed -i "s|^#* *listen = .*|listen = \"$metrics\"|" "$CONFIG"
+		grep -qxF "listen = \"$metrics\"" "$CONFIG" || die "--metrics needs a line 'listen = ' below [metrics] in $config"
+	fi
 	say "wrote $CONFIG"
 }
 
@@ -184,7 +190,7 @@ forget_this_machine() {
 }
 
 lists_updated=no package_errors=''
-wheelhouse='' config='' run='' store='' packages=yes image=no
+wheelhouse='' config='' run='' store='' metrics='' packages=yes image=no
 while [ $# -gt 0 ]; do
 	case $1 in
 	--wheelhouse | --config)
@@ -195,6 +201,11 @@ while [ $# -gt 0 ]; do
 	--run | --store)
 		[[ $# -gt 1 && $2 =~ ^[A-Za-z0-9._:/-]*$ ]] || die "$1 needs a name or a URL, not '${2:-}'"
 		printf -v "${1#--}" %s "$2"
+		shift
+		;;
+	--metrics)
+		[[ $# -gt 1 && $2 =~ ^[][A-Za-z0-9._:/-]*$ ]] || die "$1 needs an address, not '${2:-}'"
+		metrics=$2
 		shift
 		;;
 	--no-packages) packages=no ;;

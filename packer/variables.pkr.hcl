@@ -26,6 +26,12 @@ variable "store_url" {
   description = "Becomes store.url, such as s3://bucket/prefix."
 }
 
+variable "metrics_listen" {
+  type        = string
+  default     = ""
+  description = "Becomes metrics.listen, such as 0.0.0.0:9469 behind a firewall; empty: no metrics, or as in config_file."
+}
+
 variable "image_name" {
   type        = string
   default     = "swansong"

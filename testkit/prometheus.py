@@ -26,7 +26,7 @@ class Prometheus:
 
     Args:
         directory: an existing directory for its configuration and its data.
-        targets: host and port by job.
+        targets: host and port by job; the label ``instance`` is the job with a number.
         rules: a file of rules.
     """
 
@@ -39,7 +39,7 @@ class Prometheus:
                     "job_name": job,
                     "honor_labels": True,
                     "scrape_timeout": INTERVAL,
-                    "static_configs": [{"targets": [target]}],
+                    "static_configs": [{"targets": [target], "labels": {"instance": f"{job}-1"}}],
                 }
                 for job, target in targets.items()
             ],

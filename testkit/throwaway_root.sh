@@ -68,7 +68,7 @@ inside "PYTHON=$python" /run/repository/packer/provision.sh --no-packages --whee
 	>"$output/altered" 2>&1 || code=$?
 { echo "exit code $code"; ls "$root"/opt/swansong/lib/python*/site-packages; } >>"$output/altered"
 
-provision --config /run/input/first.toml --run first-run --store s3://bucket/prefix
+provision --config /run/input/first.toml --run first-run --store s3://bucket/prefix --metrics 127.0.0.1:9469
 echo '# edited by the operator' >>"$root/etc/swansong/swansong.toml"
 changes >"$output/changes"
 contents >"$output/contents"

@@ -12,7 +12,7 @@ from testkit import REPOSITORY, TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.emulators.process import EmulatorProcess
 from testkit.prometheus import Prometheus
-from testkit.rig import Process, Vm
+from testkit.rig import BIN, Process, Vm
 from testkit.strict_bucket import ACCOUNT
 
 RULES = REPOSITORY / "monitoring/prometheus/swansong.rules.yml"
@@ -75,7 +75,13 @@ def watched_run(directory: Path, *, warm: str | None = None) -> Iterator[Watched
             )
         )
         daemon = vm.start_daemon(**ACCOUNT)
-        targets = {"swansong": daemon.lines.wait(event="metrics_served")["address"]}
+        command = [str(BIN / "swansong"), "--config", str(vm.config), "exporter"]
+        options = ["--listen", "127.0.0.1:0", "--interval", "5s", "--price", "spot=1.20"]
+        exporter = vm.spawn([*command, *options], **ACCOUNT)
+        targets = {
+            job: process.lines.wait(event="metrics_served")["address"]
+            for job, process in (("swansong", daemon), ("swansong-exporter", exporter))
+        }
         prometheus = stack.enter_context(Prometheus(directory, targets, RULES))
         # Smaller sets are no sample of the bandwidth, and the margin would be unknown.
         sizes = ("--every-steps", "100", "--size-bytes", "3000000")

@@ -60,7 +60,7 @@ if have systemd-analyze "units"; then
 	cp -r systemd/*.service systemd/*.timer systemd/trainer.service.d "$root/etc/systemd/system/"
 	install -D -m 0644 -t "$root/etc/systemd/system/swansongd.service.d" systemd/gpu/gpu.conf
 	printf '[Service]\nExecStart=/bin/sh\n' >"$root/etc/systemd/system/trainer.service"
-	for unit in swansongd swansong-restore@my-run swansong-ready swansong-shutdown swansong-nvme trainer swansong-prune \
+	for unit in swansongd swansong-restore@my-run swansong-ready swansong-shutdown swansong-nvme trainer swansong-exporter swansong-prune \
 		swansong-prune.timer; do
 		[ "${unit%.timer}" != "$unit" ] || unit+=.service
 		check "syntax of $unit" systemd-analyze verify --man=no --recursive-errors=no \

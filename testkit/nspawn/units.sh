@@ -7,6 +7,7 @@ for program in /opt/swansong/bin/swansong{,d} /usr/lib/swansong/swansong-nvme; d
 	install -D -m 0755 /bin/true "$program"
 done
 install -m 0644 -t /etc/systemd/system "$source"/*.service
+install -D -m 0644 -t /etc/systemd/system/swansongd.service.d "$source"/gpu/gpu.conf
 install -D -m 0644 -t /etc/systemd/system/trainer.service.d "$source"/trainer.service.d/*.conf
 printf '[Service]\nExecStart=/bin/true\n' >/etc/systemd/system/trainer.service
 systemd-sysusers "$source/sysusers.d/swansong.conf" 2>&1 | grep -v '^Creating' || true

@@ -48,6 +48,7 @@ def new_terminal(warm_python: str) -> Iterator[NewTerminal]:
         yield open_one
 
 
+@pytest.mark.fault("OT01", "OT03")
 def test_the_live_view_through_an_evacuation(
     aws: Aws, bucket: Bucket, new_vm: Any, new_terminal: NewTerminal
 ) -> None:
@@ -92,6 +93,7 @@ def test_the_live_view_through_an_evacuation(
     lines = until(lambda: [line for line in terminal.screen() if len(line) > 40], what="a picture")
     assert all(len(line) <= 60 for line in lines)
     terminal.wait("DAEMON AWAY since", "aws.spot: reclaim: TAKE")
+    until(lambda: "daemon: away: " in "\n".join(log.lines.raw), what="a line about the absence")
     vm.start_daemon()
     until(lambda: "AWAY" not in terminal.text(), what="the end of the absence")
     terminal.wait(" SAFE  generation 1 step")
@@ -109,6 +111,7 @@ def test_the_live_view_through_an_evacuation(
     assert "\x1b" not in told
 
 
+@pytest.mark.fault("OT03")
 def test_a_dumb_terminal_gets_lines(bucket: Bucket, new_vm: Any, new_terminal: NewTerminal) -> None:
     """TERM=dumb cannot move its cursor: there is one line per change, and Ctrl-C ends the command."""
     vm = new_vm("vm", bucket.store)

@@ -25,7 +25,8 @@ name = "to-be-named"
 path = "/var/lib/swansong/staging"
 [store]
 url = "file:///to/be/named"
-[flush]
+[metrics]
+# listen = "127.0.0.1:1"
 """
 UNITS = {path.name for path in (REPOSITORY / "systemd").iterdir() if path.is_file()}
 
@@ -107,9 +108,10 @@ def test_second_run_changes_nothing(provisioned: Provisioned) -> None:
 
 
 def test_config_of_the_operator_is_kept(provisioned: Provisioned) -> None:
-    """The given configuration is installed once, with the given run and store; later runs keep it."""
+    """The given configuration is installed once, with the given values; later runs keep it."""
     named = FIRST.replace('"to-be-named"', '"first-run"')
     named = named.replace('"file:///to/be/named"', '"s3://bucket/prefix"')
+    named = named.replace('# listen = "127.0.0.1:1"', 'listen = "127.0.0.1:9469"')
     assert provisioned.text("swansong.toml") == named + "# edited by the operator\n"
 
 
@@ -249,6 +251,7 @@ def test_uninstalling_leaves_nothing(provisioned: Provisioned) -> None:
         (["--config"], 1, "--config needs something that exists"),
         (["--run", 'a"b'], 1, "--run needs a name or a URL"),
         (["--store"], 1, "--store needs a name or a URL"),
+        (["--metrics", "a b"], 1, "--metrics needs an address"),
         (["--wheels", "x"], 2, "usage: provision.sh"),
     ],
 )

@@ -15,7 +15,13 @@ from swansongd.cli.prices import add_prices, prices_of
 from swansongd.observe.advice import Advice, advise
 from swansongd.observe.bill import Bill, bill
 from swansongd.observe.cost import Costs, Prices, costs, with_list_prices
-from swansongd.observe.expected import Expected, Margin, observed, observed_gpu_s
+from swansongd.observe.expected import (
+    Expected,
+    Margin,
+    bandwidth_bytes_per_s,
+    observed,
+    observed_gpu_s,
+)
 from swansongd.observe.loss import Loss
 
 EXAMPLES = {
@@ -59,10 +65,13 @@ def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict
         "run": subject.name,
         "verdict": advise_text.verdict(subject),
         "rests_on": subject.rests_on,
+        "seen": subject.seen and {name: _rounded(value) for name, value in subject.seen.items()},
         "assumed": list(subject.assumed),
         "job": {
             "gpus": job.gpus,
             "size_bytes": job.measured.save_bytes,
+            "bandwidth_bytes_per_s": _rounded(bandwidth_bytes_per_s(job)),
+            "step_s": _rounded(job.measured.step_s),
             "save_cost_s": _rounded(job.save_cost_s),
             "save_s": _rounded(made.save_s),
             "send_s": _rounded(made.send_s),

@@ -18,6 +18,7 @@ from swansongd.observe.cost import Costs, Prices, costs
 from swansongd.observe.expected import (
     DAY_S,
     Kind,
+    bandwidth_bytes_per_s,
     covered_redone_s,
     expected,
     fit,
@@ -79,12 +80,11 @@ def remedy(subject: Subject) -> str:
     if grace_s <= 0 or found.spare_s >= 0 or not job.forecast.is_measured:
         return ""
     change, ways = fit(job, grace_s), []
-    size_bytes, made = job.measured.save_bytes or 0, job.forecast
+    size_bytes, rate = job.measured.save_bytes or 0, bandwidth_bytes_per_s(job)
     if change.size_factor:
         ways.append(f"a state of {human_bytes(size_bytes * change.size_factor)}")
-    if change.send_factor:
-        rate = job.measured.send_bytes / made.send_s / change.send_factor if made.send_s else 0.0
-        ways.append(f"{human_bytes(rate)}/s to the store")
+    if change.send_factor and rate is not None:
+        ways.append(f"{human_bytes(rate / change.send_factor)}/s to the store")
     ways.append(f"{_plain_s(found.needed_s)} of notice")
     return f"Any one of these makes it fit: {', '.join(ways)}."
 
@@ -106,6 +106,7 @@ def show(subject: Subject, advice: Advice, prices: Prices, bill: Bill) -> None:
     out.print(_costs(subject, bill))
     _say(out, _missing(prices))
     out.print()
+    _say(out, _checkpoint(subject))
     _say(out, f"Rests on {subject.rests_on}.")
     if subject.assumed:
         _say(out, f"Assumed: {'; '.join(subject.assumed)}.")
@@ -164,6 +165,19 @@ def _amount(amount: float | None, bill: Bill) -> str:
     return "-" if amount is None else money(amount, bill.prices.currency)
 
 
+def _checkpoint(subject: Subject) -> str:
+    """The figures of one checkpoint and of its restore."""
+    job, made = subject.job, subject.job.forecast
+    rate = bandwidth_bytes_per_s(job)
+    sent = "" if rate is None else f" ({human_bytes(rate)}/s)"
+    restore_s = job.down_s.get("fetch", 0.0) + job.down_s.get("load", 0.0)
+    return (
+        f"A checkpoint: {human_bytes(job.measured.save_bytes or 0)} on each VM, a stall of "
+        f"{human_s(job.save_cost_s)}, {human_s(made.save_s)} to save, {human_s(made.send_s)} to send"
+        f"{sent}, {human_s(made.commit_s)} to commit, {human_s(restore_s)} to restore."
+    )
+
+
 def _missing(prices: Prices) -> str:
     """The prices that would complete the table."""
     unknown = [
@@ -188,8 +202,8 @@ def _interval(subject: Subject, advice: Advice) -> str:
     if abs(in_use_s - found.best_s) <= _AGREES * found.best_s:
         return f"{text} The {human_s(in_use_s)} in use agree."
     is_fixed = subject.setup.configured_interval_s is not None
-    why = "is a fixed value" if is_fixed else "follows the trainer or the last 8 VMs"
-    return f"{text} In use are {human_s(in_use_s)}, which {why}."
+    why = "run.checkpoint_interval_s" if is_fixed else "the trainer, or the last 8 VMs"
+    return f"{text} In use: {human_s(in_use_s)}, from {why}."
 
 
 def _proposals(out: Console, advice: Advice, bill: Bill) -> None:

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -51,6 +51,8 @@ class Subject:
     loss: Loss | None = None
     """Loss of the run as it was; None for one that does not exist yet."""
     rests_on: str
+    seen: Mapping[str, float] | None = None
+    """Numbers of records behind the figures; None for a run that does not exist yet."""
     assumed: tuple[str, ...]
 
 

@@ -124,6 +124,7 @@ def _subject(read: _Bucket) -> Subject:
     job = replace(job, kinds=kinds)
     job = replace(job, interval_s=_interval_s(read, job, notes))
     notices = _notices(read)
+    seen = _seen(read, len(preemptions), silent)
     return Subject(
         name=read.run,
         job=job,
@@ -132,7 +133,8 @@ def _subject(read: _Bucket) -> Subject:
         headline=_headline(job, notices),
         upkeep=_upkeep(read, job),
         loss=read.loss,
-        rests_on=_rests_on(read, len(preemptions), silent),
+        rests_on=_rests_on(seen),
+        seen=seen,
         assumed=tuple(notes),
     )
 
@@ -222,6 +224,7 @@ def _setup(read: _Bucket, gpus: int) -> Setup:
         busiest_share=max(sizes.values()) / read.newest.size_bytes if is_known else None,
         has_prefetch=read.config.restore.prefetch,
         configured_interval_s=read.config.run.checkpoint_interval_s,
+        orders_vm=bool(read.config.notify.exec),
     )
 
 
@@ -348,11 +351,24 @@ def _upkeep(read: _Bucket, job: Job) -> Upkeep:
     )
 
 
-def _rests_on(read: _Bucket, preemptions: int, silent: int) -> str:
+def _seen(read: _Bucket, preemptions: int, silent: int) -> dict[str, float]:
+    """Numbers of records, and the rate of interruptions with its 95 % interval."""
     days = max(read.loss.wall_s, 1.0) / DAY_S
     low, high = (bound / days for bound in poisson_interval(preemptions))
+    return {
+        "commits": len(read.commits),
+        "interruptions": preemptions,
+        "without_notice": silent,
+        "wall_s": read.loss.wall_s,
+        "per_day": preemptions / days,
+        "per_day_low": low,
+        "per_day_high": high,
+    }
+
+
+def _rests_on(seen: Mapping[str, float]) -> str:
     return (
-        f"{len(read.commits)} commits and {preemptions} interruptions in {human_s(read.loss.wall_s)}: "
-        f"{preemptions / days:.2g} a day (95 %: {low:.2g} to {high:.2g}), {silent} of them without a "
-        "usable notice"
+        f"{seen['commits']} commits and {seen['interruptions']} interruptions in "
+        f"{human_s(seen['wall_s'])}: {seen['per_day']:.2g} a day (95 %: {seen['per_day_low']:.2g} to "
+        f"{seen['per_day_high']:.2g}), {seen['without_notice']} of them without a usable notice"
     )

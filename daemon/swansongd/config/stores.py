@@ -6,7 +6,7 @@
     [[store]]
     url = "s3://bucket/checkpoints"     # the keys are those of [store]
     runs = ["llm-7b"]                   # default: all runs
-    mirror = { url = "gs://bucket" }    # the keys are those of [mirror]
+    mirror = { url = "gs://m/p" }       # the keys are those of [mirror]
 """
 
 from __future__ import annotations

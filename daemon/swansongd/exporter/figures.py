@@ -18,7 +18,7 @@ from swansongd.observe import loss as losses
 from swansongd.observe.cost import Costs
 from swansongd.observe.loss import Interruption, Loss
 
-SETTLED_AFTER_S = 300.0
+SETTLED_AFTER_S = 120.0
 """A verdict does not improve any more this long after the deadline, or after the farewell."""
 LOSS_PARTS = ("stall", "redone", *losses.PARTS)
 """The parts of the loss of a recorded interruption."""
@@ -120,7 +120,7 @@ class Evacuations:
     settled: Mapping[tuple[Verdict, bool], int]
     """Number of evacuations whose verdict is final."""
     newest_wall_s: Mapping[tuple[Verdict, bool], float]
-    """Time of the newest evacuation, final or not."""
+    """Time of the newest of these evacuations."""
 
 
 def evacuations(
@@ -147,11 +147,11 @@ def evacuations(
     newest_wall_s: dict[tuple[Verdict, bool], float] = {}
     for (number, _), one in found.items():
         is_over = number < generation or now_wall_s > one.until_wall_s + SETTLED_AFTER_S
-        if one.verdict is Verdict.SAFE or is_over:
-            settled[one.verdict, one.is_drill] += 1
-        newest_wall_s[one.verdict, one.is_drill] = max(
-            newest_wall_s.get((one.verdict, one.is_drill), 0.0), one.written_wall_s
-        )
+        if one.verdict is not Verdict.SAFE and not is_over:
+            continue
+        outcome = one.verdict, one.is_drill
+        settled[outcome] += 1
+        newest_wall_s[outcome] = max(newest_wall_s.get(outcome, 0.0), one.written_wall_s)
     return Evacuations(settled, newest_wall_s)
 
 

@@ -150,7 +150,7 @@ def _evacuation_metrics(runs: Runs) -> Iterator[Metric]:
     )
     yield _gauge(
         "swansong_run_last_evacuation_timestamp_seconds",
-        "Time of the newest farewell of an evacuation with this verdict",
+        "Time of the newest farewell of an evacuation that ended with this verdict",
         (*_RUN, "verdict", "drill"),
         _by_verdict(runs, lambda found: found.evacuations.newest_wall_s),
     )

@@ -35,6 +35,8 @@ IDLE_SHARE = 60
 """A run without a new object for an hour is read after a further minute, and so on."""
 IDLE_S_MAX = 3600.0
 """A run is read at least at this interval."""
+FOLDER_S = 600.0
+"""A folder without a run is examined again after this time."""
 REFUSED_S = 600.0
 """A run that the store refuses, or that has too many keys, is read again after this time."""
 
@@ -221,7 +223,7 @@ class StoreReader:
         keys = RunKeys(name, self._source.signer)
         listing = listed(self._store, keys)
         if not listing.is_run:
-            self._postpone(name, IDLE_S_MAX)
+            self._pass_over(name)
             return
         reader = self._reader(name, keys)
         if reader is None:
@@ -233,6 +235,17 @@ class StoreReader:
         with self._lock:
             self._figures[name] = found
         self._postpone(name, (listing.newest_age_s or 0.0) / IDLE_SHARE)
+
+    def _pass_over(self, name: str) -> None:
+        """Postpone a folder without a claim: a run may begin in it."""
+        with self._lock:
+            is_news = name not in self._due_mono_s
+            self._figures.pop(name, None)
+        if self._source.runs and is_news:
+            _log.warning(
+                "run_not_found", store=self.url, run=name, hint="Check the name and the prefix"
+            )
+        self._postpone(name, 0.0 if self._source.runs else FOLDER_S)
 
     def _reader(self, name: str, keys: RunKeys) -> RunReader | None:
         """The reader of a run; None if there are too many runs."""

@@ -18,10 +18,13 @@ from swansongd.config.notify import NotifyConfig
 from swansongd.notifications.outbox import Outbox
 from swansongd.notifications.record import Record
 from swansongd.observe.notifications import DRILL, Kind, Notification, Origin, fields
+from swansongd.util.rates import TokenBucket
 
 NAME = "exec"
 OUTPUT_BYTES_MAX = 400
 """The end of the output, for the log."""
+AT_ONCE, PER_S = 3, 1 / 600
+"""Runs of one kind, at once and on average: forged notices must not order any number of VMs."""
 _POLL_S = 0.1
 _READ_BYTES = 2**16
 """Read in each interval: a command that prints more waits, and takes no time from the daemon."""
@@ -65,6 +68,7 @@ class Command:
         self._config = config
         self._origin = origin
         self._record = record
+        self._rates = {kind: TokenBucket(AT_ONCE, PER_S) for kind in Kind}
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -78,8 +82,12 @@ class Command:
         """Queue a notification, unless the command is not for it or has run for it."""
         is_wanted = notification.kind.value in self._config.exec_on and notification.source != DRILL
         is_end = notification.is_over and notification.kind not in (Kind.VERDICT, Kind.RESUMPTION)
-        if is_wanted and not is_end and not self._record.has(_key(notification)):
+        if not is_wanted or is_end or self._record.has(_key(notification)):
+            return
+        if self._rates[notification.kind].take(time.monotonic()):
             self.outbox.put(notification)
+        else:
+            self.outbox.refuse()
 
     def _run(self) -> None:
         while True:

@@ -71,6 +71,11 @@ class Outbox:
             self._waiting.append(Entry(notification))
             self._changed.notify_all()
 
+    def refuse(self) -> None:
+        """Count a notification that is not queued, because there were too many."""
+        with self._changed:
+            self._dropped += 1
+
     def take(self) -> Entry:
         """The next entry that is due; waits for it.  The worker then calls one of the methods below."""
         with self._changed:

@@ -56,6 +56,8 @@ class Setup:
     has_prefetch: bool = True
     configured_interval_s: float | None = None
     """None: the daemon computes the interval."""
+    orders_vm: bool = False
+    """A program orders the next VM at the notice."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -141,6 +143,7 @@ def _changes(job: Job, setup: Setup) -> Iterator[_Change]:
     yield from _shorter_reserve(job)
     yield from _follow_ups(job)
     yield from _restore(job, setup)
+    yield from _replacement(job, setup)
     yield from _longer_notice(job)
     yield from _longer_grace(job)
 
@@ -154,11 +157,11 @@ def _interval(job: Job, setup: Setup) -> Iterator[_Change]:
         change=(
             'run.checkpoint_interval_s = "auto"'
             if to_auto
-            else f"run.checkpoint_interval_s = {best.best_s:.0f}, or the trainer's own interval"
+            else f"remove the trainer's own interval, or run.checkpoint_interval_s = {best.best_s:.0f}"
         ),
         formula=(
-            f"w/(I + w) of the day + I/2 for each of {job.uncovered_per_day:.2g} uncovered "
-            f"interruptions, w = {human_s(job.save_cost_s)}"
+            f"a stall of {human_s(job.save_cost_s)} in each interval, and half an interval for each of "
+            f"{job.uncovered_per_day:.2g} uncovered interruptions a day"
         ),
         job=replace(job, interval_s=best.best_s),
     )
@@ -192,7 +195,7 @@ def _smaller_state(job: Job) -> _Change:
         name="smaller_state",
         title="a state of half the size",
         change="save optimizer moments in 8 or 16 bits, and no copy of frozen weights",
-        formula=f"half of w, save, send, fetch and load: {_times(job)}",
+        formula=f"half of stall, save, send and restore: {_times(job)}",
         job=smaller,
     )
 
@@ -210,7 +213,7 @@ def _times(job: Job) -> str:
     made = job.forecast
     fetched_s = job.down_s.get("fetch", 0.0) + job.down_s.get("load", 0.0)
     return (
-        f"{human_s(job.save_cost_s)}, {human_s(made.save_s)}, {human_s(made.send_s)} and "
+        f"{human_s(job.save_cost_s)}, {human_s(made.save_s)}, {human_s(made.send_s)}, "
         f"{human_s(fetched_s)}"
     )
 
@@ -292,6 +295,25 @@ def _restore(job: Job, setup: Setup) -> Iterator[_Change]:
         change="staging.path on local NVMe or tmpfs, or a VM with a faster network",
         formula=f"{job.per_day:.2g} interruptions a day x half of {human_s(fetch_s)}",
         job=replace(job, down_s={**job.down_s, "fetch": fetch_s / 2}),
+    )
+
+
+def _replacement(job: Job, setup: Setup) -> Iterator[_Change]:
+    """The next VM starts while the old one trains."""
+    cloud_s, boot_s = (job.down_s.get(part, 0.0) for part in ("cloud", "boot"))
+    overlap_s = sum(kind.per_day * min(kind.grace_s, cloud_s + boot_s) for kind in job.kinds)
+    if setup.orders_vm or not overlap_s:
+        return
+    mean_s = overlap_s / job.per_day
+    sooner = {"cloud": max(0.0, cloud_s - mean_s), "boot": boot_s - max(0.0, mean_s - cloud_s)}
+    yield _Change(
+        name="replacement",
+        title="the next VM is ordered at the notice",
+        change="notify.exec = a program that orders a VM",
+        formula=(
+            f"{human_s(cloud_s + boot_s)} without a VM and in its boot, in parallel with the notice"
+        ),
+        job=replace(job, down_s={**job.down_s, **sooner}),
     )
 
 

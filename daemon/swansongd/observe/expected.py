@@ -169,6 +169,12 @@ def observed_gpu_s(loss: Loss) -> float:
     return observed(loss).total_s * loss.gpu_s / loss.wall_s
 
 
+def bandwidth_bytes_per_s(job: Job) -> float | None:
+    """Rate at which a whole set is sent; None while it is not measured."""
+    send_s, _ = planner.flush_s(job.measured)
+    return job.measured.send_bytes / send_s if send_s > 0 else None
+
+
 def covered_redone_s(job: Job, kind: Kind) -> float:
     """Training after the newest committed state, if the evacuation commits in time.
 

@@ -108,7 +108,11 @@ class Exposition:
                 self._stop.wait(self._retry_s)
                 continue
             is_failing = False
-            self._serve(listener)
+            try:
+                self._serve(listener)
+            except Exception:
+                _log.exception("metrics_fault")
+                self._stop.wait(self._retry_s)
 
     def _serve(self, listener: socket.socket) -> None:
         if self._address.path is not None:

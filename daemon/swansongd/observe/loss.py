@@ -225,21 +225,6 @@ def loss(lives: Sequence[Life]) -> Loss | None:
     )
 
 
-def _windows(segments: Sequence[_Segment], begun_s: float, until_s: float) -> Iterator[Window]:
-    wall_s = until_s - begun_s
-    if wall_s <= 0:
-        return
-    fits = (each for each in _WINDOW_LENGTHS_S if wall_s <= each * WINDOWS_MAX)
-    length_s = next(fits, wall_s / WINDOWS_MAX)
-    count = min(WINDOWS_MAX, math.ceil(wall_s / length_s))
-    starts_s = [begun_s + place * length_s for place in range(count)]
-    since_s = [sum(each.productive_s(at_s) for each in segments) for at_s in starts_s]
-    for at_s, productive_s, later_s in zip(starts_s, since_s, (*since_s[1:], 0.0), strict=True):
-        own_s = min(length_s, until_s - at_s)
-        if own_s > 0:
-            yield Window(at_s, own_s, min(own_s, max(0.0, productive_s - later_s)))
-
-
 def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
     """GPU seconds of the interruption before this resumption, by part; for metrics.
 
@@ -254,6 +239,21 @@ def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
         parts_s["redone"] = max(0, last.step - resumption.start_step) * (last.step_s or 0.0)
         parts_s["stall"] = last.stall_s or 0.0
     return {part: seconds * resumption.ranks for part, seconds in parts_s.items()}
+
+
+def _windows(segments: Sequence[_Segment], begun_s: float, until_s: float) -> Iterator[Window]:
+    wall_s = until_s - begun_s
+    if wall_s <= 0:
+        return
+    fits = (each for each in _WINDOW_LENGTHS_S if wall_s <= each * WINDOWS_MAX)
+    length_s = next(fits, wall_s / WINDOWS_MAX)
+    count = min(WINDOWS_MAX, math.ceil(wall_s / length_s))
+    starts_s = [begun_s + place * length_s for place in range(count)]
+    since_s = [sum(each.productive_s(at_s) for each in segments) for at_s in starts_s]
+    for at_s, productive_s, later_s in zip(starts_s, since_s, (*since_s[1:], 0.0), strict=True):
+        own_s = min(length_s, until_s - at_s)
+        if own_s > 0:
+            yield Window(at_s, own_s, min(own_s, max(0.0, productive_s - later_s)))
 
 
 def _begun_s(life: Life) -> float:

@@ -134,6 +134,7 @@ def caused(
     """The notifications of one transition.
 
     A notice of another VM of the job causes none, and neither does its evacuation: that VM sends its own.
+    The first VM of a job reports its resumption.
     """
     found = []
     if before.notices is not after.notices or before.concluded is not after.concluded:
@@ -141,7 +142,7 @@ def caused(
     for action in actions:
         if isinstance(action, Conclude) and action.is_final and not _is_of_peers(after):
             found.append(_of_verdict(action, after, wall_s))
-        elif isinstance(action, RecordResumption):
+        elif isinstance(action, RecordResumption) and action.training.node == 0:
             found.append(_of_resumption(action, wall_s))
     return found
 

@@ -23,6 +23,13 @@ def human_s(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
+def human_age(seconds: float) -> str:
+    """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
+    amount, unit = human_s(seconds).split()
+    short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
+    return f"{short} {unit} ago"
+
+
 def human_span(seconds: float) -> str:
     """Format a duration in at most two units: ``0.31 s``, ``78 s``, ``3 min 5 s``, ``2 h 57 min``."""
     if seconds < 10:
@@ -58,10 +65,3 @@ def minute(wall_s: float) -> str:
 def second(wall_s: float) -> str:
     """Format a wall-clock time as ``2026-11-22 16:50:00`` in UTC."""
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M:%S")
-
-
-def human_age(seconds: float) -> str:
-    """Format an age as ``45 s ago``, ``3.2 h ago`` or ``12 d ago``."""
-    amount, unit = human_s(seconds).split()
-    short = f"{float(amount):.0f}" if float(amount) >= 10 else f"{float(amount):.2g}"
-    return f"{short} {unit} ago"

@@ -108,6 +108,16 @@ def test_what_no_rule_keeps_is_deleted(store: Clocked) -> None:
     assert store.count("delete_many") == 1
 
 
+def test_prune_reports_the_objects_and_bytes_that_it_has_deleted(store: Clocked) -> None:
+    """After each request; the total is known from the first one on."""
+    seen: list[tuple[int, int, int]] = []
+    report = run(store, deleted=lambda *counts: seen.append(counts))
+    assert seen == [(3, 3, 13)]
+    assert (report.objects, report.freed_bytes) == (3, 13)
+    run(store, is_dry_run=True, deleted=lambda *counts: seen.append(counts))
+    assert len(seen) == 1
+
+
 def test_a_shared_object_stays_with_the_last_commit_that_names_it(store: Clocked) -> None:
     """Its bytes are not freed while a kept commit names it."""
     pinned(store, 3)

@@ -81,6 +81,15 @@ def test_a_checkpoint_that_does_not_fit_names_what_makes_it_fit(
         assert "would be SAFE" in shown(capfd, *words, "--gpus", "8")
 
 
+def test_a_run_that_makes_no_progress_is_named(capfd: pytest.CaptureFixture[str]) -> None:
+    """5 TB over 100 MB/s, with 50 interruptions a day."""
+    words = ("--size", "5TB", "--bandwidth", "100MB/s", "--notice", "30s")
+    text = shown(capfd, *words, "--interruptions-per-day", "50")
+    assert "a day loses all of its training" in text
+    quiet = shown(capfd, *PLAN, "--interruptions-per-day", "0")
+    assert "no uncovered interruption is expected" in " ".join(quiet.split())
+
+
 def test_without_a_notice_half_an_interval_is_lost(capfd: pytest.CaptureFixture[str]) -> None:
     """``--notice 0s``: there is no margin to show."""
     words = ("--size", "1GB", "--bandwidth", "1GB/s", "--notice", "0s", "--interval", "10m")

@@ -341,7 +341,7 @@ def evacuation_of(
 
 
 def test_each_interruption_has_the_notice_before_its_end() -> None:
-    """A drill hours earlier is not its notice; a restart on the same VM is no interruption."""
+    """A drill hours earlier does not count; a restart on the same VM is no interruption."""
     found = told([STAY, replace(STAY, steps=9000), STAY, STAY, STAY])
     assert found[3].resumption is not None
     same_vm = replace(found[3].resumption, vm="vm3")

@@ -47,7 +47,7 @@ def drawn(
     """The lines of the view, without trailing blanks; with ``color_system`` they have escape codes."""
     out = io.StringIO()
     console = Console(
-        file=out, width=max(width, 200), height=height, markup=False, highlight=False,
+        file=out, width=width, height=height, markup=False, highlight=False,
         _environ={}, **options,
     )  # fmt: skip
     console.print(view(moment, Canvas(width, height, is_ascii=is_ascii)))
@@ -99,6 +99,7 @@ def test_the_last_verdict_stays_visible_without_a_notice() -> None:
     assert drawn(moment_of(seen))[0].endswith("LOST was the last verdict, 25.8 h ago")
 
 
+@pytest.mark.fault("OT01")
 def test_the_countdown_continues_without_the_daemon() -> None:
     """While the daemon is away, the seconds left are those of its last report less the time since."""
     away = Away(since_mono_s=40.0, since_wall_s=NOON_WALL_S, reason="connecting failed\x1b[2J")
@@ -140,6 +141,7 @@ def test_the_bar_is_that_of_the_whole_notice() -> None:
     assert bar(30.0, 0.0, 2, is_ascii=True) == "--"
 
 
+@pytest.mark.fault("OT03")
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     """Neither blocks nor large digits: each cell is one byte."""
     lines = drawn(moment_of(*(each for _, each in reports())), is_ascii=True)
@@ -152,6 +154,24 @@ def test_large_digits_have_equal_lines() -> None:
     for seconds in (0, 59.9, 61, 3600, 86_399, 4e5, 1e12, -5):
         assert len({len(row) for row in large(clock(seconds))}) == 1
     assert [clock(each) for each in (-3, 87.9, 7500, 4 * 86_400)] == ["0:00", "1:27", "2h05", "4d"]
+
+
+def test_a_bad_gpu_or_source_has_a_line_of_its_own() -> None:
+    """The healthy ones share a line, and a small terminal still shows the others."""
+    seen = report(-5.0)
+    seen["gpus"][3] = {
+        "index": 3, "name": "H100", "health": "dying", "reason": "Xid 48", "for_s": 7.0,
+    }  # fmt: skip
+    seen["sources"][1] = {**seen["sources"][1], "health": "blind", "reason": "HTTP 500"}
+    moment = moment_of(seen)
+    lines = drawn(moment, 80, 6)
+    assert any("GPU             3 H100 dying: Xid 48, for 7 s" in line for line in lines), lines
+    assert any("aws.rebalance blind: HTTP 500" in line for line in lines), lines
+    shown = "\n".join(drawn(moment))
+    assert "GPUs            7 ok" in shown
+    assert "3 ok: aws.spot, aws.asg, logind" in shown
+    coloured = drawn(moment, color_system="standard", force_terminal=True)
+    assert any("\x1b[31m3 H100 dying" in line for line in coloured), coloured
 
 
 # ---------------------------------------------------------------- sparklines
@@ -204,6 +224,7 @@ def broken_reports(draw: st.DrawFn) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
+@pytest.mark.fault("OT02")
 @settings(max_examples=60)
 @given(broken_reports())
 def test_no_report_breaks_a_display(seen: dict[str, Any]) -> None:

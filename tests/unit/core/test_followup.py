@@ -14,6 +14,7 @@ from swansongd.core.events import (
     Conclude,
     FlushProgress,
     GenerationClaimed,
+    GpusRead,
     Mark,
     NoticeRaised,
     PeerRequested,
@@ -28,7 +29,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
-from swansongd.model import CommitRef, DeadlineQuality, Severity, Verdict
+from swansongd.model import CommitRef, DeadlineQuality, GpuHealth, GpuStatus, Severity, Verdict
 from swansongd.trainers.translate import view_of
 
 from testkit.story import MIB, Story, a_notice, a_set
@@ -104,6 +105,21 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     assert last_step - last.commit.step < 20
     assert marks(story).count("follow_up") == len(asks(story))
     assert len({ask.request_id for ask in asks(story)}) == len(asks(story))
+
+
+@pytest.mark.fault("X01")
+def test_training_on_a_failed_gpu_is_asked_for_no_follow_up() -> None:
+    """The failure ends the one in progress, and no further one is requested."""
+    story = safe()
+    train(story, story.now + 30)
+    asked = len(asks(story))
+    assert asked
+    failed = GpuStatus(
+        pci="0000:00:00", index=0, health=GpuHealth.DYING, reason="Xid 95", since_mono_s=story.now
+    )
+    story.tell(GpusRead((failed,)))
+    train(story, story.state.evacuation.deadline_mono_s)  # type: ignore[union-attr]
+    assert len(asks(story)) == asked
 
 
 def test_each_follow_up_is_compared_with_its_forecast() -> None:

@@ -192,22 +192,6 @@ def test_the_verdict_does_not_wait_for_a_trainer() -> None:
     assert story.verdicts
 
 
-def test_no_follow_up_after_the_failure() -> None:
-    """Follow-ups are checkpoints of the same training."""
-    story = Story()
-    story.join(step=3, start_id="first", takes_follow_ups=True, save_s=1.0, save_bytes=1)
-    story.notice(SPOT_S)
-    story.accept(3)
-    story.answer(4)
-    story.store_all()
-    asked = len(story.all(AskTrainers))
-    read(story, GpuHealth.DYING)
-    for step in range(5, 100):
-        story.progress(step)
-        story.wait(1)
-    assert len(story.all(AskTrainers)) == asked
-
-
 @pytest.mark.fault("X02")
 def test_a_degraded_gpu_causes_a_precaution() -> None:
     """Its notice is advisory: one checkpoint without urgency and without a verdict."""

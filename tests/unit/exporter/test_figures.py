@@ -71,15 +71,19 @@ def test_a_verdict_that_may_improve_does_not_count_yet() -> None:
 
 
 def test_the_newest_time_of_each_verdict() -> None:
-    """It needs no settled verdict, so an alert on LOST does not wait."""
+    """A verdict that may improve is left out: an alert on LOST would fire without a reason."""
     found = figures.evacuations(
-        [farewell("a", Verdict.SAFE, 1), farewell("b", Verdict.LOST, 7)],
-        generation=1,
+        [
+            farewell("a", Verdict.SAFE, 1),
+            farewell("b", Verdict.LOST, 5, generation=1),
+            farewell("c", Verdict.LOST, 7, generation=2),
+        ],
+        generation=2,
         now_wall_s=NOW_S + 8,
     )
     assert found.newest_wall_s == {
         (Verdict.SAFE, False): NOW_S + 1,
-        (Verdict.LOST, False): NOW_S + 7,
+        (Verdict.LOST, False): NOW_S + 5,
     }
 
 

@@ -337,6 +337,7 @@ def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
         "d": b'{"verdict": "SAFE"}',
         "e": b"[" * 100_000,
         "f": b" " * (2**20 + 1),
+        "g": store.objects[KEYS.farewell(1, "t2")],
     }.items():
         store.objects[KEYS.farewell(2, name)] = data
     store.objects[KEYS.resumption(8)] = store.objects[KEYS.resumption(3)]
@@ -345,7 +346,7 @@ def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
     found = rig.metrics()
     assert counters(found) == good
     assert found["swansong_run_damaged_objects", ("r", "commit")] == 1
-    assert found["swansong_run_damaged_objects", ("r", "farewell")] == 6
+    assert found["swansong_run_damaged_objects", ("r", "farewell")] == 7
     assert found["swansong_run_damaged_objects", ("r", "resumption")] == 1
     assert found["swansong_run_last_commit_step", ("r",)] == 140
     assert rig.read(after_s=60.0)
@@ -450,6 +451,8 @@ def test_too_many_records_leave_the_oldest(
     assert rig.read()
     found = rig.metrics()
     assert all(counters(found)[sample] >= value for sample, value in good.items())
+    # The farewells of the first VM, and one of the third.
+    assert found["swansong_run_evacuations_total", ("r", "SAFE", "no")] == 2
     assert found["swansong_run_left_out_objects", ("r", "farewell")] == 9
     assert found["swansong_run_left_out_objects", ("r", "commit")] == 8
     assert found["swansong_run_last_commit_step", ("r",)] == 209
@@ -505,6 +508,21 @@ def test_an_idle_run_is_read_less_often(store: MemoryStore) -> None:
     assert is_read(120.0)
     assert not is_read(3500.0)
     assert is_read(100.0)
+
+
+def test_a_named_run_may_begin_later(store: MemoryStore) -> None:
+    """It is looked for at each reading; another folder is examined every ten minutes."""
+    rig, other = Rig(store, runs=("new",)), Rig(store)
+    store.objects["new/probes/doctor-1/x"] = b"1"
+    assert rig.read()
+    assert other.read()
+    committed.commit(store, {"a": b"1"}, run="new")
+    assert rig.read(after_s=60.0)
+    assert [each.run for each in rig.reader.figures()] == ["new"]
+    assert other.read(after_s=60.0)
+    assert [each.run for each in other.reader.figures()] == ["r"]
+    assert other.read(after_s=reader.FOLDER_S)
+    assert {each.run for each in other.reader.figures()} == {"r", "new"}
 
 
 def test_a_claim_alone_is_a_run() -> None:

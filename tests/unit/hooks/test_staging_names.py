@@ -47,7 +47,8 @@ def names_in(module: Path) -> Iterator[str]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Constant) and id(node) not in docstrings:
             text = node.value.decode("latin-1") if isinstance(node.value, bytes) else node.value
-            if isinstance(text, str) and NAME.search(text):
+            # An option of a command, such as --step-time, is no name of a file.
+            if isinstance(text, str) and NAME.search(text) and not text.startswith("--"):
                 yield text
 
 

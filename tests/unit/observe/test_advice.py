@@ -52,7 +52,7 @@ def test_proposals_are_ranked_by_their_saving(
 def test_the_best_interval_is_no_proposal() -> None:
     """Only another interval is."""
     made = job(interval_s=6000.0)
-    assert named(made)["interval"].change.startswith("run.checkpoint_interval_s = 5")
+    assert named(made)["interval"].change.endswith("run.checkpoint_interval_s = 587")
     assert '"auto"' in named(made, Setup(configured_interval_s=6000.0))["interval"].change
     best = replace(made, interval_s=best_interval(made).best_s)
     assert "interval" not in named(best)
@@ -85,6 +85,17 @@ def test_a_shutdown_can_be_given_more_time() -> None:
     found = named(made)["grace_logind"]
     assert found.change.startswith("deadline.shutdown_delay_s = 20,")
     assert found.after.redone_s < expected(made).redone_s / 5
+
+
+def test_a_vm_that_is_ordered_at_the_notice_comes_sooner() -> None:
+    """80 s without a VM and in its boot: four of five interruptions have a notice of 30 s."""
+    made = job(grace_s=30.0)
+    found = named(made)["replacement"]
+    assert found.saved_gpu_s == pytest.approx(8 * 4 * 30, rel=0.01)
+    longer = named(job(grace_s=120.0))["replacement"]
+    assert longer.saved_gpu_s == pytest.approx(8 * 4 * 80, rel=0.01)
+    assert longer.after.down_s == pytest.approx(5 * 90 - 4 * 80)
+    assert "replacement" not in named(made, Setup(orders_vm=True))
 
 
 def test_settings_that_cost_time_are_proposed() -> None:

@@ -32,12 +32,13 @@ class One:
 
     def __init__(self) -> None:
         self.value = 1.0
+        self.help = "One value"
         self.error: Exception | None = None
 
     def collect(self) -> Iterable[Metric]:
         if self.error is not None:
             raise self.error
-        return [GaugeMetricFamily("swansong_one", "One value", value=self.value)]
+        return [GaugeMetricFamily("swansong_one", self.help, value=self.value)]
 
 
 class Rig:
@@ -123,6 +124,7 @@ def test_only_get_is_answered_with_metrics(rig: Rig) -> None:
 @pytest.mark.fault("OM01")
 def test_slow_clients_hold_up_no_scrape(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """With more silent connections than the limit a scrape still succeeds, and the threads stay bounded."""
+    monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
     served = rig.serve()
     before = threading.active_count()
     silent = []
@@ -141,6 +143,18 @@ def test_slow_clients_hold_up_no_scrape(rig: Rig, monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.fault("OM01")
+def test_a_client_that_reads_nothing_holds_up_no_scrape(rig: Rig) -> None:
+    """Its reply is larger than all buffers, and another scrape succeeds meanwhile."""
+    served = rig.serve()
+    rig.one.help = "x" * 2**24
+    with connected(served) as deaf:
+        deaf.settimeout(30)
+        deaf.sendall(b"GET /metrics HTTP/1.1\r\n\r\n")
+        assert deaf.recv(1) == b"H"
+        assert scrape(served)[0] == 200
+
+
+@pytest.mark.fault("OM01")
 def test_a_connection_has_a_limited_life(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A client that sends one byte now and then is closed like one that sends nothing."""
     monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 0.2)
@@ -151,8 +165,9 @@ def test_a_connection_has_a_limited_life(rig: Rig, monkeypatch: pytest.MonkeyPat
 
 
 @pytest.mark.fault("OM01")
-def test_a_request_has_a_limited_size(rig: Rig) -> None:
+def test_a_request_has_a_limited_size(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
     """A header without an end is not collected in memory: the connection is closed."""
+    monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
     served = rig.serve()
     with connected(served) as client:
         client.settimeout(30)
@@ -201,6 +216,25 @@ def test_a_fault_of_the_collector_is_an_error_of_one_scrape(rig: Rig) -> None:
     rig.one.error = ZeroDivisionError("a fault")
     assert scrape(served)[0] == 500
     rig.one.error = None
+    assert scrape(served)[0] == 200
+
+
+@pytest.mark.fault("OM02")
+def test_a_server_that_fails_starts_again(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A fault in the loop of the server ends no more than the open connections."""
+    failed = threading.Event()
+    serve = exposition._Server.serve_until_stop
+
+    def fail_once(server: exposition._Server) -> None:
+        if failed.is_set():
+            serve(server)
+        failed.set()
+        raise ZeroDivisionError("a fault")
+
+    monkeypatch.setattr(exposition._Server, "serve_until_stop", fail_once)
+    served = rig.serve()
+    assert failed.wait(30)
+    assert until(lambda: served.served_at, what="the next server")
     assert scrape(served)[0] == 200
 
 

@@ -28,6 +28,7 @@ from swansongd.core.events import (
     NewestDated,
     SourceChanged,
     Tick,
+    TrainerFailed,
     TrainerProgress,
     TrainerRefused,
 )
@@ -272,7 +273,8 @@ def test_an_evacuation_in_metrics() -> None:
     left_s = during["swansong_evacuation_deadline_timestamp_seconds"] - 1.8e9 - story.now
     assert left_s == pytest.approx(120.0, abs=0.01)
     assert during['swansong_evacuations_total{source="aws.spot",verdict="SAFE"}'] == 0.0
-    story.now += 0.2
+    story.notice(900, "aws.rebalance", severity=Severity.ADVISORY)
+    story.now += 0.19
     story.accept(40)
     story.now += 3.0
     story.answer(41)
@@ -325,7 +327,7 @@ def test_a_verdict_that_improves_counts_again() -> None:
 
 
 def test_an_older_set_does_not_end_a_phase() -> None:
-    """A set that was in flight at the notice is stored and committed while the trainer saves."""
+    """A set that was in flight at the notice is stored while the trainer saves, and committed after that."""
     story = Watched()
     story.join(step=40)
     story.seal(39)
@@ -333,13 +335,31 @@ def test_an_older_set_does_not_end_a_phase() -> None:
     story.accept(40)
     story.now += 1.0
     story.flushed()
-    story.committed()
     story.now += 1.0
     story.answer(41)
+    story.now += 0.5
+    story.committed()
     story.store_all(after_s=4.0)
     found = story.scrape()
-    assert found['swansong_evacuation_phase_seconds_sum{phase="save"}'] == pytest.approx(2.0)
-    assert found['swansong_evacuation_phase_seconds_sum{phase="flush"}'] == pytest.approx(4.0)
+    sums = {
+        phase: found[f'swansong_evacuation_phase_seconds_sum{{phase="{phase}"}}']
+        for phase in ("save", "flush", "commit")
+    }
+    assert sums == pytest.approx({"save": 2.0, "flush": 4.5, "commit": 0.0})
+    assert found['swansong_evacuation_phase_seconds_count{phase="commit"}'] == 1.0
+
+
+def test_without_a_new_set_the_older_one_ends_the_phases() -> None:
+    """The trainer fails, and the set that was in flight at the notice is committed."""
+    story = Watched()
+    story.join(step=40)
+    story.seal(39)
+    story.notice(120)
+    story.tell(TrainerFailed(1, story.request_id, "no space left"))
+    story.now += 3.0
+    story.store_all()
+    found = story.scrape()
+    assert found['swansong_evacuation_phase_seconds_sum{phase="flush"}'] == pytest.approx(3.0)
     assert found['swansong_evacuation_phase_seconds_count{phase="commit"}'] == 1.0
 
 
@@ -486,8 +506,8 @@ def test_no_trainer_and_no_source_adds_series() -> None:
     """Ranks, reasons, ids and any number of forged sources leave the number of series bounded."""
     quiet = len(full().scrape())
     story = full()
-    for rank in range(1, 200):
-        story.join(rank + 1, rank=rank, ranks=200, step=40)
+    for rank in range(1, 60):
+        story.join(rank + 1, rank=rank, ranks=60, step=40)
         story.tell(TrainerRefused(rank, f"hostile {rank}"))
         story.tell(TrainerProgress(rank + 1, 41, loss=float("nan"), loss_is_finite=False))
     assert len(story.scrape()) == quiet

@@ -140,6 +140,8 @@ def test_a_resumption_is_told_once_with_its_step() -> None:
     (made,) = caused(story.state, story.state, [record], now_mono_s=0.0, wall_s=WALL_S)
     assert (made.kind, made.step, made.generation) == (Kind.RESUMPTION, 120, 3)
     assert made.summary == "Training runs at step 120, as generation 3"
+    of_another_vm = replace(record, training=Training(node=1, nodes=2))
+    assert caused(story.state, story.state, [of_another_vm], now_mono_s=0.0, wall_s=WALL_S) == []
 
 
 def test_texts_of_trainers_are_short_and_printable() -> None:
@@ -165,11 +167,13 @@ def test_an_event_costs_microseconds() -> None:
     """A flush causes hundreds of events a second, in the thread that decides."""
     state = evacuated().state
     after, actions = machine.step(state, Tick(), 2000.0)
-    count = 2000
-    began_s = time.thread_time()
-    for _ in range(count):
-        caused(state, after, actions, now_mono_s=0.0, wall_s=0.0)
-    assert (time.thread_time() - began_s) / count < 20e-6
+    count, costs_s = 200, []
+    for _ in range(10):
+        began_s = time.thread_time()
+        for _ in range(count):
+            caused(state, after, actions, now_mono_s=0.0, wall_s=0.0)
+        costs_s.append((time.thread_time() - began_s) / count)
+    assert min(costs_s) < 20e-6
 
 
 # ---------------------------------------------------------------- conditions
@@ -191,8 +195,10 @@ def test_a_blind_source_is_told_after_it_lasts_and_when_it_is_over() -> None:
     (begun,) = look(watch, state, 15.0, 16.0, 500.0)
     assert (begun.kind, begun.source, begun.is_over) == (Kind.BLIND, "aws.spot", False)
     assert "a notice would be missed" in begun.summary
+    half = blind(state, "aws.spot", Health.DEGRADED)
+    assert look(watch, half, 500.0, 600.0) == []
     recovered = blind(state, "aws.spot", Health.OK)
-    (over,) = look(watch, recovered, 501.0, 516.0, 600.0)
+    (over,) = look(watch, recovered, 601.0, 616.0, 700.0)
     assert over.is_over
     assert over.group == begun.group
 
@@ -228,7 +234,7 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
     assert (begun.kind, begun.source) == (Kind.MARGIN, "gcp.preempted")
     assert "s late" in begun.summary
     story.notice(10)
-    assert look(watch, story.state, 30.0, 90.0) == []
+    assert look(Watch(settle_s=15.0), story.state, 30.0, 90.0) == []
 
 
 def test_a_stall_is_told_with_its_ranks() -> None:

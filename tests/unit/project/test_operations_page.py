@@ -44,8 +44,8 @@ LEVEL_OF_LIBRARIES = {"any"}
 BY_THE_WRITER = {"log_dropped": {"warning"}}
 """Log events written without structlog, by the writer thread."""
 OF_THE_KERNEL = {"Read-only file system"}
-OTHER_NAMES = {"credential_process", "nvme_card"}
-"""Names of AWS and of disks."""
+OTHER_NAMES = {"credential_process", "nvme_card", "runbook_url"}
+"""Names of AWS, of disks and of Prometheus."""
 
 
 # ---------------------------------------------------------------- reading the pages

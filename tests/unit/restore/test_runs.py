@@ -273,10 +273,11 @@ def test_a_file_of_this_machine_is_copied_and_its_neighbours_are_fetched(tmp_pat
         (number,) = (n for n, shard in shards.items() if shard.path == "04")
         yield {number: lambda: os.open(tmp_path / "local", os.O_RDONLY)}
 
-    options = ReadOptions(local=local)
+    found: list[int] = []
+    options = ReadOptions(local=local, found=found.append)
     done = restore(store, KEYS, RestoreTarget(tmp_path / "here"), options=options)
     assert tree(tmp_path / "here") == files
-    assert done.local_bytes == 100_000
+    assert done.local_bytes == sum(found) == 100_000
     assert store.bytes_read == 900_000
     assert pack_reads(store) == 2
 

@@ -259,7 +259,7 @@ def _line(row: Row, chart: Chart | None, canvas: Canvas, faded: str) -> Text:
     label, style = (f" {row.label:<{_LABEL}}", "bold"), row.style or faded
     if chart is None:
         return canvas.line(label, row.text, style=style)
-    drawn, newest = chart(min(_CHART_MAX, max(0, canvas.width - 64)), canvas.is_ascii)
+    drawn, newest = chart(min(_CHART_MAX, max(0, canvas.width - 66)), canvas.is_ascii)
     text = f"{newest}, {row.text}" if newest else row.text
     return canvas.line(label, (drawn, "cyan"), f"  {text}", style=style)
 

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from swansongd.cli.common import human_bytes, human_s
@@ -11,17 +10,18 @@ from swansongd.util.printable import printable
 
 ROWS_MAX = 100
 """Entries of one list that are shown."""
+NUMBER_MAX = 1e18
 
 
 def number(value: Any) -> float | None:
-    """A finite number; None for anything else."""
+    """A number that arithmetic keeps finite; None for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         return None
     try:
         found = float(value)
     except OverflowError:
         return None
-    return found if math.isfinite(found) else None
+    return found if abs(found) <= NUMBER_MAX else None  # a NaN is not
 
 
 def table(value: Any) -> dict[str, Any]:
