@@ -6,11 +6,13 @@ All texts go through the escaping of the template engine: run names, reasons and
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 
+from swansongd.bucket.farewell import Fact
 from swansongd.model import Verdict
 from swansongd.report import drawing, facts
 from swansongd.report.facts import Report
@@ -18,6 +20,7 @@ from swansongd.util.units import human_bytes, human_s, human_span, minute, secon
 
 COMMITS_SHOWN = 12
 """Commits in the table; the picture has more."""
+FACTS_CHARS_MAX = 400
 ENTRIES_SHOWN = 100
 """Entries of a timeline in the table."""
 
@@ -44,8 +47,15 @@ def _template() -> Template:
         "second": second,
         "pct": _percentage,
         "ratio": _ratio,
+        "facts": _facts,
     }
     return environment.get_template("page.html.j2")
+
+
+def _facts(facts: Mapping[str, Fact]) -> str:
+    """Facts of a timeline, cut to a length that no writer of the bucket can exceed."""
+    text = ", ".join(f"{name}={value}" for name, value in facts.items())
+    return text if len(text) <= FACTS_CHARS_MAX else f"{text[:FACTS_CHARS_MAX]}..."
 
 
 def _ratio(value: float | None) -> str:
