@@ -247,7 +247,7 @@ def _windows(segments: Sequence[_Segment], begun_s: float, until_s: float) -> It
         return
     fits = (each for each in _WINDOW_LENGTHS_S if wall_s <= each * WINDOWS_MAX)
     length_s = next(fits, wall_s / WINDOWS_MAX)
-    count = min(WINDOWS_MAX, math.ceil(wall_s / length_s))
+    count = max(1, min(WINDOWS_MAX, math.ceil(wall_s / length_s)))  # the quotient may be 0
     starts_s = [begun_s + place * length_s for place in range(count)]
     since_s = [sum(each.productive_s(at_s) for each in segments) for at_s in starts_s]
     for at_s, productive_s, later_s in zip(starts_s, since_s, (*since_s[1:], 0.0), strict=True):

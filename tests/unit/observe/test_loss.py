@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.core.ledger import Ending, Life, Resumption
+from swansongd.observe import loss as losses
 from swansongd.observe.loss import (
     GOODPUT,
     HOUR_S,
@@ -294,3 +295,9 @@ def test_one_resumption_has_the_loss_of_its_interruption() -> None:
     assert sum(lost.values()) == pytest.approx(known.lost_s * known.ranks)
     assert lives[0].resumption is not None
     assert set(lost_gpu_s(lives[0].resumption).values()) == {0.0}, "nothing was lost before"
+
+
+def test_a_run_of_no_measurable_length_has_one_window() -> None:
+    """Forged records can lie so close together that their distance in windows is 0."""
+    (window,) = losses._windows([], 0.0, 5e-324)
+    assert window.productive_s == 0.0
