@@ -37,10 +37,10 @@ $(() => {
 
 
 def wait_for_the_alerts(prometheus: Prometheus) -> None:
-    """Wait until one alert fires and the alert of the failed store is pending."""
+    """Wait until one alert fires and the alert of the failed store is active."""
     until(lambda: prometheus.firing().get("SwansongEvacuationPartial"), what="the alert")
-    pending = 'ALERTS{alertname="SwansongStoreDown", alertstate="pending"}'
-    until(lambda: prometheus.query(pending), what="the pending alert")
+    active = 'ALERTS{alertname="SwansongStoreDown"}'
+    until(lambda: prometheus.query(active), what="the alert of the store")
 
 
 def take(prometheus: Prometheus, file: Path) -> None:

@@ -15,7 +15,7 @@ from testkit import REPOSITORY, past_run
 from testkit.memory_store import MemoryStore
 
 EVACUATION_TOP = 1825
-"""Offset of the picture of the older evacuation on the page, in pixels."""
+"""Top of the picture of the older evacuation on the page, in pixels."""
 TARGET = REPOSITORY / "docs" / "operations" / "pictures"
 VIEW = """<!DOCTYPE html><body style="margin: 0; overflow: hidden">
 <iframe src="report.html" style="border: 0; width: {width}px; height: 6000px; margin-top: -{top}px">

@@ -10,8 +10,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 
-def until(predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "") -> T:
-    """The first truthy value of ``predicate``, which is called every 10 ms.
+def until(
+    predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = "", every_s: float = 0.01
+) -> T:
+    """The first truthy value of ``predicate``, which is called at this interval.
 
     Raises:
         AssertionError: there was none within ``timeout_s``; names the condition.
@@ -22,4 +24,4 @@ def until(predicate: Callable[[], T], *, timeout_s: float = 60.0, what: str = ""
         if value:
             return value
         assert time.monotonic() < end, f"timed out after {timeout_s} s: {what or predicate}"
-        time.sleep(0.01)
+        time.sleep(every_s)

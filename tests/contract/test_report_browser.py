@@ -113,7 +113,7 @@ def browse(profile: Path, *options: str) -> subprocess.CompletedProcess[str]:
 
 
 def measured(site: Site, profile: Path, scheme: str) -> dict[str, Any]:
-    """Widths and colours of the page on a phone."""
+    """Measures of the page on a phone."""
     preferred = {"dark": 0, "light": 1}[scheme]
     done = browse(
         profile,

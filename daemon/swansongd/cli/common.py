@@ -12,12 +12,7 @@ from typing import TextIO
 from swansong import bounds
 
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.util import units
 from swansongd.util.printable import printable
-
-human_bytes = units.human_bytes
-human_s = units.human_s
-human_age = units.human_age
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from swansongd.bucket.commit import newest_whole_commit
-from swansongd.cli.common import human_bytes, note, print_json
+from swansongd.cli.common import note, print_json
 from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import Progress
 from swansongd.cli.restore import link, report_fresh
@@ -22,6 +22,7 @@ from swansongd.restore.local_sets import newest_local
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, Selection, Wanted, healthy, restore
 from swansongd.restore.target import RestoreTarget
+from swansongd.util.units import human_bytes
 
 
 def run(args: argparse.Namespace, destination: Path) -> int:

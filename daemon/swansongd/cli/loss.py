@@ -10,12 +10,13 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.bucket import lives, wall
-from swansongd.cli.common import add_json, add_run, human_bytes, human_s, note, print_json
+from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import opened
 from swansongd.cli.progress import Progress
 from swansongd.cli.terminal import console
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
+from swansongd.util.units import human_bytes, human_s
 
 EXAMPLES = {
     "Show what each preemption of the configured run has cost.": "swansong loss",

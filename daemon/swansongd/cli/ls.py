@@ -19,7 +19,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pin, Pins
 from swansongd.bucket.retention import Candidate, reasons_to_keep
-from swansongd.cli.common import add_json, add_run, human_age, human_bytes, note, print_json
+from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import Opened, opened
 from swansongd.cli.progress import Progress
 from swansongd.cli.terminal import console
@@ -28,6 +28,7 @@ from swansongd.errors import CorruptError
 from swansongd.model import CommitRef, is_healthy
 from swansongd.restore.restore import health_of
 from swansongd.util.printable import printable
+from swansongd.util.units import human_age, human_bytes
 
 _NOTES_MAX = 5
 """Damaged commits that are explained below the table."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.commit import newest_whole_commit
-from swansongd.cli.common import add_json, add_quiet, add_run, human_bytes, note, print_json
+from swansongd.cli.common import add_json, add_quiet, add_run, note, print_json
 from swansongd.cli.opening import Opened, mirror_of, opened
 from swansongd.cli.progress import Progress
 from swansongd.errors import ConfigError, CorruptError, StoreError
@@ -20,6 +20,7 @@ from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
+from swansongd.util.units import human_bytes
 
 EXAMPLES = {
     "Show the commits that the mirror lacks.": "swansong mirror --dry-run",

@@ -13,7 +13,8 @@ from collections import deque
 from types import TracebackType
 from typing import Any, Self
 
-from swansongd.cli.common import human_bytes, human_s, is_screen, note
+from swansongd.cli.common import is_screen, note
+from swansongd.util.units import human_bytes, human_s
 
 _LINE_S = 5.0
 """Time between two lines without a terminal; shorter work prints no line."""

@@ -12,13 +12,14 @@ from rich.table import Table
 
 from swansongd.bucket.prune import Report, Verdict, prune
 from swansongd.bucket.retention import age_text
-from swansongd.cli.common import add_json, add_quiet, add_run, human_bytes, note, print_json
+from swansongd.cli.common import add_json, add_quiet, add_run, note, print_json
 from swansongd.cli.opening import opened
 from swansongd.cli.prices import add_prices, money, prices_of
 from swansongd.cli.progress import Progress
 from swansongd.cli.terminal import console
 from swansongd.observe.cost import Prices, of_storage, with_list_prices
 from swansongd.util.printable import printable
+from swansongd.util.units import human_bytes
 
 EXAMPLES = {
     "Explain what would be kept and deleted, and delete nothing.": "swansong prune --dry-run",

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from swansongd.bucket.commit import newest_whole_commit
-from swansongd.cli.common import human_bytes, note, print_json
+from swansongd.cli.common import note, print_json
 from swansongd.cli.opening import Opened, mirror_of, opened
 from swansongd.cli.progress import Progress
 from swansongd.errors import CorruptError, StoreError
@@ -21,6 +21,7 @@ from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, Selection, restore
 from swansongd.restore.target import RestoreTarget
 from swansongd.util.printable import printable
+from swansongd.util.units import human_bytes
 
 SCRATCH = Path("/var/tmp")  # noqa: S108 - mkdtemp makes a private directory in it
 

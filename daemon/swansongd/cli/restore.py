@@ -21,13 +21,13 @@ from swansongd.cli.common import (
     add_run,
     add_step,
     generation,
-    human_bytes,
     note,
     print_json,
 )
 from swansongd.cli.progress import Progress
 from swansongd.config.config import Config, load
 from swansongd.errors import ConfigError, StagingError, Stopped, Unreachable
+from swansongd.util.units import human_bytes
 
 EXAMPLES = {
     "Fetch the newest whole commit.": "swansong restore --to /mnt/resume",

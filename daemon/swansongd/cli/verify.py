@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from swansongd.cli.common import add_json, add_quiet, add_run, add_step, human_bytes, print_json
+from swansongd.cli.common import add_json, add_quiet, add_run, add_step, print_json
 from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import Progress
 from swansongd.config.values import InvalidValue, rate
@@ -21,6 +21,7 @@ from swansongd.restore.repair import RepairOutcome, repair, repair_manifests
 from swansongd.restore.verify import Defect, Findings, verify
 from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
+from swansongd.util.units import human_bytes
 
 EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",

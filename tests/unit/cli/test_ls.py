@@ -14,8 +14,8 @@ from rich.console import Console
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.cli import ls
-from swansongd.cli.common import human_age
 from swansongd.cli.opening import Opened
+from swansongd.util.units import human_age
 
 from testkit.committed import commit
 from testkit.memory_store import MemoryStore

@@ -5,11 +5,16 @@ from __future__ import annotations
 
 import io
 import re
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
+from swansongd.cli import main
 from swansongd.cli import progress as module
 from swansongd.cli.progress import Progress
+
+from testkit.committed import commit, file_store
 
 
 class Clock:
@@ -34,6 +39,9 @@ class Screen(io.StringIO):
 
     def isatty(self) -> bool:
         return True
+
+    def fileno(self) -> int:
+        return 2
 
 
 def work(clock: Clock, progress: Progress, *, seconds: int, per_s: int, total: int) -> None:
@@ -132,3 +140,32 @@ def test_a_dumb_terminal_gets_lines(clock: Clock, monkeypatch: pytest.MonkeyPatc
         work(clock, progress, seconds=6, per_s=1, total=10)
     assert "swansong: restore: 50 %" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()
+
+
+@pytest.mark.parametrize("command", ["restore", "verify", "prune", "mirror"])
+def test_quiet_and_json_commands_draw_no_bar(
+    command: str,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """On a terminal each of these commands has a bar, unless the operator or a program wants none."""
+    store = file_store(tmp_path / "store")
+    commit(store, {"a": b"x" * 3000})
+    config = tmp_path / "swansong.toml"
+    config.write_text(
+        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n'
+        f'[store]\nurl = "file://{tmp_path}/store"\n[mirror]\nurl = "file://{tmp_path}/mirror"\n'
+    )
+    monkeypatch.setenv("TERM", "xterm")
+    drawn = {}
+    for number, flag in enumerate(("--quiet", "--json", "")):
+        file_store(tmp_path / "mirror")
+        monkeypatch.setattr("sys.stderr", screen := Screen())
+        options = ["--to", str(tmp_path / f"to{number}")] if command == "restore" else []
+        words = ["--config", str(config), command, *options, *([flag] if flag else [])]
+        assert main.main(words) == 0, screen.getvalue()
+        drawn[flag] = screen.getvalue()
+        shutil.rmtree(tmp_path / "mirror")
+    assert (drawn["--quiet"], drawn["--json"]) == ("", "")
+    assert "\x1b[" in drawn[""]

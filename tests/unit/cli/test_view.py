@@ -17,6 +17,7 @@ from swansongd.cli.view.countdown import bar, clock, countdowns, large
 from swansongd.cli.view.history import History, sparkline
 from swansongd.cli.view.live import Away, Canvas, Moment, view
 from swansongd.cli.view.once import print_report
+from swansongd.cli.view.values import number
 
 from testkit import status_picture
 from testkit.status_picture import NOON_WALL_S, report, reports
@@ -65,6 +66,13 @@ def test_the_view_fits_every_terminal(size: tuple[int, int], second: float) -> N
     lines = drawn(moment_of(report(second)), width, height)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
+
+
+def test_a_line_that_is_too_long_ends_with_an_ellipsis() -> None:
+    """The reader sees that the terminal has no room for the rest."""
+    lines = drawn(moment_of(report(33.0)), 60, 24)
+    (margin,) = (line for line in lines if "logind: 4.1 s short" in line)
+    assert (cell_len(margin), margin[-1]) == (60, "…")
 
 
 def test_a_small_terminal_keeps_the_important_lines() -> None:
@@ -207,6 +215,13 @@ LEAVES: Sequence[Any] = (
     None, True, -1, 10**400, 1e308, float("nan"), float("inf"), "", "SAFE", "\x1b[2J\x1b]0;x\x07", "x" * 3000,
     "[bold]", "\u202e\ud800", "漢字\u0301" * 50, [], {}, [[1]], {"a": {}}, [{}], [None, 3],
 )  # fmt: skip
+
+
+def test_only_numbers_are_numbers() -> None:
+    """Arithmetic with them stays finite."""
+    for leaf in (*LEAVES, "3", -1e300, 10**19):
+        assert number(leaf) is None or leaf == -1
+    assert (number(3), number(2.5), number(-1)) == (3.0, 2.5, -1.0)
 
 
 @st.composite

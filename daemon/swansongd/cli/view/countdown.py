@@ -6,8 +6,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from swansongd.cli.common import human_s
 from swansongd.cli.view.values import number, table, tables, word
+from swansongd.util.units import human_s
 
 _FONT = {
     "0": "75557", "1": "26227", "2": "71747", "3": "71717", "4": "55711", "5": "74717",

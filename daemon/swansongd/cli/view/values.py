@@ -5,8 +5,8 @@ from __future__ import annotations
 
 from typing import Any
 
-from swansongd.cli.common import human_bytes, human_s
 from swansongd.util.printable import printable
+from swansongd.util.units import human_bytes, human_s
 
 ROWS_MAX = 100
 """Entries of one list that are shown."""
