@@ -13,7 +13,7 @@ from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import RunKeys
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption
-from swansongd.report.course import Course, Lane, course
+from swansongd.report.course import Bar, Course, Lane, course
 from swansongd.report.facts import stories
 from swansongd.report.layout import Picture, picture
 
@@ -116,6 +116,16 @@ def check(placed: Picture) -> None:
     assert all(tick.time_s < after.time_s for tick, after in pairwise(placed.ticks))
     rows = [(moment.row, moment.at) for moment in placed.moments if not moment.is_left]
     assert len(rows) == len(set(rows))
+
+
+def test_short_bars_stay_visible_side_by_side() -> None:
+    """Forty follow-ups within a second of two minutes: each is visible, or omitted at the end."""
+    bars = tuple(Bar("work", 119.0 + each / 40, 119.0 + (each + 1) / 40) for each in range(40))
+    grace = Lane("Notice", "", (Bar("grace", 0.0, 60.0), Bar("grace", 60.0, 120.0)))
+    lanes = (grace, Lane("Follow-ups", "", bars))
+    placed = picture(Course(old_vm=lanes, next_vm=(), moments=(), rates=()))
+    check(placed)
+    assert all(bar.width > 0.002 for bar in placed.old_vm[1].bars)
 
 
 @pytest.mark.fault("O41")
