@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import struct
 import sys
+import threading
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +15,8 @@ from hypothesis import strategies as st
 from swansong import trackers
 from swansong._offline_wandb import _entries
 from swansong.trackers import Tracker, wandb_id
+
+from testkit.waiting import until
 
 BLOCK_BYTES = 32 * 1024
 
@@ -46,7 +49,23 @@ def test_a_request_for_an_emergency_checkpoint_marks_the_run_once(urgency: str, 
     guard.request = SimpleNamespace(urgency=urgency)
     tracker.log(2, {})
     tracker.log(3, {})
+    until(lambda: len(made) == marks, what="the mark")
     assert len(made) == marks
+
+
+def test_a_tracker_that_hangs_at_the_mark_delays_no_checkpoint() -> None:
+    """The save for the notice comes right after the log call that marks the run."""
+    may_end, began = threading.Event(), threading.Event()
+
+    def hangs() -> None:
+        began.set()
+        may_end.wait(60)
+
+    tracker = Tracker(a_guard(request=SimpleNamespace(urgency="emergency")), mark=hangs)
+    tracker.log(1, {})
+    assert began.wait(60)
+    assert not may_end.is_set()  # the call has returned while the mark hangs
+    may_end.set()
 
 
 def test_only_rank_0_opens_a_tracker(monkeypatch: pytest.MonkeyPatch) -> None:

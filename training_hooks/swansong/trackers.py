@@ -18,6 +18,7 @@ import hashlib
 import logging
 import os
 import re
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -71,10 +72,14 @@ class Tracker:
             self._guarded("logging a point", partial(self._write, int(step), values))
 
     def mark_preempting(self) -> None:
-        """Mark the run as being preempted, once; :meth:`log` does it at a request for a checkpoint."""
+        """Mark the run as being preempted, once; :meth:`log` does it at a request for a checkpoint.
+
+        Returns immediately: a thread of its own calls the tracker, so that a slow one delays no save.
+        """
         mark, self._mark = self._mark, None
         if mark is not None:
-            self._guarded("marking the run as preempting", mark)
+            call = partial(self._guarded, "marking the run as preempting", mark)
+            threading.Thread(target=call, name="swansong-tracker", daemon=True).start()
 
     def close(self) -> None:
         """End the tracker's run: at the end of the training only, because a preempted run continues."""
