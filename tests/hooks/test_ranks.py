@@ -166,6 +166,15 @@ def test_a_rank_that_has_passed_the_target_reports_a_failure() -> None:
     assert [type(message) for message in said] == [Accepted, Declined, Failed]
 
 
+@pytest.mark.parametrize(("urgency", "expected"), [("emergency", True), ("drain", False)])
+def test_an_emergency_request_is_remembered(urgency: str, expected: bool) -> None:
+    """Also after it was withdrawn: the run is marked as preempting.  A precaution does not count."""
+    agreement = Agreement(2, None, lambda _: None)
+    agreement.request(Request(id="r", reason="x", seconds_left=60.0, urgency=urgency))
+    agreement.withdraw("r")
+    assert agreement.had_emergency is expected
+
+
 def test_the_first_target_is_final() -> None:
     """A second target for the same request, from a restarted daemon, is ignored."""
     agreement = Agreement(2, None, lambda _: None)

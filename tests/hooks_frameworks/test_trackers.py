@@ -3,14 +3,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import sqlite3
 import subprocess
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import swansong
+from swansong.trackers import PREEMPTING_TAG
 
 from testkit import TRAINERS
 from testkit.rig import Process, Vm, environment
@@ -35,7 +40,18 @@ def last_step(trainer: Process) -> int:
     return max((int(line["step"]) for line in trainer.lines.all() if "step" in line), default=-1)
 
 
-def preempted(vm: Vm, command: list[str], steps: int) -> tuple[int, int]:
+def has_tag(database: Path) -> bool:
+    """Whether an MLflow run is marked; the writer may hold the lock."""
+    opened = contextlib.closing(sqlite3.connect(f"file:{database}?mode=ro", uri=True))
+    with opened as connection, contextlib.suppress(sqlite3.OperationalError):
+        found = connection.execute("select 1 from tags where key = ?", (PREEMPTING_TAG,))
+        return found.fetchone() is not None
+    return False
+
+
+def preempted(
+    vm: Vm, command: list[str], steps: int, is_marked: Callable[[], bool]
+) -> tuple[int, int]:
     """Train this many steps, get a notice, and lose the power after some more steps: first and last step."""
     daemon = vm.start_daemon()
     paths = f"{HOOKS}{os.pathsep}{TRAINERS.parents[1]}"
@@ -45,6 +61,7 @@ def preempted(vm: Vm, command: list[str], steps: int) -> tuple[int, int]:
     assert vm.swansong("notify", "--in", "60s").returncode == 0
     safe = int(daemon.lines.wait(event="verdict", verdict="SAFE")["step"])
     until(lambda: last_step(trainer) >= safe + steps, what="steps that will be repeated")
+    until(is_marked, what="the mark, which a thread of its own sets")
     vm.power_off()
     return start, last_step(trainer)
 
@@ -58,6 +75,8 @@ def test_no_step_has_two_points(tmp_path: Path, kind: str) -> None:
     command = [PYTHON, "-u", SCRIPT, kind, str(points)]
     # W&B keeps blocks of 32 KiB, which is about 45 steps here.
     steps = 120 if kind == "wandb" else 30
+    database = points / "mlflow.db"
+    is_marked = partial(has_tag, database) if kind == "mlflow" else lambda: True
     spans = []
     for number in range(VMS):
         disk = tmp_path / f"vm{number}"
@@ -65,7 +84,7 @@ def test_no_step_has_two_points(tmp_path: Path, kind: str) -> None:
         store = {"url": f"file://{tmp_path}/bucket"}
         settings = {"trainer": {"follow_ups": False}}
         with Vm(disk, store, run="run", settings=settings) as vm:
-            spans.append(preempted(vm, command, steps))
+            spans.append(preempted(vm, command, steps, is_marked))
     starts, ends = zip(*spans, strict=True)
     assert starts[0] == 0
     assert all(end > start for end, start in zip(ends, starts[1:], strict=False))  # repeated steps

@@ -429,6 +429,14 @@ class Guard:
         return self._agreement.current
 
     @property
+    def preempting(self) -> bool:
+        """Whether an emergency request has arrived in this process: the VM is about to be terminated.
+
+        It stays set after the checkpoint, and after the notice was withdrawn.
+        """
+        return self._agreement.had_emergency
+
+    @property
     def should_stop(self) -> bool:
         """Whether an emergency checkpoint was saved and ``stop_after_save`` is set."""
         return self._should_stop

@@ -88,8 +88,7 @@ class Tracker:
             self._guarded("closing the tracker", end)
 
     def _mark_if_requested(self) -> None:
-        request = self._guard.request
-        if request is not None and request.urgency == "emergency":
+        if self._guard.preempting:
             self.mark_preempting()
 
     @staticmethod

@@ -47,6 +47,24 @@ def objection(state: State, now_mono_s: float) -> str:
     return next((describe(gpu) for gpu in state.gpus.values() if gpu.health.has_failed), "")
 
 
+def doubt(state: State) -> str:
+    """Why the newest commit may be wrong; empty if it is sound.
+
+    A commit that the claim found is older than this daemon, and so older than the failure.
+    """
+    last, sound = state.last_complete, state.healthy_commit
+    if not state.suspect_starts or last is None or state.last_commit_mono_s is None:
+        return ""
+    if sound is not None and sound >= last:
+        return ""
+    known = (
+        "no sound commit of this generation"
+        if sound is None
+        else f"{sound} is the newest sound one"
+    )
+    return f"a GPU had failed before {last} was sealed; {known}"
+
+
 def describe(gpu: GpuStatus) -> str:
     """The GPU, its health and the reason, in one line."""
     name = f"GPU {gpu.index}" if gpu.index >= 0 else f"GPU at {gpu.pci}"

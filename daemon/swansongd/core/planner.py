@@ -92,6 +92,8 @@ class Candidate:
     id: CheckpointId
     bytes_left: int
     """Bytes that are not stored yet."""
+    is_sound: bool = True
+    """False if a GPU had failed before the set was sealed: sound sets are stored first."""
 
 
 def seconds_to_store(size_bytes: int, bandwidth_bytes_per_s: float | None) -> float:
@@ -302,17 +304,17 @@ def choose(
     bandwidth_bytes_per_s: float | None,
     in_flight: CheckpointId | None = None,
 ) -> Candidate | None:
-    """The set to store next: the newest one that can be completed in ``left_s`` (reserve excluded).
+    """The set to store next: the newest sound one that can be completed in ``left_s`` (reserve excluded).
 
     If none fits, the one with the fewest bytes left: the figures may be wrong, and the time has no better
     use.  The set ``in_flight`` is replaced only by one that fits, and only if that one is newer or the set in
     flight does not fit.
     """
-    newest_first = sorted(candidates, key=lambda candidate: candidate.id, reverse=True)
-    fitting = [c for c in newest_first if fits(c, left_s, bandwidth_bytes_per_s)]
-    current = next((c for c in newest_first if c.id == in_flight), None)
+    best_first = sorted(candidates, key=lambda each: (each.is_sound, each.id), reverse=True)
+    fitting = [c for c in best_first if fits(c, left_s, bandwidth_bytes_per_s)]
+    current = next((c for c in best_first if c.id == in_flight), None)
     if current is None:
-        nearest = min(newest_first, key=lambda candidate: candidate.bytes_left, default=None)
+        nearest = min(best_first, key=lambda candidate: candidate.bytes_left, default=None)
         return fitting[0] if fitting else nearest
     if current not in fitting:
         return fitting[0] if fitting else current

@@ -260,6 +260,8 @@ class Evacuation:
     """Number of requests so far; each has another id."""
     refusal: str = ""
     """Why the last signal was not sent."""
+    ahead: int = -1
+    """Newest step that any trainer reported while it was open, also of processes that have ended."""
     awaits_trainer: bool = False
     """The verdict waits for a trainer to connect, or to become ready for its signal."""
     foretold: tuple[Verdict, CommitRef | None] | None = None
@@ -535,7 +537,8 @@ class State:
             is_pinned = staged == pinned and staged.id not in stored
             if newest_stored is None or staged.id > newest_stored or is_pinned:
                 left = max(0, staged.size_bytes - self.stored_bytes.get(staged.id, 0))
-                result.append(Candidate(id=staged.id, bytes_left=left))
+                is_sound = staged.id not in self.suspect
+                result.append(Candidate(id=staged.id, bytes_left=left, is_sound=is_sound))
         return tuple(result)
 
     @property

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import arrival, emergency, notices
+from swansongd.core import arrival, emergency, gpus, notices
 from swansongd.core.events import (
     Conclude,
     Exit,
@@ -25,9 +25,9 @@ _MERIT = {Verdict.LOST: 0, Verdict.PARTIAL: 1, Verdict.SAFE: 2}
 
 def reconcile(transition: Transition) -> None:
     """Conclude the evacuation as soon as its outcome is known, and again if the outcome improves."""
-    evacuation = transition.state.evacuation
-    if evacuation is None:
+    if transition.state.evacuation is None:
         return
+    evacuation = _remember_ahead(transition)
     is_waiting = _is_waiting(transition, evacuation)
     is_undecided = is_waiting or _is_busy(transition.state, evacuation)
     is_out_of_time = transition.left_s <= 0
@@ -46,6 +46,14 @@ def reconcile(transition: Transition) -> None:
     if HOST_SOURCE in transition.state.notices:
         transition.state = replace(transition.state, is_leaving=True)
         transition.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
+
+
+def _remember_ahead(transition: Transition) -> Evacuation:
+    """Note the newest step of the trainers: its state stays lost when their processes end."""
+    ahead = max((trainer.step for trainer in transition.state.trainers), default=-1)
+    if ahead > transition.evacuation.ahead:
+        transition.evacuation = replace(transition.evacuation, ahead=ahead)
+    return transition.evacuation
 
 
 def _is_waiting(transition: Transition, evacuation: Evacuation) -> bool:
@@ -169,6 +177,12 @@ def _what_stands(state: State) -> str:
 
 
 def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
+    verdict, reason = _by_commits(state, out_of_time=out_of_time)
+    doubt = gpus.doubt(state)
+    return (Verdict.PARTIAL, doubt) if doubt and verdict is Verdict.SAFE else (verdict, reason)
+
+
+def _by_commits(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
     evacuation, part = state.evacuation, state.part
     assert evacuation is not None
     request = evacuation.request
@@ -211,9 +225,9 @@ def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
         return Verdict.PARTIAL, f"training started before the newest commit; {stands}"
     if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
-    ahead = max((trainer.step for trainer in state.trainers), default=-1)
-    if request is None and ahead > state.last_complete.step:
-        return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, training was at step {ahead}"
+    if request is None and evacuation.ahead > state.last_complete.step:
+        training = f"training was at step {evacuation.ahead}"
+        return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, {training}"
     if part is not None:
         return Verdict.PARTIAL, stands
     return Verdict.SAFE, f"the newest sealed state is committed: {state.last_complete}"

@@ -9,6 +9,7 @@ import pytest
 from swansong import bounds
 from swansongd.core.events import (
     AskTrainers,
+    Conclude,
     GpusRead,
     Log,
     Mark,
@@ -16,6 +17,7 @@ from swansongd.core.events import (
     WithdrawRequest,
 )
 from swansongd.core.gpus import SOURCE, marked
+from swansongd.core.planner import choose
 from swansongd.core.state import Phase
 from swansongd.model import GPU_IS_SOUND, GpuHealth, GpuStatus, Severity, is_healthy, merged_health
 from swansongd.observe.report import status_report
@@ -88,6 +90,48 @@ def test_the_verdict_is_safe_if_no_step_is_lost() -> None:
     story.store_all()
     story.wait(1)
     assert story.verdicts == ["SAFE generation 2 step 3"]
+
+
+@pytest.mark.fault("X01")
+def test_the_verdict_does_not_rise_when_the_trainer_dies() -> None:
+    """Its steps stay lost.  Most processes end soon after their GPU has failed."""
+    story = trained()
+    read(story, GpuHealth.LOST, GpuHealth.OK)
+    story.notice(DYING_S, SOURCE)
+    story.scan()
+    story.wait(1)
+    story.leave(exited=True)
+    story.scan()
+    story.wait(1)
+    assert story.verdicts == ["PARTIAL generation 2 step 3"]
+
+
+@pytest.mark.fault("X01")
+def test_a_commit_from_after_the_failure_is_not_safe() -> None:
+    """The next VM would resume from a state that may be wrong: the verdict names the sound commit."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, start_id="first")
+    story.store_all()
+    story.notice(SPOT_S)
+    story.scan()
+    story.wait(1)
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert "generation 2 step 3 is the newest sound one" in story.last(Conclude).reason
+
+
+@pytest.mark.fault("X01")
+def test_the_sound_set_is_sent_before_the_doubtful_one() -> None:
+    """The time may suffice for one of them only."""
+    story = trained()
+    story.seal(4, start_id="first")
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, start_id="first")
+    found = {each.id.step: each.is_sound for each in story.state.candidates}
+    assert found == {4: True, 5: False}
+    chosen = choose(story.state.candidates, left_s=1000.0, bandwidth_bytes_per_s=None)
+    assert chosen is not None
+    assert chosen.id.step == 4
 
 
 def test_a_spot_notice_asks_suspect_training_for_nothing() -> None:

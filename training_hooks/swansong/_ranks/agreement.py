@@ -131,6 +131,8 @@ class Agreement:
     The thread lowers it before it reads ``step``; the loop writes ``step`` before it reads this.  One of the
     two sees the other's write, so the loop needs no lock at a step without a request.
     """
+    had_emergency: bool = False
+    """An emergency request has arrived, even if it has been answered or withdrawn since."""
     _changed: threading.Condition = field(default_factory=threading.Condition)
     _active: _Active | None = None
     _answers: dict[str, Message] = field(default_factory=dict)
@@ -153,6 +155,7 @@ class Agreement:
                 return int(self.step)
             if self._active is None or self._active.request.id != request.id:
                 self.attend_at = -1
+                self.had_emergency |= request.urgency == "emergency"
                 left_s = max(0.0, request.seconds_left)
                 self._active = _Active(
                     request=CheckpointRequest(
