@@ -79,8 +79,8 @@ MUTANTS: dict[str, Mutation] = {
     ),
     "objects of deleted commits stay": (
         "prune",
-        "doomed = chain(found.objects.stored_except(named), orphans)",
-        "doomed = iter(orphans)",
+        "_batches(chain(found.objects.stored_except(named), orphans))",
+        "_batches(iter(orphans))",
     ),
 }
 """By what is broken."""

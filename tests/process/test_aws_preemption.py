@@ -59,6 +59,7 @@ def test_a_notice_becomes_a_commit_before_the_deadline(
     phases = [entry["phase"] for entry in timeline if entry["phase"] != "early_shards"]
     assert phases == [
         "notice", "request", "accepted", "target", "sealed", "flush", "flushed", "committed",
+        "verdict",
     ]  # fmt: skip
     assert sorted(entry["at_s"] for entry in timeline) == [entry["at_s"] for entry in timeline]
 

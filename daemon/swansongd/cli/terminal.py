@@ -6,6 +6,7 @@ from __future__ import annotations
 import io
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 
 from rich.console import Console
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
@@ -22,8 +23,10 @@ class _Console(Console):
 
 def console(*, is_wide: bool = False) -> Console:
     """Standard output for tables; wide without a terminal, so that no cell is truncated."""
+    # A terminal without Unicode shows question marks.  Some streams cannot change: those fail at such a letter.
     if isinstance(sys.stdout, io.TextIOWrapper):
-        sys.stdout.reconfigure(errors="replace")  # a terminal without Unicode shows question marks
+        with suppress(OSError):
+            sys.stdout.reconfigure(errors="replace")
     width = _WIDE if is_wide or not sys.stdout.isatty() else None
     return _Console(highlight=False, markup=False, width=width)
 
