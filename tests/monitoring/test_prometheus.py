@@ -91,6 +91,7 @@ def test_the_recorded_series_exist(watched: WatchedRun) -> None:
     for name in (
         "run:swansong_trainers_connected:sum",
         "run:swansong_replication_lag_seconds:min",
+        "run:swansong_commit_limit_seconds:max",
         "run:swansong_preemption_loss_gpu_seconds:last1h",
     ):
         one(watched.prometheus, f'{name}{{run="{RUN}"}}')

@@ -132,6 +132,10 @@ FAMILIES = (
         "source",
     ),
     _gauge("swansong_trainers_connected", "Ranks that are connected"),
+    _gauge(
+        "swansong_trainers_joined_timestamp_seconds",
+        "Time at which the first of the connected ranks connected",
+    ),
     _gauge("swansong_trainers_stalled", "Ranks that are stalled"),
     _gauge("swansong_trainers_unhealthy", "Ranks that report a loss that is not finite"),
     _counter(

@@ -224,6 +224,8 @@ class DaemonCollector:
         state, training = snapshot.state, snapshot.state.training
         unhealthy = sum(trainer.loss_is_finite is False for trainer in state.connected)
         sheet.put("swansong_trainers_connected", len(state.connected))
+        name, joined = "swansong_trainers_joined_timestamp_seconds", state.joined_mono_s
+        self._put_instant(sheet, name, snapshot, joined if state.connected else None)
         sheet.put("swansong_trainers_stalled", len(state.stalled))
         sheet.put("swansong_trainers_unhealthy", unhealthy)
         sheet.put("swansong_trainers_refused_total", state.ranks_refused)

@@ -436,6 +436,24 @@ def test_a_stalled_rank_shows_the_time_since_its_report() -> None:
     assert found["swansong_trainers_stalled"] == 1.0
 
 
+def test_the_moment_of_joining_is_that_of_the_connected_ranks() -> None:
+    """Absent without a rank, unchanged by a second rank, and new after a pause without any rank."""
+    name = "swansong_trainers_joined_timestamp_seconds"
+    story = Watched()
+    assert name not in story.scrape()
+    first = story.now
+    story.join(1, rank=0, ranks=2)
+    story.wait(5)
+    story.join(2, rank=1, ranks=2)
+    assert story.scrape()[name] == pytest.approx(1.8e9 + first)
+    story.leave(1)
+    story.leave(2)
+    assert name not in story.scrape()
+    again = story.now
+    story.join(3)
+    assert story.scrape()[name] == pytest.approx(1.8e9 + again)
+
+
 def test_values_agree_with_the_status() -> None:
     """The same snapshot gives the status report."""
     story = full()
