@@ -22,9 +22,11 @@ from swansongd.notifications import delivery
 from swansongd.notifications.command import Command, environment, run_bounded
 from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
 from swansongd.notifications.heartbeat import Heartbeat
+from swansongd.notifications.heartbeat import request_for as heartbeat_request
 from swansongd.notifications.notifier import Notifier
 from swansongd.notifications.record import Record
 from swansongd.notifications.webhook import Webhook
+from swansongd.notifications.webhook import request_for as webhook_request
 from swansongd.observe.notifications import Kind, Notification, Origin, fields, sample
 
 from testkit.emulators import tls
@@ -228,8 +230,12 @@ def echo(peer: Peer) -> None:
     peer.answer(404, f"Cannot POST /services/{SECRET}".encode())
 
 
+def encoded_echo(peer: Peer) -> None:
+    peer.answer(403, f"token t0ken\\u0067eheim: {SECRET[:-1]} is unknown".encode())
+
+
 @pytest.mark.fault("W05")
-@pytest.mark.parametrize("failure", [broken, echo, Peer.reset, status(500), None])
+@pytest.mark.parametrize("failure", [broken, echo, encoded_echo, Peer.reset, status(500), None])
 def test_no_failure_reveals_the_address_or_the_token(
     failure: Callable[[Peer], None] | None,
     tmp_path: Path,
@@ -251,8 +257,19 @@ def test_no_failure_reveals_the_address_or_the_token(
     shown = json.dumps([report, log_lines]) + caplog.text
     assert report["failed"] == 1
     assert report["last_error"]
-    assert SECRET not in shown
-    assert "geheim" not in shown
+    assert SECRET[:-1] not in shown
+    assert "eheim" not in shown
+
+
+def test_a_reply_is_shown_only_if_no_secret_is_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    file.write_text("https://example.org/x")
+    file.chmod(0o400)
+    from_file = NotifyConfig(webhook_url_file=str(file), heartbeat_url_file=str(file))
+    plain = NotifyConfig(webhook_url="http://127.0.0.1:9", heartbeat_url="http://127.0.0.1:9")
+    for config in (from_file, plain):
+        assert webhook_request(config, ORIGIN, notice()).has_secret is (config is from_file)
+        assert heartbeat_request(config).has_secret is (config is from_file)
 
 
 def test_the_token_is_sent_to_the_receiver_alone(tmp_path: Path) -> None:
