@@ -18,7 +18,7 @@ import pytest
 import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import NoticeRaised
-from swansongd.notifications import delivery
+from swansongd.notifications import command, delivery
 from swansongd.notifications.command import Command, environment, run_bounded
 from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
 from swansongd.notifications.heartbeat import Heartbeat
@@ -387,9 +387,9 @@ def test_a_heartbeat_that_fails_is_counted_and_logged_once(
 # ---------------------------------------------------------------- the command
 
 
-def run(*command: str, timeout_s: float = 30.0, **facts: str) -> Any:
+def run(*words: str, timeout_s: float = 30.0, **facts: str) -> Any:
     variables = {"PATH": os.environ["PATH"], **facts}
-    return run_bounded(command, variables, timeout_s=timeout_s, stop=threading.Event())
+    return run_bounded(words, variables, timeout_s=timeout_s, stop=threading.Event())
 
 
 def test_the_command_gets_the_facts_and_no_other_variable(tmp_path: Path) -> None:
@@ -425,6 +425,41 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.fault("W04")
+def test_an_unexpected_error_leaves_no_process_and_the_next_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pid"
+    has_ended = command._has_ended
+    seen: list[int] = []
+
+    def fails_once(pid: int) -> bool:
+        seen.append(pid)
+        if pid == seen[0]:
+            raise ValueError
+        return has_ended(pid)
+
+    monkeypatch.setattr(command, "_has_ended", fails_once)
+    made = Command(NotifyConfig(exec=("/bin/sh", "-c", f"echo >{file}")), ORIGIN, record())
+    made.put(notice("a"))
+    made.put(notice("b"))
+    made.start()
+    report = settled(made, 2)
+    assert (report["failed"], report["sent"]) == (1, 1)
+    assert not Path(f"/proc/{seen[0]}").exists()
+
+
+@pytest.mark.fault("W04")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_process_that_cannot_be_killed_holds_the_thread_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "_REAP_S", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", lambda *_: None)
+        assert run("/bin/sleep", "5", timeout_s=0.1).seconds < 4
 
 
 @pytest.mark.fault("W04")
