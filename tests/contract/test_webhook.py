@@ -18,13 +18,15 @@ import pytest
 import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import NoticeRaised
-from swansongd.notifications import delivery
+from swansongd.notifications import command, delivery
 from swansongd.notifications.command import Command, environment, run_bounded
 from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
 from swansongd.notifications.heartbeat import Heartbeat
+from swansongd.notifications.heartbeat import request_for as heartbeat_request
 from swansongd.notifications.notifier import Notifier
 from swansongd.notifications.record import Record
 from swansongd.notifications.webhook import Webhook
+from swansongd.notifications.webhook import request_for as webhook_request
 from swansongd.observe.notifications import Kind, Notification, Origin, fields, sample
 
 from testkit.emulators import tls
@@ -228,8 +230,12 @@ def echo(peer: Peer) -> None:
     peer.answer(404, f"Cannot POST /services/{SECRET}".encode())
 
 
+def encoded_echo(peer: Peer) -> None:
+    peer.answer(403, f"token t0ken\\u0067eheim: {SECRET[:-1]} is unknown".encode())
+
+
 @pytest.mark.fault("W05")
-@pytest.mark.parametrize("failure", [broken, echo, Peer.reset, status(500), None])
+@pytest.mark.parametrize("failure", [broken, echo, encoded_echo, Peer.reset, status(500), None])
 def test_no_failure_reveals_the_address_or_the_token(
     failure: Callable[[Peer], None] | None,
     tmp_path: Path,
@@ -251,8 +257,19 @@ def test_no_failure_reveals_the_address_or_the_token(
     shown = json.dumps([report, log_lines]) + caplog.text
     assert report["failed"] == 1
     assert report["last_error"]
-    assert SECRET not in shown
-    assert "geheim" not in shown
+    assert SECRET[:-1] not in shown
+    assert "eheim" not in shown
+
+
+def test_a_reply_is_shown_only_if_no_secret_is_in_a_file(tmp_path: Path) -> None:
+    file = tmp_path / "address"
+    file.write_text("https://example.org/x")
+    file.chmod(0o400)
+    from_file = NotifyConfig(webhook_url_file=str(file), heartbeat_url_file=str(file))
+    plain = NotifyConfig(webhook_url="http://127.0.0.1:9", heartbeat_url="http://127.0.0.1:9")
+    for config in (from_file, plain):
+        assert webhook_request(config, ORIGIN, notice()).has_secret is (config is from_file)
+        assert heartbeat_request(config).has_secret is (config is from_file)
 
 
 def test_the_token_is_sent_to_the_receiver_alone(tmp_path: Path) -> None:
@@ -370,9 +387,9 @@ def test_a_heartbeat_that_fails_is_counted_and_logged_once(
 # ---------------------------------------------------------------- the command
 
 
-def run(*command: str, timeout_s: float = 30.0, **facts: str) -> Any:
+def run(*words: str, timeout_s: float = 30.0, **facts: str) -> Any:
     variables = {"PATH": os.environ["PATH"], **facts}
-    return run_bounded(command, variables, timeout_s=timeout_s, stop=threading.Event())
+    return run_bounded(words, variables, timeout_s=timeout_s, stop=threading.Event())
 
 
 def test_the_command_gets_the_facts_and_no_other_variable(tmp_path: Path) -> None:
@@ -408,6 +425,41 @@ def is_alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
     except OSError:
         return False
+
+
+@pytest.mark.fault("W04")
+def test_an_unexpected_error_leaves_no_process_and_the_next_command_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "pid"
+    has_ended = command._has_ended
+    seen: list[int] = []
+
+    def fails_once(pid: int) -> bool:
+        seen.append(pid)
+        if pid == seen[0]:
+            raise ValueError
+        return has_ended(pid)
+
+    monkeypatch.setattr(command, "_has_ended", fails_once)
+    made = Command(NotifyConfig(exec=("/bin/sh", "-c", f"echo >{file}")), ORIGIN, record())
+    made.put(notice("a"))
+    made.put(notice("b"))
+    made.start()
+    report = settled(made, 2)
+    assert (report["failed"], report["sent"]) == (1, 1)
+    assert not Path(f"/proc/{seen[0]}").exists()
+
+
+@pytest.mark.fault("W04")
+@pytest.mark.filterwarnings("ignore::ResourceWarning")
+def test_a_process_that_cannot_be_killed_holds_the_thread_for_a_bounded_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(command, "_REAP_S", 0.05)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "killpg", lambda *_: None)
+        assert run("/bin/sleep", "5", timeout_s=0.1).seconds < 4
 
 
 @pytest.mark.fault("W04")

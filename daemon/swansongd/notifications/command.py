@@ -26,6 +26,8 @@ OUTPUT_BYTES_MAX = 400
 AT_ONCE, PER_S = 3, 1 / 600
 """Runs of one kind, at once and on average: forged notices must not order any number of VMs."""
 _POLL_S = 0.1
+_REAP_S = 2.0
+"""A killed process that blocks in the kernel, such as on a file server, may remain for ever."""
 _READ_BYTES = 2**16
 """Read in each interval: a command that prints more waits, and takes no time from the daemon."""
 _INHERITED = (
@@ -92,8 +94,8 @@ class Command:
     def _run(self) -> None:
         while True:
             notification = self.outbox.take().notification
-            self._record.add(_key(notification))
             try:
+                self._record.add(_key(notification))
                 done = run_bounded(
                     self._config.exec,
                     environment(fields(self._origin, notification)),
@@ -102,6 +104,8 @@ class Command:
                 )
             except OSError as error:
                 done = Outcome(127, error.strerror or type(error).__name__, 0.0)
+            except Exception as error:
+                done = Outcome(127, type(error).__name__, 0.0)
             self._finished(notification, done)
 
     def _finished(self, notification: Notification, done: Outcome) -> None:
@@ -162,17 +166,26 @@ def run_bounded(
         os.set_blocking(fd, False)
         output = b""
         has_time = True
-        while has_time and not _has_ended(process.pid):
-            output = _read(fd, output)
-            is_stopped = stop.wait(_POLL_S)
-            has_time = not is_stopped and time.monotonic() - began_mono_s < timeout_s
-        # The group's number is not free before the process is waited for.
-        with suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
+        try:
+            while has_time and not _has_ended(process.pid):
+                output = _read(fd, output)
+                is_stopped = stop.wait(_POLL_S)
+                has_time = not is_stopped and time.monotonic() - began_mono_s < timeout_s
+        finally:
+            code = _end(process)
         output = _read(fd, output)
-        code = process.wait()
     text = output.decode(errors="replace").strip()
     return Outcome(code if has_time else None, text, time.monotonic() - began_mono_s)
+
+
+def _end(process: subprocess.Popen[bytes]) -> int | None:
+    """Kill the group, and return the exit code; None if the process cannot be killed now."""
+    # The group's number is not free before the process is waited for.
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(process.pid, signal.SIGKILL)
+    with suppress(subprocess.TimeoutExpired):
+        return process.wait(_REAP_S)
+    return None
 
 
 def _has_ended(pid: int) -> bool:

@@ -8,7 +8,6 @@ name only the class of a failure, and the error text of the operating system.
 from __future__ import annotations
 
 import logging
-import re
 import ssl
 import threading
 from collections.abc import Mapping
@@ -16,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
-from urllib.parse import urlsplit
 
 from swansongd.config.notify import is_encrypted_or_local
 from swansongd.errors import SwansongError
@@ -30,7 +28,6 @@ RETRY_AFTER_S_MAX = 120.0
 ABANDONED_MAX = 4
 """Requests that ran into :data:`TOTAL_S` and whose threads still live."""
 _THREAD = "notify-request"
-_PIECE_CHARS_MIN = 4
 _CAUSES_MAX = 20
 
 
@@ -59,8 +56,8 @@ class Request:
     data: bytes = b""
     headers: Mapping[str, str] | None = None
     ca_bundle: Path | None = None
-    secrets: tuple[str, ...] = ()
-    """Tokens in the request.  A reply that contains one, or a part of the address, is not shown."""
+    has_secret: bool = False
+    """The address or a token is from a secret file.  A reply may repeat it, so no reply is shown."""
 
     def __repr__(self) -> str:
         return f"Request({self.method})"
@@ -147,18 +144,11 @@ def _judge(request: Request, status: int, headers: Mapping[str, str], body: byte
     if 300 <= status < 400:
         raise NotDelivered(f"{words}: redirects are not followed", is_permanent=True)
     text = body.decode(errors="replace").strip()
-    if text and not _reveals(text, request):
+    if text and not request.has_secret:
         words += f": {text[:200]}"
     if status == 429 or status >= 500:
         raise NotDelivered(words, retry_after_s=_retry_after_s(headers.get("Retry-After")))
     raise NotDelivered(words, is_permanent=True)
-
-
-def _reveals(text: str, request: Request) -> bool:
-    """Whether a reply repeats a token, or a part of the address behind the host."""
-    parts = urlsplit(request.url)
-    pieces = [*re.split(r"[/&=]", f"{parts.path}&{parts.query}"), *request.secrets]
-    return any(len(piece) >= _PIECE_CHARS_MIN and piece in text for piece in pieces)
 
 
 def _retry_after_s(value: str | None) -> float | None:

@@ -30,7 +30,8 @@ def request_for(config: NotifyConfig) -> Request:
     url = secret_files.address(
         config.heartbeat_url, config.heartbeat_url_file, allow_http=config.allow_http
     )
-    return Request(url, method="GET", ca_bundle=config.ca_bundle)
+    has_secret = config.heartbeat_url_file is not None
+    return Request(url, method="GET", ca_bundle=config.ca_bundle, has_secret=has_secret)
 
 
 class Heartbeat:

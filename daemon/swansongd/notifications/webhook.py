@@ -45,9 +45,12 @@ def request_for(config: NotifyConfig, origin: Origin, notification: Notification
     headers = {"Content-Type": body.content_type}
     if token and config.preset != "pagerduty":
         headers["Authorization"] = f"Bearer {token}"
-    secrets = (token,) if token else ()
     return Request(
-        address, data=body.data, headers=headers, ca_bundle=config.ca_bundle, secrets=secrets
+        address,
+        data=body.data,
+        headers=headers,
+        ca_bundle=config.ca_bundle,
+        has_secret=bool(token or file),
     )
 
 

@@ -125,7 +125,10 @@ class Watch:
     def look(self, state: State, *, now_mono_s: float, wall_s: float) -> list[Notification]:
         """The notifications that are due; call it about once a second."""
         found = []
-        for group, condition in conditions(state).items():
+        known = conditions(state)
+        for group in self._changed_mono_s.keys() - known.keys():
+            del self._changed_mono_s[group]
+        for group, condition in known.items():
             if condition.holds == (group in self.begun):
                 self._changed_mono_s.pop(group, None)
                 continue

@@ -211,6 +211,14 @@ def test_a_problem_that_flickers_is_not_told() -> None:
         assert look(watch, bad, at_s) + look(watch, good, at_s + 5) == []
 
 
+def test_the_time_in_which_a_condition_is_unknown_does_not_count() -> None:
+    watch = Watch(settle_s=15.0)
+    bad = blind(Story().state, "aws.spot", Health.BLIND)
+    half = blind(bad, "aws.spot", Health.DEGRADED)
+    assert look(watch, bad, 0.0) + look(watch, half, 1.0, 100.0) + look(watch, bad, 101.0) == []
+    assert len(look(watch, bad, 116.0)) == 1
+
+
 def test_a_problem_that_outlasts_a_restart_is_neither_repeated_nor_forgotten() -> None:
     """The new daemon does not know the health of the source at first: nothing follows from that."""
     watch = Watch(settle_s=15.0, begun={"blind/aws.spot"})
