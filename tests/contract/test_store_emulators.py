@@ -102,9 +102,7 @@ def test_gcs_numbers_every_version(gcs_server: EmulatorProcess) -> None:
 def test_gcs_refuses_unknown_requests(gcs_server: EmulatorProcess) -> None:
     """With 501."""
     unknown = requests.get(f"{gcs_server.url}/{BUCKET}/key?acl", timeout=10)
-    listing = requests.get(
-        f"{gcs_server.url}/storage/v1/b/{BUCKET}/o?includeFoldersAsPrefixes=true", timeout=10
-    )
+    listing = requests.get(f"{gcs_server.url}/storage/v1/b/{BUCKET}/o?versions=true", timeout=10)
     assert (unknown.status_code, listing.status_code) == (501, 501)
 
 

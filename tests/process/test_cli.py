@@ -775,7 +775,7 @@ printf '%s\\n' "${COMPREPLY[@]}"
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("swansong re", {"restore"}),
+        ("swansong re", {"report", "restore"}),
         ("swansong restore --f", {"--fresh-ok"}),
         ("swansong notify --w", {"--wait", "--withdraw"}),
         ("swansong completion ", set(SHELLS)),

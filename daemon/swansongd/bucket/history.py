@@ -65,6 +65,17 @@ class Commits:
     left_out: int = 0
     """Number of older commits that were not read."""
 
+    @property
+    def newest_whole(self) -> RecordedCommit | None:
+        """The commit that a restore takes; None if no commit is whole."""
+        return next((commit for commit in reversed(self.commits) if commit.is_whole), None)
+
+    @property
+    def unusable_since(self) -> int:
+        """Number of newer commits, which are damaged or lack the parts of some VMs."""
+        newest = self.newest_whole
+        return len(self.commits) - (0 if newest is None else self.commits.index(newest) + 1)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evacuations:

@@ -67,18 +67,19 @@ def lines(report: Report, *, is_unicode: bool = True) -> Iterator[Text]:
 def _headline(report: Report) -> Iterator[Text]:
     loss, commits = report.loss, report.history.commits
     yield Text(_cut(f"run {report.run}, {minute(report.written_wall_s)} UTC", WIDTH), "bold")
-    newest = commits.commits[-1] if commits.commits else None
+    newest = commits.newest_whole
     count = len(commits.commits) + commits.left_out
+    since = f"; {commits.unusable_since} newer ones are not whole" if commits.unusable_since else ""
     if newest is not None:
         sent = sum(commit.bytes_sent for commit in commits.commits)
         whole = sum(commit.size_bytes for commit in commits.commits)
         yield _fact(
             "commits",
             f"{count}; newest step {newest.ref.step}, {human_bytes(newest.size_bytes)}; "
-            f"sent {human_bytes(sent)} of {human_bytes(whole)}",
+            f"sent {human_bytes(sent)} of {human_bytes(whole)}{since}",
         )
     else:
-        yield _fact("commits", "none")
+        yield _fact("commits", f"{count}; none is whole" if count else "none")
     if loss is not None:
         last = "" if loss.ettr_last_hour is None else f"; last hour {loss.ettr_last_hour:.2%}"
         ettr = "unknown" if loss.ettr is None else f"{loss.ettr:.2%}"

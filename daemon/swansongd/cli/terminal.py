@@ -23,7 +23,7 @@ class _Console(Console):
 
 def console(*, is_wide: bool = False) -> Console:
     """Standard output for tables; wide without a terminal, so that no cell is truncated."""
-    # A terminal without Unicode shows question marks.  Some streams cannot change: those fail at such a letter.
+    # A terminal without Unicode shows question marks.  Some streams cannot change.
     if isinstance(sys.stdout, io.TextIOWrapper):
         with suppress(OSError):
             sys.stdout.reconfigure(errors="replace")

@@ -27,7 +27,7 @@ AT_ONCE, PER_S = 3, 1 / 600
 """Runs of one kind, at once and on average: forged notices must not order any number of VMs."""
 _POLL_S = 0.1
 _REAP_S = 2.0
-"""A killed process that blocks in the kernel, such as on a file server, may remain for ever."""
+"""A killed process that blocks in the kernel, such as on a file server, may remain forever."""
 _READ_BYTES = 2**16
 """Read in each interval: a command that prints more waits, and takes no time from the daemon."""
 _INHERITED = (

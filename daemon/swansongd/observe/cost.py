@@ -112,7 +112,7 @@ def costs(loss: Loss, prices: Prices) -> Costs:
         spot=of_gpus(max(0.0, loss.gpu_s - unpaid_gpu_s), prices.spot),
         interruptions=of_gpus(max(0.0, loss.lost_gpu_s - unpaid_gpu_s), prices.spot),
         saves=of_gpus(gpus * loss.parts_s["saves"], prices.spot),
-        on_demand=of_gpus(gpus * loss.productive_s, prices.on_demand),
+        on_demand=of_gpus(loss.productive_gpu_s, prices.on_demand),
     )
 
 

@@ -172,8 +172,12 @@ class _Handler(MetricsHandler):
             return
         reply = BytesIO()
         self.rfile, self.wfile = BytesIO(head), reply
-        with self.server.generating:
+        if not self.server.generating.acquire(timeout=CONNECTION_S_MAX):
+            return  # another reply takes too long: threads must not pile up behind it
+        try:
             self.handle_one_request()
+        finally:
+            self.server.generating.release()
         with suppress(OSError):  # the client has closed the connection, or its time is over
             self.request.sendall(reply.getvalue())
 

@@ -39,6 +39,8 @@ class Story:
     """None while no VM has resumed the run, and for an evacuation that the VM has outlived."""
     resumption: Resumption | None
     picture: Picture
+    was_outlived: bool = False
+    """The VM lived on: its generation has a later evacuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +108,7 @@ def stories(
                 interruption=ended,
                 resumption=resumed,
                 picture=picture(course(each, ended, resumed)),
+                was_outlived=not is_last,
             )
         )
     return found
@@ -128,6 +131,9 @@ def sentences(story: Story) -> Iterator[str]:
         why = opening.facts.get("why")
         yield f"Its plan was to {plan}{f' ({why})' if why else ''}."
     yield f"The verdict is {recorded.verdict.value}: {recorded.reason}. {_MEANING[recorded.verdict]}"
+    if story.was_outlived:
+        yield "The VM outlived this deadline, and training continued."
+        return
     if ended is None:
         yield "No later VM has resumed the run since, as far as the bucket shows."
         return

@@ -79,7 +79,7 @@ def _values(report: Report) -> dict[str, Any]:
         "history": report.history,
         "loss": loss,
         "verdicts": verdicts,
-        "newest": commits[-1] if commits else None,
+        "newest": report.history.commits.newest_whole,
         "commits": tuple(reversed(commits))[:COMMITS_SHOWN],
         "commit_chart": drawing.commit_chart(commits),
         "commits_drawn": min(len(commits), drawing.COMMITS_MAX),

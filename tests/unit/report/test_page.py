@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -17,7 +18,7 @@ from swansongd.bucket.lives import Lives
 from swansongd.cli import report_text
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.report import facts, page
-from swansongd.report.facts import Amount, Report
+from swansongd.report.facts import Amount, Report, sentences
 
 from testkit import past_run
 from testkit.hostile_farewells import MARKUP, evacuations, interruptions
@@ -114,6 +115,29 @@ def test_damaged_farewells_and_objects_that_were_not_read_are_named(past: Report
     plain = "\n".join(line.plain for line in report_text.lines(made(found)))
     assert "7 older records" in plain
     assert "1 records are damaged" in plain
+
+
+def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past: Report) -> None:
+    """A drill before a preemption: training continued."""
+    drill, *others = past.history.evacuations.evacuations
+    again = replace(drill, evacuation_id="later", opened_wall_s=drill.opened_wall_s + 600)
+    evacuations = replace(past.history.evacuations, evacuations=(drill, again, *others))
+    first = made(replace(past.history, evacuations=evacuations)).stories[-1]
+    text = " ".join(sentences(first))
+    assert "The VM outlived this deadline" in text
+    assert "No later VM" not in text
+
+
+def test_the_newest_commit_is_one_that_a_restore_can_take(past: Report) -> None:
+    """A damaged manifest at the end names no step to resume from."""
+    commits = past.history.commits
+    broken = replace(commits.commits[-1], is_whole=False)
+    damaged = replace(commits, commits=(*commits.commits[:-1], broken))
+    assert damaged.newest_whole == commits.commits[-2]
+    found = made(replace(past.history, commits=damaged))
+    assert "1 newer ones are not whole" in shown(parsed(page.html(found)))
+    plain = "\n".join(line.plain for line in report_text.lines(found))
+    assert f"newest step {commits.commits[-2].ref.step}" in plain
 
 
 def test_every_picture_has_a_title(past: Report) -> None:
