@@ -20,6 +20,8 @@ from swansongd.observe.loss import Interruption, Loss
 
 SETTLED_AFTER_S = 120.0
 """A verdict does not improve any more this long after the deadline, or after the farewell."""
+CLOCKS_DIFFER_S = 3600.0
+"""A farewell from further in the future has no time: it is unsigned, and clocks of VMs differ."""
 LOSS_PARTS = ("stall", "redone", *losses.PARTS)
 """The parts of the loss of a recorded interruption."""
 _MERIT = {
@@ -151,7 +153,8 @@ def evacuations(
             continue
         outcome = one.verdict, one.is_drill
         settled[outcome] += 1
-        newest_wall_s[outcome] = max(newest_wall_s.get(outcome, 0.0), one.written_wall_s)
+        if one.written_wall_s <= now_wall_s + CLOCKS_DIFFER_S:
+            newest_wall_s[outcome] = max(newest_wall_s.get(outcome, 0.0), one.written_wall_s)
     return Evacuations(settled, newest_wall_s)
 
 

@@ -26,7 +26,8 @@ class HealthFigures:
     """The health of a store at one moment."""
 
     url: str
-    is_up: bool
+    is_up: bool | None
+    """None before the first reading."""
     read_wall_s: float | None
     """End of the last reading without an error."""
     took_s: float | None
@@ -48,7 +49,7 @@ class StoreHealth:
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
-        self._is_up = False
+        self._is_up: bool | None = None
         self._read_wall_s: float | None = None
         self._took_s: float | None = None
         self._runs = self._runs_failing = self._runs_left_out = 0

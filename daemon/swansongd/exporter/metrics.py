@@ -294,7 +294,7 @@ def _health_metrics(healths: Sequence[HealthFigures]) -> Iterator[Metric]:
         "swansong_exporter_store_up",
         "1 if the last reading of the store succeeded, 0 otherwise",
         store,
-        (((each.url,), each.is_up) for each in healths),
+        (((each.url,), each.is_up) for each in healths if each.is_up is not None),
     )
     yield _gauge(
         "swansong_exporter_store_last_success_timestamp_seconds",

@@ -12,6 +12,8 @@ from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from heapq import nlargest
 from typing import Any, Generic, TypeVar
 
+import structlog
+
 from swansongd.bucket import catalog, lives
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
@@ -31,6 +33,8 @@ RECORDS_MAX = 20_000
 must not fall."""
 READS = 16
 """Objects that are read in parallel."""
+_log = structlog.get_logger(__name__)
+
 AGAIN_AFTER_S = 3600.0
 """An object that is not valid is read again after this time: a right may have been missing."""
 
@@ -203,20 +207,31 @@ class RunRecords:
         kept = whole[:RECORDS_MAX]
         self._commits.left_out = len(whole) - len(kept)
         fresh = self._commits.begin({commit.identity for commit in kept}, now_s)
-        failed: list[Commit] = []
+        failed: list[tuple[Commit, CorruptError]] = []
 
         def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
             if isinstance(loaded, CorruptError):
-                failed.append(commit)
+                failed.append((commit, loaded))
             else:
                 self._commits.add(commit.identity, _facts_of(commit, loaded))
 
         wanted = [commit for commit in kept if commit.identity in fresh]
         catalog.load_each(self._store, self._keys, wanted, take, stop=self._stop)
-        for commit in failed:
+        for commit, error in failed:
             # Prune may have deleted a manifest since the listing.
             if all(self._store.head(key) is not None for key in commit.manifest_keys.values()):
                 self._commits.add_invalid(commit.identity, now_s)
+                self._log_damaged(next(iter(commit.manifest_keys.values())), error)
+
+    def _log_damaged(self, key: str, error: CorruptError) -> None:
+        """Name the object, at each attempt to read it: at most once in :data:`AGAIN_AFTER_S`."""
+        _log.warning(
+            "damaged_object",
+            store=self._store.url,
+            run=self._keys.run,
+            key=key,
+            reason=error.line(),
+        )
 
     def _refresh(
         self,
@@ -237,8 +252,9 @@ class RunRecords:
                 memory.add(identity, decode(info.key, self._content(info.key)))
             except NotFound:
                 pass  # it was deleted since the listing
-            except CorruptError:
+            except CorruptError as error:
                 memory.add_invalid(identity, now_s)
+                self._log_damaged(info.key, error)
 
         fresh = memory.begin(kept, now_s)
         parallel(fresh, one, threads=min(READS, len(fresh)), stop=self._stop)

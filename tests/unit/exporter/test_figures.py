@@ -70,6 +70,20 @@ def test_a_verdict_that_may_improve_does_not_count_yet() -> None:
     assert settled([*partial, farewell("a", Verdict.SAFE, 9)], at_s=10) == {"SAFE": 1}
 
 
+def test_a_time_in_the_future_is_no_time() -> None:
+    """A forged farewell, or a VM with another clock, would keep an alert on LOST firing for years."""
+    found = figures.evacuations(
+        [
+            farewell("a", Verdict.LOST, 5, generation=1),
+            farewell("b", Verdict.LOST, 1e9, generation=1),
+        ],
+        generation=2,
+        now_wall_s=NOW_S + 8,
+    )
+    assert found.newest_wall_s == {(Verdict.LOST, False): NOW_S + 5}
+    assert found.settled[Verdict.LOST, False] == 2
+
+
 def test_the_newest_time_of_each_verdict() -> None:
     """A verdict that may improve is left out: an alert on LOST would fire without a reason."""
     found = figures.evacuations(

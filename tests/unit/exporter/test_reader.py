@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
+from structlog.testing import capture_logs
 from swansongd.bucket import lives, pins
 from swansongd.bucket.pins import Pin
 from swansongd.bucket.signing import Signer
@@ -342,7 +343,10 @@ def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
         store.objects[KEYS.farewell(2, name)] = data
     store.objects[KEYS.resumption(8)] = store.objects[KEYS.resumption(3)]
     rig = Rig(store)
-    assert rig.read()
+    with capture_logs() as logs:
+        assert rig.read()
+    named = [line["key"] for line in logs if line["event"] == "damaged_object"]
+    assert len(named) == len(set(named)) == 9
     found = rig.metrics()
     assert counters(found) == good
     assert found["swansong_run_damaged_objects", ("r", "commit")] == 1
