@@ -16,11 +16,12 @@ from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectInfo
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
+from swansongd.stores.wrappers.retry import Retrying
 
 from testkit.committed import commit
 from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs
 from testkit.memory_store import MemoryStore
-from testkit.store_backends import PART, get_range
+from testkit.store_backends import PART, get_range, retrying
 
 KEY = "rank-0/a b+c%20d=é.bin"
 
@@ -33,14 +34,19 @@ def server(
         yield server
 
 
-def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> GcsStore:
-    """A store with these objects, which were created by the JSON interface."""
+def filled(server: ForeignServer, prefix: str, objects: dict[str, bytes]) -> Retrying:
+    """A store with these objects, which were created by the JSON interface.
+
+    Its calls are retried, as in the daemon: this server resets connections that it has kept open.
+    """
     for key, data in objects.items():
         name = quote(f"{prefix}/{key}", safe="")
         url = f"{server.url}/upload/storage/v1/b/{BUCKET}/o?uploadType=media&name={name}"
         with urllib.request.urlopen(urllib.request.Request(url, data, method="POST"), timeout=10):
             pass
-    return GcsStore(f"gs://{BUCKET}/{prefix}", GcsOptions(endpoint=server.url))
+    return retrying(
+        GcsStore(f"gs://{BUCKET}/{prefix}", GcsOptions(endpoint=server.url)), budget_s=30.0
+    )
 
 
 def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:

@@ -83,6 +83,7 @@ def test_the_live_view_through_an_evacuation(
     (banner, *_) = terminal.screen(escapes=True)
     assert {"1", "7", "32"} <= set(re.findall(r"\d+", banner.partition("SAFE")[0])), banner
     plain.wait(" SAFE  generation 1 step")
+    until(lambda: "verdict: SAFE" in "\n".join(log.lines.raw), what="a line with the verdict")
     escaped = "\n".join(plain.screen(escapes=True))
     assert "\x1b[" in escaped
     assert not COLOUR.search(escaped)
