@@ -223,12 +223,12 @@ def read_commits(
     """
     have: dict[object, ReadCommit] = {read.commit.identity: read for read in known}
     for _ in range(_ATTEMPTS):
-        listed = list_commits(store, keys)
-        fresh = [found for found in listed if found.identity not in have]
+        listed = {found.identity: found for found in list_commits(store, keys)}
+        fresh = [found for identity, found in listed.items() if identity not in have]
         read, failed = _read(store, keys, objects, fresh, progress=progress, stop=stop)
         have |= read
         if not failed:
-            return [have[found.identity] for found in listed]
+            return [have[identity] for identity in listed]
         if all(_is_there(store, commit) for commit, _ in failed):
             raise _unreadable(
                 store, [f"the commit {commit.ref} is damaged: {why}" for commit, why in failed]
