@@ -11,7 +11,7 @@ import multiprocessing
 import time
 from collections import Counter
 
-from testkit.simulation.retention import code, run_history
+from testkit.simulation.retention import Violation, code, run_history
 from testkit.simulation.retention_mutants import MUTANTS, seeds_to_kill
 
 _CHUNK = 500
@@ -22,7 +22,12 @@ def _play(seeds: range) -> Counter[str]:
     counts: Counter[str] = Counter()
     began_s = time.process_time()
     for seed in seeds:
-        world = run_history(seed, prune)
+        try:
+            world = run_history(seed, prune)
+        except Violation as error:  # the next seeds may find other ones
+            print(error, flush=True)
+            counts["violations"] += 1
+            continue
         counts["prunes"] += world.prunes
         counts["prunes within another"] += world.inner_prunes
         counts["crashes"] += world.crashes

@@ -12,7 +12,8 @@ R1  No commit went that a rule, a pin or an always-kept class protects.  ``prote
     implementation of the rules, written from their definitions.
 R2  Each object that a remaining manifest names exists, unless the history itself has lost it.
 R3  An undisturbed prune keeps exactly the protected commits.
-R4  After the last writer, prune leaves exactly the objects of the protected commits, and foreign objects.
+R4  After a prune, the rules about steps and metrics still choose the same commits.
+R5  After the last writer, prune leaves exactly the objects of the protected commits, and foreign objects.
 """
 
 from __future__ import annotations
@@ -324,6 +325,21 @@ def by_rank(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> 
     return better < rules.keep_best
 
 
+def is_turn(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> bool:
+    """Whether the commit shows that another one, of these whole ones, is not in the line."""
+    if not commit.is_whole or rules.keep_every_steps is None:
+        return False
+    whole = [other for other in commits if other.is_whole]
+    for abandoned in whole:
+        newer = [other for other in whole if other.ref.generation > abandoned.ref.generation]
+        turn = min(
+            newer, key=lambda one: (one.ref.step, -one.ref.generation, one.key), default=None
+        )
+        if turn is not None and turn.key == commit.key and turn.ref.step <= abandoned.ref.step:
+            return True
+    return False
+
+
 def by_clock(
     commit: Known, commits: Sequence[Known], rules: RetentionConfig, now_wall_s: float
 ) -> bool:
@@ -429,7 +445,7 @@ class World:
         named = {item.key for _, made in self._manifests() for item in made.objects}
         left = set(self.store.data)
         if left != (named - self.lost) | {FOREIGN}:
-            raise Violation(f"R4: left {sorted(left ^ named)} beside the commits {sorted(kept)}")
+            raise Violation(f"R5: left {sorted(left ^ named)} beside the commits {sorted(kept)}")
 
     # ------------------------------------------------------------ what VMs and operators do
 
@@ -572,13 +588,19 @@ class World:
             for found in commits
             if always(found, commits, claims, self.rules)
             or by_rank(found, commits, self.rules)
+            or is_turn(found, commits, self.rules)
             or by_clock(found, commits, self.rules, wall_s)
         }
+        chosen = {found.key for found in commits if by_rank(found, commits, self.rules)}
         self.prune(self.store, KEYS, self.rules, now_wall_s=wall_s)
         self.prunes += 1
         left = {(parsed.ref, parsed.nodes) for parsed, _ in self._manifests()}
         if left != kept:
             raise Violation(f"R3: gone {sorted(kept - left)}, left {sorted(left - kept)}")
+        remaining = self._known()
+        still = {found.key for found in remaining if by_rank(found, remaining, self.rules)}
+        if still != chosen:
+            raise Violation(f"R4: chosen {sorted(chosen)}, then {sorted(still)}")
         self._check_objects()
         return kept
 
@@ -647,8 +669,12 @@ class World:
         commits, claims = self._known(there, self.store.data.keys() | data_gone), self._claims()
         refs = {(parsed.ref, parsed.nodes) for parsed in map(KEYS.parse_commit, gone) if parsed}
         for found in commits:
+            # An earlier prune within this one may have deleted all commits that a turn abandoned.
+            rest = [other for other in commits if other.key not in refs or other is found]
             if found.key in refs and (
-                always(found, commits, claims, self.rules) or by_rank(found, commits, self.rules)
+                always(found, commits, claims, self.rules)
+                or by_rank(found, commits, self.rules)
+                or is_turn(found, rest, self.rules)
             ):
                 raise Violation(f"R1: {found} was deleted")
 
