@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
@@ -73,6 +74,10 @@ class Objects:
     def stored_bytes(self, numbers: Iterable[int]) -> int:
         """Size of those of the objects that are stored."""
         return sum(self._sizes_bytes[number] for number in numbers if self._stored[number])
+
+    def count_except(self, named: bytearray) -> int:
+        """The number of :meth:`stored_except`."""
+        return sum(map(gt, self._stored, named))
 
     def stored_except(self, named: bytearray) -> Iterator[ObjectInfo]:
         """The stored objects whose number has no mark."""
