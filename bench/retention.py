@@ -9,21 +9,32 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import time
+from collections import Counter
 
-from testkit.simulation.retention import code, run_history
+from testkit.simulation.retention import Violation, code, run_history
 from testkit.simulation.retention_mutants import MUTANTS, seeds_to_kill
 
 _CHUNK = 500
 
 
-def _play(seeds: range) -> tuple[int, int]:
+def _play(seeds: range) -> Counter[str]:
     prune = code()
-    prunes = crashes = 0
+    counts: Counter[str] = Counter()
+    began_s = time.process_time()
     for seed in seeds:
-        world = run_history(seed, prune)
-        prunes += world.prunes
-        crashes += world.crashes
-    return prunes, crashes
+        try:
+            world = run_history(seed, prune)
+        except Violation as error:  # the next seeds may find other ones
+            print(error, flush=True)
+            counts["violations"] += 1
+            continue
+        counts["prunes"] += world.prunes
+        counts["prunes within another"] += world.inner_prunes
+        counts["crashes"] += world.crashes
+        counts["manifests deleted"] += len(world.store.deleted_commits)
+        counts["objects deleted"] += len(world.store.deleted_data)
+    counts["CPU ms"] = round(1000 * (time.process_time() - began_s))
+    return counts
 
 
 def main() -> None:
@@ -40,18 +51,16 @@ def main() -> None:
     began_s = time.monotonic()
     last = args.first + args.histories
     chunks = [range(at, min(at + _CHUNK, last)) for at in range(args.first, last, _CHUNK)]
-    done = prunes = crashes = 0
+    done = 0
+    counts: Counter[str] = Counter()
     with multiprocessing.get_context("spawn").Pool(args.processes) as pool:
-        for chunk, (made, crashed) in zip(chunks, pool.imap(_play, chunks), strict=True):
+        for chunk, counted in zip(chunks, pool.imap(_play, chunks), strict=True):
             done += len(chunk)
-            prunes += made
-            crashes += crashed
+            counts += counted
             if done % (20 * _CHUNK) == 0 or done == args.histories:
+                figures = ", ".join(f"{count} {name}" for name, count in counts.items())
                 took_s = time.monotonic() - began_s
-                print(
-                    f"{done} histories, {prunes} prunes, {crashes} crashes: {took_s:.0f} s",
-                    flush=True,
-                )
+                print(f"{done} histories: {figures}; {took_s:.0f} s", flush=True)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,8 @@ R1  No commit went that a rule, a pin or an always-kept class protects.  ``prote
     implementation of the rules, written from their definitions.
 R2  Each object that a remaining manifest names exists, unless the history itself has lost it.
 R3  An undisturbed prune keeps exactly the protected commits.
-R4  After the last writer, prune leaves exactly the objects of the protected commits, and foreign objects.
+R4  After a prune, the rules about steps and metrics still choose the same commits.
+R5  After the last writer, prune leaves exactly the objects of the protected commits, and foreign objects.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
 from functools import lru_cache
@@ -40,9 +42,21 @@ from swansongd.stores.base import ObjectInfo, OpenUpload, Page
 class Keys(RunKeys):
     """The keys of the run; each key is parsed once."""
 
-    @lru_cache(maxsize=10_000)  # noqa: B019 - there is one object
     def parse_commit(self, key: str) -> CommitKey | None:
-        return RunKeys.parse_commit(self, key)
+        return _commit_of(key)
+
+    def parse_generation(self, key: str) -> int | None:
+        return _generation_of(key)
+
+
+@lru_cache(maxsize=10_000)
+def _commit_of(key: str) -> CommitKey | None:
+    return RunKeys.parse_commit(KEYS, key)
+
+
+@lru_cache(maxsize=10_000)
+def _generation_of(key: str) -> int | None:
+    return RunKeys.parse_generation(KEYS, key)
 
 
 KEYS = Keys("r")
@@ -63,6 +77,27 @@ class Crash(BaseException):
     """The process of the prune ends at this request."""
 
 
+@dataclass(slots=True)
+class Entry:
+    """An object of the store."""
+
+    key: str
+    data: Any
+    written_s: float
+    info: ObjectInfo | None = None
+    """As the listing has it at ``info_s``."""
+    info_s: float = -1.0
+
+    def info_at(self, now_s: float) -> ObjectInfo:
+        if self.info is None or self.info_s != now_s:
+            size_bytes = 0 if self.key.endswith("/") else len(self.key)
+            self.info = ObjectInfo(
+                self.key, size_bytes, now_s - self.written_s, str(self.written_s)
+            )
+            self.info_s = now_s
+        return self.info
+
+
 class Store:
     """The requests of prune and of pins, on a clock of its own."""
 
@@ -71,35 +106,50 @@ class Store:
 
     def __init__(self) -> None:
         self.now_s = BORN_S
-        self.objects: dict[str, Any] = {}
-        self.written_s: dict[str, float] = {}
-        self.before: Callable[[str, str], None] = lambda _what, _key: None
-        self.deleted: list[str] = []
+        self.commits: dict[str, Entry] = {}
+        self.claims: dict[str, Entry] = {}
+        self.pins: dict[str, Entry] = {}
+        self.data: dict[str, Entry] = {}
+        self._folders = {
+            KEYS.commits: self.commits,
+            KEYS.generations: self.claims,
+            KEYS.pins: self.pins,
+            KEYS.data: self.data,
+        }
+        """The objects by the prefix that prune lists, so that no listing reads the others."""
+        self.before: Callable[[str, str], None] = _nothing
+        self.deleted_commits: list[str] = []
+        self.deleted_data: list[str] = []
 
     def put(self, key: str, data: Any, *, if_absent: bool = False) -> None:
-        if if_absent and key in self.objects:
+        folder = self._folder(key)
+        if if_absent and key in folder:
             raise Exists(key)
-        self.objects[key] = data
-        self.written_s[key] = self.now_s
+        folder[key] = Entry(key, data, self.now_s)
 
     def get(self, key: str) -> Any:
         self.before("get", key)
-        if key not in self.objects:
+        entry = self._folder(key).get(key)
+        if entry is None:
             raise NotFound(key)
-        return self.objects[key]
+        return entry.data
 
     def head(self, key: str) -> ObjectInfo | None:
         self.before("head", key)
-        return self._info(key) if key in self.objects else None
+        entry = self._folder(key).get(key)
+        return None if entry is None else entry.info_at(self.now_s)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         return iter(self.page(prefix, None).infos)
 
     def page(self, prefix: str, token: str | None) -> Page:
+        del token  # the first page contains all
         self.before("list", prefix)
-        return Page([self._info(key) for key in self.objects if key.startswith(prefix)], None)
+        now_s = self.now_s
+        return Page([entry.info_at(now_s) for entry in self._folders[prefix].values()], None)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
+        del if_tag  # no key is written twice with different bytes
         self.before("delete", key)
         self._remove(key)
 
@@ -110,16 +160,21 @@ class Store:
         return {}
 
     def uploads(self, prefix: str) -> Iterator[OpenUpload]:
+        del prefix
         return iter(())
 
-    def _remove(self, key: str) -> None:
-        if self.objects.pop(key, None) is not None:
-            self.deleted.append(key)
+    def _folder(self, key: str) -> dict[str, Entry]:
+        return self._folders[key[: key.index("/", len(KEYS.run) + 1) + 1]]
 
-    def _info(self, key: str) -> ObjectInfo:
-        written_s = self.written_s[key]
-        size_bytes = 0 if key.endswith("/") else len(key)
-        return ObjectInfo(key, size_bytes, self.now_s - written_s, str(written_s))
+    def _remove(self, key: str) -> None:
+        folder = self._folder(key)
+        if folder.pop(key, None) is not None:
+            deleted = self.deleted_commits if folder is self.commits else self.deleted_data
+            deleted.append(key)
+
+
+def _nothing(_what: str, _key: str) -> None:
+    """Nothing happens before a request."""
 
 
 def load_each(
@@ -139,7 +194,7 @@ def load_each(
 
 def code(mutation: Mutation | None = None) -> Any:
     """The function ``prune``, of modules of its own, one of them perhaps mutated."""
-    names = [f"swansongd.bucket.{name}" for name in ("retention", "survey", "prune")]
+    names = [f"swansongd.bucket.{name}" for name in ("pins", "retention", "survey", "prune")]
     saved = {name: sys.modules[name] for name in names if name in sys.modules}
     made: dict[str, ModuleType] = {}
     try:
@@ -159,7 +214,8 @@ def code(mutation: Mutation | None = None) -> Any:
         for name in names:
             del sys.modules[name]
         sys.modules.update(saved)
-    _, survey, prune = (made[name] for name in names)
+    own_pins, _, survey, prune = (made[name] for name in names)
+    vars(own_pins)["decode"] = lambda data, _signer: _pin_of(data)
     vars(survey)["catalog"] = SimpleNamespace(
         load_each=load_each, grouped=catalog.grouped, is_folder=catalog.is_folder
     )
@@ -269,6 +325,21 @@ def by_rank(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> 
     return better < rules.keep_best
 
 
+def is_turn(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> bool:
+    """Whether the commit shows that another one, of these whole ones, is not in the line."""
+    if not commit.is_whole or rules.keep_every_steps is None:
+        return False
+    whole = [other for other in commits if other.is_whole]
+    for abandoned in whole:
+        newer = [other for other in whole if other.ref.generation > abandoned.ref.generation]
+        turn = min(
+            newer, key=lambda one: (one.ref.step, -one.ref.generation, one.key), default=None
+        )
+        if turn is not None and turn.key == commit.key and turn.ref.step <= abandoned.ref.step:
+            return True
+    return False
+
+
 def by_clock(
     commit: Known, commits: Sequence[Known], rules: RetentionConfig, now_wall_s: float
 ) -> bool:
@@ -349,6 +420,8 @@ class World:
         self.closed = 0
         """Number of prunes that would not see another pin in time."""
         self.prunes = 0
+        self.inner_prunes = 0
+        """Those of them that began within another one."""
         self.crashes = 0
 
     def live(self) -> None:
@@ -370,9 +443,9 @@ class World:
         self.store.now_s += self.rules.orphans_after_s + self.rules.keep_within_s
         kept = self._undisturbed()
         named = {item.key for _, made in self._manifests() for item in made.objects}
-        left = {key for key in self.store.objects if key.startswith(KEYS.data)}
+        left = set(self.store.data)
         if left != (named - self.lost) | {FOREIGN}:
-            raise Violation(f"R4: left {sorted(left ^ named)} beside the commits {sorted(kept)}")
+            raise Violation(f"R5: left {sorted(left ^ named)} beside the commits {sorted(kept)}")
 
     # ------------------------------------------------------------ what VMs and operators do
 
@@ -404,18 +477,17 @@ class World:
         self.generation += 1
         self.store.put(KEYS.generation(self.generation), b"", if_absent=True)
         nodes = self.random.choice((1, 1, 1, 2))
-        whole = [found for found in self._known() if found.is_whole]
-        newest = max(whole, key=lambda found: found.key, default=None)
+        newest = max(self._whole(), default=None)
         known: tuple[Any, ...] = ()
         step = 0
         if newest is not None:
             known = tuple(
                 item
                 for parsed, made in self._manifests()
-                if (parsed.ref, parsed.nodes) == newest.key
+                if (parsed.ref, parsed.nodes) == newest
                 for item in made.objects
             )
-            step = max(0, newest.ref.step - self.random.choice((0, 0, 0, 10, 40)))
+            step = max(0, newest[0].step - self.random.choice((0, 0, 0, 10, 40)))
         self.writers = [
             old for old in self.writers if old.flush and old.flush.checked_s is not None
         ]
@@ -474,27 +546,25 @@ class World:
         writer.known = objects
 
     def _pin(self) -> None:
-        whole = [found for found in self._known() if found.is_whole]
+        whole = sorted(self._whole())
         if not whole:
             return
         self.names += 1
-        whole.sort(key=lambda found: found.key)
-        ref = whole[int(len(whole) * self.random.random() ** 2)].ref  # old ones more often
-        with_hook, self.store.before = self.store.before, lambda _what, _key: None
-        pins.create(self.store, KEYS, Pin(run="r", name=f"p{self.names}", ref=ref))  # type: ignore[arg-type]
-        self.store.before = with_hook
+        ref, _ = whole[int(len(whole) * self.random.random() ** 2)]  # old ones more often
+        pin = Pin(run="r", name=f"p{self.names}", ref=ref)
+        self.store.put(KEYS.pin(pin.name), pins.encode(pin), if_absent=True)
 
     def _unpin(self) -> None:
-        found = [key for key in self.store.objects if key.startswith(KEYS.pins)]
+        found = list(self.store.pins)
         if found:
-            del self.store.objects[self.random.choice(found)]
+            del self.store.pins[self.random.choice(found)]
 
     def _lose(self) -> None:
         """An object of the bucket is lost, as by a lifecycle rule."""
-        found = [key for key in self.store.objects if key.startswith(KEYS.data) and key != FOREIGN]
+        found = [key for key in self.store.data if key != FOREIGN]
         if found:
             key = self.random.choice(found)
-            del self.store.objects[key]
+            del self.store.data[key]
             self.lost.add(key)
 
     # ------------------------------------------------------------ prune
@@ -518,24 +588,29 @@ class World:
             for found in commits
             if always(found, commits, claims, self.rules)
             or by_rank(found, commits, self.rules)
+            or is_turn(found, commits, self.rules)
             or by_clock(found, commits, self.rules, wall_s)
         }
+        chosen = {found.key for found in commits if by_rank(found, commits, self.rules)}
         self.prune(self.store, KEYS, self.rules, now_wall_s=wall_s)
         self.prunes += 1
-        left = {found.key for found in self._known()}
+        left = {(parsed.ref, parsed.nodes) for parsed, _ in self._manifests()}
         if left != kept:
             raise Violation(f"R3: gone {sorted(kept - left)}, left {sorted(left - kept)}")
+        remaining = self._known()
+        still = {found.key for found in remaining if by_rank(found, remaining, self.rules)}
+        if still != chosen:
+            raise Violation(f"R4: chosen {sorted(chosen)}, then {sorted(still)}")
         self._check_objects()
         return kept
 
     def _disturbed(self) -> None:
         """Others act between the requests of this prune, which may crash."""
-        commits_before = {
-            key: made for key, made in self.store.objects.items() if _is_manifest(key)
-        }
-        deleted_before = len(self.store.deleted)
+        store = self.store
+        before_prune = dict(store.commits)
+        commits_deleted, data_deleted = len(store.deleted_commits), len(store.deleted_data)
         crash_at = self.random.randrange(60) if self.random.random() < 0.5 else -1
-        outer, self.depth = self.store.before, self.depth + 1
+        outer, self.depth = store.before, self.depth + 1
         requests = 0
 
         def before(what: str, key: str) -> None:
@@ -544,7 +619,7 @@ class World:
                 raise Crash
             requests += 1
             if self.random.random() < 0.3:
-                self.store.before = lambda _what, _key: None
+                store.before = _nothing
                 # A pin after the last listing of the pins comes too late, as the documentation says.
                 is_too_late = what == "delete" or (what == "get" and key.startswith(KEYS.pins))
                 self.closed += is_too_late
@@ -552,19 +627,22 @@ class World:
                     self._disturb()
                 finally:
                     self.closed -= is_too_late
-                self.store.before = before
+                store.before = before
 
-        self.store.before = before
+        store.before = before
         try:
-            self.prune(self.store, KEYS, self.rules, now_wall_s=self._wall_s())
+            self.prune(store, KEYS, self.rules, now_wall_s=self._wall_s())
             self.prunes += 1
+            self.inner_prunes += self.depth > 1
         except Crash:
             self.crashes += 1
         except Transient:
             pass  # the commits changed all the time
         finally:
-            self.store.before, self.depth = outer, self.depth - 1
-        self._check_deleted(commits_before, set(self.store.deleted[deleted_before:]))
+            store.before, self.depth = outer, self.depth - 1
+        gone = store.deleted_commits[commits_deleted:]
+        if gone:
+            self._check_deleted(before_prune, gone, store.deleted_data[data_deleted:])
         self._check_objects()
 
     def _disturb(self) -> None:
@@ -583,79 +661,79 @@ class World:
 
     # ------------------------------------------------------------ checks
 
-    def _check_deleted(self, before: dict[str, Made], deleted: set[str]) -> None:
+    def _check_deleted(
+        self, before: dict[str, Entry], gone: Sequence[str], data_gone: Sequence[str]
+    ) -> None:
         """R1, for the rules that do not depend on the clock of the prune."""
-        gone = {key for key in deleted if _is_manifest(key)}
-        if not gone:
-            return
-        content = dict(self.store.objects)
-        self.store.objects |= {key: before[key] for key in gone if key in before}
-        self.store.objects |= dict.fromkeys(key for key in deleted if key.startswith(KEYS.data))
-        try:
-            commits, claims = self._known(), self._claims()
-        finally:
-            self.store.objects = content
+        there = self.store.commits | {key: before[key] for key in gone if key in before}
+        commits, claims = self._known(there, self.store.data.keys() | data_gone), self._claims()
         refs = {(parsed.ref, parsed.nodes) for parsed in map(KEYS.parse_commit, gone) if parsed}
         for found in commits:
+            # An earlier prune within this one may have deleted all commits that a turn abandoned.
+            rest = [other for other in commits if other.key not in refs or other is found]
             if found.key in refs and (
-                always(found, commits, claims, self.rules) or by_rank(found, commits, self.rules)
+                always(found, commits, claims, self.rules)
+                or by_rank(found, commits, self.rules)
+                or is_turn(found, rest, self.rules)
             ):
                 raise Violation(f"R1: {found} was deleted")
 
     def _check_objects(self) -> None:
+        data = self.store.data
         for parsed, made in self._manifests():
             for item in made.objects:
-                if item.key not in self.store.objects and item.key not in self.lost:
+                if item.key not in data and item.key not in self.lost:
                     raise Violation(f"R2: {item.key} of {parsed.ref} is gone")
 
     def _manifests(self) -> Iterator[tuple[Any, Made]]:
-        for key, made in self.store.objects.items():
-            if _is_manifest(key):
-                yield KEYS.parse_commit(key), made
+        for key, entry in self.store.commits.items():
+            yield KEYS.parse_commit(key), entry.data
 
     def _claims(self) -> dict[int, float]:
         return {
-            generation: self.store.now_s - self.store.written_s[key]
-            for key in self.store.objects
+            generation: self.store.now_s - entry.written_s
+            for key, entry in self.store.claims.items()
             if (generation := KEYS.parse_generation(key)) is not None
         }
 
-    def _known(self) -> list[Known]:
-        """The commits of the store now."""
-        store = self.store
-        pinned = {
-            _pin_of(data).ref for key, data in store.objects.items() if key.startswith(KEYS.pins)
-        }
-        parts: dict[Any, list[Made]] = {}
-        ages_s: dict[Any, float] = {}
+    def _whole(self) -> list[tuple[CommitRef, int]]:
+        """The whole commits of the store now."""
+        data = self.store.data
+        parts: defaultdict[tuple[CommitRef, int], int] = defaultdict(int)
         for parsed, made in self._manifests():
-            key = parsed.ref, parsed.nodes
-            parts.setdefault(key, []).append(made)
-            age_s = (
-                store.now_s - store.written_s[KEYS.commit(parsed.ref, parsed.node, parsed.nodes)]
-            )
-            ages_s[key] = min(age_s, ages_s.get(key, age_s))
+            if all(item.key in data for item in made.objects):
+                parts[parsed.ref, parsed.nodes] += 1
+        return [key for key, count in parts.items() if count == key[1]]
+
+    def _known(
+        self, manifests: Mapping[str, Entry] | None = None, data: Container[str] | None = None
+    ) -> list[Known]:
+        """The commits of these manifests and objects; without them, those of the store now."""
+        store = self.store
+        manifests = store.commits if manifests is None else manifests
+        data = store.data if data is None else data
+        pinned = {_pin_of(entry.data).ref for entry in store.pins.values()}
+        parts: defaultdict[Any, list[Entry]] = defaultdict(list)
+        for key, entry in manifests.items():
+            parsed: Any = KEYS.parse_commit(key)
+            parts[parsed.ref, parsed.nodes].append(entry)
         return [
             Known(
                 ref=ref,
                 nodes=nodes,
-                age_s=ages_s[ref, nodes],
-                is_whole=len(made) == nodes
-                and all(item.key in store.objects for one in made for item in one.objects),
-                health=merged_health([one.health for one in made]),
+                age_s=store.now_s - max(entry.written_s for entry in entries),
+                is_whole=len(entries) == nodes
+                and all(item.key in data for entry in entries for item in entry.data.objects),
+                health=merged_health([entry.data.health for entry in entries]),
                 is_pinned=ref in pinned,
             )
-            for (ref, nodes), made in parts.items()
+            for (ref, nodes), entries in parts.items()
         ]
 
 
 @lru_cache(maxsize=10_000)
 def _pin_of(data: bytes) -> Pin:
     return pins.decode(data)
-
-
-def _is_manifest(key: str) -> bool:
-    return key.startswith(KEYS.commits)
 
 
 def run_history(seed: int, prune: Any) -> World:

@@ -64,8 +64,13 @@ MUTANTS: dict[str, Mutation] = {
     ),
     "every line of states counts for the steps": (
         "retention",
-        "if ref.step < barrier:",
+        "if turn is None or ref.step < turn.ref.step:",
         "if True:",
+    ),
+    "the place where the training was repeated is forgotten": (
+        "retention",
+        "for commit in turns:",
+        "for commit in ():",
     ),
     "an unhealthy commit can be the best": (
         "retention",

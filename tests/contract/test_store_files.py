@@ -14,6 +14,7 @@ import pytest
 from swansongd.errors import Exists, NotFound, Permanent, StoreError
 from swansongd.stores.base import WINDOW_BYTES, OpenUpload, PartReceipt, Upload
 from swansongd.stores.checksums import crc32c
+from swansongd.stores.file import store as module
 from swansongd.stores.file.store import FileStore
 
 from testkit.bodies import CountedBody, CountedSink
@@ -144,6 +145,7 @@ def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
 WRITER = """
 import sys
 from testkit.bodies import CountedBody
+from swansongd.stores.file import store as module
 from swansongd.stores.file.store import FileStore
 store = FileStore(sys.argv[1])
 upload = store.begin("data/shard", 9, 3)
@@ -331,6 +333,7 @@ import sys, subprocess
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0755", "tmpfs", sys.argv[1]], check=True)
 from swansongd.errors import Permanent
 from swansongd.stores.checksums import crc32c
+from swansongd.stores.file import store as module
 from swansongd.stores.file.store import FileStore
 store = FileStore("file://" + sys.argv[1])
 store.put("key", b"old")
@@ -354,3 +357,23 @@ store.put("key", bytes(1000))
     if "unshare failed" in done.stderr or "mount:" in done.stderr:
         pytest.skip("this machine allows no mounts")
     assert done.returncode == 0, done.stderr
+
+
+def test_a_listing_has_bounded_pages(
+    files: FileStore, root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each key is on one page, in the order of keys, also beside directories with similar names."""
+    keys = sorted(["a", "a-b", "b/x", "b/y/z", "b-c", "b.d/x", "c/1", "c/2", "c/3", "d"])
+    for key in keys:
+        (root / key).parent.mkdir(parents=True, exist_ok=True)
+        (root / key).write_bytes(b"1")
+    monkeypatch.setattr(module, "PAGE_KEYS", 3)
+    found: list[list[str]] = []
+    token: str | None = None
+    while not found or token is not None:
+        page = files.page("", token)
+        found.append([info.key for info in page.infos])
+        token = page.token
+    assert found == [keys[at : at + 3] for at in range(0, 10, 3)]
+    assert [info.key for info in files.list("", after="b/x")] == keys[keys.index("b/x") + 1 :]
+    assert [info.key for info in files.list("c/")] == ["c/1", "c/2", "c/3"]

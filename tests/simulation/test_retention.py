@@ -16,7 +16,7 @@ HISTORIES = 150
 
 @pytest.mark.fault("G14", "G15", "G40", "G42", "G44", "G45")
 def test_no_history_loses_what_is_protected() -> None:
-    """Rules R1 to R4 hold after every prune, whatever writers, operators, crashes and clocks do."""
+    """Rules R1 to R5 hold after every prune, whatever writers, operators, crashes and clocks do."""
     prune = code()
     worlds = [run_history(seed, prune) for seed in range(HISTORIES)]
     assert sum(world.prunes for world in worlds) > 4 * HISTORIES

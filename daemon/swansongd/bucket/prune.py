@@ -20,7 +20,6 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, islice
-from typing import TypeVar
 
 import structlog
 
@@ -42,8 +41,6 @@ REASONS_MAX = 100
 
 Deleted = Callable[[int, int, int], None]
 """Takes the number of objects that were deleted, the number of all that go, and the deleted bytes."""
-
-T = TypeVar("T")
 
 _log = structlog.get_logger(__name__)
 
@@ -155,11 +152,18 @@ class _Run:
         candidates = found.candidates()
         kept = reasons_to_keep(candidates, found.claims, rules, now_wall_s)
         self._doomed = [read for read in found.commits if read.key not in kept]
+        self._place = {read.key: place for place, read in enumerate(found.commits)}
+        """Index of the verdict of each commit."""
         self.report = _planned(found, candidates, kept)
 
     def delete_commits(self) -> None:
         """Delete the manifests of all commits that go, the oldest first."""
-        self._each(list(reversed(self._doomed)), self._delete_commit)
+        parallel(
+            reversed(self._doomed),
+            self._delete_commit,
+            threads=min(THREADS, len(self._doomed)),
+            stop=self._stop,
+        )
 
     def _delete_commit(self, read: ReadCommit) -> None:
         ref = read.commit.ref
@@ -189,9 +193,14 @@ class _Run:
         orphans = [info for info in found.orphans if info.key not in found.objects]
         report.objects = report.freed_bytes = 0
         report.orphans, report.orphan_bytes = len(orphans), sum(i.size_bytes for i in orphans)
-        batches = list(_batches(chain(found.objects.stored_except(named), orphans)))
-        total = sum(map(len, batches))
-        self._each(batches, lambda batch: self._delete_batch(batch, total, deleted))
+        total = found.objects.count_except(named) + len(orphans)
+        batches = _batches(chain(found.objects.stored_except(named), orphans))
+        parallel(
+            batches,
+            lambda batch: self._delete_batch(batch, total, deleted),
+            threads=min(THREADS, -(-total // DELETED_MAX)),
+            stop=self._stop,
+        )
 
     def _delete_batch(self, infos: Sequence[ObjectInfo], total: int, deleted: Deleted) -> None:
         remain = self._store.delete_many(infos)
@@ -216,16 +225,8 @@ class _Run:
                 self._store.abort(upload.key, upload.upload_id)
 
     def _remains(self, read: ReadCommit, reason: str) -> None:
-        with self._lock:
-            self.report.verdicts = [
-                replace(verdict, remains=reason, freed_bytes=0)
-                if (verdict.ref, verdict.nodes) == read.key
-                else verdict
-                for verdict in self.report.verdicts
-            ]
-
-    def _each(self, tasks: Sequence[T], function: Callable[[T], None]) -> None:
-        parallel(tasks, function, threads=min(THREADS, len(tasks)), stop=self._stop)
+        verdicts, place = self.report.verdicts, self._place[read.key]
+        verdicts[place] = replace(verdicts[place], remains=reason, freed_bytes=0)
 
 
 def _planned(

@@ -152,8 +152,11 @@ def _by_rule(
         for commit in _last_of_each(whole, count, cut, now_wall_s):
             yield commit, name
     if rules.keep_every_steps is not None:
-        for commit in _first_of_each(whole, rules.keep_every_steps):
+        first, turns = _first_of_each(whole, rules.keep_every_steps)
+        for commit in first:
             yield commit, f"every {rules.keep_every_steps} steps"
+        for commit in turns:
+            yield commit, "training was repeated from here"
     for commit in _best(whole, rules):
         yield commit, f"best {rules.best_metric}"
 
@@ -179,22 +182,33 @@ def _last_of_each(
             yield commit
 
 
-def _first_of_each(whole: Sequence[Candidate], steps: int) -> Iterator[Candidate]:
+def _first_of_each(
+    whole: Sequence[Candidate], steps: int
+) -> tuple[Iterable[Candidate], Iterable[Candidate]]:
     """The first commit of each interval of steps, in the line that ends with the newest commit.
 
     A commit is not in this line if a newer generation has a commit at its step or before: the training was
     repeated from there.
+
+    Returns:
+        The first commits, and those that show where the training was repeated.  Without the latter, the next
+        prune would count an abandoned commit, which a pin may keep, instead of the first one.
     """
     first: dict[int, Candidate] = {}
-    generation, low, barrier = 0, math.inf, math.inf
+    turns: dict[CommitKey, Candidate] = {}
+    generation = 0
+    lowest: Candidate | None = None
+    turn: Candidate | None = None
     for commit in whole:
         ref = commit.ref
         if ref.generation != generation:
-            generation, barrier = ref.generation, low
-        if ref.step < barrier:
-            low = ref.step
+            generation, turn = ref.generation, lowest
+        if turn is None or ref.step < turn.ref.step:
+            lowest = commit
             first[ref.step // steps] = commit
-    yield from first.values()
+        else:
+            turns[turn.key] = turn
+    return first.values(), turns.values()
 
 
 def _best(whole: Sequence[Candidate], rules: RetentionConfig) -> list[Candidate]:

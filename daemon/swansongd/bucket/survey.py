@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from operator import gt
 
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
@@ -73,6 +74,10 @@ class Objects:
     def stored_bytes(self, numbers: Iterable[int]) -> int:
         """Size of those of the objects that are stored."""
         return sum(self._sizes_bytes[number] for number in numbers if self._stored[number])
+
+    def count_except(self, named: bytearray) -> int:
+        """The number of :meth:`stored_except`."""
+        return sum(map(gt, self._stored, named))
 
     def stored_except(self, named: bytearray) -> Iterator[ObjectInfo]:
         """The stored objects whose number has no mark."""
@@ -223,12 +228,12 @@ def read_commits(
     """
     have: dict[object, ReadCommit] = {read.commit.identity: read for read in known}
     for _ in range(_ATTEMPTS):
-        listed = list_commits(store, keys)
-        fresh = [found for found in listed if found.identity not in have]
+        listed = {found.identity: found for found in list_commits(store, keys)}
+        fresh = [found for identity, found in listed.items() if identity not in have]
         read, failed = _read(store, keys, objects, fresh, progress=progress, stop=stop)
         have |= read
         if not failed:
-            return [have[found.identity] for found in listed]
+            return [have[identity] for identity in listed]
         if all(_is_there(store, commit) for commit, _ in failed):
             raise _unreadable(
                 store, [f"the commit {commit.ref} is damaged: {why}" for commit, why in failed]

@@ -65,6 +65,7 @@ def parallel(
 ) -> None:
     """Call ``function`` once for each task, in up to ``threads`` threads at a time.
 
+    ``tasks`` is read task by task, by one thread at a time.
     Returns when all calls have returned.  After the first error no further task begins.  Calls in progress
     are waited for, so that no thread still uses what the caller cleans up next; each call must have its own
     timeouts.
@@ -73,22 +74,25 @@ def parallel(
         Stopped: ``stop`` was set before all tasks were done.
         BaseException: the first error that ``function`` raised.
     """
-    left = iter(list(tasks))
+    left = iter(tasks)
     lock = threading.Lock()
     halt = threading.Event()
     errors: list[BaseException] = []
 
     def work() -> None:
         while not halt.is_set():
-            with lock:
-                if stop is not None and stop.is_set():
-                    errors.append(Stopped("stopped before it was done"))
-                    halt.set()
-                    return
-                try:
+            try:
+                with lock:
+                    if stop is not None and stop.is_set():
+                        raise Stopped("stopped before it was done")
                     task = next(left)
-                except StopIteration:
-                    return
+            except StopIteration:
+                return
+            except BaseException as error:  # raised below
+                with lock:
+                    errors.append(error)
+                halt.set()
+                return
             try:
                 function(task)
             except BaseException as error:  # raised below, in the thread of the caller

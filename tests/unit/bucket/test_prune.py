@@ -16,7 +16,7 @@ from swansongd.bucket.pins import Pin
 from swansongd.bucket.prune import Report, prune
 from swansongd.bucket.signing import Signer
 from swansongd.config.config import RetentionConfig
-from swansongd.errors import CorruptError, Permanent, Stopped, Transient
+from swansongd.errors import CorruptError, Locked, Permanent, Stopped, Transient
 from swansongd.model import CommitRef
 
 from testkit.committed import commit, named_shard
@@ -371,3 +371,33 @@ def test_all_nodes_of_a_commit_go_together(store: Clocked) -> None:
     report = run(store)
     assert report.verdicts[-1].nodes == 3
     assert not [key for key in store.objects if "/00000000/" in key]
+
+
+def test_a_report_of_locked_commits_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each commit that cannot be deleted costs the same, for any number of them."""
+
+    def comparisons(commits: int) -> int:
+        store = Clocked()
+        for step in range(commits):
+            store.commit(step, (commits - step + 1) * DAY_S)
+        store.delete = _refuse  # type: ignore[method-assign]
+        count = 0
+        equal = CommitRef.__eq__
+
+        def counted(self: CommitRef, other: object) -> bool:
+            nonlocal count
+            count += 1
+            return equal(self, other)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CommitRef, "__eq__", counted)
+            report = run(store)
+        assert sum(bool(verdict.remains) for verdict in report.verdicts) == commits - 1
+        return count
+
+    assert comparisons(40) < 3 * comparisons(20)
+
+
+def _refuse(key: str, *, if_tag: str = "") -> None:
+    del if_tag
+    raise Locked(key, until_unix_s=NOW_S + DAY_S)

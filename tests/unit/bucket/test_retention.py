@@ -133,6 +133,22 @@ def test_steps_count_in_the_line_that_ends_with_the_newest_commit() -> None:
     assert every == {0, 110, 210, 330, 460}
 
 
+def test_the_next_prune_chooses_the_same_first_commits() -> None:
+    """Also if a pin keeps an abandoned commit: the commit that shows where it was abandoned stays with it."""
+    start = whole(20, 9 * DAY_S, generation=1)
+    abandoned = whole(50, 9 * DAY_S, generation=1, pins=["paper"])
+    line = [whole(step, 8 * DAY_S, generation=2) for step in (40, 60)]
+    left = [start, abandoned, *line, whole(80, 3 * DAY_S, generation=3), whole(90, 0.0, 3)]
+    config = rules(keep_every_steps=50)
+    for _ in range(2):
+        found = kept(left, config)
+        assert {step for step, why in found.items() if "every 50 steps" in why} == {20, 60}
+        left = [commit for commit in left if commit.ref.step in found]
+    assert found[40] == ["training was repeated from here"]
+    without = [commit for commit in left if commit is not abandoned]
+    assert set(kept(without, config)) == {20, 60, 80, 90}
+
+
 def test_the_best_commits_stay() -> None:
     """By either direction; of equal ones the newest; never a known unhealthy one."""
     rated = [(1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1), (5, 2.0)]

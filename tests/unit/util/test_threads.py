@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterator
 
 import pytest
 from structlog.testing import CapturingLogger
@@ -117,3 +118,25 @@ def test_a_worker_with_a_full_queue_refuses_a_task_immediately() -> None:
     worker.start()
     held.set()
     until(lambda: worker.submit(held.wait), what="room")
+
+
+def test_tasks_are_read_one_by_one() -> None:
+    """A million tasks are never in memory together, and an error of their iterator is raised."""
+    ahead: list[int] = []
+    made = done = 0
+
+    def tasks() -> Iterator[int]:
+        nonlocal made
+        for number in range(10):
+            made += 1
+            yield number
+        raise ValueError("no further task")
+
+    def work(_task: int) -> None:
+        nonlocal done
+        ahead.append(made - done)
+        done += 1
+
+    with pytest.raises(ValueError, match="no further task"):
+        parallel(tasks(), work, threads=1)
+    assert ahead == [1] * 10

@@ -19,8 +19,9 @@ import stat
 import struct
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack, closing, contextmanager, suppress
+from itertools import islice
 from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
@@ -59,6 +60,8 @@ from swansongd.stores.file.tree import MARKER, RESERVED, TEMPORARY, Tree
 T = TypeVar("T")
 
 _UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
+PAGE_KEYS = 20_000
+"""Objects of a page, which is in memory."""
 _PUBLISH_ATTEMPTS = 100
 _DEPTH_MAX = 100
 _CLOCK_VALID_S = 600.0
@@ -150,11 +153,18 @@ class FileStore:
         return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        del token  # the first page has all entries
-        with errors_of(f"list {prefix}"), self._tree.chain() as fds:
-            found = sorted(_walk(fds[0], "", prefix, after, 0), key=lambda pair: pair[0])
+        after = max(after, token or "")
+        with (
+            errors_of(f"list {prefix}"),
+            self._tree.chain() as fds,
+            closing(_walk(fds[0], "", prefix, after, 0)) as keys,
+        ):
+            found = list(islice(keys, PAGE_KEYS))
         now_s = self._now_s() if found else None
-        return Page([_info(key, facts, now_s) for key, facts in found], None)
+        is_last = len(found) < PAGE_KEYS
+        return Page(
+            [_info(key, facts, now_s) for key, facts in found], None if is_last else found[-1][0]
+        )
 
     def folders(self, prefix: str, token: str | None) -> Folders:
         del token  # the first page has all names
@@ -458,19 +468,19 @@ def _time_at(dir_fd: int, modes: Modes) -> float:
 
 def _walk(
     dir_fd: int, above: str, prefix: str, after: str, depth: int
-) -> Iterator[tuple[str, os.stat_result]]:
-    """The objects below a directory whose keys begin with ``prefix``; links are left out.
+) -> Generator[tuple[str, os.stat_result], None, None]:
+    """The objects below a directory whose keys begin with ``prefix`` and come after ``after``, by key.
 
-    Directories whose keys all come before ``after`` are not read.
+    Links are left out.  Directories whose keys all come before ``after`` are not read.
     """
     if depth > _DEPTH_MAX:
         raise Permanent(f"more than {_DEPTH_MAX} nested directories: {above:.200}")
     with os.scandir(dir_fd) as entries:
-        for entry in entries:
+        for name, entry in sorted((_name_in_keys(entry), entry) for entry in entries):
             key = above + entry.name
             # An object that is deleted meanwhile is left out.
             with suppress(FileNotFoundError):
-                if entry.is_dir(follow_symlinks=False):
+                if name != entry.name:
                     below = f"{key}/"
                     is_wanted = below.startswith(prefix) or prefix.startswith(below)
                     is_wanted = is_wanted and (below > after or after.startswith(below))
@@ -482,10 +492,16 @@ def _walk(
                             os.close(fd)
                 elif (
                     key.startswith(prefix)
+                    and key > after
                     and key != MARKER
                     and entry.is_file(follow_symlinks=False)
                 ):
                     yield key, entry.stat(follow_symlinks=False)
+
+
+def _name_in_keys(entry: os.DirEntry[str]) -> str:
+    """The name as the keys below it have it, so that the order of names is that of keys."""
+    return f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
 
 
 def _receipt(number: int, value: int) -> PartReceipt:
