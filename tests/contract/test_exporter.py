@@ -14,7 +14,7 @@ from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 
 from testkit.store_backends import ONE_EACH, Cloud
-from tests.unit.bucket.test_lives import KEYS, a_run
+from tests.unit.bucket.test_lives import BEGUN_S, KEYS, a_run
 
 from .test_bucket_policies import Bucket
 
@@ -34,6 +34,7 @@ class Exporter:
             prices=None,
             stop=threading.Event(),
             monotonic=lambda: self.now_s,
+            wall=lambda: BEGUN_S + 5000,
         )
 
     def read(self) -> dict[str, int]:

@@ -9,13 +9,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter
 
-from swansong.bounds import BoundsError
-
-from swansongd.bucket import catalog, lives, wall
+from swansongd.bucket import catalog, lives
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.farewell import RecordedEvacuation
@@ -28,6 +27,7 @@ from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
 
 Progress = Callable[[int, int], None]
+ProgressOf = Callable[[str], AbstractContextManager[Progress | None]]
 
 COMMITS_MAX = 500
 EVACUATIONS_MAX = 20
@@ -44,6 +44,7 @@ class RecordedCommit:
     kind: CheckpointKind | None
     """None: a manifest is damaged, so all facts from manifests are missing."""
     created_wall_s: float | None
+    """When the last VM wrote its manifest."""
     size_bytes: int
     bytes_referenced: int
     """Bytes in objects that the flush of an earlier checkpoint has sent."""
@@ -104,20 +105,28 @@ def read(
     commits_max: int = COMMITS_MAX,
     evacuations_max: int = EVACUATIONS_MAX,
     lives_max: int = lives.LIVES_MAX,
+    progress_of: ProgressOf = lambda _: nullcontext(),
     stop: threading.Event | None = None,
 ) -> RunHistory:
     """The history of a run, at most this number of newest objects of each kind.
+
+    Args:
+        progress_of: the progress of reading ``farewells``, ``commits`` or ``resumptions``.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote.
         StoreError: a request to the store failed.
         Stopped: ``stop`` was set.
     """
-    return RunHistory(
-        commits=read_commits(store, keys, commits_max=commits_max, stop=stop),
-        evacuations=read_evacuations(store, keys, evacuations_max=evacuations_max, stop=stop),
-        lives=lives.read(store, keys, lives_max=lives_max, stop=stop),
-    )
+    with progress_of("farewells") as progress:
+        evacuated = read_evacuations(
+            store, keys, evacuations_max=evacuations_max, progress=progress, stop=stop
+        )
+    with progress_of("commits") as progress:
+        commits = read_commits(store, keys, commits_max=commits_max, progress=progress, stop=stop)
+    with progress_of("resumptions") as progress:
+        lived = lives.read(store, keys, lives_max=lives_max, progress=progress, stop=stop)
+    return RunHistory(commits=commits, evacuations=evacuated, lives=lived)
 
 
 def read_commits(
@@ -239,11 +248,10 @@ def _recorded(
             nodes=commit.nodes,
             is_whole=False,
         )
-    created_s = [_instant_s(manifest.created) for manifest in loaded]
     return RecordedCommit(
         ref=commit.ref,
         kind=loaded[0].kind,
-        created_wall_s=max((at_s for at_s in created_s if at_s is not None), default=None),
+        created_wall_s=lives.whole_since_s(loaded),
         size_bytes=sum(manifest.size_bytes for manifest in loaded),
         bytes_referenced=sum(_bytes_referenced(keys, manifest) for manifest in loaded),
         loss=merged_health([manifest.health for manifest in loaded]).get("loss"),
@@ -261,11 +269,3 @@ def _bytes_referenced(keys: RunKeys, manifest: Manifest) -> int:
         for extent in shard.extents
         if extent.object.key in referenced
     )
-
-
-def _instant_s(text: str) -> float | None:
-    """None if the text is not a time that a record can have."""
-    try:
-        return wall.required_s(text, "time")
-    except BoundsError:
-        return None

@@ -23,6 +23,7 @@ from swansongd.bucket import farewell as farewells
 from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
 from swansongd.core.ledger import Ending, LastReport, Life, Point, Resumption, ended_by, ending
 from swansongd.errors import CorruptError, NotFound, TooLarge
 from swansongd.stores.base import ObjectStore
@@ -58,7 +59,7 @@ class Records(Protocol):
         """The newest report of the training in a farewell of a generation."""
 
     def created_wall_s(self, commit: Commit) -> float | None:
-        """When the manifest of node 0 was created."""
+        """When the commit became whole."""
 
     def claimed_wall_s(self, generation: int) -> float | None:
         """When a generation was claimed."""
@@ -254,7 +255,7 @@ class _Stored:
 
     def created_wall_s(self, commit: Commit) -> float | None:
         try:
-            return instant_s(catalog.load_node(self.store, self.keys, commit, 0).created)
+            return whole_since_s(catalog.load(self.store, self.keys, commit))
         except CorruptError:
             return None
 
@@ -267,6 +268,12 @@ def newest_report(reports: Iterable[LastReport | None]) -> LastReport | None:
     """The newest of these reports of a generation; None without any."""
     found = [report for report in reports if report is not None]
     return max(found, key=lambda report: (report.wall_s, report.is_over), default=None)
+
+
+def whole_since_s(manifests: Iterable[Manifest]) -> float | None:
+    """When the last manifest of a commit was created; None without a valid time."""
+    created_s = [instant_s(manifest.created) for manifest in manifests]
+    return max((at_s for at_s in created_s if at_s is not None), default=None)
 
 
 def instant_s(text: str) -> float | None:

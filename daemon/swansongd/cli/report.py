@@ -11,12 +11,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from swansongd.bucket import history, lives, wall
+from swansongd.bucket import history, wall
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.history import RecordedCommit, RunHistory
 from swansongd.cli import loss as loss_command
 from swansongd.cli.common import add_json, add_run, note, print_json
-from swansongd.cli.opening import Opened, opened
+from swansongd.cli.opening import opened
 from swansongd.cli.prices import add_prices, money, prices_of
 from swansongd.cli.progress import Progress
 from swansongd.errors import ConfigError
@@ -61,7 +61,13 @@ def _count(text: str) -> int:
 def run(args: argparse.Namespace) -> int:
     prices = prices_of(args)
     with opened(args) as here:
-        found = _read(here, args.evacuations, is_quiet=args.json)
+        found = history.read(
+            here.store,
+            here.keys,
+            evacuations_max=args.evacuations,
+            progress_of=lambda what: Progress(f"reading {what}", what, is_quiet=args.json),
+            stop=here.stop,
+        )
         made = facts.report(
             found,
             run=here.keys.run,
@@ -81,18 +87,6 @@ def run(args: argparse.Namespace) -> int:
 
         show(made)
     return 0
-
-
-def _read(here: Opened, evacuations: int, *, is_quiet: bool) -> RunHistory:
-    with Progress("reading farewells", "farewells", is_quiet=is_quiet) as progress:
-        evacuated = history.read_evacuations(
-            here.store, here.keys, evacuations_max=evacuations, progress=progress, stop=here.stop
-        )
-    with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
-        commits = history.read_commits(here.store, here.keys, progress=progress, stop=here.stop)
-    with Progress("reading resumptions", "resumptions", is_quiet=is_quiet) as progress:
-        lived = lives.read(here.store, here.keys, progress=progress, stop=here.stop)
-    return RunHistory(commits=commits, evacuations=evacuated, lives=lived)
 
 
 def _write(path: Path, text: str) -> None:

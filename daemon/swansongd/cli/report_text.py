@@ -69,15 +69,16 @@ def _headline(report: Report) -> Iterator[Text]:
     yield Text(_cut(f"run {report.run}, {minute(report.written_wall_s)} UTC", WIDTH), "bold")
     newest = commits.newest_whole
     count = len(commits.commits) + commits.left_out
-    since = f"; {commits.unusable_since} newer ones are not whole" if commits.unusable_since else ""
     if newest is not None:
         sent = sum(commit.bytes_sent for commit in commits.commits)
         whole = sum(commit.size_bytes for commit in commits.commits)
         yield _fact(
             "commits",
             f"{count}; newest step {newest.ref.step}, {human_bytes(newest.size_bytes)}; "
-            f"sent {human_bytes(sent)} of {human_bytes(whole)}{since}",
+            f"sent {human_bytes(sent)} of {human_bytes(whole)}",
         )
+        if commits.unusable_since:
+            yield _fact("", f"{commits.unusable_since} newer ones are not whole")
     else:
         yield _fact("commits", f"{count}; none is whole" if count else "none")
     if loss is not None:

@@ -90,7 +90,8 @@ def run(args: argparse.Namespace) -> int:
         run_name = here.keys.run
         mirror = perhaps_mirror(here) if args.repair else None
         if mirror is not None:
-            outcomes += repair_manifests(store, here.keys, mirror, options)
+            with Progress("repairing manifests", "commits", is_quiet=is_quiet) as progress:
+                outcomes += repair_manifests(store, here.keys, mirror, options, progress=progress)
         with (
             Progress("reading manifests", "commits", is_quiet=is_quiet) as manifests,
             Progress("verify", is_quiet=is_quiet) as progress,
@@ -104,14 +105,17 @@ def run(args: argparse.Namespace) -> int:
                 options=replace(options, progress=progress),
             )
         if args.repair and findings.damaged:
-            with copies_in(here.config.staging.path / run_name) as local:
+            with (
+                copies_in(here.config.staging.path / run_name) as local,
+                Progress("repair", is_quiet=is_quiet) as progress,
+            ):
                 outcomes += repair(
                     store,
                     here.keys,
                     findings.damaged,
                     mirror=mirror,
                     local=local,
-                    options=options,
+                    options=replace(options, progress=progress),
                 )
     defects = remaining(findings.defects, outcomes)
     if args.json:

@@ -20,8 +20,6 @@ from swansongd.observe.loss import Interruption, Loss
 
 SETTLED_AFTER_S = 120.0
 """A verdict does not improve any more this long after the deadline, or after the farewell."""
-CLOCKS_DIFFER_S = 3600.0
-"""A farewell from further in the future has no time: it is unsigned, and clocks of VMs differ."""
 LOSS_PARTS = ("stall", "redone", *losses.PARTS)
 """The parts of the loss of a recorded interruption."""
 _MERIT = {
@@ -38,7 +36,7 @@ class CommitFacts:
     size_bytes: int
     """Over all nodes.  A part that several commits share counts in each of them."""
     created_wall_s: float | None
-    """When node 0 wrote its manifest; None if the manifest has no valid time."""
+    """When the last VM wrote its manifest; None if no manifest has a valid time."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,8 +109,9 @@ class _Evacuation:
     is_drill: bool
     verdict: Verdict
     until_wall_s: float
-    """Deadline, or the time of the newest farewell if that is later."""
+    """Earliest deadline of its farewells: a forged one with a far deadline must not hold a verdict back."""
     written_wall_s: float
+    """Time of the newest farewell."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +129,8 @@ def evacuations(
 ) -> Evacuations:
     """Count evacuations by their best verdict: one evacuation leaves several farewells.
 
-    An evacuation counts once its verdict cannot improve: it is SAFE, a newer generation is claimed, or its
+    The daemon may write LOST or PARTIAL before a better verdict, and never a worse one after it.  An
+    evacuation counts once its verdict cannot improve: it is SAFE, a newer generation is claimed, or its
     deadline is over.
 
     Args:
@@ -143,7 +143,7 @@ def evacuations(
         known = found.setdefault((each.generation, each.evacuation_id), fresh)
         known.is_drill = known.is_drill and each.is_drill
         known.verdict = max(known.verdict, each.verdict, key=_MERIT.__getitem__)
-        known.until_wall_s = max(known.until_wall_s, until_s)
+        known.until_wall_s = min(known.until_wall_s, until_s)
         known.written_wall_s = max(known.written_wall_s, each.written_wall_s)
     settled = dict.fromkeys(product(Verdict, (False, True)), 0)
     newest_wall_s: dict[tuple[Verdict, bool], float] = {}
@@ -153,8 +153,7 @@ def evacuations(
             continue
         outcome = one.verdict, one.is_drill
         settled[outcome] += 1
-        if one.written_wall_s <= now_wall_s + CLOCKS_DIFFER_S:
-            newest_wall_s[outcome] = max(newest_wall_s.get(outcome, 0.0), one.written_wall_s)
+        newest_wall_s[outcome] = max(newest_wall_s.get(outcome, 0.0), one.written_wall_s)
     return Evacuations(settled, newest_wall_s)
 
 

@@ -41,18 +41,33 @@ class HealthFigures:
     runs_left_out: int
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Reading:
+    """A reading at its end."""
+
+    is_up: bool
+    took_s: float
+    runs: int = 0
+    failing: int = 0
+    left_out: int = 0
+
+
 class StoreHealth:
-    """Collects the health of one store; safe to use from several threads."""
+    """Collects the health of one store; safe to use from several threads.
+
+    A store may also be the mirror of another one.  The last reading of each role counts: the store is up if
+    both succeeded.
+    """
 
     def __init__(self, url: str) -> None:
         self.url = url
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
-        self._is_up: bool | None = None
+        self._readings: dict[str, Reading] = {}
+        """By the URL of the store whose reader has read this one."""
         self._read_wall_s: float | None = None
         self._took_s: float | None = None
-        self._runs = self._runs_failing = self._runs_left_out = 0
 
     def requested(self, operation: str) -> None:
         with self._lock:
@@ -62,36 +77,27 @@ class StoreHealth:
         with self._lock:
             self._errors[kind_of(error)] += 1
 
-    def read(
-        self,
-        *,
-        is_up: bool,
-        took_s: float,
-        now_wall_s: float,
-        runs: int = 0,
-        failing: int = 0,
-        left_out: int = 0,
-    ) -> None:
-        """Record the end of a reading."""
+    def read(self, reading: Reading, *, by: str, now_wall_s: float) -> None:
+        """Record the end of a reading by the reader of the store with the URL ``by``."""
         with self._lock:
-            self._is_up = is_up
-            self._took_s = took_s
-            self._runs, self._runs_failing, self._runs_left_out = runs, failing, left_out
-            if is_up:
+            self._readings[by] = reading
+            self._took_s = reading.took_s
+            if reading.is_up:
                 self._read_wall_s = now_wall_s
 
     def figures(self) -> HealthFigures:
         with self._lock:
+            readings = self._readings.values()
             return HealthFigures(
                 url=self.url,
-                is_up=self._is_up,
+                is_up=all(each.is_up for each in readings) if readings else None,
                 read_wall_s=self._read_wall_s,
                 took_s=self._took_s,
                 requests={name: self._requests[name] for name in OPERATIONS},
                 errors={kind: self._errors[kind] for kind in ERRORS},
-                runs=self._runs,
-                runs_failing=self._runs_failing,
-                runs_left_out=self._runs_left_out,
+                runs=sum(each.runs for each in readings),
+                runs_failing=sum(each.failing for each in readings),
+                runs_left_out=sum(each.left_out for each in readings),
             )
 
 

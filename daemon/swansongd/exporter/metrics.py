@@ -144,7 +144,7 @@ def _commit_metrics(runs: Runs) -> Iterator[Metric]:
 def _evacuation_metrics(runs: Runs) -> Iterator[Metric]:
     yield _counter(
         "swansong_run_evacuations_total",
-        "Evacuations by their last verdict, of all VMs of the run",
+        "Evacuations by their best verdict, of all VMs of the run",
         (*_RUN, "verdict", "drill"),
         _by_verdict(runs, lambda found: found.evacuations.settled),
     )

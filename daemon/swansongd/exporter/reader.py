@@ -17,9 +17,9 @@ import structlog
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.config.values import InvalidValue, run_name
-from swansongd.errors import CorruptError, Stopped, StoreError
+from swansongd.errors import Stopped, StoreError, SwansongError
 from swansongd.exporter.figures import RunFigures
-from swansongd.exporter.health import ReadOnly, StoreHealth
+from swansongd.exporter.health import Reading, ReadOnly, StoreHealth
 from swansongd.exporter.listing import listed
 from swansongd.exporter.run import RunReader
 from swansongd.observe.cost import Prices
@@ -113,17 +113,13 @@ class StoreReader:
 
     def _run(self) -> None:
         while not self._stop.is_set():
-            try:
-                self.read()
-            except Exception as error:  # the next reading may succeed
-                self._health.failed(error)
-                _log.exception("exporter_fault", store=self.url)
+            self.read()
             self._stop.wait(self._interval_s)
 
     def read(self) -> bool:
         """Read the runs that are due; False if the store, a run or the mirror failed."""
         began_mono_s = self._monotonic()
-        reading = _Reading()
+        counts = _Counts()
         due: list[str] = []
         try:
             names = self._names()
@@ -131,34 +127,37 @@ class StoreReader:
             due = [name for name in names if self._due_mono_s.get(name, 0.0) <= began_mono_s]
             parallel(
                 due,
-                lambda name: self._read_run(name, reading),
+                lambda name: self._read_run(name, counts),
                 threads=min(RUNS_AT_ONCE, len(due)),
                 stop=self._stop,
             )
         except Stopped:
             return False
         except StoreError as error:
-            reading.failures += 1
+            counts.failures += 1
             _log.warning("runs_not_listed", store=self.url, reason=error.line())
+        except Exception as error:  # the next reading may succeed
+            counts.failures += 1
+            self._health.failed(error)
+            _log.exception("exporter_fault", store=self.url)
         now_wall_s = self._wall()
         took_s = self._monotonic() - began_mono_s
         with self._lock:
             runs, failing = len(self._figures), len(self._failing)
             left_out = len(self._left_out)
             is_refused = bool(due) and self._failing.issuperset(due)
-        self._health.read(
-            is_up=not reading.failures and not is_refused,
+        done = Reading(
+            is_up=not counts.failures and not is_refused,
             took_s=took_s,
-            now_wall_s=now_wall_s,
             runs=runs,
             failing=failing,
             left_out=left_out,
         )
-        if self._mirror_health is not None and reading.has_mirror:
-            self._mirror_health.read(
-                is_up=not reading.mirror_failures, took_s=took_s, now_wall_s=now_wall_s
-            )
-        return not (reading.failures or failing or reading.mirror_failures)
+        self._health.read(done, by=self.url, now_wall_s=now_wall_s)
+        if self._mirror_health is not None and counts.has_mirror:
+            mirrored = Reading(is_up=not counts.mirror_failures, took_s=took_s)
+            self._mirror_health.read(mirrored, by=self.url, now_wall_s=now_wall_s)
+        return not (counts.failures or failing or counts.mirror_failures)
 
     # ------------------------------------------------------------ the names of the runs
 
@@ -194,11 +193,11 @@ class StoreReader:
 
     # ------------------------------------------------------------ one run
 
-    def _read_run(self, name: str, reading: _Reading) -> None:
-        if reading.failures >= FAILURES_MAX:
+    def _read_run(self, name: str, counts: _Counts) -> None:
+        if counts.failures >= FAILURES_MAX:
             return
         try:
-            self._refresh(name, reading)
+            self._refresh(name, counts)
             with self._lock:
                 self._failing.discard(name)
         except Stopped:
@@ -206,7 +205,7 @@ class StoreReader:
         except StoreError as error:  # the attempts were counted
             _log.warning("run_not_read", store=self.url, run=name, reason=error.line())
             if error.retryable:
-                reading.failures += 1
+                counts.failures += 1
             else:
                 self._give_up(name)
         except Exception as error:
@@ -219,7 +218,7 @@ class StoreReader:
             self._failing.add(name)
             self._due_mono_s[name] = self._monotonic() + REFUSED_S
 
-    def _refresh(self, name: str, reading: _Reading) -> None:
+    def _refresh(self, name: str, counts: _Counts) -> None:
         keys = RunKeys(name, self._source.signer)
         listing = listed(self._store, keys)
         if not listing.is_run:
@@ -231,7 +230,7 @@ class StoreReader:
             return
         found = reader.read(listing, self._wall())
         if self._mirror is not None:
-            found = self._with_mirror(found, reader, self._mirror, reading)
+            found = self._with_mirror(found, reader, self._mirror, counts)
         with self._lock:
             self._figures[name] = found
         self._postpone(name, (listing.newest_age_s or 0.0) / IDLE_SHARE)
@@ -275,24 +274,30 @@ class StoreReader:
             self._due_mono_s[name] = self._monotonic() + wait_s
 
     def _with_mirror(
-        self, found: RunFigures, reader: RunReader, mirror: ObjectStore, reading: _Reading
+        self, found: RunFigures, reader: RunReader, mirror: ObjectStore, counts: _Counts
     ) -> RunFigures:
         """The figures with the lag of the mirror; if the mirror fails, with the old lag."""
-        reading.has_mirror = True
+        counts.has_mirror = True
         try:
             return replace(found, mirror=reader.mirror_lag(mirror, found.generation))
-        except (StoreError, CorruptError) as error:
-            reading.mirror_failures += 1
-            if isinstance(error, CorruptError) and self._mirror_health is not None:
-                self._mirror_health.failed(error)
-            _log.warning("mirror_lag_unknown", store=mirror.url, run=found.run, reason=error.line())
+        except Stopped:
+            raise
+        except Exception as error:
+            counts.mirror_failures += 1
+            if not isinstance(error, StoreError) and self._mirror_health is not None:
+                self._mirror_health.failed(error)  # requests that failed were counted
+            if isinstance(error, SwansongError):
+                reason = error.line()
+                _log.warning("mirror_lag_unknown", store=mirror.url, run=found.run, reason=reason)
+            else:
+                _log.exception("exporter_fault", store=mirror.url, run=found.run)
         with self._lock:
             old = self._figures.get(found.run)
         return found if old is None else replace(found, mirror=old.mirror)
 
 
 @dataclass(slots=True)
-class _Reading:
+class _Counts:
     """Counts of one reading.  Threads may lose a count, and a failure is never lost."""
 
     failures: int = 0

@@ -38,6 +38,9 @@ _log = structlog.get_logger(__name__)
 AGAIN_AFTER_S = 3600.0
 """An object that is not valid is read again after this time: a right may have been missing."""
 
+CLOCKS_DIFFER_S = 3600.0
+"""A farewell with a time further in the future is not valid: it is unsigned, and clocks of VMs differ."""
+
 DRILL = "drill"
 """Source of a drill."""
 
@@ -119,20 +122,21 @@ class RunRecords:
         self._stop = stop
         self._monotonic = monotonic
         self._listing = Listing()
+        self._now_wall_s = 0.0
         self._commits: Memory[CommitFacts] = Memory()
         self._farewells: Memory[FarewellFacts] = Memory()
         self._resumptions: Memory[Resumption] = Memory()
         self._claims: Memory[float | None] = Memory()
         self._reports: dict[int, LastReport] = {}
 
-    def refresh(self, listing: Listing) -> None:
+    def refresh(self, listing: Listing, now_wall_s: float) -> None:
         """Read the objects of the listing that were not read before.
 
         Raises:
             StoreError: a request to the store failed.
             Stopped: ``stop`` was set.
         """
-        self._listing = listing
+        self._listing, self._now_wall_s = listing, now_wall_s
         self._refresh_commits([commit for commit in listing.commits if commit.is_complete])
         self._refresh(self._farewells, listing.farewells, farewells.BYTES_MAX, self._farewell)
         self._refresh(
@@ -274,6 +278,9 @@ class RunRecords:
         found = farewells.decode(data)
         if (found.run, found.generation) != (self._keys.run, self._keys.parse_farewell(key)):
             raise CorruptError(f"{key} is the farewell of another generation")
+        stepped_wall_s = 0.0 if found.training is None else found.training.wall_s
+        if max(found.written_wall_s, stepped_wall_s) > self._now_wall_s + CLOCKS_DIFFER_S:
+            raise CorruptError(f"{key} has a time in the future")
         return FarewellFacts(
             generation=found.generation,
             evacuation_id=found.evacuation_id,
@@ -332,5 +339,5 @@ def _facts_of(commit: Commit, manifests: Sequence[Manifest]) -> CommitFacts:
         ref=commit.ref,
         kind=manifests[0].kind,
         size_bytes=sum(manifest.size_bytes for manifest in manifests),
-        created_wall_s=lives.instant_s(manifests[0].created),
+        created_wall_s=lives.whole_since_s(manifests),
     )

@@ -62,7 +62,7 @@ class RunReader:
             StoreError: a request to the store failed.
             Stopped: ``stop`` was set.
         """
-        self._records.refresh(listing)
+        self._records.refresh(listing, now_wall_s)
         records = self._records
         whole = records.whole
         counts, sizes_bytes = figures.by_kind(whole)

@@ -191,7 +191,7 @@ FAMILIES = (
     ),
     _counter(
         "swansong_gpu_xid_errors_total",
-        "Xid messages of the kernel log, by class: application, degraded or dying",
+        "Xids of the kernel log or of NVML, by class: application, degraded or dying",
         "gpu",
         "class",
     ),

@@ -32,7 +32,7 @@ from swansongd.util import unix
 from swansongd.util.rates import LogLimit, TokenBucket
 
 CONNECTIONS_MAX = 16
-"""Open connections; a further one closes the oldest."""
+"""Connections with a thread; a further one ends the oldest, and is refused while that thread still runs."""
 CONNECTION_S_MAX = 10.0
 """Time after which a connection is closed: the default timeout of a scrape."""
 CONNECTIONS_AT_ONCE, CONNECTIONS_PER_S = 40.0, 20.0
@@ -40,6 +40,8 @@ HEAD_BYTES_MAX = 16 * 2**10
 TEXTFILE_INTERVAL_S = 15.0
 _RETRY_S = 10.0
 _POLL_S = 0.5
+_ROOM_S = 0.5
+"""Time in which the thread of a connection that was ended gives its place to a new one."""
 _FAULT_LINE_EVERY_S = 60.0
 
 _log = structlog.get_logger(__name__)
@@ -221,9 +223,12 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
         listener.settimeout(_POLL_S)
         self.socket = listener
         self._stop = stop
-        self._lock = threading.Lock()
+        self._changed = threading.Condition()
+        """Guards both tables of connections."""
         self._open: dict[socket.socket, float] = {}
-        """When each connection was accepted, the oldest first."""
+        """When each connection with a thread was accepted, the oldest first."""
+        self._ended: set[socket.socket] = set()
+        """Those of them that were ended, and whose threads still run."""
         self._rate = TokenBucket(CONNECTIONS_AT_ONCE, CONNECTIONS_PER_S)
         self._faults = LogLimit(burst=1, interval_s=_FAULT_LINE_EVERY_S)
 
@@ -250,15 +255,28 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
         return connection, ("client", 0)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        with self._lock:
-            self._open[request] = time.monotonic()
-            if len(self._open) > CONNECTIONS_MAX:
-                _end(next(iter(self._open)))
-        super().process_request(request, client_address)
+        if self._has_room():
+            with self._changed:
+                self._open[request] = time.monotonic()
+            super().process_request(request, client_address)
+        else:
+            request.close()
+
+    def _has_room(self) -> bool:
+        """Whether another thread may start, after the oldest connection was ended if necessary."""
+        with self._changed:
+            if len(self._open) < CONNECTIONS_MAX:
+                return True
+            oldest = next((each for each in self._open if each not in self._ended), None)
+            if oldest is not None:
+                self._end(oldest)
+            return self._changed.wait_for(lambda: len(self._open) < CONNECTIONS_MAX, _ROOM_S)
 
     def close_request(self, request: Any) -> None:
-        with self._lock:
+        with self._changed:
             self._open.pop(request, None)
+            self._ended.discard(request)
+            self._changed.notify()
         request.close()
 
     def handle_error(self, request: Any, client_address: Any) -> None:  # noqa: ARG002
@@ -269,16 +287,16 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
         self.socket.close()
 
     def _close_old(self) -> None:
-        with self._lock:
+        with self._changed:
             for connection, accepted_mono_s in self._open.items():
                 if time.monotonic() - accepted_mono_s > CONNECTION_S_MAX:
-                    _end(connection)
+                    self._end(connection)
 
-
-def _end(connection: socket.socket) -> None:
-    """Make each call that blocks on this connection return."""
-    with suppress(OSError):
-        connection.shutdown(socket.SHUT_RDWR)
+    def _end(self, connection: socket.socket) -> None:
+        """Make each call that blocks on this connection return."""
+        self._ended.add(connection)
+        with suppress(OSError):
+            connection.shutdown(socket.SHUT_RDWR)
 
 
 class Textfile:
@@ -319,9 +337,10 @@ class Textfile:
 
     def _run(self) -> None:
         is_failing = False
+        own: os.stat_result | None = None
         while not self._stop.is_set():
             try:
-                write_textfile(self._path, self._registry)
+                own = write_textfile(self._path, self._registry)
                 is_failing = False
             except Exception as error:
                 if not is_failing:
@@ -331,11 +350,18 @@ class Textfile:
                 is_failing = True
             self._stop.wait(self._interval_s)
         with suppress(OSError):
-            os.unlink(self._path)
+            # Another daemon may have replaced the file since, and may have got the same inode number.
+            now = os.lstat(self._path)
+            if (
+                own is not None
+                and os.path.samestat(now, own)
+                and now.st_mtime_ns == own.st_mtime_ns
+            ):
+                os.unlink(self._path)
 
 
-def write_textfile(path: Path, registry: CollectorRegistry) -> None:
-    """Replace the file; a reader sees the old one or the new one, never a part.
+def write_textfile(path: Path, registry: CollectorRegistry) -> os.stat_result:
+    """Replace the file, and return the status of the new one; a reader never sees a part.
 
     Not :func:`prometheus_client.write_to_textfile`: with the umask of the daemon, its file is closed to
     node_exporter, and it leaves a temporary file for each process that died.
@@ -350,5 +376,8 @@ def write_textfile(path: Path, registry: CollectorRegistry) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
     with open(os.open(temporary, flags, 0o600), "wb") as file:
         file.write(data)
+        file.flush()
         os.fchmod(file.fileno(), 0o644)
+        written = os.fstat(file.fileno())
     os.replace(temporary, path)
+    return written

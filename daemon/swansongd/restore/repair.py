@@ -19,7 +19,7 @@ from __future__ import annotations
 import os
 import tempfile
 import threading
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -42,7 +42,7 @@ from swansongd.model import CommitRef, Extent, StoredObject, StoredShard
 from swansongd.restore.local_files import LocalCopies
 from swansongd.restore.reader import OpenLocal, ReadOptions
 from swansongd.restore.stored_parts import StoredPart, gaps, parts_of
-from swansongd.restore.verify import Defect, each_commit
+from swansongd.restore.verify import ByteCounter, Defect, each_commit
 from swansongd.stores.base import WINDOW_BYTES, BytesSink, ObjectStore
 from swansongd.util.threads import parallel
 
@@ -90,6 +90,12 @@ class _Plan:
     parts: dict[StoredPart, _Place] = field(default_factory=dict)
     refs: set[CommitRef] = field(default_factory=set)
 
+    @property
+    def own(self) -> list[Extent]:
+        """The pieces of parts that lie in this object."""
+        pieces = (piece for part in self.parts for piece in part.pieces)
+        return [piece for piece in pieces if piece.object.key == self.stored.key]
+
 
 def repair(
     store: ObjectStore,
@@ -101,6 +107,9 @@ def repair(
     options: ReadOptions,
 ) -> list[RepairOutcome]:
     """Rebuild these objects from intact copies.  An object that no commit names any more is left out.
+
+    Args:
+        options: with the progress, which is called with the bytes that were found intact.
 
     Raises:
         StoreError: a store failed.
@@ -115,7 +124,9 @@ def repair(
         part.digest: [] for plan in plans.values() for part in plan.parts
     }
     each(partial(_find_copies, plans, copies), [])
-    rebuilding = _Rebuilding(store, options, copies=copies, mirror=mirror, local=local)
+    total_bytes = sum(piece.size_bytes for plan in plans.values() for piece in plan.own)
+    counter = ByteCounter(total_bytes, options.progress, options.stop)
+    rebuilding = _Rebuilding(store, options, counter, copies=copies, mirror=mirror, local=local)
     done = []
     for plan in plans.values():
         present = [ref for ref in plan.refs if catalog.list_commits(store, keys, ref)]
@@ -130,9 +141,17 @@ def repair(
 
 
 def repair_manifests(
-    store: ObjectStore, keys: RunKeys, mirror: ObjectStore, options: ReadOptions
+    store: ObjectStore,
+    keys: RunKeys,
+    mirror: ObjectStore,
+    options: ReadOptions,
+    *,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[RepairOutcome]:
     """Replace each damaged manifest by that of the mirror.  A missing one is not a commit: it stays away.
+
+    Args:
+        progress: called with the number of commits whose manifests were read, and of all commits.
 
     Raises:
         StoreError: a store failed.
@@ -146,7 +165,7 @@ def repair_manifests(
         commits,
         lambda _commit, _shards: None,
         unread,
-        progress=None,
+        progress=progress,
         stop=options.stop,
     )
     refs = {defect.ref for defect in unread}
@@ -223,6 +242,7 @@ class _Rebuilding:
         self,
         store: ObjectStore,
         options: ReadOptions,
+        counter: ByteCounter,
         *,
         copies: Mapping[bytes, Sequence[StoredPart]],
         mirror: ObjectStore | None,
@@ -234,6 +254,7 @@ class _Rebuilding:
         self._mirror = mirror
         self._local = local
         self._options = options
+        self._counter = counter
 
     def repaired(self, plan: _Plan, commits: Sequence[CommitRef]) -> RepairOutcome:
         """Rebuild and replace the object; the outcome has the reason if that is impossible."""
@@ -275,12 +296,7 @@ class _Rebuilding:
         stored = plan.stored
         os.ftruncate(fd, stored.size_bytes)
         copied_bytes: dict[str, int] = {}
-        own = [
-            (piece.offset_bytes, piece.size_bytes)
-            for part in plan.parts
-            for piece in part.pieces
-            if piece.object.key == stored.key
-        ]
+        own = [(piece.offset_bytes, piece.size_bytes) for piece in plan.own]
         unnamed = gaps(own, stored.size_bytes)
         if unnamed and self._is_wrong(stored):
             size_bytes = sum(size for _, size in unnamed)
@@ -305,6 +321,7 @@ class _Rebuilding:
                     source = "object" if is_intact else origin
                     with self._lock:
                         copied_bytes[source] = copied_bytes.get(source, 0) + piece.size_bytes
+                    self._counter.add(piece.size_bytes)
                 at_bytes += piece.size_bytes
 
         parallel(list(plan.parts), one, threads=_THREADS, stop=self._options.stop)

@@ -218,7 +218,7 @@ def read_parts(
         Stopped: ``options.stop`` was set.
     """
     bad: dict[StoredPart, str] = {}
-    counter = _Counter(sum(part.size_bytes for part in parts), options.progress, options.stop)
+    counter = ByteCounter(sum(part.size_bytes for part in parts), options.progress, options.stop)
 
     def one(run: list[StoredPart]) -> None:
         sink = _RunSink([part.size_bytes for part in run], counter)
@@ -249,7 +249,7 @@ def _span(run: Sequence[StoredPart]) -> Extent:
     return replace(first, size_bytes=sum(part.size_bytes for part in run))
 
 
-class _Counter:
+class ByteCounter:
     """Counts bytes over all threads."""
 
     def __init__(
@@ -274,7 +274,7 @@ class _Counter:
 class _RunSink:
     """Takes the bytes of neighbouring parts, or of one part piece by piece, and hashes each part."""
 
-    def __init__(self, sizes_bytes: Sequence[int], counter: _Counter) -> None:
+    def __init__(self, sizes_bytes: Sequence[int], counter: ByteCounter) -> None:
         self._sizes_bytes = sizes_bytes
         self._counter = counter
         self._digests: list[bytes] = []

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -160,6 +161,12 @@ def test_the_whole_history(store: MemoryStore) -> None:
     """Commits, evacuations and lives of one run."""
     committed.commit(store, {"a": b"12345"}, step=100)
     farewell(store, 1, "t")
-    found = history.read(store, KEYS)
+    kinds: list[str] = []
+
+    def progress_of(kind: str) -> AbstractContextManager[history.Progress]:
+        return nullcontext(lambda _done, _total: kinds.append(kind))
+
+    found = history.read(store, KEYS, progress_of=progress_of)
+    assert set(kinds) == {"farewells", "commits"}
     assert (len(found.commits.commits), len(found.evacuations.evacuations)) == (1, 1)
     assert found.lives.lives == ()

@@ -70,18 +70,23 @@ def test_a_verdict_that_may_improve_does_not_count_yet() -> None:
     assert settled([*partial, farewell("a", Verdict.SAFE, 9)], at_s=10) == {"SAFE": 1}
 
 
-def test_a_time_in_the_future_is_no_time() -> None:
-    """A forged farewell, or a VM with another clock, would keep an alert on LOST firing for years."""
-    found = figures.evacuations(
-        [
-            farewell("a", Verdict.LOST, 5, generation=1),
-            farewell("b", Verdict.LOST, 1e9, generation=1),
-        ],
-        generation=2,
-        now_wall_s=NOW_S + 8,
-    )
-    assert found.newest_wall_s == {(Verdict.LOST, False): NOW_S + 5}
-    assert found.settled[Verdict.LOST, False] == 2
+@pytest.mark.fault("OX03")
+@pytest.mark.parametrize(
+    "forged",
+    [
+        farewell("a", Verdict.LOST, 2, deadline_s=1e9),
+        farewell("a", Verdict.PARTIAL, 2, deadline_s=1e9),
+        farewell("a", Verdict.LOST, 2, is_drill=True),
+    ],
+    ids=["far deadline", "another verdict", "drill"],
+)
+def test_no_forged_farewell_of_the_same_evacuation_holds_its_verdict_back(
+    forged: FarewellFacts,
+) -> None:
+    """The evacuation counts when the deadline of the genuine farewell is over, and as no drill."""
+    genuine = farewell("a", Verdict.LOST, 1)
+    for each in ([genuine, forged], [forged, genuine]):
+        assert settled(each, at_s=61 + figures.SETTLED_AFTER_S) == {forged.verdict.value: 1}
 
 
 def test_the_newest_time_of_each_verdict() -> None:

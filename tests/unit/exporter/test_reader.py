@@ -12,12 +12,12 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
-from swansongd.bucket import lives, pins
+from swansongd.bucket import history, lives, pins, wall
 from swansongd.bucket.pins import Pin
 from swansongd.bucket.signing import Signer
 from swansongd.errors import Permanent, Transient
 from swansongd.exporter import listing, reader, records
-from swansongd.exporter.health import StoreHealth
+from swansongd.exporter.health import Reading, StoreHealth
 from swansongd.exporter.metrics import ExporterCollector
 from swansongd.exporter.reader import Source, StoreReader
 from swansongd.model import CheckpointKind, CommitRef
@@ -290,6 +290,46 @@ def test_a_store_that_refuses_all_runs_is_down(store: MemoryStore) -> None:
 
 
 @pytest.mark.fault("OX02")
+def test_a_first_reading_with_a_fault_of_ours_shows_the_store_down(store: MemoryStore) -> None:
+    """An alert on store_up needs a sample, also if no reading has ended without an unexpected error."""
+    rig = Rig(store)
+    store.before = failing("", lambda: ZeroDivisionError("a fault"))
+    assert not rig.read()
+    found = rig.metrics()
+    assert found["swansong_exporter_store_up", ()] == 0
+    assert found["swansong_exporter_errors_total", ("unexpected",)] == 1
+
+
+@pytest.mark.fault("OX02")
+def test_a_fault_while_the_mirror_is_read_shows_the_mirror_down(store: MemoryStore) -> None:
+    """The figures of the run stay, and the store is up."""
+    mirror = MemoryStore()
+    mirror.url = "memory://mirror"
+    mirror.before = failing("", lambda: ZeroDivisionError("a fault"))
+    rig = Rig(store, mirror=mirror)
+    assert not rig.read()
+    assert rig.metrics()["swansong_exporter_store_up", ()] == 1
+    assert rig.metrics()["swansong_run_generation", ("r",)] == 3
+    assert rig.mirror_health is not None
+    assert rig.mirror_health.figures().is_up is False
+
+
+def test_a_mirror_that_is_also_a_store_keeps_its_own_counts() -> None:
+    """Each role has its last reading; the store is up if both succeeded."""
+    health = StoreHealth("memory://b")
+    health.read(
+        Reading(is_up=True, took_s=1.0, runs=3, failing=2, left_out=1),
+        by="memory://b",
+        now_wall_s=1.0,
+    )
+    for is_up in (True, False, True):
+        health.read(Reading(is_up=is_up, took_s=1.0), by="memory://a", now_wall_s=2.0)
+        found = health.figures()
+        assert (found.runs, found.runs_failing, found.runs_left_out) == (3, 2, 1)
+        assert found.is_up is is_up
+
+
+@pytest.mark.fault("OX02")
 @pytest.mark.usefixtures("_impatient")
 def test_a_mirror_that_fails_leaves_the_lag(store: MemoryStore) -> None:
     """The lag is that of the last reading of the mirror, and the store is up."""
@@ -357,6 +397,47 @@ def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
     assert rig.requests["get"] == 0
     assert rig.read(after_s=records.AGAIN_AFTER_S)
     assert 0 < rig.requests["get"] < 10
+
+
+def lost(store: MemoryStore, stamp: str, *, evacuation: str = "e9", **fields: object) -> None:
+    """A farewell LOST of the second VM, written 500 s after the start of the run."""
+    farewell(store, 2, 160, BEGUN_S + 500, over=False, stamp=stamp)
+    key = KEYS.farewell(2, stamp)
+    body = json.loads(store.objects[key]) | {"evacuation": evacuation, "verdict": "LOST"}
+    store.objects[key] = json.dumps(body | fields).encode()
+
+
+@pytest.mark.fault("OX03")
+@pytest.mark.parametrize("evacuation", ["e9", "other"])
+def test_a_forged_farewell_of_the_future_hides_no_lost_evacuation(
+    store: MemoryStore, evacuation: str
+) -> None:
+    """It is not valid, and the genuine one counts with its own time, also in the same evacuation."""
+    lost(store, "t1")
+    lost(store, "t2", evacuation=evacuation, written="2099-01-01T00:00:00Z")
+    lost(store, "t3", evacuation=evacuation, written="2099-01-01T00:00:00Z", verdict="SAFE")
+    rig = Rig(store)
+    assert rig.read()
+    found = rig.metrics()
+    name = "swansong_run_last_evacuation_timestamp_seconds"
+    assert found[name, ("r", "LOST", "no")] == BEGUN_S + 500
+    assert found["swansong_run_evacuations_total", ("r", "LOST", "no")] == 1
+    assert found["swansong_run_damaged_objects", ("r", "farewell")] == 2
+
+
+def test_a_commit_is_as_old_as_its_last_manifest(store: MemoryStore) -> None:
+    """It became whole then, for the exporter and for the report."""
+    for node, created in enumerate(("2027-02-01T00:00:00Z", "2027-02-01T00:01:00Z")):
+        committed.commit(
+            store, {"a": b"1"}, generation=3, step=800, node=node, nodes=2, created=created
+        )
+    rig = Rig(store)
+    assert rig.read()
+    newest = history.read_commits(store, KEYS).newest_whole
+    assert newest is not None
+    created_s = wall.required_s("2027-02-01T00:01:00Z", "created")
+    assert newest.created_wall_s == created_s
+    assert rig.metrics()["swansong_run_last_commit_timestamp_seconds", ("r",)] == created_s
 
 
 @pytest.mark.fault("OX03")

@@ -123,23 +123,75 @@ def test_only_get_is_answered_with_metrics(rig: Rig) -> None:
 
 @pytest.mark.fault("OM01")
 def test_slow_clients_hold_up_no_scrape(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With more silent connections than the limit a scrape still succeeds, and the threads stay bounded."""
+    """With more silent connections than the limit a scrape still succeeds, and the oldest one is closed."""
     monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
     served = rig.serve()
-    before = threading.active_count()
     silent = []
     for _ in range(exposition.CONNECTIONS_MAX + 4):
         silent.append(connected(served))
         silent[-1].sendall(b"GET /metrics HTTP/1.1\r\nAccept: ")
     assert scrape(served)[0] == 200
-    until(
-        lambda: threading.active_count() - before <= exposition.CONNECTIONS_MAX,
-        what="the oldest connections are closed",
-    )
     silent[0].settimeout(30)
     assert silent[0].recv(1) == b""
     for each in silent:
         each.close()
+
+
+@pytest.fixture
+def server(rig: Rig) -> Iterator[exposition._Server]:
+    made = exposition._Server(
+        exposition.open_listener(LOOPBACK, key="metrics.listen"), registry_of(rig.one), rig.stop
+    )
+    made.socket.settimeout(0.02)
+    thread = threading.Thread(target=made.serve_until_stop)
+    thread.start()
+    yield made
+    rig.stop.set()
+    thread.join(30)
+    made.server_close()
+
+
+def asked(server: exposition._Server) -> socket.socket:
+    """A connection with a request."""
+    client = socket.create_connection(server.socket.getsockname(), timeout=30)
+    client.sendall(b"GET /metrics HTTP/1.0\r\n\r\n")
+    return client
+
+
+def outcome(client: socket.socket) -> bytes:
+    """The first bytes of the reply; empty if the connection was closed without one."""
+    with client, suppress(ConnectionResetError):
+        return client.recv(4)
+    return b""
+
+
+@pytest.mark.fault("OM01")
+def test_connections_are_refused_while_all_threads_wait_for_a_reply(
+    server: exposition._Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A collector that hangs costs no further thread for each scrape, and scrapes succeed after it."""
+    monkeypatch.setattr(exposition, "CONNECTIONS_MAX", 3)
+    monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 1000.0)
+    monkeypatch.setattr(exposition, "_ROOM_S", 0.01)
+    with server.generating:
+        waiting = [asked(server) for _ in range(3)]
+        until(lambda: len(server._open) == 3, what="three threads")
+        assert [outcome(asked(server)) for _ in range(2)] == [b"", b""]
+        assert len(server._open) == 3
+    assert [outcome(each) for each in waiting] == [b"", b"", b"HTTP"]
+    assert outcome(asked(server)) == b"HTTP"
+    until(lambda: not server._open and not server._ended, what="no connection is remembered")
+
+
+@pytest.mark.fault("OM01")
+def test_no_thread_waits_for_a_reply_without_end(
+    server: exposition._Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its connection is closed while the reply before it is still computed."""
+    monkeypatch.setattr(exposition, "CONNECTION_S_MAX", 0.05)
+    with server.generating:
+        assert outcome(asked(server)) == b""
+        until(lambda: not server._open, what="the end of the thread")
 
 
 @pytest.mark.fault("OM01")
@@ -286,3 +338,18 @@ def test_a_textfile_that_cannot_be_written_is_tried_again(rig: Rig, tmp_path: Pa
     until(path.exists, what="the textfile")
     rig.stop.set()
     assert written.removed(30)
+
+
+def test_a_textfile_of_another_daemon_stays(rig: Rig, tmp_path: Path) -> None:
+    """A daemon that ends removes only the file that it wrote last."""
+    path = tmp_path / "swansong.prom"
+    ending = Textfile(
+        path, registry_of(rig.one), key="metrics.textfile", stop=rig.stop, interval_s=1000
+    )
+    ending.start()
+    until(path.exists, what="the textfile")
+    rig.one.value = 2.0
+    exposition.write_textfile(path, registry_of(rig.one))
+    rig.stop.set()
+    assert ending.removed(30)
+    assert "swansong_one 2.0\n" in path.read_text()

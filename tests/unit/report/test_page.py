@@ -138,6 +138,7 @@ def test_the_newest_commit_is_one_that_a_restore_can_take(past: Report) -> None:
     assert "1 newer ones are not whole" in shown(parsed(page.html(found)))
     plain = "\n".join(line.plain for line in report_text.lines(found))
     assert f"newest step {commits.commits[-2].ref.step}" in plain
+    assert re.search(r"^ +1 newer ones are not whole$", plain, re.MULTILINE), "not cut off"
 
 
 def test_every_picture_has_a_title(past: Report) -> None:

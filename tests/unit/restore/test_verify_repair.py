@@ -403,3 +403,21 @@ def test_a_commit_of_the_testkit_is_whole() -> None:
     commit(made, {"a": LARGE, "empty": b""})
     findings = verify(made, KEYS)
     assert (findings.defects, findings.read_bytes) == ([], len(LARGE))
+
+
+def test_a_repair_shows_its_progress(store: MemoryStore) -> None:
+    """In bytes of the damaged object, up to all of them; manifests in commits."""
+    mirror = copied(store)
+    flip(store, key(store, "large"), 5)
+    findings = verify(store, KEYS)
+    steps: list[tuple[int, int]] = []
+    options = replace(QUICK, progress=lambda done, total: steps.append((done, total)))
+    assert not repair(store, KEYS, findings.damaged, mirror=mirror, options=options)[0].problem
+    assert len(steps) == 21, "one for each part of the object"
+    assert [done for done, _ in steps] == sorted(done for done, _ in steps)
+    assert steps[-1] == (len(LARGE), len(LARGE))
+    commits: list[tuple[int, int]] = []
+    repair_manifests(
+        store, KEYS, mirror, QUICK, progress=lambda done, total: commits.append((done, total))
+    )
+    assert commits[-1] == (2, 2)

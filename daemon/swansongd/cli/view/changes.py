@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
 from typing import Any, Self
 
@@ -93,6 +94,9 @@ class ChangeLog:
 
     def draw(self) -> None:
         """Nothing changes between two polls."""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def __enter__(self) -> Self:
         return self

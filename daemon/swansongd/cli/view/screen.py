@@ -6,6 +6,8 @@ from __future__ import annotations
 import os
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import TracebackType
 from typing import Any, Self
 
@@ -77,6 +79,15 @@ class Screen:
     ) -> None:
         self._write(_WRAP)
         self._live.stop()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Show the text from before within this context."""
+        self.__exit__(None, None, None)
+        try:
+            yield
+        finally:
+            self.__enter__()
 
     def _write(self, code: str) -> None:
         self._console.file.write(code)

@@ -17,7 +17,7 @@ from swansongd.cli.common import is_screen
 from swansongd.cli.view import poller
 from swansongd.cli.view.poller import Poll
 
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGWINCH, signal.SIGTSTP, signal.SIGCONT)
 _ENDS = {signal.SIGINT, signal.SIGTERM}
 _TICK_S = 1.0
 """The countdown moves at this interval, also between two polls."""
@@ -31,6 +31,9 @@ class Display(AbstractContextManager["Display"], Protocol):
 
     def draw(self) -> None:
         """Show the state as of now."""
+
+    def suspended(self) -> AbstractContextManager[None]:
+        """Give the terminal back within this context."""
 
 
 def watch(path: Path, interval_s: float) -> int:
@@ -48,7 +51,10 @@ def watch(path: Path, interval_s: float) -> int:
                 writes.send(b"\0")
 
         poller.start(path, interval_s, take)
-        while not _ENDS.intersection(_woken(reads)):
+        while not _ENDS.intersection(woken := _woken(reads)):
+            if signal.SIGTSTP in woken:
+                with display.suspended():
+                    _stop()
             while not polls.empty():
                 display.take(polls.get())
             display.draw()
@@ -69,6 +75,13 @@ def _wakeups() -> Iterator[tuple[socket.socket, socket.socket]]:
         for number, handler in before.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(before_fd)
+
+
+def _stop() -> None:
+    """Stop the process, as Ctrl-Z does without a handler, until SIGCONT."""
+    handler = signal.signal(signal.SIGTSTP, signal.SIG_DFL)
+    signal.raise_signal(signal.SIGTSTP)
+    signal.signal(signal.SIGTSTP, handler)
 
 
 def _woken(reads: socket.socket) -> bytes:
