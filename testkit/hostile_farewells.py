@@ -107,6 +107,7 @@ def interruptions(draw: st.DrawFn) -> Interruption:
         redone_s=draw(seconds),
         down_s=down_s,
         parts_s=parts_s,
+        lost_parts_gpu_s={},
         bytes_fetched=None,
         bytes_linked=None,
     )

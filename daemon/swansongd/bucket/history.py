@@ -21,7 +21,7 @@ from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.lives import Lives
 from swansongd.bucket.manifest import Manifest
-from swansongd.errors import CorruptError, NotFound, TooLarge
+from swansongd.errors import CorruptError, NotFound, Stopped, TooLarge
 from swansongd.model import CheckpointKind, CommitRef, merged_health
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
@@ -33,6 +33,8 @@ COMMITS_MAX = 500
 EVACUATIONS_MAX = 20
 FAREWELLS_MAX = 1000
 """Number of newest farewells that are read: an evacuation may leave a dozen."""
+STORED_MAX = 500_000
+"""Number of stored objects that are listed: 500 requests."""
 _READS = 16
 
 
@@ -152,6 +154,28 @@ def read_commits(
     catalog.load_each(store, keys, newest, take, progress=progress, stop=stop)
     ordered = [found[commit.ref, commit.nodes] for commit in reversed(newest)]
     return Commits(commits=tuple(ordered), left_out=len(listed) - len(newest))
+
+
+def stored_bytes(
+    store: ObjectStore, keys: RunKeys, *, stop: threading.Event | None = None
+) -> tuple[int, bool]:
+    """Bytes of the stored objects of checkpoints, each counted once, and whether all were counted.
+
+    One listing, of 1,000 objects a request: manifests would cost a request for each commit.  Objects that
+    wait for ``swansong prune`` count as well, because the store bills them.
+
+    Raises:
+        StoreError: a request to the store failed.
+        Stopped: ``stop`` was set.
+    """
+    total_bytes = 0
+    for number, info in enumerate(store.list(keys.data)):
+        if number == STORED_MAX:
+            return total_bytes, False
+        if stop is not None and stop.is_set():
+            raise Stopped("listing the stored objects was stopped")
+        total_bytes += info.size_bytes
+    return total_bytes, True
 
 
 def read_evacuations(

@@ -98,7 +98,7 @@ def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict
                 "change": each.change,
                 "formula": each.formula,
                 "saved_gpu_s_per_day": _rounded(each.saved_gpu_s),
-                "saved_cost_per_day": _rounded(money.of_gpu_s(each.saved_gpu_s)),
+                "saved_cost_per_day": _rounded(money.saved_by(each.job)),
                 "expected_per_day": _expected(each.after, job.gpus),
             }
             for each in advice.proposals

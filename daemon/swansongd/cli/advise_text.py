@@ -12,7 +12,7 @@ from rich.table import Table
 from swansongd.cli.assumed import Subject
 from swansongd.cli.prices import money
 from swansongd.cli.terminal import console
-from swansongd.observe.advice import Advice
+from swansongd.observe.advice import Advice, Proposal
 from swansongd.observe.bill import Bill
 from swansongd.observe.cost import Costs, Prices, costs
 from swansongd.observe.expected import (
@@ -25,6 +25,7 @@ from swansongd.observe.expected import (
     margin,
     observed,
     observed_gpu_s,
+    paid_gpu_s,
 )
 from swansongd.util.units import human_bytes, human_s
 
@@ -39,6 +40,7 @@ _EXAMPLES = {
     "writes": "0.005",
     "reads": "0.0004",
 }
+_HALF_CENT = 0.005
 _AGREES = 0.2
 """Intervals this close to the best one lose hardly more."""
 
@@ -144,15 +146,17 @@ def _loss(advice: Advice, subject: Subject, bill: Bill) -> Table:
     names = ("SAVES", "STALL", "REDONE", "DOWN", "GPU TIME", "ETTR", *["COST"] * _has_money(bill))
     table = _table("LOSS A DAY", *names)
     gpus = subject.job.gpus
-    rows = [("expected", advice.expected, advice.expected.total_s * gpus)]
+    rows = [("expected", advice.expected, advice.expected.total_s * gpus, bill.lost_gpus)]
     if subject.loss is not None:
-        rows.insert(0, ("observed", observed(subject.loss), observed_gpu_s(subject.loss)))
+        gpu_s, paid_s = observed_gpu_s(subject.loss), paid_gpu_s(subject.loss)
+        rows.insert(0, ("observed", observed(subject.loss), gpu_s, bill.of_gpu_s(paid_s)))
     if advice.proposals:
-        after = advice.proposals[0].after
-        rows.append(("after 1", after, after.total_s * gpus))
-    for name, found, gpu_s in rows:
+        first = advice.proposals[0]
+        money_after = bill.of(first.job).lost_gpus
+        rows.append(("after 1", first.after, first.after.total_s * gpus, money_after))
+    for name, found, gpu_s, amount in rows:
         parts = (found.saves_s, found.stall_s, found.redone_s, found.down_s, gpu_s)
-        cost = [_amount(bill.of_gpu_s(gpu_s), bill)] * _has_money(bill)
+        cost = [_amount(amount, bill)] * _has_money(bill)
         table.add_row(name, *map(human_s, parts), f"{100 * found.ettr:.1f} %", *cost)
     return table
 
@@ -214,11 +218,17 @@ def _proposals(out: Console, advice: Advice, bill: Bill) -> None:
     out.print()
     out.print(_columns("WHAT WOULD SAVE MOST", "GPU TIME A DAY", "COST" * _has_money(bill)))
     for number, each in enumerate(advice.proposals[:_PROPOSALS_MAX], start=1):
-        saved = _amount(bill.of_gpu_s(each.saved_gpu_s), bill) if _has_money(bill) else ""
+        saved = _amount(_saved(bill, each), bill) if _has_money(bill) else ""
         out.print(_columns(f"{number}  {each.title}", human_s(each.saved_gpu_s), saved))
         for line in (each.change, each.formula):
             text = textwrap.fill(line, WIDTH, initial_indent="   ", subsequent_indent="   ")
             out.print(text, style="dim" if line is each.formula else None)
+
+
+def _saved(bill: Bill, proposal: Proposal) -> float | None:
+    """Less than half a cent of further checkpoints, in the time that is won, shows as nothing."""
+    saved = bill.saved_by(proposal.job)
+    return saved if saved is None or saved <= -_HALF_CENT else max(0.0, saved)
 
 
 def _columns(left: str, middle: str, right: str) -> str:

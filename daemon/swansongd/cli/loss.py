@@ -72,7 +72,7 @@ def _facts(each: Interruption) -> dict[str, Any]:
         "down_s": _rounded(each.down_s),
         "down": {name: _rounded(seconds) for name, seconds in each.parts_s.items()},
         "lost_s": _rounded(each.lost_s),
-        "lost_gpu_s": _rounded(each.lost_s * each.ranks),
+        "lost_gpu_s": _rounded(each.lost_gpu_s),
         "bytes_fetched": each.bytes_fetched,
         "bytes_linked": each.bytes_linked,
     }
@@ -143,7 +143,7 @@ def _lost(loss: Loss) -> Table:
             f"{about}{_seconds(each.redone_s)}",
             f"{about}{_seconds(each.down_s)}",
             human_s(each.lost_s),
-            human_s(each.lost_s * each.ranks),
+            human_s(each.lost_gpu_s),
         )
     return table
 

@@ -51,6 +51,9 @@ class _Bucket:
     newest: Manifest
     commits: tuple[RecordedCommit, ...]
     evacuations: tuple[RecordedEvacuation, ...]
+    stored_bytes: int
+    is_all_stored: bool
+    """Whether all stored objects were counted."""
 
 
 def measured(here: Opened, *, is_quiet: bool) -> Subject:
@@ -75,6 +78,7 @@ def measured(here: Opened, *, is_quiet: bool) -> Subject:
         evacuations = history.read_evacuations(
             store, keys, evacuations_max=EVACUATIONS_MAX, progress=progress, stop=stop
         ).evacuations
+    stored_bytes, is_all_stored = history.stored_bytes(store, keys, stop=stop)
     return _subject(
         _Bucket(
             config=here.config,
@@ -84,6 +88,8 @@ def measured(here: Opened, *, is_quiet: bool) -> Subject:
             newest=newest,
             commits=commits,
             evacuations=evacuations,
+            stored_bytes=stored_bytes,
+            is_all_stored=is_all_stored,
         )
     )
 
@@ -124,6 +130,10 @@ def _subject(read: _Bucket) -> Subject:
     job = replace(job, kinds=kinds)
     job = replace(job, interval_s=_interval_s(read, job, notes))
     notices = _notices(read)
+    if not read.is_all_stored:
+        notes.append(
+            f"the storage is that of {history.STORED_MAX:,} objects; the run has more of them"
+        )
     seen = _seen(read, len(preemptions), silent)
     return Subject(
         name=read.run,
@@ -345,7 +355,7 @@ def _upkeep(read: _Bucket, job: Job) -> Upkeep:
     writes = sum(1 if count <= 1 else count + 2 for count in parts) + 1
     return upkeep(
         job,
-        stored_bytes=float(sum(commit.bytes_sent for commit in read.commits)),
+        stored_bytes=float(read.stored_bytes),
         writes_per_save=writes * read.newest.nodes,
         reads_per_restore=(sum(parts) + 1) * read.newest.nodes,
     )

@@ -221,9 +221,8 @@ def lost_gpu_s(interruptions: Iterable[Interruption]) -> dict[str, float]:
     """GPU seconds of the interruptions, by part."""
     total: defaultdict[str, float] = defaultdict(float, dict.fromkeys(LOSS_PARTS, 0.0))
     for each in interruptions:
-        parts_s = {**each.parts_s, "stall": each.stall_s, "redone": each.redone_s}
-        for part, seconds in parts_s.items():
-            total[part] += each.ranks * (seconds or 0.0)
+        for part, gpu_s in each.lost_parts_gpu_s.items():
+            total[part] += gpu_s
     return dict(total)
 
 

@@ -72,6 +72,8 @@ class Proposal:
     """With the numbers put in."""
     saved_gpu_s: float
     """In a day."""
+    job: Job
+    """The job with the change."""
     after: Expected
 
 
@@ -128,6 +130,7 @@ def proposals(job: Job, setup: Setup) -> tuple[Proposal, ...]:
                     change=change.change,
                     formula=change.formula,
                     saved_gpu_s=saved_gpu_s,
+                    job=change.job,
                     after=after,
                 )
             )
@@ -313,7 +316,11 @@ def _replacement(job: Job, setup: Setup) -> Iterator[_Change]:
         formula=(
             f"{human_s(cloud_s + boot_s)} without a VM and in its boot, in parallel with the notice"
         ),
-        job=replace(job, down_s={**job.down_s, **sooner}),
+        job=replace(
+            job,
+            down_s={**job.down_s, **sooner},
+            doubled_s=job.doubled_s + boot_s - sooner["boot"],
+        ),
     )
 
 

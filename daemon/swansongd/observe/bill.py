@@ -21,6 +21,21 @@ class Upkeep:
     stored_bytes: float
     writes: float
     reads: float
+    writes_per_save: float
+    reads_per_restore: float
+    size_bytes: int
+    """Size of the checkpoint to which these figures belong."""
+
+    def changed(self, job: Job) -> Upkeep:
+        """The upkeep of the job with a change: stored bytes and requests follow the size of the state."""
+        size_bytes = job.measured.save_bytes or 0
+        share = size_bytes / self.size_bytes if self.size_bytes else 1.0
+        return upkeep(
+            job,
+            stored_bytes=self.stored_bytes * share,
+            writes_per_save=self.writes_per_save * share,
+            reads_per_restore=self.reads_per_restore * share,
+        )
 
 
 def upkeep(
@@ -34,6 +49,9 @@ def upkeep(
         stored_bytes=stored_bytes,
         writes=(saves_per_day(job) + evacuations) * writes_per_save,
         reads=job.per_day * reads_per_restore,
+        writes_per_save=writes_per_save,
+        reads_per_restore=reads_per_restore,
+        size_bytes=job.measured.save_bytes or 0,
     )
 
 
@@ -76,6 +94,29 @@ class Bill:
         """The savings as a share of the on-demand cost."""
         return self.saved / self.on_demand if self.saved is not None and self.on_demand else None
 
+    @property
+    def lost_gpus(self) -> float | None:
+        """The cost of all GPU time that does not train: stall and interruptions."""
+        if self.stall is None or self.interruptions is None:
+            return None
+        return self.stall + self.interruptions
+
+    @property
+    def lost(self) -> float | None:
+        """The same with storage and requests where their prices are known."""
+        if self.lost_gpus is None:
+            return None
+        return self.lost_gpus + (self.storage or 0.0) + (self.requests or 0.0)
+
+    def of(self, job: Job) -> Bill:
+        """The bill of a day of the job with a change."""
+        return bill(job, self.upkeep.changed(job), self.prices)
+
+    def saved_by(self, job: Job) -> float | None:
+        """The money that a change of the job saves in a day; negative if the change costs more."""
+        after = self.of(job)
+        return None if self.lost is None or after.lost is None else self.lost - after.lost
+
     def of_gpu_s(self, gpu_s: float) -> float | None:
         """Cost of this GPU time at the spot price."""
         return of_gpus(gpu_s, self.prices.spot)
@@ -89,7 +130,7 @@ def bill(job: Job, upkeep: Upkeep, prices: Prices, *, steps: int | None = None) 
     """
     found = expected(job)
     unpaid_s = min(DAY_S, job.per_day * job.down_s.get("cloud", 0.0))
-    unpaid_gpu_s = unpaid_s * job.gpus / job.nodes
+    unpaid_gpu_s = (unpaid_s - job.per_day * job.doubled_s) * job.gpus / job.nodes
     lost_gpu_s = (found.total_s - found.saves_s) * job.gpus
     interruptions_gpu_s = max(0.0, lost_gpu_s - unpaid_gpu_s)
     writes, reads = of_writes(prices, upkeep.writes), of_reads(prices, upkeep.reads)

@@ -105,15 +105,19 @@ def costs(loss: Loss, prices: Prices) -> Costs:
 
     While the cloud has no VM, one VM of the job is not paid for.
     """
-    unpaid_gpu_s = sum(_unpaid_gpu_s(each) for each in loss.interruptions)
-    gpus = loss.gpu_s / loss.wall_s if loss.wall_s > 0 else 0.0
+    unpaid = unpaid_gpu_s(loss)
     return Costs(
         currency=prices.currency,
-        spot=of_gpus(max(0.0, loss.gpu_s - unpaid_gpu_s), prices.spot),
-        interruptions=of_gpus(max(0.0, loss.lost_gpu_s - unpaid_gpu_s), prices.spot),
-        saves=of_gpus(gpus * loss.parts_s["saves"], prices.spot),
+        spot=of_gpus(max(0.0, loss.gpu_s - unpaid), prices.spot),
+        interruptions=of_gpus(max(0.0, loss.lost_gpu_s - unpaid), prices.spot),
+        saves=of_gpus(loss.parts_gpu_s["saves"], prices.spot),
         on_demand=of_gpus(loss.productive_gpu_s, prices.on_demand),
     )
+
+
+def unpaid_gpu_s(loss: Loss) -> float:
+    """GPU time of the run for which no VM existed."""
+    return sum(_unpaid_gpu_s(each) for each in loss.interruptions)
 
 
 def _unpaid_gpu_s(each: Interruption) -> float:

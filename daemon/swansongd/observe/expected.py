@@ -18,6 +18,7 @@ from swansongd.core.followup import LATENCY_S, cost_of
 from swansongd.core.pace import Figure
 from swansongd.core.planner import Forecast, Measurements
 from swansongd.core.schedule import lead_s
+from swansongd.observe.cost import unpaid_gpu_s
 from swansongd.observe.loss import PARTS, Loss
 
 DAY_S = 86400.0
@@ -53,6 +54,8 @@ class Job:
     """Training stands still for this long for all checkpoints of an evacuation."""
     down_s: Mapping[str, float]
     """From the last step on one VM to the first new step on the next, by part."""
+    doubled_s: float = 0.0
+    """For each interruption, the next VM is paid for this long while the old one still trains."""
     kinds: tuple[Kind, ...]
     reserve_s: float
     follow_ups: bool = True
@@ -163,10 +166,14 @@ def observed(loss: Loss) -> Expected:
 
 
 def observed_gpu_s(loss: Loss) -> float:
-    """GPU seconds that a day of the run lost, saves included."""
-    if loss.wall_s <= 0:
-        return 0.0
-    return observed(loss).total_s * loss.gpu_s / loss.wall_s
+    """GPU seconds that a day of the run lost, saves included; each GPU counts while the job has it."""
+    return sum(loss.parts_gpu_s.values()) / loss.wall_s * DAY_S if loss.wall_s > 0 else 0.0
+
+
+def paid_gpu_s(loss: Loss) -> float:
+    """The part of it for which VMs existed."""
+    unpaid_per_day = unpaid_gpu_s(loss) / loss.wall_s * DAY_S if loss.wall_s > 0 else 0.0
+    return max(0.0, observed_gpu_s(loss) - unpaid_per_day)
 
 
 def bandwidth_bytes_per_s(job: Job) -> float | None:

@@ -26,6 +26,8 @@ PARTS = ("cloud", "boot", "start", "fetch", "load", "warm_up")
 """The parts of *down*, in the order in which they happen."""
 LOST = ("stall", "redone", *PARTS)
 """The parts of the preemption loss."""
+TRAINED = ("stall", "redone")
+"""The parts that passed on the GPUs before the interruption; the others are of the GPUs after it."""
 GOODPUT = {
     "cloud": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
     "boot": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
@@ -68,12 +70,18 @@ class Interruption:
     down_s: float
     parts_s: dict[str, float | None]
     """Of *down*; None: unknown, and contained in another part."""
+    lost_parts_gpu_s: dict[str, float]
+    """GPU seconds: *stall* and *redone* of the GPUs that trained, the others of those that resumed."""
     bytes_fetched: int | None
     bytes_linked: int | None
 
     @property
     def lost_s(self) -> float:
         return (self.stall_s or 0.0) + self.redone_s + self.down_s
+
+    @property
+    def lost_gpu_s(self) -> float:
+        return sum(self.lost_parts_gpu_s.values())
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,6 +111,8 @@ class Loss:
     """GPU seconds of the run."""
     productive_gpu_s: float
     """The part of them in ``productive_s``."""
+    parts_gpu_s: dict[str, float]
+    """The other GPU seconds, by the names of ``parts_s``."""
     lost_gpu_s: float
     """GPU seconds of all interruptions."""
     last_hour_s: float
@@ -178,8 +188,16 @@ class _Sum:
     parts_s: dict[str, float] = field(
         default_factory=lambda: dict.fromkeys((*PARTS, "redone", "stall", "saves", "unknown"), 0.0)
     )
+    parts_gpu_s: dict[str, float] = field(init=False)
     gpu_s: float = 0.0
     lost_gpu_s: float = 0.0
+
+    def __post_init__(self) -> None:
+        self.parts_gpu_s = dict.fromkeys(self.parts_s, 0.0)
+
+    def add(self, part: str, seconds: float, ranks: int) -> None:
+        self.parts_s[part] += seconds
+        self.parts_gpu_s[part] += seconds * ranks
 
 
 def loss(lives: Sequence[Life]) -> Loss | None:
@@ -196,7 +214,7 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         first_s = max(cursor_s, _first_s(life))
         parts = _down_parts(life.resumption, cursor_s, first_s)
         for name, seconds in parts.items():
-            total.parts_s[name] += seconds or 0.0
+            total.add(name, seconds or 0.0, _ranks(life))
         if place > 0:
             total.interruptions.append(
                 _interruption(total, lives[place - 1], life, (cursor_s, first_s), parts)
@@ -205,8 +223,8 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         following = lives[place + 1] if place + 1 < len(lives) else None
         segment = _segment(life, first_s, following)
         total.segments.append(segment)
-        total.parts_s["saves"] += segment.saves_s
-        total.parts_s["stall"] += segment.stall_s
+        total.add("saves", segment.saves_s, segment.ranks)
+        total.add("stall", segment.stall_s, segment.ranks)
         total.gpu_s += _ranks(life) * (segment.ended_s - first_s)
         cursor_s = segment.ended_s
     window_s = min(HOUR_S, cursor_s - begun_s)
@@ -217,6 +235,7 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         parts_s=total.parts_s,
         gpu_s=total.gpu_s,
         productive_gpu_s=sum(each.ranks * each.train_s for each in total.segments),
+        parts_gpu_s=total.parts_gpu_s,
         lost_gpu_s=total.lost_gpu_s,
         last_hour_s=window_s,
         last_hour_productive_s=sum(s.productive_s(cursor_s - window_s) for s in total.segments),
@@ -238,7 +257,11 @@ def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
         parts_s |= {part: seconds or 0.0 for part, seconds in down.items()}
         parts_s["redone"] = max(0, last.step - resumption.start_step) * (last.step_s or 0.0)
         parts_s["stall"] = last.stall_s or 0.0
-    return {part: seconds * resumption.ranks for part, seconds in parts_s.items()}
+    before = resumption.ranks if last is None else last.ranks or resumption.ranks
+    return {
+        part: seconds * (before if part in TRAINED else resumption.ranks)
+        for part, seconds in parts_s.items()
+    }
 
 
 def _windows(segments: Sequence[_Segment], begun_s: float, until_s: float) -> Iterator[Window]:
@@ -336,8 +359,11 @@ def _interruption(
     parts: dict[str, float | None],
 ) -> Interruption:
     last, resumption = before.ending, life.resumption
-    redone_s = _cancelled_s(total.segments, life.start_step)
+    cancelled = list(_cancelled(total.segments, life.start_step))
+    redone_s = sum(seconds for _, seconds in cancelled)
+    redone_gpu_s = sum(ranks * seconds for ranks, seconds in cancelled)
     total.parts_s["redone"] += redone_s
+    total.parts_gpu_s["redone"] += redone_gpu_s
     known_stall_s = None if last.stall_s is None else total.segments[-1].stall_s
     found = Interruption(
         after_generation=before.generation,
@@ -355,21 +381,22 @@ def _interruption(
         redone_s=redone_s,
         down_s=down[1] - down[0],
         parts_s=parts,
+        lost_parts_gpu_s={
+            "stall": (known_stall_s or 0.0) * total.segments[-1].ranks,
+            "redone": redone_gpu_s,
+            **{part: (seconds or 0.0) * _ranks(life) for part, seconds in parts.items()},
+        },
         bytes_fetched=None if resumption is None else resumption.bytes_fetched,
         bytes_linked=None if resumption is None else resumption.bytes_linked,
     )
-    total.lost_gpu_s += found.lost_s * found.ranks
+    total.lost_gpu_s += found.lost_gpu_s
     return found
 
 
-def _cancelled_s(segments: Sequence[_Segment], from_step: int) -> float:
-    """Training time of the steps that are done again; a resume may go back over several lives."""
-    return sum(_cancelled(segments, from_step))
-
-
-def _cancelled(segments: Sequence[_Segment], from_step: int) -> Iterator[float]:
+def _cancelled(segments: Sequence[_Segment], from_step: int) -> Iterator[tuple[int, float]]:
+    """GPUs and training time of the steps that are done again; a resume may go back over several lives."""
     for segment in reversed(segments):
-        yield segment.cancel(from_step)
+        yield segment.ranks, segment.cancel(from_step)
         if segment.low < from_step:
             return
 

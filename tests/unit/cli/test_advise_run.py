@@ -14,6 +14,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansongd.bucket import claim as claims
+from swansongd.bucket import history as history_reader
 from swansongd.bucket import lives, wall
 from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.claim import ClaimObject
@@ -235,6 +236,22 @@ def test_the_text_fits_into_80_columns(history: Path, capfd: pytest.CaptureFixtu
         assert word in lines, text
 
 
+def test_storage_counts_each_object_once_whichever_commit_sent_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A base of an old commit counts in full; above the limit the amount is marked."""
+    store = committed.file_store(tmp_path / "bucket")
+    for number, size in enumerate((9000, 1, 1)):
+        store.put(f"{KEYS.data}0000000{number}/000000000001-n-u/00000/rank0/a", b"a" * size)
+    assert history_reader.stored_bytes(store, KEYS) == (9002, True)
+    monkeypatch.setattr(history_reader, "STORED_MAX", 2)
+    counted, is_all = history_reader.stored_bytes(store, KEYS)
+    assert 0 < counted <= 9002
+    assert not is_all
+    few = replace(read_of(told([STAY]), [], []), is_all_stored=False)
+    assert "the run has more of them" in " ".join(measured._subject(few).assumed)
+
+
 @pytest.mark.fault("OA01")
 def test_a_run_without_commits_is_a_clear_error(
     history: Path, capfd: pytest.CaptureFixture[str]
@@ -292,6 +309,8 @@ def read_of(
         newest=newest,
         commits=tuple(commits),
         evacuations=tuple(evacuations),
+        stored_bytes=1000,
+        is_all_stored=True,
     )
 
 

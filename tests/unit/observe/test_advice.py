@@ -169,3 +169,34 @@ def test_the_bill_has_the_amounts_of_a_day() -> None:
     assert bill(made, used, Prices()).saved_share is None
     several = bill(replace(made, nodes=2), used, prices)
     assert several.spot == pytest.approx(8 * (DAY_S - unpaid_s / 2) * 1.8 / 3600)
+
+
+def test_only_money_that_the_bill_saves_is_shown() -> None:
+    """Less time without a VM saves GPU seconds and no money; nor does a boot that is paid for twice."""
+    made = replace(job(cost_s=0.0), down_s={"cloud": 3600.0, "boot": 0.0})
+    used = upkeep(made, stored_bytes=0.0, writes_per_save=10, reads_per_restore=100)
+    day = bill(made, used, Prices(spot=1.8))
+    for down_s in ({"cloud": 3600.0, "boot": 0.0}, {"cloud": 0.0, "boot": 60.0}):
+        own = replace(made, down_s=down_s)
+        own_day = bill(own, used, Prices(spot=1.8))
+        sooner = named(own)["replacement"]
+        assert sooner.saved_gpu_s > 8 * 4 * 59
+        assert own_day.saved_by(sooner.job) == pytest.approx(0.0, abs=1e-9)
+    assert day.spot is not None
+    productive = 8 * DAY_S * expected(made).ettr * 1.8 / 3600
+    assert day.lost_gpus == pytest.approx(day.spot - productive)
+
+
+def test_the_money_of_a_proposal_is_the_difference_of_two_bills() -> None:
+    """Stall, interruptions, storage and requests of the row sums; half the state stores half the bytes."""
+    made = job()
+    used = upkeep(made, stored_bytes=2**40, writes_per_save=10, reads_per_restore=100)
+    prices = Prices(spot=1.8, gb_month=0.02, writes=0.005, reads=0.0004)
+    day, smaller = bill(made, used, prices), named(made)["smaller_state"].job
+    after = day.of(smaller)
+    assert after.storage == pytest.approx((day.storage or 0.0) / 2)
+    rows = [
+        sum(filter(None, (b.stall, b.storage, b.requests, b.interruptions))) for b in (day, after)
+    ]
+    assert day.saved_by(smaller) == pytest.approx(rows[0] - rows[1])
+    assert bill(made, used, Prices()).saved_by(smaller) is None

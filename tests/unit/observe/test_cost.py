@@ -16,6 +16,7 @@ from swansongd.observe.cost import (
     of_writes,
     with_list_prices,
 )
+from swansongd.observe.expected import observed_gpu_s
 
 from tests.unit.observe.test_loss import Stay, of, told
 
@@ -54,6 +55,19 @@ def test_the_other_vms_of_a_job_are_paid_for() -> None:
     assert second.resumption is not None
     loss = of([first, replace(second, resumption=replace(second.resumption, nodes=4))])
     assert costs(loss, PRICES).spot == pytest.approx((loss.wall_s - 70 / 4) * 0.004)
+
+
+def test_costs_count_each_gpu_when_the_number_changes() -> None:
+    """8 GPUs, then 2: saves, the on-demand amount and the observed loss are not of an average of GPUs."""
+    first, second = told([STAY, replace(STAY, steps=3000)])
+    assert second.resumption is not None
+    loss = of([first, replace(second, resumption=replace(second.resumption, ranks=2))])
+    found = costs(loss, PRICES)
+    assert found.saves == pytest.approx((8 + 2) * 20 * 0.0005)
+    # The second VM does 40 steps of a second again, and its first step belongs to *down*.
+    assert found.on_demand == pytest.approx((8 * (1000 - 40) + 2 * 3000) * 0.001)
+    lost = loss.gpu_s - loss.productive_gpu_s
+    assert observed_gpu_s(loss) == pytest.approx(lost / loss.wall_s * 86400)
 
 
 def test_an_amount_without_its_price_is_unknown() -> None:

@@ -209,6 +209,29 @@ def test_forged_records_are_a_partition_as_well(lives: list[Life]) -> None:
         assert known == pytest.approx(each.down_s, rel=1e-6, abs=1e-2)
 
 
+@given(
+    history=st.lists(stays, min_size=1, max_size=5), ranks=st.lists(st.integers(1, 64), min_size=5)
+)
+def test_each_gpu_counts_from_when_the_number_changes(
+    history: list[Stay], ranks: list[int]
+) -> None:
+    """The parts sum to all GPU seconds, and an interruption's stall and redone are of the earlier GPUs."""
+    lives = told(history)
+    sized = []
+    for life, own in zip(lives, ranks, strict=False):
+        assert life.resumption is not None
+        sized.append(replace(life, resumption=replace(life.resumption, ranks=own)))
+    found = of(sized)
+    total = found.productive_gpu_s + sum(found.parts_gpu_s.values())
+    assert total == pytest.approx(found.gpu_s, rel=1e-6, abs=1e-2)
+    saves = sum(own * stay.saves_s for own, stay in zip(ranks, history, strict=False))
+    assert found.parts_gpu_s["saves"] == pytest.approx(saves, abs=1e-2)
+    for each, before in zip(found.interruptions, ranks, strict=False):
+        assert each.lost_parts_gpu_s["stall"] == pytest.approx((each.stall_s or 0.0) * before)
+    lost = sum(each.lost_gpu_s for each in found.interruptions)
+    assert found.lost_gpu_s == pytest.approx(lost)
+
+
 def test_the_last_hour() -> None:
     """The window has its own ratio: an hour of training after a day of loss is nearly all productive."""
     quiet = Stay((0.0,) * 6, steps=10, step_s=1.0, back=0, saves_s=0.0, stall_s=0.0)

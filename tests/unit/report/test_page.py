@@ -170,6 +170,7 @@ def test_hostile_texts_stay_texts(
             productive_s=1.0,
             productive_gpu_s=8.0,
             parts_s={"redone": interruption.redone_s, "stall": 1.0},
+            parts_gpu_s={"redone": 8 * interruption.redone_s, "stall": 8.0},
             gpu_s=8.0,
             lost_gpu_s=8.0,
             last_hour_s=1.0,
