@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import GpusRead
-from swansongd.model import GpuHealth, GpuStatus, Health, Severity
+from swansongd.model import GpuHealth, GpuRecord, GpuStatus, Health, Severity
 from swansongd.sources import detect, gpu
 from swansongd.sources.gpu import GpuSource
 from swansongd.sources.opening import open_sources
@@ -176,6 +176,41 @@ def test_the_kernel_log_is_read_while_nvml_hangs(nvml: FakeNvml) -> None:
         nvml.set(hang=0)
         run.turns(Health.OK, "the kernel log cannot be read")
     os.close(reads)
+
+
+@pytest.mark.fault("X09")
+def test_the_kernel_log_is_read_from_where_the_last_life_ended(nvml: FakeNvml) -> None:
+    """An Xid of the time without a daemon counts, and an older one is not read again.
+
+    A fault that NVML does not show any more is over.
+    """
+    xid = "4,{},3,-;NVRM: Xid (PCI:0000:0{}:00): 95, pid=7, Uncontained\n"
+    reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
+    log = {"kernel_log": Path(f"/proc/self/fd/{reads}")}
+    nvml.set(count=4)
+    os.write(writes, xid.format(7, 0).encode())
+    with Watched(**log) as run:
+        run.becomes(*[GpuHealth.OK] * 4)
+        os.write(writes, xid.format(8, 1).encode())
+        nvml.set(gpu=2, pending=1)
+        run.becomes(GpuHealth.OK, GpuHealth.DYING, GpuHealth.DEGRADED, GpuHealth.OK)
+        last = [event for event in run.events if isinstance(event, GpusRead)][-1]
+    assert last.log_number == 8
+    nvml.set(gpu=2, pending=0)
+    for number, gpu_index in ((7, 0), (8, 1), (9, 3)):
+        os.write(writes, xid.format(number, gpu_index).encode())
+    before = GpuRecord(
+        gpus=last.gpus,
+        log_number=last.log_number,
+        suspect_starts=frozenset(),
+        known_starts=(),
+        sound_sets=frozenset(),
+        doubtful_commit=None,
+    )
+    with Watched(**log, before=before) as run:
+        run.becomes(GpuHealth.OK, GpuHealth.DYING, GpuHealth.OK, GpuHealth.DYING)
+    os.close(reads)
+    os.close(writes)
 
 
 def test_without_the_library_there_is_no_source(
