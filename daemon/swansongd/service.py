@@ -107,9 +107,11 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
-_EXIT_NOTIFY_S = 1.0
+_EXIT_WEBHOOK_S = 1.0
+_EXIT_COMMAND_S = 4.0
+"""A command that orders the next VM, and began at the notice of a shutdown, needs seconds."""
 _STOP_EXTENSION_S = 10.0
-"""Longer than one pass of the decision loop, and longer than the farewell takes."""
+"""Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
 _JUDGEMENTS_MAX = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -527,11 +529,17 @@ class Service:
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
+        began_mono_s = time.monotonic()
         if self._notifications is not None:
-            self._decisions.guarded(
-                "notifications", partial(self._notifications.close, _EXIT_NOTIFY_S)
-            )
+            self._decisions.guarded("notifications", self._notifications.begin_close)
         self._storage.ledger.finish(_EXIT_DRAIN_S)
+        if self._notifications is not None:
+            close = partial(
+                self._notifications.close,
+                webhook_by_mono_s=began_mono_s + _EXIT_WEBHOOK_S,
+                command_by_mono_s=began_mono_s + _EXIT_COMMAND_S,
+            )
+            self._decisions.guarded("notifications", close)
         if order.code == EXIT_STOPPED:
             self._fdstore.record_stop()
         self._stop.set()
