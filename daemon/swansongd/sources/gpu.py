@@ -64,6 +64,9 @@ _BACKLOG_MAX = 10**6
 _XIDS_MAX = 1000
 _DRIVER = Path("/proc/driver/nvidia/version")
 """Exists while the driver is loaded."""
+_DRIVER_PATHS = (_DRIVER, Path("/dev/nvidiactl"))
+_DRIVER_LOOK_S = 10.0
+"""Interval of looks at the driver's paths, on a VM with the library and without a driver."""
 _FIX_DEVICES = "give the daemon the device files with swansongd.service.d/gpu.conf"
 
 
@@ -98,6 +101,7 @@ class GpuSource:
         self._posted: tuple[GpuStatus, ...] = ()
         self._problem = ""
         """Why the last reading failed."""
+        self._has_driver = True
         self._notices = GpuNotices()
 
     def run(self, post: Post, stop: threading.Event) -> None:
@@ -108,6 +112,10 @@ class GpuSource:
         self._log.open()
         try:
             while not stop.is_set():
+                if not self._has_driver and not any(path.exists() for path in _DRIVER_PATHS):
+                    stop.wait(_DRIVER_LOOK_S)
+                    continue
+                self._has_driver = True
                 try:
                     self._turn(post, health)
                 except Exception as error:
@@ -131,6 +139,8 @@ class GpuSource:
             self._take(line, health, now)
         if self._probe.is_silent:
             self._problem = "NVML does not respond"
+        elif self._probe.failure:
+            self._problem = f"NVML cannot be read: {self._probe.failure}"
         if self._problem:
             health.failed(self._problem)
         statuses = self._records.statuses
@@ -164,6 +174,8 @@ class GpuSource:
         elif facts.get("is_absent") is True and not self._records.statuses:
             self._problem = ""
             health.unsupported(f"no NVIDIA driver: {reason}")
+            self._has_driver = False
+            self._probe.end()
         else:
             self._problem = f"NVML failed: {reason}"
 
@@ -259,6 +271,8 @@ class _Probe:
         self._buffer = b""
         self._heard_mono_s = monotonic()
         self._retry_mono_s = monotonic()
+        self.failure = ""
+        """Why the process could not be started."""
 
     @property
     def fd(self) -> int | None:
@@ -278,7 +292,11 @@ class _Probe:
         if self._process is not None and now - self._heard_mono_s > self._patience_s:
             self._process.kill()
         if self._process is None and now >= self._retry_mono_s:
-            self._heard_mono_s = now
+            self._start(now)
+
+    def _start(self, now_mono_s: float) -> None:
+        self._heard_mono_s = now_mono_s
+        try:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -286,8 +304,13 @@ class _Probe:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
             )
-            assert self._process.stdout is not None
-            os.set_blocking(self._process.stdout.fileno(), False)
+        except OSError as error:  # no memory, process number or file descriptor is free
+            self.failure = f"no process: {error.strerror or type(error).__name__}"
+            self._retry_mono_s = now_mono_s + self._backoff.next_s()
+            return
+        self.failure = ""
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
 
     def lines(self) -> list[bytes]:
         """Whole lines that the process has printed since the last call."""
