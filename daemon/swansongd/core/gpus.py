@@ -75,6 +75,11 @@ def _away(state: State) -> tuple[str, ...]:
     return () if state.gpus_before is None else state.gpus_before.known_starts
 
 
+def is_away(state: State) -> bool:
+    """Whether training of the previous life of the daemon has not connected to this one."""
+    return not {*_away(state)} <= {*state.starts}
+
+
 def record_read(transition: Transition, event: GpusRead) -> None:
     """The health of a GPU changed."""
     before, gpus = transition.state.gpus, event.gpus

@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong import bounds
+from swansongd.core import arrival
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
@@ -391,6 +392,29 @@ def test_a_restart_raises_no_verdict() -> None:
     after.scan()
     after.wait(1)
     assert after.verdicts == ["PARTIAL generation 2 step 5"]
+
+
+@pytest.mark.fault("X09")
+def test_the_verdict_counts_the_steps_of_training_that_reconnects() -> None:
+    """Without them it would be SAFE.  A trainer that has ended is waited for as after any restart."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    after = restarted(story)
+    after.notice(DYING_S, SOURCE)
+    after.scan()
+    after.wait(1)
+    assert after.verdicts == []
+    gone = after.state
+    after.join(step=5, start_id="first")
+    after.scan()
+    after.wait(1)
+    assert after.verdicts == ["PARTIAL generation 2 step 3"]
+    assert not after.all(AskTrainers)
+    after.state, after.actions = gone, []
+    after.wait(arrival.RECONNECT_S)
+    after.scan()
+    after.wait(1)
+    assert len(after.verdicts) == 1
 
 
 @pytest.mark.fault("X09")
