@@ -110,6 +110,17 @@ class GpuHealth(StrEnum):
         return self in (GpuHealth.DYING, GpuHealth.LOST)
 
 
+@dataclass(frozen=True, slots=True)
+class GpuFault:
+    """One reason why a GPU is not healthy."""
+
+    cause: str
+    """Kind of the reason, such as ``xid`` or ``lost``; a GPU has one fault of each kind at most."""
+    health: GpuHealth
+    reason: str
+    since_mono_s: float
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GpuStatus:
     """The health of one GPU.  Its texts are short and printable."""
@@ -126,6 +137,8 @@ class GpuStatus:
     xids: Mapping[str, int] = field(default_factory=dict)
     """Number of Xid messages since the daemon's start, by their class: ``application``, ``degraded``,
     ``dying``."""
+    faults: tuple[GpuFault, ...] = ()
+    """All of its faults; health and reason are those of the worst one."""
 
 
 class CheckpointKind(StrEnum):
@@ -328,6 +341,23 @@ class VmPart:
 
     def __str__(self) -> str:
         return f"this VM's part of {self.ref} is committed ({self.committed} of {self.nodes} VMs)"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuRecord:
+    """The knowledge of a restarted daemon: the GPUs of this boot, and the training that used them."""
+
+    gpus: tuple[GpuStatus, ...]
+    log_number: int | None
+    """Number of the last record of the kernel log that these statuses contain; None if it is not read."""
+    suspect_starts: frozenset[str]
+    """Starts of trainers that were connected when a GPU failed."""
+    known_starts: tuple[str, ...]
+    """Starts of trainers that are suspect if a GPU fails before they connect again; the newest last."""
+    sound_sets: frozenset[CheckpointId]
+    """Sets in staging from before a failure."""
+    doubtful_commit: CommitRef | None
+    """The newest commit, if a GPU had failed before its set was sealed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

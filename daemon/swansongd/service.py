@@ -24,7 +24,7 @@ from swansong import protocol
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
-from swansongd.core import lifecycle
+from swansongd.core import gpus, lifecycle
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -62,6 +62,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.ledger import LastReport, last_report
 from swansongd.core.state import Settings, State
+from swansongd.core.transition import EXIT_STOPPED
 from swansongd.decisions import Decisions
 from swansongd.flush.assembly import Storage
 from swansongd.flush.committer import Committer
@@ -106,9 +107,11 @@ _TICK_S = 1.0
 _TICK_URGENT_S = 0.1
 _SLEEP_NOTED_S = 2.0
 _EXIT_DRAIN_S = 2.0
-_EXIT_NOTIFY_S = 1.0
+_EXIT_WEBHOOK_S = 1.0
+_EXIT_COMMAND_S = 4.0
+"""A command that orders the next VM, and began at the notice of a shutdown, needs seconds."""
 _STOP_EXTENSION_S = 10.0
-"""Longer than one pass of the decision loop, and longer than the farewell takes."""
+"""Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
 _JUDGEMENTS_MAX = 4
 _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
@@ -155,11 +158,18 @@ class Service:
             stop=self._stop,
         )
         self._flush, self._committer = self._storage.flush, self._storage.committer
-        cloud_sources = open_sources(config.sources, config.deadline, boot_id=boot_id)
-        kinds = notice_kinds(cloud_sources, config.sources, config.deadline)
-        self._decisions = Decisions(
-            _first_state(config, self._staging, self._committer, boot_id, kinds), _log
+        gpus_before = self._fdstore.gpus()
+        if config.sources.gpu == "off":
+            self._fdstore.forget_gpus()
+            gpus_before = None
+        cloud_sources = open_sources(
+            config.sources, config.deadline, boot_id=boot_id, gpus_before=gpus_before
         )
+        kinds = notice_kinds(cloud_sources, config.sources, config.deadline)
+        first = _first_state(config, self._staging, self._committer, boot_id, kinds)
+        if gpus_before is not None:
+            first = gpus.resumed(first, gpus_before)
+        self._decisions = Decisions(first, _log)
         self._notifications = open_notifier(
             config.notify,
             run=config.run.name,
@@ -313,6 +323,9 @@ class Service:
     def _store_notices(self) -> None:
         self._fdstore.store_notices(self._state.notices.values())
 
+    def _store_gpus(self) -> None:
+        self._fdstore.store_gpus(gpus.record_of(self._state))
+
     def _hold_or_release(self) -> None:
         """Extend the life of the VM during an evacuation, and stop extending it after the verdict."""
         evacuation = self._state.evacuation
@@ -333,6 +346,7 @@ class Service:
         actions = self._decisions.decide(event, now)
         # First: a daemon that dies after it sent a request must know the request's id at the next start.
         self._decisions.guarded("notices", self._store_notices)
+        self._decisions.guarded("gpus", self._store_gpus)
         for action in actions:
             is_done = self._decisions.guarded(
                 f"action {type(action).__name__}", partial(self._carry_out, action, now)
@@ -515,11 +529,19 @@ class Service:
         _log.info("stopping", reason=order.reason, code=order.code)
         if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
+        began_mono_s = time.monotonic()
         if self._notifications is not None:
-            self._decisions.guarded(
-                "notifications", partial(self._notifications.close, _EXIT_NOTIFY_S)
-            )
+            self._decisions.guarded("notifications", self._notifications.begin_close)
         self._storage.ledger.finish(_EXIT_DRAIN_S)
+        if self._notifications is not None:
+            close = partial(
+                self._notifications.close,
+                webhook_by_mono_s=began_mono_s + _EXIT_WEBHOOK_S,
+                command_by_mono_s=began_mono_s + _EXIT_COMMAND_S,
+            )
+            self._decisions.guarded("notifications", close)
+        if order.code == EXIT_STOPPED:
+            self._fdstore.record_stop()
         self._stop.set()
         self._inbox.close()
         self._committer.close()

@@ -143,10 +143,11 @@ class Container:
 
     # ------------------------------------------------------------------ the disk, while it is off
 
-    def write(self, path: str, text: str) -> None:
+    def write(self, path: str, text: str, *, mode: int = 0o644) -> None:
         target = self._upper / path.lstrip("/")
         target.parent.mkdir(parents=True, exist_ok=True)
         target.write_text(text)
+        target.chmod(mode)
 
     def remove(self, path: str) -> None:
         """Remove the file from every layer."""

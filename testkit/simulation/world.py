@@ -18,7 +18,7 @@ from swansongd.bucket import commit, manifest
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.core import followup, machine, resume, staged_sets
+from swansongd.core import followup, gpus, machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -35,6 +35,7 @@ from swansongd.core.events import (
     FlushFailed,
     FlushProgress,
     GenerationClaimed,
+    GpusRead,
     Mark,
     NoticeRaised,
     NoticeWithdrawn,
@@ -59,6 +60,8 @@ from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transien
 from swansongd.model import (
     CheckpointId,
     CommitRef,
+    GpuHealth,
+    GpuStatus,
     Notice,
     Severity,
     Staged,
@@ -66,6 +69,7 @@ from swansongd.model import (
     Verdict,
     is_healthy,
 )
+from swansongd.sources.gpu import GpuNotices
 from swansongd.stores.base import (
     Body,
     ObjectInfo,
@@ -353,6 +357,13 @@ class World:
         self._save_s = self.random.choice((0.1, 2.0, 20.0))
         self._size_bytes = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
         self._bandwidth = self.random.choice((20, 200)) * MIB
+        self.gpu: GpuStatus | None = None
+        """The GPU of the VM; None without one."""
+        self.suspect_starts: set[str] = set()
+        """Starts of trainers that the daemon knew when it learned of a failure of the GPU."""
+        self.suspect_sets: set[CheckpointId] = set()
+        """Sets that they sealed later."""
+        self._joined: set[str] = set()
         self.conclusions: list[Conclude] = []
         self._told: list[tuple[int, Conclude]] = []
         """The reported verdicts, with the life of the daemon that reported them."""
@@ -390,6 +401,9 @@ class World:
     def _start_daemon(self) -> None:
         self.life += 1
         known = self.state.notices.values() if self.life > 1 else ()
+        record = gpus.record_of(self.state) if self.life > 1 else None
+        if record is None:
+            self._joined.clear()
         settings = Settings(
             reserve_s=RESERVE_S,
             signals_trainer=False,
@@ -398,6 +412,11 @@ class World:
         )
         abandoned = frozenset(self.abandoned)
         self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
+        if record is not None:
+            self.state = gpus.resumed(self.state, record)
+        self._gpu_notices = GpuNotices()
+        if self.gpu is not None:
+            self._read_gpu(1.0)
         self._flush_id, self._link = "", Link()
         if self._forgets.random() < 0.8:  # else the record of the notices in force is lost as well
             for each in known:
@@ -409,6 +428,31 @@ class World:
         if self.notice is not None:
             notice = self.notice
             self.post(lambda: NoticeRaised(notice), 1.0)
+
+    def gpu_becomes(self, health: GpuHealth, *, within_s: float = 0.5) -> None:
+        """The GPU changes its health, of which the daemon learns within this time."""
+        self.gpu = GpuStatus(
+            pci="0000:00:00", index=0, health=health, reason="an Xid", since_mono_s=self.now
+        )
+        self._read_gpu(within_s)
+
+    def _read_gpu(self, within_s: float) -> None:
+        life = self.life
+
+        def happens() -> None:
+            if life != self.life or self.gpu is None:
+                return
+            before = self.state.gpus.get(self.gpu.pci)
+            had_failed = before is not None and before.health.has_failed
+            if self.gpu.health.has_failed and not had_failed and self.trainer is not None:
+                self.suspect_starts |= {self.trainer.start_id} & self._joined
+            notices = self._gpu_notices
+            events = [GpusRead((self.gpu,)), *notices.update((self.gpu,), self.now)]
+            for event in events:
+                if life == self.life:
+                    self.step(event)
+
+        self.at(self.delay_s(within_s), happens)
 
     def post(self, event: Callable[[], Event], delay_up_to_s: float) -> None:
         """Post an event to the daemon after a delay, if it is still the same daemon."""
@@ -543,15 +587,17 @@ class World:
     def _seal(self, staged: Staged) -> Staged:
         self.staging.append(staged)
         self.sealed.append(staged)
+        if staged.starts & self.suspect_starts:
+            self.suspect_sets.add(staged.id)
         self.post(self._scan_result, 3.0 if self.chance("late_scan", 0.5) else 0.1)
         return staged
 
-    def restart_trainer_behind(self) -> None:
-        """The trainer ends, and another one starts from a state before the newest one."""
+    def restart_trainer(self, *, is_behind: bool = False) -> None:
+        """The trainer ends, and another one starts from the newest state, or from one before it."""
         if self.trainer is not None:
             trainer, self.trainer = self.trainer, None
             self.post(lambda: TrainerLeft(trainer.connection, exited=True, reason="ended"), 0.1)
-        self._trainer_starts(is_behind=True)
+        self._trainer_starts(is_behind=is_behind)
 
     @property
     def take_s(self) -> float:
@@ -589,13 +635,18 @@ class World:
         return next((min(s.starts, default="") for s in self.sealed if s.id == checkpoint), "")
 
     def _written_by_commit(self, ref: CommitRef) -> str:
+        place = self._set_of_commit(ref)
+        return "" if place is None else self._written_by(CheckpointId(*place))
+
+    def _set_of_commit(self, ref: CommitRef) -> tuple[int, str] | None:
+        """Step and nonce of the set that this commit contains."""
         keys = [key for key in self.store.objects if key.startswith(KEYS.commits)]
         for key in keys:
             parsed = KEYS.parse_commit(key)
             if parsed is not None and parsed.ref == ref:
                 made = manifest.decode(self.store.objects[key])
-                return self._written_by(CheckpointId(made.step, made.nonce))
-        return ""
+                return made.step, made.nonce
+        return None
 
     def is_newest_on_line(self) -> bool:
         """Whether the next VM would resume from a state that training continued from."""
@@ -632,6 +683,8 @@ class World:
         start = TrainerProgress(trainer.connection, trainer.step, start_id=trainer.start_id)
 
         def joined() -> Event:
+            if self.state.gpus:
+                self._joined.add(trainer.start_id)
             if starts:  # right after the hello, and never before it
                 self.post(lambda: start, 0.002)
             return TrainerJoined(view)
@@ -663,6 +716,8 @@ class World:
             self.at(self.delay_s(30), self._trainer_starts)
 
     def _asked(self, trainer: Trainer, request_id: str) -> None:
+        if trainer.start_id in self.suspect_starts and not request_id.startswith("periodic-"):
+            raise Broken("suspect training is asked for a checkpoint")
         if (request_id, trainer.pid) in self.asks and self.life == 1:
             raise Broken("I9: the trainer is asked twice for one notice by one daemon")
         self.asks.add((request_id, trainer.pid))
@@ -999,6 +1054,9 @@ class World:
         assert conclusion.commit is not None
         evacuation = self.state.evacuation
         assert evacuation is not None
+        places = {(s.step, s.nonce) for s in self.suspect_sets}
+        if self._set_of_commit(conclusion.commit) in places:
+            raise Broken(f"SAFE at {conclusion.commit}, which suspect training has sealed")
         # A set that was sealed well before cannot have been missed.
         answers = [s for s in self.sealed if s.request_id == conclusion.evacuation_id]
         known = [

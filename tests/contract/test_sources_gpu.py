@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import time
 from collections.abc import Iterator
@@ -12,9 +13,9 @@ from typing import Any
 import pytest
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import GpusRead
-from swansongd.model import GpuHealth, GpuStatus, Health, Severity
+from swansongd.model import GpuHealth, GpuRecord, GpuStatus, Health, Severity
 from swansongd.sources import detect, gpu
-from swansongd.sources.gpu import GpuSource
+from swansongd.sources.gpu import PROBE, GpuSource
 from swansongd.sources.opening import open_sources
 
 from testkit.fake_nvml import FakeNvml, has_compiler
@@ -137,12 +138,67 @@ def test_a_library_that_crashes_or_returns_garbage(nvml: FakeNvml) -> None:
         assert run.notices == []
 
 
-def test_a_machine_without_the_driver_is_unsupported(nvml: FakeNvml) -> None:
-    """The library of an image for GPUs, on a VM without one: no blind source, no GPU."""
+class Looked:
+    """A path of the driver that counts how often it is looked at."""
+
+    def __init__(self) -> None:
+        self.looks = 0
+        self.is_there = False
+
+    def exists(self) -> bool:
+        self.looks += 1
+        return self.is_there
+
+
+def test_a_machine_without_the_driver_starts_the_probe_once(
+    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The library of an image for GPUs, on a VM without one.  A driver that is loaded later is noticed."""
+    path, starts = Looked(), tmp_path / "starts"
+    monkeypatch.setattr(gpu, "_DRIVER_PATHS", (path,))
+    monkeypatch.setattr(gpu, "_DRIVER_LOOK_S", 0.01)
+    probe = ("/bin/sh", "-c", f"echo started >>{starts}; exec {' '.join(PROBE)}")
     nvml.set(init=9)
-    with Watched() as run:
+    with Watched(probe=probe) as run:
         run.turns(Health.UNSUPPORTED, "no NVIDIA driver")
+        until(lambda: path.looks > 120, what="more looks than a retry takes")
+        assert starts.read_text() == "started\n"
+        assert len(run.statuses) == 1
         assert run.gpus == ()
+        nvml.set(init=0)
+        path.is_there = True
+        run.becomes(GpuHealth.OK)
+
+
+@pytest.mark.fault("X04")
+def test_a_probe_that_cannot_be_started_ends_nothing_else() -> None:
+    """Without memory for a process the kernel log is read, and the source is not healthy."""
+    reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
+    options = {"kernel_log": Path(f"/proc/self/fd/{reads}"), "probe": ("/nonexistent",)}
+    with Watched(**options) as run:
+        run.turns(Health.DEGRADED, "no process")
+        os.write(writes, b"4,3,3,-;NVRM: Xid (PCI:0000:00:00): 119, pid=7, name=python3, Timeout\n")
+        run.becomes(GpuHealth.DYING)
+    os.close(reads)
+    os.close(writes)
+
+
+@pytest.mark.fault("X04")
+def test_attempts_to_start_the_probe_become_rare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine without memory gets no two attempts a second."""
+    now, attempts = [0.0], []
+
+    def refuse(*_: Any, **__: Any) -> None:
+        attempts.append(now[0])
+        raise BlockingIOError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+
+    monkeypatch.setattr(gpu.subprocess, "Popen", refuse)
+    probe = gpu._Probe(PROBE, monotonic=lambda: now[0], patience_s=60.0)
+    while now[0] < 600:
+        probe.keep_running()
+        now[0] += 0.5
+    assert 10 < len(attempts) < 35
+    assert probe.failure == "no process: Resource temporarily unavailable"
 
 
 def test_a_driver_whose_device_files_are_hidden(
@@ -176,6 +232,41 @@ def test_the_kernel_log_is_read_while_nvml_hangs(nvml: FakeNvml) -> None:
         nvml.set(hang=0)
         run.turns(Health.OK, "the kernel log cannot be read")
     os.close(reads)
+
+
+@pytest.mark.fault("X09")
+def test_the_kernel_log_is_read_from_where_the_last_life_ended(nvml: FakeNvml) -> None:
+    """An Xid of the time without a daemon counts, and an older one is not read again.
+
+    A fault that NVML does not show any more is over.
+    """
+    xid = "4,{},3,-;NVRM: Xid (PCI:0000:0{}:00): 95, pid=7, Uncontained\n"
+    reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
+    log = {"kernel_log": Path(f"/proc/self/fd/{reads}")}
+    nvml.set(count=4)
+    os.write(writes, xid.format(7, 0).encode())
+    with Watched(**log) as run:
+        run.becomes(*[GpuHealth.OK] * 4)
+        os.write(writes, xid.format(8, 1).encode())
+        nvml.set(gpu=2, pending=1)
+        run.becomes(GpuHealth.OK, GpuHealth.DYING, GpuHealth.DEGRADED, GpuHealth.OK)
+        last = [event for event in run.events if isinstance(event, GpusRead)][-1]
+    assert last.log_number == 8
+    nvml.set(gpu=2, pending=0)
+    for number, gpu_index in ((7, 0), (8, 1), (9, 3)):
+        os.write(writes, xid.format(number, gpu_index).encode())
+    before = GpuRecord(
+        gpus=last.gpus,
+        log_number=last.log_number,
+        suspect_starts=frozenset(),
+        known_starts=(),
+        sound_sets=frozenset(),
+        doubtful_commit=None,
+    )
+    with Watched(**log, before=before) as run:
+        run.becomes(GpuHealth.OK, GpuHealth.DYING, GpuHealth.OK, GpuHealth.DYING)
+    os.close(reads)
+    os.close(writes)
 
 
 def test_without_the_library_there_is_no_source(

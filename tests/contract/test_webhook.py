@@ -321,9 +321,60 @@ def test_a_receiver_that_hangs_costs_the_decision_thread_microseconds(tmp_path: 
             began_s = time.thread_time()
             notifier.observe(before, after, None, actions, story.now)  # type: ignore[arg-type]
             took.append(time.thread_time() - began_s)
-        notifier.close(0.0)
+        notifier.close(webhook_by_mono_s=0.0, command_by_mono_s=0.0)
     took.sort()
     assert took[len(took) // 2] < 1e-3, took[len(took) // 2]
+
+
+@pytest.mark.fault("W01", "W04")
+def test_at_the_end_of_the_daemon_a_webhook_that_hangs_costs_the_command_no_time(
+    tmp_path: Path,
+) -> None:
+    """The command has its own, longer limit.  It ends by itself after that of the webhook."""
+    gate, done = tmp_path / "gate", tmp_path / "done"
+    os.mkfifo(gate)
+    with RawServer(lambda peer: peer.wait_for_end()) as server:
+        script = f"read line <{gate}; echo ended >{done}"
+        config = NotifyConfig(webhook_url=server.url, exec=("/bin/sh", "-c", script))
+        notifier = Notifier(config, run="run", vm="vm", record=record())
+        notifier.start()
+        notifier._put(notice(), 1000.0)
+        until(lambda: server.accepted, what="a request that hangs")
+        now = time.monotonic()
+        limits = {"webhook_by_mono_s": now + 0.05, "command_by_mono_s": now + 60.0}
+        notifier.begin_close()
+        closing = threading.Thread(target=notifier.close, kwargs=limits, daemon=True)
+        closing.start()
+        until(lambda: time.monotonic() > now + 0.2, what="the limit of the webhook")
+        assert closing.is_alive()
+        gate.write_text("go\n")
+        closing.join(30)
+        assert not closing.is_alive()
+    assert done.read_text() == "ended\n"
+    report: Any = notifier.report()
+    assert (report["exec"]["sent"], report["exec"]["failed"]) == (1, 0)
+
+
+@pytest.mark.fault("W04")
+def test_at_the_end_of_the_daemon_a_command_that_hangs_is_killed(tmp_path: Path) -> None:
+    """At its limit, and the next command does not begin."""
+    pids = tmp_path / "pids"
+    config = NotifyConfig(exec=("/bin/sh", "-c", f"echo $$ >>{pids}; exec sleep 600"))
+    notifier = Notifier(config, run="run", vm="vm", record=record())
+    notifier.start()
+    for key in ("a", "b"):
+        notifier._put(notice(key), 1000.0)
+    until(lambda: pids.exists() and pids.read_text().endswith("\n"), what="the command")
+    began_mono_s = time.monotonic()
+    notifier.close(webhook_by_mono_s=0.0, command_by_mono_s=began_mono_s + 0.1)
+    assert time.monotonic() - began_mono_s < 3
+    report = until(
+        lambda: (found := notifier.report()["exec"])["failed"] == 2 and found,  # type: ignore[index]
+        what="the end of both",
+    )
+    assert report["sent"] == 0
+    (pid,) = pids.read_text().split()
+    until(lambda: not Path("/proc", pid).exists(), what="the end of the program")
 
 
 def test_a_flood_of_notices_is_limited_and_counted() -> None:

@@ -27,7 +27,7 @@ def nvml(tmp_path: Path) -> Iterator[FakeNvml]:
     fake.set(hang=0)
 
 
-@pytest.mark.fault("X01", "X02", "X03")
+@pytest.mark.fault("X01", "X02", "X03", "X09")
 def test_a_gpu_degrades_and_then_dies(
     nvml: FakeNvml, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
@@ -61,3 +61,13 @@ def test_a_gpu_degrades_and_then_dies(
     table = vm.swansong("status").stdout
     assert "dying" in table
     assert "Xid 95" in table
+
+    daemon.kill()  # NVML still hangs: only the record of the killed daemon shows the failure
+    restarted = vm.start_daemon(**nvml.environment)
+    until(lambda: vm.status()["trainers"], what="the trainer, which connects again")
+    assert [gpu["health"] for gpu in vm.status()["gpus"]] == ["ok", "dying"]
+    vm.swansong("notify", "--in", "20s", "--wait")
+    requests = [
+        line for line in restarted.lines.all(event="evacuation") if line["phase"] == "request"
+    ]
+    assert requests == []

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import os
+import random
 from dataclasses import replace
 
 import pytest
@@ -25,7 +26,7 @@ from swansongd.core.events import (
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.state import Phase
 from swansongd.core.transition import Transition
-from swansongd.model import Severity, Verdict
+from swansongd.model import GpuHealth, Severity, Verdict
 
 from testkit.simulation.world import (
     FAULTS,
@@ -81,6 +82,44 @@ def test_no_fault_breaks_an_invariant() -> None:
     assert ONE_SEED or any(left <= 0 for left in begun), "a deadline that is outlived stops nothing"
     wanted = {*FAULTS, "unsent_set_dropped"}
     assert ONE_SEED or fired >= wanted, f"never happened: {wanted - fired}"
+
+
+def live_with_gpu(seed: int) -> World:
+    """Training on a GPU that degrades, fails, flaps and recovers around a notice."""
+    world, weather = World(seed), random.Random(f"gpu {seed}")
+    world.faults.discard("starts_behind")  # the tests of lineage
+    world.gpu_becomes(GpuHealth.OK, within_s=0.01)
+    world.run(1000 + weather.uniform(10, 60))
+    for turn in range(weather.randrange(1, 6)):
+        world.gpu_becomes(weather.choice(tuple(GpuHealth)))
+        world.run(world.now + weather.choice((0.1, 2.0, 15.0)))
+        if turn == 1:
+            world.raise_notice(weather.choice((30.0, 120.0)))
+            world.run(world.now + weather.uniform(0.1, 10))
+        if weather.random() < 0.2:
+            restart_alone(world)
+        if weather.random() < 0.2:
+            world.restart_trainer()
+    world.gpu_becomes(GpuHealth.LOST)
+    world.run(world.now + weather.choice((0.7, 20.0)))
+    world.raise_notice(30.0, source="gcp.preempted")
+    world.run(world.now + 40)
+    return world
+
+
+@pytest.mark.fault("X01", "X02", "X06", "X09")
+def test_a_gpu_never_leads_to_a_checkpoint_of_suspect_training() -> None:
+    """No evacuation asks it, no verdict is SAFE with its sets, and all invariants above hold."""
+    found = [0, 0, 0]
+    for seed in seeds()[: max(12, SEEDS // 8)]:
+        try:
+            world = live_with_gpu(seed)
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
+        found[0] += bool(world.suspect_starts)
+        found[1] += bool(world.suspect_sets)
+        found[2] += world.life > 1 and bool(world.suspect_starts)
+    assert ONE_SEED or min(found) > 1, found
 
 
 def test_the_same_seed_is_the_same_run() -> None:
@@ -310,10 +349,10 @@ def test_a_trainer_that_starts_before_the_newest_commit_replaces_it() -> None:
         world.every_steps = 20
         world.run(1020 + world.delay_s(80))
         for _ in range(world.random.randrange(1, 4)):
-            world.restart_trainer_behind()
+            world.restart_trainer(is_behind=True)
             world.run(world.now + world.delay_s(50))
         world.run(1250.0)
-        world.restart_trainer_behind()
+        world.restart_trainer(is_behind=True)
         world.run(1250.0 + 45)
         assert world.is_newest_on_line(), f"seed {seed}: {max(world.commits())}"
         world.raise_notice(120.0)

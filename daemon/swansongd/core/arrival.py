@@ -34,11 +34,9 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
     if is_asked or state.connected or state.overtaken_by is not None or state.is_finished:
         return None
-    if (
-        gpus.objection(state, now_mono_s)
-        or _was_answered(state, evacuation)
-        or not _may_come(state, now_mono_s)
-    ):
+    if _was_answered(state, evacuation) or not _may_come(state, now_mono_s):
+        return None
+    if gpus.objection(state, now_mono_s) and not _reconnects(state, now_mono_s):
         return None
     needed_s = planner.take_s(state.measured) + state.settings.reserve_s
     left_s = evacuation.deadline_mono_s - now_mono_s - needed_s
@@ -53,10 +51,19 @@ def _was_answered(state: State, evacuation: Evacuation) -> bool:
 def _may_come(state: State, now_mono_s: float) -> bool:
     if any(not trainer.is_connected for trainer in state.trainers):
         return True  # its process runs, and reconnects
-    started_mono_s = state.first_scan_mono_s
-    if started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S:
+    if _has_just_started(state, now_mono_s):
         return True
     return all(n.source not in ENDED_BY_VERDICT for n in state.urgent_notices(now_mono_s))
+
+
+def _has_just_started(state: State, now_mono_s: float) -> bool:
+    started_mono_s = state.first_scan_mono_s
+    return started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S
+
+
+def _reconnects(state: State, now_mono_s: float) -> bool:
+    """Whether suspect training is expected, whose steps the verdict has to count although it is not asked."""
+    return gpus.is_away(state) and _has_just_started(state, now_mono_s)
 
 
 def reconcile(transition: Transition) -> None:

@@ -48,6 +48,8 @@ class GpusRead:
     """The health of all GPUs of this VM.  Posted when it changes."""
 
     gpus: tuple[GpuStatus, ...]
+    log_number: int | None = None
+    """Number of the last record of the kernel log that they contain; None if it is not read."""
 
 
 # ---------------------------------------------------------------- events: trainers

@@ -5,6 +5,10 @@ A GPU that is dying or lost can no longer give a correct state.  Training that w
 suspect: evacuations do not ask it for a checkpoint, and its later sets count as unhealthy.  They are
 committed nevertheless: the report of the failure may be wrong.  A start of the training after the failure is
 not suspect, because it got working GPUs.
+
+The suspicion outlasts a restart of the daemon: :func:`record_of` is stored after each decision, and
+:func:`resumed` continues from it.  Trainers are known by the ids of their starts, not by times: the kernel
+log has a clock of its own.
 """
 
 from __future__ import annotations
@@ -15,17 +19,75 @@ from dataclasses import replace
 from swansong import bounds
 
 from swansongd.core import request
+from swansongd.core.events import GpusRead
 from swansongd.core.state import State
 from swansongd.core.transition import Transition
-from swansongd.model import GPU_IS_SOUND, CheckpointId, GpuHealth, GpuStatus, Staged
+from swansongd.model import (
+    GPU_IS_SOUND,
+    CheckpointId,
+    GpuHealth,
+    GpuRecord,
+    GpuStatus,
+    Staged,
+    TrainerView,
+)
 
 SOURCE = "gpu"
+KNOWN_MAX = 256
+"""Bound of each list in a record."""
 
 
-def record_read(transition: Transition, gpus: Sequence[GpuStatus]) -> None:
+def resumed(state: State, record: GpuRecord) -> State:
+    """The first state of a daemon whose previous life, in this boot, left this record."""
+    return replace(
+        state,
+        gpus={gpu.pci: gpu for gpu in record.gpus},
+        gpu_log_number=record.log_number,
+        suspect_starts=record.suspect_starts,
+        gpus_before=record,
+    )
+
+
+def record_of(state: State) -> GpuRecord | None:
+    """The record for the next life of the daemon; None without a GPU."""
+    if not state.gpus:
+        return None
+    before = state.gpus_before
+    sound = [staged.id for staged in state.staged if staged.id not in state.suspect]
+    if state.first_scan_mono_s is None and before is not None:
+        sound = list(before.sound_sets)
+    doubtful = state.last_complete if doubt(state) else None
+    if state.last_complete is None and before is not None:  # not claimed yet
+        doubtful = before.doubtful_commit
+    known = dict.fromkeys((*_away(state), *(t.start_id for t in state.trainers if t.start_id)))
+    return GpuRecord(
+        gpus=tuple(state.gpus.values()),
+        log_number=state.gpu_log_number,
+        suspect_starts=frozenset(sorted(state.suspect_starts)[:KNOWN_MAX]),
+        known_starts=tuple(known)[-KNOWN_MAX:],
+        sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
+        doubtful_commit=doubtful,
+    )
+
+
+def _away(state: State) -> tuple[str, ...]:
+    """Starts that were connected to the previous life of the daemon, and perhaps not yet to this one."""
+    return () if state.gpus_before is None else state.gpus_before.known_starts
+
+
+def is_away(state: State) -> bool:
+    """Whether training of the previous life of the daemon has not connected to this one."""
+    return not {*_away(state)} <= {*state.starts}
+
+
+def record_read(transition: Transition, event: GpusRead) -> None:
     """The health of a GPU changed."""
-    before = transition.state.gpus
-    transition.state = replace(transition.state, gpus={gpu.pci: gpu for gpu in gpus})
+    before, gpus = transition.state.gpus, event.gpus
+    transition.state = replace(
+        transition.state,
+        gpus={gpu.pci: gpu for gpu in gpus},
+        gpu_log_number=event.log_number,
+    )
     for gpu in gpus:
         known = before.get(gpu.pci)
         was = GpuHealth.OK if known is None else known.health
@@ -33,6 +95,13 @@ def record_read(transition: Transition, gpus: Sequence[GpuStatus]) -> None:
             _log(transition, gpu)
         if gpu.health.has_failed and not was.has_failed:
             _record_failed(transition, gpu)
+
+
+def record_start(transition: Transition, before: TrainerView | None, start_id: str) -> None:
+    """A process begins a start of the training.  One that used a failed GPU before still uses it."""
+    suspect = transition.state.suspect_starts
+    if start_id and before is not None and before.start_id in suspect:
+        transition.state = replace(transition.state, suspect_starts=suspect | {start_id})
 
 
 def objection(state: State, now_mono_s: float) -> str:
@@ -50,10 +119,15 @@ def objection(state: State, now_mono_s: float) -> str:
 def doubt(state: State) -> str:
     """Why the newest commit may be wrong; empty if it is sound.
 
-    A commit that the claim found is older than this daemon, and so older than the failure.
+    A commit that the claim found is older than this life of the daemon: the record of the previous life names
+    a doubtful one.
     """
     last, sound = state.last_complete, state.healthy_commit
-    if not state.suspect_starts or last is None or state.last_commit_mono_s is None:
+    if not state.suspect_starts or last is None:
+        return ""
+    before = state.gpus_before
+    is_known_doubtful = before is not None and before.doubtful_commit == last
+    if state.last_commit_mono_s is None and not is_known_doubtful:
         return ""
     if sound is not None and sound >= last:
         return ""
@@ -71,13 +145,24 @@ def describe(gpu: GpuStatus) -> str:
     return f"{name} is {gpu.health.value}: {gpu.reason}"
 
 
-def doubtful(state: State, found: Sequence[Staged]) -> frozenset[CheckpointId]:
-    """Those of the sets that a scan just found which suspect training has sealed."""
+def doubtful(
+    state: State, found: Sequence[Staged], *, is_first: bool = False
+) -> frozenset[CheckpointId]:
+    """Those of the sets that a scan just found which suspect training has sealed.
+
+    Sets of the first scan predate this life of the daemon: only the record of the previous life can show
+    which of them are from after a failure.
+    """
+    before = state.gpus_before
+    if is_first and before is None:
+        return frozenset()
+    sound = before.sound_sets if is_first and before is not None else frozenset()
     has_failed = any(gpu.health.has_failed for gpu in state.gpus.values())
     return frozenset(
         staged.id
         for staged in found
-        if (staged.starts & state.suspect_starts if staged.starts else has_failed)
+        if staged.id not in sound
+        and (staged.starts & state.suspect_starts if staged.starts else has_failed)
     )
 
 
@@ -90,7 +175,7 @@ def marked(staged: Staged) -> Staged:
 
 def _record_failed(transition: Transition, gpu: GpuStatus) -> None:
     state = transition.state
-    starts = {trainer.start_id for trainer in state.trainers if trainer.start_id}
+    starts = {trainer.start_id for trainer in state.trainers if trainer.start_id} | {*_away(state)}
     transition.state = replace(state, suspect_starts=state.suspect_starts | starts)
     for waiting in transition.waiting_requests:
         if not waiting.is_periodic:

@@ -113,8 +113,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             notices.record_withdrawn(transition, source, reason)
         case SourceChanged(status):
             notices.record_source(transition, status)
-        case GpusRead(read):
-            gpus.record_read(transition, read)
+        case GpusRead():
+            gpus.record_read(transition, event)
         case TrainerJoined(trainer):
             ranks.record_joined(transition, trainer)
         case TrainerRefused(_, reason):

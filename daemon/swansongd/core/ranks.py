@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import emergency, lineage, nodes, request, stall
+from swansongd.core import emergency, gpus, lineage, nodes, request, stall
 from swansongd.core.events import (
     TellCommitted,
     TrainerFailed,
@@ -28,6 +28,7 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     known = next((t for t in state.trainers if t.pid == trainer.pid), None)
     if known is not None:
         trainer = replace(trainer, start_step=known.start_step)
+    gpus.record_start(transition, known, trainer.start_id)
     lineage.record_start_id(transition, trainer.start_id)
     if not state.connected:
         transition.state = replace(transition.state, joined_mono_s=transition.now)
@@ -78,6 +79,7 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
         placed = replace(placed, start_id=event.start_id, step=event.step)
+        gpus.record_start(transition, trainer, event.start_id)
         lineage.record_start_id(transition, event.start_id)
     others = (t for t in transition.state.trainers if t is not trainer)
     transition.state = replace(transition.state, trainers=(*others, placed))

@@ -62,8 +62,8 @@ def _record_found(
         transition.state = replace(transition.state, first_scan_mono_s=event.started_mono_s)
     else:
         _note_signalled(transition, new)
-        suspect = transition.state.suspect | gpus.doubtful(transition.state, new)
-        transition.state = replace(transition.state, suspect=suspect)
+    doubtful = gpus.doubtful(transition.state, new, is_first=is_first)
+    transition.state = replace(transition.state, suspect=transition.state.suspect | doubtful)
     by_signal, suspect = transition.state.by_signal, transition.state.suspect
     staged_now = tuple(
         replace(s, kind=CheckpointKind.EMERGENCY) if s.id in by_signal else s for s in event.staged

@@ -16,6 +16,7 @@ from swansongd.core.request_ids import are_of_one
 from swansongd.model import (
     CheckpointId,
     CommitRef,
+    GpuRecord,
     GpuStatus,
     Notice,
     NoticeKind,
@@ -307,6 +308,10 @@ class State:
     """Starts of trainers that were connected when a GPU failed: none of them is asked for a checkpoint."""
     suspect: frozenset[CheckpointId] = frozenset()
     """Sets of these starts that appeared after the failure: they count as unhealthy."""
+    gpus_before: GpuRecord | None = None
+    """The record of the previous life of this daemon in this boot; None without one."""
+    gpu_log_number: int | None = None
+    """See :class:`~swansongd.core.events.GpusRead`."""
     notices: Mapping[str, Notice] = field(default_factory=dict)
     """Live notices: by their source, which shows one at a time, or by identity if given by hand."""
     rates_mono_s: Mapping[str, float] = field(default_factory=dict)

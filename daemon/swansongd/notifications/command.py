@@ -94,6 +94,9 @@ class Command:
     def _run(self) -> None:
         while True:
             notification = self.outbox.take().notification
+            if self._stop.is_set():
+                self.outbox.finish("the daemon ended")
+                continue
             try:
                 self._record.add(_key(notification))
                 done = run_bounded(

@@ -95,13 +95,18 @@ class Notifier:
             "limited": self._limited,
         }
 
-    def close(self, timeout_s: float) -> None:
-        """Send notices and verdicts that are queued, within this time, then kill a command that runs."""
-        end_mono_s = time.monotonic() + timeout_s
+    def begin_close(self) -> None:
+        """The daemon ends: the webhook and the command begin with all that is queued.  Does not block."""
         for sender in (self._webhook, self._command):
             if sender is not None:
-                sender.outbox.drain(max(0.0, end_mono_s - time.monotonic()))
+                sender.outbox.begin_drain()
+
+    def close(self, *, webhook_by_mono_s: float, command_by_mono_s: float) -> None:
+        """Wait for notices and verdicts until these instants, then kill a command that runs."""
+        if self._webhook is not None:
+            self._webhook.outbox.drain(max(0.0, webhook_by_mono_s - time.monotonic()))
         if self._command is not None:
+            self._command.outbox.drain(max(0.0, command_by_mono_s - time.monotonic()))
             self._command.stop()
             self._command.outbox.drain(_KILL_S)
 

@@ -111,11 +111,16 @@ class Outbox:
         self._failed += bool(error)
         self._last_error = str(printable(error))
 
-    def drain(self, timeout_s: float) -> bool:
-        """Attempt each urgent entry once more, without a wait; False if not all were attempted in time."""
+    def begin_drain(self) -> None:
+        """Attempt each entry once more, the urgent ones first, without a pause between attempts."""
         with self._changed:
             self._is_draining = True
             self._changed.notify_all()
+
+    def drain(self, timeout_s: float) -> bool:
+        """Wait until each urgent entry was attempted once more; False if not all were attempted in time."""
+        self.begin_drain()
+        with self._changed:
             return self._changed.wait_for(lambda: not self._has_urgent(), timeout_s)
 
     def _has_urgent(self) -> bool:

@@ -21,7 +21,14 @@ from swansong import bounds
 
 from swansongd.core.events import GpusRead, NoticeRaised, NoticeWithdrawn
 from swansongd.core.gpus import SOURCE, describe
-from swansongd.model import DeadlineQuality, GpuHealth, GpuStatus, Notice, Severity
+from swansongd.model import (
+    DeadlineQuality,
+    GpuHealth,
+    GpuRecord,
+    GpuStatus,
+    Notice,
+    Severity,
+)
 from swansongd.observe.health import HealthTracker
 from swansongd.sources.base import Clock, Post
 from swansongd.sources.gpu_health import GpuRecords, parse_gpus, parse_line
@@ -31,13 +38,14 @@ from swansongd.sources.xids import (
     Fault,
     parse_record,
     pci_address,
+    record_number,
     xid_fault,
 )
 
 KERNEL_LOG = Path("/dev/kmsg")
 PROBE = (sys.executable, "-I", "-m", "swansongd.sources.nvml")
 FAILED_S = 600.0
-"""Deadline of the evacuation that a failed GPU causes.  The VM lives on: the deadline only bounds retries."""
+"""From the failure of a GPU to the deadline of its evacuation.  The VM lives on: this only bounds retries."""
 DEGRADED_S = 3600.0
 """The same for the precaution that a degraded GPU causes."""
 AGAIN_S = 3600.0
@@ -51,9 +59,14 @@ _RETRY_FIRST_S = 1.0
 _RETRY_MAX_S = 60.0
 _BUFFER_MAX_BYTES = 256 * 1024
 _RECORDS_MAX = 1000
+_BACKLOG_MAX = 10**6
+"""Records before the start that are skipped at once."""
 _XIDS_MAX = 1000
 _DRIVER = Path("/proc/driver/nvidia/version")
 """Exists while the driver is loaded."""
+_DRIVER_PATHS = (_DRIVER, Path("/dev/nvidiactl"))
+_DRIVER_LOOK_S = 10.0
+"""Interval of looks at the driver's paths, on a VM with the library and without a driver."""
 _FIX_DEVICES = "give the daemon the device files with swansongd.service.d/gpu.conf"
 
 
@@ -64,6 +77,8 @@ class GpuSource:
         monotonic: the clock.
         probe: command of the probe.
         kernel_log: path of the kernel log.
+        before: the record of the previous life of the daemon in this boot.  The kernel log is read from where
+            that life ended; without a record, from the start of this source on.
         blind_after_s: time without a reading after which the source is blind, and the probe is replaced.
     """
 
@@ -76,15 +91,17 @@ class GpuSource:
         probe: Sequence[str] = PROBE,
         kernel_log: Path = KERNEL_LOG,
         blind_after_s: float = BLIND_AFTER_S,
+        before: GpuRecord | None = None,
     ) -> None:
         self._monotonic = monotonic
         self._probe = _Probe(probe, monotonic=monotonic, patience_s=blind_after_s)
-        self._log = _KernelLog(kernel_log)
+        self._log = _KernelLog(kernel_log, after=None if before is None else before.log_number)
         self._blind_after_s = blind_after_s
-        self._records = GpuRecords()
+        self._records = GpuRecords(() if before is None else before.gpus)
         self._posted: tuple[GpuStatus, ...] = ()
         self._problem = ""
         """Why the last reading failed."""
+        self._has_driver = True
         self._notices = GpuNotices()
 
     def run(self, post: Post, stop: threading.Event) -> None:
@@ -95,6 +112,10 @@ class GpuSource:
         self._log.open()
         try:
             while not stop.is_set():
+                if not self._has_driver and not any(path.exists() for path in _DRIVER_PATHS):
+                    stop.wait(_DRIVER_LOOK_S)
+                    continue
+                self._has_driver = True
                 try:
                     self._turn(post, health)
                 except Exception as error:
@@ -118,12 +139,14 @@ class GpuSource:
             self._take(line, health, now)
         if self._probe.is_silent:
             self._problem = "NVML does not respond"
+        elif self._probe.failure:
+            self._problem = f"NVML cannot be read: {self._probe.failure}"
         if self._problem:
             health.failed(self._problem)
         statuses = self._records.statuses
         if statuses != self._posted:
             self._posted = statuses
-            post(GpusRead(statuses))
+            post(GpusRead(statuses, self._log.number))
         for event in self._notices.update(statuses, now):
             post(event)
 
@@ -151,6 +174,8 @@ class GpuSource:
         elif facts.get("is_absent") is True and not self._records.statuses:
             self._problem = ""
             health.unsupported(f"no NVIDIA driver: {reason}")
+            self._has_driver = False
+            self._probe.end()
         else:
             self._problem = f"NVML failed: {reason}"
 
@@ -189,7 +214,12 @@ class GpuNotices:
         """The notices that are new, or over."""
         failed = {gpu.pci: gpu for gpu in gpus if gpu.health.has_failed}
         degraded = {gpu.pci: gpu for gpu in gpus if gpu.health is GpuHealth.DEGRADED}
-        newly_failed = [gpu for pci, gpu in failed.items() if pci not in self._failed]
+        newly_failed = [
+            gpu
+            for pci, gpu in failed.items()
+            # An earlier life of the daemon has answered an older failure.
+            if pci not in self._failed and now_mono_s < gpu.since_mono_s + FAILED_S
+        ]
         self._failed |= failed.keys()
         newly_degraded = [gpu for pci, gpu in degraded.items() if pci not in self._degraded]
         self._degraded = set(degraded)
@@ -222,7 +252,7 @@ class GpuNotices:
             # The same for each health: after a restart a milder notice does not replace a stored one.
             identity=f"{SOURCE}:{gpu.pci}",
             severity=Severity.IMMINENT if has_failed else Severity.ADVISORY,
-            deadline_mono_s=now_mono_s + (FAILED_S if has_failed else DEGRADED_S),
+            deadline_mono_s=gpu.since_mono_s + FAILED_S if has_failed else now_mono_s + DEGRADED_S,
             deadline_quality=DeadlineQuality.ASSUMED,
             detail=shortened(describe(gpu)),
         )
@@ -241,6 +271,8 @@ class _Probe:
         self._buffer = b""
         self._heard_mono_s = monotonic()
         self._retry_mono_s = monotonic()
+        self.failure = ""
+        """Why the process could not be started."""
 
     @property
     def fd(self) -> int | None:
@@ -260,7 +292,11 @@ class _Probe:
         if self._process is not None and now - self._heard_mono_s > self._patience_s:
             self._process.kill()
         if self._process is None and now >= self._retry_mono_s:
-            self._heard_mono_s = now
+            self._start(now)
+
+    def _start(self, now_mono_s: float) -> None:
+        self._heard_mono_s = now_mono_s
+        try:
             self._process = subprocess.Popen(  # noqa: S603
                 self._command,
                 stdin=subprocess.DEVNULL,
@@ -268,8 +304,13 @@ class _Probe:
                 stderr=subprocess.DEVNULL,
                 cwd="/",
             )
-            assert self._process.stdout is not None
-            os.set_blocking(self._process.stdout.fileno(), False)
+        except OSError as error:  # no memory, process number or file descriptor is free
+            self.failure = f"no process: {error.strerror or type(error).__name__}"
+            self._retry_mono_s = now_mono_s + self._backoff.next_s()
+            return
+        self.failure = ""
+        assert self._process.stdout is not None
+        os.set_blocking(self._process.stdout.fileno(), False)
 
     def lines(self) -> list[bytes]:
         """Whole lines that the process has printed since the last call."""
@@ -307,19 +348,26 @@ class _Probe:
 
 
 class _KernelLog:
-    """The records that the kernel writes from now on; each read returns one."""
+    """The records of the kernel; each read returns one.
 
-    def __init__(self, path: Path) -> None:
+    Args:
+        path: of the log.
+        after: records up to this number are skipped; None: all that exist at the start.
+    """
+
+    def __init__(self, path: Path, *, after: int | None) -> None:
         self._path = path
         self.fd: int | None = None
+        self.number = after
+        """The number of the last record that was read or skipped."""
 
     def open(self) -> None:
-        """Open the log at its end, if this process may read it."""
+        """Open the log, if this process may read it."""
         with contextlib.suppress(OSError):
-            fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-            with contextlib.suppress(OSError):
-                os.lseek(fd, 0, os.SEEK_END)
-            self.fd = fd
+            self.fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        if self.number is None:
+            for _ in self._new_records(_BACKLOG_MAX):
+                pass
 
     def close(self) -> None:
         if self.fd is not None:
@@ -328,7 +376,13 @@ class _KernelLog:
 
     def faults(self) -> Iterator[Fault]:
         """The faults in the records since the last call."""
-        for _ in range(_RECORDS_MAX):
+        for record in self._new_records(_RECORDS_MAX):
+            fault = parse_record(record)
+            if fault is not None:
+                yield fault
+
+    def _new_records(self, limit: int) -> Iterator[bytes]:
+        for _ in range(limit):
             if self.fd is None:
                 return
             try:
@@ -343,6 +397,7 @@ class _KernelLog:
             if not record:
                 self.close()
                 return
-            fault = parse_record(record)
-            if fault is not None:
-                yield fault
+            number = record_number(record)
+            if number is not None and (self.number is None or number > self.number):
+                self.number = number
+                yield record

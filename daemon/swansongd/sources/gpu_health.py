@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The health of each GPU, from readings of NVML and from Xids.  No IO and no clock.
 
-An Xid and a memory error count until the daemon is restarted: no later reading shows that they are over.
+An Xid and a memory error count until the daemon is stopped: no later reading shows that they are over.
 Everything else follows the newest reading.
 """
 
@@ -13,7 +13,7 @@ from typing import Any
 
 from swansong import bounds
 
-from swansongd.model import GpuHealth, GpuStatus
+from swansongd.model import GpuFault, GpuHealth, GpuStatus
 from swansongd.sources.metadata import shortened
 from swansongd.sources.xids import Fault, XidClass, pci_address
 
@@ -125,8 +125,8 @@ def parse_line(data: bytes) -> dict[str, Any]:
 @dataclass(slots=True)
 class _Gpu:
     status: GpuStatus
-    faults: dict[str, tuple[GpuHealth, str, float]] = field(default_factory=dict)
-    """By cause: health, reason, and since when."""
+    faults: dict[str, GpuFault] = field(default_factory=dict)
+    """By cause."""
     counts: dict[tuple[str, str], int] = field(default_factory=dict)
     """Number of Xids by witness and class."""
     uncorrected: int | None = None
@@ -140,10 +140,21 @@ class _Gpu:
 
 
 class GpuRecords:
-    """The GPUs of this VM.  For one thread."""
+    """The GPUs of this VM.  For one thread.
 
-    def __init__(self) -> None:
-        self._gpus: dict[str, _Gpu] = {}
+    Args:
+        known: their statuses at the end of the previous life of the daemon, in this boot.
+    """
+
+    def __init__(self, known: Sequence[GpuStatus] = ()) -> None:
+        self._gpus: dict[str, _Gpu] = {
+            status.pci: _Gpu(
+                replace(status, xids={}),
+                faults={fault.cause: fault for fault in status.faults},
+                was_listed=bool(status.uuid),
+            )
+            for status in known
+        }
 
     @property
     def statuses(self) -> tuple[GpuStatus, ...]:
@@ -194,7 +205,7 @@ class GpuRecords:
         health = _OF_CLASS.get(fault.grade)
         if health is not None:
             before = gpu.faults.get("xid")
-            if before is None or _RANK[health] > _RANK[before[0]]:
+            if before is None or _RANK[health] > _RANK[before.health]:
                 self._set(gpu, "xid", health, fault.text, now_mono_s)
 
     def _record(self, reading: Reading, now_mono_s: float) -> None:
@@ -267,18 +278,26 @@ class GpuRecords:
 
     def _set(self, gpu: _Gpu, cause: str, health: GpuHealth, text: str, now_mono_s: float) -> None:
         before = gpu.faults.get(cause)
-        since = before[2] if before is not None and before[0] is health else now_mono_s
-        gpu.faults[cause] = (health, text, since)
+        is_known = before is not None and before.health is health
+        since = before.since_mono_s if before is not None and is_known else now_mono_s
+        gpu.faults[cause] = GpuFault(cause, health, text, since)
         self._judge(gpu, now_mono_s)
 
     def _judge(self, gpu: _Gpu, now_mono_s: float) -> None:
         """The worst fault counts; of equals, the first one."""
         worst = max(
-            gpu.faults.values(), key=lambda fault: (_RANK[fault[0]], -fault[2]), default=None
+            gpu.faults.values(),
+            key=lambda fault: (_RANK[fault.health], -fault.since_mono_s),
+            default=GpuFault("", GpuHealth.OK, "", now_mono_s),
         )
-        health, reason, since = worst or (GpuHealth.OK, "", now_mono_s)
-        if (health, reason) != (gpu.status.health, gpu.status.reason):
-            gpu.status = replace(gpu.status, health=health, reason=reason, since_mono_s=since)
+        gpu.status = replace(gpu.status, faults=tuple(gpu.faults.values()))
+        if (worst.health, worst.reason) != (gpu.status.health, gpu.status.reason):
+            gpu.status = replace(
+                gpu.status,
+                health=worst.health,
+                reason=worst.reason,
+                since_mono_s=worst.since_mono_s,
+            )
 
 
 def _largest(counts: Mapping[tuple[str, str], int]) -> dict[str, int]:

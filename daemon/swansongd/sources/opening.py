@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.model import Health, NoticeKind, SourceStatus
+from swansongd.model import GpuRecord, Health, NoticeKind, SourceStatus
 from swansongd.sources import host, logind
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S
@@ -32,7 +32,12 @@ _ALL_CLOCKS = Clocks()
 
 
 def open_sources(
-    config: SourcesConfig, deadline: DeadlineConfig, *, boot_id: str, clocks: Clocks = _ALL_CLOCKS
+    config: SourcesConfig,
+    deadline: DeadlineConfig,
+    *,
+    boot_id: str,
+    clocks: Clocks = _ALL_CLOCKS,
+    gpus_before: GpuRecord | None = None,
 ) -> list[Source]:
     """The sources of the cloud, of the configured deadlines, and of the GPUs.
 
@@ -40,6 +45,7 @@ def open_sources(
         config, deadline: of the daemon.
         boot_id: of the kernel.
         clocks: of this VM.
+        gpus_before: the record of the previous life of the daemon in this boot.
     """
     cloud = detect_cloud() if config.cloud == "auto" else config.cloud
     opened: list[Source] = []
@@ -47,7 +53,7 @@ def open_sources(
         opened += _aws(config, deadline, clocks)
     elif cloud == "gcp":
         opened += _gcp(config, deadline, boot_id, clocks)
-    return opened + _deadlines(config, boot_id, clocks) + _gpus(config, clocks)
+    return opened + _deadlines(config, boot_id, clocks) + _gpus(config, clocks, gpus_before)
 
 
 def _aws(config: SourcesConfig, deadline: DeadlineConfig, clocks: Clocks) -> list[Source]:
@@ -104,13 +110,13 @@ def _deadlines(config: SourcesConfig, boot_id: str, clocks: Clocks) -> list[Sour
     return [DeadlineSource(tuple(ends), lead_s=config.end_lead_s, monotonic=clocks.monotonic)]
 
 
-def _gpus(config: SourcesConfig, clocks: Clocks) -> list[Source]:
+def _gpus(config: SourcesConfig, clocks: Clocks, before: GpuRecord | None) -> list[Source]:
     """The source of GPU health; no source without NVML's library."""
     if config.gpu == "off" or not has_nvml():
         return []
     from swansongd.sources.gpu import GpuSource  # noqa: PLC0415 - only VMs with GPUs load it
 
-    return [GpuSource(monotonic=clocks.monotonic)]
+    return [GpuSource(monotonic=clocks.monotonic, before=before)]
 
 
 def notice_kinds(

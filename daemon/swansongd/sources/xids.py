@@ -139,6 +139,14 @@ def _address_of(match: re.Match[str]) -> str:
     return f"{domain:04x}:{bus:02x}:{device:02x}"
 
 
+def record_number(record: bytes) -> int | None:
+    """The number of a record of ``/dev/kmsg``, which grows by one for each record of this boot."""
+    fields = record[:_TEXT_MAX].split(b";", 1)[0].split(b",")
+    if len(fields) < 3 or not fields[1].isdigit() or len(fields[1]) > 19:
+        return None
+    return int(fields[1])
+
+
 def parse_record(record: bytes) -> Fault | None:
     """The fault in one record of ``/dev/kmsg``; None for any other record.
 

@@ -3,23 +3,38 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from swansong import bounds
+from swansongd.core import arrival
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
+    GenerationClaimed,
     GpusRead,
     Log,
     Mark,
     SignalTrainer,
+    TrainerProgress,
     WithdrawRequest,
 )
-from swansongd.core.gpus import SOURCE, marked
+from swansongd.core.gpus import SOURCE, marked, record_of, resumed
 from swansongd.core.planner import choose
 from swansongd.core.state import Phase
-from swansongd.model import GPU_IS_SOUND, GpuHealth, GpuStatus, Severity, is_healthy, merged_health
+from swansongd.host import gpu_record
+from swansongd.model import (
+    GPU_IS_SOUND,
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Severity,
+    is_healthy,
+    merged_health,
+)
 from swansongd.observe.report import status_report
 
 from testkit.story import Story, a_set
@@ -301,3 +316,159 @@ def test_after_a_restart_a_milder_notice_does_not_end_the_evacuation() -> None:
     assert story.state.evacuation is not None
     assert not story.state.evacuation.is_precaution
     assert not story.all(AskTrainers)
+
+
+def restarted(story: Story, *, claimed: bool = True, newest: CommitRef | None = None) -> Story:
+    """The next life of the daemon, in the same boot and with the same staging.  Trainers connect again."""
+    record = record_of(story.state)
+    assert record is not None
+    stored = json.loads(json.dumps(gpu_record.facts_of(record)))
+    after = Story(claimed=False, staged=story.staging)
+    after.state = resumed(
+        replace(after.state, settings=story.state.settings), gpu_record.parse(stored)
+    )
+    after.now = story.now + 1
+    if claimed:
+        after.scan()
+        after.tell(GenerationClaimed(3, newest or story.state.last_complete))
+    return after
+
+
+@pytest.mark.fault("X09")
+def test_training_stays_suspect_over_restarts_of_the_daemon() -> None:
+    """A start from before the failure is not asked, one from after it is."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    for _ in range(2):
+        story = restarted(story)
+        story.join(step=5, start_id="first")
+    spot = restarted(story)
+    spot.join(step=5, start_id="first")
+    spot.notice(SPOT_S)
+    assert not spot.all(AskTrainers)
+    later = restarted(story)
+    later.join(step=5, start_id="second")
+    later.notice(SPOT_S)
+    assert later.all(AskTrainers)
+
+
+@pytest.mark.fault("X09")
+@pytest.mark.parametrize("is_connected_first", [True, False])
+def test_a_gpu_that_fails_during_a_restart(is_connected_first: bool) -> None:
+    """The training of before is suspect, whether it connects again before the failure is read or after it."""
+    story = restarted(trained())
+    if is_connected_first:
+        story.join(step=5, start_id="first")
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    if not is_connected_first:
+        story.join(step=5, start_id="first")
+    story.notice(SPOT_S)
+    assert not story.all(AskTrainers)
+
+
+@pytest.mark.fault("X09")
+def test_a_restart_confuses_no_sets() -> None:
+    """Sets from before the failure stay sound, and those from after it stay in doubt."""
+    story = trained()
+    story.seal(4, start_id="first")
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, "late", start_id="first")
+    story.staging.append(a_set(6, "gap", start_id="first"))
+    after = restarted(restarted(story, claimed=False))
+    found = {staged.id.step: is_healthy(staged.health) for staged in after.state.staged}
+    assert found == {3: None, 4: None, 5: False, 6: False}
+
+
+@pytest.mark.fault("X09")
+def test_a_restart_raises_no_verdict() -> None:
+    """The newest commit is from after the failure."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, start_id="first")
+    story.store_all()
+    after = restarted(restarted(story, claimed=False), newest=story.state.last_complete)
+    after.join(step=5, start_id="first")
+    after.notice(SPOT_S)
+    after.scan()
+    after.wait(1)
+    assert after.verdicts == ["PARTIAL generation 2 step 5"]
+
+
+@pytest.mark.fault("X09")
+def test_the_verdict_counts_the_steps_of_training_that_reconnects() -> None:
+    """Without them it would be SAFE.  A trainer that has ended is waited for as after any restart."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    after = restarted(story)
+    after.notice(DYING_S, SOURCE)
+    after.scan()
+    after.wait(1)
+    assert after.verdicts == []
+    gone = after.state
+    after.join(step=5, start_id="first")
+    after.scan()
+    after.wait(1)
+    assert after.verdicts == ["PARTIAL generation 2 step 3"]
+    assert not after.all(AskTrainers)
+    after.state, after.actions = gone, []
+    after.wait(arrival.RECONNECT_S)
+    after.scan()
+    after.wait(1)
+    assert len(after.verdicts) == 1
+
+
+@pytest.mark.fault("X09")
+def test_no_signal_is_sent_after_a_restart() -> None:
+    """A process without hooks does not name its start: the failed GPU counts until the daemon is stopped."""
+    story = Story(signals_trainer=True)
+    read(story, GpuHealth.LOST)
+    after = restarted(story)
+    after.notice(SPOT_S)
+    after.wait(1)
+    assert not after.all(SignalTrainer)
+
+
+def test_a_new_start_of_the_same_process_stays_suspect() -> None:
+    """After a rollback, or a second guard, it still uses the failed GPU."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.tell(TrainerProgress(1, 3, start_id="second"))
+    story.join(2, pid=100, step=3, start_id="third")
+    story.notice(SPOT_S)
+    assert not story.all(AskTrainers)
+
+
+EVENTS = (
+    "trainer starts",
+    "trainer ends",
+    "GPU fails",
+    "restart",
+    "restart, GPU fails",
+    "GPU recovers",
+)
+
+
+@pytest.mark.fault("X01", "X09")
+@given(st.lists(st.sampled_from(EVENTS), max_size=12))
+@settings(max_examples=60)
+def test_only_starts_after_the_last_failure_are_asked(events: list[str]) -> None:
+    """For any sequence of failures, restarts of the daemon and starts of the training."""
+    story = Story()
+    read(story, GpuHealth.OK)
+    start, used_failed_gpu = 0, False
+    for number, event in enumerate(events, 1):
+        if "restart" in event:
+            story = restarted(story)
+        if "fails" in event:
+            read(story, GpuHealth.OK)
+            read(story, GpuHealth.LOST)
+            used_failed_gpu = True
+        if event == "GPU recovers":
+            read(story, GpuHealth.OK)
+        if event.startswith("trainer"):
+            story.leave(start)
+            start, used_failed_gpu = number * (event == "trainer starts"), False
+        if start and (event == "trainer starts" or "restart" in event):
+            story.join(start, pid=start, step=5, start_id=f"start-{start}")
+    story.notice(SPOT_S)
+    assert bool(story.all(AskTrainers)) is (start > 0 and not used_failed_gpu)

@@ -11,9 +11,11 @@ from dataclasses import asdict
 from pathlib import Path
 
 import pytest
-from swansongd.host import fdstore
+from structlog.testing import capture_logs
+from swansongd.host import fdstore, gpu_record
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
+from swansongd.model import CheckpointId, CommitRef, GpuFault, GpuHealth, GpuRecord, GpuStatus
 
 from testkit.story import a_notice
 
@@ -159,6 +161,105 @@ def test_unreadable_notices_are_dropped(
     systemd.notifier.store(fdstore.NOTICES, fd)
     os.close(fd)
     assert restart().notices(now_mono_s=0.0) == []
+
+
+def a_gpu_record() -> GpuRecord:
+    fault = GpuFault("xid", GpuHealth.DYING, "Xid 95", 7.0)
+    gpu = GpuStatus(
+        pci="0000:3b:00",
+        index=0,
+        uuid="GPU-0",
+        name="H100",
+        health=GpuHealth.DYING,
+        reason="Xid 95",
+        since_mono_s=7.0,
+        faults=(fault,),
+    )
+    return GpuRecord(
+        gpus=(gpu,),
+        log_number=17,
+        suspect_starts=frozenset({"a"}),
+        known_starts=("b", "a"),
+        sound_sets=frozenset({CheckpointId(4, "abc")}),
+        doubtful_commit=CommitRef(2, 5),
+    )
+
+
+def test_the_record_of_the_gpus_comes_back(
+    systemd: Systemd, restart: Callable[[], FdStore]
+) -> None:
+    """Over any number of restarts, until it is forgotten."""
+    FdStore(systemd.notifier, {}).store_gpus(a_gpu_record())
+    for _ in range(2):
+        store = restart()
+        assert store.gpus() == a_gpu_record()
+        store.store_gpus(None)
+        store.record_stop()  # systemd itself decides whether the service is stopped
+    store.forget_gpus()
+    assert restart().gpus() is None
+
+
+def test_without_systemd_a_stop_ends_the_suspicion(tmp_path: Path) -> None:
+    """The file is for a restart after a crash, in the same boot."""
+
+    def start(boot_id: str = "b") -> FdStore:
+        store = FdStore(notifier, {}, boot_id=boot_id)
+        store.use_directory(own_fd)
+        return store
+
+    notifier = SystemdNotifier({})
+    own_fd = os.open(tmp_path, os.O_RDONLY)
+    start().store_gpus(a_gpu_record())
+    assert start("of another boot").gpus() is None
+    crashed = start()
+    assert crashed.gpus() == a_gpu_record()
+    crashed.record_stop()
+    assert start().gpus() is None
+    os.close(own_fd)
+    notifier._socket.close()
+
+
+def with_gpu(**changes: object) -> dict[str, object]:
+    facts = gpu_record.facts_of(a_gpu_record())
+    return {**facts, "gpus": [{**facts["gpus"][0], **changes}]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"gpus": 7},
+        {"gpus": [7]},
+        {"gpus": [{}]},
+        with_gpu(health="tired"),
+        with_gpu(health=[]),
+        with_gpu(index="0"),
+        with_gpu(name="x" * 5000),
+        with_gpu(since_mono_s=1e300),
+        with_gpu(faults=[{}]),
+        with_gpu(faults=[[]] * 100),
+        {"log_number": -1},
+        {"log_number": "last"},
+        {"suspect_starts": ["../ x"]},
+        {"known_starts": ["x"] * 1000},
+        {"sound_sets": [[3]]},
+        {"sound_sets": [[3, 4]]},
+        {"doubtful_commit": {}},
+        {"doubtful_commit": [1]},
+    ],
+    ids=lambda changes: repr(changes)[:40],
+)
+def test_a_damaged_record_of_the_gpus_is_ignored(
+    systemd: Systemd, restart: Callable[[], FdStore], changes: dict[str, object]
+) -> None:
+    """The daemon starts as on a new boot, and logs the reason."""
+    facts = {"boot_id": "", **gpu_record.facts_of(a_gpu_record()), **changes}
+    fd = os.memfd_create("x")
+    os.write(fd, json.dumps(facts).encode())
+    systemd.notifier.store(fdstore.GPUS, fd)
+    os.close(fd)
+    with capture_logs() as lines:
+        assert restart().gpus() is None
+    assert [(line["event"], line["what"]) for line in lines] == [("stored_state_ignored", "gpus")]
 
 
 @pytest.mark.parametrize("count", ["", "-1", "many", "99"])

@@ -257,13 +257,13 @@ def test_no_value_raises_anything_else(value: Any) -> None:
 # ---------------------------------------------------------------------------- notices
 
 
-def a_status(health: GpuHealth, index: int = 0) -> GpuStatus:
+def a_status(health: GpuHealth, index: int = 0, *, since_mono_s: float = 1.0) -> GpuStatus:
     return GpuStatus(
         pci=f"0000:{index:02x}:00",
         index=index,
         health=health,
         reason="Xid 95",
-        since_mono_s=1.0,
+        since_mono_s=since_mono_s,
     )
 
 
@@ -327,8 +327,15 @@ def test_gpus_that_fail_together_cause_one_evacuation() -> None:
     assert len(raised(notices, 0, a_status(LOST, 0), a_status(OK, 1))) == 1
     assert raised(notices, 5, a_status(LOST, 0), a_status(LOST, 1)) == []
     later = FAILED_S + 60
-    gpus = a_status(LOST, 0), a_status(LOST, 1), a_status(DYING, 2)
+    gpus = a_status(LOST, 0), a_status(LOST, 1), a_status(DYING, 2, since_mono_s=later)
     assert raised(notices, later, *gpus) == [(Severity.IMMINENT, "gpu:0000:02:00")]
+
+
+def test_after_a_restart_only_a_recent_failure_raises_a_notice() -> None:
+    """An earlier life of the daemon has answered an older one."""
+    recent, old = FAILED_S - 1, FAILED_S + 1
+    assert raised(GpuNotices(), recent, a_status(LOST)) == [(Severity.IMMINENT, "gpu:0000:00:00")]
+    assert raised(GpuNotices(), old, a_status(LOST)) == []
 
 
 def test_a_degraded_gpu_does_not_replace_a_failed_one() -> None:

@@ -1,0 +1,151 @@
+# SPDX-License-Identifier: Apache-2.0
+"""GPU health, metrics and notifications in the real unit, with the drop-ins that the docs name."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import REPOSITORY
+from testkit.clouds import Aws, Bucket
+from testkit.fake_nvml import LIBRARY, FakeNvml, has_compiler
+from testkit.nspawn.container import DAEMON, Container
+from testkit.waiting import until
+
+pytestmark = pytest.mark.timeout(300, func_only=True)
+
+SECRET = "T0SECRET0B0"
+NVML = "/usr/local/lib/nvml"
+CAP_KILL, CAP_SYSLOG = 1 << 5, 1 << 34
+PROGRAM = f"""#!/bin/sh
+id -un
+sed -n 's/CapEff:\\t/caps /p' /proc/self/status
+echo "home $HOME, event $SWANSONG_EVENT, source $SWANSONG_SOURCE"
+for place in /etc /usr /var/lib /tmp /run /run/swansong /var/lib/swansong/staging; do
+	(: >"$place/.probe") 2>/dev/null && rm "$place/.probe" && echo "writes $place"
+done
+cat /etc/swansong/secrets/webhook 2>/dev/null
+env | grep -c {SECRET} || true
+"""
+SCRAPE = """
+import socket, sys
+where = sys.argv[1]
+peer = socket.socket(socket.AF_UNIX) if "/" in where else socket.socket()
+peer.connect(where if "/" in where else ("127.0.0.1", int(where)))
+peer.sendall(b"GET /metrics HTTP/1.0\\r\\nHost: localhost\\r\\n\\r\\n")
+print(peer.makefile().read())
+"""
+
+
+@contextmanager
+def receiver() -> Iterator[tuple[str, list[str]]]:
+    """A webhook that the container reaches: its address, and the paths of the requests."""
+    paths: list[str] = []
+
+    class Handler(BaseHTTPRequestHandler):
+        def do_POST(self) -> None:
+            self.rfile.read(int(self.headers["Content-Length"]))
+            paths.append(self.path)
+            self.send_response(200)
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with ThreadingHTTPServer(("0.0.0.0", 0), Handler) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://10.99.0.1:{server.server_port}/services/{SECRET}", paths
+        server.shutdown()
+
+
+@pytest.fixture
+def equipped(new_vm: Any, bucket: Bucket, aws: Aws, tmp_path: Path) -> Iterator[Any]:
+    """A running VM with one GPU, the drop-in of GPUs, a webhook as a credential, a program and metrics."""
+    if not has_compiler():
+        pytest.skip("no C compiler: apt-get install gcc libc6-dev")
+    nvml = tmp_path / "nvml"
+    nvml.mkdir()
+    FakeNvml(nvml)
+    # A container has no kernel log: the test writes what the kernel would, while it keeps the pipe open.
+    os.mkfifo(tmp_path / "kmsg", 0o644)
+    kernel_log = os.open(tmp_path / "kmsg", os.O_RDWR)
+    options = (
+        "--capability=CAP_SYSLOG",  # which a VM has
+        f"--bind={tmp_path}/kmsg:/dev/kmsg",
+        f"--bind-ro={nvml}:{NVML}",
+    )
+    vm: Container = new_vm(bucket, options=options)
+    # Of a pipe, unlike of a kernel log, each record has one reader.
+    vm.write("/etc/systemd/journald.conf.d/test.conf", "[Journal]\nReadKMsg=no\n")
+    with receiver() as (address, paths):
+        vm.write("/etc/swansong/secrets/webhook", f"{address}\n", mode=0o600)
+        vm.write("/usr/local/bin/order", PROGRAM, mode=0o755)
+        config = vm.read("/etc/swansong/swansong.toml") + (
+            '[metrics]\nlisten = "127.0.0.1:9469"\n[notify]\nallow_http = true\n'
+            'webhook_url_file = "credential:notify-webhook"\nexec = ["/usr/local/bin/order"]\n'
+        )
+        vm.write("/etc/swansong/swansong.toml", config)
+        drop_ins = f"/etc/systemd/system/{DAEMON}.d"
+        vm.write(f"{drop_ins}/gpu.conf", (REPOSITORY / "systemd" / "gpu" / "gpu.conf").read_text())
+        vm.drop_in(
+            DAEMON,
+            "[Service]\nLoadCredential=notify-webhook:/etc/swansong/secrets/webhook\n"
+            f"Environment=LD_LIBRARY_PATH={NVML} FAKE_NVML={NVML}/control\n",
+        )
+        assert (nvml / LIBRARY).exists()
+        vm.power_on()
+        vm.wait_active()
+        yield vm, paths, kernel_log
+        os.close(kernel_log)
+
+
+@pytest.mark.fault("X01", "X09")
+def test_a_gpu_fails_in_the_real_unit(equipped: Any, aws: Aws) -> None:
+    """The kernel log, the webhook's credential, the program and the metrics work in the sandbox.
+
+    ``systemctl restart`` keeps the suspicion, and a stop ends it.
+    """
+    vm, paths, kernel_log = equipped
+    assert vm.journal.all("Unknown", unit=DAEMON) == []
+    assert (vm.show(DAEMON, "PrivateDevices"), vm.show(DAEMON, "ProtectKernelLogs")) == ("no", "no")
+    assert "syslog" not in vm.show(DAEMON, "SystemCallFilter").split()
+    vm.wait_connected()
+    until(lambda: vm.status()["gpus"], what="the GPU")
+    assert vm.journal.all(event="health", source="gpu")[-1].facts["reason"] == "1 GPU"
+    assert 'swansong_gpus{run="run"} 1.0' in vm.run("python3", "-c", SCRAPE, "9469")
+
+    os.write(kernel_log, b"4,7,9,-;NVRM: Xid (PCI:0000:00:00): 79, GPU has fallen off the bus.\n")
+    vm.journal.wait(event="gpu_health", health="lost")
+    vm.journal.wait(event="verdict")
+    done = vm.journal.wait(event="notification_command").facts
+    caps = f"caps {CAP_KILL | CAP_SYSLOG:016x}"
+    facts = "home /nonexistent, event notice, source gpu"
+    places = ["/run/swansong", "/var/lib/swansong/staging"]
+    wanted = ["swansong", caps, facts, *(f"writes {place}" for place in places), "0"]
+    assert done["output"].split("\\n") == wanted
+    until(lambda: len(paths) >= 2, what="the webhook's notice and verdict")
+    assert set(paths) == {f"/services/{SECRET}"}
+
+    config = vm.run("cat", "/etc/swansong/swansong.toml")
+    config = config.replace("127.0.0.1:9469", "unix:/run/swansong/metrics.sock")
+    vm.run("sh", "-c", f"cat >/etc/swansong/swansong.toml <<'END'\n{config}\nEND")
+    vm.run("systemctl", "restart", DAEMON)
+    vm.wait_connected()
+    shown = vm.run("python3", "-c", SCRAPE, "/run/swansong/metrics.sock")
+    assert 'swansong_gpu_health{gpu="0",health="lost",run="run"} 1.0' in shown
+    aws.notice(in_s=30)
+    spot = vm.journal.wait(event="evacuation", phase="notice", source="aws.spot")
+    vm.journal.wait(event="verdict", since=spot.mono_s)
+    assert vm.journal.all(event="verdict", verdict="SAFE") == []
+    assert vm.journal.all(event="evacuation", phase="request") == []
+
+    vm.run("systemctl", "stop", DAEMON)
+    vm.run("systemctl", "start", DAEMON)
+    until(lambda: [gpu["health"] for gpu in vm.status()["gpus"]] == ["ok"], what="a healthy GPU")
