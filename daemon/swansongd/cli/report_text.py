@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from textwrap import wrap
+from io import StringIO
 
 from rich.console import Console
 from rich.text import Text
@@ -32,6 +32,7 @@ _STYLES = {
 }
 """Character, the same without Unicode, and colour of each kind of bar."""
 _VERDICTS = {Verdict.SAFE: "bold green", Verdict.PARTIAL: "bold yellow", Verdict.LOST: "bold red"}
+_WRAPPER = Console(file=StringIO(), width=WIDTH)
 _PARTS = ("stall", "redone", *losses.PARTS, "unknown", "saves")
 
 
@@ -100,11 +101,18 @@ def _story(story: Story, *, is_unicode: bool) -> Iterator[Text]:
     head = f"{second(recorded.opened_wall_s)} UTC  generation {recorded.generation}  "
     yield Text.assemble((head, "bold"), (recorded.verdict.value, _VERDICTS[recorded.verdict]))
     for sentence in sentences(story):
-        yield from (Text(line) for line in wrap(sentence, WIDTH - 2, break_on_hyphens=False))
+        yield from _wrapped(sentence)
     yield from _picture(story.picture, is_unicode=is_unicode)
     for line in comparisons(story):
         plan = f" (plan: {line.plan})" if line.plan else ""
         yield _fact("", f"{line.name}: {line.outcome}{plan}")
+
+
+def _wrapped(sentence: str) -> Iterator[Text]:
+    """Lines of a sentence by columns, not by characters: a wide character takes two."""
+    for line in Text(sentence).wrap(_WRAPPER, WIDTH - 2):
+        line.rstrip()
+        yield line
 
 
 def _picture(picture: Picture, *, is_unicode: bool) -> Iterator[Text]:

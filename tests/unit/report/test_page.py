@@ -196,6 +196,16 @@ def test_hostile_texts_stay_texts(
         assert line.plain.isprintable()
 
 
+@pytest.mark.parametrize(
+    "reason", ["0" * 27 + "➰➰⼀⼀", "⼀" * 300, "a ⼀" * 90, "e\u0301" * 200]
+)
+def test_a_wide_character_takes_two_columns(reason: str) -> None:
+    """The lines of a verdict's reason have at most 79 columns, and all of its characters."""
+    lines = list(report_text._wrapped(f"The verdict is SAFE: {reason}. The newest state is saved."))
+    assert max(line.cell_len for line in lines) < 80
+    assert "".join("".join(line.plain.split()) for line in lines).count("⼀") == reason.count("⼀")
+
+
 def test_the_text_fits_80_columns(past: Report) -> None:
     """With and without Unicode; the bars of the text lie below each other."""
     for is_unicode in (True, False):
