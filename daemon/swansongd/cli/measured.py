@@ -376,9 +376,13 @@ def _seen(read: _Bucket, preemptions: int, silent: int) -> dict[str, float]:
     }
 
 
+def _counted(number: float, what: str) -> str:
+    return f"{number} {what}" if number == 1 else f"{number} {what}s"
+
+
 def _rests_on(seen: Mapping[str, float]) -> str:
     return (
-        f"{seen['commits']} commits and {seen['interruptions']} interruptions in "
+        f"{_counted(seen['commits'], 'commit')} and {_counted(seen['interruptions'], 'interruption')} in "
         f"{human_s(seen['wall_s'])}: {seen['per_day']:.2g} a day (95 %: {seen['per_day_low']:.2g} to "
         f"{seen['per_day_high']:.2g}), {seen['without_notice']} of them without a usable notice"
     )

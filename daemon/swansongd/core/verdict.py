@@ -136,13 +136,19 @@ def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:
 def _foretell(
     transition: Transition, evacuation: Evacuation, verdict: Verdict, reason: str
 ) -> None:
-    """Write a farewell with the verdict as it would be without a trainer: the power may be cut early."""
+    """Write a farewell for the case that the power is cut during the wait for a trainer.
+
+    It is never SAFE: after a restart of the daemon a trainer that has not reconnected may be ahead of every
+    commit, or in another line.
+    """
+    if verdict is Verdict.SAFE:
+        verdict = Verdict.PARTIAL
     commit = transition.state.last_complete
     if evacuation.foretold == (verdict, commit):
         return
     transition.evacuation = replace(transition.evacuation, foretold=(verdict, commit))
     slack_s = round(transition.left_s, 2)
-    reason = f"{reason}; waiting for a trainer to connect"
+    reason = f"{reason}; waiting for a trainer to connect, whose step is unknown"
     transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_final=False))
 
 
