@@ -285,7 +285,8 @@ def test_no_thread_is_started_for_a_request(
         signals.send(str(number))
         until(lambda number=number: len(events) > number, what="an answer")  # type: ignore[misc]
     assert set(threading.enumerate()) <= threads  # threads of other tests may end during this one
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + REQUESTS_MAX
+    others = 16  # threads of other tests open and close files meanwhile
+    assert len(os.listdir("/proc/self/fd")) <= descriptors + REQUESTS_MAX + others
     assert all(isinstance(event, SignalSent) for event in events)
 
 
