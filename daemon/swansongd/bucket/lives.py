@@ -255,7 +255,11 @@ class _Stored:
 
     def created_wall_s(self, commit: Commit) -> float | None:
         try:
-            return whole_since_s(catalog.load(self.store, self.keys, commit))
+            # One manifest in memory at a time: those of many VMs take hundreds of megabytes.
+            return whole_since_s(
+                catalog.load_node(self.store, self.keys, commit, node)
+                for node in sorted(commit.manifest_keys)
+            )
         except CorruptError:
             return None
 

@@ -177,6 +177,8 @@ class _Handler(MetricsHandler):
         if not self.server.generating.acquire(timeout=CONNECTION_S_MAX):
             return  # another reply takes too long: threads must not pile up behind it
         try:
+            if self.server.is_ended(self.request):
+                return
             self.handle_one_request()
         finally:
             self.server.generating.release()
@@ -253,6 +255,11 @@ class _Server(socketserver.ThreadingMixIn, socketserver.BaseServer):
             pass
         connection, _ = self.socket.accept()
         return connection, ("client", 0)
+
+    def is_ended(self, connection: socket.socket) -> bool:
+        """Whether the connection was ended to make room, so that a reply would reach no client."""
+        with self._changed:
+            return connection in self._ended
 
     def process_request(self, request: Any, client_address: Any) -> None:
         if self._has_room():

@@ -476,7 +476,8 @@ def _walk(
     if depth > _DEPTH_MAX:
         raise Permanent(f"more than {_DEPTH_MAX} nested directories: {above:.200}")
     with os.scandir(dir_fd) as entries:
-        for name, entry in sorted((_name_in_keys(entry), entry) for entry in entries):
+        # By name: some file systems return a name twice if the directory changes meanwhile.
+        for name, entry in sorted({_name_in_keys(entry): entry for entry in entries}.items()):
             key = above + entry.name
             # An object that is deleted meanwhile is left out.
             with suppress(FileNotFoundError):
