@@ -139,7 +139,7 @@ def test_training_continues_after_a_withdrawn_notice(vm: Vm) -> None:
         [str(Path(sys.executable).with_name("swansong")), "--config", str(vm.config),
          "notify", "--in", "60s", "--wait"],
     )  # fmt: skip
-    vm.daemon.lines.wait(event="notice", source="manual")
+    until(lambda: "waiting for the verdict" in "".join(waiting.lines.raw), what="the notice")
     done = vm.swansong("notify", "--withdraw", "--reason", "false alarm", "--json")
     assert done.returncode == 0
     assert json.loads(done.stdout)["notices"] == []

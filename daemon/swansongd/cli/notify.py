@@ -14,7 +14,7 @@ from typing import Any
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 
 from swansongd.cli.client import TIMEOUT_S, DaemonClient
-from swansongd.cli.common import add_json, print_json
+from swansongd.cli.common import add_json, note, print_json
 from swansongd.cli.view.rows import newer_generation, part_of
 from swansongd.config.config import load
 from swansongd.config.values import InvalidValue, duration
@@ -96,6 +96,7 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
         )
         if not args.wait:
             return _show(args, report)
+        note("The notice is in force; waiting for the verdict.")
         while not _is_answered(report, identity):
             if not _is_in_force(report, identity):
                 raise Stopped("waiting for the verdict failed: the notice was withdrawn")
