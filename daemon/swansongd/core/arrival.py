@@ -34,7 +34,7 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
     if is_asked or state.connected or state.overtaken_by is not None or state.is_finished:
         return None
-    if _was_answered(state, evacuation) or not _may_come(state, now_mono_s):
+    if was_answered(state) or not _may_come(state, now_mono_s):
         return None
     if gpus.objection(state, now_mono_s) and not _reconnects(state, now_mono_s):
         return None
@@ -43,9 +43,12 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     return left_s if left_s >= 0 else None
 
 
-def _was_answered(state: State, evacuation: Evacuation) -> bool:
-    """Whether the request of this evacuation was answered in an earlier life of the daemon."""
-    return any(are_of_one(evacuation.id, staged.request_id) for staged in state.staged)
+def was_answered(state: State) -> bool:
+    """Whether the request of the evacuation was answered in an earlier life of the daemon."""
+    evacuation = state.evacuation
+    return evacuation is not None and any(
+        are_of_one(evacuation.id, staged.request_id) for staged in state.staged
+    )
 
 
 def _may_come(state: State, now_mono_s: float) -> bool:
@@ -64,6 +67,24 @@ def _has_just_started(state: State, now_mono_s: float) -> bool:
 def _reconnects(state: State, now_mono_s: float) -> bool:
     """Whether suspect training is expected, whose steps the verdict has to count although it is not asked."""
     return gpus.is_away(state) and _has_just_started(state, now_mono_s)
+
+
+def is_unknown(state: State, now_mono_s: float) -> bool:
+    """Whether a trainer of an earlier life of the daemon may be ahead of every commit, or in another line.
+
+    No trainer has connected since the restart, or one has not reported yet where its training began.
+    """
+    last = state.last_complete
+    if last is None or state.last_commit_mono_s is not None or state.settings.several_vms:
+        return False
+    if any(t.start_step < 0 <= t.step for t in state.trainers):
+        return True
+    return (
+        state.settings.sealed_under is not None
+        and not state.starts
+        and not state.trainers
+        and _has_just_started(state, now_mono_s)
+    )
 
 
 def reconcile(transition: Transition) -> None:

@@ -177,9 +177,24 @@ def _record_failed(transition: Transition, gpu: GpuStatus) -> None:
     state = transition.state
     starts = {trainer.start_id for trainer in state.trainers if trainer.start_id} | {*_away(state)}
     transition.state = replace(state, suspect_starts=state.suspect_starts | starts)
+    _doubt_inherited(transition)
     for waiting in transition.waiting_requests:
         if not waiting.is_periodic:
             request.fail(transition, waiting, describe(gpu))
+
+
+def _doubt_inherited(transition: Transition) -> None:
+    """A failure of the time without a daemon, which is read after the first scan: sets of that time."""
+    state = transition.state
+    if state.gpus_before is None:
+        return
+    inherited = [s for s in state.uncommitted if s.id in state.inherited]
+    found = doubtful(state, inherited, is_first=True) - state.suspect
+    transition.state = replace(
+        state,
+        suspect=state.suspect | found,
+        staged=tuple(marked(s) if s.id in found else s for s in state.staged),
+    )
 
 
 def _log(transition: Transition, gpu: GpuStatus) -> None:

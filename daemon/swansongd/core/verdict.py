@@ -35,7 +35,7 @@ def reconcile(transition: Transition) -> None:
         if not is_waiting:
             _report_part(transition, evacuation)
         return
-    verdict, reason = _judge(transition.state, out_of_time=is_undecided)
+    verdict, reason = _judge(transition.state, transition.now, out_of_time=is_undecided)
     if arrival.wait_s(transition.state, transition.now) is not None:
         _foretell(transition, evacuation, verdict, reason)
         return
@@ -182,8 +182,11 @@ def _what_stands(state: State) -> str:
     return "no checkpoint of the run is whole" if last is None else f"{last} stands"
 
 
-def _judge(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
+def _judge(state: State, now_mono_s: float, *, out_of_time: bool) -> tuple[Verdict, str]:
     verdict, reason = _by_commits(state, out_of_time=out_of_time)
+    is_settled = state.is_answered or _is_over(state) or arrival.was_answered(state)
+    if verdict is Verdict.SAFE and not is_settled and arrival.is_unknown(state, now_mono_s):
+        return Verdict.PARTIAL, f"{_what_stands(state)}; the step of the trainer is not known yet"
     doubt = gpus.doubt(state)
     return (Verdict.PARTIAL, doubt) if doubt and verdict is Verdict.SAFE else (verdict, reason)
 

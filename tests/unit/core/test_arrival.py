@@ -12,6 +12,7 @@ from swansongd.core.events import (
     AskTrainers,
     Conclude,
     Exit,
+    GenerationClaimed,
     Mark,
     NoticeRaised,
     SignalRefused,
@@ -241,3 +242,25 @@ def test_a_fenced_vm_and_a_precaution_wait_for_no_trainer() -> None:
     assert story.state.evacuation is not None
     precaution = replace(story.state.evacuation, is_precaution=True)
     assert arrival.wait_s(replace(story.state, evacuation=precaution), story.now) is None
+
+
+def restarted() -> Story:
+    """A daemon that restarts beside a trainer, with a commit of step 220."""
+    story = Story(claimed=False, staged=[a_set(220, start_id="x")])
+    story.state = replace(story.state, settings=replace(story.state.settings, sealed_under=3))
+    story.scan()
+    story.tell(GenerationClaimed(3, CommitRef(3, 220)))
+    return story
+
+
+def test_a_restart_with_no_time_to_wait_is_not_safe_before_the_trainer_reports() -> None:
+    """The trainer may be ahead of the newest commit, and reconnects after the verdict."""
+    story = restarted()
+    story.notice(2)
+    story.scan()
+    story.wait(0.2)
+    assert [verdict.split()[0] for verdict in story.verdicts] == ["PARTIAL"]
+    story.join(step=300, start_id="x")
+    story.progress(300)
+    story.wait(0.2)
+    assert not any(verdict.startswith("SAFE") for verdict in story.verdicts)

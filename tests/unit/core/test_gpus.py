@@ -30,6 +30,7 @@ from swansongd.model import (
     GPU_IS_SOUND,
     CommitRef,
     GpuHealth,
+    GpuRecord,
     GpuStatus,
     Severity,
     is_healthy,
@@ -472,3 +473,56 @@ def test_only_starts_after_the_last_failure_are_asked(events: list[str]) -> None
             story.join(start, pid=start, step=5, start_id=f"start-{start}")
     story.notice(SPOT_S)
     assert bool(story.all(AskTrainers)) is (start > 0 and not used_failed_gpu)
+
+
+@pytest.mark.parametrize("scans_first", [True, False])
+def test_a_set_of_the_time_without_a_daemon_is_doubtful_in_any_order(scans_first: bool) -> None:
+    """The first scan may come before the kernel log with the failure is read, or after it."""
+    before = trained()
+    before.staging.append(a_set(6, "gap", start_id="first"))
+    story = restarted(before, claimed=False)
+    if scans_first:
+        story.scan()
+        read(story, GpuHealth.DYING, GpuHealth.OK)
+    else:
+        read(story, GpuHealth.DYING, GpuHealth.OK)
+        story.scan()
+    story.tell(GenerationClaimed(3, before.state.last_complete))
+    story.notice(SPOT_S)
+    story.store_all()
+    story.wait(12)
+    story.scan()
+    story.wait(1)
+    assert story.verdicts
+    assert not any(verdict.startswith("SAFE") for verdict in story.verdicts)
+
+
+def test_suspect_training_that_left_its_line_is_not_safe_at_its_hello() -> None:
+    """It is not asked, and only its first report after a restart shows where its training began."""
+    story = Story(claimed=False)
+    of_the_old_line = frozenset({a_set(220).id})
+    settings = replace(story.state.settings, sealed_under=4)
+    state = replace(
+        story.state, abandoned=of_the_old_line, unusable=of_the_old_line, settings=settings
+    )
+    record = GpuRecord(
+        gpus=(a_gpu(GpuHealth.DYING),),
+        log_number=1,
+        suspect_starts=frozenset({"y"}),
+        known_starts=("x", "y"),
+        sound_sets=of_the_old_line,
+        doubtful_commit=None,
+    )
+    story.state = resumed(state, record)
+    story.scan()
+    story.tell(GenerationClaimed(4, CommitRef(3, 220)))
+    story.notice(DYING_S, SOURCE)
+    story.scan()
+    story.wait(0.3)
+    story.join(step=80, start_id="y")
+    story.scan()
+    story.wait(0.2)
+    story.progress(80)
+    story.wait(0.2)
+    assert story.verdicts
+    assert not any(verdict.startswith("SAFE") for verdict in story.verdicts)
