@@ -6,12 +6,14 @@ Time moves only by calls, and nothing responds by itself: a test plays the train
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Iterable, Sequence
-from typing import TypeVar
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
 
 from swansong.protocol import sealed_name
-from swansongd.core import machine
+from swansongd.core import gpus, machine, restart
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -34,6 +36,7 @@ from swansongd.core.events import (
     TrainerSealed,
 )
 from swansongd.core.state import Settings, State
+from swansongd.host import gpu_record, training_record
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,
@@ -111,6 +114,12 @@ def objects_of(shards: Sequence[StoredShard]) -> list[StoredObject]:
     return [extent.object for shard in shards for extent in shard.extents]
 
 
+def as_stored(facts: Mapping[str, Any]) -> dict[str, Any]:
+    """The facts as the next daemon reads them."""
+    found: dict[str, Any] = json.loads(json.dumps(facts))
+    return found
+
+
 class Story:
     """A decision loop that has just started; with ``claimed``, it has scanned staging and has a claim."""
 
@@ -132,6 +141,49 @@ class Story:
         if claimed:
             self.scan()
             self.tell(GenerationClaimed(generation, newest))
+
+    def restarted(
+        self,
+        *,
+        claimed: bool = True,
+        newest: CommitRef | None = None,
+        generation: int | None = None,
+        ended: Collection[int] = (),
+        remembers: bool = True,
+    ) -> Story:
+        """The next life of the daemon, in the same boot and with the same staging.
+
+        Args:
+            claimed: it has scanned staging and holds the claim of its earlier life.
+            newest: the newest commit, if it is not the last one of this life.
+            generation: of the claim, if it is another one.
+            ended: pids of trainers that have ended meanwhile.
+            remembers: it has the record of the training; not after ``systemctl stop``.
+        """
+        own = self.state.generation or self.state.settings.sealed_under
+        after = Story(claimed=False, staged=self.staging)
+        after.now = self.now + 1
+        after.state = replace(
+            after.state,
+            settings=replace(self.state.settings, sealed_under=own),
+            abandoned=self.state.abandoned,
+            unusable=self.state.abandoned,
+        )
+        gpu = gpus.record_of(self.state)
+        if gpu is not None:
+            after.state = gpus.resumed(
+                after.state, gpu_record.parse(as_stored(gpu_record.facts_of(gpu)))
+            )
+        if remembers:
+            facts = training_record.facts_of(restart.record_of(self.state))
+            training = training_record.parse(as_stored(facts))
+            running = [view for view in training.trainers if view.pid not in ended]
+            after.state = restart.resumed(after.state, training, running)
+        if claimed:
+            after.scan()
+            assert own is not None
+            after.tell(GenerationClaimed(generation or own, newest or self.state.last_complete))
+        return after
 
     # ------------------------------------------------------------------ events
 
@@ -177,9 +229,11 @@ class Story:
         nodes: int = 1,
         takes_follow_ups: bool = False,
     ) -> list[Action]:
+        pid = 100 + rank if pid is None else pid
         view = TrainerView(
             connection=connection,
-            pid=100 + rank if pid is None else pid,
+            pid=pid,
+            process_start=1000 + pid,
             rank=rank,
             world_size=ranks,
             local_world_size=ranks,
@@ -189,6 +243,7 @@ class Story:
             start_id=start_id,
             nodes=nodes,
             takes_follow_ups=takes_follow_ups,
+            greeted_mono_s=self.now,
         )
         return self.tell(TrainerJoined(view))
 

@@ -350,8 +350,8 @@ class GpuRecord:
     gpus: tuple[GpuStatus, ...]
     log_number: int | None
     """Number of the last record of the kernel log that these statuses contain; None if it is not read."""
-    suspect_starts: frozenset[str]
-    """Starts of trainers that were connected when a GPU failed."""
+    suspect_starts: tuple[str, ...]
+    """Starts of trainers that were connected when a GPU failed, the newest last."""
     known_starts: tuple[str, ...]
     """Starts of trainers that are suspect if a GPU fails before they connect again; the newest last."""
     sound_sets: frozenset[CheckpointId]
@@ -398,3 +398,17 @@ class TrainerView:
     """The first step that it reported on this connection, or of its last start; -1 before."""
     is_connected: bool = True
     """False after the connection ended, while the process may still reconnect."""
+    process_start: int = 0
+    """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TrainingRecord:
+    """The knowledge of a restarted daemon about the training of this boot."""
+
+    trainers: tuple[TrainerView, ...]
+    """Trainers whose processes ran, without their steps and measurements."""
+    starts: tuple[str, ...]
+    """See :class:`swansongd.core.state.State`, like the two below."""
+    closed_starts: tuple[str, ...]
+    owes_checkpoint: bool

@@ -14,6 +14,7 @@ import signal
 import threading
 import time
 from collections import deque
+from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -24,7 +25,7 @@ from swansong import protocol
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
-from swansongd.core import gpus, lifecycle
+from swansongd.core import gpus, lifecycle, restart
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -69,7 +70,7 @@ from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import NoticeKind, Severity
+from swansongd.model import NoticeKind, Severity, TrainingRecord
 from swansongd.notifications.notifier import open_notifier
 from swansongd.observe import log as logs
 from swansongd.observe.decision_log import DecisionLog
@@ -94,7 +95,7 @@ from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import RunDirectory, open_restored, prepare
 from swansongd.staging.remover import Remover
 from swansongd.staging.seal import Scanner
-from swansongd.trainers import users
+from swansongd.trainers import peers, users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
 from swansongd.trainers.translate import message_of
@@ -169,6 +170,7 @@ class Service:
         first = _first_state(config, self._staging, self._committer, boot_id, kinds)
         if gpus_before is not None:
             first = gpus.resumed(first, gpus_before)
+        first, running = _with_training(first, self._fdstore.training())
         self._decisions = Decisions(first, _log)
         self._notifications = open_notifier(
             config.notify,
@@ -220,6 +222,7 @@ class Service:
             several_vms=config.run.several_vms,
             naming_secret=self._staging.naming_secret,
             listener_fd=self._fdstore.listener_fd(config.trainer.socket),
+            earlier=running,
         )
         self._signal_sender = open_sender(config.trainer, uids, self._post)
         self._logind = logind.LogindSource(
@@ -323,8 +326,9 @@ class Service:
     def _store_notices(self) -> None:
         self._fdstore.store_notices(self._state.notices.values())
 
-    def _store_gpus(self) -> None:
+    def _store_records(self) -> None:
         self._fdstore.store_gpus(gpus.record_of(self._state))
+        self._fdstore.store_training(restart.record_of(self._state))
 
     def _hold_or_release(self) -> None:
         """Extend the life of the VM during an evacuation, and stop extending it after the verdict."""
@@ -346,7 +350,7 @@ class Service:
         actions = self._decisions.decide(event, now)
         # First: a daemon that dies after it sent a request must know the request's id at the next start.
         self._decisions.guarded("notices", self._store_notices)
-        self._decisions.guarded("gpus", self._store_gpus)
+        self._decisions.guarded("records", self._store_records)
         for action in actions:
             is_done = self._decisions.guarded(
                 f"action {type(action).__name__}", partial(self._carry_out, action, now)
@@ -584,6 +588,20 @@ def _first_state(
         abandoned=abandoned,
         unusable=abandoned,
     )
+
+
+def _with_training(
+    state: State, record: TrainingRecord | None
+) -> tuple[State, Mapping[int, peers.Peer]]:
+    """The first state with the record of the training, and its trainers' processes by connection."""
+    if record is None:
+        return state, {}
+    running = {}
+    for view in record.trainers:
+        with suppress(OSError):  # it has ended
+            running[view.connection] = peers.find(view.pid, view.process_start)
+    views = [view for view in record.trainers if view.connection in running]
+    return restart.resumed(state, record, views), running
 
 
 def _asleep_s() -> float:

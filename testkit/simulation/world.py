@@ -18,7 +18,7 @@ from swansongd.bucket import commit, manifest
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.core import followup, gpus, machine, resume, staged_sets
+from swansongd.core import followup, gpus, machine, restart, resume, staged_sets
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -54,7 +54,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.core.request_ids import FOLLOW_UP
+from swansongd.core.request_ids import FOLLOW_UP, are_of_one
 from swansongd.core.state import Settings, State
 from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
 from swansongd.model import (
@@ -364,6 +364,11 @@ class World:
         self.suspect_sets: set[CheckpointId] = set()
         """Sets that they sealed later."""
         self._joined: set[str] = set()
+        self.known_pids: set[int] = set()
+        """Processes that have been connected to some life of the daemon."""
+        self.reconnects_slowly = False
+        """After a restart of the daemon, the trainer often needs long to reconnect."""
+        self._reconnects = random.Random(f"reconnects {seed}")
         self.conclusions: list[Conclude] = []
         self._told: list[tuple[int, Conclude]] = []
         """The reported verdicts, with the life of the daemon that reported them."""
@@ -402,6 +407,7 @@ class World:
         self.life += 1
         known = self.state.notices.values() if self.life > 1 else ()
         record = gpus.record_of(self.state) if self.life > 1 else None
+        training = restart.record_of(self.state) if self.life > 1 else None
         if record is None:
             self._joined.clear()
         settings = Settings(
@@ -414,6 +420,10 @@ class World:
         self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
         if record is not None:
             self.state = gpus.resumed(self.state, record)
+        if training is not None:
+            pid = 0 if self.trainer is None else self.trainer.pid
+            views = [view for view in training.trainers if view.pid == pid]
+            self.state = restart.resumed(self.state, training, views)
         self._gpu_notices = GpuNotices()
         if self.gpu is not None:
             self._read_gpu(1.0)
@@ -472,9 +482,7 @@ class World:
             self._carry_out(action)
         self._wake_in_time()
         if self.chance("restart", 0.01):
-            self._start_daemon()
-            if self.trainer is not None:
-                self._connect(self.trainer)
+            restart_alone(self)
 
     def _wake_in_time(self) -> None:
         """A tick right after the next follow-up is due: those of the daemon come more often than ours."""
@@ -596,7 +604,7 @@ class World:
         """The trainer ends, and another one starts from the newest state, or from one before it."""
         if self.trainer is not None:
             trainer, self.trainer = self.trainer, None
-            self.post(lambda: TrainerLeft(trainer.connection, exited=True, reason="ended"), 0.1)
+            self.post(lambda: self._left(trainer), 0.1)
         self._trainer_starts(is_behind=is_behind)
 
     @property
@@ -664,32 +672,47 @@ class World:
             start_id, limit = self.starts[start_id]
         return False
 
-    def _connect(self, trainer: Trainer, *, starts: bool = False) -> None:
+    def reconnect(self) -> None:
+        """The trainer connects to the next daemon: soon, or only after a long time."""
+        if self.trainer is not None:
+            is_slow = (
+                self.reconnects_slowly
+                and self.trainer.pid in self.known_pids
+                and self._reconnects.random() < 0.5
+            )
+            self._connect(self.trainer, within_s=60.0 if is_slow else 1.0)
+
+    def _connect(self, trainer: Trainer, *, starts: bool = False, within_s: float = 1.0) -> None:
         self._count += 1
-        trainer.connection = self._count
-        view = TrainerView(
-            connection=trainer.connection,
-            pid=trainer.pid,
-            rank=0,
-            world_size=1,
-            local_world_size=1,
-            step=trainer.step,
-            save_s=trainer.saved_s,
-            takes_periodic=self.takes_periodic,
-            takes_follow_ups=self.takes_follow_ups,
-            start_id=trainer.start_id,
-            greeted_mono_s=self.now,
-        )
-        start = TrainerProgress(trainer.connection, trainer.step, start_id=trainer.start_id)
+        connection = trainer.connection = self._count
+        start = TrainerProgress(connection, trainer.step, start_id=trainer.start_id)
 
         def joined() -> Event:
+            if trainer is not self.trainer:
+                return Tick()  # it has died meanwhile
             if self.state.gpus:
                 self._joined.add(trainer.start_id)
+            self.known_pids.add(trainer.pid)
             if starts:  # right after the hello, and never before it
                 self.post(lambda: start, 0.002)
-            return TrainerJoined(view)
+            return TrainerJoined(
+                TrainerView(
+                    connection=connection,
+                    pid=trainer.pid,
+                    process_start=trainer.pid,
+                    rank=0,
+                    world_size=1,
+                    local_world_size=1,
+                    step=trainer.step,
+                    save_s=trainer.saved_s,
+                    takes_periodic=self.takes_periodic,
+                    takes_follow_ups=self.takes_follow_ups,
+                    start_id=trainer.start_id,
+                    greeted_mono_s=self.now,
+                )
+            )
 
-        self.post(joined, 1.0)
+        self.post(joined, within_s)
 
     def _trains(self, trainer: Trainer) -> None:
         def happens() -> None:
@@ -711,9 +734,14 @@ class World:
 
     def _dies(self, trainer: Trainer) -> None:
         self.trainer = None
-        self.post(lambda: TrainerLeft(trainer.connection, exited=True, reason="died"), 0.1)
+        self.post(lambda: self._left(trainer), 0.1)
         if self.random.random() < 0.5:
             self.at(self.delay_s(30), self._trainer_starts)
+
+    def _left(self, trainer: Trainer) -> TrainerLeft:
+        """The process has ended.  After a restart the daemon has another number for it, until it connects."""
+        known = (view.connection for view in self.state.trainers if view.pid == trainer.pid)
+        return TrainerLeft(next(known, trainer.connection), exited=True, reason="ended")
 
     def _asked(self, trainer: Trainer, request_id: str) -> None:
         if trainer.start_id in self.suspect_starts and not request_id.startswith("periodic-"):
@@ -1072,6 +1100,16 @@ class World:
         trainer = self.trainer
         pid, step = self.stood_at.get(conclusion.evacuation_id, (0, 0))
         is_same = trainer is not None and trainer.pid == pid
+        # The report of the last step may be on its way.
+        is_ahead = trainer is not None and trainer.step - 1 > conclusion.commit.step
+        is_known = trainer is not None and trainer.pid in self.known_pids
+        is_answered = any(  # by the commit, or by one before it
+            are_of_one(conclusion.evacuation_id, s.request_id)
+            and s.id.step <= conclusion.commit.step
+            for s in self.sealed
+        )
+        if is_ahead and is_known and evacuation.request is None and not is_answered:
+            raise Broken(f"I7: SAFE at {conclusion.commit}, and training is ahead of it")
         if is_same and evacuation.request is not None and conclusion.commit.step < step:
             raise Broken(f"I7: SAFE at {conclusion.commit}, the trainer was asked at step {step}")
         if (
@@ -1085,5 +1123,4 @@ class World:
 def restart_alone(world: World) -> None:
     """The daemon dies and restarts; staging, store, notice and trainer stay as they are."""
     world._start_daemon()
-    if world.trainer is not None:
-        world._connect(world.trainer)
+    world.reconnect()

@@ -21,7 +21,7 @@ from swansongd.core.events import (
     TrainerSealed,
 )
 from swansongd.errors import SwansongError
-from swansongd.trainers import connection
+from swansongd.trainers import connection, peers
 from swansongd.trainers.admission import Reply
 
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
@@ -212,6 +212,66 @@ def test_a_killed_process_is_posted_as_exited(running: RunningChannel) -> None:
         until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
     exits = [left.exited for left in running.of(TrainerLeft)]
     assert exits in ([False, True], [True])
+
+
+@pytest.mark.fault("T02", "T09")
+def test_the_exit_of_a_trainer_of_an_earlier_daemon_is_posted(running: RunningChannel) -> None:
+    """Its process is found again, and watched, although it never connects."""
+    with PeerProcess(running.path, "join(); show('in'); wait()") as peer:
+        assert peer.line() == "in"
+        (joined,) = running.wait(TrainerJoined)
+        known = peers.find(joined.trainer.pid, joined.trainer.process_start)
+        with RunningChannel(earlier={-1: known}) as later:
+            later.joined().close()
+            later.wait(TrainerLeft)
+            assert [left.connection for left in later.of(TrainerLeft)] == [1]
+            peer.process.kill()
+            exits = later.wait(TrainerLeft, 2)
+        assert (exits[1].connection, exits[1].exited) == (-1, True)
+
+
+@pytest.mark.fault("T09")
+def test_a_trainer_of_an_earlier_daemon_that_connects_is_one_process(
+    running: RunningChannel, tmp_path: Path
+) -> None:
+    """From then on its new connection stands for it."""
+    script = """
+join(); show("in"); wait()
+s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+path = sys.stdin.readline().strip()
+join(); show("again"); wait()
+os._exit(0)
+"""
+    with PeerProcess(running.path, script) as peer:
+        assert peer.line() == "in"
+        (joined,) = running.wait(TrainerJoined)
+        known = peers.find(joined.trainer.pid, joined.trainer.process_start)
+        with RunningChannel(earlier={-1: known}) as later:
+            assert peer.process.stdin is not None
+            peer.process.stdin.write(f"\n{later.path}\n")
+            peer.process.stdin.flush()
+            assert peer.line() == "again"
+            peer.resume()
+            until(lambda: any(left.exited for left in later.of(TrainerLeft)), what="the exit")
+            (again,) = later.of(TrainerJoined)
+            assert again.trainer.process_start == joined.trainer.process_start
+        assert -1 not in {left.connection for left in later.of(TrainerLeft)}
+
+
+def test_a_process_that_has_ended_is_not_found(running: RunningChannel) -> None:
+    """Nor is another one that got its pid, which started at another time."""
+    with PeerProcess(running.path, "join(); show('in'); wait()") as peer:
+        assert peer.line() == "in"
+        (joined,) = running.wait(TrainerJoined)
+        pid, start = joined.trainer.pid, joined.trainer.process_start
+        assert start > 0
+        found = peers.find(pid, start)
+        os.close(found.pidfd)
+        assert (found.pid, found.uid, found.gid) == (pid, os.getuid(), os.getgid())
+        with pytest.raises(ProcessLookupError):
+            peers.find(pid, start + 1)
+    with pytest.raises(ProcessLookupError):
+        peers.find(pid, start)
 
 
 def test_last_messages_come_before_the_exit(running: RunningChannel) -> None:

@@ -258,7 +258,7 @@ def test_the_kernel_log_is_read_from_where_the_last_life_ended(nvml: FakeNvml) -
     before = GpuRecord(
         gpus=last.gpus,
         log_number=last.log_number,
-        suspect_starts=frozenset(),
+        suspect_starts=(),
         known_starts=(),
         sound_sets=frozenset(),
         doubtful_commit=None,

@@ -53,6 +53,30 @@ def test_killed_during_a_flush_it_continues_where_it_was(
     trainer.lines.wait(event="committed", committed=flush["step"])
 
 
+@pytest.mark.fault("T09", "T17", "H01")
+def test_a_trainer_that_is_ahead_and_does_not_reconnect_is_remembered(
+    bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """Its process stands still during the restart: no SAFE until it ends, and its steps were lost before."""
+    vm = new_vm("vm", bucket.store)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--every-steps", "20", script=witness)
+    committed = daemon.lines.wait(event="committed")["step"]
+    trainer.lines.wait(step=committed + 5)
+    trainer.kill(signal.SIGSTOP)
+    daemon.kill()
+
+    restarted = vm.start_daemon()
+    (known,) = vm.status()["trainers"]
+    assert (known["pid"], known["connected"]) == (trainer.pid, False)
+    until(lambda: vm.status()["generation"], what="the claim")
+    assert vm.swansong("notify", "--in", "4s", "--wait").returncode != 0
+    verdict = restarted.lines.wait(event="verdict")
+    assert verdict["verdict"] == "PARTIAL", verdict
+    trainer.kill()
+    until(lambda: not vm.status()["trainers"], what="the exit of the trainer")
+
+
 @pytest.mark.fault("T09", "H01")
 def test_killed_between_request_and_seal_it_repeats_the_request_and_the_trainer_saves_once(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str

@@ -122,6 +122,32 @@ def test_a_gpu_never_leads_to_a_checkpoint_of_suspect_training() -> None:
     assert ONE_SEED or min(found) > 1, found
 
 
+@pytest.mark.fault("T09", "T17")
+def test_a_restart_leads_to_no_false_safe() -> None:
+    """The daemon dies around the notice, and the trainer needs up to a minute to reconnect.
+
+    It may have left the line of the newest commit before, or be ahead of it.
+    """
+    found = 0
+    for seed in seeds():
+        weather = random.Random(f"reconnects {seed}")
+        world = World(seed)
+        world.reconnects_slowly = True
+        try:
+            world.run(1000 + weather.uniform(10, 90))
+            if weather.random() < 0.5:
+                world.restart_trainer(is_behind=True)
+                world.run(world.now + weather.choice((0.5, 5.0)))
+            restart_alone(world)
+            world.run(world.now + weather.choice((0.1, 3.0, 15.0)))
+            world.raise_notice(weather.choice((2.0, 6.0, 30.0)))
+            world.run(world.now + 60)
+        except Exception as error:
+            pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
+        found += any(view.pid and not view.is_connected for view in world.state.trainers)
+    assert ONE_SEED or found > 1, "every trainer has reconnected"
+
+
 def test_the_same_seed_is_the_same_run() -> None:
     """Otherwise a failing seed could not be reproduced."""
     first, second = live(11), live(11)

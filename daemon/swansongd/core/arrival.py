@@ -36,7 +36,7 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
         return None
     if was_answered(state) or not _may_come(state, now_mono_s):
         return None
-    if gpus.objection(state, now_mono_s) and not _reconnects(state, now_mono_s):
+    if gpus.objection(state, now_mono_s):
         return None
     needed_s = planner.take_s(state.measured) + state.settings.reserve_s
     left_s = evacuation.deadline_mono_s - now_mono_s - needed_s
@@ -64,27 +64,22 @@ def _has_just_started(state: State, now_mono_s: float) -> bool:
     return started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S
 
 
-def _reconnects(state: State, now_mono_s: float) -> bool:
-    """Whether suspect training is expected, whose steps the verdict has to count although it is not asked."""
-    return gpus.is_away(state) and _has_just_started(state, now_mono_s)
-
-
 def is_unknown(state: State, now_mono_s: float) -> bool:
-    """Whether a trainer of an earlier life of the daemon may be ahead of every commit, or in another line.
+    """Whether training may be ahead of every commit, or in another line, without the daemon's knowledge.
 
-    No trainer has connected since the restart, or one has not reported yet where its training began.
+    That is so while a trainer runs without a connection and no other process has its rank, and from a
+    connection until the first report on it.  A daemon that was stopped and started has no record of its
+    trainers: it gives them the time to reconnect.
     """
-    last = state.last_complete
-    if last is None or state.last_commit_mono_s is not None or state.settings.several_vms:
+    if state.last_complete is None:
         return False
+    present = {trainer.rank for trainer in state.connected}
+    if any(t.rank not in present for t in state.trainers if not t.is_connected):
+        return True
     if any(t.start_step < 0 <= t.step for t in state.trainers):
         return True
-    return (
-        state.settings.sealed_under is not None
-        and not state.starts
-        and not state.trainers
-        and _has_just_started(state, now_mono_s)
-    )
+    has_restarted = state.settings.sealed_under is not None
+    return has_restarted and state.joined_mono_s is None and _has_just_started(state, now_mono_s)
 
 
 def reconcile(transition: Transition) -> None:

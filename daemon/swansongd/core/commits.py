@@ -50,8 +50,6 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
         transition.state = replace(
             transition.state, last_commit=ref, last_commit_seen_mono_s=seen_mono_s
         )
-    if ref.generation == transition.state.generation:
-        transition.state = replace(transition.state, owes_checkpoint=False)
     if done is not None and is_healthy(done.staged.health) is not False:
         healthy = transition.state.healthy_commit
         transition.state = replace(
@@ -143,6 +141,8 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
         transition.state = replace(
             transition.state, last_complete=ref, last_commit_mono_s=transition.now
         )
+    if ref.generation == state.generation:
+        transition.state = replace(transition.state, owes_checkpoint=False)
     learning.record_whole(transition, ref)
     transition.do(TellCommitted(ref))
     # Sets of other frameworks are not ours to delete.  The newest committed set stays for a quick restore.

@@ -13,13 +13,14 @@ log has a clock of its own.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from swansong import bounds
 
 from swansongd.core import request
 from swansongd.core.events import GpusRead
+from swansongd.core.restart import KNOWN_MAX
 from swansongd.core.state import State
 from swansongd.core.transition import Transition
 from swansongd.model import (
@@ -33,8 +34,6 @@ from swansongd.model import (
 )
 
 SOURCE = "gpu"
-KNOWN_MAX = 256
-"""Bound of each list in a record."""
 
 
 def resumed(state: State, record: GpuRecord) -> State:
@@ -63,7 +62,7 @@ def record_of(state: State) -> GpuRecord | None:
     return GpuRecord(
         gpus=tuple(state.gpus.values()),
         log_number=state.gpu_log_number,
-        suspect_starts=frozenset(sorted(state.suspect_starts)[:KNOWN_MAX]),
+        suspect_starts=state.suspect_starts,
         known_starts=tuple(known)[-KNOWN_MAX:],
         sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
         doubtful_commit=doubtful,
@@ -73,11 +72,6 @@ def record_of(state: State) -> GpuRecord | None:
 def _away(state: State) -> tuple[str, ...]:
     """Starts that were connected to the previous life of the daemon, and perhaps not yet to this one."""
     return () if state.gpus_before is None else state.gpus_before.known_starts
-
-
-def is_away(state: State) -> bool:
-    """Whether training of the previous life of the daemon has not connected to this one."""
-    return not {*_away(state)} <= {*state.starts}
 
 
 def record_read(transition: Transition, event: GpusRead) -> None:
@@ -99,9 +93,8 @@ def record_read(transition: Transition, event: GpusRead) -> None:
 
 def record_start(transition: Transition, before: TrainerView | None, start_id: str) -> None:
     """A process begins a start of the training.  One that used a failed GPU before still uses it."""
-    suspect = transition.state.suspect_starts
-    if start_id and before is not None and before.start_id in suspect:
-        transition.state = replace(transition.state, suspect_starts=suspect | {start_id})
+    if start_id and before is not None and before.start_id in transition.state.suspect_starts:
+        _suspect(transition, {start_id})
 
 
 def objection(state: State, now_mono_s: float) -> str:
@@ -162,7 +155,7 @@ def doubtful(
         staged.id
         for staged in found
         if staged.id not in sound
-        and (staged.starts & state.suspect_starts if staged.starts else has_failed)
+        and (not staged.starts.isdisjoint(state.suspect_starts) if staged.starts else has_failed)
     )
 
 
@@ -176,11 +169,24 @@ def marked(staged: Staged) -> Staged:
 def _record_failed(transition: Transition, gpu: GpuStatus) -> None:
     state = transition.state
     starts = {trainer.start_id for trainer in state.trainers if trainer.start_id} | {*_away(state)}
-    transition.state = replace(state, suspect_starts=state.suspect_starts | starts)
+    _suspect(transition, starts)
     _doubt_inherited(transition)
     for waiting in transition.waiting_requests:
         if not waiting.is_periodic:
             request.fail(transition, waiting, describe(gpu))
+
+
+def _suspect(transition: Transition, starts: Set[str]) -> None:
+    """Remember that these starts are suspect.
+
+    A process may begin any number of starts.  The oldest ones are forgotten, but none of a trainer that is
+    still there.
+    """
+    state = transition.state
+    known = (*(s for s in state.suspect_starts if s not in starts), *sorted(starts))
+    present = {trainer.start_id for trainer in state.trainers}
+    by_need = sorted(known, key=lambda start: start in present)  # stable: the newest last
+    transition.state = replace(state, suspect_starts=tuple(by_need[-KNOWN_MAX:]))
 
 
 def _doubt_inherited(transition: Transition) -> None:
@@ -190,10 +196,18 @@ def _doubt_inherited(transition: Transition) -> None:
         return
     inherited = [s for s in state.uncommitted if s.id in state.inherited]
     found = doubtful(state, inherited, is_first=True) - state.suspect
+    flight = state.flight
+
+    def marked_if_found(staged: Staged) -> Staged:
+        return marked(staged) if staged.id in found else staged
+
     transition.state = replace(
         state,
         suspect=state.suspect | found,
-        staged=tuple(marked(s) if s.id in found else s for s in state.staged),
+        staged=tuple(marked_if_found(s) for s in state.staged),
+        # A manifest that is being written already keeps no mark, but its set counts as unhealthy here.
+        stored=tuple(replace(item, staged=marked_if_found(item.staged)) for item in state.stored),
+        flight=None if flight is None else replace(flight, staged=marked_if_found(flight.staged)),
     )
 
 

@@ -95,10 +95,9 @@ def record_start_id(transition: Transition, start_id: str) -> None:
 def record_started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> None:
     """A trainer started at its ``start_step``; its own sets were found after ``before_mono_s``."""
     state, step = transition.state, trainer.start_step
-    if state.settings.several_vms:
-        return
     newest_step = _newest_step(state, before_mono_s)
-    if newest_step is not None and step < newest_step:
+    # A job over several VMs has a generation for each start.
+    if newest_step is not None and step < newest_step and not state.settings.several_vms:
         transition.log(
             "warning",
             "lineage_left",
@@ -199,8 +198,11 @@ def record_generation(transition: Transition, event: GenerationClaimed) -> None:
     """The committer claimed a generation and found the newest commit of the run."""
     state, newest = transition.state, event.newest
     is_known = newest == state.last_commit
+    # A daemon that was killed in the middle of a commit does not know that it paid its debt.
+    is_paid = newest is not None and newest.generation == event.generation
     transition.state = replace(
         state,
+        owes_checkpoint=state.owes_checkpoint and not is_paid,
         generation=event.generation,
         last_commit=newest,
         last_commit_mono_s=state.last_commit_mono_s if is_known else None,

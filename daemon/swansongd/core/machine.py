@@ -261,6 +261,7 @@ def _without_reports(trainer: TrainerView) -> TrainerView:
     return TrainerView(
         connection=trainer.connection,
         pid=trainer.pid,
+        process_start=trainer.process_start,
         rank=trainer.rank,
         world_size=trainer.world_size,
         local_world_size=trainer.local_world_size,

@@ -25,7 +25,8 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     """A rank connected, for the first time or again."""
     state = transition.state
     others = tuple(t for t in state.trainers if t.pid != trainer.pid)
-    known = next((t for t in state.trainers if t.pid == trainer.pid), None)
+    process = (trainer.pid, trainer.process_start)
+    known = next((t for t in state.trainers if (t.pid, t.process_start) == process), None)
     if known is not None:
         trainer = replace(trainer, start_step=known.start_step)
     gpus.record_start(transition, known, trainer.start_id)

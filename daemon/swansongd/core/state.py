@@ -304,7 +304,7 @@ class State:
     sources: Mapping[str, SourceStatus] = field(default_factory=dict)
     gpus: Mapping[str, GpuStatus] = field(default_factory=dict)
     """Health of the GPUs, by their address on the bus; empty without a GPU."""
-    suspect_starts: frozenset[str] = frozenset()
+    suspect_starts: tuple[str, ...] = ()
     """Starts of trainers that were connected when a GPU failed: none of them is asked for a checkpoint."""
     suspect: frozenset[CheckpointId] = frozenset()
     """Sets of these starts that appeared after the failure: they count as unhealthy."""

@@ -261,7 +261,7 @@ def _has_not_begun(state: State) -> bool:
     newest, request = evacuation.newest, evacuation.request
     return (
         bool(state.trainers)
-        and all(t.step < 0 and t.start_step < 0 for t in state.trainers)
+        and all(t.is_connected and t.step < 0 and t.start_step < 0 for t in state.trainers)
         and (request is None or max((request.at_step, *request.accepted.values())) < 0)
         and (newest is None or state.is_whole(newest))
         and not state.owes_checkpoint

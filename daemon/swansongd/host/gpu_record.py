@@ -33,7 +33,7 @@ def facts_of(record: GpuRecord) -> dict[str, Any]:
     return {
         "gpus": [asdict(gpu) for gpu in record.gpus],
         "log_number": record.log_number,
-        "suspect_starts": sorted(record.suspect_starts),
+        "suspect_starts": list(record.suspect_starts),
         "known_starts": list(record.known_starts),
         "sound_sets": [[each.step, each.nonce] for each in sorted(record.sound_sets)],
         "doubtful_commit": None
@@ -53,7 +53,7 @@ def parse(facts: Mapping[str, Any]) -> GpuRecord:
     return GpuRecord(
         gpus=tuple(_gpu(each) for each in bounds.items(facts["gpus"], "gpus", _GPUS_MAX)),
         log_number=None if number is None else bounds.integer(number, "log_number", 0, 2**63),
-        suspect_starts=frozenset(_names(facts, "suspect_starts")),
+        suspect_starts=tuple(_names(facts, "suspect_starts")),
         known_starts=tuple(_names(facts, "known_starts")),
         sound_sets=frozenset(
             _set(each) for each in bounds.items(facts["sound_sets"], "sound_sets", _NAMES_MAX)

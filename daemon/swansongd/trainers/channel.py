@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -92,6 +92,7 @@ class TrainerChannel:
         answer: Callable[[Message, Reply], None],
         log: Any,
         listener_fd: int | None = None,
+        earlier: Mapping[int, peers.Peer] | None = None,
         several_vms: bool = False,
         naming_secret: Callable[[int], str] = lambda _: "",
     ) -> None:
@@ -105,6 +106,7 @@ class TrainerChannel:
         self._answer = answer
         self._log = log
         self._listener_fd = listener_fd
+        self._earlier = earlier or {}
         self._several_vms = several_vms
         self._naming_secret = naming_secret
         self._own_file: os.stat_result | None = None  # the socket file, if this channel created it
@@ -149,6 +151,10 @@ class TrainerChannel:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakefd, selectors.EVENT_READ, self._run_commands)
+        for number, peer in self._earlier.items():
+            connection = PeerConnection(number, None, peer, time.monotonic())
+            self._lingering[peer.pid] = connection
+            self._watch_process(connection)
         self._thread.start()
 
     def share_listener(self) -> int:
@@ -452,10 +458,8 @@ class TrainerChannel:
         pid = connection.peer.pid
         if not connection.has_joined:
             self._forget_closed(pid)
-            connection.has_joined = True
-            self._selector.register(
-                connection.peer.pidfd, selectors.EVENT_READ, partial(self._exited, connection)
-            )
+            self._watch_process(connection)
+        process_start = peers.process_start(connection.peer)
         welcome = protocol.Welcome(
             run=self._run,
             staging=os.fspath(self._staging),
@@ -465,8 +469,20 @@ class TrainerChannel:
         )
         self._send(connection, protocol.encode(welcome))
         if connection.socket is not None:
-            view = translate.view_of(connection.number, pid, hello, greeted_mono_s=now)
+            view = translate.view_of(
+                connection.number,
+                pid,
+                hello,
+                greeted_mono_s=now,
+                process_start=process_start,
+            )
             self._post(TrainerJoined(view))
+
+    def _watch_process(self, connection: PeerConnection) -> None:
+        connection.has_joined = True
+        self._selector.register(
+            connection.peer.pidfd, selectors.EVENT_READ, partial(self._exited, connection)
+        )
 
     def _conflict(self, connection: PeerConnection, hello: protocol.Hello) -> str:
         """Why another running process on this VM excludes this rank, and the fix; empty if none does."""

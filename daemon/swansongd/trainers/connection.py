@@ -31,10 +31,10 @@ class PeerConnection:
     """A connected peer: its socket (None once closed), its process, and its queue of outgoing messages."""
 
     def __init__(
-        self, number: int, connected: socket.socket, peer: Peer, now_mono_s: float
+        self, number: int, connected: socket.socket | None, peer: Peer, now_mono_s: float
     ) -> None:
         self.number = number
-        self.socket: socket.socket | None = connected
+        self.socket = connected
         self.peer = peer
         self.has_joined = False
         self.hello: Hello | None = None

@@ -83,6 +83,33 @@ def open_process(pid: int) -> int:
     return pidfd
 
 
+def find(pid: int, process_start: int) -> Peer:
+    """The process that had this pid and this start when a daemon of this boot recorded it.
+
+    Raises:
+        ProcessLookupError: it has ended.
+        OSError: no descriptor is left, or its status cannot be read.
+    """
+    pidfd = open_process(pid)
+    try:
+        if _start_ticks(pid) != process_start:
+            raise ProcessLookupError(f"process id {pid} was reused by another process")
+        uid, gid = (int(_status_field(pid, name).split()[0]) for name in (b"Uid", b"Gid"))
+    except BaseException:
+        os.close(pidfd)
+        raise
+    return Peer(pid, uid, gid, pidfd)
+
+
+def process_start(peer: Peer) -> int:
+    """Start of the process, in clock ticks since the boot; 0 if it has ended or cannot be read."""
+    try:
+        ticks = _start_ticks(peer.pid)
+    except (OSError, ValueError, IndexError):
+        return 0
+    return 0 if select.select([peer.pidfd], [], [], 0)[0] else ticks
+
+
 def catches_signal(pid: int, signum: int) -> bool:
     """Whether the process has a handler for the signal, by ``SigCgt``.
 

@@ -68,12 +68,18 @@ def event_of(connection: int, message: Message) -> Event:
 
 
 def view_of(
-    connection: int, pid: int, hello: protocol.Hello, *, greeted_mono_s: float
+    connection: int,
+    pid: int,
+    hello: protocol.Hello,
+    *,
+    greeted_mono_s: float,
+    process_start: int = 0,
 ) -> TrainerView:
     """The view of a rank, from its hello."""
     return TrainerView(
         connection=connection,
         pid=pid,
+        process_start=process_start,
         rank=hello.rank,
         world_size=hello.world_size,
         local_world_size=hello.local_world_size,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 
 import pytest
@@ -13,6 +12,7 @@ from swansong import bounds
 from swansongd.core import arrival
 from swansongd.core.events import (
     AskTrainers,
+    CommitManifest,
     Conclude,
     GenerationClaimed,
     GpusRead,
@@ -22,10 +22,10 @@ from swansongd.core.events import (
     TrainerProgress,
     WithdrawRequest,
 )
-from swansongd.core.gpus import SOURCE, marked, record_of, resumed
+from swansongd.core.gpus import SOURCE, marked, resumed
 from swansongd.core.planner import choose
+from swansongd.core.restart import KNOWN_MAX
 from swansongd.core.state import Phase
-from swansongd.host import gpu_record
 from swansongd.model import (
     GPU_IS_SOUND,
     CommitRef,
@@ -99,6 +99,7 @@ def test_the_verdict_is_safe_if_no_step_is_lost() -> None:
     """The newest sealed state is committed, and the trainer has reported no later step."""
     story = Story()
     story.join(step=3, start_id="first")
+    story.progress(3)
     story.seal(3, start_id="first")
     read(story, GpuHealth.DYING)
     story.notice(DYING_S, SOURCE)
@@ -320,19 +321,9 @@ def test_after_a_restart_a_milder_notice_does_not_end_the_evacuation() -> None:
 
 
 def restarted(story: Story, *, claimed: bool = True, newest: CommitRef | None = None) -> Story:
-    """The next life of the daemon, in the same boot and with the same staging.  Trainers connect again."""
-    record = record_of(story.state)
-    assert record is not None
-    stored = json.loads(json.dumps(gpu_record.facts_of(record)))
-    after = Story(claimed=False, staged=story.staging)
-    after.state = resumed(
-        replace(after.state, settings=story.state.settings), gpu_record.parse(stored)
-    )
-    after.now = story.now + 1
-    if claimed:
-        after.scan()
-        after.tell(GenerationClaimed(3, newest or story.state.last_complete))
-    return after
+    """The next life of the daemon, which no trainer has joined yet."""
+    pids = [trainer.pid for trainer in story.state.trainers]
+    return story.restarted(claimed=claimed, newest=newest, generation=3, ended=pids)
 
 
 @pytest.mark.fault("X09")
@@ -396,26 +387,24 @@ def test_a_restart_raises_no_verdict() -> None:
 
 
 @pytest.mark.fault("X09")
-def test_the_verdict_counts_the_steps_of_training_that_reconnects() -> None:
-    """Without them it would be SAFE.  A trainer that has ended is waited for as after any restart."""
+@pytest.mark.parametrize("reconnects", [True, False])
+def test_the_verdict_counts_the_steps_of_training_that_runs_on(reconnects: bool) -> None:
+    """Suspect training is not awaited, because it is not asked: its steps are unknown until it reports."""
     story = trained()
     read(story, GpuHealth.DYING, GpuHealth.OK)
-    after = restarted(story)
+    after = story.restarted()
     after.notice(DYING_S, SOURCE)
     after.scan()
     after.wait(1)
-    assert after.verdicts == []
-    gone = after.state
-    after.join(step=5, start_id="first")
+    assert after.verdicts == ["PARTIAL generation 2 step 3"]
+    if reconnects:
+        after.join(step=5, start_id="first")
+        after.progress(5)
+    after.wait(2 * arrival.RECONNECT_S)
     after.scan()
     after.wait(1)
     assert after.verdicts == ["PARTIAL generation 2 step 3"]
     assert not after.all(AskTrainers)
-    after.state, after.actions = gone, []
-    after.wait(arrival.RECONNECT_S)
-    after.scan()
-    after.wait(1)
-    assert len(after.verdicts) == 1
 
 
 @pytest.mark.fault("X09")
@@ -497,6 +486,47 @@ def test_a_set_of_the_time_without_a_daemon_is_doubtful_in_any_order(scans_first
     assert not any(verdict.startswith("SAFE") for verdict in story.verdicts)
 
 
+@pytest.mark.parametrize("is_stored", [True, False])
+def test_a_set_that_is_sent_when_the_failure_is_read_is_marked(is_stored: bool) -> None:
+    """Its manifest is written later, and carries the mark."""
+    before = trained()
+    before.staging.append(a_set(6, "gap", start_id="first"))
+    story = restarted(before)
+    assert story.flushes == [6]
+    if is_stored:
+        story.state = replace(story.state, retry_mono_s=story.now + 5)  # the manifest waits
+        story.flushed()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    if not is_stored:
+        story.flushed()
+    story.wait(10)
+    assert is_healthy(story.last(CommitManifest).staged.health) is False
+
+
+def test_the_list_of_suspect_starts_is_bounded() -> None:
+    """A process that starts again and again replaces its own old starts, not that of another rank."""
+    story = Story()
+    story.join(1, rank=0, ranks=2, start_id="aaa")
+    story.join(2, rank=1, ranks=2, start_id="zzz")
+    read(story, GpuHealth.LOST)
+    for number in range(2 * KNOWN_MAX):
+        story.tell(TrainerProgress(2, 3, start_id=f"again-{number}"))
+    starts = story.state.suspect_starts
+    assert len(starts) == KNOWN_MAX
+    assert {"aaa", f"again-{2 * KNOWN_MAX - 1}"} <= set(starts)
+    assert "again-0" not in starts
+
+
+def test_a_start_that_began_without_a_daemon_stays_suspect() -> None:
+    """The next daemon knows the process, so it knows that its next start uses the same GPUs."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story = story.restarted()
+    story.join(2, step=3, start_id="second")
+    story.notice(SPOT_S)
+    assert not story.all(AskTrainers)
+
+
 def test_suspect_training_that_left_its_line_is_not_safe_at_its_hello() -> None:
     """It is not asked, and only its first report after a restart shows where its training began."""
     story = Story(claimed=False)
@@ -508,7 +538,7 @@ def test_suspect_training_that_left_its_line_is_not_safe_at_its_hello() -> None:
     record = GpuRecord(
         gpus=(a_gpu(GpuHealth.DYING),),
         log_number=1,
-        suspect_starts=frozenset({"y"}),
+        suspect_starts=("y",),
         known_starts=("x", "y"),
         sound_sets=of_the_old_line,
         doubtful_commit=None,

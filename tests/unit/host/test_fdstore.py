@@ -3,19 +3,31 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansongd.host import fdstore, gpu_record
+from swansongd.host import fdstore, gpu_record, training_record
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
-from swansongd.model import CheckpointId, CommitRef, GpuFault, GpuHealth, GpuRecord, GpuStatus
+from swansongd.host.stored_document import as_slot
+from swansongd.model import (
+    CheckpointId,
+    CommitRef,
+    GpuFault,
+    GpuHealth,
+    GpuRecord,
+    GpuStatus,
+    TrainerView,
+    TrainingRecord,
+)
 
 from testkit.story import a_notice
 
@@ -123,6 +135,14 @@ def test_live_notices_come_back_with_their_deadlines(
     assert restart().notices(now_mono_s=10.0) == []
 
 
+def inherit(systemd: Systemd, name: str, content: bytes) -> None:
+    """The next start gets this memory."""
+    fd = os.memfd_create("x")
+    os.write(fd, content)
+    systemd.notifier.store(name, fd)
+    os.close(fd)
+
+
 def as_stored(**changes: object) -> bytes:
     facts = {**asdict(a_notice(deadline_mono_s=50.0)), **changes}
     return json.dumps({"boot_id": "", "notices": [facts]}).encode()
@@ -156,11 +176,9 @@ def test_unreadable_notices_are_dropped(
     systemd: Systemd, restart: Callable[[], FdStore], content: bytes
 ) -> None:
     """Truncated, or of another version: the sources raise their notices again."""
-    fd = os.memfd_create("x")
-    os.write(fd, content)
-    systemd.notifier.store(fdstore.NOTICES, fd)
-    os.close(fd)
-    assert restart().notices(now_mono_s=0.0) == []
+    for data in (content, as_slot(1, content)):
+        inherit(systemd, fdstore.NOTICES, data)
+        assert restart().notices(now_mono_s=0.0) == []
 
 
 def a_gpu_record() -> GpuRecord:
@@ -178,7 +196,7 @@ def a_gpu_record() -> GpuRecord:
     return GpuRecord(
         gpus=(gpu,),
         log_number=17,
-        suspect_starts=frozenset({"a"}),
+        suspect_starts=("c", "a"),
         known_starts=("b", "a"),
         sound_sets=frozenset({CheckpointId(4, "abc")}),
         doubtful_commit=CommitRef(2, 5),
@@ -219,6 +237,123 @@ def test_without_systemd_a_stop_ends_the_suspicion(tmp_path: Path) -> None:
     notifier._socket.close()
 
 
+def a_training_record(**changes: Any) -> TrainingRecord:
+    view = TrainerView(
+        connection=-1,
+        pid=7,
+        process_start=99,
+        rank=1,
+        world_size=4,
+        local_world_size=2,
+        node=1,
+        nodes=2,
+        start_id="a",
+        is_connected=False,
+    )
+    made = TrainingRecord(
+        trainers=(view,), starts=("b", "a"), closed_starts=("b",), owes_checkpoint=True
+    )
+    return replace(made, **changes)
+
+
+def test_the_record_of_the_training_comes_back(
+    systemd: Systemd, restart: Callable[[], FdStore]
+) -> None:
+    """Over any number of restarts: the newest one counts."""
+    FdStore(systemd.notifier, {}).store_training(a_training_record())
+    assert restart().training() == a_training_record()
+    for number in range(5):
+        store = restart()
+        store.training()
+        newest = a_training_record(starts=(f"start-{number}",) * number)
+        store.store_training(newest)
+        assert restart().training() == newest
+
+
+def with_trainer(**changes: object) -> dict[str, object]:
+    facts = training_record.facts_of(a_training_record())
+    return {**facts, "trainers": [{**facts["trainers"][0], **changes}]}
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"trainers": 7},
+        {"trainers": [{}]},
+        {"trainers": [7] * 1000},
+        {"starts": ["../ x"]},
+        {"closed_starts": ["x"] * 1000},
+        {"owes_checkpoint": 1},
+        with_trainer(pid=0),
+        with_trainer(pid=-1),
+        with_trainer(process_start="1"),
+        with_trainer(rank=4),
+        with_trainer(node=2),
+        with_trainer(local_world_size=5),
+        with_trainer(start_id="x" * 5000),
+    ],
+    ids=lambda changes: repr(changes)[:40],
+)
+def test_a_damaged_record_of_the_training_is_ignored(
+    systemd: Systemd, restart: Callable[[], FdStore], changes: dict[str, object]
+) -> None:
+    """The daemon starts as on a new boot, and logs the reason."""
+    facts = {"boot_id": "", **training_record.facts_of(a_training_record()), **changes}
+    inherit(systemd, fdstore.TRAINING, as_slot(1, json.dumps(facts).encode()))
+    with capture_logs() as lines:
+        assert restart().training() is None
+    assert [line["what"] for line in lines] == [fdstore.TRAINING]
+
+
+@pytest.mark.parametrize("cut_at", [0, 1, 5, 20, 60, 200])
+def test_a_write_that_is_cut_short_leaves_the_earlier_value(
+    systemd: Systemd,
+    restart: Callable[[], FdStore],
+    monkeypatch: pytest.MonkeyPatch,
+    cut_at: int,
+) -> None:
+    """The daemon is killed in the middle of a write.  The next one writes to the same place again."""
+    write = os.pwrite
+    store = FdStore(systemd.notifier, {})
+    for number in (1, 2, 3):
+        store.store_training(a_training_record(starts=("x" * 100, f"start-{number}")))
+
+    def is_killed(fd: int, data: bytes, offset: int) -> int:
+        write(fd, data[:cut_at], offset)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(os, "pwrite", is_killed)
+    with pytest.raises(KeyboardInterrupt):
+        store.store_training(a_training_record(starts=("x" * 100, "start-4")))
+    monkeypatch.setattr(os, "pwrite", write)
+    again = restart()
+    assert again.training() == a_training_record(starts=("x" * 100, "start-3"))
+    again.store_training(a_training_record(starts=("start-5",)))
+    assert restart().training() == a_training_record(starts=("start-5",))
+
+
+@pytest.mark.fault("D02")
+def test_a_write_that_failed_is_repeated(
+    systemd: Systemd, restart: Callable[[], FdStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There was no memory for it.  The log has one line, however often it fails."""
+    store = FdStore(systemd.notifier, {})
+    store.store_training(a_training_record())
+    newer = a_training_record(owes_checkpoint=False)
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "no memory")
+
+    with monkeypatch.context() as patched, capture_logs() as lines:
+        patched.setattr(os, "pwrite", fail)
+        store.store_training(newer)
+        store.store_training(newer)
+    assert [line["event"] for line in lines] == ["state_not_stored"]
+    assert restart().training() == a_training_record()
+    store.store_training(newer)
+    assert restart().training() == newer
+
+
 def with_gpu(**changes: object) -> dict[str, object]:
     facts = gpu_record.facts_of(a_gpu_record())
     return {**facts, "gpus": [{**facts["gpus"][0], **changes}]}
@@ -253,10 +388,7 @@ def test_a_damaged_record_of_the_gpus_is_ignored(
 ) -> None:
     """The daemon starts as on a new boot, and logs the reason."""
     facts = {"boot_id": "", **gpu_record.facts_of(a_gpu_record()), **changes}
-    fd = os.memfd_create("x")
-    os.write(fd, json.dumps(facts).encode())
-    systemd.notifier.store(fdstore.GPUS, fd)
-    os.close(fd)
+    inherit(systemd, fdstore.GPUS, as_slot(1, json.dumps(facts).encode()))
     with capture_logs() as lines:
         assert restart().gpus() is None
     assert [(line["event"], line["what"]) for line in lines] == [("stored_state_ignored", "gpus")]

@@ -1,0 +1,66 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The knowledge about the training that outlasts a restart of the daemon within one boot.
+
+A restarted daemon finds its sets in staging and its commits in the store.  It finds nothing there about
+training that has left the line of the newest commit, and nothing about trainers that still run.  Without
+both, it could conclude SAFE while a trainer that reconnects later is ahead of every commit.
+:func:`record_of` is stored after each decision, and :func:`resumed` continues from it.
+
+The record has no steps: a trainer that has not reconnected may be at any step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from swansongd.core.state import State
+from swansongd.model import TrainerView, TrainingRecord
+
+KNOWN_MAX = 256
+"""Bound of each list in a record."""
+
+
+def record_of(state: State) -> TrainingRecord:
+    """The record for the next life of the daemon."""
+    return TrainingRecord(
+        trainers=tuple(
+            _identity(trainer) for trainer in state.trainers if trainer.process_start > 0
+        )[-KNOWN_MAX:],
+        starts=state.starts,
+        closed_starts=state.closed_starts,
+        owes_checkpoint=state.owes_checkpoint,
+    )
+
+
+def resumed(state: State, record: TrainingRecord, running: Sequence[TrainerView]) -> State:
+    """The first state of a daemon whose previous life, in this boot, left this record.
+
+    Args:
+        state: without it.
+        record: of the previous life.
+        running: its trainers whose processes still run.
+    """
+    return replace(
+        state,
+        trainers=tuple(running),
+        starts=record.starts,
+        closed_starts=record.closed_starts,
+        owes_checkpoint=record.owes_checkpoint,
+    )
+
+
+def _identity(trainer: TrainerView) -> TrainerView:
+    """The trainer without its connection, steps and measurements, in a form that compares equal."""
+    return TrainerView(
+        connection=0,
+        pid=trainer.pid,
+        process_start=trainer.process_start,
+        rank=trainer.rank,
+        world_size=trainer.world_size,
+        local_world_size=trainer.local_world_size,
+        node=trainer.node,
+        nodes=trainer.nodes,
+        start_id=trainer.start_id,
+        is_connected=False,
+    )
