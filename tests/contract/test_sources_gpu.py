@@ -269,6 +269,28 @@ def test_the_kernel_log_is_read_from_where_the_last_life_ended(nvml: FakeNvml) -
     os.close(writes)
 
 
+def test_a_record_of_a_number_that_the_log_has_not_reached_silences_nothing(nvml: FakeNvml) -> None:
+    """It is damaged: the log is read from the start of the source on, as without a record."""
+    xid = "4,{},3,-;NVRM: Xid (PCI:0000:0{}:00): 95, pid=7, Uncontained\n"
+    reads, writes = os.pipe2(os.O_DIRECT | os.O_NONBLOCK)
+    nvml.set(count=2)
+    os.write(writes, xid.format(7, 0).encode())
+    before = GpuRecord(
+        gpus=(),
+        log_number=10**18,
+        suspect_starts=(),
+        known_starts=(),
+        sound_sets=frozenset(),
+        doubtful_commit=None,
+    )
+    with Watched(kernel_log=Path(f"/proc/self/fd/{reads}"), before=before) as run:
+        run.becomes(GpuHealth.OK, GpuHealth.OK)
+        os.write(writes, xid.format(8, 1).encode())
+        run.becomes(GpuHealth.OK, GpuHealth.DYING)
+    os.close(reads)
+    os.close(writes)
+
+
 def test_without_the_library_there_is_no_source(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

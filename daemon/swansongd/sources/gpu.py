@@ -352,7 +352,8 @@ class _KernelLog:
 
     Args:
         path: of the log.
-        after: records up to this number are skipped; None: all that exist at the start.
+        after: records up to this number are skipped; None, or a number that the log has not reached: all that
+            exist at the start.
     """
 
     def __init__(self, path: Path, *, after: int | None) -> None:
@@ -360,14 +361,21 @@ class _KernelLog:
         self.fd: int | None = None
         self.number = after
         """The number of the last record that was read or skipped."""
+        self._missed: list[Fault] = []
+        """Faults in the records between ``after`` and the start."""
 
     def open(self) -> None:
-        """Open the log, if this process may read it."""
+        """Open the log, if this process may read it, and read what it contains."""
         with contextlib.suppress(OSError):
             self.fd = os.open(self._path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
-        if self.number is None:
-            for _ in self._new_records(_BACKLOG_MAX):
-                pass
+        after, newest = self.number, None
+        for number, record in self._records(_BACKLOG_MAX):
+            newest = number if newest is None else max(newest, number)
+            fault = parse_record(record) if after is not None and number > after else None
+            if fault is not None and len(self._missed) < _RECORDS_MAX:
+                self._missed.append(fault)
+        if newest is not None:
+            self.number = newest
 
     def close(self) -> None:
         if self.fd is not None:
@@ -376,12 +384,17 @@ class _KernelLog:
 
     def faults(self) -> Iterator[Fault]:
         """The faults in the records since the last call."""
-        for record in self._new_records(_RECORDS_MAX):
-            fault = parse_record(record)
-            if fault is not None:
-                yield fault
+        missed, self._missed = self._missed, []
+        yield from missed
+        for number, record in self._records(_RECORDS_MAX):
+            if self.number is None or number > self.number:
+                self.number = number
+                fault = parse_record(record)
+                if fault is not None:
+                    yield fault
 
-    def _new_records(self, limit: int) -> Iterator[bytes]:
+    def _records(self, limit: int) -> Iterator[tuple[int, bytes]]:
+        """The next records that have a number, and their numbers."""
         for _ in range(limit):
             if self.fd is None:
                 return
@@ -398,6 +411,5 @@ class _KernelLog:
                 self.close()
                 return
             number = record_number(record)
-            if number is not None and (self.number is None or number > self.number):
-                self.number = number
-                yield record
+            if number is not None:
+                yield number, record
