@@ -9,7 +9,7 @@ import re
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -113,21 +113,50 @@ def test_all_state_is_restored(tmp_path: Path, at: int) -> None:
     assert names == {".json", ".safetensors"}
 
 
-def test_training_and_the_next_copy_do_not_change_a_copy(tmp_path: Path) -> None:
-    """Only the copy after the next one reuses the memory."""
+def test_training_and_further_copies_do_not_change_a_copy(tmp_path: Path) -> None:
+    """Its memory is its own until the function that writes it is dropped."""
     trainer = Trainer(1)
     trainer.steps(2)
     first = trainer.state.snapshot()
     now = contents(written(first, tmp_path / "now"))
     trainer.steps(2)
     second = trainer.state.snapshot()
-    assert contents(written(first, tmp_path / "later")) == now
-    assert contents(written(second, tmp_path / "second")) != now
-    arenas = list(trainer.state._arenas)
     trainer.steps(2)
     third = trainer.state.snapshot()
-    assert trainer.state._arenas == [arenas[1], arenas[0]]
-    del third
+    assert contents(written(first, tmp_path / "later")) == now
+    found = [
+        contents(written(each, tmp_path / name)) for each, name in ((second, "2"), (third, "3"))
+    ]
+    assert found[0] != found[1]
+    assert now not in found
+
+
+def test_copies_share_their_memory_one_after_the_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """There is one arena, and a second one if two copies exist at a time; a failed write frees its own."""
+    made: list[arena.Arena] = []
+
+    class Counted(arena.Arena):
+        def __init__(self, pieces: Sequence[arena.Piece]) -> None:
+            super().__init__(pieces)
+            made.append(self)
+
+    monkeypatch.setattr(arena, "Arena", Counted)
+    trainer = Trainer(1)
+    for name in "abc":
+        trainer.steps(1)
+        written(trainer.state.snapshot(), tmp_path / name)
+    trainer.state.snapshot()
+    with pytest.raises(FileNotFoundError):
+        trainer.state.snapshot()(tmp_path / "absent")
+    assert len(made) == 1
+    first, second = trainer.state.snapshot(), trainer.state.snapshot()
+    del first, second
+    for _ in range(3):
+        first, second = trainer.state.snapshot(), trainer.state.snapshot()
+        del first, second
+    assert len(made) == 2
 
 
 def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

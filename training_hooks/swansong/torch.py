@@ -33,7 +33,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
-from swansong._torch.arena import Arena, Piece, check_headers, signature_of
+from swansong._torch.arena import Arenas, Piece, check_headers
 from swansong._torch.arrivals import ArrivedTensors
 from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
@@ -144,7 +144,7 @@ class TrainingState:
         self._resize = resize
         self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
         self.count_steps_with = self._end_of_loop.count_steps_with
-        self._arenas: list[Arena | None] = [None, None]
+        self._arenas = Arenas()
         self._watch: OrderWatch | None = None
         self._boundary = StepBoundary(self._objects.values())
         self._arrived: ArrivedTensors | None = None
@@ -241,19 +241,14 @@ class TrainingState:
     def snapshot(self) -> Callable[[Path], object]:
         """Copy the state to host memory, and return a function that writes the copy into a directory.
 
-        This reuses the memory of the last copy but one, so that copy must be written or dropped first.
+        The copy has its memory for itself as long as that function exists.
 
         Raises:
             TypeError: a value cannot be written; names it.
         """
         index, pieces = self._gather()
-        arena, spare = self._arenas
-        if arena is None or arena.signature != signature_of(pieces):
-            arena = None  # free the old memory before allocating the new one
-            self._arenas[0] = None
-            arena = Arena(pieces)
+        arena = self._arenas.take(pieces)
         arena.fill(pieces)
-        self._arenas = [spare, arena]
         groups = dict(zip(arena.homes, (piece.group for piece in pieces), strict=True))
 
         def write(directory: Path) -> None:
@@ -263,6 +258,7 @@ class TrainingState:
             }
             (directory / INDEX).write_bytes(encode_index(index))
 
+        self._arenas.keep_while(write, arena)
         return write
 
     def _gather(self, but: Collection[str] = ()) -> tuple[dict[str, Any], list[Piece]]:

@@ -63,8 +63,8 @@ class Saver:
 
     Args:
         take: copies the state and returns a function that writes the copy into a directory.  It may reuse the
-            memory of the last copy but one, which is written or dropped before the call.  Without
-            ``in_background`` the returned function writes the live state.
+            memory of a copy whose function does not exist any more; there are at most COPIES functions at a
+            time.  Without ``in_background`` the returned function writes the live state.
         in_background: whether training may continue before the state is written.
     """
 

@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import io
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,6 +130,34 @@ class Arena:
                 _write(file, memory_of(memory))
             finish(directory / name)
         return checksums
+
+
+class Arenas:
+    """The host memory for the copies of one state.
+
+    A copy uses the memory of an earlier one that is not needed any more, so there is one arena, and a second
+    one only if a copy is taken while the last one is still being written.  New memory is slow: the kernel
+    clears each page at its first use.
+    """
+
+    def __init__(self) -> None:
+        self._idle: deque[Arena] = deque()
+        """The last one that became idle is at the end; other threads append."""
+
+    def take(self, pieces: Sequence[Piece]) -> Arena:
+        """Return memory for a copy of the pieces, which no other copy uses."""
+        signature = signature_of(pieces)
+        arena: Arena | None = None
+        while self._idle:
+            arena = self._idle.pop()
+            if arena.signature == signature:
+                return arena
+        arena = None  # frees the memory of another layout before the new one is allocated
+        return Arena(pieces)
+
+    def keep_while(self, user: object, arena: Arena) -> None:
+        """Let no other copy use the memory as long as ``user`` exists."""
+        weakref.finalize(user, self._idle.append, arena).atexit = False
 
 
 def _write(file: io.FileIO, data: memoryview) -> None:
