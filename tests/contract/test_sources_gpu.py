@@ -150,12 +150,17 @@ class Looked:
         return self.is_there
 
 
+@pytest.mark.parametrize("is_stale", [False, True])
 def test_a_machine_without_the_driver_starts_the_probe_once(
-    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    nvml: FakeNvml, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, is_stale: bool
 ) -> None:
-    """The library of an image for GPUs, on a VM without one.  A driver that is loaded later is noticed."""
-    path, starts = Looked(), tmp_path / "starts"
-    monkeypatch.setattr(gpu, "_DRIVER_PATHS", (path,))
+    """The library of an image for GPUs, on a VM without one, also with a device file of an old driver.
+
+    A driver that is loaded later is noticed.
+    """
+    path, stale, starts = Looked(), Looked(), tmp_path / "starts"
+    stale.is_there = is_stale
+    monkeypatch.setattr(gpu, "_DRIVER_PATHS", (path, stale))
     monkeypatch.setattr(gpu, "_DRIVER_LOOK_S", 0.01)
     probe = ("/bin/sh", "-c", f"echo started >>{starts}; exec {' '.join(PROBE)}")
     nvml.set(init=9)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import os
 import re
 import signal
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -122,6 +123,55 @@ def test_a_dumb_terminal_gets_lines(bucket: Bucket, new_vm: Any, new_terminal: N
     assert terminal.modes() == "1 1 0"
     terminal.press("C-c")
     terminal.wait("exit 0")
+
+
+SHELL = ("bash", "--norc", "--noprofile", "-i")
+
+
+def job(terminal: Terminal, *words: str) -> None:
+    """Type a command."""
+    terminal.press(" ".join(words))
+    terminal.press("Enter")
+
+
+def stays(terminal: Terminal, modes: str, *, for_s: float = 2.5) -> None:
+    """The terminal keeps its modes for more than two frames, and shows no frame."""
+    until_s = time.monotonic() + for_s
+    while time.monotonic() < until_s:
+        assert terminal.modes() == modes
+        assert "DAEMON AWAY" not in terminal.text()
+        time.sleep(0.1)
+
+
+@pytest.mark.fault("OT03")
+def test_the_live_view_does_not_draw_in_the_background(run_of_files: Path) -> None:
+    """After Ctrl-Z and ``bg``, and when it was started there; ``fg`` shows it, and SIGTERM ends it."""
+    with Terminal(SHELL, env=environment(PS1="ready> ")) as terminal:
+        terminal.wait("ready>")
+        watch = (SWANSONG, "--config", str(run_of_files), "status", "--watch", "--interval 200ms")
+        job(terminal, *watch)
+        terminal.wait("DAEMON AWAY")
+        terminal.press("C-z")
+        terminal.wait("Stopped")
+        job(terminal, "bg")
+        stays(terminal, "1 1 0")
+        job(terminal, "fg")
+        terminal.wait("DAEMON AWAY")
+        assert terminal.modes() == "0 0 1"
+        terminal.press("C-z")
+        terminal.wait("Stopped")
+        job(terminal, "clear; stty tostop; bg; kill %1; wait %1; echo code $?")
+        terminal.wait("code 0")
+        assert terminal.modes() == "1 1 0"
+
+        job(terminal, "clear;", *watch, "&")
+        stays(terminal, "1 1 0")
+        job(terminal, "jobs")
+        terminal.wait("Running")
+        job(terminal, "fg")
+        terminal.wait("DAEMON AWAY")
+        terminal.press("C-c")
+        until(lambda: terminal.modes() == "1 1 0", what="the end of the view")
 
 
 # ---------------------------------------------------------------- progress

@@ -22,7 +22,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.lives import Lives
 from swansongd.bucket.manifest import Manifest
 from swansongd.errors import CorruptError, NotFound, Stopped, TooLarge
-from swansongd.model import CheckpointKind, CommitRef, merged_health
+from swansongd.model import CheckpointKind, CommitRef, StoredObject, merged_health
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
 
@@ -285,11 +285,16 @@ def _recorded(
 
 
 def _bytes_referenced(keys: RunKeys, manifest: Manifest) -> int:
-    own = (manifest.generation, manifest.step)
-    referenced = {stored.key for stored in manifest.objects if keys.origin(stored.key) != own}
+    sent = {stored.key for stored in objects_sent(keys, manifest)}
     return sum(
         extent.size_bytes
         for shard in manifest.shards
         for extent in shard.extents
-        if extent.object.key in referenced
+        if extent.object.key not in sent
     )
+
+
+def objects_sent(keys: RunKeys, manifest: Manifest) -> list[StoredObject]:
+    """The objects that the flush of this checkpoint has sent; an earlier one has sent the others."""
+    own = (manifest.generation, manifest.step)
+    return [stored for stored in manifest.objects if keys.origin(stored.key) == own]

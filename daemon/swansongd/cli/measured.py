@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -12,6 +12,7 @@ from statistics import fmean, median
 from swansongd.bucket import catalog, history, lives
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.history import RecordedCommit
+from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.cli.assumed import DOWN_S, SNAPSHOT_BYTES_PER_S, Subject
 from swansongd.cli.opening import Opened
@@ -23,7 +24,7 @@ from swansongd.core.learning import last_share
 from swansongd.core.ledger import Life
 from swansongd.core.planner import Measurements
 from swansongd.errors import CorruptError, NothingToRestore
-from swansongd.model import CheckpointKind, NoticeKind, Verdict
+from swansongd.model import CheckpointKind, NoticeKind, StoredObject, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import Setup
 from swansongd.observe.bill import Upkeep, upkeep
@@ -143,7 +144,7 @@ def _subject(read: _Bucket) -> Subject:
         headline=_headline(job, notices),
         upkeep=_upkeep(read, job),
         loss=read.loss,
-        rests_on=_rests_on(seen),
+        rests_on=_rests_on(seen, config.run.mtbf_s),
         seen=seen,
         assumed=tuple(notes),
     )
@@ -153,10 +154,12 @@ def _subject(read: _Bucket) -> Subject:
 
 
 def _gpus(read: _Bucket) -> int:
-    newest = read.lives[-1]
-    if newest.resumption is not None:
-        return newest.resumption.ranks
-    return newest.ending.ranks or 1
+    """GPUs of the VMs that wrote the newest commit: sizes and number of VMs are those of its manifest."""
+    lives_of = {life.generation: life for life in read.lives}
+    life = lives_of.get(read.newest.generation, read.lives[-1])
+    if life.resumption is not None:
+        return max(1, life.resumption.ranks // life.resumption.nodes) * read.newest.nodes
+    return life.ending.ranks or 1
 
 
 def _measurements(read: _Bucket) -> Measurements:
@@ -174,12 +177,29 @@ def _measurements(read: _Bucket) -> Measurements:
 
 def _recent(read: _Bucket) -> Iterator[RecordedCommit]:
     """Periodic commits that no retention has thinned out."""
-    newest_s = max((c.created_wall_s for c in read.commits if c.created_wall_s), default=0.0)
-    since_s = newest_s - read.config.retention.keep_within_s
+    times_s = sorted(c.created_wall_s for c in read.commits if c.created_wall_s is not None)
+    since_s, until_s = _densest_s(times_s, read.config.retention.keep_within_s)
     for commit in read.commits:
-        is_recent = commit.created_wall_s is not None and commit.created_wall_s >= since_s
+        is_recent = (
+            commit.created_wall_s is not None and since_s <= commit.created_wall_s <= until_s
+        )
         if is_recent and commit.kind is CheckpointKind.PERIODIC:
             yield commit
+
+
+def _densest_s(times_s: Sequence[float], width_s: float) -> tuple[float, float]:
+    """Begin and end of the newest window of this width with the most of these ascending times.
+
+    Retention leaves fewer commits outside the newest such window.  A window that ends at the newest time
+    would contain a single commit if the VM of that commit had a clock in the future.
+    """
+    best, most, first = (0.0, 0.0), 0, 0
+    for last, until_s in enumerate(times_s):
+        while times_s[first] < until_s - width_s:
+            first += 1
+        if last - first + 1 >= most:
+            best, most = (until_s - width_s, until_s), last - first + 1
+    return best
 
 
 def _by_generation(read: _Bucket) -> Mapping[int, list[RecordedCommit]]:
@@ -279,19 +299,18 @@ def _kinds(
             silent += 1
         else:
             graces_s[evacuation.source].append(grace_s)
-    observed_s = read.loss.wall_s
-    days = max(observed_s, 1.0) / DAY_S
-    mtbf_s = expected_mtbf_s(
-        read.config.run.mtbf_s, History(observed_s=observed_s, uncovered=silent)
-    )
-    notes.append(
-        f"one more interruption without a notice than the {silent} seen, in {human_s(observed_s)} and "
-        f"run.mtbf_s = {human_s(read.config.run.mtbf_s)}"
-    )
+    observed_s, prior_s = read.loss.wall_s, read.config.run.mtbf_s
+    mtbf_s = expected_mtbf_s(prior_s, History(observed_s=observed_s, uncovered=silent))
     kinds = [Kind(source="", per_day=DAY_S / mtbf_s)]
     for source, found_s in sorted(graces_s.items()):
-        per_day = len(found_s) / days
+        # Over the same time: an hour with one notice does not show a notice each hour.
+        per_day = len(found_s) * DAY_S / (prior_s + observed_s)
         kinds.append(Kind(source=source, grace_s=median(found_s), per_day=per_day))
+    rate = sum(kind.per_day for kind in kinds)
+    notes.append(
+        f"one more interruption without a notice than the {silent} seen, in {human_s(observed_s)} and "
+        f"run.mtbf_s = {human_s(prior_s)}: {rate:.2g} interruptions a day in all"
+    )
     return tuple(kinds), silent
 
 
@@ -351,8 +370,13 @@ def _headline(job: Job, notices: tuple[tuple[str, float], ...]) -> tuple[str, fl
 
 def _upkeep(read: _Bucket, job: Job) -> Upkeep:
     part_bytes = read.config.flush.part_size_bytes
-    parts = [-(-stored.size_bytes // part_bytes) for stored in read.newest.objects]
-    writes = sum(1 if count <= 1 else count + 2 for count in parts) + 1
+
+    def parts_of(objects: Iterable[StoredObject]) -> list[int]:
+        return [-(-stored.size_bytes // part_bytes) for stored in objects]
+
+    parts = parts_of(read.newest.objects)
+    sent = parts_of(history.objects_sent(RunKeys(read.run), read.newest))
+    writes = sum(1 if count <= 1 else count + 2 for count in sent) + 1
     return upkeep(
         job,
         stored_bytes=float(read.stored_bytes),
@@ -380,9 +404,11 @@ def _counted(number: float, what: str) -> str:
     return f"{number} {what}" if number == 1 else f"{number} {what}s"
 
 
-def _rests_on(seen: Mapping[str, float]) -> str:
+def _rests_on(seen: Mapping[str, float], prior_s: float) -> str:
+    rate = f": {seen['per_day']:.2g} a day (95 %: {seen['per_day_low']:.2g} to {seen['per_day_high']:.2g})"
+    if seen["wall_s"] < prior_s and seen["interruptions"] <= 1:
+        rate = ", too short for a rate"
     return (
         f"{_counted(seen['commits'], 'commit')} and {_counted(seen['interruptions'], 'interruption')} in "
-        f"{human_s(seen['wall_s'])}: {seen['per_day']:.2g} a day (95 %: {seen['per_day_low']:.2g} to "
-        f"{seen['per_day_high']:.2g}), {seen['without_notice']} of them without a usable notice"
+        f"{human_s(seen['wall_s'])}{rate}, {seen['without_notice']} of them without a usable notice"
     )

@@ -25,6 +25,19 @@ PREPARED_MAX = 64
 OPENED_MAX = 64
 
 
+DRILL = "drill"
+"""Source of a drill."""
+_DRILL_ID = f"{DRILL}-"
+"""Start of the id of an evacuation that a drill opens.  Other VMs know only this id of its request."""
+
+
+def is_drill(identities: frozenset[str]) -> bool:
+    """Whether all notices with these identities belong to drills, of this VM or of others."""
+    return bool(identities) and all(
+        each.startswith((f"{DRILL}:", _DRILL_ID)) for each in identities
+    )
+
+
 def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
     """The id of the evacuation that opens now, which is also the id of its request to the trainer.
 
@@ -37,7 +50,8 @@ def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
     if notice.evacuation_id and notice.evacuation_id not in state.opened:
         return notice.evacuation_id
     facts = f"{notice.identity} {state.settings.vm} {now_mono_s!r} {state.evacuations}"
-    return hashlib.sha256(facts.encode()).hexdigest()[:16]
+    prefix = _DRILL_ID if notice.source == DRILL else ""
+    return prefix + hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 
 def reconcile(transition: Transition) -> None:

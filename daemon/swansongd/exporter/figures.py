@@ -19,7 +19,12 @@ from swansongd.observe.cost import Costs
 from swansongd.observe.loss import Interruption, Loss
 
 SETTLED_AFTER_S = 120.0
-"""A verdict does not improve any more this long after the deadline, or after the farewell."""
+"""An evacuation counts this long after its end."""
+LATE_S = 60.0
+"""A farewell that was written later than this after the end changes nothing.  The rest of
+:data:`SETTLED_AFTER_S` is for its upload, and for clocks that differ."""
+DEADLINE_S_MAX = 1800.0
+"""A deadline holds a verdict back for this long after its farewell at most: farewells are not signed."""
 LOSS_PARTS = ("stall", "redone", *losses.PARTS)
 """The parts of the loss of a recorded interruption."""
 _MERIT = {
@@ -104,16 +109,6 @@ class RunFigures:
 # ---------------------------------------------------------------- evacuations
 
 
-@dataclass(slots=True)
-class _Evacuation:
-    is_drill: bool
-    verdict: Verdict
-    until_wall_s: float
-    """Earliest deadline of its farewells: a forged one with a far deadline must not hold a verdict back."""
-    written_wall_s: float
-    """Time of the newest farewell."""
-
-
 @dataclass(frozen=True, slots=True)
 class Evacuations:
     """The evacuations of a run, by verdict, and by whether they were drills."""
@@ -124,37 +119,62 @@ class Evacuations:
     """Time of the newest of these evacuations."""
 
 
-def evacuations(
-    farewells: Iterable[FarewellFacts], *, generation: int, now_wall_s: float
-) -> Evacuations:
-    """Count evacuations by their best verdict: one evacuation leaves several farewells.
+def evacuations(farewells: Iterable[FarewellFacts], *, now_wall_s: float) -> Evacuations:
+    """Count each evacuation once, by its final verdict: one evacuation leaves several farewells.
 
-    The daemon may write LOST or PARTIAL before a better verdict, and never a worse one after it.  An
-    evacuation counts once its verdict cannot improve: it is SAFE, a newer generation is claimed, or its
-    deadline is over.
-
-    Args:
-        generation: the highest claimed generation.
+    The result depends on the farewells and the time alone, so a restart of the exporter does not change it.
+    An evacuation that counts never changes its verdict, so no count falls.
     """
-    found: dict[tuple[int, str], _Evacuation] = {}
+    found: defaultdict[tuple[int, str], list[FarewellFacts]] = defaultdict(list)
     for each in farewells:
-        until_s = max(each.written_wall_s, each.deadline_wall_s or 0.0)
-        fresh = _Evacuation(each.is_drill, each.verdict, until_s, each.written_wall_s)
-        known = found.setdefault((each.generation, each.evacuation_id), fresh)
-        known.is_drill = known.is_drill and each.is_drill
-        known.verdict = max(known.verdict, each.verdict, key=_MERIT.__getitem__)
-        known.until_wall_s = min(known.until_wall_s, until_s)
-        known.written_wall_s = max(known.written_wall_s, each.written_wall_s)
+        found[each.generation, each.evacuation_id].append(each)
     settled = dict.fromkeys(product(Verdict, (False, True)), 0)
     newest_wall_s: dict[tuple[Verdict, bool], float] = {}
-    for (number, _), one in found.items():
-        is_over = number < generation or now_wall_s > one.until_wall_s + SETTLED_AFTER_S
-        if one.verdict is not Verdict.SAFE and not is_over:
+    for group in found.values():
+        outcome = _outcome(group, now_wall_s)
+        if outcome is None:
             continue
-        outcome = one.verdict, one.is_drill
-        settled[outcome] += 1
-        newest_wall_s[outcome] = max(newest_wall_s.get(outcome, 0.0), one.written_wall_s)
+        verdict, is_drill, written_wall_s = outcome
+        settled[verdict, is_drill] += 1
+        newest_wall_s[verdict, is_drill] = max(
+            newest_wall_s.get((verdict, is_drill), 0.0), written_wall_s
+        )
     return Evacuations(settled, newest_wall_s)
+
+
+def _outcome(
+    farewells: Iterable[FarewellFacts], now_wall_s: float
+) -> tuple[Verdict, bool, float] | None:
+    """Final verdict of one evacuation, whether it was a drill, and the time of the newest farewell.
+
+    None while the verdict may still change.  The best verdict is the final one: the daemon may write LOST or
+    PARTIAL before a better verdict.  A farewell moves the end to its deadline, but never to an earlier time:
+    several VMs take part in one evacuation, each with a deadline of its own.  A farewell after the end is
+    ignored, because the evacuation may have been counted before.
+
+    SAFE is final at once, except in a drill: a notice that arrives during the drill makes it real.
+    """
+    ordered = sorted(farewells, key=lambda each: each.written_wall_s)
+    end_wall_s = _until_wall_s(ordered[0])
+    counted: list[FarewellFacts] = []
+    for each in ordered:
+        if each.written_wall_s > end_wall_s + LATE_S:
+            break
+        end_wall_s = max(end_wall_s, _until_wall_s(each))
+        counted.append(each)
+    verdict = max((each.verdict for each in counted), key=_MERIT.__getitem__)
+    is_drill = all(each.is_drill for each in counted)
+    is_final = verdict is Verdict.SAFE and not is_drill
+    if not is_final and now_wall_s <= end_wall_s + SETTLED_AFTER_S:
+        return None
+    return verdict, is_drill, counted[-1].written_wall_s
+
+
+def _until_wall_s(farewell: FarewellFacts) -> float:
+    """The end of the evacuation as this farewell has it."""
+    written_wall_s = farewell.written_wall_s
+    deadline_wall_s = farewell.deadline_wall_s or 0.0
+    return min(max(written_wall_s, deadline_wall_s), written_wall_s + DEADLINE_S_MAX)
 
 
 # ---------------------------------------------------------------- interruptions

@@ -19,9 +19,12 @@ from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.catalog import Commit
+from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
+from swansongd.core.evacuation import DRILL, is_drill
 from swansongd.core.ledger import LastReport, Resumption
+from swansongd.core.nodes import PEER_SOURCE
 from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge
 from swansongd.exporter.figures import CommitFacts, FarewellFacts
 from swansongd.exporter.listing import Listing
@@ -40,9 +43,6 @@ AGAIN_AFTER_S = 3600.0
 
 CLOCKS_DIFFER_S = 3600.0
 """A farewell with a time further in the future is not valid: it is unsigned, and clocks of VMs differ."""
-
-DRILL = "drill"
-"""Source of a drill."""
 
 Facts = TypeVar("Facts")
 
@@ -284,7 +284,7 @@ class RunRecords:
         return FarewellFacts(
             generation=found.generation,
             evacuation_id=found.evacuation_id,
-            is_drill=found.source == DRILL,
+            is_drill=_is_drill(found),
             verdict=found.verdict,
             written_wall_s=found.written_wall_s,
             deadline_wall_s=(
@@ -332,6 +332,12 @@ class RunRecords:
                 by_generation[facts.generation].append(facts.training)
         found = {number: lives.newest_report(each) for number, each in by_generation.items()}
         return {number: report for number, report in found.items() if report is not None}
+
+
+def _is_drill(found: RecordedEvacuation) -> bool:
+    """Whether the evacuation is a drill, of this VM or of the one whose request it answers."""
+    id_ = found.evacuation_id
+    return found.source == DRILL or (found.source == PEER_SOURCE and is_drill(frozenset({id_})))
 
 
 def _facts_of(commit: Commit, manifests: Sequence[Manifest]) -> CommitFacts:

@@ -66,9 +66,7 @@ class RunReader:
         records = self._records
         whole = records.whole
         counts, sizes_bytes = figures.by_kind(whole)
-        evacuated = figures.evacuations(
-            records.farewells, generation=records.generation, now_wall_s=now_wall_s
-        )
+        evacuated = figures.evacuations(records.farewells, now_wall_s=now_wall_s)
         lost = self._lost(listing)
         created_s = [each.created_wall_s for each in whole if each.created_wall_s is not None]
         return RunFigures(

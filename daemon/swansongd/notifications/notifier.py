@@ -21,7 +21,7 @@ from swansongd.notifications.heartbeat import Heartbeat
 from swansongd.notifications.record import Record
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.conditions import Watch
-from swansongd.observe.heartbeat import why_silent
+from swansongd.observe.heartbeat import Stretch, continued, why_silent
 from swansongd.observe.notifications import Notification, Origin, caused
 from swansongd.util.rates import TokenBucket
 
@@ -64,6 +64,7 @@ class Notifier:
         self._lock = threading.Lock()
         self._limited = 0
         self._latest: tuple[State, float] | None = None
+        self._stretch: Stretch | None = None
         self._never = threading.Event()
 
     def start(self) -> None:
@@ -83,6 +84,7 @@ class Notifier:
     ) -> None:
         """Queue the notifications of one decision.  No IO: it takes microseconds."""
         self._latest = (after, now_mono_s)
+        self._stretch = continued(self._stretch, after, now_mono_s)
         for made in caused(before, after, actions, now_mono_s=now_mono_s, wall_s=time.time()):
             self._put(made, now_mono_s)
 
@@ -159,6 +161,7 @@ class Notifier:
         state, decided_mono_s = self._latest
         return why_silent(
             state,
+            self._stretch,
             decided_mono_s=decided_mono_s,
             now_mono_s=time.monotonic(),
             heartbeat_interval_s=self._config.heartbeat_interval_s,

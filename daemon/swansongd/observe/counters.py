@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
+from swansongd.core.evacuation import is_drill
 from swansongd.core.events import (
     Action,
     CommitDone,
@@ -21,7 +22,7 @@ from swansongd.core.events import (
     FlushProgress,
     Mark,
 )
-from swansongd.core.state import State
+from swansongd.core.state import Concluded, State
 from swansongd.model import CheckpointKind, Verdict
 from swansongd.observe.families import Histogram
 
@@ -53,6 +54,8 @@ class Counters:
         self.precautions: Mapping[str, int] = {}
         self.evacuations: Mapping[tuple[str, str], int] = {}
         """By source and verdict."""
+        self.last_verdicts: Mapping[bool, Concluded] = {}
+        """The newest verdict of a drill (True), and of any other evacuation."""
         self.follow_ups = 0
         self.commits: Mapping[str, int] = {kind.value: 0 for kind in CheckpointKind}
         self.commit_failures = 0
@@ -82,6 +85,8 @@ class Counters:
         """Count one decision."""
         if after.notices is not before.notices:
             self._count_notices(before, after)
+        if after.last_verdict is not None and after.last_verdict is not before.last_verdict:
+            self._record_verdict(after.last_verdict)
         match event:
             case FlushProgress() | Flushed():
                 self._count_flush(before, after, event)
@@ -103,6 +108,15 @@ class Counters:
         for notice in after.notices.values():
             if notice.identity not in known:
                 self.notices = _plus_one(self.notices, notice.source)
+
+    def _record_verdict(self, last: Concluded) -> None:
+        """A drill hides no verdict of a real evacuation, and becomes one by a notice that joins it."""
+        others = {
+            key: each
+            for key, each in self.last_verdicts.items()
+            if each.evacuation_id != last.evacuation_id
+        }
+        self.last_verdicts = {**others, is_drill(last.notices): last}
 
     def _count_flush(self, before: State, after: State, event: FlushProgress | Flushed) -> None:
         flight = before.flight

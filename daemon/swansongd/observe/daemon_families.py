@@ -118,8 +118,17 @@ FAMILIES = (
         "Time of each phase: request, agree, save, flush, commit or peers",
         "phase",
     ),
-    _gauge("swansong_last_verdict", "1 for the newest verdict, 0 for all others", "verdict"),
-    _gauge("swansong_last_verdict_timestamp_seconds", "Time of the newest verdict"),
+    _gauge(
+        "swansong_last_verdict",
+        "1 for the newest verdict, 0 for all others; drills apart",
+        "verdict",
+        "drill",
+    ),
+    _gauge(
+        "swansong_last_verdict_timestamp_seconds",
+        "Time of the newest verdict; drills apart",
+        "drill",
+    ),
     _gauge(
         "swansong_last_evacuation_expected_seconds",
         "Forecast of the newest evacuation, from the request to the commit",

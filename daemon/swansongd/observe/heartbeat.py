@@ -7,6 +7,8 @@ only after success: silence raises the alarm, whether a checkpoint, the daemon o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from swansongd.core import periodic
 from swansongd.core.state import State
 from swansongd.model import Health
@@ -16,14 +18,43 @@ DECIDED_S = 10.0
 """The decision loop decides at least once a second."""
 INTERVALS = 3.0
 """A commit may be this many checkpoint intervals old."""
+GAP_S = 900.0
+"""A trainer that connects within this time after the last rank has left continues the same stretch, as in the
+rule SwansongCommitTooOld."""
+
+
+@dataclass(frozen=True, slots=True)
+class Stretch:
+    """A time of training with short gaps only, as of a trainer that crashes and starts again."""
+
+    began_mono_s: float
+    seen_mono_s: float
+    """When a rank was connected last."""
+    state: State
+    """The state at that time."""
+
+
+def continued(stretch: Stretch | None, state: State, now_mono_s: float) -> Stretch | None:
+    """The stretch of training after one more decision; None before the first trainer."""
+    if not state.connected:
+        return stretch
+    if stretch is None or now_mono_s - stretch.seen_mono_s > GAP_S:
+        return Stretch(now_mono_s, now_mono_s, state)
+    return Stretch(stretch.began_mono_s, now_mono_s, state)
 
 
 def why_silent(
-    state: State, *, decided_mono_s: float, now_mono_s: float, heartbeat_interval_s: float
+    state: State,
+    stretch: Stretch | None,
+    *,
+    decided_mono_s: float,
+    now_mono_s: float,
+    heartbeat_interval_s: float,
 ) -> str:
     """The reason against a heartbeat; empty if all is well.
 
     Args:
+        stretch: see :func:`continued`.
         decided_mono_s: when the state was decided.
     """
     if now_mono_s - decided_mono_s > DECIDED_S:
@@ -38,19 +69,25 @@ def why_silent(
         return f"source {blind[0]} is blind"
     if state.stalled:
         return "the trainer is stalled"
-    return _why_stale(state, now_mono_s, heartbeat_interval_s)
+    return _why_stale(state, stretch, now_mono_s, heartbeat_interval_s)
 
 
-def _why_stale(state: State, now_mono_s: float, heartbeat_interval_s: float) -> str:
+def _why_stale(
+    state: State, stretch: Stretch | None, now_mono_s: float, heartbeat_interval_s: float
+) -> str:
     """Training without a commit for too long.
 
-    A trainer with a schedule of its own commits when it likes: the rule then holds for sealed sets only.
+    Between two trainers the age stays as it was when the last rank left: a trainer in a crash loop is not
+    healthy in the gaps.  A trainer with a schedule of its own commits when it likes: the rule then holds for
+    sealed sets only.
     """
-    is_planned = any(trainer.takes_periodic for trainer in state.connected)
-    is_waiting = bool(state.uncommitted or state.stored)
-    if not state.connected or not (is_planned or is_waiting):
+    if stretch is None or now_mono_s - stretch.seen_mono_s > GAP_S or state.is_finished:
         return ""
-    since = [state.joined_mono_s, state.last_commit_mono_s]
-    age_s = now_mono_s - max((at_s for at_s in since if at_s is not None), default=now_mono_s)
-    limit_s = max(heartbeat_interval_s, INTERVALS * periodic.interval_s(state))
+    seen = stretch.state
+    is_planned = any(trainer.takes_periodic for trainer in seen.connected)
+    if not (is_planned or seen.uncommitted or seen.stored):
+        return ""
+    until_mono_s = now_mono_s if state.connected else stretch.seen_mono_s
+    age_s = until_mono_s - max(stretch.began_mono_s, state.last_commit_mono_s or 0.0)
+    limit_s = max(heartbeat_interval_s, INTERVALS * periodic.interval_s(seen))
     return "" if age_s <= limit_s else f"no commit for {age_s:.0f} s"

@@ -87,7 +87,7 @@ class DaemonCollector:
     def __init__(self, snapshot: Callable[[], Snapshot], counters: Counters) -> None:
         self._snapshot = snapshot
         self._counters = counters
-        self._instants: dict[str, tuple[float, float]] = {}
+        self._instants: dict[tuple[str, ...], tuple[float, float]] = {}
 
     def describe(self) -> Iterable[Metric]:
         """The families without samples, so that a scrape can name those that it wants."""
@@ -114,15 +114,16 @@ class DaemonCollector:
         return sheet.metrics()
 
     def _put_instant(
-        self, sheet: Sheet, name: str, snapshot: Snapshot, mono_s: float | None
+        self, sheet: Sheet, name: str, snapshot: Snapshot, mono_s: float | None, **labels: str
     ) -> None:
         """Add a timestamp.  The same instant keeps its value, although the two clocks drift apart."""
         if mono_s is None:
             return
-        known = self._instants.get(name)
+        series = (name, *labels.values())
+        known = self._instants.get(series)
         if known is None or known[0] != mono_s:
-            known = self._instants[name] = mono_s, round(snapshot.wall_s(mono_s), 3)
-        sheet.put(name, known[1])
+            known = self._instants[series] = mono_s, round(snapshot.wall_s(mono_s), 3)
+        sheet.put(name, known[1], **labels)
 
     def _put_daemon(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state = snapshot.state
@@ -207,12 +208,16 @@ class DaemonCollector:
         sheet.put_histogram("swansong_evacuation_duration_seconds", counters.durations)
         for phase, histogram in counters.phases.items():
             sheet.put_histogram("swansong_evacuation_phase_seconds", histogram, phase=phase)
-        chosen = None if last is None else last.verdict.value
-        names = [verdict.value for verdict in Verdict]
-        sheet.put_one_of("swansong_last_verdict", "verdict", names, chosen)
-        if last is not None:
+        newest = counters.last_verdicts
+        for is_drill, drill in ((False, "no"), (True, "yes")):
+            chosen = newest.get(is_drill)
+            value = None if chosen is None else chosen.verdict.value
+            names = [verdict.value for verdict in Verdict]
+            sheet.put_one_of("swansong_last_verdict", "verdict", names, value, drill=drill)
+            at_mono_s = None if chosen is None else chosen.mono_s
             name = "swansong_last_verdict_timestamp_seconds"
-            self._put_instant(sheet, name, snapshot, last.mono_s)
+            self._put_instant(sheet, name, snapshot, at_mono_s, drill=drill)
+        if last is not None:
             sheet.put("swansong_last_evacuation_expected_seconds", last.expected_s)
             sheet.put("swansong_last_evacuation_took_seconds", last.took_s)
         sheet.put("swansong_follow_ups_total", counters.follow_ups)

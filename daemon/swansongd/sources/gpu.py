@@ -101,7 +101,8 @@ class GpuSource:
         self._posted: tuple[GpuStatus, ...] = ()
         self._problem = ""
         """Why the last reading failed."""
-        self._has_driver = True
+        self._absent_with: list[bool] | None = None
+        """The driver's paths that exist although NVML finds no driver; None unless NVML finds none."""
         self._notices = GpuNotices()
 
     def run(self, post: Post, stop: threading.Event) -> None:
@@ -112,10 +113,10 @@ class GpuSource:
         self._log.open()
         try:
             while not stop.is_set():
-                if not self._has_driver and not any(path.exists() for path in _DRIVER_PATHS):
+                if self._absent_with is not None and _driver_paths() == self._absent_with:
                     stop.wait(_DRIVER_LOOK_S)
                     continue
-                self._has_driver = True
+                self._absent_with = None
                 try:
                     self._turn(post, health)
                 except Exception as error:
@@ -174,7 +175,7 @@ class GpuSource:
         elif facts.get("is_absent") is True and not self._records.statuses:
             self._problem = ""
             health.unsupported(f"no NVIDIA driver: {reason}")
-            self._has_driver = False
+            self._absent_with = _driver_paths()
             self._probe.end()
         else:
             self._problem = f"NVML failed: {reason}"
@@ -186,6 +187,11 @@ class GpuSource:
             return
         second = "" if self._log.fd is not None else "; the kernel log cannot be read"
         health.ok(f"{count} GPU{'s' * (count > 1)}{second}")
+
+
+def _driver_paths() -> list[bool]:
+    """Which of the driver's paths exist.  A device file may be left over from a driver that was removed."""
+    return [path.exists() for path in _DRIVER_PATHS]
 
 
 def _xids(facts: dict[str, object]) -> Iterator[Fault]:

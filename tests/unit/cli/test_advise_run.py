@@ -382,7 +382,7 @@ def test_each_interruption_has_the_notice_before_its_end() -> None:
     # The drill, and the evacuation that had time and was not SAFE: two, and one more in four hours.
     assert silent.per_day == pytest.approx(3 * DAY_S / (loss.wall_s + 4 * 3600))
     assert (spot.source, spot.grace_s) == ("aws.spot", 120.0)
-    assert spot.per_day == pytest.approx(DAY_S / loss.wall_s)
+    assert spot.per_day == pytest.approx(DAY_S / (loss.wall_s + 4 * 3600))
 
 
 def test_a_notice_that_was_too_short_is_one_all_the_same() -> None:
@@ -411,6 +411,64 @@ def test_commits_that_retention_thinned_out_show_no_cost() -> None:
     job = measured._subject(read_of([old, first, second], commits, [])).job
     assert job.save_cost_s == pytest.approx(2.0)
     assert job.interval_s == pytest.approx(508.0)
+
+
+@pytest.mark.parametrize("age_s", [10 * 365 * DAY_S, -10 * 365 * DAY_S])
+def test_a_commit_with_a_wrong_clock_hides_no_other(age_s: float) -> None:
+    """Interval and cost of a save are those of the other commits."""
+    first, second = told([STAY, replace(STAY, saves_s=4.0)])
+    commits = [*commits_of(first, 500.0), *commits_of(second, 10.0, 520.0)]
+    wrong = replace(
+        commits[-1], ref=CommitRef(2, 9), created_wall_s=(commits[-1].created_wall_s or 0.0) + age_s
+    )
+    for read in (commits, [*commits, wrong]):
+        job = measured._subject(read_of([first, second], read, [])).job
+        assert job.save_cost_s == pytest.approx(2.0)
+        assert job.interval_s == pytest.approx(508.0)
+
+
+@pytest.mark.parametrize("count", [0, 1])
+def test_a_short_run_has_the_rate_of_the_prior(count: int) -> None:
+    """Ten minutes without an interruption do not show 0 a day, and with one they do not show 144."""
+    stay = replace(STAY, down_s=(1.0, 1.0, 1.0, 1.0, 1.0, 1.0), steps=600 // (count + 1))
+    found = told([stay] * (count + 1))
+    evacuations = [evacuation_of(life) for life in found[:count]]
+    subject = measured._subject(read_of(found, [], evacuations))
+    assert subject.job.per_day == pytest.approx(6 * (count + 1), rel=0.06)
+    rate = f"{subject.job.per_day:.2g} interruptions a day in all"
+    assert any("run.mtbf_s = 4 h" in note and rate in note for note in subject.assumed)
+    assert "too short for a rate" in subject.rests_on
+
+
+def test_gpus_and_vms_are_those_of_the_newest_commit() -> None:
+    """The newest VM belongs to another job with more and smaller VMs, which has no commit yet."""
+    first, second = told([STAY, STAY])
+    assert first.resumption is not None
+    assert second.resumption is not None
+    lives_read = [
+        replace(first, resumption=replace(first.resumption, ranks=16, nodes=2)),
+        replace(second, resumption=replace(second.resumption, ranks=16, nodes=4)),
+    ]
+    newest = replace(MANIFEST, generation=1, nodes=2)
+    job = measured._subject(read_of(lives_read, [], [], newest)).job
+    assert (job.gpus, job.nodes) == (16, 2)
+    unknown = replace(newest, generation=7)
+    job = measured._subject(read_of(lives_read, [], [], unknown)).job
+    assert (job.gpus, job.nodes) == (8, 2), "the GPUs of a newest VM"
+
+
+def test_a_save_writes_the_objects_that_it_has_sent() -> None:
+    """A restore reads all objects, also those of earlier commits."""
+    own = KEYS.data + "00000001/000000000007-n-u/00000/rank0/"
+    old = KEYS.data + "00000001/000000000001-n-u/00000/rank0/"
+    shards = tuple(
+        committed.named_shard(f"rank0/{name}", 1000, f"{prefix}{name}")
+        for name, prefix in (("a", own), ("b", old), ("c", old))
+    )
+    newest = replace(MANIFEST, step=7, shards=shards)
+    upkeep = measured._subject(read_of(told([STAY]), [], [], newest)).upkeep
+    assert upkeep.writes_per_save == 2, "one object and the manifest"
+    assert upkeep.reads_per_restore == 4
 
 
 numbers = st.floats(0.0, 1e9)

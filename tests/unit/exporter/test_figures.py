@@ -3,7 +3,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import random
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
@@ -37,10 +38,8 @@ def farewell(
     )
 
 
-def settled(
-    farewells: Iterable[FarewellFacts], *, generation: int = 1, at_s: float = 0.0
-) -> dict[str, int]:
-    found = figures.evacuations(farewells, generation=generation, now_wall_s=NOW_S + at_s)
+def settled(farewells: Iterable[FarewellFacts], *, at_s: float = 0.0) -> dict[str, int]:
+    found = figures.evacuations(farewells, now_wall_s=NOW_S + at_s)
     return {
         verdict.value: count
         for (verdict, is_drill), count in found.settled.items()
@@ -58,16 +57,47 @@ def test_an_evacuation_counts_once_with_its_best_verdict() -> None:
     ]
     other = [farewell("b", Verdict.PARTIAL, 5, generation=2)]
     for each in (one, list(reversed(one))):
-        assert settled([*each, *other], generation=3) == {"SAFE": 1, "PARTIAL": 1}
+        assert settled([*each, *other], at_s=200) == {"SAFE": 1, "PARTIAL": 1}
 
 
 def test_a_verdict_that_may_improve_does_not_count_yet() -> None:
-    """PARTIAL counts after the deadline, or once the next generation is claimed; SAFE counts at once."""
+    """PARTIAL counts after the deadline, and SAFE counts at once."""
     partial = [farewell("a", Verdict.PARTIAL, 1)]
     assert settled(partial, at_s=10) == {}
     assert settled(partial, at_s=61 + figures.SETTLED_AFTER_S) == {"PARTIAL": 1}
-    assert settled(partial, generation=2, at_s=10) == {"PARTIAL": 1}
     assert settled([*partial, farewell("a", Verdict.SAFE, 9)], at_s=10) == {"SAFE": 1}
+
+
+def test_the_latest_deadline_of_the_vms_holds_the_verdict_back() -> None:
+    """The second VM has more time, and makes the evacuation SAFE: it was never LOST."""
+    first = farewell("a", Verdict.LOST, 1, deadline_s=60)
+    second = farewell("a", Verdict.LOST, 2, deadline_s=600)
+    assert settled([first, second], at_s=300) == {}
+    assert settled([first, second, farewell("a", Verdict.SAFE, 400)], at_s=400) == {"SAFE": 1}
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_no_count_of_evacuations_ever_falls(seed: int) -> None:
+    """Verdicts change, deadlines move, notices join drills: a counter never falls, and needs no memory."""
+    draw = random.Random(seed)
+    farewells = [
+        farewell(
+            draw.choice("abc"),
+            draw.choice(list(Verdict)),
+            at_s,
+            deadline_s=at_s + draw.choice([-100, 0, 30, 300, 3600]),
+            is_drill=draw.random() < 0.3,
+        )
+        for at_s in sorted(draw.uniform(0, 3000) for _ in range(15))
+    ]
+    before: Mapping[tuple[Verdict, bool], int] = {}
+    for moment in range(0, 9000, 20):
+        # The upload of a farewell takes a few seconds.
+        stored = [each for each in farewells if each.written_wall_s + 5 <= NOW_S + moment]
+        found = figures.evacuations(stored, now_wall_s=NOW_S + moment).settled
+        assert all(found[outcome] >= count for outcome, count in before.items()), moment
+        before = found
+    assert sum(before.values()) == len({each.evacuation_id for each in farewells})
 
 
 @pytest.mark.fault("OX03")
@@ -83,10 +113,11 @@ def test_a_verdict_that_may_improve_does_not_count_yet() -> None:
 def test_no_forged_farewell_of_the_same_evacuation_holds_its_verdict_back(
     forged: FarewellFacts,
 ) -> None:
-    """The evacuation counts when the deadline of the genuine farewell is over, and as no drill."""
+    """The evacuation counts half an hour after the forged farewell at the latest, and as no drill."""
     genuine = farewell("a", Verdict.LOST, 1)
+    at_s = 3 + figures.DEADLINE_S_MAX + figures.SETTLED_AFTER_S
     for each in ([genuine, forged], [forged, genuine]):
-        assert settled(each, at_s=61 + figures.SETTLED_AFTER_S) == {forged.verdict.value: 1}
+        assert settled(each, at_s=at_s) == {forged.verdict.value: 1}
 
 
 def test_the_newest_time_of_each_verdict() -> None:
@@ -94,11 +125,10 @@ def test_the_newest_time_of_each_verdict() -> None:
     found = figures.evacuations(
         [
             farewell("a", Verdict.SAFE, 1),
-            farewell("b", Verdict.LOST, 5, generation=1),
-            farewell("c", Verdict.LOST, 7, generation=2),
+            farewell("b", Verdict.LOST, 5),
+            farewell("c", Verdict.LOST, 7, deadline_s=300),
         ],
-        generation=2,
-        now_wall_s=NOW_S + 8,
+        now_wall_s=NOW_S + 200,
     )
     assert found.newest_wall_s == {
         (Verdict.SAFE, False): NOW_S + 1,
@@ -107,17 +137,16 @@ def test_the_newest_time_of_each_verdict() -> None:
 
 
 def test_drills_count_apart() -> None:
-    """A drill during which a real notice arrives is a real evacuation."""
+    """A drill during which a real notice arrives is a real evacuation, and was never counted as a drill."""
+    drills = [
+        farewell("a", Verdict.SAFE, 1, is_drill=True),
+        farewell("b", Verdict.SAFE, 1, is_drill=True),
+    ]
+    assert not any(figures.evacuations(drills, now_wall_s=NOW_S + 10).settled.values())
     found = figures.evacuations(
-        [
-            farewell("a", Verdict.SAFE, 1, is_drill=True),
-            farewell("b", Verdict.SAFE, 1, is_drill=True),
-            farewell("b", Verdict.SAFE, 2),
-        ],
-        generation=1,
-        now_wall_s=NOW_S,
-    )
-    assert (found.settled[Verdict.SAFE, True], found.settled[Verdict.SAFE, False]) == (1, 1)
+        [*drills, farewell("b", Verdict.SAFE, 20)], now_wall_s=NOW_S + 200
+    ).settled
+    assert (found[Verdict.SAFE, True], found[Verdict.SAFE, False]) == (1, 1)
 
 
 # ---------------------------------------------------------------- interruptions

@@ -425,6 +425,26 @@ def test_a_forged_farewell_of_the_future_hides_no_lost_evacuation(
     assert found["swansong_run_damaged_objects", ("r", "farewell")] == 2
 
 
+def test_a_drill_over_several_vms_is_a_drill(store: MemoryStore) -> None:
+    """The other VMs answer the request of the VM with the drill, and know only its id."""
+    for number, (evacuation, source) in enumerate(
+        (
+            ("drill-0123", "drill"),
+            ("drill-0123", "peer"),
+            ("4567", "aws.spot"),
+            ("4567", "peer"),
+            ("drill-89ab", "aws.spot"),
+        )
+    ):
+        notices = [{"source": source, "kind": "any"}]
+        lost(store, f"t{number}", evacuation=evacuation, notices=notices)
+    rig = Rig(store)
+    assert rig.read()
+    found = rig.metrics()
+    assert found["swansong_run_evacuations_total", ("r", "LOST", "yes")] == 1
+    assert found["swansong_run_evacuations_total", ("r", "LOST", "no")] == 2
+
+
 def test_a_commit_is_as_old_as_its_last_manifest(store: MemoryStore) -> None:
     """It became whole then, for the exporter and for the report."""
     for node, created in enumerate(("2027-02-01T00:00:00Z", "2027-02-01T00:01:00Z")):

@@ -32,7 +32,7 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerRefused,
 )
-from swansongd.core.state import Phase
+from swansongd.core.state import Concluded, Phase
 from swansongd.model import (
     CommitRef,
     GpuHealth,
@@ -295,7 +295,7 @@ def test_an_evacuation_in_metrics() -> None:
     assert after['swansong_evacuation_duration_seconds_bucket{le="10.0"}'] == 0.0
     assert after['swansong_evacuation_duration_seconds_bucket{le="20.0"}'] == 1.0
     assert after["swansong_evacuation_duration_seconds_count"] == 1.0
-    assert after['swansong_last_verdict{verdict="SAFE"}'] == 1.0
+    assert after['swansong_last_verdict{drill="no",verdict="SAFE"}'] == 1.0
     assert after['swansong_commits_total{kind="emergency"}'] == 1.0
     assert after["swansong_flush_bytes_total"] == 100 * MIB
     assert after["swansong_last_commit_step"] == 41.0
@@ -324,6 +324,67 @@ def test_a_verdict_that_improves_counts_again() -> None:
     assert counts == {"SAFE": 1.0, "PARTIAL": 1.0, "LOST": 0.0}
     assert found["swansong_evacuation_duration_seconds_count"] == 1.0
     assert found["swansong_evacuation_duration_seconds_sum"] == 3.0
+
+
+def verdicts(story: Watched) -> dict[str, str]:
+    """The newest verdict of drills and of real evacuations."""
+    found = story.scrape()
+    dated = {
+        drill
+        for drill in ("yes", "no")
+        if f'swansong_last_verdict_timestamp_seconds{{drill="{drill}"}}' in found
+    }
+    newest = {
+        drill: verdict.value
+        for drill in ("yes", "no")
+        for verdict in Verdict
+        if found[f'swansong_last_verdict{{drill="{drill}",verdict="{verdict.value}"}}'] == 1.0
+    }
+    assert newest.keys() == dated
+    return newest
+
+
+def test_a_drill_neither_fires_nor_hides_an_alert() -> None:
+    """Its verdict has a series of its own, and a VM that answers the drill of another VM has a drill."""
+    story = Watched()
+    assert verdicts(story) == {}
+    for evacuation, identities, verdict, newest in (
+        ("a", {"drill:1"}, Verdict.LOST, {"yes": "LOST"}),
+        ("b", {"aws.spot:1"}, Verdict.LOST, {"yes": "LOST", "no": "LOST"}),
+        ("c", {"drill:2"}, Verdict.SAFE, {"yes": "SAFE", "no": "LOST"}),
+        ("d", {"drill-0123456789abcdef"}, Verdict.PARTIAL, {"yes": "PARTIAL", "no": "LOST"}),
+        ("d", {"drill-0123456789abcdef", "aws.spot:2"}, Verdict.SAFE, {"no": "SAFE"}),
+    ):
+        story.now += 1
+        last = Concluded(
+            evacuation_id=evacuation,
+            verdict=verdict,
+            reason="why",
+            commit=None,
+            mono_s=story.now,
+            notices=frozenset(identities),
+        )
+        before, story.state = story.state, replace(story.state, last_verdict=last)
+        story.counters.observe(before, story.state, Tick(), (), story.now)
+        assert verdicts(story) == newest
+    times = {
+        drill: story.scrape()[f'swansong_last_verdict_timestamp_seconds{{drill="{drill}"}}']
+        for drill in newest
+    }
+    assert times == pytest.approx({"no": 1.8e9 + story.now})
+
+
+@pytest.mark.parametrize("source", ["drill", "aws.spot"])
+def test_the_verdict_of_a_whole_evacuation_has_its_series(source: str) -> None:
+    """Other VMs know a drill by the id of its request."""
+    story = Watched()
+    story.join(step=40, save_s=2.0)
+    story.notice(120, source)
+    story.accept(40)
+    story.answer(41)
+    story.store_all(after_s=1.0)
+    assert verdicts(story) == {"yes" if source == "drill" else "no": "SAFE"}
+    assert story.last(Conclude).evacuation_id.startswith("drill-") == (source == "drill")
 
 
 def test_an_older_set_does_not_end_a_phase() -> None:
@@ -513,7 +574,7 @@ def test_unknown_values_are_absent() -> None:
                  "flush_bandwidth_bytes_per_second", "trainer_step", "mirror_lag_seconds",
                  "prune_timestamp_seconds", "staging_free_bytes",
                  "last_verdict_timestamp_seconds"):  # fmt: skip
-        assert f"swansong_{name}" not in found
+        assert not [series for series in found if series.startswith(f"swansong_{name}")]
 
 
 # ---------------------------------------------------------------- limits

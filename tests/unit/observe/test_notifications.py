@@ -16,7 +16,7 @@ from swansongd.core.state import State
 from swansongd.model import Health, NoticeKind, Severity, SourceStatus
 from swansongd.observe import notifications
 from swansongd.observe.conditions import Watch
-from swansongd.observe.heartbeat import why_silent
+from swansongd.observe.heartbeat import GAP_S, Stretch, continued, why_silent
 from swansongd.observe.notifications import Kind, Notification, Origin, caused, fields
 from swansongd.observe.report import STORE_HEALTH
 from swansongd.sources import manual
@@ -260,10 +260,16 @@ def test_a_stall_is_told_with_its_ranks() -> None:
 # ---------------------------------------------------------------- the heartbeat
 
 
-def silent(state: State, *, now: float = 1000.0, decided: float | None = None) -> str:
+def silent(
+    state: State,
+    stretch: Stretch | None = None,
+    *,
+    now: float = 1000.0,
+    decided: float | None = None,
+) -> str:
     decided_mono_s = now if decided is None else decided
     return why_silent(
-        state, decided_mono_s=decided_mono_s, now_mono_s=now, heartbeat_interval_s=300.0
+        state, stretch, decided_mono_s=decided_mono_s, now_mono_s=now, heartbeat_interval_s=300.0
     )
 
 
@@ -295,14 +301,78 @@ def test_a_decision_loop_that_hangs_silences_the_heartbeat() -> None:
     assert silent(well().state, now=1011.0, decided=1000.0) == "the decision loop hangs"
 
 
+class Trained(Story):
+    """A run with a checkpoint due each 200 s, whose heartbeat is examined at any time."""
+
+    def __init__(self) -> None:
+        self.stretch: Stretch | None = None
+        super().__init__()
+        self.state = blind(self.state, STORE_HEALTH, Health.OK)
+        settings = replace(self.state.settings, checkpoint_interval_s=200.0)
+        self.state = replace(self.state, settings=settings)
+
+    def tell(self, event: Event) -> list[Any]:
+        actions = super().tell(event)
+        self.stretch = continued(self.stretch, self.state, self.now)
+        return actions
+
+    def train(self, *, takes_periodic: bool = True) -> None:
+        """A trainer connects."""
+        self.join(step=40)
+        view = replace(self.state.trainers[0], takes_periodic=takes_periodic)
+        self.state = replace(self.state, trainers=(view,))
+        self.tell(Tick())
+
+    def crash(self, *, after_s: float) -> None:
+        self.now += after_s
+        self.tell(Tick())
+        self.leave()
+
+    def commit(self) -> None:
+        """A commit of an earlier set becomes whole."""
+        self.state = replace(self.state, last_commit_mono_s=self.now)
+
+    def silent(self, *, after_s: float = 0.0) -> str:
+        self.now += after_s
+        self.tell(Tick())
+        return silent(self.state, self.stretch, now=self.now)
+
+
 def test_training_without_a_commit_silences_the_heartbeat_after_three_intervals() -> None:
-    story = well()
-    settings = replace(story.state.settings, checkpoint_interval_s=200.0)
-    story.state = replace(story.state, settings=settings)
-    story.join(step=40)
-    view = replace(story.state.trainers[0], takes_periodic=True)
-    story.state = replace(story.state, trainers=(view,))
-    assert silent(story.state, now=story.now + 600) == ""
-    assert silent(story.state, now=story.now + 601) == "no commit for 601 s"
-    own = replace(story.state, trainers=(replace(view, takes_periodic=False),))
-    assert silent(own, now=story.now + 10_000) == ""
+    story = Trained()
+    story.train()
+    assert story.silent(after_s=600) == ""
+    assert story.silent(after_s=1) == "no commit for 601 s"
+    own = Trained()
+    own.train(takes_periodic=False)
+    assert own.silent(after_s=10_000) == ""
+
+
+def test_a_crash_loop_without_a_commit_silences_the_heartbeat() -> None:
+    """Each start of the trainer is shorter than an interval; the heartbeat also stops between two starts."""
+    story = Trained()
+    found = []
+    for _ in range(10):
+        story.train()
+        found.append(story.silent(after_s=90))
+        story.crash(after_s=10)
+        found.append(story.silent(after_s=20))
+    assert found[:8] == [""] * 8
+    assert all(reason.startswith("no commit for") for reason in found[11:])
+    story.commit()
+    assert story.silent() == ""
+    story.train()
+    assert story.silent(after_s=590) == ""
+
+
+def test_a_trainer_that_ends_does_not_silence_the_heartbeat() -> None:
+    """No commit is expected without a trainer, and the next trainer has the usual time."""
+    story = Trained()
+    story.train()
+    story.crash(after_s=500)
+    assert all(story.silent(after_s=100) == "" for _ in range(10))
+    story.train()
+    assert story.silent(after_s=590) == ""
+    story.crash(after_s=100)
+    assert story.silent().startswith("no commit for")
+    assert story.silent(after_s=GAP_S + 1) == ""

@@ -39,6 +39,7 @@ class Screen:
         self._report: dict[str, Any] = {}
         self._report_mono_s = 0.0
         self._away: Away | None = None
+        self._is_shown = False
 
     def take(self, poll: Poll) -> None:
         if poll.report is not None:
@@ -69,6 +70,7 @@ class Screen:
     def __enter__(self) -> Self:
         self._live.start()
         self._write(_NO_WRAP)
+        self._is_shown = True
         return self
 
     def __exit__(
@@ -77,17 +79,17 @@ class Screen:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        self._write(_WRAP)
-        self._live.stop()
+        if self._is_shown:
+            self._is_shown = False
+            self._write(_WRAP)
+            self._live.stop()
 
     @contextmanager
     def suspended(self) -> Iterator[None]:
-        """Show the text from before within this context."""
+        """Show the text from before within this context, and after an exception in it."""
         self.__exit__(None, None, None)
-        try:
-            yield
-        finally:
-            self.__enter__()
+        yield
+        self.__enter__()
 
     def _write(self, code: str) -> None:
         self._console.file.write(code)

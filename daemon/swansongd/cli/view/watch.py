@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import os
 import queue
 import select
 import signal
@@ -33,7 +34,7 @@ class Display(AbstractContextManager["Display"], Protocol):
         """Show the state as of now."""
 
     def suspended(self) -> AbstractContextManager[None]:
-        """Give the terminal back within this context."""
+        """Give the terminal back within this context, and after an exception in it."""
 
 
 def watch(path: Path, interval_s: float) -> int:
@@ -43,22 +44,53 @@ def watch(path: Path, interval_s: float) -> int:
         path: socket of the daemon.
     """
     polls: queue.SimpleQueue[Poll] = queue.SimpleQueue()
-    with _wakeups() as (reads, writes), _display() as display:
+    display = _display()
+    with suppress(_Ended), _wakeups() as (reads, writes):
 
         def take(poll: Poll) -> None:
             polls.put(poll)
             with suppress(BlockingIOError):  # enough is unread
                 writes.send(b"\0")
 
-        poller.start(path, interval_s, take)
-        while not _ENDS.intersection(woken := _woken(reads)):
-            if signal.SIGTSTP in woken:
-                with display.suspended():
-                    _stop()
+        def catch_up() -> None:
             while not polls.empty():
                 display.take(polls.get())
-            display.draw()
+
+        def wait_for_foreground() -> None:
+            while _is_in_background():
+                if signal.SIGTSTP in _woken(reads):
+                    _stop()
+                catch_up()
+
+        poller.start(path, interval_s, take)
+        wait_for_foreground()
+        with display:
+            while True:
+                if signal.SIGTSTP in _woken(reads):
+                    with display.suspended():
+                        _stop()
+                        wait_for_foreground()
+                wait_for_foreground()  # SIGSTOP suspends no display
+                catch_up()
+                display.draw()
     return 0
+
+
+class _Ended(Exception):
+    """SIGINT or SIGTERM arrived."""
+
+
+def _is_in_background() -> bool:
+    """Whether a shell or another job has the terminal, as after Ctrl-Z and ``bg``.
+
+    The terminal itself would stop us at each frame with ``stty tostop`` only.
+    """
+    if not is_screen(sys.stdout):
+        return False
+    try:
+        return os.tcgetpgrp(sys.stdout.fileno()) != os.getpgrp()
+    except OSError:  # it is not our controlling terminal, so no shell shares it with us
+        return False
 
 
 @contextmanager
@@ -85,12 +117,19 @@ def _stop() -> None:
 
 
 def _woken(reads: socket.socket) -> bytes:
-    """Wait for a signal, a poll or the next tick; returns the numbers of the signals."""
+    """Wait for a signal, a poll or the next tick; returns the numbers of the signals.
+
+    Raises:
+        _Ended: one of the signals ends the view.
+    """
     select.select([reads], [], [], _TICK_S)
     try:
-        return reads.recv(4096)
+        woken = reads.recv(4096)
     except BlockingIOError:
         return b""
+    if _ENDS.intersection(woken):
+        raise _Ended
+    return woken
 
 
 def _display() -> Display:
