@@ -10,10 +10,13 @@ from dataclasses import dataclass
 from typing import Any
 
 PHASES = ("request", "accepted", "sealed", "flush", "flushed", "committed")
-COLUMNS = ("scenario", "plan", *PHASES, "verdict", "last entry", "off", "restored", "lost")
+BOOT = ("daemon", "fetched", "first step")
+COLUMNS = ("scenario", "plan", *PHASES, "verdict", "last entry", "off", "restored", "lost", *BOOT)
 """Columns of the table.  Phases, verdict and the journal's last entry are in seconds since the notice, by the
 VM's clock; "off" is in seconds since the button or the notice, by the host's clock; "restored" is the step
-that the next VM resumed from, and "lost" the number of steps that it repeated."""
+that the next VM resumed from, and "lost" the number of steps that it repeated.  The last three are of the
+next VM, in seconds since its kernel started: the daemon runs, the checkpoint is fetched, the first new step
+is done."""
 
 
 @dataclass(frozen=True)
@@ -83,6 +86,14 @@ class Story:
             else "none"
         )
         yield f"{self.entries[-1].mono_s - began:.2f}"
+
+
+    def boot_times(self) -> Iterator[str]:
+        """The cells of BOOT."""
+        started, fetched = self.lines(event="started"), self.lines(event="prefetched")
+        steps = [e for e in self.entries if "loss" in e.facts and "event" not in e.facts]
+        for found in (started, fetched, steps):
+            yield f"{found[0].mono_s:.1f}" if found else "-"
 
 
 def stories(lines: Iterable[str]) -> list[Story]:

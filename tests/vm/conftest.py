@@ -99,7 +99,8 @@ def add_row(request: pytest.FixtureRequest) -> Callable[[str, Story, Story, floa
     def add(scenario: str, before: Story, after: Story, off_s: float) -> None:
         restored = after.steps[0] - 1
         lost = before.steps[-1] - restored
-        rows.append((scenario, *before.phases(), f"{off_s:.1f}", str(restored), str(lost)))
+        cells = (*before.phases(), f"{off_s:.1f}", str(restored), str(lost), *after.boot_times())
+        rows.append((scenario, *cells))
 
     return add
 
