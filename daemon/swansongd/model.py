@@ -402,6 +402,17 @@ class TrainerView:
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
 
 
+@dataclass(frozen=True, slots=True)
+class Ahead:
+    """Training that an evacuation has seen, of processes that may have ended since."""
+
+    evacuation_id: str
+    step: int
+    """The newest that was reported; -1: none."""
+    is_unknown: bool
+    """A trainer of unknown step has ended."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class TrainingRecord:
     """The knowledge of a restarted daemon about the training of this boot."""
@@ -409,6 +420,9 @@ class TrainingRecord:
     trainers: tuple[TrainerView, ...]
     """Trainers whose processes ran, without their steps and measurements."""
     starts: tuple[str, ...]
-    """See :class:`swansongd.core.state.State`, like the two below."""
+    """See :class:`swansongd.core.state.State`, like the fields below."""
     closed_starts: tuple[str, ...]
+    retained: tuple[CheckpointId, ...]
     owes_checkpoint: bool
+    owed_above: int
+    ahead: Ahead | None

@@ -87,7 +87,6 @@ class Story:
         )
         yield f"{self.entries[-1].mono_s - began:.2f}"
 
-
     def boot_times(self) -> Iterator[str]:
         """The cells of BOOT."""
         started, fetched = self.lines(event="started"), self.lines(event="prefetched")

@@ -19,6 +19,7 @@ from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
+from swansongd.model import TrainerView
 
 RECONNECT_S = 10.0
 """The hooks reconnect to a restarted daemon within this time."""
@@ -73,13 +74,19 @@ def is_unknown(state: State, now_mono_s: float) -> bool:
     """
     if state.last_complete is None:
         return False
-    present = {trainer.rank for trainer in state.connected}
-    if any(t.rank not in present for t in state.trainers if not t.is_connected):
-        return True
-    if any(t.start_step < 0 <= t.step for t in state.trainers):
+    if any(is_step_unknown(state, trainer) for trainer in state.trainers):
         return True
     has_restarted = state.settings.sealed_under is not None
     return has_restarted and state.joined_mono_s is None and _has_just_started(state, now_mono_s)
+
+
+def is_step_unknown(state: State, trainer: TrainerView) -> bool:
+    """Whether this trainer may be at a later step than it has reported."""
+    if trainer.start_id in state.ended_starts:
+        return False
+    if not trainer.is_connected:
+        return all(other.rank != trainer.rank for other in state.connected)
+    return trainer.start_step < 0 <= trainer.step
 
 
 def reconcile(transition: Transition) -> None:

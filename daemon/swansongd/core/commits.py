@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import flight, learning, pace
+from swansongd.core import flight, gpus, learning, lineage, pace
 from swansongd.core.events import (
     CheckComplete,
     CommitFailed,
@@ -41,6 +41,8 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
         stored=tuple(item for item in transition.state.stored if item.flush_id != flush_id),
         failures=0,
     )
+    if done is None and transition.state.settings.several_vms:
+        return  # of an earlier start of the job, or of a number of VMs that is not known any more
     if newest is None or ref > newest:
         seen_mono_s = (
             transition.now
@@ -55,6 +57,8 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
         transition.state = replace(
             transition.state, healthy_commit=ref if healthy is None else max(ref, healthy)
         )
+    if done is not None:
+        gpus.record_commit(transition, ref, done.staged)
     transition.mark("committed", generation=ref.generation, step=ref.step)
     transition.log(
         "info",
@@ -141,8 +145,7 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
         transition.state = replace(
             transition.state, last_complete=ref, last_commit_mono_s=transition.now
         )
-    if ref.generation == state.generation:
-        transition.state = replace(transition.state, owes_checkpoint=False)
+    lineage.record_paid(transition, ref)
     learning.record_whole(transition, ref)
     transition.do(TellCommitted(ref))
     # Sets of other frameworks are not ours to delete.  The newest committed set stays for a quick restore.

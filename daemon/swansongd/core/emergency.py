@@ -321,7 +321,10 @@ def _is_committed(transition: Transition, step: int) -> bool:
 
 def _answers(staged: Staged, request: CheckpointRequest) -> bool:
     if request.by_signal:
-        return staged.id not in request.known
+        # A save that had begun before the signal is no answer: the process still writes the real one.
+        seen_mono_s = staged.seen_mono_s
+        is_earlier = seen_mono_s is not None and seen_mono_s < request.asked_mono_s
+        return staged.id not in request.known and not is_earlier
     # A set that was sealed before the request, of the very step that the trainer is at, is as good.
     return staged.request_id == request.request_id or (
         staged.framework == "swansong" and staged.id.step == request.reported_step

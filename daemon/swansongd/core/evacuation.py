@@ -171,6 +171,9 @@ def _open(
     follow_up = transition.state.follow_up
     if follow_up is not None and follow_up.is_waiting:
         request.withdraw(transition, follow_up, "another notice needs a checkpoint at once")
+    before = transition.state.ahead_before
+    if before is not None and before.evacuation_id != id_:
+        before = None
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",
@@ -179,6 +182,8 @@ def _open(
         plan=plan,
         is_precaution=is_precaution,
         is_resumed=id_ == notice.evacuation_id,
+        ahead=before.step if before is not None else -1,
+        has_unknown=before is not None and before.is_unknown,
         identities=frozenset({notice.identity}),
         newest=max((staged.id for staged in transition.state.staged), default=None),
     )

@@ -26,6 +26,7 @@ from swansongd.core.transition import Transition
 from swansongd.model import (
     GPU_IS_SOUND,
     CheckpointId,
+    CommitRef,
     GpuHealth,
     GpuRecord,
     GpuStatus,
@@ -34,6 +35,8 @@ from swansongd.model import (
 )
 
 SOURCE = "gpu"
+DOUBTFUL_MAX = 16
+"""Doubtful commits that are remembered: only the newest whole one counts."""
 
 
 def resumed(state: State, record: GpuRecord) -> State:
@@ -44,6 +47,7 @@ def resumed(state: State, record: GpuRecord) -> State:
         gpu_log_number=record.log_number,
         suspect_starts=record.suspect_starts,
         gpus_before=record,
+        doubtful_commits=() if record.doubtful_commit is None else (record.doubtful_commit,),
     )
 
 
@@ -55,9 +59,6 @@ def record_of(state: State) -> GpuRecord | None:
     sound = [staged.id for staged in state.staged if staged.id not in state.suspect]
     if state.first_scan_mono_s is None and before is not None:
         sound = list(before.sound_sets)
-    doubtful = state.last_complete if doubt(state) else None
-    if state.last_complete is None and before is not None:  # not claimed yet
-        doubtful = before.doubtful_commit
     known = dict.fromkeys((*_away(state), *(t.start_id for t in state.trainers if t.start_id)))
     return GpuRecord(
         gpus=tuple(state.gpus.values()),
@@ -65,8 +66,16 @@ def record_of(state: State) -> GpuRecord | None:
         suspect_starts=state.suspect_starts,
         known_starts=tuple(known)[-KNOWN_MAX:],
         sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
-        doubtful_commit=doubtful,
+        doubtful_commit=max(state.doubtful_commits, default=None),
     )
+
+
+def record_commit(transition: Transition, ref: CommitRef, staged: Staged) -> None:
+    """A commit, or this VM's part of one, was written from this set."""
+    state = transition.state
+    if staged.id in state.suspect or GPU_IS_SOUND in staged.health:
+        newest = sorted({*state.doubtful_commits, ref})[-DOUBTFUL_MAX:]
+        transition.state = replace(state, doubtful_commits=tuple(newest))
 
 
 def _away(state: State) -> tuple[str, ...]:
@@ -110,19 +119,9 @@ def objection(state: State, now_mono_s: float) -> str:
 
 
 def doubt(state: State) -> str:
-    """Why the newest commit may be wrong; empty if it is sound.
-
-    A commit that the claim found is older than this life of the daemon: the record of the previous life names
-    a doubtful one.
-    """
+    """Why the newest commit may be wrong; empty if it is sound."""
     last, sound = state.last_complete, state.healthy_commit
-    if not state.suspect_starts or last is None:
-        return ""
-    before = state.gpus_before
-    is_known_doubtful = before is not None and before.doubtful_commit == last
-    if state.last_commit_mono_s is None and not is_known_doubtful:
-        return ""
-    if sound is not None and sound >= last:
+    if last is None or last not in state.doubtful_commits:
         return ""
     known = (
         "no sound commit of this generation"

@@ -28,7 +28,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import State
 from swansongd.core.transition import Transition
-from swansongd.model import CheckpointKind, Staged, TrainerView, is_healthy
+from swansongd.model import CheckpointKind, CommitRef, Staged, TrainerView, is_healthy
 
 
 def record_found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
@@ -53,6 +53,10 @@ def _inherit(transition: Transition, present: Sequence[Staged]) -> None:
     transition.state = replace(
         transition.state, inherited=state.inherited | {staged.id for staged in present}
     )
+    closed = frozenset(state.closed_starts)
+    left = [s for s in present if s.id not in state.retained and not s.starts.isdisjoint(closed)]
+    if left:
+        _abandon(transition, left)
     doubtful = [
         s
         for s in present
@@ -68,9 +72,8 @@ def _inherit(transition: Transition, present: Sequence[Staged]) -> None:
             step=staged.id.step,
             reason="it was not flushed to the disk before the last boot, and may be torn",
         )
-    transition.state = replace(
-        transition.state, unusable=state.unusable | {staged.id for staged in doubtful}
-    )
+    unusable = transition.state.unusable | {staged.id for staged in doubtful}
+    transition.state = replace(transition.state, unusable=unusable)
 
 
 def _is_durable(staged: Staged) -> bool:
@@ -92,12 +95,18 @@ def record_start_id(transition: Transition, start_id: str) -> None:
         )
 
 
-def record_started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> None:
-    """A trainer started at its ``start_step``; its own sets were found after ``before_mono_s``."""
+def record_started(transition: Transition, trainer: TrainerView, *, before_mono_s: float) -> bool:
+    """A trainer started at its ``start_step``; its own sets were found after ``before_mono_s``.
+
+    Returns whether it started behind a state of this generation.
+    """
     state, step = transition.state, trainer.start_step
     newest_step = _newest_step(state, before_mono_s)
-    # A job over several VMs has a generation for each start.
-    if newest_step is not None and step < newest_step and not state.settings.several_vms:
+    is_behind = newest_step is not None and step < newest_step
+    if is_behind and state.settings.several_vms:
+        # A job over several VMs has a generation for each start, unless it starts again under the same id.
+        _owe(transition, above=state.generation or 0)
+    elif is_behind:
         transition.log(
             "warning",
             "lineage_left",
@@ -113,6 +122,7 @@ def record_started(transition: Transition, trainer: TrainerView, *, before_mono_
         closed = [s for s in state.starts if s != trainer.start_id and s not in others]
         leave(transition, old, closed=closed)
     _note_older_commit(transition, step)
+    return is_behind
 
 
 def _judge_earlier_starts(transition: Transition) -> None:
@@ -190,19 +200,28 @@ def _note_older_commit(transition: Transition, step: int) -> None:
         and step < last.step
         and not state.owes_checkpoint
     ):
-        transition.state = replace(transition.state, owes_checkpoint=True)
+        _owe(transition, above=last.generation)
         transition.log("warning", "started_behind_commit", from_step=step, newest_commit=str(last))
+
+
+def _owe(transition: Transition, *, above: int) -> None:
+    """Only a commit of a generation above this one is of the line on which training continues."""
+    transition.state = replace(transition.state, owes_checkpoint=True, owed_above=above)
+
+
+def record_paid(transition: Transition, ref: CommitRef) -> None:
+    """This commit is whole, and perhaps of the line on which training continues."""
+    state = transition.state
+    if not state.must_claim and ref.generation > state.owed_above:
+        transition.state = replace(state, owes_checkpoint=False)
 
 
 def record_generation(transition: Transition, event: GenerationClaimed) -> None:
     """The committer claimed a generation and found the newest commit of the run."""
     state, newest = transition.state, event.newest
     is_known = newest == state.last_commit
-    # A daemon that was killed in the middle of a commit does not know that it paid its debt.
-    is_paid = newest is not None and newest.generation == event.generation
     transition.state = replace(
         state,
-        owes_checkpoint=state.owes_checkpoint and not is_paid,
         generation=event.generation,
         last_commit=newest,
         last_commit_mono_s=state.last_commit_mono_s if is_known else None,
@@ -211,11 +230,16 @@ def record_generation(transition: Transition, event: GenerationClaimed) -> None:
         overtaken_by=None,
     )
     if newest is not None:
+        record_paid(transition, newest)  # by a daemon that was killed before it knew
         transition.do(TellCommitted(newest))
     if state.must_claim:
         _claim_again(transition, event.generation)
     elif not event.is_rollback:
         _judge_earlier_starts(transition)
+    else:
+        for trainer in transition.state.trainers:
+            if trainer.start_step >= 0:
+                _note_older_commit(transition, trainer.start_step)
 
 
 # ---------------------------------------------------------------- the end of a line
@@ -240,12 +264,20 @@ def leave(
         generation=None,
         healthy_commit=None,
         periodic=None,
-        owes_checkpoint=True,
         inherited=frozenset(),
-        closed_starts=(*state.closed_starts, *closed)[-STARTS_MAX:],
+        retained=frozenset(),
     )
+    close(transition, closed)
+    last = state.last_commit
+    _owe(transition, above=max(state.generation or 0, 0 if last is None else last.generation))
     _abandon(transition, abandoned)
     _claim(transition, state.generation)
+
+
+def close(transition: Transition, starts: Collection[str]) -> None:
+    """Abandon all sets of these starts that are found from here on."""
+    known = dict.fromkeys((*transition.state.closed_starts, *starts))
+    transition.state = replace(transition.state, closed_starts=tuple(known)[-STARTS_MAX:])
 
 
 def _abandon(transition: Transition, sets: Collection[Staged]) -> None:
@@ -278,6 +310,7 @@ def _claim(transition: Transition, generation: int | None) -> None:
 def _claim_again(transition: Transition, generation: int) -> None:
     """Training left the line before its generation was claimed: claim the next one."""
     transition.state = replace(transition.state, must_claim=False, generation=None)
+    _owe(transition, above=max(generation, transition.state.owed_above))
     _claim(transition, generation)
 
 
@@ -295,5 +328,9 @@ def record_rolled_back(transition: Transition, step: int) -> None:
         closed=state.starts,
     )
     trainers = tuple(replace(t, step=min(t.step, step)) for t in state.trainers)
-    # The hooks save at the next step without a request.
-    transition.state = replace(transition.state, trainers=trainers, owes_checkpoint=False)
+    transition.state = replace(
+        transition.state,
+        trainers=trainers,
+        retained=frozenset(staged.id for staged in retained),
+        periodic_mono_s=transition.now,  # the hooks save at the next step without a request
+    )

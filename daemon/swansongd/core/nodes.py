@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
-from swansongd.core import claims, request
+from swansongd.core import claims, lineage, request
 from swansongd.core.events import (
     CancelFlush,
     FenceFound,
@@ -53,6 +53,14 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     prefix = f"{_ALONE}{settings.vm}:"
     if trainer.nodes == 1 and not transition.state.job_start_id.startswith(prefix):
         record_finish_asked(transition, f"{prefix}{transition.state.generation or 0}")
+
+
+def record_started_behind(transition: Transition) -> None:
+    """A rank of a job on one VM started behind a state of its generation: it is another start of the job."""
+    settings, name = transition.state.settings, transition.state.job_start_id
+    if settings.several_vms and is_alone(name):
+        generation = transition.state.generation or 0
+        record_finish_asked(transition, f"{_ALONE}{settings.vm}:{generation}")
 
 
 def is_alone(name: str) -> bool:
@@ -131,6 +139,8 @@ def record_job_start(transition: Transition, name: str) -> None:
     if follow_up is not None and follow_up.is_waiting:
         request.fail(transition, follow_up, "the job was started again")
     dropped = _drop_all(transition)
+    connected = {trainer.start_id for trainer in state.connected}
+    lineage.close(transition, [start for start in state.starts if start not in connected])
     transition.state = replace(
         transition.state,
         job_start_id=name,

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import emergency, gpus, lineage, nodes, request, stall
+from swansongd.core import arrival, emergency, gpus, lineage, nodes, request, stall
 from swansongd.core.events import (
     TellCommitted,
     TrainerFailed,
@@ -61,7 +61,9 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
         away = replace(gone, is_connected=False)
         transition.state = replace(state, trainers=(*others, away))
         return
-    transition.state = replace(state, trainers=others)
+    if state.evacuation is not None and arrival.is_step_unknown(state, gone):
+        transition.evacuation = replace(state.evacuation, has_unknown=True)
+    transition.state = replace(transition.state, trainers=others)
     emergency.record_rank_ended(transition, gone.rank)
 
 
@@ -82,10 +84,13 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
         placed = replace(placed, start_id=event.start_id, step=event.step)
         gpus.record_start(transition, trainer, event.start_id)
         lineage.record_start_id(transition, event.start_id)
+        if transition.state.settings.several_vms and trainer.start_id not in ("", event.start_id):
+            lineage.close(transition, [trainer.start_id])
     others = (t for t in transition.state.trainers if t is not trainer)
     transition.state = replace(transition.state, trainers=(*others, placed))
     before_mono_s = transition.now if is_placed else trainer.greeted_mono_s
-    lineage.record_started(transition, placed, before_mono_s=before_mono_s)
+    if lineage.record_started(transition, placed, before_mono_s=before_mono_s):
+        nodes.record_started_behind(transition)
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:

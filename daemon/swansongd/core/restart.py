@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from swansongd.core.state import State
-from swansongd.model import TrainerView, TrainingRecord
+from swansongd.model import Ahead, TrainerView, TrainingRecord
 
 KNOWN_MAX = 256
 """Bound of each list in a record."""
@@ -29,8 +29,19 @@ def record_of(state: State) -> TrainingRecord:
         )[-KNOWN_MAX:],
         starts=state.starts,
         closed_starts=state.closed_starts,
+        retained=tuple(sorted(state.retained)[-KNOWN_MAX:]),
         owes_checkpoint=state.owes_checkpoint,
+        owed_above=state.owed_above,
+        ahead=ahead_of(state),
     )
+
+
+def ahead_of(state: State) -> Ahead | None:
+    """The training that the open evacuation has seen; None without one."""
+    evacuation = state.evacuation
+    if evacuation is None or evacuation.is_precaution:
+        return state.ahead_before
+    return Ahead(evacuation.id, evacuation.ahead, evacuation.has_unknown)
 
 
 def resumed(state: State, record: TrainingRecord, running: Sequence[TrainerView]) -> State:
@@ -41,12 +52,18 @@ def resumed(state: State, record: TrainingRecord, running: Sequence[TrainerView]
         record: of the previous life.
         running: its trainers whose processes still run.
     """
+    ahead = record.ahead
+    if ahead is not None and len(running) < len(record.trainers):
+        ahead = replace(ahead, is_unknown=True)
     return replace(
         state,
         trainers=tuple(running),
         starts=record.starts,
         closed_starts=record.closed_starts,
+        retained=frozenset(record.retained),
         owes_checkpoint=record.owes_checkpoint,
+        owed_above=record.owed_above,
+        ahead_before=ahead,
     )
 
 

@@ -14,6 +14,7 @@ from swansongd.core.pace import UNKNOWN, Pace
 from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
 from swansongd.core.request_ids import are_of_one
 from swansongd.model import (
+    Ahead,
     CheckpointId,
     CommitRef,
     GpuRecord,
@@ -263,6 +264,8 @@ class Evacuation:
     """Why the last signal was not sent."""
     ahead: int = -1
     """Newest step that any trainer reported while it was open, also of processes that have ended."""
+    has_unknown: bool = False
+    """A trainer of unknown step ended while it was open."""
     awaits_trainer: bool = False
     """The verdict waits for a trainer to connect, or to become ready for its signal."""
     foretold: tuple[Verdict, CommitRef | None] | None = None
@@ -308,6 +311,8 @@ class State:
     """Starts of trainers that were connected when a GPU failed: none of them is asked for a checkpoint."""
     suspect: frozenset[CheckpointId] = frozenset()
     """Sets of these starts that appeared after the failure: they count as unhealthy."""
+    doubtful_commits: tuple[CommitRef, ...] = ()
+    """Newest commits of these sets, or this VM's parts of them, the newest last."""
     gpus_before: GpuRecord | None = None
     """The record of the previous life of this daemon in this boot; None without one."""
     gpu_log_number: int | None = None
@@ -359,12 +364,16 @@ class State:
     """Starts of trainers that joined, the newest last."""
     closed_starts: tuple[str, ...] = ()
     """Starts whose line was left: their further sets are abandoned."""
+    retained: frozenset[CheckpointId] = frozenset()
+    """Sets of such starts from which training continued: they belong to the next line, too."""
     has_aside: bool = False
     """Sets were set aside, for the next commit to delete."""
     must_claim: bool = False
     """Training left the line of states before a generation was claimed: the claim needs a successor."""
     owes_checkpoint: bool = False
-    """Training started before the newest commit: only a commit of this generation replaces it."""
+    """Training started before the newest commit, which only a commit of its own line replaces."""
+    owed_above: int = 0
+    """That is a commit of a generation above this one."""
     flight: Flight | None = None
     stored: tuple[StoredSet, ...] = ()
     last_commit: CommitRef | None = None
@@ -423,6 +432,8 @@ class State:
     """Ids of the last evacuations."""
     evacuations: int = 0
     """Number of evacuations so far."""
+    ahead_before: Ahead | None = None
+    """The training that an evacuation had seen when the daemon ended, or its state was rebuilt."""
     last_verdict: Concluded | None = None
     milestones: Milestones = field(default_factory=Milestones)
     """How far the resume in progress has come."""
@@ -609,7 +620,7 @@ class State:
     def is_answered(self) -> bool:
         """Whether a checkpoint from after the request is committed, with the parts of all VMs.
 
-        On one VM, a commit of a later step from before the request belongs to another line.  The exception is
+        A commit of a later step from before the request belongs to another line.  The exception is
         an answer that this generation committed before the daemon was restarted: follow-ups came after it.
         """
         evacuation, last = self.evacuation, self.last_complete
@@ -617,8 +628,6 @@ class State:
             return False
         found = (self.answer, self.newer, self.follow_up_answer)
         answers = [id_ for id_ in found if id_ is not None]
-        if self.settings.several_vms:  # each start of the job has another generation
-            return any(self.is_whole(id_) for id_ in answers)
         seen_mono_s = self.last_commit_seen_mono_s
         asked_mono_s = min(request.asked_mono_s for request in evacuation.requests_made)
         is_newer = seen_mono_s is not None and seen_mono_s >= asked_mono_s
@@ -636,8 +645,13 @@ class State:
             is_end = self.last_commit is not None and self.last_commit.is_final
         else:
             is_end = newest.is_final
-        ended = {start for s in self.staged if s.id.is_final for start in s.starts}
+        ended = self.ended_starts
         return is_end and all(trainer.start_id in ended for trainer in self.connected)
+
+    @property
+    def ended_starts(self) -> frozenset[str]:
+        """Starts of the training that have sealed the end of the run."""
+        return frozenset(start for s in self.staged if s.id.is_final for start in s.starts)
 
     @property
     def spans_vms(self) -> bool:

@@ -43,9 +43,15 @@ def reconcile(transition: Transition) -> None:
         _end_precaution(transition, evacuation, reason)
         return
     _conclude(transition, evacuation, verdict, reason)
-    if HOST_SOURCE in transition.state.notices:
+    if HOST_SOURCE in transition.state.notices and not _still_saves(transition):
         transition.state = replace(transition.state, is_leaving=True)
         transition.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value}"))
+
+
+def _still_saves(transition: Transition) -> bool:
+    """Whether a newer set may still become a commit while the host shuts down."""
+    state = transition.state
+    return transition.left_s > 0 and bool(state.flight or state.stored or state.uncommitted)
 
 
 def _remember_ahead(transition: Transition) -> Evacuation:
@@ -75,6 +81,7 @@ def _is_busy(state: State, evacuation: Evacuation) -> bool:
         not has_scanned
         or bool(state.uncommitted)
         or bool(state.stored)
+        or bool(state.pending)
         or state.generation is None
         or (state.part is not None and not evacuation.is_precaution)
     )
@@ -184,8 +191,11 @@ def _what_stands(state: State) -> str:
 
 def _judge(state: State, now_mono_s: float, *, out_of_time: bool) -> tuple[Verdict, str]:
     verdict, reason = _by_commits(state, out_of_time=out_of_time)
-    is_settled = state.is_answered or _is_over(state) or arrival.was_answered(state)
-    if verdict is Verdict.SAFE and not is_settled and arrival.is_unknown(state, now_mono_s):
+    evacuation = state.evacuation
+    assert evacuation is not None
+    is_settled = state.is_answered or arrival.was_answered(state)
+    is_unknown = evacuation.has_unknown or arrival.is_unknown(state, now_mono_s)
+    if verdict is Verdict.SAFE and not is_settled and is_unknown:
         return Verdict.PARTIAL, f"{_what_stands(state)}; the step of the trainer is not known yet"
     doubt = gpus.doubt(state)
     return (Verdict.PARTIAL, doubt) if doubt and verdict is Verdict.SAFE else (verdict, reason)
@@ -245,11 +255,14 @@ def _by_commits(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
 def _is_over(state: State) -> bool:
     """Whether the end of the run is committed, and nothing was trained since."""
     evacuation, last = state.evacuation, state.last_complete
-    request = None if evacuation is None else evacuation.request
+    assert evacuation is not None
+    request = evacuation.request
     return (
         last is not None
         and last.is_final
         and state.is_finished
+        and not state.owes_checkpoint
+        and evacuation.ahead <= last.step
         and (request is None or request.at_step <= last.step)
     )
 
@@ -261,6 +274,9 @@ def _has_not_begun(state: State) -> bool:
     newest, request = evacuation.newest, evacuation.request
     return (
         bool(state.trainers)
+        and state.generation is not None
+        and state.last_complete is not None
+        and evacuation.ahead <= state.last_complete.step
         and all(t.is_connected and t.step < 0 and t.start_step < 0 for t in state.trainers)
         and (request is None or max((request.at_step, *request.accepted.values())) < 0)
         and (newest is None or state.is_whole(newest))

@@ -4,12 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import asdict
 from typing import Any
 
 from swansong import bounds
 
 from swansongd.core.restart import KNOWN_MAX
-from swansongd.model import TrainerView, TrainingRecord
+from swansongd.model import Ahead, CheckpointId, TrainerView, TrainingRecord
 
 BYTES_MAX = 2**18
 _FACTS_MAX = 16
@@ -27,7 +28,10 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
         ],
         "starts": list(record.starts),
         "closed_starts": list(record.closed_starts),
+        "retained": [[each.step, each.nonce, each.is_final] for each in record.retained],
         "owes_checkpoint": record.owes_checkpoint,
+        "owed_above": record.owed_above,
+        "ahead": None if record.ahead is None else asdict(record.ahead),
     }
 
 
@@ -43,7 +47,32 @@ def parse(facts: Mapping[str, Any]) -> TrainingRecord:
         trainers=tuple(_trainer(each, -number) for number, each in enumerate(found, 1)),
         starts=_names(facts, "starts"),
         closed_starts=_names(facts, "closed_starts"),
+        retained=tuple(_set(each) for each in bounds.items(facts["retained"], "sets", KNOWN_MAX)),
         owes_checkpoint=bounds.boolean(facts["owes_checkpoint"], "owes_checkpoint"),
+        owed_above=bounds.integer(facts["owed_above"], "owed_above", 0, bounds.GENERATION_MAX),
+        ahead=_ahead(facts["ahead"]),
+    )
+
+
+def _set(value: Any) -> CheckpointId:
+    fields = bounds.items(value, "a set", 3)
+    if len(fields) != 3:
+        raise bounds.BoundsError("a set has no nonce, or does not say whether it is final")
+    return CheckpointId(
+        bounds.integer(fields[0], "step", 0, bounds.STEP_MAX),
+        bounds.identifier(fields[1], "nonce"),
+        bounds.boolean(fields[2], "is_final"),
+    )
+
+
+def _ahead(value: Any) -> Ahead | None:
+    if value is None:
+        return None
+    facts = bounds.mapping(value, "ahead", _FACTS_MAX)
+    return Ahead(
+        bounds.identifier(facts["evacuation_id"], "evacuation_id"),
+        bounds.integer(facts["step"], "step", -1, bounds.STEP_MAX),
+        bounds.boolean(facts["is_unknown"], "is_unknown"),
     )
 
 

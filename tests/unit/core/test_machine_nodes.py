@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansongd.core import machine
 from swansongd.core.evacuation import evacuation_id
 from swansongd.core.events import (
     AskTrainers,
@@ -18,6 +19,7 @@ from swansongd.core.events import (
     FenceFound,
     FinishAsked,
     GenerationClaimed,
+    GpusRead,
     JobStarted,
     JoinGeneration,
     Log,
@@ -33,11 +35,21 @@ from swansongd.core.events import (
     TrainerAgreed,
     TrainerFailed,
     TrainerJoined,
+    TrainerLeft,
+    TrainerProgress,
     WithdrawRequest,
 )
 from swansongd.core.nodes import FINISH_S, FINISH_S_MAX, REQUESTS_MAX, is_alone
 from swansongd.core.state import Phase, Settings, State
-from swansongd.model import CheckpointId, CommitRef, Staged, TrainerView, VmPart
+from swansongd.model import (
+    CheckpointId,
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Staged,
+    TrainerView,
+    VmPart,
+)
 from swansongd.observe.report import status_line, status_report
 
 from testkit.story import Story, a_notice, a_set
@@ -683,3 +695,122 @@ def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
     node.tell(JobStarted("first"))
     node.tell(FenceFound(7))
     assert node.state.phase is Phase.FENCED
+
+
+def with_a_part_on_its_way() -> Node:
+    """Step 8 is whole; the manifest of this VM's part of step 20 is being written."""
+    node = Node()
+    node.begin()
+    node.tell(TrainerProgress(1, 7, start_id="a"))
+    node.seal_part(8)
+    node.counted(node.commit_own_part(), 2)
+    node.seal_part(20)
+    node.flushed()
+    return node
+
+
+@pytest.mark.parametrize("how", ["another start", "rebuilt", "fenced"])
+def test_a_part_that_is_written_late_is_not_whole(how: str) -> None:
+    """Its number of VMs is not known any more, so only a count or a claim can show that it is whole."""
+    node = with_a_part_on_its_way()
+    order = node.last(CommitManifest)
+    if how == "rebuilt":
+        node.state = machine.rebuilt(node.state)
+    else:
+        node.tell(JobStarted("second") if how == "another start" else FenceFound(4))
+    node.tell(CommitDone(order.flush_id, CommitRef(3, 20)))
+    assert node.state.last_complete == CommitRef(3, 8)
+
+
+@pytest.mark.parametrize("claim_first", [True, False])
+def test_a_job_that_begins_behind_the_newest_commit_owes_one(*, claim_first: bool) -> None:
+    """Whether the ranks report their step before or after the claim."""
+    node = Node()
+    node.join_one_of(2, step=-1)
+    node.tell(JobStarted("first"))
+    events = [
+        TrainerProgress(1, 4, start_id="a"),
+        GenerationClaimed(3, CommitRef(2, 9), is_rollback=True),
+    ]
+    for event in events[::-1] if claim_first else events:
+        node.tell(event)
+    assert node.state.owes_checkpoint
+
+
+def test_a_commit_from_before_the_request_is_no_answer_to_it() -> None:
+    """The ranks began again under the same job start, behind a commit of its generation."""
+    node = with_a_part_on_its_way()
+    node.tell(CommitDone(node.last(CommitManifest).flush_id, CommitRef(3, 20)))
+    node.counted(CommitRef(3, 20), 2)
+    node.tell(TrainerProgress(1, 4, start_id="b"))
+    node.now += 1
+    node.notice(60)
+    node.scan()
+    node.tell(TrainerAgreed(node.request_id, 5))
+    node.seal_part(5, request_id=node.request_id)
+    node.wait(0.1)
+    assert not any(verdict.startswith("SAFE") for verdict in node.final)
+
+
+def test_a_job_on_one_vm_that_begins_again_behind_is_another_start() -> None:
+    """Else nothing of it would be committed before it passes the newest commit."""
+    node = Node()
+    node.join_one_of(1, step=-1)
+    node.scan()
+    node.tell(GenerationClaimed(3, None, is_rollback=True))
+    node.tell(TrainerProgress(1, 0, start_id="a"))
+    node.tell(TrainerProgress(1, 9))
+    node.seal(9, start_id="a")
+    node.store_all()
+    node.now += 1
+    node.tell(TrainerProgress(1, 4, start_id="b"))
+    node.scan()
+    node.wait(1)
+    assert len(node.all(JoinGeneration)) == 2
+    node.tell(GenerationClaimed(4, CommitRef(3, 9), is_rollback=True))
+    node.staging.clear()
+    node.seal(5, "new", start_id="b")
+    node.store_all()
+    assert node.state.last_complete == CommitRef(4, 5)
+
+
+def test_a_late_set_of_an_earlier_start_is_abandoned() -> None:
+    """A rank of the same process was still writing it when the job began again."""
+    node = with_a_part_on_its_way()
+    node.tell(CommitDone(node.last(CommitManifest).flush_id, CommitRef(3, 20)))
+    node.counted(CommitRef(3, 20), 2)
+    node.tell(JobStarted("second"))
+    node.tell(GenerationClaimed(4, CommitRef(3, 20), is_rollback=True))
+    node.tell(TrainerProgress(1, 20, start_id="b"))
+    late = replace(a_set(30, "late", start_id="a"), nodes=2)
+    node.staging[:] = [late]
+    node.scan()
+    assert late.id in node.state.abandoned
+    assert node.state.flight is None
+
+
+@pytest.mark.fault("X01")
+def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
+    """This VM's GPU had failed before it was sealed; the job was started again meanwhile."""
+    node = Node()
+    node.begin()
+    node.tell(TrainerProgress(1, 7, start_id="a"))
+    gpu = GpuStatus(
+        pci="0000:3b:00", index=0, health=GpuHealth.LOST, reason="Xid 79", since_mono_s=1.0
+    )
+    node.tell(GpusRead((gpu,)))
+    node.staging.append(replace(a_set(20, start_id="a"), nodes=2))
+    node.scan()
+    ref = node.commit_own_part()
+    node.tell(TrainerLeft(1, exited=True, reason="x"))
+    node.tell(JobStarted("second"))
+    node.tell(GenerationClaimed(4, ref, is_rollback=True))
+    node.join_one_of(2, step=-1, pid=300)
+    node.staging.clear()
+    node.scan()
+    node.notice(20)
+    node.scan()
+    node.wait(25)
+    node.wait(0.1)
+    assert node.final
+    assert not any(verdict.startswith("SAFE") for verdict in node.final)

@@ -19,6 +19,7 @@ from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import as_slot
 from swansongd.model import (
+    Ahead,
     CheckpointId,
     CommitRef,
     GpuFault,
@@ -251,7 +252,13 @@ def a_training_record(**changes: Any) -> TrainingRecord:
         is_connected=False,
     )
     made = TrainingRecord(
-        trainers=(view,), starts=("b", "a"), closed_starts=("b",), owes_checkpoint=True
+        trainers=(view,),
+        starts=("b", "a"),
+        closed_starts=("b",),
+        retained=(CheckpointId(4, "abc"), CheckpointId(5, "abc", is_final=True)),
+        owes_checkpoint=True,
+        owed_above=3,
+        ahead=Ahead("e1", 7, is_unknown=True),
     )
     return replace(made, **changes)
 
@@ -284,6 +291,11 @@ def with_trainer(**changes: object) -> dict[str, object]:
         {"starts": ["../ x"]},
         {"closed_starts": ["x"] * 1000},
         {"owes_checkpoint": 1},
+        {"owed_above": -1},
+        {"retained": [[3, "abc"]]},
+        {"retained": [[3, "../ x", False]]},
+        {"ahead": {}},
+        {"ahead": {"evacuation_id": "e1", "step": -2, "is_unknown": False}},
         with_trainer(pid=0),
         with_trainer(pid=-1),
         with_trainer(process_start="1"),
