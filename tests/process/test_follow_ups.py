@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,41 @@ def test_a_power_cut_during_a_follow_up_keeps_the_standing_commit(
     bucket.order("clear")
     aws.withdraw()
     assert [resumed_step(new_vm, bucket, witness)] == safe_steps(daemon)
+
+
+@pytest.mark.fault("T21")
+def test_a_notice_that_is_withdrawn_between_two_follow_ups_ends_them(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The trainer trains on past the time of the next follow-up, and is asked for nothing more."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, follow_ups=True)
+    daemon = vm.start_daemon()
+    trainer = vm.start_trainer("--step-delay-s", "0.05", script=witness)
+    trainer.lines.wait(step=5)
+    aws.notice(in_s=60)
+    until(lambda: len(safe_steps(daemon)) > 1, what="the first follow-up")
+
+    def next_in_s() -> float | None:
+        follow_ups = vm.status()["evacuation"]["follow_ups"]
+        return None if follow_ups["under_way"] else follow_ups["next_in_s"]
+
+    wait_s = until(next_in_s, what="the time of the next follow-up")
+    aws.withdraw()
+    daemon.lines.wait(event="evacuation", phase="withdrawn")
+    steps, requests = (
+        safe_steps(daemon),
+        len(daemon.lines.all(event="evacuation", phase="follow_up")),
+    )
+    step, ends_mono_s = newest_step(trainer), time.monotonic() + wait_s + 2.0
+    until(
+        lambda: time.monotonic() > ends_mono_s and newest_step(trainer) > step + 20,
+        what="steps after the time of the next follow-up",
+    )
+    assert len(daemon.lines.all(event="evacuation", phase="follow_up")) == requests
+    report = vm.status()
+    assert (report["state"], report["evacuation"]) == ("IDLE", None)
+    assert (report["last_verdict"]["verdict"], report["last_commit"]["step"]) == ("SAFE", steps[-1])
+    assert safe_steps(daemon) == steps
 
 
 @pytest.mark.fault("T20", "T03", "T21")

@@ -341,7 +341,7 @@ def _possible(read: _Bucket) -> tuple[NoticeKind, ...]:
 
 
 def _notices(read: _Bucket) -> tuple[tuple[str, float], ...]:
-    """The notices that a VM of this run may get."""
+    """The notices that a VM of this run may get, without those of scheduled events, which leave the time."""
     seen = {evacuation.source.partition(".")[0] for evacuation in read.evacuations} & {"aws", "gcp"}
     cloud = read.config.sources.cloud
     clouds = (seen or {"aws", "gcp"}) if cloud == "auto" else {cloud}
@@ -350,7 +350,7 @@ def _notices(read: _Bucket) -> tuple[tuple[str, float], ...]:
     return tuple(
         (kind.source, kind.grace_s)
         for kind in _possible(read)
-        if (has_end or not kind.is_scheduled)
+        if (not kind.is_scheduled or (has_end and kind.source == "deadline"))
         and kind.source.partition(".")[0] in {*clouds, "logind", "host", "deadline"}
     )
 

@@ -52,7 +52,7 @@ def _needed_s(state: State) -> float | None:
         return made.needed_s(state.settings.reserve_s) + made.spread_s
     left_bytes = max((c.bytes_left for c in state.candidates), default=0)
     if not left_bytes:
-        return state.settings.reserve_s if state.stored else 0.0
+        return _store_s(state, 0) if state.stored else 0.0
     if state.bandwidth_bytes_per_s is None:
         return None
     return _store_s(state, left_bytes)

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from swansongd.config.config import DeadlineConfig, SourcesConfig
+from swansongd.core.state import SCHEDULED_LEAD_S
 from swansongd.model import GpuRecord, Health, NoticeKind, SourceStatus
 from swansongd.sources import host, logind
 from swansongd.sources.asg import LifecycleHook
@@ -130,21 +131,29 @@ def notice_kinds(
 def possible_notice_kinds(
     config: SourcesConfig, deadline: DeadlineConfig
 ) -> tuple[NoticeKind, ...]:
-    """The notices of any cloud and of the host.
+    """The notices of any cloud and of the host whose length is known before they come.
 
     Without ``sources.gcp_preemption_notice_s`` a Spot VM on GCP may have the long notice or none.
+
+    Not among them are ``aws.rebalance`` and ``gpu``, which announce no end, and notices by hand and of other
+    VMs.  Without a lifecycle hook an Auto Scaling group shuts the VM down at once, which is ``logind``.
     """
     assumed_s = deadline.assumed_grace_s
     long_s = GCP_LONG_NOTICE_S - GCP_MARGIN_S
     of_gcp_s = {None: (assumed_s, long_s), 0.0: (assumed_s,)}.get(
         config.gcp_preemption_notice_s, (long_s,)
     )
-    asg_s = [config.asg_grace_s or assumed_s] if config.asg_hook else []
+    asg_s = [config.asg_grace_s or assumed_s] if config.asg_hook or config.asg_grace_s else []
+    scheduled = (AwsScheduledSource.name, GcpMaintenanceSource.name, GcpUpcomingSource.name)
     return (
         NoticeKind(source=AwsSpotSource.name, grace_s=SPOT_NOTICE_S),
         *(NoticeKind(source=AwsAsgSource.name, grace_s=grace_s) for grace_s in asg_s),
         *(NoticeKind(source=GcpPreemptedSource.name, grace_s=grace_s) for grace_s in of_gcp_s),
         NoticeKind(source=GcpStopSource.name, grace_s=assumed_s),
+        *(
+            NoticeKind(source=source, grace_s=SCHEDULED_LEAD_S, is_scheduled=True)
+            for source in scheduled
+        ),
         NoticeKind(source=DeadlineSource.name, grace_s=config.end_lead_s, is_scheduled=True),
         NoticeKind(
             source=logind.NAME,

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 from dataclasses import replace
+from enum import Enum
 
 import pytest
 from swansong.protocol import Hello
-from swansongd.core import followup
+from swansongd import sources
+from swansongd.core import followup, gpus, nodes
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -36,6 +40,7 @@ from testkit.story import MIB, Story, a_notice, a_set
 
 TICK_S = 0.5
 STEP_S = 0.5
+RESERVE_S = 5.0
 
 
 def asks(story: Story) -> list[AskTrainers]:
@@ -233,20 +238,100 @@ def test_a_follow_up_can_improve_a_verdict() -> None:
     assert story.verdicts[1].startswith("SAFE ")
 
 
-@pytest.mark.parametrize("source", ["logind", "host", "aws.asg"])
-def test_none_where_the_verdict_ends_the_vm(source: str) -> None:
-    """A shutdown, and a termination by an Auto Scaling group, wait for the verdict only."""
+class Follow(Enum):
+    """The follow-ups after a notice."""
+
+    EARLY = "some before the last one, because the VM may end before the deadline"
+    LATE = "the last one and the one just before it, because the end is exact"
+    NONE = "none"
+
+
+FOLLOWED = {
+    "aws.spot": (Severity.IMMINENT, Follow.EARLY),
+    "aws.scheduled": (Severity.SCHEDULED, Follow.EARLY),
+    "gcp.preempted": (Severity.IMMINENT, Follow.EARLY),
+    "gcp.stop": (Severity.IMMINENT, Follow.EARLY),
+    "gcp.maintenance": (Severity.SCHEDULED, Follow.EARLY),
+    "gcp.upcoming": (Severity.SCHEDULED, Follow.EARLY),
+    "peer": (Severity.IMMINENT, Follow.EARLY),
+    "deadline": (Severity.IMMINENT, Follow.LATE),
+    "manual": (Severity.IMMINENT, Follow.LATE),
+    "drill": (Severity.IMMINENT, Follow.LATE),
+    # Their verdict ends the VM.
+    "aws.asg": (Severity.IMMINENT, Follow.NONE),
+    "logind": (Severity.SHUTTING_DOWN, Follow.NONE),
+    "host": (Severity.SHUTTING_DOWN, Follow.NONE),
+    # No end is announced, and a precaution has no verdict.
+    "aws.rebalance": (Severity.ADVISORY, Follow.NONE),
+    "gpu": (Severity.ADVISORY, Follow.NONE),
+}
+"""The decision for each source.  A new source has to be decided here."""
+
+
+def sources_of_the_code() -> list[str]:
+    """The names of all sources: those of the classes with ``run``, and the constants of the other modules."""
+    found = {nodes.PEER_SOURCE, gpus.SOURCE}
+    for each in pkgutil.iter_modules(sources.__path__):
+        values = vars(importlib.import_module(f"{sources.__name__}.{each.name}"))
+        names = [values.get(name) for name in ("NAME", "MANUAL", "DRILL")]
+        names += [
+            getattr(kind, "name", None)
+            for kind in values.values()
+            if isinstance(kind, type) and hasattr(kind, "run")
+        ]
+        found |= {name for name in names if isinstance(name, str)}
+    return sorted(found)
+
+
+def announced(source: str, severity: Severity) -> Story:
+    """A VM with this notice, 100 s before its end, and its first commit."""
     story = Story()
-    story.join(step=40, takes_follow_ups=True)
+    story.state = replace(
+        story.state,
+        job_start_id="j",
+        settings=replace(story.state.settings, mtbf_s=1e9, several_vms=source == "peer"),
+    )
+    story.join(step=40, nodes=2 if source == "peer" else 1, takes_follow_ups=True)
     report(story, 40)
-    story.notice(source=source, severity=Severity.SHUTTING_DOWN)
-    story.accept(41)
-    story.answer(42)
-    story.store_all()
-    for step in range(60, 160):
+    if source == "peer":
+        story.tell(PeerRequested("peer-a", "gone", 100.0))
+        serve_round(story, 42)
+    else:
+        story.notice(in_s=100.0, source=source, severity=severity)
+        story.accept(41)
+        story.answer(42)
+        story.store_all(after_s=1.0)
+    return story
+
+
+@pytest.mark.parametrize("source", sources_of_the_code())
+def test_follow_ups_after_the_notice_of_each_source(source: str) -> None:
+    """Early ones, late ones or none.  Unannounced interruptions are excluded."""
+    severity, follow = FOLLOWED[source]
+    story = announced(source, severity)
+    end_mono_s = story.now + 98.0
+    step, started_mono_s = 50, []
+    while story.now < end_mono_s:
+        story.wait(TICK_S)
+        step += 1
         report(story, step)
-        story.wait(1.0)
-    assert not asks(story)
+        if len(asks(story)) > len(started_mono_s):
+            started_mono_s.append(story.now)
+            if source == "peer":
+                serve_round(story, step, nonce=f"f{step}")
+            else:
+                story.accept(step)
+                story.answer(step + 1, nonce=f"f{step}")
+                story.store_all(after_s=0.5)
+            step += 1
+    if follow is Follow.NONE:
+        assert not started_mono_s
+    elif follow is Follow.LATE:
+        assert 1 <= len(started_mono_s) <= 2
+        assert end_mono_s - started_mono_s[0] < 20.0
+    else:
+        assert len(started_mono_s) >= 3
+        assert end_mono_s - started_mono_s[0] > 50.0
 
 
 def test_none_for_a_trainer_that_stops_after_its_save() -> None:
@@ -344,25 +429,40 @@ def test_early_shards_of_a_follow_up_are_sent_during_the_save() -> None:
 
 
 def test_the_earliest_end_of_any_vm_counts() -> None:
-    """Rank 0 leads, and another VM ends before this one: no follow-up starts that is too late for it."""
+    """Rank 0 leads, and another VM ends before this one: each follow-up starts before that end."""
     story = Story()
     settings = replace(story.state.settings, several_vms=True)
     story.state = replace(story.state, settings=settings, job_start_id="j")
     story.join(step=40, ranks=1, nodes=2, takes_follow_ups=True)
     report(story, 40)
-    story.tell(PeerRequested("peer-a", "gone", 30.0))
-    end_mono_s = story.now + 30.0
-    story.tell(TrainerAgreed(story.request_id, 42))
-    answered = replace(a_set(42, request_id=story.request_id), nodes=1)
-    story.staging.append(answered)
-    story.scan()
-    story.store_all()
-    assert story.verdicts == ["SAFE generation 2 step 42"]
     story.notice(in_s=300.0)
-    while story.now < end_mono_s + 60:
+    serve_round(story, 42)
+    assert story.verdicts == ["SAFE generation 2 step 42"]
+    report(story, 50)
+    story.wait(1.0)
+    peer_end_mono_s = story.now + 30.0
+    story.tell(PeerRequested("peer-b", "gone", 30.0))
+    serve_round(story, 52)
+    assert story.verdicts[-1] == "SAFE generation 2 step 52"
+    started_mono_s = []
+    while story.now < peer_end_mono_s + 60:
         report(story, round(story.now))
         story.wait(TICK_S)
-    assert all("peer-a" in ask.request_id or "." not in ask.request_id for ask in asks(story))
+        if len(asks(story)) > len(started_mono_s):
+            started_mono_s.append(story.now)
+            serve_round(story, round(story.now) + 2, nonce=f"f{len(started_mono_s)}")
+    assert started_mono_s, "another one fits before the end of the other VM"
+    assert max(started_mono_s) + 2.0 + RESERVE_S <= peer_end_mono_s
+
+
+def serve_round(story: Story, step: int, *, nonce: str = "r") -> None:
+    """The ranks of all VMs agree on the newest request, and this VM commits its part: 2 s in all."""
+    story.tell(TrainerAgreed(story.request_id, step))
+    story.now += 1.0
+    story.staging.append(replace(a_set(step, nonce, request_id=story.request_id), nodes=1))
+    story.scan()
+    story.store_all(after_s=1.0)
+    report(story, step)
 
 
 def test_only_the_daemon_of_rank_0_leads_and_the_others_take_part() -> None:
@@ -396,6 +496,82 @@ def test_only_the_daemon_of_rank_0_leads_and_the_others_take_part() -> None:
     assert story.verdicts[-1] == "SAFE generation 2 step 91"
 
 
+def two_ranks() -> Story:
+    """SAFE with two ranks on one VM."""
+    story = Story()
+    for connection, rank in ((1, 0), (2, 1)):
+        story.join(connection, rank=rank, ranks=2, step=40, takes_follow_ups=True)
+        report(story, 40, connection)
+    story.notice()
+    for connection in (1, 2):
+        story.accept(41, connection)
+    story.answer(42)
+    story.store_all(after_s=1.0)
+    assert story.verdicts == ["SAFE generation 2 step 42"]
+    return story
+
+
+def train_until_asked(story: Story, connections: tuple[int, ...], *, limit_s: float = 60.0) -> int:
+    """These ranks train until a follow-up is requested, or for a while; returns the last step."""
+    step, asked, end_s = 100, len(asks(story)), story.now + limit_s
+    while len(asks(story)) == asked and story.now < end_s:
+        story.wait(TICK_S)
+        step += 1
+        for connection in connections:
+            report(story, step, connection)
+    return step
+
+
+def test_none_while_a_rank_is_missing() -> None:
+    """A rank is disconnected, or its process has ended: no step is common to all ranks."""
+    for exited in (False, True):
+        story = two_ranks()
+        story.leave(2, exited=exited)
+        train_until_asked(story, (1,))
+        assert not asks(story)
+        story.join(3, rank=1, ranks=2, step=300, takes_follow_ups=True)
+        train_until_asked(story, (1, 3))
+        assert asks(story), "the rank is back"
+
+
+@pytest.mark.fault("T20")
+def test_a_rank_that_dies_in_a_follow_up_changes_no_verdict() -> None:
+    """One of two ranks: the other one is released, and the verdict and its commit stand."""
+    story = two_ranks()
+    step = train_until_asked(story, (1, 2))
+    for connection in (1, 2):
+        story.accept(step, connection)
+    before, commit = story.verdicts, story.state.last_complete
+    story.leave(2)
+    story.scan()
+    request = story.state.follow_up
+    assert request is not None
+    assert "ended before" in request.failure
+    assert request.request_id in {order.request_id for order in story.all(WithdrawRequest)}
+    train_until_asked(story, (1,))
+    assert len(asks(story)) == 1
+    assert (story.verdicts, story.state.last_complete) == (before, commit)
+    assert story.state.phase is Verdict.SAFE
+
+
+@pytest.mark.fault("T21")
+def test_a_notice_that_is_withdrawn_between_two_follow_ups_ends_them() -> None:
+    """Nothing is in progress, the trainer trains on: nothing more is requested, and the verdict stands."""
+    story = safe()
+    step = train(story, story.now + 60.0)
+    asked, before, commit = story.all(AskTrainers), story.verdicts, story.state.last_complete
+    assert len(asks(story)) >= 2, "two follow-ups, and more would come"
+    assert not followup.is_under_way(story.state)
+    assert followup.wait_s(story.state, story.now) is not None
+    story.withdraw()
+    train(story, story.now + 120.0, step=step)
+    assert story.all(AskTrainers) == asked
+    assert story.state.evacuation is None
+    assert (story.verdicts, story.state.last_complete) == (before, commit)
+    assert story.state.last_verdict is not None
+    assert story.state.last_verdict.verdict is Verdict.SAFE
+
+
 def signalled() -> Story:
     """SAFE at a signal, without hooks; the process runs on."""
     story = Story(signals_trainer=True)
@@ -421,6 +597,23 @@ def test_a_process_that_trains_on_after_its_signal_gets_another_one() -> None:
     story.seal(90, framework="dcp")
     story.store_all()
     assert story.verdicts[-1] == "SAFE generation 2 step 90"
+
+
+def test_a_process_is_signalled_again_only_10_s_after_its_save() -> None:
+    """It may save at the signal and exit.  The end may come any second, so the schedule would not wait."""
+    story = Story(signals_trainer=True)
+    notice = a_notice("gcp.preempted", deadline_mono_s=story.now + 120.0)
+    story.tell(NoticeRaised(replace(notice, deadline_quality=DeadlineQuality.ASSUMED)))
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 77))
+    story.now += 0.1
+    story.seal(42, framework="dcp")
+    saved_mono_s = story.now
+    story.store_all(after_s=0.1)
+    assert story.state.phase is Verdict.SAFE
+    while len(story.all(SignalTrainer)) < 2:
+        story.wait(TICK_S)
+        assert story.now < saved_mono_s + 60.0
+    assert 10.0 <= story.now - saved_mono_s < 10.0 + 2 * TICK_S
 
 
 def test_a_process_that_ended_after_its_signal_gets_no_other() -> None:

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -96,6 +98,19 @@ def test_the_forecast_and_the_outcome_are_reported_together() -> None:
     told = vm.last(Conclude)
     assert told.expected_s == pytest.approx(expected_s, abs=0.01)
     assert told.took_s == pytest.approx(took_s, abs=0.01)
+
+
+@pytest.mark.parametrize(("parts", "completion_s"), [(1, 0.202), (100, 0.4), (10_000, 20.2)])
+def test_the_completion_of_an_upload_with_more_parts_takes_longer(
+    parts: int, completion_s: float
+) -> None:
+    """A store that takes twice the assumed 0.1 s, and 0.001 s for each part of the largest shard."""
+    figures = pace.Pace(parts=pace.Figure(parts), completion_ratio=pace.Figure(2.0))
+    known = Measurements(save_s=1.0, save_bytes=10 * MIB, bandwidth_bytes_per_s=1.0 * MIB)
+    without, made = planner.forecast(known), planner.forecast(replace(known, pace=figures))
+    assert made.data_s - without.data_s == pytest.approx(completion_s)
+    assert made.expected_s - without.expected_s == pytest.approx(completion_s)
+    assert made.spread_s > without.spread_s
 
 
 def test_bytes_that_an_earlier_commit_has_are_not_planned() -> None:

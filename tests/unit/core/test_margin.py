@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import replace
 
@@ -13,6 +14,7 @@ from swansongd.cli.view.once import print_report
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import SourceChanged
 from swansongd.core.margin import margins
+from swansongd.core.pace import Figure
 from swansongd.model import Health, NoticeKind, SourceStatus
 from swansongd.observe.report import status_report
 from swansongd.sources.opening import notice_kinds, open_sources
@@ -57,6 +59,58 @@ def test_each_kind_of_notice_has_its_own_margin(
     shown = lines(vm, capsys)
     assert re.search(r"margin aws\.spot: [\d.]+ s of 2 min to spare", shown), shown
     assert f"short: training since step {vm.step} is lost" in shown
+
+
+def measured(*, commit_s: float | None = None) -> Story:
+    """A save of 2 s, then 10 s to send 100 MiB; the reserve is 5 s."""
+    story = with_kinds(Story(reserve_s=5.0))
+    story.join(step=3, save_s=2.0, save_bytes=100 * MIB)
+    commit = None if commit_s is None else Figure(commit_s, samples=8)
+    known = replace(story.state.pace, commit_s=commit)
+    story.state = replace(story.state, bandwidth_bytes_per_s=10.0 * MIB, pace=known)
+    return story
+
+
+@pytest.mark.parametrize(
+    ("commit_s", "variance", "needed_s"),
+    [
+        pytest.param(None, 0.0, 2.0 + 10.0 + 5.0, id="nothing known of the commit"),
+        pytest.param(1.0, 0.15**2 * 0.22, 2.0 + 10.0 + 5.0, id="the reserve covers the commit"),
+        pytest.param(7.0, 1.05**2 * 0.22, 2.0 + 10.0 + 7.0, id="the commit exceeds the reserve"),
+    ],
+)
+def test_a_margin_counts_save_send_reserve_or_commit_and_the_spread(
+    commit_s: float | None, variance: float, needed_s: float
+) -> None:
+    """A term without samples deviates by 15 %; eight equal samples leave 22 % of that variance."""
+    story = measured(commit_s=commit_s)
+    spread_s = 1.28 * math.sqrt((0.15 * 2.0) ** 2 + (0.15 * 10.0) ** 2 + variance)
+    spares_s = {margin.source: margin.spare_s for margin in margins(story.state)}
+    assert spares_s == {
+        "logind": pytest.approx(19.0 - needed_s - spread_s),
+        "aws.spot": pytest.approx(120.0 - needed_s - spread_s),
+        "deadline": pytest.approx(120.0 - needed_s - spread_s),
+    }
+
+
+def test_without_a_trainer_the_rest_of_the_sealed_set_and_the_commit_count() -> None:
+    """100 MiB are sealed and not sent; once they are stored, only the manifest is missing."""
+    for commit_s, manifest_s in ((None, 5.0), (7.0, 7.0)):
+        story = measured(commit_s=commit_s)
+        story.seal(3)
+        story.leave()
+        assert [m.spare_s for m in margins(story.state)][-1] == 120.0 - 10.0 - manifest_s
+    story.flushed()
+    assert story.state.stored
+    assert [m.spare_s for m in margins(story.state)][-1] == 120.0 - 7.0
+
+
+def test_an_end_that_is_known_hours_ahead_counts_from_the_begin_of_its_evacuation() -> None:
+    """It begins at least twice the checkpoint and the reserve before the end."""
+    story = measured()
+    story.state = replace(story.state, bandwidth_bytes_per_s=1.0 * MIB)
+    end = next(m for m in margins(story.state) if m.source == "deadline")
+    assert end.grace_s == 2 * (2.0 + 100.0) + 5.0
 
 
 def test_unknown_values_give_no_margin(
@@ -110,21 +164,34 @@ def test_a_longer_grace_period_never_has_less_margin(one_s: float, other_s: floa
     assert len(spares) == 2
 
 
+SCHEDULED_ON_AWS = {("aws.scheduled", 120.0)}
+SCHEDULED_ON_GCP = {("gcp.maintenance", 120.0), ("gcp.upcoming", 120.0)}
+
+
 @pytest.mark.parametrize(
     ("config", "graces"),
     [
-        (SourcesConfig(cloud="aws"), {("aws.spot", 120.0)}),
+        (SourcesConfig(cloud="aws"), {("aws.spot", 120.0)} | SCHEDULED_ON_AWS),
+        (
+            SourcesConfig(cloud="aws", asg_grace_s=300.0),
+            {("aws.spot", 120.0), ("aws.asg", 300.0)} | SCHEDULED_ON_AWS,
+        ),
+        (
+            SourcesConfig(cloud="aws", asg_name="g", asg_hook="h"),
+            {("aws.spot", 120.0), ("aws.asg", 25.0)} | SCHEDULED_ON_AWS,
+        ),
         (
             SourcesConfig(cloud="gcp"),
-            {("gcp.preempted", 25.0), ("gcp.preempted", 115.0), ("gcp.stop", 25.0)},
+            {("gcp.preempted", 25.0), ("gcp.preempted", 115.0), ("gcp.stop", 25.0)}
+            | SCHEDULED_ON_GCP,
         ),
         (
             SourcesConfig(cloud="gcp", gcp_preemption_notice_s=120.0),
-            {("gcp.preempted", 115.0), ("gcp.stop", 25.0)},
+            {("gcp.preempted", 115.0), ("gcp.stop", 25.0)} | SCHEDULED_ON_GCP,
         ),
         (
             SourcesConfig(cloud="gcp", gcp_preemption_notice_s=0.0),
-            {("gcp.preempted", 25.0), ("gcp.stop", 25.0)},
+            {("gcp.preempted", 25.0), ("gcp.stop", 25.0)} | SCHEDULED_ON_GCP,
         ),
         (SourcesConfig(cloud="none", max_run_duration_s=3600.0), {("deadline", 120.0)}),
     ],
@@ -137,3 +204,21 @@ def test_the_kinds_of_notices_follow_from_the_configuration(
     kinds = notice_kinds(open_sources(config, deadline, boot_id="b"), config, deadline)
     host = {("logind", 19.0), ("host", 25.0)}
     assert {(kind.source, kind.grace_s) for kind in kinds} == graces | host
+
+
+WITHOUT_LENGTH = {"aws.rebalance"}
+"""An advisory notice, which announces no end."""
+
+
+@pytest.mark.parametrize("cloud", ["aws", "gcp"])
+def test_every_source_of_a_cloud_has_a_margin_or_announces_no_end(cloud: str) -> None:
+    """A new source has to be decided here.  The group has a lifecycle hook."""
+    config = SourcesConfig(
+        cloud=cloud, asg_name="g", asg_hook="h", max_run_duration_s=3600.0, gpu="off"
+    )
+    deadline = DeadlineConfig()
+    sources = open_sources(config, deadline, boot_id="b")
+    kinds = {kind.source for kind in notice_kinds(sources, config, deadline)}
+    assert {source.name for source in sources} - kinds == WITHOUT_LENGTH & {
+        source.name for source in sources
+    }

@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
 from swansong.bounds import SECONDS_MAX
+from swansongd.core.followup import LATENCY_S, ROUND_S
 from swansongd.core.schedule import (
     INTERVAL_MIN_S,
     LATE_S,
@@ -17,7 +19,6 @@ from swansongd.core.schedule import (
     Ending,
     FollowUpCost,
     earlier_count,
-    lead_s,
     next_start_s,
 )
 
@@ -56,39 +57,109 @@ def starts(
 
 
 costs = st.builds(
-    a_cost,
+    lambda data_s, manifest_s, **times: a_cost(data_s, commit_s=data_s + manifest_s, **times),
     st.floats(0.01, 100),
+    st.floats(0.0, 20),  # it may exceed the reserve
     stall_s=st.floats(0.0, 20),
     step_s=st.floats(0.01, 10),
 )
+
+
+def needed_s(cost: FollowUpCost) -> float:
+    """Data and reserve, or data and manifest if that takes longer, after one step."""
+    return max(cost.data_s + RESERVE_S, cost.commit_s) + cost.step_s
 
 
 @given(costs, st.floats(0, 300), st.floats(0, 0.1), st.floats(0, 3600))
 def test_no_follow_up_starts_that_does_not_fit(
     cost: FollowUpCost, left_s: float, early_per_s: float, age_s: float
 ) -> None:
-    """Data, reserve and a step fit into the time left at each start, and no two follow-ups overlap."""
+    """Data, reserve, manifest and a step fit into the time left at each start, and no two follow-ups overlap.
+
+    A wait always ends in time.  Only a start without a wait is late by up to LATE_S: at the first look, or
+    just after another follow-up.
+    """
     found = starts(left_s, cost, early_per_s=early_per_s, age_s=age_s)
-    for left in found:
-        assert left >= lead_s(cost, reserve_s=RESERVE_S) - LATE_S - 1e-6
+    busy_s = cost.commit_s + cost.step_s
+    for left, at_once in zip(found, [left_s, *(left - busy_s for left in found)], strict=False):
+        late_s = LATE_S if left == at_once else 0.0
+        assert left >= needed_s(cost) - late_s - 1e-6
     for before, after in itertools.pairwise(found):
-        assert before - after >= max(INTERVAL_MIN_S, cost.commit_s + cost.step_s) - 1e-6 or (
-            after == found[-1] and before - after >= cost.commit_s + cost.step_s - 1e-6
+        assert before - after >= max(INTERVAL_MIN_S, busy_s) - 1e-6 or (
+            after == found[-1] and before - after >= busy_s - 1e-6
         )
+
+
+@pytest.mark.parametrize(
+    ("late_s", "age_s", "tried_s", "starts_now"),
+    [
+        (LATE_S - 0.001, 60.0, math.inf, True),
+        (LATE_S + 0.001, 60.0, math.inf, False),
+        (0.001, LATE_S, math.inf, False),
+        (0.001, 60.0, LATE_S, False),
+        (0.001, LATE_S + 0.001, LATE_S + 0.001, True),
+    ],
+)
+def test_the_lateness_of_the_last_one_is_limited(
+    late_s: float, age_s: float, tried_s: float, starts_now: bool
+) -> None:
+    """At most LATE_S, and not shortly after another attempt: that one was the last one."""
+    cost = a_cost(6.0, commit_s=7.0, stall_s=0.1)
+    look = Ending(left_s=needed_s(cost) - late_s)
+    wait_s = next_start_s(look, cost, reserve_s=RESERVE_S, age_s=age_s, tried_s=tried_s)
+    assert wait_s == (0.0 if starts_now else None)
+
+
+@given(costs, st.floats(0, 300), st.floats(0, 0.1), st.floats(0, 3600))
+def test_a_late_start_uses_up_the_latency_and_not_the_reserve(
+    cost: FollowUpCost, left_s: float, early_per_s: float, age_s: float
+) -> None:
+    """The daemon backs off by a step, and by its own latency.
+
+    The latency is that of the tick which makes a start late, so a late start uses up this part only.  Data,
+    reserve and a whole step remain.
+    """
+    assert min(LATENCY_S, ROUND_S) >= LATE_S
+    served = replace(cost, step_s=cost.step_s + LATENCY_S)
+    for left in starts(left_s, served, early_per_s=early_per_s, age_s=age_s):
+        assert left >= max(cost.data_s + RESERVE_S, cost.commit_s) + cost.step_s - 1e-6
+
+
+@given(costs, st.floats(0, 3600), st.floats(0, 3600))
+def test_with_exact_numbers_at_most_save_send_reserve_and_a_step_are_repeated(
+    cost: FollowUpCost, left_s: float, age_s: float
+) -> None:
+    """The bound of the issue, without any addition.
+
+    All times and the end are exact, the manifest fits into the reserve, and training stands still for the
+    save at the longest.  The last one fits, and gains more training than it blocks.
+    """
+    manifest_s = min(cost.commit_s - cost.data_s, RESERVE_S)
+    stall_s = min(cost.stall_s, cost.data_s)
+    exact = replace(cost, commit_s=cost.data_s + manifest_s, stall_s=stall_s)
+    bound_s = exact.data_s + RESERVE_S + exact.step_s
+    assume(left_s >= bound_s and age_s + left_s - bound_s > stall_s)
+    assert starts(left_s, exact, age_s=age_s)[-1] <= bound_s + 1e-6
 
 
 @given(costs, st.floats(0, 300), st.floats(0, 0.01), st.floats(0, 3600))
 def test_the_training_to_repeat_is_bounded(
     cost: FollowUpCost, left_s: float, early_per_s: float, age_s: float
 ) -> None:
-    """With exact numbers: save, send, reserve and one step, if one fits and blocks less than it gains."""
-    assume(left_s > lead_s(cost, reserve_s=RESERVE_S))
+    """The same bound in all other cases, with what each of them adds.
+
+    - A manifest that takes longer than the reserve counts in its place.
+    - The last one does not start if it gains no more training than it blocks: the stall is added.
+    - If the VM may end early, and only one more fits, it may start now.  That is less than a whole follow-up
+      before the last moment.
+    """
+    bound_s = needed_s(cost)
+    assume(left_s > bound_s)
     found = starts(left_s, cost, early_per_s=early_per_s, age_s=age_s)
     newest_s = found[-1] if found else left_s + age_s
-    bound_s = cost.data_s + RESERVE_S + cost.step_s + cost.stall_s
-    alone_s = early_per_s * left_s * (age_s + left_s)  # one early follow-up instead of a last one
-    slack_s = cost.commit_s + cost.step_s if alone_s > 0 else 0.0
-    assert newest_s <= bound_s + slack_s + 1e-6
+    is_alone = early_per_s * left_s * (age_s + left_s) > 0
+    alone_s = cost.commit_s + cost.step_s if is_alone else 0.0
+    assert newest_s <= bound_s + cost.stall_s + alone_s + 1e-6
 
 
 @given(costs, st.floats(0, 3600), st.floats(0, 3600))
@@ -98,7 +169,7 @@ def test_with_an_exact_end_the_last_one_starts_as_late_as_is_safe(
     """A step before the last moment, and at most one before it, unless they block more than they gain."""
     found = starts(left_s, cost, age_s=age_s)
     assert len(found) <= 2
-    lead = lead_s(cost, reserve_s=RESERVE_S)
+    lead = needed_s(cost)
     if left_s >= lead and age_s + left_s - lead > cost.stall_s:
         assert found[-1] == pytest.approx(lead)
 
@@ -117,9 +188,7 @@ def test_a_loop_that_looks_at_intervals_starts_the_last_one(
     cost: FollowUpCost, age_s: float, interval_s: float
 ) -> None:
     """Also shortly after another checkpoint, no look falls exactly on the last moment."""
-    looks = (
-        Ending(left_s=lead_s(cost, reserve_s=RESERVE_S) + x) for x in (0.0005, 0.0005 - interval_s)
-    )
+    looks = (Ending(left_s=needed_s(cost) + x) for x in (0.0005, 0.0005 - interval_s))
     waits = [next_start_s(look, cost, reserve_s=RESERVE_S, age_s=age_s) for look in looks]
     assert waits[0] is None or waits[0] > 0
     assert waits[1] == (None if age_s <= cost.stall_s else 0.0)
