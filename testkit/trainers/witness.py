@@ -71,7 +71,7 @@ def main() -> None:
         time.sleep(options.step_delay_s)
         training.step = step
         guard.step(step)
-        emit(step=step)
+        emit(step=step, mono_s=time.monotonic())
         if guard.last_committed != committed:
             committed = guard.last_committed
             assert committed is not None

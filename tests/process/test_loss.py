@@ -41,7 +41,7 @@ def test_two_lost_vms_and_their_cost(
 
     second = new_vm("second", bucket.store)
     daemon = second.start_daemon()
-    trainer = second.start_trainer(script=witness)
+    trainer = second.start_trainer("--step-delay-s", "3", script=witness)
     resumed = trainer.lines.wait(event="resumed")
     daemon.lines.wait(event="resumption_recorded")
     second.power_off()
@@ -56,7 +56,7 @@ def test_two_lost_vms_and_their_cost(
     assert (preempted["generation"], cut["generation"]) == (2, 3)
     assert preempted["resumed_from_step"] == resumed["from_step"] >= verdict["step"]
     assert preempted["last_step"] >= preempted["resumed_from_step"]
-    assert preempted["redone_s"] >= 0.0
+    check_witness(preempted, steps_of(first), steps_of(second))
     assert preempted["stall_s"] is not None
     assert cut["estimated"] is True
     assert cut["stall_s"] is None
@@ -78,6 +78,31 @@ def test_two_lost_vms_and_their_cost(
     assert "ETTR" in shown.stdout
     assert max(map(len, shown.stdout.rstrip().splitlines())) < 100
     check_report(third, verdict, tmp_path / "report.html")
+
+
+def steps_of(vm: Any) -> dict[int, float]:
+    """The instant of each step that the trainer of a VM completed, as its own process noted it."""
+    vm.trainer.lines.drained()
+    return {line["step"]: line["mono_s"] for line in vm.trainer.lines.all() if "step" in line}
+
+
+def check_witness(
+    interruption: dict[str, Any], before: dict[int, float], after: dict[int, float]
+) -> None:
+    """*Redone* and *down* are those of a witness that saw each step.
+
+    The records give the last step to about a second.  An error there moves time between the two parts, so
+    their sum is exact to a few tenths of a second.  The first new step takes 3 s here, and counts.
+    """
+    last, restored = max(before), interruption["resumed_from_step"]
+    redone_s = before[last] - before[restored]
+    down_s = min(after.values()) - before[last]
+    assert redone_s > 2.0, "the test needs a part that the tolerance does not hide"
+    assert down_s > 2.0
+    found_s = interruption["redone_s"], interruption["down_s"]
+    assert found_s == (pytest.approx(redone_s, abs=1.0), pytest.approx(down_s, abs=1.0))
+    stall_s = interruption["stall_s"]
+    assert sum(found_s) + stall_s == pytest.approx(redone_s + down_s, abs=0.5)
 
 
 def check_report(vm: Any, verdict: dict[str, Any], page: Path) -> None:

@@ -73,8 +73,19 @@ def _facts(each: Interruption) -> dict[str, Any]:
         "down": {name: _rounded(seconds) for name, seconds in each.parts_s.items()},
         "lost_s": _rounded(each.lost_s),
         "lost_gpu_s": _rounded(each.lost_gpu_s),
+        "down_gpu_s": _rounded(each.down_gpu_s),
+        "lost_parts_gpu_s": _gpu_parts(each),
         "bytes_fetched": each.bytes_fetched,
         "bytes_linked": each.bytes_linked,
+    }
+
+
+def _gpu_parts(each: Interruption) -> dict[str, float | None]:
+    """GPU seconds of stall, redone and the parts of *down*; null where the seconds are."""
+    seconds = {"stall": each.stall_s, "redone": each.redone_s, **each.parts_s}
+    return {
+        part: None if known_s is None else _rounded(each.lost_parts_gpu_s[part])
+        for part, known_s in seconds.items()
     }
 
 
@@ -86,6 +97,8 @@ def _total(loss: Loss) -> dict[str, Any]:
         "productive_s": _rounded(loss.productive_s),
         "unproductive": {name: _rounded(seconds) for name, seconds in loss.parts_s.items()},
         "gpu_s": _rounded(loss.gpu_s),
+        "productive_gpu_s": _rounded(loss.productive_gpu_s),
+        "unproductive_gpu_s": {name: _rounded(gpu_s) for name, gpu_s in loss.parts_gpu_s.items()},
         "lost_gpu_s": _rounded(loss.lost_gpu_s),
         "ettr": _ratio(loss.ettr),
         "ettr_last_hour": _ratio(loss.ettr_last_hour),

@@ -83,6 +83,10 @@ class Interruption:
     def lost_gpu_s(self) -> float:
         return sum(self.lost_parts_gpu_s.values())
 
+    @property
+    def down_gpu_s(self) -> float:
+        return sum(gpu_s for part, gpu_s in self.lost_parts_gpu_s.items() if part not in TRAINED)
+
 
 @dataclass(frozen=True, slots=True)
 class Window:

@@ -42,7 +42,7 @@ PREFETCH_BUDGET_S = 10.0
 """The same for a prefetch, which is repeated: a trainer that joins it then still has the whole budget."""
 RESTORED_FILE_MODE = 0o640
 SPARE_SETS = 2
-"""A prefetch leaves room for this number of further checkpoints of its size, as doctor demands it."""
+"""A prefetch leaves room for this number of further checkpoints of this VM, as doctor demands it."""
 _LOOK_INTERVAL_S = 0.05
 
 _log = structlog.get_logger(__name__)
@@ -112,6 +112,10 @@ class Downloads:
         """The download in progress."""
         return self._running
 
+    def own_prefixes(self) -> frozenset[str]:
+        """The directories of the ranks that this VM had, by its newest set; empty without a set."""
+        return self._local.rank_directories()
+
     def remove_unasked(self) -> None:
         """Delete the prefetch, finished or not, unless a trainer got it or waits for it."""
         with self._changed:
@@ -147,7 +151,8 @@ class Downloads:
                     last.is_asked |= not wish.is_prefetch
                     return last
                 if not running.is_asked and not wish.is_prefetch:
-                    if last is not None or not running.serves(wish) or running.exceeds(wish):
+                    is_other = last is not None and running.base is not last
+                    if is_other or not running.serves(wish) or running.exceeds(wish):
                         running.cancel()  # its parts stay
                     elif running.shards:
                         running.is_asked = True
@@ -233,7 +238,8 @@ class Downloads:
             self.verified.end()  # those of a damaged commit
             download.begin(ref, shards)
 
-        selection = replace(download.selection(), chosen=chosen)
+        several_vms = self._context.state().settings.several_vms
+        selection = replace(download.selection(), chosen=chosen, several_vms=several_vms)
         context = self._context
         mirror = None if context.mirror is None else retrying(context.mirror)
         store = retrying(context.store)

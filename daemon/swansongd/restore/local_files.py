@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY, parse_sealed_name
+from swansong.protocol import RESTORED_DIRECTORY, is_rank_directory, parse_sealed_name
 
 from swansongd.core.state import State
 from swansongd.errors import StagingError
@@ -81,6 +81,15 @@ class LocalFiles:
                         opening = {n: partial(directory.open, file) for n, file in wanted.items()}
                         found.update(opening)
             yield found
+
+    def rank_directories(self) -> frozenset[str]:
+        """The directories of the ranks in the newest set of this VM, each with a slash at its end."""
+        aside = _listed(self._run.own_fd, scan.sets_aside(self._run.own_fd))
+        sets = [(s.id.step, {file.path for file in s.files}) for s in self._state().staged]
+        sets += [(each.step, set(each.files)) for each in aside]
+        _, newest = max(sets, key=lambda each: each[0], default=(0, set[str]()))
+        first = (path.split("/", 1)[0] for path in newest if "/" in path)
+        return frozenset(f"{name}/" for name in first if is_rank_directory(name))
 
     def _fits(self, candidates: _Set, shard: StoredShard, ref: CommitRef) -> bool:
         file = candidates.files.get(shard.path)

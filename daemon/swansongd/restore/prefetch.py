@@ -6,11 +6,15 @@ finished directory, or joins the download, see :mod:`swansongd.restore.downloads
 first answer to a trainer, or once training has begun without one.  It then deletes what no trainer got.
 
 The prefetch only reads the bucket.  It therefore needs no generation, and begins before the claim.
+
+Over several VMs the daemon does not know yet which shards its ranks will read.  It fetches those of the ranks
+that this VM had, and then all others if there is room.
 """
 
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from enum import StrEnum
 
 import structlog
@@ -21,11 +25,14 @@ from swansongd.errors import Stopped, StoreError, SwansongError
 from swansongd.model import CommitRef
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
+from swansongd.restore.target import NoRoom
 from swansongd.restore.wish import Download, Wish
 
 _LOOK_INTERVAL_S = 0.2
 _RETRY_S_FIRST = 0.5
 _RETRY_S_MAX = 15.0
+NO_ROOM_FOR_ALL = "staging has no room for the shards of all VMs"
+"""The reason in the status.  It is no failure: the ranks may read the shards of one VM only."""
 
 _log = structlog.get_logger(__name__)
 
@@ -35,7 +42,8 @@ class PrefetchState(StrEnum):
 
     OFF = "off"
     WAITING = "waiting"
-    """For the store, for the first scan of staging, or for the end of an evacuation."""
+    """For the store, for the first scan of staging, for the end of an evacuation, or for a trainer that names
+    its shards."""
     FETCHING = "fetching"
     READY = "ready"
     """The directory is complete."""
@@ -64,6 +72,9 @@ class Prefetch:
         self._is_listed = False
         self._newest: CommitRef | None = None
         self._fetched: Download | None = None
+        """The newest finished download."""
+        self._done: CommitRef | None = None
+        """The commit that needs no further attempt."""
         self._is_answered = threading.Event()
         self._shown = (PrefetchState.WAITING if is_enabled else PrefetchState.OFF, "")
 
@@ -84,13 +95,14 @@ class Prefetch:
             state, reason = PrefetchState.WAITING, "an evacuation is open"
         shown = running or self._fetched
         ref = self._newest if shown is None or shown.ref is None else shown.ref
+        parts = [] if shown is None else _with_base(shown)
         return {
             "state": state.value,
             "reason": reason,
             "generation": None if ref is None else ref.generation,
             "step": None if ref is None else ref.step,
-            "bytes_done": 0 if shown is None else shown.done_bytes,
-            "bytes_total": 0 if shown is None else shown.total_bytes,
+            "bytes_done": sum(part.done_bytes for part in parts),
+            "bytes_total": sum(part.total_bytes for part in parts),
         }
 
     # ------------------------------------------------------------------ the thread
@@ -145,21 +157,35 @@ class Prefetch:
         self._newest = resume.newest_known(state, self._newest)
         if self._newest is None or state.first_scan_mono_s is None or self._is_over():
             return
-        if self._fetched is not None and self._fetched.wish.ref == self._newest:
+        if self._done == self._newest:
             return
         self._show(PrefetchState.FETCHING)
-        wish = Wish(ref=self._newest, is_prefetch=True, is_over=self._is_over)
         began_mono_s = self._context.monotonic()
-        self._fetched = fetched = self._downloads.fetch(wish)
-        assert fetched.result is not None
-        self._show(PrefetchState.READY)
+        several_vms = state.settings.several_vms
+        own = self._downloads.own_prefixes() if several_vms else frozenset[str]()
+        wish = Wish(ref=self._newest, is_prefetch=True, is_over=self._is_over)
+        fetched = self._downloads.fetch(replace(wish, prefixes=own)) if own else None
+        reason = ""
+        try:
+            fetched = self._downloads.fetch(wish)
+        except NoRoom:
+            if not several_vms:
+                raise
+            reason = NO_ROOM_FOR_ALL
+        self._done = self._newest
+        if fetched is None:
+            self._show(PrefetchState.WAITING, reason)
+            return
+        self._fetched = fetched
+        self._show(PrefetchState.READY, reason)
+        results = [part.result for part in _with_base(fetched) if part.result is not None]
         _log.info(
             "prefetched",
-            generation=fetched.result.ref.generation,
-            step=fetched.result.ref.step,
-            size_bytes=fetched.result.size_bytes,
-            reused_bytes=fetched.result.reused_bytes,
-            local_bytes=fetched.result.local_bytes,
+            generation=results[0].ref.generation,
+            step=results[0].ref.step,
+            size_bytes=sum(result.size_bytes for result in results),
+            reused_bytes=sum(result.reused_bytes for result in results),
+            local_bytes=sum(result.local_bytes for result in results),
             seconds=round(self._context.monotonic() - began_mono_s, 3),
         )
 
@@ -172,3 +198,11 @@ class Prefetch:
         elif state is not PrefetchState.READY:
             newest = None if self._newest is None else str(self._newest)
             _log.info("prefetch", state=state.value, reason=reason, newest=newest)
+
+
+def _with_base(download: Download) -> list[Download]:
+    """The download, and those whose directory it has extended."""
+    found = [download]
+    while (base := found[-1].base) is not None:
+        found.append(base)
+    return found

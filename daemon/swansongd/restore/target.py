@@ -48,6 +48,10 @@ _FICLONERANGE = 0x4020940D
 """From ``linux/fs.h``; on XFS and Btrfs."""
 
 
+class NoRoom(StagingError):
+    """The file system has too little space for the files and the spare sets."""
+
+
 @dataclass(frozen=True, slots=True)
 class Access:
     """Read access to the restored files; only their owner may write."""
@@ -130,7 +134,7 @@ class RestoreTarget:
         parent_fd: its parent, open; None opens the parent, and creates it if necessary.
         access: permissions of the restored files.
         extends: the destination exists, and gets further files.
-        spare_sets: further checkpoints of this size that must have room beside the restored files.
+        spare_sets: further checkpoints that must have room beside the restored files.
 
     Raises:
         StagingError: on entry, unless ``destination`` is absent or an empty directory; from each method,
@@ -230,6 +234,8 @@ class RestoreTarget:
         identity: str,
         shards: Sequence[StoredShard],
         wanted: Mapping[int, StoredShard] | None = None,
+        *,
+        set_bytes: int | None = None,
     ) -> Noted:
         """Prepare a place for each wanted shard, if there is enough space.
 
@@ -240,6 +246,7 @@ class RestoreTarget:
             identity: of the restore, see :func:`journal.identity_of`.
             shards: all shards of the commit, which the journal names by their number.
             wanted: those that are restored; None: all.
+            set_bytes: size of one of the spare sets; None: as large as the wanted shards.
 
         Returns:
             The parts that the journal names.  The caller must read them back and verify them.
@@ -258,7 +265,7 @@ class RestoreTarget:
             self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
             if noted:
                 self._remove_others({shard.path for shard in files})
-            self._check_space(files)
+            self._check_space(files, set_bytes)
             for shard in files:
                 self._make_directories(shard.path)
                 if noted:  # a file of the interrupted restore may have any size
@@ -421,7 +428,7 @@ class RestoreTarget:
                 if os.path.normpath(os.path.join(parent, name)) not in wanted:
                     os.unlink(name, dir_fd=directory_fd)
 
-    def _check_space(self, shards: Sequence[StoredShard]) -> None:
+    def _check_space(self, shards: Sequence[StoredShard], set_bytes: int | None) -> None:
         """Require space for all shards and the spare sets, less the blocks that are allocated already."""
         here_bytes = 0
         for _, _, names, directory_fd in os.fwalk(".", dir_fd=self._files_fd):
@@ -431,9 +438,10 @@ class RestoreTarget:
         space = os.fstatvfs(self._parent_fd)
         free_bytes = space.f_bavail * space.f_frsize
         size_bytes = sum(shard.size_bytes for shard in shards)
-        needed_bytes = size_bytes * (1 + self._spare_sets) - here_bytes
+        spare_bytes = self._spare_sets * (size_bytes if set_bytes is None else set_bytes)
+        needed_bytes = size_bytes + spare_bytes - here_bytes
         if needed_bytes > free_bytes:
-            raise StagingError(
+            raise NoRoom(
                 f"{self.destination} needs {needed_bytes} bytes; {free_bytes} are free there",
                 hint="Make room, or restore to another file system",
             )

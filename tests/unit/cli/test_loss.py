@@ -51,6 +51,41 @@ def test_every_field_is_explained() -> None:
     assert json.loads(json.dumps(command.facts("r", None, 0)))["total"] is None
 
 
+def test_each_part_is_in_seconds_and_in_gpu_seconds() -> None:
+    """Eight GPUs before the interruption and four after it: each part counts the GPUs that it cost."""
+    first, second = told([STAY, STAY])
+    assert second.resumption is not None
+    fewer = replace(second, resumption=replace(second.resumption, ranks=4))
+    facts = command.facts("r", of([first, fewer]), 0)
+    (each,) = facts["interruptions"]
+    parts_s = {"stall": each["stall_s"], "redone": each["redone_s"], **each["down"]}
+    assert parts_s == dict(zip(("stall", "redone", *PARTS), (0.5, 36.0, *STAY.down_s), strict=True))
+    gpus = {part: 8 if part in ("stall", "redone") else 4 for part in parts_s}
+    parts_gpu_s = {part: seconds * gpus[part] for part, seconds in parts_s.items()}
+    assert each["lost_parts_gpu_s"] == pytest.approx(parts_gpu_s)
+    assert each["down_gpu_s"] == pytest.approx(4 * each["down_s"])
+    assert each["lost_gpu_s"] == pytest.approx(8 * 36.5 + 4 * each["down_s"])
+
+    total = facts["total"]
+    unproductive_s = total["unproductive"]
+    first_start_s = dict(zip(PARTS, STAY.down_s, strict=True)) | {"cloud": 0.0, "boot": 0.0}
+    expected = {part: 8 * first_start_s[part] + 4 * each["down"][part] for part in PARTS}
+    expected |= {"redone": 8 * 36.0, "stall": (8 + 4) * 0.5, "saves": (8 + 4) * 30.0, "unknown": 0}
+    assert total["unproductive_gpu_s"] == pytest.approx(expected)
+    assert list(total["unproductive_gpu_s"]) == list(unproductive_s)
+    spent_gpu_s = total["productive_gpu_s"] + sum(total["unproductive_gpu_s"].values())
+    assert total["gpu_s"] == pytest.approx(spent_gpu_s)
+    assert total["lost_gpu_s"] == pytest.approx(each["lost_gpu_s"])
+
+
+def test_a_part_that_is_not_known_has_no_gpu_seconds() -> None:
+    """They are null, as the seconds are, and never 0."""
+    unsure, unrecorded = command.facts("r", a_loss(), 0)["interruptions"]
+    assert (unsure["down"]["fetch"], unsure["lost_parts_gpu_s"]["fetch"]) == (None, None)
+    assert (unrecorded["stall_s"], unrecorded["lost_parts_gpu_s"]["stall"]) == (None, None)
+    assert set(unrecorded["lost_parts_gpu_s"]) == {"stall", "redone", "unknown"}
+
+
 def test_the_page_has_the_categories_of_googles_library() -> None:
     """The table on the page is the mapping of the code."""
     found = {

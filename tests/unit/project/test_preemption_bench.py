@@ -13,7 +13,7 @@ from pathlib import Path
 import boto3
 import pytest
 
-from bench.preemption.loss import Measured, split
+from bench.preemption.loss import Ledger, Measured, split
 from testkit import REPOSITORY
 from testkit.emulators.process import EmulatorProcess
 
@@ -31,6 +31,8 @@ def test_parts_of_a_loss() -> None:
     assert loss.redone_s == pytest.approx((70 - 40) * 0.1)
     assert loss.down_s == pytest.approx(130.0 - 109.0 - 10.0 - 0.1)
     assert loss.total_s == pytest.approx(2.0 + 3.0 + 10.9)
+    assert loss.gap_s == pytest.approx(130.0 - (107.0 + 19 * 0.1)), "with the pause and that step"
+    assert loss.redone_span_s == pytest.approx(107.0 + 19 * 0.1 - 103.9), "with the stall"
 
 
 def test_a_trainer_that_stops_early_stands_still_until_the_cut() -> None:
@@ -79,6 +81,13 @@ def test_a_tiny_preemption(tmp_path: Path) -> None:
     assert line["problem"] == ""
     assert line["restored_step"] > 0
     assert line["bound_s"] > 8.0
+    # Ranks report once a second, so the last step of a lost VM is known to about a second.
+    ledger = Ledger(**line["ledger"])
+    assert ledger.restored_step == line["restored_step"]
+    assert ledger.last_step == pytest.approx(line["last_step"], abs=2.0 / line["step_s"])
+    assert ledger.down_s == pytest.approx(line["gap_s"], abs=2.0)
+    assert ledger.redone_s == pytest.approx(line["redone_span_s"], abs=2.0)
+    assert ledger.stall_s == pytest.approx(line["stall_s"], abs=1.0)
     assert "**swansong**" in done.stdout
 
 

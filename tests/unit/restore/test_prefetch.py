@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from structlog.testing import capture_logs
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import FenceFound, GenerationClaimed
@@ -21,7 +22,7 @@ from swansongd.core.state import State
 from swansongd.errors import Transient
 from swansongd.model import CommitRef
 from swansongd.restore.context import RestoreContext
-from swansongd.restore.prefetch import Prefetch
+from swansongd.restore.prefetch import NO_ROOM_FOR_ALL, Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
 from swansongd.stores.base import ObjectInfo
@@ -44,15 +45,25 @@ class Held(OddStore):
         self.release = threading.Event()
         self.release.set()
         self.is_away = False
+        self.lists = 0
+        self._passes: str | None = None
 
     def hold(self) -> None:
         self.release.clear()
 
-    def _hold(self, _key: str, offset: int, _window: memoryview) -> None:
-        if offset >= 3 * committed.PART_SIZE_BYTES:
-            assert self.release.wait(30)
+    def hold_unless(self, part: str) -> None:
+        """Hold all reads of keys without this part."""
+        self._passes = part
+        self.hold()
+
+    def _hold(self, key: str, offset: int, _window: memoryview) -> None:
+        is_free = (
+            offset < 3 * committed.PART_SIZE_BYTES if self._passes is None else self._passes in key
+        )
+        assert is_free or self.release.wait(30)
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        self.lists += 1
         if self.is_away:
             raise Transient("503")
         return super().list(prefix, after=after)
@@ -334,6 +345,153 @@ def test_a_prefetch_waits_for_a_store_that_is_away(vm: Vm) -> None:
     vm.shows("waiting", "503")
     vm.store.is_away = False
     vm.shows("ready")
+
+
+class Job:
+    """A commit of 8 VMs with one rank each, and a new start of one of these VMs."""
+
+    NODES = 8
+    PART_BYTES = 5120
+
+    def __init__(self, vm: Vm) -> None:
+        self.vm = vm
+        vm.story.state = replace(vm.state, settings=replace(vm.state.settings, several_vms=True))
+        self.files = {f"rank-{rank:05d}/w.bin": bytes([rank]) * 5120 for rank in range(self.NODES)}
+        for node, (path, data) in enumerate(self.files.items()):
+            committed.commit(
+                vm.store, {path: data}, node=node, nodes=self.NODES, upload_nonce=f"a{node}"
+            )
+
+    def has_room_for(self, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
+        """Staging has room for this number of the parts of one VM."""
+        real = os.fstatvfs
+
+        def bounded(fd: int) -> Any:
+            facts = list(real(fd))
+            facts[0:2] = [1, 1]
+            facts[4] = parts * self.PART_BYTES
+            return os.statvfs_result(facts)
+
+        monkeypatch.setattr(os, "fstatvfs", bounded)
+
+    def had_rank(self, rank: int) -> None:
+        """An earlier set in staging has the files of this rank."""
+        files = a_set(90).files
+        mine = tuple(replace(file, path=f"rank-{rank:05d}/w.bin") for file in files)
+        self.vm.story.staging = [replace(a_set(90), files=mine)]
+        self.vm.story.scan()
+
+    def ask(self, *prefixes: str) -> Callable[[], Restored]:
+        """Ask for the commit that rank 0 has chosen, and only for these shards."""
+        return self.vm.ask(generation=1, step=100, prefixes=list(prefixes))
+
+    def ranks_read(self) -> list[int]:
+        """The ranks whose shards were fetched, in the order of the requests."""
+        keys = [key for key, *_ in self.vm.store.given]
+        return list(dict.fromkeys(int(key.split("/rank-")[1][:5]) for key in keys))
+
+
+@pytest.fixture
+def job(vm: Vm) -> Job:
+    return Job(vm)
+
+
+def test_a_part_of_a_job_needs_room_for_parts_only(
+    vm: Vm, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """12 parts have room: all 8 of the commit, and two further ones of this VM."""
+    job.has_room_for(10, monkeypatch)
+    vm.prefetch.start()
+    vm.shows("ready")
+    report = vm.prefetch.report()
+    assert (report["bytes_done"], report["bytes_total"], report["reason"]) == (40960, 40960, "")
+    answer = job.ask("rank-00005/")()
+    assert (answer.step, answer.error) == (100, "")
+
+
+def test_a_vm_with_room_for_its_own_part_does_not_fail(
+    vm: Vm, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It waits for a trainer that names its shards: no warning, and no request meanwhile."""
+    job.has_room_for(9, monkeypatch)
+    with capture_logs() as log:
+        vm.prefetch.start()
+        vm.shows("waiting", NO_ROOM_FOR_ALL)
+        listed = vm.store.lists
+        answer = job.ask("rank-00005/")()
+        assert vm.store.lists <= listed + 2, "the prefetch lists nothing again"
+    assert (answer.step, answer.error) == (100, "")
+    assert job.ranks_read() == [5]
+    vm.shows("answered")
+    assert not [line for line in log if line["log_level"] not in ("info", "debug")]
+
+
+def test_the_shards_of_the_earlier_ranks_come_first(vm: Vm, job: Job) -> None:
+    """A set in staging names the rank that this VM had; a job may need the others as well."""
+    job.had_rank(6)
+    vm.prefetch.start()
+    vm.shows("ready")
+    assert job.ranks_read()[0] == 6
+    assert sorted(job.ranks_read()) == list(range(8))
+    assert vm.prefetch.report()["bytes_total"] == 8 * 5120
+    reads = len(vm.store.given)
+    answer = job.ask()()
+    assert committed.tree(Path(answer.path)) == job.files
+    assert len(vm.store.given) == reads
+
+
+def test_the_earlier_ranks_alone_are_fetched_without_room_for_all(
+    vm: Vm, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The part of this VM, and room for two more of them: the rank gets its answer without a request."""
+    job.had_rank(6)
+    job.has_room_for(3, monkeypatch)
+    vm.prefetch.start()
+    vm.shows("ready", NO_ROOM_FOR_ALL)
+    assert job.ranks_read() == [6]
+    reads = len(vm.store.given)
+    answer = job.ask("rank-00006/")()
+    assert list(committed.tree(Path(answer.path))) == ["rank-00006/w.bin"]
+    assert len(vm.store.given) == reads
+
+
+def test_an_own_part_without_room_is_a_failure(
+    vm: Vm, job: Job, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This VM knows its part: it cannot hold two more checkpoints of that size."""
+    job.had_rank(6)
+    job.has_room_for(2, monkeypatch)
+    vm.prefetch.start()
+    vm.shows("failed", "bytes")
+    assert job.ask("rank-00006/")().step == 100
+
+
+def test_a_rank_does_not_wait_for_the_shards_of_other_vms(vm: Vm, job: Job) -> None:
+    """They are on their way when the rank asks: it gets its own, which are there, and they are dropped."""
+    job.had_rank(6)
+    vm.store.hold_unless("rank-00006")
+    vm.prefetch.start()
+    until(lambda: len(vm.store.given) > PARTS, what="requests for the others")
+    answer = job.ask("rank-00006/")
+    until(lambda: _is_cancelled(vm), what="the end of the prefetch")
+    vm.store.release.set()
+    found = answer()
+    assert list(committed.tree(Path(found.path))) == ["rank-00006/w.bin"]
+    vm.shows("answered")
+    until(lambda: vm.directories == [Path(found.path).name], what="the removal of the other parts")
+
+
+def test_a_rank_that_reads_all_shards_joins(vm: Vm, job: Job) -> None:
+    """Each part is fetched once, those of this VM and those of the others."""
+    job.had_rank(6)
+    vm.store.hold_unless("rank-00006")
+    vm.prefetch.start()
+    until(lambda: len(vm.store.given) > PARTS, what="requests for the others")
+    asked = job.ask()
+    vm.store.release.set()
+    answer = asked()
+    assert committed.tree(Path(answer.path)) == job.files
+    assert len(vm.store.given) == 8 * PARTS, "no part was fetched twice"
 
 
 def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:
