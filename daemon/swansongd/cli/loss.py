@@ -206,7 +206,8 @@ def _summary(run_name: str, loss: Loss) -> Table:
     table.add_row(f"run {run_name}", human_s(loss.wall_s), span)
     table.add_row("productive", human_s(loss.productive_s), f"ETTR {_percent(loss.ettr)}")
     last_s = loss.last_hour_productive_s
-    table.add_row("in the last hour", human_s(last_s), f"ETTR {_percent(loss.ettr_last_hour)}")
+    ratio = _percent(loss.ettr_last_hour)
+    table.add_row("last hour", human_s(last_s), f"ETTR {ratio} in the last hour of training")
     table.add_row("lost", human_s(lost_s), lost_gpu)
     saves_s = loss.parts_s["saves"]
     table.add_row("saves", human_s(saves_s), "training stood still for other checkpoints")

@@ -137,7 +137,7 @@ class Loss:
 
     @property
     def ettr_last_hour(self) -> float | None:
-        """The same for the last hour."""
+        """The same for the last hour of training, which ends with the newest step."""
         return self.last_hour_productive_s / self.last_hour_s if self.last_hour_s > 0 else None
 
     @property

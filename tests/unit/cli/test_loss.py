@@ -97,6 +97,34 @@ def test_the_page_has_the_categories_of_googles_library() -> None:
     assert set(PARTS) <= set(found)
 
 
+UPSTREAM = {
+    "TPU_INITIALIZATION",
+    "TRAINING_PREP",
+    "PROGRAM_STARTUP",
+    "DATA_LOADING_SYNC",
+    "DATA_LOADING_ASYNC",
+    "UNPRODUCTIVE_CHECKPOINT_SAVE_TIME",
+    "UNPRODUCTIVE_CHECKPOINT_RESTORE_TIME",
+    "WASTED_PROGRESS_FROM_DISRUPTION",
+    "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
+    "CUSTOM_BADPUT_EVENTS",
+    "OTHER",
+    "ELASTIC_SLICE_DOWN",
+    "ELASTIC_SCALE_UP",
+    "ELASTIC_REINITIALIZATION",
+}
+"""``BadputType`` in ``src/goodput_utils.py`` of ml-goodput-measurement 0.2.3, all names."""
+
+
+def test_the_categories_are_those_of_googles_library() -> None:
+    """Each name of ours and of the page is a name of the library, and the page names its version."""
+    on_page = set(re.findall(r"`([A-Z]+_[A-Z_]+|OTHER)`", PAGE))
+    assert set(GOODPUT.values()) <= UPSTREAM
+    assert on_page == set(GOODPUT.values())
+    assert "ml-goodput-measurement 0.2.3" in PAGE
+    assert set(command.facts("r", a_loss(), 0)["total"]["goodput"]) == on_page
+
+
 @pytest.fixture
 def configuration(tmp_path: Path) -> Path:
     """A run with one preemption in a store of files."""
@@ -142,3 +170,18 @@ def test_the_tables_fit_into_80_columns(capfd: pytest.CaptureFixture[str]) -> No
     for mark in ("~", "^", "?"):
         assert re.search(rf"^\{mark}  ", shown, re.MULTILINE), shown
     assert "ETTR" in shown
+
+
+def test_the_example_on_the_page_explains_its_marks(capfd: pytest.CaptureFixture[str]) -> None:
+    """The page shows the lines of the command below the tables, for each mark of the example."""
+    command._print("my-run", a_loss(), 0)
+    shown = capfd.readouterr().out
+    remarks = re.findall(r"^([~^?*])  (\S.*)$", shown, re.MULTILINE)
+    example = PAGE.partition("```\nGEN ")[2].partition("```")[0]
+    tables = example.partition("\nrun my-run")[0]
+    assert {mark for mark, _ in remarks} == {"~", "^", "?"}
+    for mark, text in remarks:
+        assert (mark in tables) == (f"{mark}  {text.strip()}\n" in example), mark
+    for label in ("productive", "last hour", "lost", "saves"):
+        assert re.search(rf"^{label}  ", shown, re.MULTILINE), label
+        assert re.search(rf"^{label}  ", example, re.MULTILINE), label

@@ -244,6 +244,25 @@ def test_the_last_hour() -> None:
     assert lost.ettr_last_hour == pytest.approx(0.5)
 
 
+def test_lost_steps_are_the_last_ones_of_their_vm() -> None:
+    """Two hours of training, of which the second is lost: none of it counts where the last hour begins."""
+    first = Stay((0.0,) * 6, steps=7200, step_s=1.0, back=0, saves_s=0.0, stall_s=0.0)
+    second = replace(first, steps=1800, back=3600)
+    found = of(told([first, second]))
+    assert found.productive_s == pytest.approx(3600 + 1800, abs=2)
+    # Half an hour of lost steps, then half an hour of steps that count.
+    assert found.last_hour_productive_s == pytest.approx(1800, abs=2)
+    assert found.ettr_last_hour == pytest.approx(0.5, abs=0.001)
+    halves = [each.productive_s for each in found.windows]
+    at_s = [each.from_wall_s - found.begun_wall_s for each in found.windows]
+    lost_s = sum(
+        productive_s
+        for start_s, productive_s in zip(at_s, halves, strict=True)
+        if 3600 <= start_s < 7200
+    )
+    assert lost_s == pytest.approx(0.0, abs=2), "the windows of the second hour"
+
+
 def test_a_missing_record_is_marked() -> None:
     """Without the record of a resume, its time down has no parts, and nothing is invented."""
     stay = Stay((5.0,) * 6, steps=10, step_s=1.0, back=3, saves_s=0.0, stall_s=0.0)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import itertools
 import os
 import queue
@@ -21,11 +22,12 @@ from swansongd.core.events import FenceFound, GenerationClaimed
 from swansongd.core.state import State
 from swansongd.errors import Transient
 from swansongd.model import CommitRef
+from swansongd.restore import downloads
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import NO_ROOM_FOR_ALL, Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
-from swansongd.stores.base import ObjectInfo
+from swansongd.stores.base import ObjectInfo, Sink
 
 from testkit import committed
 from testkit.odd_store import OddStore
@@ -45,6 +47,8 @@ class Held(OddStore):
         self.release = threading.Event()
         self.release.set()
         self.is_away = False
+        self.fails_from: int | None = None
+        """Requests for data from this offset on get a 503."""
         self.lists = 0
         self._passes: str | None = None
 
@@ -61,6 +65,11 @@ class Held(OddStore):
             offset < 3 * committed.PART_SIZE_BYTES if self._passes is None else self._passes in key
         )
         assert is_free or self.release.wait(30)
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        super().get_range(key, offset, size_bytes, sink)
+        if self.fails_from is not None and offset + size_bytes > self.fails_from:
+            raise Transient("503 during the data")
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         self.lists += 1
@@ -334,6 +343,54 @@ def test_a_prefetch_leaves_room_for_checkpoints(vm: Vm, monkeypatch: pytest.Monk
     vm.shows("failed", "bytes")
     assert not vm.directories
     assert (vm.ask()().step, vm.prefetch.report()["state"]) == (100, "failed")
+
+
+@pytest.mark.fault("G24")
+def test_a_disk_that_fills_up_halfway_fails_the_prefetch(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The check before the download found room.  Nothing stays, and a trainer gets all with room again."""
+    vm.commit(100)
+    real, is_full = os.pwrite, True
+
+    def bounded(fd: int, data: Any, offset: int) -> int:
+        if is_full and offset >= 3 * committed.PART_SIZE_BYTES:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return real(fd, data, offset)
+
+    monkeypatch.setattr(os, "pwrite", bounded)
+    vm.prefetch.start()
+    vm.shows("failed", "No space left on device")
+    assert vm.store.given, "the download had begun"
+    assert vm.directories == []
+    is_full = False
+    answer = vm.ask()()
+    assert (answer.step, answer.error) == (100, "")
+    assert Path(answer.path, "weights.bin").stat().st_size == 5120
+    assert vm.directories == [Path(answer.path).name]
+
+
+@pytest.mark.fault("G25")
+def test_a_store_that_fails_during_the_data_costs_no_part_twice(
+    vm: Vm, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The prefetch waits with the reason, and continues with the parts that it has when the store returns."""
+    vm.commit(100)
+    early = 3 * committed.PART_SIZE_BYTES
+    monkeypatch.setattr(downloads, "PREFETCH_BUDGET_S", 0.5)
+    vm.store.fails_from = early
+    vm.prefetch.start()
+    vm.shows("waiting", "503")
+    (partial,) = vm.restored.glob(".*.partial-*")
+    kept = {offset for _, offset, _ in vm.store.given if offset < early}
+    assert kept == {0, 1000, 2000}
+    before = len(vm.store.given)
+    vm.store.fails_from = None
+    vm.shows("ready")
+    again = {offset for _, offset, _ in vm.store.given[before:]}
+    assert not again & kept
+    assert vm.ask()().step == 100
+    assert not partial.exists()
 
 
 @pytest.mark.fault("G25")
