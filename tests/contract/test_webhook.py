@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+import statistics
 import sys
 import threading
 import time
@@ -318,12 +319,12 @@ def test_a_receiver_that_hangs_costs_the_decision_thread_microseconds(tmp_path: 
         until(lambda: server.accepted, what="a request that hangs")
         took = []
         for before, after, actions in steps[5:]:
-            began_s = time.thread_time()
+            began_s = time.perf_counter()  # unlike the CPU time, it contains a wait
             notifier.observe(before, after, None, actions, story.now)  # type: ignore[arg-type]
-            took.append(time.thread_time() - began_s)
+            took.append(time.perf_counter() - began_s)
         notifier.close(webhook_by_mono_s=0.0, command_by_mono_s=0.0)
-    took.sort()
-    assert took[len(took) // 2] < 1e-3, took[len(took) // 2]
+    assert statistics.median(took) < 1e-3
+    assert sum(took) < 2.0  # no single call waits for a receiver, whose limits are seconds
 
 
 @pytest.mark.fault("W01", "W04")
@@ -547,6 +548,19 @@ def test_the_command_runs_once_for_a_begin_and_not_for_drills(tmp_path: Path) ->
     again.put(notice("d"))
     assert again.outbox.report()["queued"] == 0
     assert len(file.read_text().split()) == 2
+
+
+def test_a_notice_that_becomes_more_urgent_orders_no_second_vm() -> None:
+    """The command runs once for the urgent notice, and before that once for an advisory one."""
+    made = Command(NotifyConfig(exec=("/bin/true",)), ORIGIN, record())
+    for urgency in ("advisory", "scheduled", "imminent", "shutting_down"):
+        made.put(notice(f"notice/gpu:1/{urgency}", urgency=urgency))
+    made.put(notice("notice/gpu:2/imminent", urgency="imminent"))
+    assert made.outbox.report()["queued"] == 3
+    made.start()
+    assert settled(made, 3)["sent"] == 3
+    made.put(notice("notice/gpu:1/shutting_down", urgency="shutting_down"))
+    assert made.outbox.report()["queued"] == 0
 
 
 @pytest.mark.fault("W04")

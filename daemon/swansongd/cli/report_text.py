@@ -83,7 +83,11 @@ def _headline(report: Report) -> Iterator[Text]:
     else:
         yield _fact("commits", f"{count}; none is whole" if count else "none")
     if loss is not None:
-        last = "" if loss.ettr_last_hour is None else f"; last hour {loss.ettr_last_hour:.2%}"
+        last = (
+            ""
+            if loss.ettr_last_hour is None
+            else f"; last hour of training {loss.ettr_last_hour:.2%}"
+        )
         ettr = "unknown" if loss.ettr is None else f"{loss.ettr:.2%}"
         yield _fact("ETTR", f"{ettr} of {human_span(loss.wall_s)}{last}")
         number = len(loss.interruptions)

@@ -71,6 +71,8 @@ class Command:
         self._origin = origin
         self._record = record
         self._rates = {kind: TokenBucket(AT_ONCE, PER_S) for kind in Kind}
+        self._queued: set[str] = set()
+        """Keys of all runs of this life of the daemon; the rate bounds their number."""
         self._stop = threading.Event()
 
     def start(self) -> None:
@@ -84,9 +86,11 @@ class Command:
         """Queue a notification, unless the command is not for it or has run for it."""
         is_wanted = notification.kind.value in self._config.exec_on and notification.source != DRILL
         is_end = notification.is_over and notification.kind not in (Kind.VERDICT, Kind.RESUMPTION)
-        if not is_wanted or is_end or self._record.has(_key(notification)):
+        key = _key(notification)
+        if not is_wanted or is_end or key in self._queued or self._record.has(key):
             return
         if self._rates[notification.kind].take(time.monotonic()):
+            self._queued.add(key)
             self.outbox.put(notification)
         else:
             self.outbox.refuse()
@@ -205,4 +209,12 @@ def _read(fd: int, output: bytes) -> bytes:
 
 
 def _key(notification: Notification) -> str:
-    return f"{NAME} {notification.key}"
+    """The key under which the run is recorded: a notice that becomes more urgent orders no second VM.
+
+    An advisory notice is the exception, because most of them are not followed by another one.
+    """
+    is_urgent = notification.kind is Kind.NOTICE and notification.urgency != "advisory"
+    key = (
+        notification.key.removesuffix(f"/{notification.urgency}") if is_urgent else notification.key
+    )
+    return f"{NAME} {key}"

@@ -154,6 +154,8 @@ def _of_notices(
     found = []
     for identity, notice in live_after.items():
         known = live_before.get(identity)
+        if known is not None and _group_of_notice(known) != _group_of_notice(notice):
+            found.append(_notice_over(known, after, wall_s, "it has become more urgent"))
         if known is None or known.severity < notice.severity:
             found.append(_of_notice(notice, after, now_mono_s, wall_s))
     found += [
@@ -202,12 +204,13 @@ def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -
     )
 
 
-def _notice_over(notice: Notice, state: State, wall_s: float) -> Notification:
+def _notice_over(notice: Notice, state: State, wall_s: float, replaced: str = "") -> Notification:
     is_outlived = notice.identity in state.concluded
     reason = "the VM has outlived the deadline" if is_outlived else "the notice was withdrawn"
+    reason = replaced or reason
     return Notification(
         key=f"notice/{notice.identity}/over/{wall_s:.3f}",
-        ends=f"notice/{notice.identity}/",
+        ends="" if replaced else f"notice/{notice.identity}/",
         group=_group_of_notice(notice),
         kind=Kind.NOTICE,
         is_over=True,
@@ -223,10 +226,19 @@ def _notice_over(notice: Notice, state: State, wall_s: float) -> Notification:
 
 
 def _group_of_notice(notice: Notice) -> str:
-    """The evacuation that answers the notice at once: its verdict has the same group."""
+    """The evacuation that answers the notice at once, else the notice itself."""
     if notice.evacuation_id and notice.severity >= Severity.IMMINENT:
         return f"evacuation/{notice.evacuation_id}"
     return f"notice/{notice.identity}"
+
+
+def _group_of_verdict(evacuation_id: str, state: State) -> str:
+    """The group of the notice that the evacuation answers, of several of the most urgent one."""
+    evacuation = state.evacuation
+    identities = frozenset[str]() if evacuation is None else evacuation.identities
+    answered = [n for n in _live(state).values() if n.identity in identities]
+    answered.sort(key=lambda notice: (-notice.severity, notice.deadline_mono_s, notice.identity))
+    return _group_of_notice(answered[0]) if answered else f"evacuation/{evacuation_id}"
 
 
 def _is_of_peers(state: State) -> bool:
@@ -245,7 +257,7 @@ def _of_verdict(conclusion: Conclude, state: State, wall_s: float) -> Notificati
     head = "Verdict of a drill" if source == DRILL else "Verdict"
     return Notification(
         key=f"verdict/{conclusion.evacuation_id}/{conclusion.verdict.value}",
-        group=f"evacuation/{conclusion.evacuation_id}",
+        group=_group_of_verdict(conclusion.evacuation_id, state),
         kind=Kind.VERDICT,
         is_over=conclusion.verdict is Verdict.SAFE,
         summary=text(f"{head} {conclusion.verdict.value}: {conclusion.reason}"),

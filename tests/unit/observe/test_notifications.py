@@ -101,8 +101,41 @@ def test_a_notice_that_gets_more_urgent_is_told_again() -> None:
     story = Told()
     story.notice(900, severity=Severity.ADVISORY)
     story.notice(60, severity=Severity.IMMINENT)
-    assert [n.urgency for n in story.found] == ["advisory", "imminent"]
-    assert len({n.key for n in story.found}) == 2
+    assert [n.urgency for n in story.found if not n.is_over] == ["advisory", "imminent"]
+    assert len({n.key for n in story.found if not n.is_over}) == 2
+
+
+@pytest.mark.parametrize("severity", [Severity.ADVISORY, Severity.SCHEDULED, Severity.IMMINENT])
+@pytest.mark.parametrize("then", [None, Severity.SCHEDULED, Severity.IMMINENT])
+@pytest.mark.parametrize("end", ["verdict", "withdrawn", "outlived"])
+def test_each_problem_that_was_told_is_over_at_its_end(
+    severity: Severity, then: Severity | None, end: str
+) -> None:
+    """Receivers such as PagerDuty close the incident of a group when its problem is over."""
+    story = Told()
+    story.join(step=40)
+    story.notice(100, "gcp.maintenance", severity=severity)
+    if then is not None and then > severity:
+        story.notice(90, "gcp.maintenance", severity=then)
+    is_urgent = max(severity, then or severity) > Severity.ADVISORY
+    if end == "verdict" and is_urgent:
+        story.accept(40)
+        story.answer(41)
+        story.store_all()
+        story.scan()
+        story.wait(0.1)
+        assert story.found[-1].verdict == "SAFE"
+    elif end == "outlived" and is_urgent:
+        for _ in range(30):
+            story.wait(5)
+    else:
+        story.tell(NoticeWithdrawn("gcp.maintenance", "gone"))
+    is_open: dict[str, bool] = {}
+    for each in story.found:
+        is_open[each.group] = not each.is_over
+    assert story.found
+    has_failed = any(each.verdict in ("PARTIAL", "LOST") for each in story.found)
+    assert has_failed or not any(is_open.values()), story.shown()
 
 
 def test_an_outlived_notice_is_over() -> None:
