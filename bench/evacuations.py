@@ -3,11 +3,13 @@
 
     python -m bench.evacuations --count 100000
     python -m bench.evacuations --floors --count 10000
+    python -m bench.evacuations --missed --count 1500
 
 It uses the forecasts and the schedule of the daemon on a virtual clock.  Each evacuation draws the end of its
 VM and the time of each checkpoint.  The forecasts know only the checkpoints of the VM so far.
 
 ``--floors`` shows the mean loss if the schedule allowed for at least some relative spread of the times.
+``--missed`` shows the mean loss if it assumed that one in four last follow-ups is too late.
 """
 
 from __future__ import annotations
@@ -17,8 +19,9 @@ import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from unittest import mock
 
-from swansongd.core import pace, planner
+from swansongd.core import pace, planner, schedule
 from swansongd.core.pace import Pace, updated
 from swansongd.core.planner import Forecast, Measurements
 from swansongd.core.schedule import Ending, FollowUpCost, next_start_s
@@ -30,6 +33,7 @@ SIGMA = 0.18
 """Spread of the logarithm of a checkpoint's time: nine in ten take at most a quarter longer."""
 SPREADS = (0.02, 0.05, 0.1, 0.18, 0.3)
 FLOORS = (0.0, 0.1, 0.25)
+MISSED = (schedule.MISSED_SHARE, 0.25)
 _SIZE_BYTES = 10**9
 
 
@@ -212,6 +216,19 @@ def print_floors(count: int) -> None:
             print(f"| {job.name} | {sigma:.0%} | {' | '.join(cells)} |", flush=True)
 
 
+def print_missed(count: int) -> None:
+    """The mean loss by state, real spread and assumed share of last follow-ups that are too late."""
+    print(f"| state | spread | {' | '.join(f'share {share:.0%}' for share in MISSED)} |")
+    print(f"| --- | --- |{' --- |' * len(MISSED)}")
+    for job in JOBS[1:]:
+        for sigma in SPREADS:
+            cells = []
+            for share in MISSED:
+                with mock.patch.object(schedule, "MISSED_SHARE", share):
+                    cells.append(f"{mean_loss_s(job, sigma, 0.0, count):.1f}")
+            print(f"| {job.name} | {sigma:.0%} | {' | '.join(cells)} |", flush=True)
+
+
 def percentile(values: Sequence[float], share: float) -> float:
     """The value below which this share of the sorted values lies."""
     return values[min(len(values) - 1, math.floor(share * len(values)))]
@@ -235,7 +252,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=100_000, help="evacuations for each row")
     parser.add_argument("--floors", action="store_true", help="mean loss by least spread")
+    parser.add_argument(
+        "--missed", action="store_true", help="mean loss by assumed share of misses"
+    )
     options = parser.parse_args()
+    if options.missed:
+        print_missed(options.count)
+        return
     if options.floors:
         print_floors(options.count)
         return

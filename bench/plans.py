@@ -18,7 +18,8 @@ import sys
 import tempfile
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,7 @@ from bench.transfer.results import write_page
 from testkit.emulators.s3_strict import S3
 from testkit.emulators.store_control import Call, StoreControl, StoreResponse
 from testkit.emulators.store_server import StoreServer
-from testkit.rig import Vm
+from testkit.rig import Process, Vm
 from testkit.strict_bucket import ACCOUNT
 from testkit.waiting import until
 
@@ -86,9 +87,9 @@ class SlowS3(S3):
     def drop_data(self) -> None:
         """Forget the shards, so that the memory stays bounded."""
         with self._lock:
-            for objects in self._buckets.values():
-                for key in [key for key in objects if "/data/" in key]:
-                    del objects[key]
+            for bucket in self._buckets.values():
+                for key in [key for key in bucket.objects if "/data/" in key]:
+                    del bucket.objects[key]
 
 
 def measured(size: Size, evacuations: int, evacuations_per_vm: int) -> list[Outcome]:
@@ -112,38 +113,47 @@ def _one_vm(
     size: Size, store: dict[str, str], s3: SlowS3, evacuations: int, *, from_step: int
 ) -> list[Outcome]:
     outcomes = []
-    with tempfile.TemporaryDirectory() as directory:
-        # A part size of 5 MiB gives the files of these sizes several parts, as 16 MiB does to larger ones.
-        settings = {"flush": {"part_size_bytes": "5MiB", "connections": 8}}
-        with Vm(Path(directory), store, settings=settings) as vm:
-            daemon = vm.start_daemon(ready=True, **ACCOUNT)
-            until(vm.socket.exists, what="the socket")
-            facts = {
-                "--size-bytes": size.size_bytes,
-                "--files": size.files,
-                "--save-s": size.save_s,
-                "--from-step": from_step,
-            }
-            arguments = [str(word) for pair in facts.items() for word in pair]
-            program = str(Path(__file__).with_name("plans_trainer.py"))
-            vm.start_trainer(*arguments, script=program)
-            daemon.lines.wait(event="committed", timeout_s=120)
-            client = DaemonClient(vm.socket)
-            for number in range(evacuations):
-                outcomes.append(_evacuate(client, is_first=not number))
-                s3.drop_data()
+    with running_vm(size, store, from_step=from_step) as (client, _):
+        for number in range(evacuations):
+            outcomes.append(_evacuate(client, is_first=not number))
+            s3.drop_data()
     return outcomes
+
+
+@contextmanager
+def running_vm(
+    size: Size, store: dict[str, str], *, from_step: int, **settings: dict[str, Any]
+) -> Iterator[tuple[DaemonClient, Process]]:
+    """A VM with an empty disk, after its periodic checkpoint: a client of its daemon, and the daemon."""
+    # A part size of 5 MiB gives the files of these sizes several parts, as 16 MiB does to larger ones.
+    settings["flush"] = {"part_size_bytes": "5MiB", "connections": 8}
+    with (
+        tempfile.TemporaryDirectory() as directory,
+        Vm(Path(directory), store, settings=settings) as vm,
+    ):
+        daemon = vm.start_daemon(ready=True, **ACCOUNT)
+        until(vm.socket.exists, what="the socket")
+        facts = {
+            "--size-bytes": size.size_bytes,
+            "--files": size.files,
+            "--save-s": size.save_s,
+            "--from-step": from_step,
+        }
+        arguments = [str(word) for pair in facts.items() for word in pair]
+        vm.start_trainer(*arguments, script=str(Path(__file__).with_name("plans_trainer.py")))
+        daemon.lines.wait(event="committed", timeout_s=120)
+        yield DaemonClient(vm.socket), daemon
 
 
 def _evacuate(client: DaemonClient, *, is_first: bool) -> Outcome:
     """One manual notice, until its verdict."""
-    before = _report(client)["last_verdict"]
+    before = report_of(client)["last_verdict"]
     client.request(
         protocol.Notify(nonce=secrets.token_hex(8), seconds_left=NOTICE_S), protocol.Noted
     )
     pessimistic_s = 0.0
     while True:
-        report = _report(client)
+        report = report_of(client)
         evacuation, last = report["evacuation"], report["last_verdict"]
         if evacuation and evacuation["pessimistic_s"]:
             pessimistic_s = evacuation["pessimistic_s"]
@@ -151,14 +161,14 @@ def _evacuate(client: DaemonClient, *, is_first: bool) -> Outcome:
             break
         time.sleep(0.05)
     client.request(protocol.NotifyWithdrawn(), protocol.Noted)
-    until(lambda: _report(client)["evacuation"] is None, what="the withdrawal")
+    until(lambda: report_of(client)["evacuation"] is None, what="the withdrawal")
     if last["expected_s"] is None:
         raise SystemExit(f"the evacuation had no forecast: {last}")
     took_s = last["took_s"] if last["verdict"] == "SAFE" else math.inf
     return Outcome(last["expected_s"], pessimistic_s, took_s, is_first)
 
 
-def _report(client: DaemonClient) -> dict[str, Any]:
+def report_of(client: DaemonClient) -> dict[str, Any]:
     """The daemon's report; a loaded machine may delay it."""
     for _ in range(9):
         with suppress(Unreachable):

@@ -60,9 +60,11 @@ def redone_s(world: World) -> float:
 
 
 def test_every_follow_up_is_committed_and_little_training_is_repeated() -> None:
-    """At the power cut: at most a save, a send, the reserve and a step.
+    """At the power cut: at most a save, a send, the reserve and a step, and the allowance for measured times.
 
-    The latency of messages comes on top, and a spread: a few equal times prove nothing.
+    With exact numbers the bound has no allowance (tests/unit/core/test_schedule.py).  The daemon measures: a
+    term without samples deviates by an assumed 15 %, which a few equal times reduce and do not refute.  The
+    last 0.5 s are LATENCY_S, for the tick of the decision loop.
     """
     for seed, job in jobs():
         world = evacuated(seed, job)

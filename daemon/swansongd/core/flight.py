@@ -294,6 +294,13 @@ def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
             sampled_mono_s=before.sampled_mono_s,
             sampled_bytes=before.sampled_bytes - before.bytes_sent,
         )
+    if before is not None and before.staged.id == staged.id:
+        first_mono_s = before.first_started_mono_s
+        flight = replace(
+            flight,
+            first_started_mono_s=before.started_mono_s if first_mono_s is None else first_mono_s,
+            bytes_sent_before=before.bytes_sent_before + before.bytes_sent,
+        )
     transition.state = replace(state, flushes=state.flushes + 1, flight=flight)
     transition.mark(
         "flush" if is_sealed else "early_shards",

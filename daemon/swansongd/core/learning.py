@@ -96,8 +96,14 @@ def _learn_sending(
     completion_s = max(0.0, transition.now - parts_stored_mono_s)
     _learn(transition, "completion_ratio", completion_s / pace.completion_s(parts))
     if not is_throttled(transition.state, flight):
-        send_s = max(0.0, parts_stored_mono_s - flight.started_mono_s)
-        _learn(transition, "send_s_per_byte", send_s / sent_bytes)
+        send_s_per_byte = max(0.0, parts_stored_mono_s - flight.started_mono_s) / sent_bytes
+        if flight.first_started_mono_s is not None:
+            # Sent bytes may lie in the buffers of the kernel until after the seal, so the rest alone appears
+            # too slow.  With the early shards it does so only if the link waited for files.
+            whole_s = max(0.0, parts_stored_mono_s - flight.first_started_mono_s)
+            whole_s_per_byte = whole_s / (flight.bytes_sent_before + sent_bytes)
+            send_s_per_byte = min(send_s_per_byte, whole_s_per_byte)
+        _learn(transition, "send_s_per_byte", send_s_per_byte)
 
 
 def is_throttled(state: State, flight: Flight) -> bool:

@@ -12,7 +12,8 @@ If it fails, the training since the previous state is lost as well.  Let D be th
 of lead costs one second, and gains D times the density of the duration at the end of the lead.  For a tail of
 scale t, the best lead leaves a chance of t/D to fail.  With D about ten times the tail, that is one in ten.
 So the last one starts with d + r left, where d is that of nine in ten cases, backed off by one step g.
-With exact numbers, redone training is therefore at most save, send, reserve and one step.
+With exact numbers, redone training is therefore at most save, send, reserve and one step.  Measured numbers
+add the spread to d, and the latency of the decision loop to g.
 
 **Earlier ones** count only if the VM ends early.  Between the newest state and the last start lie W seconds
 of training.  n follow-ups divide them evenly, so an early end repeats W/2(n + 1) seconds on average.
@@ -39,7 +40,11 @@ from dataclasses import dataclass
 INTERVAL_MIN_S = 5.0
 """Earlier follow-ups are at least this far apart, however little they cost: each one is a commit."""
 MISSED_SHARE = 0.1
-"""Chance that the last follow-up is too late: it starts with the time of nine in ten checkpoints left."""
+"""Chance that the last follow-up is too late: it starts with the time of nine in ten checkpoints left.
+
+It holds once the spread is known.  After few checkpoints with a real spread of 18 % it is up to one in four.
+The higher value would cost more where checkpoints take equal times (docs/performance/follow-ups.md).
+"""
 LATE_S = 0.5
 """The last follow-up may start this late: the decision loop looks at the time at intervals, and an earlier
 follow-up can take longer than expected.  The step of back-off, or the spread of the durations, covers it."""

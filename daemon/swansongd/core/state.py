@@ -109,6 +109,10 @@ class Flight:
 
     has_begun: bool = False
     """Whether the store has received a byte, in this flush or in one of the same set that it continues."""
+    first_started_mono_s: float | None = None
+    """Start of the first of the flushes that this one continues; None if it continues none."""
+    bytes_sent_before: int = 0
+    """Bytes that those flushes sent, also if they still lie in the buffers of the kernel."""
 
     @property
     def bytes_unsent(self) -> int:

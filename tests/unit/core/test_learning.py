@@ -100,6 +100,34 @@ def test_the_forecast_and_the_outcome_are_reported_together() -> None:
     assert told.took_s == pytest.approx(took_s, abs=0.01)
 
 
+def test_early_shards_in_the_buffers_of_the_kernel_do_not_make_the_link_appear_slow() -> None:
+    """A link of 10 MiB/s, and buffers of 24 MiB: most early shards are delivered after the seal.
+
+    The sealed set sends the other 70 MiB in 9 s.  That is not the pace of the link: 100 MiB take 10 s.
+    """
+    story = Story()
+    story.join(step=40, save_s=1.0, save_bytes=100 * MIB)
+    story.notice()
+    story.accept(41)
+    growing = replace(a_set(42, "emg", request_id=story.request_id), directory="42.partial")
+    file = growing.files[0]
+    story.scan(growing=(replace(growing, files=(replace(file, size_bytes=30 * MIB),)),))
+    early = story.state.flight
+    assert early is not None
+    story.now += 1.0
+    story.tell(FlushProgress(early.flush_id, 0, 30 * MIB))
+    story.answer(42)
+    sealed = story.state.flight
+    assert sealed is not None
+    assert sealed.is_sealed
+    story.now += 9.0
+    story.tell(FlushProgress(sealed.flush_id, 100 * MIB, 70 * MIB))
+    story.tell(Flushed(sealed.flush_id, shards_of(sealed.staged), bytes_sent=70 * MIB))
+    figure = story.state.pace.send_s_per_byte
+    assert figure is not None
+    assert figure.mean * 100 * MIB == pytest.approx(10.0)
+
+
 @pytest.mark.parametrize(("parts", "completion_s"), [(1, 0.202), (100, 0.4), (10_000, 20.2)])
 def test_the_completion_of_an_upload_with_more_parts_takes_longer(
     parts: int, completion_s: float

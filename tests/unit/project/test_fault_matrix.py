@@ -14,6 +14,25 @@ TESTS = REPOSITORY / "tests"
 MATRIX = tomllib.loads((TESTS / "faults.toml").read_text())
 
 
+LAYERS = {
+    "unit": "S",
+    "simulation": "S",
+    "fuzz": "SC",
+    "hooks": "SP",
+    "hooks_frameworks": "P",
+    "hooks_jax": "P",
+    "monitoring": "SP",
+    "contract": "C",
+    "process": "P",
+    "netns": "N",
+    "system": "V",
+    "vm": "V",
+}
+"""The layers that the tests of a directory may show.  Tests of the hooks are pure, or start processes."""
+WITHOUT_TEST = "docs"
+"""A claim that a page describes the fault."""
+
+
 def marked(source: str) -> Iterator[str]:
     """The rows in ``pytest.mark.fault(...)`` anywhere in a file."""
     for node in ast.walk(ast.parse(source)):
@@ -28,6 +47,16 @@ def covered() -> dict[str, set[str]]:
     for path in TESTS.rglob("*.py"):
         for row in marked(path.read_text()):
             found.setdefault(row, set()).add(path.name)
+    return found
+
+
+@cache
+def covered_layers() -> dict[str, set[str]]:
+    """The layers of the tests that cover each row."""
+    found: dict[str, set[str]] = {}
+    for path in TESTS.rglob("*.py"):
+        for row in marked(path.read_text()):
+            found.setdefault(row, set()).update(LAYERS[path.relative_to(TESTS).parts[0]])
     return found
 
 
@@ -47,6 +76,16 @@ def test_every_marked_row_exists() -> None:
 def test_every_row_is_covered_or_open() -> None:
     missing = [row for row in MATRIX if row not in covered() and "open" not in MATRIX[row]]
     assert not missing, "cover them, or name the issue that will with open = ..."
+
+
+def test_every_claimed_layer_of_a_covered_row_has_a_test() -> None:
+    """A claim without a test would count as coverage that does not exist."""
+    wrong = {
+        row: sorted(unshown)
+        for row, layers in covered_layers().items()
+        if (unshown := set(MATRIX[row]["layers"].split()) - layers - {WITHOUT_TEST})
+    }
+    assert not wrong, "mark a test in each of these layers, or remove the claim"
 
 
 def test_no_covered_row_is_open() -> None:
