@@ -424,5 +424,5 @@ class TrainingRecord:
     closed_starts: tuple[str, ...]
     retained: tuple[CheckpointId, ...]
     owes_checkpoint: bool
-    owed_above: int
+    owed_above: CommitRef
     ahead: Ahead | None

@@ -18,6 +18,8 @@ import math
 from collections.abc import Collection, Sequence
 from dataclasses import replace
 
+from swansong import bounds
+
 from swansongd.core import claims
 from swansongd.core.events import (
     CancelFlush,
@@ -105,7 +107,8 @@ def record_started(transition: Transition, trainer: TrainerView, *, before_mono_
     is_behind = newest_step is not None and step < newest_step
     if is_behind and state.settings.several_vms:
         # A job over several VMs has a generation for each start, unless it starts again under the same id.
-        _owe(transition, above=state.generation or 0)
+        assert newest_step is not None
+        _owe(transition, above=CommitRef(state.generation or 0, newest_step, is_final=True))
     elif is_behind:
         transition.log(
             "warning",
@@ -200,19 +203,24 @@ def _note_older_commit(transition: Transition, step: int) -> None:
         and step < last.step
         and not state.owes_checkpoint
     ):
-        _owe(transition, above=last.generation)
+        _owe(transition, above=_end_of(last.generation))
         transition.log("warning", "started_behind_commit", from_step=step, newest_commit=str(last))
 
 
-def _owe(transition: Transition, *, above: int) -> None:
-    """Only a commit of a generation above this one is of the line on which training continues."""
+def _end_of(generation: int) -> CommitRef:
+    """The last place in a generation."""
+    return CommitRef(generation, bounds.STEP_MAX, is_final=True)
+
+
+def _owe(transition: Transition, *, above: CommitRef) -> None:
+    """Only a commit after this place is of the line on which training continues."""
     transition.state = replace(transition.state, owes_checkpoint=True, owed_above=above)
 
 
 def record_paid(transition: Transition, ref: CommitRef) -> None:
     """This commit is whole, and perhaps of the line on which training continues."""
     state = transition.state
-    if not state.must_claim and ref.generation > state.owed_above:
+    if not state.must_claim and ref > state.owed_above:
         transition.state = replace(state, owes_checkpoint=False)
 
 
@@ -269,7 +277,8 @@ def leave(
     )
     close(transition, closed)
     last = state.last_commit
-    _owe(transition, above=max(state.generation or 0, 0 if last is None else last.generation))
+    generation = max(state.generation or 0, 0 if last is None else last.generation)
+    _owe(transition, above=_end_of(generation))
     _abandon(transition, abandoned)
     _claim(transition, state.generation)
 
@@ -310,7 +319,7 @@ def _claim(transition: Transition, generation: int | None) -> None:
 def _claim_again(transition: Transition, generation: int) -> None:
     """Training left the line before its generation was claimed: claim the next one."""
     transition.state = replace(transition.state, must_claim=False, generation=None)
-    _owe(transition, above=max(generation, transition.state.owed_above))
+    _owe(transition, above=max(_end_of(generation), transition.state.owed_above))
     _claim(transition, generation)
 
 

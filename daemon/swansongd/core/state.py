@@ -50,6 +50,9 @@ class Phase(StrEnum):
     FENCED = "FENCED"
 
 
+_BEFORE_ALL = CommitRef(0, 0)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The settings that decisions need: of the configuration, of the VM and of earlier lives."""
@@ -376,8 +379,8 @@ class State:
     """Training left the line of states before a generation was claimed: the claim needs a successor."""
     owes_checkpoint: bool = False
     """Training started before the newest commit, which only a commit of its own line replaces."""
-    owed_above: int = 0
-    """That is a commit of a generation above this one."""
+    owed_above: CommitRef = _BEFORE_ALL
+    """Such a commit comes after this place in the order of readers."""
     flight: Flight | None = None
     stored: tuple[StoredSet, ...] = ()
     last_commit: CommitRef | None = None

@@ -4,13 +4,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import Any
 
 from swansong import bounds
 
 from swansongd.core.restart import KNOWN_MAX
-from swansongd.model import Ahead, CheckpointId, TrainerView, TrainingRecord
+from swansongd.model import Ahead, CheckpointId, CommitRef, TrainerView, TrainingRecord
 
 BYTES_MAX = 2**18
 _FACTS_MAX = 16
@@ -30,7 +30,7 @@ def facts_of(record: TrainingRecord) -> dict[str, Any]:
         "closed_starts": list(record.closed_starts),
         "retained": [[each.step, each.nonce, each.is_final] for each in record.retained],
         "owes_checkpoint": record.owes_checkpoint,
-        "owed_above": record.owed_above,
+        "owed_above": astuple(record.owed_above),
         "ahead": None if record.ahead is None else asdict(record.ahead),
     }
 
@@ -49,7 +49,7 @@ def parse(facts: Mapping[str, Any]) -> TrainingRecord:
         closed_starts=_names(facts, "closed_starts"),
         retained=tuple(_set(each) for each in bounds.items(facts["retained"], "sets", KNOWN_MAX)),
         owes_checkpoint=bounds.boolean(facts["owes_checkpoint"], "owes_checkpoint"),
-        owed_above=bounds.integer(facts["owed_above"], "owed_above", 0, bounds.GENERATION_MAX),
+        owed_above=_commit(facts["owed_above"]),
         ahead=_ahead(facts["ahead"]),
     )
 
@@ -61,6 +61,17 @@ def _set(value: Any) -> CheckpointId:
     return CheckpointId(
         bounds.integer(fields[0], "step", 0, bounds.STEP_MAX),
         bounds.identifier(fields[1], "nonce"),
+        bounds.boolean(fields[2], "is_final"),
+    )
+
+
+def _commit(value: Any) -> CommitRef:
+    fields = bounds.items(value, "a commit", 3)
+    if len(fields) != 3:
+        raise bounds.BoundsError("a commit has no step, or does not say whether it is final")
+    return CommitRef(
+        bounds.integer(fields[0], "generation", 0, bounds.GENERATION_MAX),
+        bounds.integer(fields[1], "step", 0, bounds.STEP_MAX),
         bounds.boolean(fields[2], "is_final"),
     )
 

@@ -752,6 +752,20 @@ def test_a_commit_from_before_the_request_is_no_answer_to_it() -> None:
     assert not any(verdict.startswith("SAFE") for verdict in node.final)
 
 
+def test_ranks_that_began_again_behind_owe_until_they_have_passed_the_commit() -> None:
+    """Under the same job start readers take the commit of the greatest step."""
+    node = with_a_part_on_its_way()
+    node.tell(CommitDone(node.last(CommitManifest).flush_id, CommitRef(3, 20)))
+    node.counted(CommitRef(3, 20), 2)
+    node.tell(TrainerProgress(1, 4, start_id="b"))
+    assert node.state.owes_checkpoint
+    node.tell(TrainerProgress(1, 21))
+    node.seal_part(21)
+    node.counted(node.commit_own_part(), 2)
+    assert node.state.last_complete == CommitRef(3, 21)
+    assert not node.state.owes_checkpoint
+
+
 def test_a_job_on_one_vm_that_begins_again_behind_is_another_start() -> None:
     """Else nothing of it would be committed before it passes the newest commit."""
     node = Node()

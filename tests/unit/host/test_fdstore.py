@@ -257,7 +257,7 @@ def a_training_record(**changes: Any) -> TrainingRecord:
         closed_starts=("b",),
         retained=(CheckpointId(4, "abc"), CheckpointId(5, "abc", is_final=True)),
         owes_checkpoint=True,
-        owed_above=3,
+        owed_above=CommitRef(3, 7, is_final=True),
         ahead=Ahead("e1", 7, is_unknown=True),
     )
     return replace(made, **changes)
@@ -292,6 +292,8 @@ def with_trainer(**changes: object) -> dict[str, object]:
         {"closed_starts": ["x"] * 1000},
         {"owes_checkpoint": 1},
         {"owed_above": -1},
+        {"owed_above": [3, 7]},
+        {"owed_above": [3, -7, False]},
         {"retained": [[3, "abc"]]},
         {"retained": [[3, "../ x", False]]},
         {"ahead": {}},
