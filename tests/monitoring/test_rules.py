@@ -124,6 +124,35 @@ def test_the_docs_describe_exactly_these_alerts() -> None:
     )
 
 
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        ("docs/operations/scrape.md", "swansong.prom"),
+        ("docs/operations/monitoring.md", "swansong.prom"),
+        ("daemon/swansongd/swansong.example.toml", "swansong.prom"),
+        ("docs/operations/exporter.md", "swansong-exporter.prom"),
+    ],
+)
+def test_the_alert_on_the_textfile_watches_the_file_of_the_daemon_only(
+    page: str, file: str
+) -> None:
+    """The file of a timer is often older than a minute, and must not page."""
+    text = (REPOSITORY / page).read_text()
+    written = re.findall(r'^(?:# )?textfile = "(.*?)"|\bmv \S+ (\S+\.prom)$', text, re.MULTILINE)
+    (path,) = ("".join(groups) for groups in written)
+    assert path.rpartition("/")[2] == file
+    watched = re.search(r'file=~"(.*?)"', ALERTS["SwansongTextfileOld"]["expr"])
+    assert watched
+    is_watched = re.fullmatch(watched[1].replace(r"\\", "\\"), path) is not None
+    assert is_watched == (file == "swansong.prom")
+
+
+def test_the_docs_name_the_file_that_the_alert_watches() -> None:
+    """The alert never fires for a textfile of another name."""
+    text = (REPOSITORY / "docs/operations/scrape.md").read_text()
+    assert re.search(r"SwansongTextfileOld.*\n.*by its name.*`swansong\.prom`", text)
+
+
 def test_the_texts_of_the_alerts_are_plain_english() -> None:
     """The rules of the docs hold for texts that people read at night."""
     for name, alert in ALERTS.items():
