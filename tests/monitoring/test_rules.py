@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import yaml
+from swansongd.errors import ConfigError
 
 from testkit import REPOSITORY
 
@@ -151,6 +152,16 @@ def test_the_docs_name_the_file_that_the_alert_watches() -> None:
     """The alert never fires for a textfile of another name."""
     text = (REPOSITORY / "docs/operations/scrape.md").read_text()
     assert re.search(r"SwansongTextfileOld.*\n.*by its name.*`swansong\.prom`", text)
+
+
+def test_the_docs_name_the_limit_of_the_alert_on_the_textfile() -> None:
+    """A daemon that refuses its configuration has no textfile: only other alerts show that."""
+    text = (REPOSITORY / "docs/operations/scrape.md").read_text()
+    limit = re.search(r"^A daemon that ends by itself.*\n.*$", text, re.MULTILINE)
+    assert limit
+    assert f"exit code {ConfigError.exit_code} " in limit[0]
+    assert set(re.findall(r"`(Swansong\w+)`", limit[0])) < ALERTS.keys()
+    assert "SwansongRunWithoutDaemon" in limit[0]
 
 
 def test_the_texts_of_the_alerts_are_plain_english() -> None:
