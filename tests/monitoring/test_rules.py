@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import yaml
 from swansongd.errors import ConfigError
+from swansongd.exporter import reader
 
 from testkit import REPOSITORY
 
@@ -162,6 +163,17 @@ def test_the_docs_name_the_limit_of_the_alert_on_the_textfile() -> None:
     assert f"exit code {ConfigError.exit_code} " in limit[0]
     assert set(re.findall(r"`(Swansong\w+)`", limit[0])) < ALERTS.keys()
     assert "SwansongRunWithoutDaemon" in limit[0]
+
+
+@pytest.mark.parametrize("name", ["SwansongEvacuationLost", "SwansongEvacuationPartial"])
+def test_the_exporter_reads_an_idle_run_twice_while_an_alert_looks_back(name: str) -> None:
+    """A run that was idle for days ends in an evacuation: its alert must not be over at the reading."""
+    window = re.search(
+        r"time\(\) - swansong_run_last_evacuation_timestamp_seconds\{[^}]*\}\) < (\d+)",
+        ALERTS[name]["expr"],
+    )
+    assert window
+    assert int(window[1]) >= 2 * reader.IDLE_S_MAX
 
 
 def test_the_texts_of_the_alerts_are_plain_english() -> None:
