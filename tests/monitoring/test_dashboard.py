@@ -10,14 +10,16 @@ from __future__ import annotations
 import json
 import re
 import runpy
+import subprocess
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from testkit import REPOSITORY
 
-from .tables import LABELS_OF_ALL, MONITORING, OF_OTHERS, metrics_of, selectors, tables
+from .tables import LABELS_OF_ALL, MONITORING, OF_OTHERS, metrics_of, selectors, tables, tool
 
 DASHBOARD: dict[str, Any] = json.loads((MONITORING / "grafana/swansong.json").read_text())
 PANELS: list[dict[str, Any]] = [each for each in DASHBOARD["panels"] if each["type"] != "row"]
@@ -114,6 +116,47 @@ def test_the_colours_fit_a_light_and_a_dark_page() -> None:
     """Grafana's named colours differ between its themes; a colour by number would not."""
     text = json.dumps(DASHBOARD)
     assert not re.search(r'"#[0-9a-fA-F]{3,8}"|rgba?\(', text)
+
+
+def test_no_panel_counts_drills_as_evacuations() -> None:
+    """A drill each day would hide the share of the evacuations that ended PARTIAL or LOST."""
+    known = tables()
+    seen = set()
+    for title, expression in expressions():
+        for metric in metrics_of(expression):
+            if "drill" in known.labels.get(metric, ()):
+                seen.add(title)
+                count = len(re.findall(rf"\b{metric}\b", expression))
+                assert count == len(
+                    re.findall(rf'\b{metric}\{{[^}}]*drill="no"[^}}]*\}}', expression)
+                ), title
+    assert seen == {"Runs", "Verdicts", "Newest verdict"}
+
+
+@pytest.mark.parametrize(
+    ("finished", "last_step_s", "counts"),
+    [(0, 86_000, True), (1, 86_000, False), (0, 79_000, False)],
+    ids=["in training", "finished", "abandoned"],
+)
+def test_the_lowest_ettr_is_that_of_a_run_in_training(
+    tmp_path: Path, finished: int, last_step_s: int, counts: bool
+) -> None:
+    """Neither a finished run nor an abandoned one sets the tile for months."""
+    names = ("ettr_last_hour_ratio", "finished", "last_step_timestamp_seconds")
+    series = [
+        {"series": f'swansong_run_{name}{{run="{run}", store="s"}}', "values": f"{value}x1440"}
+        for run, values in (("a", (0.98, 0, 86_300)), ("b", (0.25, finished, last_step_s)))
+        for name, value in zip(names, values, strict=True)
+    ]
+    expression = dict(expressions())["ETTR of the last hour"].replace("$run", ".*")
+    sample = {"labels": "{}", "value": 0.25 if counts else 0.98}
+    query = {"expr": expression, "eval_time": "1d", "exp_samples": [sample]}
+    test = {"interval": "1m", "input_series": series, "promql_expr_test": [query]}
+    path = tmp_path / "ettr_test.yml"
+    path.write_text(json.dumps({"tests": [test]}))
+    command = [tool("promtool"), "test", "rules", str(path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
 
 
 def test_all_panels_follow_the_variables() -> None:

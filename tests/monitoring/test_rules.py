@@ -11,6 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
+from swansongd.errors import ConfigError
+from swansongd.exporter import reader
 
 from testkit import REPOSITORY
 
@@ -122,6 +124,56 @@ def test_the_docs_describe_exactly_these_alerts() -> None:
     assert sorted(described) == sorted(
         (name, pages[alert["labels"]["severity"]]) for name, alert in ALERTS.items()
     )
+
+
+@pytest.mark.parametrize(
+    ("page", "file"),
+    [
+        ("docs/operations/scrape.md", "swansong.prom"),
+        ("docs/operations/monitoring.md", "swansong.prom"),
+        ("daemon/swansongd/swansong.example.toml", "swansong.prom"),
+        ("docs/operations/exporter.md", "swansong-exporter.prom"),
+    ],
+)
+def test_the_alert_on_the_textfile_watches_the_file_of_the_daemon_only(
+    page: str, file: str
+) -> None:
+    """The file of a timer is often older than a minute, and must not page."""
+    text = (REPOSITORY / page).read_text()
+    written = re.findall(r'^(?:# )?textfile = "(.*?)"|\bmv \S+ (\S+\.prom)$', text, re.MULTILINE)
+    (path,) = ("".join(groups) for groups in written)
+    assert path.rpartition("/")[2] == file
+    watched = re.search(r'file=~"(.*?)"', ALERTS["SwansongTextfileOld"]["expr"])
+    assert watched
+    is_watched = re.fullmatch(watched[1].replace(r"\\", "\\"), path) is not None
+    assert is_watched == (file == "swansong.prom")
+
+
+def test_the_docs_name_the_file_that_the_alert_watches() -> None:
+    """The alert never fires for a textfile of another name."""
+    text = (REPOSITORY / "docs/operations/scrape.md").read_text()
+    assert re.search(r"SwansongTextfileOld.*\n.*by its name.*`swansong\.prom`", text)
+
+
+def test_the_docs_name_the_limit_of_the_alert_on_the_textfile() -> None:
+    """A daemon that refuses its configuration has no textfile: only other alerts show that."""
+    text = (REPOSITORY / "docs/operations/scrape.md").read_text()
+    limit = re.search(r"^A daemon that ends by itself.*\n.*$", text, re.MULTILINE)
+    assert limit
+    assert f"exit code {ConfigError.exit_code} " in limit[0]
+    assert set(re.findall(r"`(Swansong\w+)`", limit[0])) < ALERTS.keys()
+    assert "SwansongRunWithoutDaemon" in limit[0]
+
+
+@pytest.mark.parametrize("name", ["SwansongEvacuationLost", "SwansongEvacuationPartial"])
+def test_the_exporter_reads_an_idle_run_twice_while_an_alert_looks_back(name: str) -> None:
+    """A run that was idle for days ends in an evacuation: its alert must not be over at the reading."""
+    window = re.search(
+        r"time\(\) - swansong_run_last_evacuation_timestamp_seconds\{[^}]*\}\) < (\d+)",
+        ALERTS[name]["expr"],
+    )
+    assert window
+    assert int(window[1]) >= 2 * reader.IDLE_S_MAX
 
 
 def test_the_texts_of_the_alerts_are_plain_english() -> None:

@@ -33,8 +33,11 @@ FAILURES_MAX = 3
 """After this number of runs that failed, the others wait for the next reading."""
 IDLE_SHARE = 60
 """A run without a new object for an hour is read after a further minute, and so on."""
-IDLE_S_MAX = 3600.0
-"""A run is read at least at this interval."""
+IDLE_S_MAX = 1800.0
+"""A run is read at least at this interval.
+
+The alerts on evacuations look back one hour: a reading must follow well before the end of that hour.
+"""
 FOLDER_S = 600.0
 """A folder without a run is examined again after this time."""
 REFUSED_S = 600.0
@@ -268,7 +271,7 @@ class StoreReader:
             return self._readers[name]
 
     def _postpone(self, name: str, idle_s: float) -> None:
-        """Read the run again after this time, but not sooner than the interval and within an hour."""
+        """Read the run again after this time, but not sooner than the interval, and within half an hour."""
         wait_s = min(max(idle_s, self._interval_s / 2), max(IDLE_S_MAX, self._interval_s))
         with self._lock:
             self._due_mono_s[name] = self._monotonic() + wait_s

@@ -36,7 +36,7 @@ variable "subnets" {
 variable "security_groups" {
   type        = list(string)
   default     = []
-  description = "Out to S3, Systems Manager and the Auto Scaling service; in only for SSH with key_name. Empty: the VPC's default."
+  description = "Out to S3, Systems Manager and the Auto Scaling service; in only for SSH with key_name and Prometheus. Empty: the VPC's default."
 }
 
 variable "key_name" {
@@ -193,6 +193,19 @@ resource "aws_autoscaling_group" "vm" {
   tag {
     key                 = "Name"
     value               = local.group
+    propagate_at_launch = true
+  }
+
+  # monitoring/prometheus/scrape.example.yml finds the VM by these two.
+  tag {
+    key                 = "swansong"
+    value               = "true"
+    propagate_at_launch = true
+  }
+
+  tag {
+    key                 = "run"
+    value               = var.run
     propagate_at_launch = true
   }
 }

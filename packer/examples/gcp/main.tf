@@ -137,6 +137,10 @@ resource "google_compute_instance_template" "vm" {
   name_prefix  = "swansong-"
   machine_type = var.machine_type
 
+  # monitoring/prometheus/scrape.example.yml finds the VM by these two.
+  tags   = ["swansong"]
+  labels = { run = var.run }
+
   disk {
     source_image = "projects/${var.project}/global/images/family/${var.image_name}"
     boot         = true

@@ -591,7 +591,7 @@ def test_with_a_key_only_signed_objects_count(store: MemoryStore) -> None:
 
 
 def test_an_idle_run_is_read_less_often(store: MemoryStore) -> None:
-    """An hour after its newest object a run waits a minute more, and never longer than an hour."""
+    """An hour after its newest object a run waits a minute more, and never longer than half an hour."""
     age_s = 0.0
     store.clock = lambda: 10_000_000.0
     for key in store.objects:
@@ -611,8 +611,8 @@ def test_an_idle_run_is_read_less_often(store: MemoryStore) -> None:
     assert is_read(60.0)
     age_s = 1e6
     assert is_read(120.0)
-    assert not is_read(3500.0)
-    assert is_read(100.0)
+    assert not is_read(1750.0)
+    assert is_read(50.0)
 
 
 def test_a_named_run_may_begin_later(store: MemoryStore) -> None:

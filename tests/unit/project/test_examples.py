@@ -128,6 +128,9 @@ def test_startup_script_is_executable() -> None:
 
 # ---------------------------------------------------------------- Terraform
 
+SCRAPE = yaml.safe_load((REPOSITORY / "monitoring/prometheus/scrape.example.yml").read_text())
+MONITORING_PAGE = (REPOSITORY / "docs/operations/monitoring.md").read_text()
+
 
 def terraform(cloud: str) -> tuple[str, dict[str, Any]]:
     text = (PACKER / "examples" / cloud / "main.tf").read_text()
@@ -254,3 +257,56 @@ def test_example_configuration_has_the_lines_that_are_edited() -> None:
         assert len(re.findall(rf"^{line}", EXAMPLE, re.MULTILINE)) == 1, line
     body = tomllib.loads(EXAMPLE)
     assert ("name" in body["run"], "url" in body["store"]) == (True, True)
+
+
+# ---------------------------------------------------------------- names for service discovery
+
+
+def jobs(discovery: str) -> list[dict[str, Any]]:
+    """The jobs of the scrape example that find VMs in this way."""
+    return [job for job in SCRAPE["scrape_configs"] if discovery in job]
+
+
+def of_the_vm(job: dict[str, Any], prefix: str) -> set[str]:
+    """The tags or labels of a VM that the job reads."""
+    sources = [
+        source for rule in job["relabel_configs"] for source in rule.get("source_labels", ())
+    ]
+    return {source.removeprefix(prefix) for source in sources if source.startswith(prefix)}
+
+
+def test_the_scrape_example_finds_the_vms_of_the_aws_example() -> None:
+    """Each new VM has the tags that the jobs filter on, and the tag with the name of its run."""
+    _, body = terraform("aws")
+    (group,) = blocks(body, "aws_autoscaling_group")
+    tags = {
+        tag["key"].strip('"'): tag["value"].strip('"')
+        for tag in group["tag"]
+        if tag["propagate_at_launch"] is True
+    }
+    found = jobs("ec2_sd_configs")
+    assert len(found) == 2
+    for job in found:
+        for config in job["ec2_sd_configs"]:
+            for each in config["filters"]:
+                kind, _, key = each["name"].partition(":")
+                if kind == "tag":
+                    assert tags[key] in each["values"]
+                    assert f"Key={key},Value={tags[key]} " in MONITORING_PAGE
+    assert of_the_vm(found[0], "__meta_ec2_tag_") == {"run"}
+    assert tags["run"] == "${var.run}"
+    assert "Key=run,Value=my-run" in MONITORING_PAGE
+
+
+def test_the_scrape_example_finds_the_vms_of_the_gcp_example() -> None:
+    """Each VM has the network tag that the job keeps, and the label with the name of its run."""
+    _, body = terraform("gcp")
+    (template,) = blocks(body, "google_compute_instance_template")
+    tags = [tag.strip('"') for tag in template["tags"]]
+    (job,) = jobs("gce_sd_configs")
+    (kept,) = (rule["regex"] for rule in job["relabel_configs"] if rule.get("action") == "keep")
+    assert re.fullmatch(kept, f",{','.join(tags)},")
+    assert f"--tags {','.join(tags)}\n" in MONITORING_PAGE
+    assert of_the_vm(job, "__meta_gce_label_") == {"run"}
+    assert template["labels"] == {"run": "${var.run}"}
+    assert "--labels run=my-run\n" in MONITORING_PAGE
