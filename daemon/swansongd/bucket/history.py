@@ -8,7 +8,7 @@ object never makes a report fail: it is marked or counted.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from heapq import nlargest
@@ -35,6 +35,8 @@ FAREWELLS_MAX = 1000
 """Number of newest farewells that are read: an evacuation may leave a dozen."""
 STORED_MAX = 500_000
 """Number of stored objects that are listed: 500 requests."""
+OUTLIVED_S = 120.0
+"""An evacuation whose deadline was this long before the end of the VM was a drill, or was withdrawn."""
 _READS = 16
 
 
@@ -220,6 +222,27 @@ def read_evacuations(
         farewells_left_out=len(listed) - done,
         damaged=tuple(damaged),
     )
+
+
+def last_evacuation(
+    evacuations: Iterable[RecordedEvacuation],
+    ended_wall_s: float,
+    usual_grace_s: Callable[[RecordedEvacuation], float],
+) -> RecordedEvacuation | None:
+    """The evacuation during which a VM ended; None if the VM outlived all of them.
+
+    Args:
+        evacuations: those of one generation.
+        ended_wall_s: end of the generation.
+        usual_grace_s: time from the opening to the deadline, for an evacuation without a recorded deadline.
+    """
+
+    def is_outlived(each: RecordedEvacuation) -> bool:
+        grace_s = usual_grace_s(each) if each.deadline_s is None else each.deadline_s
+        return ended_wall_s > each.opened_wall_s + grace_s + OUTLIVED_S
+
+    possible = (each for each in evacuations if not is_outlived(each))
+    return max(possible, key=lambda each: each.opened_wall_s, default=None)
 
 
 def _farewells(

@@ -37,8 +37,6 @@ from swansongd.util.units import human_s
 EVACUATIONS_MAX = 1000
 _MANIFESTS_MAX = 5
 """Newest commits among which a readable manifest is looked for."""
-_OUTLIVED_S = 120.0
-"""An evacuation whose deadline was this long before the end of the VM was a drill, or was withdrawn."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -316,13 +314,15 @@ def _kinds(
 
 def _evacuation(read: _Bucket, each: Interruption) -> RecordedEvacuation | None:
     """The evacuation before the end of the VM; None without one."""
-    found = [
-        evacuation
-        for evacuation in read.evacuations
-        if evacuation.generation == each.after_generation
-        and each.ended_wall_s <= evacuation.opened_wall_s + _grace_s(read, evacuation) + _OUTLIVED_S
-    ]
-    return max(found, key=lambda evacuation: evacuation.opened_wall_s, default=None)
+    return history.last_evacuation(
+        (
+            evacuation
+            for evacuation in read.evacuations
+            if evacuation.generation == each.after_generation
+        ),
+        each.ended_wall_s,
+        lambda evacuation: _grace_s(read, evacuation),
+    )
 
 
 def _grace_s(read: _Bucket, evacuation: RecordedEvacuation) -> float:

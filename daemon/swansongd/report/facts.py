@@ -3,11 +3,12 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from swansongd.bucket.farewell import RecordedEvacuation
-from swansongd.bucket.history import RunHistory
+from swansongd.bucket.history import RunHistory, last_evacuation
 from swansongd.bucket.lives import Lives
 from swansongd.core.ledger import Resumption
 from swansongd.model import Verdict
@@ -40,7 +41,7 @@ class Story:
     resumption: Resumption | None
     picture: Picture
     was_outlived: bool = False
-    """The VM lived on: its generation has a later evacuation."""
+    """The VM lived on: it ended long after the deadline, or during another evacuation."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,16 +92,23 @@ def report(
 def stories(
     evacuations: Sequence[RecordedEvacuation], lives: Lives, loss: Loss | None
 ) -> list[Story]:
-    """Each evacuation; the last one of a VM comes with the interruption that ended the VM's generation."""
+    """Each evacuation; the one during which a VM ended comes with the interruption."""
     interruptions = (
         {} if loss is None else {each.after_generation: each for each in loss.interruptions}
     )
     resumptions = {life.generation: life.resumption for life in lives.lives}
-    last = {(each.generation, each.node): each.evacuation_id for each in evacuations}
+    of_vms = defaultdict[tuple[int, int], list[RecordedEvacuation]](list)
+    for each in evacuations:
+        of_vms[each.generation, each.node].append(each)
     found = []
     for each in evacuations:
-        is_last = last[each.generation, each.node] == each.evacuation_id
-        ended = interruptions.get(each.generation) if is_last else None
+        of_vm, ended = of_vms[each.generation, each.node], interruptions.get(each.generation)
+        last = (
+            of_vm[-1] if ended is None else last_evacuation(of_vm, ended.ended_wall_s, _recorded_s)
+        )
+        was_outlived = each is not last
+        if was_outlived:
+            ended = None
         resumed = None if ended is None else resumptions.get(ended.generation)
         found.append(
             Story(
@@ -108,10 +116,15 @@ def stories(
                 interruption=ended,
                 resumption=resumed,
                 picture=picture(course(each, ended, resumed)),
-                was_outlived=not is_last,
+                was_outlived=was_outlived,
             )
         )
     return found
+
+
+def _recorded_s(recorded: RecordedEvacuation) -> float:
+    """Length of the timeline: the VM lived at least until its last entry."""
+    return recorded.timeline[-1].at_s if recorded.timeline else 0.0
 
 
 def sentences(story: Story) -> Iterator[str]:
