@@ -23,7 +23,7 @@ from testkit import past_run
 from testkit.memory_store import MemoryStore
 
 CHROMIUM = shutil.which("chromium")
-PHONE_PIXELS = 360
+PHONES_PIXELS = (345, 360)
 HARNESS = """<!DOCTYPE html><link rel="icon" href="data:,"><body>
 <iframe id="f" src="/report" style="width: %d px; height: 800px; border: 0"></iframe>
 <pre id="found"></pre>
@@ -39,6 +39,12 @@ document.getElementById("f").onload = function () {
     images: page.images.length, scripts: page.scripts.length,
     outside: bars.filter(bar => bar.left < -1 || bar.right > root.clientWidth + 1).length,
     bars: bars.length,
+    texts: page.querySelectorAll("svg text").length,
+    clipped: [...page.querySelectorAll("svg text")].filter(text => {
+      const box = text.getBoundingClientRect(), svg = text.ownerSVGElement.getBoundingClientRect();
+      return box.left < svg.left - 1 || box.right > svg.right + 1
+        || box.top < svg.top - 1 || box.bottom > svg.bottom + 1;
+    }).map(text => text.textContent),
   });
 };
 </script></body>"""
@@ -62,7 +68,8 @@ def site() -> Iterator[Site]:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             served.requests.append(self.path)
-            pages = {"/report": served.report, "/harness": HARNESS % (PHONE_PIXELS, PHONE_PIXELS)}
+            pages = {"/report": served.report}
+            pages |= {f"/harness{width}": HARNESS % (width, width) for width in PHONES_PIXELS}
             body = pages.get(self.path, "").encode()
             self.send_response(200 if body else 404)
             self.send_header("Content-Type", "text/html; charset=utf-8")
@@ -112,7 +119,7 @@ def browse(profile: Path, *options: str) -> subprocess.CompletedProcess[str]:
     )
 
 
-def measured(site: Site, profile: Path, scheme: str) -> dict[str, Any]:
+def measured(site: Site, profile: Path, scheme: str, width: int) -> dict[str, Any]:
     """Measures of the page on a phone."""
     preferred = {"dark": 0, "light": 1}[scheme]
     done = browse(
@@ -120,7 +127,7 @@ def measured(site: Site, profile: Path, scheme: str) -> dict[str, Any]:
         f"--blink-settings=preferredColorScheme={preferred}",
         "--virtual-time-budget=5000",
         "--dump-dom",
-        f"{site.url}/harness",
+        f"{site.url}/harness{width}",
     )
     assert "CONSOLE" not in done.stderr, done.stderr
     match = re.search(r'<pre id="found">(.+?)</pre>', done.stdout, re.DOTALL)
@@ -137,12 +144,14 @@ def luminance(colour: str) -> float:
 
 
 @pytest.mark.fault("O41")
-def test_the_page_on_a_phone(site: Site, tmp_path: Path) -> None:
-    """No horizontal scroll, no request, no script; light and dark differ, and both are legible."""
-    light = measured(site, tmp_path, "light")
-    dark = measured(site, tmp_path, "dark")
+@pytest.mark.parametrize("width", PHONES_PIXELS)
+def test_the_page_on_a_phone(site: Site, tmp_path: Path, width: int) -> None:
+    """No horizontal scroll, clipped text, request or script; light and dark differ, and both are legible."""
+    light = measured(site, tmp_path, "light", width)
+    dark = measured(site, tmp_path, "dark", width)
     for found in (light, dark):
-        assert found["scroll_width"] <= found["width"] == PHONE_PIXELS
+        assert found["scroll_width"] <= found["width"] == width
+        assert (found["clipped"], found["texts"] > 50) == ([], True)
         assert (found["images"], found["scripts"], found["outside"]) == (0, 0, 0)
         assert (found["pictures"], found["bars"] > 50) == (5, True)
         assert "<script>" in found["title"]  # the run name is a text
@@ -150,7 +159,7 @@ def test_the_page_on_a_phone(site: Site, tmp_path: Path) -> None:
         assert (values[1] + 0.05) / (values[0] + 0.05) > 7
     assert luminance(light["back"]) > 0.9
     assert luminance(dark["back"]) < 0.1
-    assert set(site.requests) == {"/harness", "/report"}
+    assert set(site.requests) == {f"/harness{width}", "/report"}
 
 
 def test_the_page_on_paper(site: Site, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def _training(recorded: RecordedEvacuation, interruption: Interruption | None) -
     ended_s = interruption.ended_wall_s - recorded.opened_wall_s
     resumed_s = max(ended_s, interruption.resumed_wall_s - recorded.opened_wall_s)
     about = "about " if interruption.is_estimated else ""
-    note = f"until {about}step {interruption.last_step}, then from {interruption.start_step}"
+    note = f"to {about}step {interruption.last_step}, then from {interruption.start_step}"
     return Lane(
         "Training",
         note,
@@ -165,8 +165,8 @@ def _training(recorded: RecordedEvacuation, interruption: Interruption | None) -
 def _grace(recorded: RecordedEvacuation) -> Lane | None:
     if recorded.deadline_s is None or recorded.deadline_s <= 0:
         return None
-    named = f"{recorded.source}: " if recorded.source else ""
-    note = f"{named}{human_span(recorded.deadline_s)} until the deadline"
+    note = human_span(recorded.deadline_s)
+    note += f", from {recorded.source}" if recorded.source else " until the deadline"
     return Lane(
         "Notice", note, (Bar("grace", 0.0, recorded.deadline_s),), "The time that the cloud leaves."
     )
@@ -218,7 +218,7 @@ def _request(entries: Sequence[Entry]) -> Lane | None:
         else human_span(to_s - asked.at_s)
     )
     if step is not None:
-        note += f" agree on step {step:.0f}"
+        note += f", step {step:.0f}"
     return Lane(
         "Request",
         note,
@@ -317,7 +317,7 @@ def _follow_ups(entries: Sequence[Entry]) -> Lane | None:
     note = f"{committed} of {len(bars)} committed"
     step = _number(_last(entries, "committed"), "step")
     if step is not None:
-        note += f", newest step {step:.0f}"
+        note += f", step {step:.0f}"
     return Lane(
         "Follow-ups",
         note,

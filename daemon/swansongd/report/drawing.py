@@ -7,6 +7,7 @@ their size.
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -28,6 +29,8 @@ LANE_PIXELS = 36
 HEADING_PIXELS = 26
 RATES_PIXELS = 64
 CHART_PIXELS = 120
+NOTE_CHARACTERS = 39
+"""Characters in one line above the bars of a lane: the width of a phone with 345 pixels."""
 COMMITS_MAX = 200
 """Commits in one picture: more would be narrower than a pixel."""
 STACKS_MAX = 20
@@ -52,6 +55,12 @@ class Row:
     top: int
     heading: str = ""
     lane: PlacedLane | None = None
+    note_lines: tuple[str, ...] = ("",)
+    """The note of the lane; its first line follows the name."""
+
+    @property
+    def bars_top(self) -> int:
+        return self.top + 17 + (len(self.note_lines) - 1) * LABEL_PIXELS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,7 +83,7 @@ class Gantt:
     @property
     def stretches(self) -> tuple[tuple[int, int], ...]:
         """Top and bottom of vertical lines: through all bars, and through no text."""
-        lanes = tuple((row.top + 14, row.top + 33) for row in self.rows if row.lane)
+        lanes = tuple((row.bars_top - 3, row.bars_top + 16) for row in self.rows if row.lane)
         return (*lanes, (self.rates_top, self.axis_top)) if self.rates else lanes
 
 
@@ -92,8 +101,9 @@ def gantt(picture: Picture) -> Gantt:
         rows.append(Row(y, heading=heading))
         y += HEADING_PIXELS
         for lane in lanes:
-            rows.append(Row(y, lane=lane))
-            y += LANE_PIXELS
+            note_lines = _note_lines(lane)
+            rows.append(Row(y, lane=lane, note_lines=note_lines))
+            y += LANE_PIXELS + (len(note_lines) - 1) * LABEL_PIXELS
     rates_top = y + HEADING_PIXELS
     lanes_bottom = rates_top + RATES_PIXELS if picture.rates else y
     break_rows = 1 + max((each.row for each in picture.breaks), default=-1)
@@ -110,6 +120,12 @@ def gantt(picture: Picture) -> Gantt:
         ticks=tuple((tick, human_time(tick.time_s)) for tick in picture.ticks),
         has_next_vm=bool(picture.next_vm),
     )
+
+
+def _note_lines(lane: PlacedLane) -> tuple[str, ...]:
+    """The note in lines that fit a phone: SVG does not wrap text."""
+    lines = textwrap.wrap(lane.note, NOTE_CHARACTERS, initial_indent=" " * len(lane.name))
+    return tuple(line.strip() for line in lines) or ("",)
 
 
 # ---------------------------------------------------------------- commits, ETTR and loss

@@ -59,7 +59,7 @@ def test_the_lanes_of_a_preemption(past: history.RunHistory) -> None:
     assert (bar.kind, bar.from_s, bar.to_s) == ("work", 1.4, 15.2)
     (follow_up,) = lane(made, "Follow-ups").bars
     assert (follow_up.kind, follow_up.from_s, follow_up.to_s) == ("work", 52.5, 95.2)
-    assert lane(made, "Follow-ups").note == "1 of 1 committed, newest step 5119"
+    assert lane(made, "Follow-ups").note == "1 of 1 committed, step 5119"
 
 
 def test_the_parts_of_the_resumption_are_those_of_the_loss(past: history.RunHistory) -> None:

@@ -17,7 +17,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.lives import Lives
 from swansongd.cli import report_text
 from swansongd.observe.loss import Interruption, Loss
-from swansongd.report import facts, page
+from swansongd.report import drawing, facts, page
 from swansongd.report.facts import Amount, Report, sentences
 
 from testkit import past_run
@@ -139,6 +139,18 @@ def test_the_newest_commit_is_one_that_a_restore_can_take(past: Report) -> None:
     plain = "\n".join(line.plain for line in report_text.lines(found))
     assert f"newest step {commits.commits[-2].ref.step}" in plain
     assert re.search(r"^ +1 newer ones are not whole$", plain, re.MULTILINE), "not cut off"
+
+
+def test_a_long_note_takes_several_lines(past: Report) -> None:
+    """SVG does not wrap text: the lines fit a phone, contain the whole note, and push the bars down."""
+    lane = past.stories[0].picture.old_vm[0]
+    for note in ("until about step 173,040,000, then from 161,170,000", "w" * 64, ""):
+        long = replace(past.stories[0].picture, old_vm=(replace(lane, note=note), lane))
+        _, row, below, *_ = drawing.gantt(long).rows
+        assert len(lane.name + row.note_lines[0]) <= drawing.NOTE_CHARACTERS
+        assert max(map(len, row.note_lines)) <= drawing.NOTE_CHARACTERS
+        assert "".join(row.note_lines).replace(" ", "") == note.replace(" ", "")
+        assert below.top - row.bars_top == drawing.LANE_PIXELS - 17
 
 
 def test_every_picture_has_a_title(past: Report) -> None:
