@@ -100,7 +100,7 @@ def test_the_rehearsal_changes_nothing_and_copies_nothing(
     attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No memory is allocated for the copy, and parameters, optimizer and generators stay as they are."""
-    monkeypatch.setattr("swansong.torch.Arena", None)
+    monkeypatch.setattr("swansong._torch.arena.Arena", None)
     model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
     optimizer = torch.optim.AdamW(model.parameters())
     before = {key: value.clone() for key, value in model.state_dict().items()}

@@ -5,6 +5,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from swansong import protocol
+
 from swansongd.core import arrival, emergency, gpus, notices
 from swansongd.core.events import (
     Conclude,
@@ -20,6 +22,8 @@ from swansongd.model import (
     Verdict,
 )
 
+SETTLE_S = 10.0
+"""A verdict waits this long for sets that still settle: five times the default of ``trainer.settle_s``."""
 _MERIT = {Verdict.LOST: 0, Verdict.PARTIAL: 1, Verdict.SAFE: 2}
 
 
@@ -29,7 +33,7 @@ def reconcile(transition: Transition) -> None:
         return
     evacuation = _remember_ahead(transition)
     is_waiting = _is_waiting(transition, evacuation)
-    is_undecided = is_waiting or _is_busy(transition.state, evacuation)
+    is_undecided = is_waiting or _is_busy(transition.state, evacuation, transition.now)
     is_out_of_time = transition.left_s <= 0
     if is_undecided and not is_out_of_time:
         if not is_waiting:
@@ -70,7 +74,13 @@ def _is_waiting(transition: Transition, evacuation: Evacuation) -> bool:
     return (request is not None and request.is_waiting) or emergency.will_repeat(transition)
 
 
-def _is_busy(state: State, evacuation: Evacuation) -> bool:
+def _settles(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
+    """Whether a set of a trainer without hooks may settle soon; one that is torn never does."""
+    is_new = now_mono_s < evacuation.opened_mono_s + SETTLE_S
+    return is_new and any(protocol.parse_partial_name(name) is None for name in state.pending)
+
+
+def _is_busy(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
     """Whether sealed sets may still become commits."""
     if state.is_answered or state.overtaken_by is not None:
         return False
@@ -81,7 +91,7 @@ def _is_busy(state: State, evacuation: Evacuation) -> bool:
         not has_scanned
         or bool(state.uncommitted)
         or bool(state.stored)
-        or bool(state.pending)
+        or _settles(state, evacuation, now_mono_s)
         or state.generation is None
         or (state.part is not None and not evacuation.is_precaution)
     )

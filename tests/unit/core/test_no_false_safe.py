@@ -264,7 +264,7 @@ def test_a_save_from_before_the_notice_is_no_answer(*, signals_trainer: bool) ->
     story.notice(60, LOGIND_SOURCE)
     if signals_trainer:
         story.tell(SignalSent(story.last(SignalTrainer).request_id, 77))
-    story.now += 11
+    story.now += 4
     settles()
     story.wait(0.1)
     assert story.verdicts == []
