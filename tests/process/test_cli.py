@@ -207,7 +207,7 @@ def test_a_write_error_of_the_target_does_not_select_an_older_commit(place: Plac
     """A write exceeds a limit: the exit code is 15, the older commit is not restored, no file is left."""
     commit(place.store, {"a": b"small"}, step=50)
     commit(place.store, FILES, step=100)
-    limited = 'ulimit -f 8; exec "$@"'
+    limited = 'ulimit -f 8; PYTHONDONTWRITEBYTECODE=1 exec "$@"'
     done = subprocess.run(
         ["bash", "-c", limited, "bash", *place.command("restore", "--to", str(place.to))],
         capture_output=True,
