@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from functools import total_ordering
+from math import inf
 
 
 class Severity(IntEnum):
@@ -398,8 +399,15 @@ class TrainerView:
     """The first step that it reported on this connection, or of its last start; -1 before."""
     is_connected: bool = True
     """False after the connection ended, while the process may still reconnect."""
+    left_mono_s: float = -inf
+    """When its connection ended, while it is not connected; of a trainer of an earlier daemon: long ago."""
     process_start: int = 0
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
+
+    @property
+    def is_of_earlier_life(self) -> bool:
+        """Whether it was connected to an earlier life of the daemon, and not to this one."""
+        return self.connection < 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,8 @@ from swansongd.model import TrainerView
 
 RECONNECT_S = 10.0
 """The hooks reconnect to a restarted daemon within this time."""
+EXIT_S = 1.0
+"""The end of a process closes its connection first: within this time both are one event."""
 ENDED_BY_VERDICT = frozenset({LOGIND_SOURCE, HOST_SOURCE, ASG_SOURCE})
 """Sources that end the VM as soon as it has a verdict."""
 

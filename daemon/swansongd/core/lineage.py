@@ -121,7 +121,12 @@ def record_started(transition: Transition, trainer: TrainerView, *, before_mono_
         # The trainer may have sealed sets since then: the newest commit was unknown during an outage.
         old = [staged for staged in state.staged if trainer.start_id not in staged.starts]
         # Its predecessor may still count as connected.  Each set carries the id of the start that sealed it.
-        others = {t.start_id for t in state.connected if t.rank != trainer.rank}
+        # After a restart of the daemon, the other ranks of the same start may connect later.
+        others = {
+            t.start_id
+            for t in state.trainers
+            if t.rank != trainer.rank and (t.is_connected or t.is_of_earlier_life)
+        }
         closed = [s for s in state.starts if s != trainer.start_id and s not in others]
         leave(transition, old, closed=closed)
     _note_older_commit(transition, step)

@@ -260,20 +260,14 @@ def rebuilt(state: State) -> State:
 
 
 def _without_reports(trainer: TrainerView) -> TrainerView:
-    return TrainerView(
+    return replace(
+        restart.identity(trainer),
         connection=trainer.connection,
-        pid=trainer.pid,
-        process_start=trainer.process_start,
-        rank=trainer.rank,
-        world_size=trainer.world_size,
-        local_world_size=trainer.local_world_size,
-        node=trainer.node,
-        nodes=trainer.nodes,
         step=trainer.step,
         takes_periodic=trainer.takes_periodic,
         takes_follow_ups=trainer.takes_follow_ups,
         is_connected=trainer.is_connected,
+        left_mono_s=trainer.left_mono_s,
         greeted_mono_s=trainer.greeted_mono_s,
-        start_id=trainer.start_id,
         start_step=trainer.start_step,
     )

@@ -139,8 +139,8 @@ def record_job_start(transition: Transition, name: str) -> None:
     if follow_up is not None and follow_up.is_waiting:
         request.fail(transition, follow_up, "the job was started again")
     dropped = _drop_all(transition)
-    connected = {trainer.start_id for trainer in state.connected}
-    lineage.close(transition, [start for start in state.starts if start not in connected])
+    present = {trainer.start_id for trainer in state.trainers}
+    lineage.close(transition, [start for start in state.starts if start not in present])
     transition.state = replace(
         transition.state,
         job_start_id=name,

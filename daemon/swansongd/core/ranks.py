@@ -58,10 +58,12 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
         return
     others = tuple(t for t in state.trainers if t.connection != event.connection)
     if not event.exited:
-        away = replace(gone, is_connected=False)
+        away = replace(gone, is_connected=False, left_mono_s=transition.now)
         transition.state = replace(state, trainers=(*others, away))
         return
-    if state.evacuation is not None and arrival.is_step_unknown(state, gone):
+    has_just_left = transition.now - gone.left_mono_s < arrival.EXIT_S
+    is_unknown = arrival.is_step_unknown(state, gone) and not has_just_left
+    if state.evacuation is not None and is_unknown:
         transition.evacuation = replace(state.evacuation, has_unknown=True)
     transition.state = replace(transition.state, trainers=others)
     emergency.record_rank_ended(transition, gone.rank)

@@ -25,7 +25,7 @@ def record_of(state: State) -> TrainingRecord:
     """The record for the next life of the daemon."""
     return TrainingRecord(
         trainers=tuple(
-            _identity(trainer) for trainer in state.trainers if trainer.process_start > 0
+            identity(trainer) for trainer in state.trainers if trainer.process_start > 0
         )[-KNOWN_MAX:],
         starts=state.starts,
         closed_starts=state.closed_starts,
@@ -67,7 +67,7 @@ def resumed(state: State, record: TrainingRecord, running: Sequence[TrainerView]
     )
 
 
-def _identity(trainer: TrainerView) -> TrainerView:
+def identity(trainer: TrainerView) -> TrainerView:
     """The trainer without its connection, steps and measurements, in a form that compares equal."""
     return TrainerView(
         connection=0,

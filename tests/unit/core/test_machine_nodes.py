@@ -828,3 +828,13 @@ def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
     node.wait(0.1)
     assert node.final
     assert not any(verdict.startswith("SAFE") for verdict in node.final)
+
+
+def test_a_rank_without_a_connection_keeps_its_start_at_a_job_start() -> None:
+    """It has lost its connection for a moment; else all sets with its start would be abandoned."""
+    node = Node()
+    node.begin("first", step=-1)
+    node.tell(TrainerProgress(1, 7, start_id="b"))
+    node.leave(1, exited=False)
+    node.tell(JobStarted("second"))
+    assert "b" not in node.state.closed_starts

@@ -295,3 +295,38 @@ def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:
     story.wait(0.1)
     assert story.all(Exit)
     assert story.state.last_complete == CommitRef(2, 880)
+
+
+@pytest.mark.parametrize("is_restoring", [True, False])
+def test_the_end_of_a_process_makes_no_step_unknown(*, is_restoring: bool) -> None:
+    """Its connection ends first, moments before the process: nothing was trained in between."""
+    story = committed()
+    if is_restoring:
+        story.leave()
+        story.join(2, pid=200, step=-1)
+    lose_gpu(story)
+    story.notice(60)
+    connection = 2 if is_restoring else 1
+    story.leave(connection, exited=False)
+    story.now += 0.05
+    story.leave(connection)
+    story.scan()
+    story.wait(1)
+    assert story.verdicts == ["SAFE generation 2 step 3"]
+
+
+def test_a_rank_that_reconnects_later_keeps_its_start() -> None:
+    """The first of two ranks shows, after a restart of the daemon, that their line was left."""
+    story = Story()
+    for rank in (0, 1):
+        story.join(rank + 1, rank=rank, ranks=2, step=9, start_id=f"new-{rank}")
+    story.seal(9, "old", start_id="gone")
+    story.store_all()
+    after = story.restarted()
+    after.staging.clear()
+    after.scan()
+    after.now += 1
+    after.join(11, rank=0, ranks=2, step=4, start_id="new-0")
+    after.tell(TrainerProgress(11, 4))
+    assert after.state.generation is None  # the line was left
+    assert not {"new-0", "new-1"} & set(after.state.closed_starts)
