@@ -18,11 +18,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from swansong import protocol
 from swansongd.cli.client import DaemonClient
@@ -35,6 +35,8 @@ from testkit.emulators.store_server import StoreServer
 from testkit.rig import Process, Vm
 from testkit.strict_bucket import ACCOUNT
 from testkit.waiting import until
+
+T = TypeVar("T")
 
 MIB = 2**20
 COMPLETE_S, COMPLETE_PART_S = 0.05, 0.02
@@ -207,27 +209,55 @@ def _quantile(values: list[float], share: float) -> float:
     return ordered[max(0, -(-len(ordered) * round(100 * share) // 100) - 1)]
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--evacuations", type=int, default=50, help="number over all sizes")
-    parser.add_argument("--per-vm", type=int, default=4, help="evacuations of one VM")
-    parser.add_argument("--json", type=Path, help="file for the outcomes")
+def command(
+    name: str,
+    description: str | None,
+    measure: Callable[[Size, int, int], list[T]],
+    show: Callable[[dict[str, list[T]]], str],
+    *,
+    evacuations: int,
+    per_vm: int,
+) -> None:
+    """Measure each size, print the tables, and write them with ``--write``.
+
+    Args:
+        name: of the command, as in the page.
+        description: for ``--help``.
+        measure: size, number of evacuations, and of those of one VM, to data classes.
+        show: these by size, as a table.
+        evacuations, per_vm: defaults.
+    """
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument(
-        "--write", action="store_true", help="write the table into docs/performance/"
+        "--evacuations", type=int, default=evacuations, help="number over all sizes"
+    )
+    parser.add_argument("--per-vm", type=int, default=per_vm, help="evacuations of one VM")
+    parser.add_argument("--json", type=Path, help="file for the results")
+    parser.add_argument(
+        "--write", action="store_true", help="write the tables into docs/performance/"
     )
     options = parser.parse_args()
-    outcomes = {}
+    results: dict[str, list[T]] = {}
     for index, size in enumerate(SIZES):
         share = (options.evacuations + len(SIZES) - 1 - index) // len(SIZES)
-        outcomes[size.name] = measured(size, share, options.per_vm)
+        results[size.name] = measure(size, share, options.per_vm)
         if options.json:
-            plain = {name: [asdict(each) for each in found] for name, found in outcomes.items()}
+            plain: dict[str, list[Any]] = {
+                size_name: [asdict(each) for each in found]  # type: ignore[call-overload]
+                for size_name, found in results.items()
+            }
             options.json.write_text(json.dumps(plain))
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    text = f"{table(outcomes)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
+    text = (
+        f"{show(results)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
+    )
     print(text)
     if options.write:
-        write_page("python -m bench.plans", text)
+        write_page(name, text)
+
+
+def main() -> None:
+    command("python -m bench.plans", __doc__, measured, table, evacuations=50, per_vm=4)
 
 
 if __name__ == "__main__":

@@ -12,25 +12,20 @@ have fit: its data is stored the reserve before the deadline, and its manifest b
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
-import os
 import random
 import re
 import secrets
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 from swansong import protocol
 from swansongd.cli.client import DaemonClient
 
-from bench.plans import NOTICE_S, SIZES, Size, SlowS3, report_of, running_vm
-from bench.transfer.results import write_page
+from bench.plans import NOTICE_S, Size, SlowS3, command, report_of, running_vm
 from testkit.emulators.store_control import StoreControl
 from testkit.emulators.store_server import StoreServer
 from testkit.rig import Process
@@ -171,26 +166,7 @@ def _by_distance(found: list[Judgement]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--evacuations", type=int, default=51, help="number over all sizes")
-    parser.add_argument("--per-vm", type=int, default=6, help="evacuations of one VM")
-    parser.add_argument("--json", type=Path, help="file for the judgements")
-    parser.add_argument(
-        "--write", action="store_true", help="write the tables into docs/performance/"
-    )
-    options = parser.parse_args()
-    judgements = {}
-    for index, size in enumerate(SIZES):
-        share = (options.evacuations + len(SIZES) - 1 - index) // len(SIZES)
-        judgements[size.name] = judged(size, share, options.per_vm)
-        if options.json:
-            plain = {name: [asdict(each) for each in found] for name, found in judgements.items()}
-            options.json.write_text(json.dumps(plain))
-    load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    text = f"{table(judgements)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
-    print(text)
-    if options.write:
-        write_page("python -m bench.plans_edge", text)
+    command("python -m bench.plans_edge", __doc__, judged, table, evacuations=51, per_vm=6)
 
 
 if __name__ == "__main__":
