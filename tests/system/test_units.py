@@ -17,6 +17,7 @@ import pytest
 from botocore.configprovider import BOTOCORE_DEFAUT_SESSION_VARIABLES
 from swansongd.cli.main import EXIT_CODES
 from swansongd.errors import ConfigError, FencedError
+from swansongd.host import fdstore
 
 from testkit import REPOSITORY
 
@@ -184,8 +185,9 @@ def test_no_restart_after_a_permanent_error() -> None:
 
 
 def test_systemd_stores_the_descriptors_that_outlive_a_restart() -> None:
-    """The store has room for the listening socket, the delay lock (old and new) and the live notices."""
-    assert int(settings(UNITS / "swansongd.service")["FileDescriptorStoreMax"][0]) >= 4
+    """The store has room for each kind that the daemon stores, and for two delay locks."""
+    kinds = {fdstore.LISTENER, fdstore.LOCK, fdstore.NOTICES, fdstore.GPUS, fdstore.TRAINING}
+    assert int(settings(UNITS / "swansongd.service")["FileDescriptorStoreMax"][0]) >= len(kinds) + 1
 
 
 @pytest.mark.fault("H03")
