@@ -81,7 +81,7 @@ def _slack_escaped(text: str) -> str:
 
 
 def _pagerduty(facts: Mapping[str, object], routing_key: str) -> dict[str, object]:
-    """A verdict has the group of its notice: one incident for an evacuation, which SAFE resolves."""
+    """All notices and verdicts of a VM are one incident, which SAFE or the end of all notices resolves."""
     return {
         "routing_key": routing_key,
         "event_action": "resolve" if facts["over"] else "trigger",

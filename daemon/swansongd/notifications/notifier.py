@@ -6,7 +6,6 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
 
 import structlog
@@ -14,7 +13,6 @@ import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import Action, Event
 from swansongd.core.state import State
-from swansongd.notifications import webhook
 from swansongd.notifications.command import Command
 from swansongd.notifications.delivery import warm
 from swansongd.notifications.heartbeat import Heartbeat
@@ -22,19 +20,23 @@ from swansongd.notifications.record import Record
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.conditions import Watch
 from swansongd.observe.heartbeat import Stretch, continued, why_silent
-from swansongd.observe.notifications import Notification, Origin, caused
-from swansongd.util.rates import TokenBucket
+from swansongd.observe.notifications import (
+    DRILLS,
+    NOTICES,
+    Notification,
+    Origin,
+    caused,
+    end_of,
+)
 
 SETTLE_S = 15.0
 """A condition that holds, or has ended, for a shorter time causes no notification."""
-AT_ONCE, PER_S = 20, 1 / 60
-"""Notifications of one kind: at once, and on average.  A source may invent any number of notices."""
-_SEEN_MAX = 500
 _LOOK_S = 1.0
 _FAULT_S = 60.0
 _WARM_S = 5.0
 """Imports for the first notification begin this long after the start, which has more urgent work."""
 _KILL_S = 0.5
+GROUPS = frozenset({NOTICES, DRILLS})
 
 _log = structlog.get_logger(__name__)
 
@@ -58,11 +60,9 @@ class Notifier:
         self._webhook = Webhook(config, origin, record) if config.has_webhook else None
         self._command = Command(config, origin, record) if config.exec else None
         self._heartbeat = Heartbeat(config, self._why_silent) if config.has_heartbeat else None
-        self._watch = Watch(settle_s, set(record.begun))
-        self._seen: OrderedDict[str, None] = OrderedDict()
-        self._rates: dict[str, TokenBucket] = {}
-        self._lock = threading.Lock()
-        self._limited = 0
+        self._watch = Watch(settle_s, {each for each in record.begun if each not in GROUPS})
+        self._settle_s = settle_s
+        self._answered_mono_s: dict[str, float] = {}
         self._latest: tuple[State, float] | None = None
         self._stretch: Stretch | None = None
         self._never = threading.Event()
@@ -86,7 +86,7 @@ class Notifier:
         self._latest = (after, now_mono_s)
         self._stretch = continued(self._stretch, after, now_mono_s)
         for made in caused(before, after, actions, now_mono_s=now_mono_s, wall_s=time.time()):
-            self._put(made, now_mono_s)
+            self._put(made)
 
     def report(self) -> dict[str, object]:
         """The JSON fields of the status."""
@@ -94,7 +94,7 @@ class Notifier:
             "webhook": None if self._webhook is None else self._webhook.outbox.report(),
             "exec": None if self._command is None else self._command.outbox.report(),
             "heartbeat": None if self._heartbeat is None else self._heartbeat.report(),
-            "limited": self._limited,
+            "limited": 0 if self._webhook is None else self._webhook.limited,
         }
 
     def begin_close(self) -> None:
@@ -112,28 +112,11 @@ class Notifier:
             self._command.stop()
             self._command.outbox.drain(_KILL_S)
 
-    def _put(self, notification: Notification, now_mono_s: float) -> None:
-        with self._lock:
-            if notification.ends:
-                self._forget(notification.ends)
-            if notification.key in self._seen:
-                return
-            self._seen[notification.key] = None
-            if len(self._seen) > _SEEN_MAX:
-                self._seen.popitem(last=False)
-            rate = self._rates.setdefault(notification.kind, TokenBucket(AT_ONCE, PER_S))
-            if not rate.take(now_mono_s):
-                self._limited += 1
-                return
-        for sender in (self._webhook, self._command):
-            if sender is not None:
-                sender.put(notification)
-
-    def _forget(self, beginning: str) -> None:
-        """A notice that was withdrawn may come again.  The command does not run for it again."""
-        for key in [key for key in self._seen if key.startswith(beginning)]:
-            del self._seen[key]
-        self._record.forget(f"{webhook.NAME} {beginning}")
+    def _put(self, notification: Notification) -> None:
+        if self._webhook is not None:
+            self._webhook.put(notification)
+        if self._command is not None:
+            self._command.put(notification)
 
     def _look(self) -> None:
         """Watch the conditions, beside the decision loop: their computation takes a millisecond."""
@@ -152,8 +135,19 @@ class Notifier:
         state, _ = self._latest
         now_mono_s = time.monotonic()
         for made in self._watch.look(state, now_mono_s=now_mono_s, wall_s=time.time()):
-            self._put(made, now_mono_s)
-        self._record.set_begun(frozenset(self._watch.begun))
+            self._put(made)
+        told = frozenset[str]() if self._webhook is None else self._webhook.open
+        for group in GROUPS:
+            self._end(group, group in told, state, now_mono_s)
+        self._record.set_begun(frozenset(self._watch.begun) | (told & GROUPS))
+
+    def _end(self, group: str, is_open: bool, state: State, now_mono_s: float) -> None:
+        """End a problem whose end was not told: a notice was withdrawn while no daemon ran."""
+        made = end_of(group, state, time.time()) if is_open else None
+        if made is None:
+            self._answered_mono_s.pop(group, None)
+        elif now_mono_s - self._answered_mono_s.setdefault(group, now_mono_s) >= self._settle_s:
+            self._put(made)
 
     def _why_silent(self) -> str:
         if self._latest is None:

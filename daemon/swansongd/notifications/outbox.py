@@ -21,6 +21,7 @@ class Entry:
     """A notification that waits, or that is being sent."""
 
     notification: Notification
+    number: int = 0
     due_mono_s: float = 0.0
     attempts: int = 0
 
@@ -31,6 +32,9 @@ class Entry:
 
 class Outbox:
     """Notifications from any thread for one worker.  Urgent ones come first, then in their order.
+
+    Those of one group are always sent in their order, also after a retry: a problem whose begin arrives after
+    its end would stay open.  A new one ends the pause of the earlier ones of its group.
 
     A full outbox drops the oldest entry that is not urgent, else the oldest one.
 
@@ -45,6 +49,7 @@ class Outbox:
         self._monotonic = monotonic
         self._changed = threading.Condition()
         self._waiting: list[Entry] = []
+        self._number = 0
         self._in_progress: Entry | None = None
         self._is_draining = False
         self._sent = 0
@@ -68,7 +73,11 @@ class Outbox:
         with self._changed:
             if len(self._waiting) >= self._entries_max:
                 self._drop()
-            self._waiting.append(Entry(notification))
+            for entry in self._waiting:
+                if entry.notification.group == notification.group:
+                    entry.due_mono_s = 0.0
+            self._number += 1
+            self._waiting.append(Entry(notification, self._number))
             self._changed.notify_all()
 
     def refuse(self) -> None:
@@ -104,6 +113,7 @@ class Outbox:
                 self._last_error = str(printable(error))
                 entry.due_mono_s = self._monotonic() + after_s
                 self._waiting.append(entry)
+                self._waiting.sort(key=lambda each: each.number)
             self._changed.notify_all()
 
     def _note(self, error: str) -> None:
@@ -127,15 +137,22 @@ class Outbox:
         entry = self._in_progress
         return (entry is not None and entry.is_urgent) or any(e.is_urgent for e in self._waiting)
 
+    def _heads(self) -> list[Entry]:
+        """The first entry of each group, oldest first."""
+        heads: dict[str, Entry] = {}
+        for entry in self._waiting:
+            heads.setdefault(entry.notification.group, entry)
+        return list(heads.values())
+
     def _due(self) -> Entry | None:
         now = self._monotonic()
-        due = [e for e in self._waiting if e.due_mono_s <= now or self._is_draining]
+        due = [e for e in self._heads() if e.due_mono_s <= now or self._is_draining]
         return next((e for e in due if e.is_urgent), due[0] if due else None)
 
     def _wait_s(self) -> float | None:
         if not self._waiting:
             return None
-        return max(0.0, min(e.due_mono_s for e in self._waiting) - self._monotonic())
+        return max(0.0, min(e.due_mono_s for e in self._heads()) - self._monotonic())
 
     def _drop(self) -> None:
         victim = next((e for e in self._waiting if not e.is_urgent), self._waiting[0])

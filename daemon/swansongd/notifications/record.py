@@ -51,6 +51,12 @@ class Record:
         with self._lock:
             return key in self._sent
 
+    def sent(self, sender: str) -> list[str]:
+        """Keys of the notifications of this sender, oldest first, without its name."""
+        beginning = f"{sender} "
+        with self._lock:
+            return [k.removeprefix(beginning) for k in self._sent if k.startswith(beginning)]
+
     def add(self, key: str) -> None:
         """Record that this notification needs no further attempt."""
         with self._lock:

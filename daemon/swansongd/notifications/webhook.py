@@ -4,6 +4,9 @@
 from __future__ import annotations
 
 import threading
+import time
+from collections import OrderedDict
+from dataclasses import replace
 from random import SystemRandom
 
 import structlog
@@ -14,10 +17,14 @@ from swansongd.notifications import secret_files
 from swansongd.notifications.bodies import of_preset, read_template
 from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
 from swansongd.notifications.outbox import Outbox
-from swansongd.notifications.record import Record
-from swansongd.observe.notifications import Notification, Origin
+from swansongd.notifications.record import BEGUN_MAX, Record
+from swansongd.observe.notifications import Kind, Notification, Origin
+from swansongd.util.rates import TokenBucket
 
 NAME = "webhook"
+AT_ONCE, PER_S = 20, 1 / 60
+"""Notifications of one kind: at once, and on average.  A source may invent any number of notices."""
+_KNOWN_MAX = 500
 ATTEMPTS_MAX = 10
 """Over about four minutes."""
 _BACKOFF_S = 1.0
@@ -57,6 +64,9 @@ def request_for(config: NotifyConfig, origin: Origin, notification: Notification
 class Webhook:
     """One thread that sends the notifications of its outbox.  Each is sent at least once, or given up.
 
+    A known notification is sent again if it ends a problem that is open for the receiver, and a verdict also
+    if it opens one again: the last message about a problem always has its present state.
+
     Args:
         config: with a webhook.
         origin: of all notifications.
@@ -74,6 +84,12 @@ class Webhook:
         backoff_s: float = _BACKOFF_S,
     ) -> None:
         self.outbox = Outbox()
+        self.limited = 0
+        """Notifications that were not queued, because there were too many of their kind."""
+        self._known = OrderedDict.fromkeys(record.sent(NAME))
+        self._open = set(record.begun)
+        self._rates: dict[str, TokenBucket] = {}
+        self._lock = threading.Lock()
         self._config = config
         self._origin = origin
         self._record = record
@@ -83,11 +99,55 @@ class Webhook:
     def start(self) -> None:
         threading.Thread(target=self._run, name="notify-webhook", daemon=True).start()
 
+    @property
+    def open(self) -> frozenset[str]:
+        """Groups whose last message was not their end."""
+        with self._lock:
+            return frozenset(self._open)
+
     def put(self, notification: Notification) -> None:
-        """Queue a notification, unless its kind is not wanted or it was sent already."""
-        is_wanted = notification.kind.value in self._config.kinds
-        if is_wanted and not self._record.has(_key(notification)):
-            self.outbox.put(notification)
+        """Queue a notification, unless it is known, of an unwanted kind, or one of too many."""
+        with self._lock:
+            if notification.ends:
+                self._forget(notification.ends)
+                if notification.group not in self._open:
+                    notification = replace(notification, is_over=True)  # an end opens no problem
+            if not self._is_due(notification):
+                return
+            if notification.key in self._known:  # another event, which needs another id
+                again = f"{notification.key}/{notification.wall_s:.3f}"
+                notification = replace(notification, key=again)
+            self._known[notification.key] = None
+            if len(self._known) > _KNOWN_MAX:
+                self._known.popitem(last=False)
+            self._open.discard(notification.group)
+            if not notification.is_over and len(self._open) < BEGUN_MAX:
+                self._open.add(notification.group)
+            self.outbox.put(
+                notification
+            )  # within the lock: the order of a group is that of its states
+
+    def _is_due(self, notification: Notification) -> bool:
+        is_open = notification.group in self._open
+        if is_open and notification.is_over:
+            return (
+                True  # whatever its kind and the rate: the receiver would never close the problem
+            )
+        if notification.kind.value not in self._config.kinds:
+            return False
+        is_back = notification.kind is Kind.VERDICT and not (is_open or notification.is_over)
+        if notification.key in self._known and not is_back:
+            return False
+        rate = self._rates.setdefault(notification.kind, TokenBucket(AT_ONCE, PER_S))
+        is_admitted = rate.take(time.monotonic())
+        self.limited += not is_admitted
+        return is_admitted
+
+    def _forget(self, beginning: str) -> None:
+        """A notice that was withdrawn may come again."""
+        for key in [key for key in self._known if key.startswith(beginning)]:
+            del self._known[key]
+        self._record.forget(f"{NAME} {beginning}")
 
     def _run(self) -> None:
         while True:

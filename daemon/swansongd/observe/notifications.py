@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from swansongd.core.evacuation import is_drill as is_of_drills
 from swansongd.core.events import Action, Conclude, RecordResumption
 from swansongd.core.nodes import PEER_SOURCE
 from swansongd.core.state import State
@@ -21,6 +22,8 @@ from swansongd.util.printable import printable
 TEXT_CHARS_MAX = 500
 DRILL = "drill"
 """Source of the notices of ``swansong drill``."""
+NOTICES, DRILLS = "notices", "drills"
+"""Groups: all notices of this VM are one problem, and so are all drills."""
 
 
 class Kind(StrEnum):
@@ -61,7 +64,7 @@ class Notification:
     """With the end of a notice: beginning of the keys that count as new from now on."""
     kind: Kind
     is_over: bool = False
-    """The problem has ended."""
+    """The problem has ended: the condition, or every notice is gone or answered by SAFE."""
     summary: str
     importance: Importance
     wall_s: float
@@ -151,13 +154,11 @@ def _of_notices(
     before: State, after: State, now_mono_s: float, wall_s: float
 ) -> list[Notification]:
     live_before, live_after = _live(before), _live(after)
-    found = []
-    for identity, notice in live_after.items():
-        known = live_before.get(identity)
-        if known is not None and _group_of_notice(known) != _group_of_notice(notice):
-            found.append(_notice_over(known, after, wall_s, "it has become more urgent"))
-        if known is None or known.severity < notice.severity:
-            found.append(_of_notice(notice, after, now_mono_s, wall_s))
+    found = [
+        _of_notice(notice, after, now_mono_s, wall_s)
+        for identity, notice in live_after.items()
+        if identity not in live_before or live_before[identity].severity < notice.severity
+    ]
     found += [
         _notice_over(notice, after, wall_s)
         for identity, notice in live_before.items()
@@ -190,8 +191,9 @@ def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -
         words = "an evacuation is rehearsed, and this VM continues"
     return Notification(
         key=f"notice/{notice.identity}/{urgency}",
-        group=_group_of_notice(notice),
+        group=_group(is_drill=is_drill),
         kind=Kind.NOTICE,
+        is_over=is_answered(state, is_drill=is_drill),
         summary=text(f"{head}: {words}"),
         importance=Importance.INFO if is_drill else Importance.WARNING,
         wall_s=wall_s,
@@ -204,16 +206,16 @@ def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -
     )
 
 
-def _notice_over(notice: Notice, state: State, wall_s: float, replaced: str = "") -> Notification:
+def _notice_over(notice: Notice, state: State, wall_s: float) -> Notification:
     is_outlived = notice.identity in state.concluded
     reason = "the VM has outlived the deadline" if is_outlived else "the notice was withdrawn"
-    reason = replaced or reason
+    is_drill = notice.source == DRILL
     return Notification(
         key=f"notice/{notice.identity}/over/{wall_s:.3f}",
-        ends="" if replaced else f"notice/{notice.identity}/",
-        group=_group_of_notice(notice),
+        ends=f"notice/{notice.identity}/",
+        group=_group(is_drill=is_drill),
         kind=Kind.NOTICE,
-        is_over=True,
+        is_over=is_answered(state, is_drill=is_drill),
         summary=text(f"Notice of {notice.source} ({notice.kind}) is over: {reason}"),
         importance=Importance.INFO,
         wall_s=wall_s,
@@ -225,20 +227,41 @@ def _notice_over(notice: Notice, state: State, wall_s: float, replaced: str = ""
     )
 
 
-def _group_of_notice(notice: Notice) -> str:
-    """The evacuation that answers the notice at once, else the notice itself."""
-    if notice.evacuation_id and notice.severity >= Severity.IMMINENT:
-        return f"evacuation/{notice.evacuation_id}"
-    return f"notice/{notice.identity}"
+def _group(*, is_drill: bool) -> str:
+    return DRILLS if is_drill else NOTICES
 
 
-def _group_of_verdict(evacuation_id: str, state: State) -> str:
-    """The group of the notice that the evacuation answers, of several of the most urgent one."""
+def end_of(group: str, state: State, wall_s: float) -> Notification | None:
+    """The end of the notices or drills, for receivers that were not told; None while they need an answer."""
+    if group not in (NOTICES, DRILLS) or not is_answered(state, is_drill=group == DRILLS):
+        return None
+    return Notification(
+        key=f"{group}/over/{wall_s:.3f}",
+        group=group,
+        kind=Kind.NOTICE,
+        is_over=True,
+        summary="No notice is in force, or SAFE answers it",
+        importance=Importance.INFO,
+        wall_s=wall_s,
+        step=state.training.step,
+        generation=state.generation,
+    )
+
+
+def is_answered(state: State, *, is_drill: bool) -> bool:
+    """Whether SAFE answers the most urgent notice in force, or none is in force.
+
+    Args:
+        is_drill: of the drills, otherwise of all other notices of this VM.
+    """
+    live = [notice for notice in _live(state).values() if (notice.source == DRILL) == is_drill]
+    if not live:
+        return True
     evacuation = state.evacuation
-    identities = frozenset[str]() if evacuation is None else evacuation.identities
-    answered = [n for n in _live(state).values() if n.identity in identities]
-    answered.sort(key=lambda notice: (-notice.severity, notice.deadline_mono_s, notice.identity))
-    return _group_of_notice(answered[0]) if answered else f"evacuation/{evacuation_id}"
+    if evacuation is None or evacuation.is_precaution or evacuation.verdict is not Verdict.SAFE:
+        return False
+    most_urgent = max(notice.severity for notice in live)
+    return any(n.severity == most_urgent and n.identity in evacuation.identities for n in live)
 
 
 def _is_of_peers(state: State) -> bool:
@@ -253,23 +276,32 @@ def _is_of_peers(state: State) -> bool:
 def _of_verdict(conclusion: Conclude, state: State, wall_s: float) -> Notification:
     commit = conclusion.commit
     evacuation = state.evacuation
-    source = "" if evacuation is None else evacuation.reason.partition(":")[0]
-    head = "Verdict of a drill" if source == DRILL else "Verdict"
+    is_drill = evacuation is not None and is_of_drills(evacuation.identities)
+    head = "Verdict of a drill" if is_drill else "Verdict"
     return Notification(
         key=f"verdict/{conclusion.evacuation_id}/{conclusion.verdict.value}",
-        group=_group_of_verdict(conclusion.evacuation_id, state),
+        group=_group(is_drill=is_drill),
         kind=Kind.VERDICT,
-        is_over=conclusion.verdict is Verdict.SAFE,
+        is_over=is_answered(state, is_drill=is_drill),
         summary=text(f"{head} {conclusion.verdict.value}: {conclusion.reason}"),
-        importance=Importance.INFO if source == DRILL else _OF_VERDICT[conclusion.verdict],
+        importance=Importance.INFO if is_drill else _OF_VERDICT[conclusion.verdict],
         wall_s=wall_s,
         step=None if commit is None else commit.step,
         generation=state.generation if commit is None else commit.generation,
         verdict=conclusion.verdict.value,
         reason=text(conclusion.reason),
-        source=text(source),
+        source=DRILL if is_drill else text(_source_of_verdict(state)),
         seconds_left=conclusion.slack_s,
     )
+
+
+def _source_of_verdict(state: State) -> str:
+    """The source that opened the evacuation, or that of a real notice that joined a drill."""
+    if state.evacuation is None:
+        return ""
+    opened_by = state.evacuation.reason.partition(":")[0]
+    joined = (n.source for n in _live(state).values() if n.source != DRILL)
+    return next(joined, "") if opened_by == DRILL else opened_by
 
 
 def _of_resumption(record: RecordResumption, wall_s: float) -> Notification:

@@ -12,8 +12,8 @@ from swansongd.notifications.outbox import Outbox
 from swansongd.observe.notifications import Kind, Notification, sample
 
 
-def made(name: str, kind: Kind = Kind.STALL) -> Notification:
-    return replace(sample(0.0), key=name, kind=kind)
+def made(name: str, kind: Kind = Kind.STALL, group: str = "") -> Notification:
+    return replace(sample(0.0), key=name, group=group or name, kind=kind)
 
 
 class Clock:
@@ -68,6 +68,34 @@ def test_a_retry_waits_while_other_notifications_are_sent() -> None:
     clock.now = 10.0
     entry = outbox.take()
     assert (entry.notification.key, entry.attempts) == ("a", 2)
+
+
+def test_a_retry_keeps_the_order_of_its_group() -> None:
+    """A problem whose begin arrives after its end would stay open.  A new message ends a pause."""
+    clock = Clock()
+    outbox = Outbox(monotonic=clock)
+    outbox.put(made("begin", group="g"))
+    outbox.take()
+    outbox.retry(60.0, "HTTP 503")
+    outbox.put(made("end", group="g"))
+    assert outbox.take().notification.key == "begin"
+    outbox.retry(60.0, "HTTP 503")
+    outbox.put(made("other"))
+    assert taken(outbox, 1) == ["other"]
+    clock.now = 60.0
+    assert taken(outbox, 2) == ["begin", "end"]
+
+
+def test_the_drain_keeps_the_order_of_a_group() -> None:
+    outbox = Outbox()
+    for name in ("begin", "end"):
+        outbox.put(made(name, Kind.VERDICT, group="g"))
+    assert outbox.take().notification.key == "begin"
+    outbox.retry(60.0, "HTTP 503")
+    outbox.begin_drain()
+    assert outbox.take().notification.key == "begin"
+    outbox.retry(60.0, "HTTP 503")
+    assert taken(outbox, 1) == ["end"]
 
 
 def test_the_drain_attempts_urgent_ones_at_once_and_returns_in_time() -> None:

@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A receiver such as PagerDuty shows open problems from the messages that it got."""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import event as label
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.config.notify import NotifyConfig
+from swansongd.core.events import Event, GenerationClaimed, NoticeRaised
+from swansongd.core.restart import record_of, resumed
+from swansongd.core.transition import HOST_SOURCE
+from swansongd.model import Notice, Severity, Verdict
+from swansongd.notifications.notifier import Notifier
+from swansongd.notifications.record import Record
+from swansongd.notifications.webhook import AT_ONCE
+from swansongd.observe.notifications import DRILL, DRILLS, NOTICES, Notification
+
+from testkit.story import Story
+
+WEBHOOK: dict[str, Any] = {"webhook_url": "http://127.0.0.1:9"}
+
+
+class Watched(Story):
+    """A daemon with a receiver.  Each message arrives at once, unless the receiver is away."""
+
+    def __init__(self, own_fd: int | None = None, **options: Any) -> None:
+        self.own_fd = own_fd
+        self.shows: dict[str, bool] = {}
+        """Groups, and whether each is open."""
+        self.got: list[Notification] = []
+        self.start_notifier()
+        super().__init__(**options)
+
+    def start_notifier(self, kinds: tuple[str, ...] = NotifyConfig().kinds) -> None:
+        self.record = Record(self.own_fd, boot_id="boot")
+        config = NotifyConfig(**WEBHOOK, kinds=kinds)
+        self.notifier = Notifier(config, run="run", vm="vm", record=self.record, settle_s=0.0)
+
+    def tell(self, event: Event) -> list[Any]:
+        before = self.state
+        actions = super().tell(event)
+        self.notifier.observe(before, self.state, event, actions, self.now)
+        self.deliver()
+        return actions
+
+    def deliver(self) -> None:
+        sender = self.notifier._webhook
+        assert sender is not None
+        while sender.outbox.report()["queued"]:
+            made = sender.outbox.take().notification
+            self.got.append(made)
+            self.shows[made.group] = not made.is_over
+            self.record.add(f"webhook {made.key}")
+            sender.outbox.finish()
+
+    def look(self) -> None:
+        """The thread that looks once a second."""
+        self.notifier._look_once()
+        self.deliver()
+
+    def restart(self, *, keeps_notices: bool = True) -> None:
+        """The daemon is killed, and the next one gets the record of the training and the notices."""
+        self.look()
+        kept = [n for n in self.state.notices.values() if n.identity not in self.state.concluded]
+        earlier = self.state
+        after = Story(claimed=False, staged=self.staging)
+        self.state = resumed(after.state, record_of(earlier), tuple(earlier.connected))
+        self.start_notifier()
+        self.now += 1
+        self.scan()
+        self.tell(GenerationClaimed(earlier.generation or 2, earlier.last_complete))
+        for notice in kept if keeps_notices else []:
+            self.tell(NoticeRaised(notice))
+
+    def save(self, step: int) -> None:
+        """The trainer answers the request of the evacuation."""
+        self.accept(step)
+        self.answer(step + 1, nonce=f"n{step}")
+        self.store_all()
+        self.wait(0.1)
+
+    @property
+    def in_force(self) -> list[Notice]:
+        """Notices of this VM, without drills."""
+        live = self.state.notices.values()
+        return [n for n in live if n.identity not in self.state.concluded and n.source != DRILL]
+
+    @property
+    def is_answered(self) -> bool:
+        """Whether SAFE answers one of the most urgent notices."""
+        evacuation = self.state.evacuation
+        if evacuation is None or evacuation.verdict is not Verdict.SAFE:
+            return False
+        urgency = max(notice.severity for notice in self.in_force)
+        answered = [n for n in self.in_force if n.identity in evacuation.identities]
+        return urgency in [notice.severity for notice in answered]
+
+
+@pytest.fixture
+def own_fd(tmp_path: Path) -> Iterator[int]:
+    fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
+    yield fd
+    os.close(fd)
+
+
+def trained(own_fd: int | None = None) -> Watched:
+    story = Watched(own_fd)
+    story.join(step=40)
+    return story
+
+
+def test_safe_answers_several_notices() -> None:
+    """They are one problem: SAFE ends it, although it answers three notices."""
+    story = trained()
+    story.notice(900, "aws.rebalance", severity=Severity.ADVISORY)
+    story.notice(100, "aws.spot")
+    story.notice(90, "gcp.preempted")
+    assert story.shows == {NOTICES: True}
+    story.save(40)
+    assert story.got[-1].verdict == "SAFE"
+    assert story.shows == {NOTICES: False}
+
+
+def test_the_shutdown_of_the_host_after_safe_opens_no_problem() -> None:
+    """It is reported, and is over from the beginning."""
+    story = trained()
+    story.notice(100)
+    story.save(40)
+    story.notice(60, HOST_SOURCE, severity=Severity.SHUTTING_DOWN)
+    assert (story.got[-1].urgency, story.got[-1].is_over) == ("shutting_down", True)
+    assert story.shows == {NOTICES: False}
+
+
+def test_one_of_two_notices_that_is_withdrawn_leaves_the_problem_open() -> None:
+    story = trained()
+    story.notice(100, "aws.spot")
+    story.notice(90, "gcp.preempted")
+    story.withdraw("gcp.preempted")
+    assert story.got[-1].ends
+    assert story.shows == {NOTICES: True}
+    story.withdraw("aws.spot")
+    assert story.shows == {NOTICES: False}
+
+
+def test_a_verdict_that_falls_and_rises_again_is_told_each_time(own_fd: int) -> None:
+    """Over a restart of the daemon, SAFE may become PARTIAL, and SAFE again."""
+    story = trained(own_fd)
+    story.notice(100)
+    story.save(40)
+    made = story.got[-1]
+    assert (made.verdict, story.shows) == ("SAFE", {NOTICES: False})
+    story.look()
+    story.start_notifier()
+    for verdict, is_over, opens in (("PARTIAL", False, True), ("SAFE", True, False)):
+        key = made.key.replace("SAFE", verdict)
+        changed = Notification(
+            key=key,
+            group=NOTICES,
+            kind=made.kind,
+            is_over=is_over,
+            verdict=verdict,
+            summary=verdict,
+            importance=made.importance,
+            wall_s=0.0,
+        )
+        for _ in range(2):  # the second one is a repetition
+            story.notifier._put(changed)
+            story.deliver()
+        assert story.shows == {NOTICES: opens}
+    assert [n.verdict for n in story.got] == ["", "SAFE", "PARTIAL", "SAFE"]
+    assert len({n.key for n in story.got}) == 4, "a receiver may ignore an id that it knows"
+
+
+def test_a_restart_after_safe_tells_nothing(own_fd: int) -> None:
+    story = trained(own_fd)
+    story.notice(100)
+    story.save(40)
+    told = len(story.got)
+    story.restart()
+    assert story.in_force
+    assert len(story.got) == told
+
+
+def test_a_notice_that_is_withdrawn_while_no_daemon_runs_is_over(own_fd: int) -> None:
+    story = trained(own_fd)
+    story.notice(100)
+    story.restart(keeps_notices=False)
+    assert story.shows == {NOTICES: True}
+    story.look()
+    assert story.shows == {NOTICES: False}
+    assert story.got[-1].summary == "No notice is in force, or SAFE answers it"
+    story.look()
+    assert [n.is_over for n in story.got] == [False, True]
+
+
+def test_a_flood_of_notices_leaves_no_problem_open() -> None:
+    """The rate drops messages of any kind, and never the end of a problem that the receiver knows."""
+    story = trained()
+    for number in range(3 * AT_ONCE):
+        story.notice(300, severity=Severity.ADVISORY, identity=f"i{number}")
+        story.withdraw()
+    story.notice(300, severity=Severity.ADVISORY, identity="last")
+    story.withdraw()
+    assert story.notifier.report()["limited"]
+    assert story.shows == {NOTICES: False}
+
+
+def test_the_end_of_an_unwanted_kind_still_ends_the_problem() -> None:
+    """Of ``kinds = ["verdict"]``: PARTIAL is told, and then the end of its notice."""
+    story = trained()
+    story.start_notifier(kinds=("verdict",))
+    story.notice(30)
+    story.wait(31)
+    assert [n.verdict for n in story.got] == ["LOST"]
+    assert story.shows == {NOTICES: True}
+    story.withdraw()
+    assert story.shows == {NOTICES: False}
+
+
+def test_a_drill_is_a_problem_of_its_own() -> None:
+    """SAFE on a drill does not end the problem of a real notice, which joins the drill's evacuation."""
+    story = trained()
+    story.notice(100, DRILL)
+    assert story.shows == {DRILLS: True}
+    story.notice(90, "aws.spot")
+    story.save(40)
+    verdict = story.got[-1]
+    assert (verdict.verdict, verdict.group, verdict.source) == ("SAFE", NOTICES, "aws.spot")
+    story.withdraw(DRILL)
+    assert story.shows == {NOTICES: False, DRILLS: False}
+
+
+STEPS = st.one_of(
+    st.tuples(
+        st.just("notice"),
+        st.sampled_from(["aws.spot", "aws.rebalance", "gcp.preempted", HOST_SOURCE, DRILL]),
+        st.sampled_from(list(Severity)),
+    ),
+    st.tuples(
+        st.just("withdraw"),
+        st.sampled_from(["aws.spot", "aws.rebalance", "gcp.preempted", HOST_SOURCE, DRILL]),
+    ),
+    st.tuples(st.sampled_from(["save", "wait", "restart"])),
+)
+
+
+@given(st.lists(STEPS, max_size=12))
+def test_the_receiver_shows_a_problem_as_long_as_a_notice_needs_an_answer(
+    steps: list[tuple[Any, ...]],
+) -> None:
+    """After any history: from a notice, or a verdict that falls, until SAFE or the end of all notices."""
+    with tempfile.TemporaryDirectory() as directory:
+        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            _follow(trained(fd), steps)
+        finally:
+            os.close(fd)
+
+
+def _follow(story: Watched, steps: list[tuple[Any, ...]]) -> None:
+    saved, needs, raised = 40, False, set[tuple[str, Severity]]()
+    for step in steps:
+        told = len(story.got)
+        match step:
+            case ("notice", source, severity):
+                story.notice(600, source, severity=severity)
+            case ("withdraw", source):
+                story.withdraw(source)
+            case ("wait",):
+                story.wait(100)
+            case ("restart",):
+                story.restart()
+            case _:
+                saved += 10
+                story.progress(saved)
+                if story.state.evacuation is not None and story.state.evacuation.request:
+                    story.save(saved)
+        live = {(n.identity, n.severity) for n in story.in_force}
+        has_fallen = any(
+            n.verdict not in ("", "SAFE") and n.group == NOTICES for n in story.got[told:]
+        )
+        needs = (
+            bool(live) and not story.is_answered and (needs or has_fallen or bool(live - raised))
+        )
+        raised = live
+        label(f"needs an answer: {needs}")
+        story.look()
+        assert story.shows.get(NOTICES, False) == needs
