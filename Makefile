@@ -106,7 +106,7 @@ image: $(STAMP)  ## make the image of the VMs with provision.sh, and print the c
 
 PICTURES := $(sort $(basename $(notdir $(wildcard testkit/*_picture.py testkit/*_pictures.py))))
 
-pictures: $(STAMP)  ## take the pictures of docs/operations again (Debian's prometheus, chromium and tmux)
+pictures: $(STAMP)  ## take the pictures of docs/operations again (Debian's prometheus, chromium, tmux, gcc and libc6-dev)
 	set -e; for each in $(PICTURES); do $(BIN)/python -m testkit.$$each; done
 
 terraform:  ## validate the AWS example against its provider (Terraform; a network or TERRAFORM_INIT=-plugin-dir=MIRROR)

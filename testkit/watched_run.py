@@ -11,7 +11,9 @@ from pathlib import Path
 from testkit import REPOSITORY, TRAINERS
 from testkit.clouds import Aws, Bucket
 from testkit.emulators.process import EmulatorProcess
+from testkit.fake_nvml import FakeNvml
 from testkit.prometheus import Prometheus
+from testkit.raw_server import Peer, RawServer
 from testkit.rig import BIN, Process, Vm
 from testkit.strict_bucket import ACCOUNT
 
@@ -28,6 +30,7 @@ class WatchedRun:
     trainer: Process
     aws: Aws
     bucket: Bucket
+    nvml: FakeNvml
     prometheus: Prometheus
 
     def evacuate(self) -> None:
@@ -44,9 +47,17 @@ class WatchedRun:
         self.daemon.lines.wait(event="verdict", verdict="PARTIAL")
 
 
+def _accept_all(peer: Peer) -> None:
+    """A receiver of notifications."""
+    while peer.request() is not None:
+        peer.answer(200, b"ok")
+
+
 @contextmanager
 def watched_run(directory: Path, *, warm: str | None = None) -> Iterator[WatchedRun]:
-    """Start everything, and wait for the first periodic commit.
+    """Start everything, and wait for the first periodic commit and its copy in the mirror.
+
+    The VM has a fake library of NVIDIA with one GPU.
 
     Args:
         directory: an existing directory.
@@ -60,9 +71,14 @@ def watched_run(directory: Path, *, warm: str | None = None) -> Iterator[Watched
             EmulatorProcess("testkit.emulators.s3_strict", "--port", "0", "--bucket", "ckpt")
         )
         aws, bucket = Aws(imds.url), Bucket(s3.url, "checkpoints")
+        receiver = stack.enter_context(RawServer(_accept_all))
+        nvml = FakeNvml(_made(directory / "nvml"))
         settings = {
             "metrics": {"listen": "127.0.0.1:0"},
             "trainer": {"follow_ups": False},
+            "mirror": {"url": f"file://{_made(directory / 'mirror')}"},
+            "notify": {"webhook_url": receiver.url},
+            "retention": {"in_daemon": True},
         }
         vm = stack.enter_context(
             Vm(
@@ -74,7 +90,7 @@ def watched_run(directory: Path, *, warm: str | None = None) -> Iterator[Watched
                 warm=warm,
             )
         )
-        daemon = vm.start_daemon(**ACCOUNT)
+        daemon = vm.start_daemon(**ACCOUNT, **nvml.environment)
         command = [str(BIN / "swansong"), "--config", str(vm.config), "exporter"]
         options = ["--listen", "127.0.0.1:0", "--interval", "5s", "--price", "spot=1.20"]
         exporter = vm.spawn([*command, *options], **ACCOUNT)
@@ -86,5 +102,10 @@ def watched_run(directory: Path, *, warm: str | None = None) -> Iterator[Watched
         # Smaller sets are no sample of the bandwidth, and the margin would be unknown.
         sizes = ("--every-steps", "100", "--size-bytes", "3000000")
         trainer = vm.start_trainer(*sizes, script=str(TRAINERS / "witness.py"))
-        daemon.lines.wait(event="committed")
-        yield WatchedRun(vm, daemon, trainer, aws, bucket, prometheus)
+        daemon.lines.wait(event="mirrored")
+        yield WatchedRun(vm, daemon, trainer, aws, bucket, nvml, prometheus)
+
+
+def _made(directory: Path) -> Path:
+    directory.mkdir()
+    return directory
