@@ -4,7 +4,9 @@
 A real ``swansongd`` polls a metadata emulator, and a peer on the trainer socket records the time of the
 request.  Two plain pollers run during the same minutes against their own emulators: every 5 s, which AWS
 suggests, and every 2 s, as aws-node-termination-handler does.  Each notice appears at a random phase of
-the polls.  The benchmark also counts requests, CPU time and memory of an idle daemon.
+the polls.  Around every second notice of GCP, the metrics of the daemon are scraped at the highest rate that
+it accepts.  Half of GCP's daemons have a webhook and a program that hang.  The benchmark also counts the
+requests, CPU time and memory of an idle daemon, and those of its GPU probe with a fake NVML library.
 """
 
 from __future__ import annotations
@@ -17,18 +19,31 @@ import statistics
 import tempfile
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import requests
 from swansong import protocol
 
 from testkit.emulators.process import EmulatorProcess
+from testkit.fake_nvml import FakeNvml
 from testkit.rig import Vm, control
 from testkit.waiting import until
 
 Samples = dict[str, list[float]]
 GCP_KEY = "instance/preempted"
+GPUS = 8
+LANES = 4
+PAUSE_S = 20.5
+"""Between two notices: the daemon answers three at once, and then one each 20 s."""
+SCRAPE_S = 0.05
+"""Between two scrapes: the daemon accepts 20 in a second."""
+SCRAPES_AT_ONCE = 8
+SCRAPE = b"GET /metrics HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
 class Peer:
@@ -68,28 +83,76 @@ def withdraw(cloud: str, url: str) -> None:
         control(url, "set", key=GCP_KEY, value="FALSE")
 
 
-def daemon_lane(cloud: str, notices: int, samples: Samples) -> None:
-    """Send ``notices`` notices to one daemon and record the delays."""
+@contextmanager
+def scraped(address: str) -> Iterator[None]:
+    """Scrape until the end of the block; several scrapes are in progress at its start."""
+    host, _, port = address.rpartition(":")
+    stop = threading.Event()
+    count = 0
+
+    def ask() -> socket.socket:
+        connection = socket.create_connection((host, int(port)), timeout=30)
+        connection.sendall(SCRAPE)
+        return connection
+
+    def read(connection: socket.socket) -> None:
+        nonlocal count
+        with connection, connection.makefile("rb") as stream:
+            count += b"\nswansong_state{" in stream.read()
+
+    def scrape() -> None:
+        while not stop.wait(SCRAPE_S):
+            read(ask())
+
+    thread = threading.Thread(target=scrape, daemon=True)
+    asked = [ask() for _ in range(SCRAPES_AT_ONCE)]
+    thread.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        thread.join()
+        for connection in asked:
+            read(connection)
+    assert count >= SCRAPES_AT_ONCE, "the daemon has answered each scrape"
+
+
+def daemon_lane(cloud: str, notices: int, samples: Samples, *, hangs: bool = False) -> None:
+    """Send ``notices`` notices to one daemon and record the delays.
+
+    Args:
+        hangs: the daemon has a webhook that never answers, and a program that never ends.
+    """
     module = {"aws": "testkit.emulators.aws_imds", "gcp": "testkit.emulators.gcp_metadata"}[cloud]
     with (
         tempfile.TemporaryDirectory() as directory,
         EmulatorProcess(module, "--port", "0") as cloud_vm,
+        socket.create_server(("127.0.0.1", 0)) as receiver,
     ):
         disk = Path(directory)
         store = {"url": f"file://{disk}/store"}
         (disk / "store").mkdir()
-        settings = {"sources": {"poll_interval_s": 1.0}}
+        url = f"http://127.0.0.1:{receiver.getsockname()[1]}"
+        settings: dict[str, Any] = {
+            "sources": {"poll_interval_s": 1.0},
+            "metrics": {"listen": "127.0.0.1:0"},
+        }
+        if hangs:
+            settings["notify"] = {"webhook_url": url, "exec": ["/bin/sleep", "600"]}
         with Vm(disk, store, metadata=(cloud, cloud_vm.url), settings=settings) as vm:
-            vm.start_daemon()
+            address = vm.start_daemon().lines.wait(event="metrics_served")["address"]
             peer = Peer(vm.socket)
             until(lambda: peer.is_welcome)
             for number in range(notices):
-                time.sleep(random.uniform(0.2, 1.2))
-                began = time.monotonic()
-                notify(cloud, cloud_vm.url, number)
-                until(lambda: peer.asked_mono_s is not None, what="the request")
+                time.sleep(PAUSE_S + random.uniform(0.0, 1.0))
+                is_scraped = cloud == "gcp" and number % 2 == 1
+                name = f"swansongd, {cloud}{', scraped' * is_scraped}{', receivers hang' * hangs}"
+                with scraped(address) if is_scraped else nullcontext():
+                    began = time.monotonic()
+                    notify(cloud, cloud_vm.url, number)
+                    until(lambda: peer.asked_mono_s is not None, what="the request")
                 assert peer.asked_mono_s is not None
-                samples[f"swansongd, {cloud}"].append(peer.asked_mono_s - began)
+                samples[name].append(peer.asked_mono_s - began)
                 withdraw(cloud, cloud_vm.url)
                 until(lambda: peer.asked_mono_s is None, what="the withdrawal")
 
@@ -155,9 +218,31 @@ def idle_cost(cloud: str, duration_s: float) -> tuple[float, float, float]:
             time.sleep(duration_s)
             cpu_s = _cpu_s(daemon.pid) - before_cpu_s
             asked = _requests(cloud_vm.url) - before
-            status = Path(f"/proc/{daemon.pid}/status").read_text()
-            resident_kb = int(status.split("VmRSS:")[1].split()[0])
-            return asked * 3600 / duration_s, cpu_s * 3600 / duration_s, resident_kb / 1024
+            return asked * 3600 / duration_s, cpu_s * 3600 / duration_s, _resident_mb(daemon.pid)
+
+
+def probe_cost(duration_s: float) -> tuple[float, float]:
+    """(CPU seconds per hour, resident MB) of the process that asks a fake NVML library for its GPUs."""
+    with tempfile.TemporaryDirectory() as directory:
+        disk = Path(directory)
+        for name in ("store", "nvml", "vm"):
+            (disk / name).mkdir()
+        nvml = FakeNvml(disk / "nvml")
+        nvml.set(count=GPUS)
+        with Vm(disk / "vm", {"url": f"file://{disk}/store"}) as vm:
+            daemon = vm.start_daemon(**nvml.environment)
+            until(lambda: len(vm.status()["gpus"]) == GPUS, what="the GPUs")
+            tasks = Path(f"/proc/{daemon.pid}/task").glob("*/children")
+            (child,) = {pid for each in tasks for pid in each.read_text().split()}
+            before_cpu_s = _cpu_s(int(child))
+            time.sleep(duration_s)
+            cpu_s = _cpu_s(int(child)) - before_cpu_s
+            return cpu_s * 3600 / duration_s, _resident_mb(int(child))
+
+
+def _resident_mb(pid: int) -> float:
+    status = Path(f"/proc/{pid}/status").read_text()
+    return int(status.split("VmRSS:")[1].split()[0]) / 1024
 
 
 def _cpu_s(pid: int) -> float:
@@ -190,28 +275,29 @@ def in_parallel(tasks: list[Callable[[], None]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--notices", type=int, default=200, help="number for each contestant")
+    parser.add_argument("--notices", type=int, default=200, help="number for each cloud and poller")
     parser.add_argument("--idle-s", type=float, default=600.0, help="time to measure idle daemons")
     args = parser.parse_args()
-    samples: Samples = {
-        name: []
-        for name in ("swansongd, aws", "swansongd, gcp", "poll every 2 s", "poll every 5 s")
-    }
-    lanes = 4
-    each = -(-args.notices // lanes)
+    samples: Samples = defaultdict(list)
+    each = -(-args.notices // LANES)
     tasks: list[Callable[[], None]] = []
-    for _ in range(lanes):
+    for lane in range(LANES):
         tasks.append(lambda: daemon_lane("aws", each, samples))
+        tasks.append(partial(daemon_lane, "gcp", each, samples, hangs=lane % 2 == 1))
         tasks.append(lambda: poller_lane((2.0, 5.0), each, samples))
-    tasks.append(lambda: daemon_lane("gcp", args.notices, samples))
     in_parallel(tasks)
-    print(f"{'from the change to the request':30} {'n':>4} {'median':>9} {'worst':>9}")
-    for name, values in samples.items():
-        print(f"{name:30} {len(values):4} {statistics.median(values):7.3f} s {max(values):7.3f} s")
-    print(f"\n{'idle':30} {'requests/h':>10} {'CPU s/h':>8} {'MB':>6}")
+    print("| from the change in the metadata service to the request | n | median | worst |")
+    print("| --- | --- | --- | --- |")
+    for name, values in sorted(samples.items()):
+        median_s, worst_s = statistics.median(values), max(values)
+        print(f"| {name} | {len(values)} | {median_s:.3f} s | {worst_s:.3f} s |")
+    print("\n| idle | requests to the metadata service per hour | CPU s per hour | memory |")
+    print("| --- | --- | --- | --- |")
     for cloud in ("aws", "gcp"):
-        asked, cpu_s, resident_mb = idle_cost(cloud, args.idle_s / 2)
-        print(f"{f'swansongd, {cloud}':30} {asked:10.0f} {cpu_s:8.1f} {resident_mb:6.0f}")
+        asked, cpu_s, resident_mb = idle_cost(cloud, args.idle_s / 3)
+        print(f"| swansongd, {cloud} | {asked:,.0f} | {cpu_s:.1f} | {resident_mb:.0f} MB |")
+    cpu_s, resident_mb = probe_cost(args.idle_s / 3)
+    print(f"| GPU probe, {GPUS} GPUs | | {cpu_s:.1f} | {resident_mb:.0f} MB |")
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""GPU health, metrics and notifications in the real unit, with the drop-ins that the docs name."""
+"""GPU health, metrics, notifications and the exporter in the real units, with the drop-ins of the docs."""
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -21,6 +23,7 @@ from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
+EXPORTER = "swansong-exporter.service"
 SECRET = "T0SECRET0B0"
 NVML = "/usr/local/lib/nvml"
 CAP_KILL, CAP_SYSLOG = 1 << 5, 1 << 34
@@ -149,3 +152,35 @@ def test_a_gpu_fails_in_the_real_unit(equipped: Any, aws: Aws) -> None:
     vm.run("systemctl", "stop", DAEMON)
     vm.run("systemctl", "start", DAEMON)
     until(lambda: [gpu["health"] for gpu in vm.status()["gpus"]] == ["ok"], what="a healthy GPU")
+
+
+def test_the_exporter_runs_in_its_unit(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """It serves the run from the bucket, as a user without any capability who can write nowhere."""
+    vm: Container = new_vm(bucket, arguments="--steps 100000 --step-delay-s 0.02 --every-steps 50")
+    store = {**bucket.store, "endpoint": "http://10.99.0.1:9000"}
+    lines = [f"{key} = {json.dumps(value)}" for key, value in store.items()]
+    vm.write("/etc/swansong/stores.toml", "\n".join(["[[store]]", *lines, ""]))
+    vm.power_on()
+    until(bucket.manifests, timeout_s=60, what="a commit")
+    vm.run("systemctl", "start", EXPORTER)
+    vm.journal.wait(event="metrics_served", unit=EXPORTER)
+    shown = until(
+        lambda: (
+            found if 'run="run"' in (found := vm.run("python3", "-c", SCRAPE, "9470")) else None
+        ),
+        what="the run",
+    )
+    (commits,) = re.findall(
+        r'^swansong_run_commits\{.*kind="periodic".*\} (\d+)', shown, re.MULTILINE
+    )
+    assert int(commits) >= 1
+    assert vm.journal.all("Unknown", unit=EXPORTER) == []
+
+    process = f"/proc/{vm.main_pid(EXPORTER)}"
+    status = vm.run("cat", f"{process}/status")
+    facts = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    assert facts["Uid"].split()[0] != "0"
+    assert (int(facts["CapEff"], 16), facts["NoNewPrivs"], facts["Seccomp"]) == (0, "1", "2")
+    mounts = [line.split() for line in vm.run("cat", f"{process}/mounts").splitlines()]
+    writable = {each[1] for each in mounts if "rw" in each[3].split(",")}
+    assert not {"/", "/run", "/tmp", "/var/tmp", "/var/lib/swansong/staging"} & writable
