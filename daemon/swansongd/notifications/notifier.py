@@ -20,14 +20,7 @@ from swansongd.notifications.record import Record
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.conditions import Watch
 from swansongd.observe.heartbeat import Stretch, continued, why_silent
-from swansongd.observe.notifications import (
-    DRILLS,
-    NOTICES,
-    Notification,
-    Origin,
-    caused,
-    end_of,
-)
+from swansongd.observe.notifications import GROUPS, Notification, Origin, caused, end_of
 
 SETTLE_S = 15.0
 """A condition that holds, or has ended, for a shorter time causes no notification."""
@@ -36,7 +29,6 @@ _FAULT_S = 60.0
 _WARM_S = 5.0
 """Imports for the first notification begin this long after the start, which has more urgent work."""
 _KILL_S = 0.5
-GROUPS = frozenset({NOTICES, DRILLS})
 
 _log = structlog.get_logger(__name__)
 

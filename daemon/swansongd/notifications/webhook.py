@@ -123,16 +123,13 @@ class Webhook:
             self._open.discard(notification.group)
             if not notification.is_over and len(self._open) < BEGUN_MAX:
                 self._open.add(notification.group)
-            self.outbox.put(
-                notification
-            )  # within the lock: the order of a group is that of its states
+            # Within the lock: the messages of a group keep the order of its states.
+            self.outbox.put(notification)
 
     def _is_due(self, notification: Notification) -> bool:
         is_open = notification.group in self._open
         if is_open and notification.is_over:
-            return (
-                True  # whatever its kind and the rate: the receiver would never close the problem
-            )
+            return True  # of any kind and at any rate: nothing else would close the problem
         if notification.kind.value not in self._config.kinds:
             return False
         is_back = notification.kind is Kind.VERDICT and not (is_open or notification.is_over)

@@ -24,6 +24,7 @@ DRILL = "drill"
 """Source of the notices of ``swansong drill``."""
 NOTICES, DRILLS = "notices", "drills"
 """Groups: all notices of this VM are one problem, and so are all drills."""
+GROUPS = frozenset({NOTICES, DRILLS})
 
 
 class Kind(StrEnum):
@@ -232,8 +233,8 @@ def _group(*, is_drill: bool) -> str:
 
 
 def end_of(group: str, state: State, wall_s: float) -> Notification | None:
-    """The end of the notices or drills, for receivers that were not told; None while they need an answer."""
-    if group not in (NOTICES, DRILLS) or not is_answered(state, is_drill=group == DRILLS):
+    """The end of one of :data:`GROUPS`, for receivers that missed it; None while it needs an answer."""
+    if not is_answered(state, is_drill=group == DRILLS):
         return None
     return Notification(
         key=f"{group}/over/{wall_s:.3f}",
