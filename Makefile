@@ -131,7 +131,7 @@ bench-beside: $(STAMP)  ## measure what a flush costs the trainer on the same VM
 bench-start: $(STAMP)  ## measure the start of the daemon and of a restore, up to the first byte (1 minute)
 	$(BIN)/python -m bench.start
 
-bench-notices: $(STAMP)  ## measure the time from a notice to the request at the trainer (20 minutes)
+bench-notices: $(STAMP)  ## measure the time from a notice to the request at the trainer (30 minutes)
 	$(BIN)/python -m bench.notices
 
 bench-preemption: $(STAMP)  ## measure what one preemption costs, also with other means (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)
