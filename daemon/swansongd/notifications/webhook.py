@@ -18,7 +18,7 @@ from swansongd.notifications.bodies import of_preset, read_template
 from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
 from swansongd.notifications.outbox import Outbox
 from swansongd.notifications.record import BEGUN_MAX, Record
-from swansongd.observe.notifications import Kind, Notification, Origin
+from swansongd.observe.notifications import GROUPS, Kind, Notification, Origin
 from swansongd.util.rates import TokenBucket
 
 NAME = "webhook"
@@ -87,7 +87,8 @@ class Webhook:
         self.limited = 0
         """Notifications that were not queued, because there were too many of their kind."""
         self._known = OrderedDict.fromkeys(record.sent(NAME))
-        self._open = set(record.begun)
+        kinds = {*config.kinds, *GROUPS}  # the group of a condition begins with its kind
+        self._open = {each for each in record.begun if each.partition("/")[0] in kinds}
         self._rates: dict[str, TokenBucket] = {}
         self._lock = threading.Lock()
         self._config = config

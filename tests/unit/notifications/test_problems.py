@@ -225,6 +225,16 @@ def test_the_end_of_an_unwanted_kind_still_ends_the_problem() -> None:
     assert story.shows == {NOTICES: False}
 
 
+def test_the_end_of_an_unwanted_condition_is_not_told_after_a_restart(own_fd: int) -> None:
+    """Its begin was not told either."""
+    Record(own_fd, boot_id="boot").set_begun(frozenset({"stall", "blind/store", NOTICES}))
+    story = Watched(own_fd)
+    story.start_notifier(kinds=("blind", "verdict"))
+    sender = story.notifier._webhook
+    assert sender is not None
+    assert sender.open == {"blind/store", NOTICES}
+
+
 def test_a_drill_is_a_problem_of_its_own() -> None:
     """SAFE on a drill does not end the problem of a real notice, which joins the drill's evacuation."""
     story = trained()
