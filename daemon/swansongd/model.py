@@ -431,6 +431,7 @@ class TrainingRecord:
     """See :class:`swansongd.core.state.State`, like the fields below."""
     closed_starts: tuple[str, ...]
     retained: tuple[CheckpointId, ...]
+    must_claim: bool
     owes_checkpoint: bool
     owed_above: CommitRef
     ahead: Ahead | None

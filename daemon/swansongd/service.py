@@ -144,7 +144,10 @@ class Service:
         self._exit: Exit | None = None
         boot_id = _BOOT_ID.read_text().strip()
         self._notifier = SystemdNotifier(os.environ)
-        self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
+        run_and_store = f"{config.run.name} {config.store.url}"
+        self._fdstore = FdStore(
+            self._notifier, os.environ, boot_id=boot_id, run_and_store=run_and_store
+        )
         self._staging = prepare(config.staging.path, config.run.name)
         self._fdstore.use_directory(self._staging.own_fd)
         # Before a trainer can take the name: the daemon could not move a FUSE mount aside.

@@ -185,7 +185,10 @@ def _open(
         ahead=before.step if before is not None else -1,
         has_unknown=before is not None and before.is_unknown,
         identities=frozenset({notice.identity}),
-        newest=max((staged.id for staged in transition.state.staged), default=None),
+        newest=max(
+            (s.id for s in transition.state.staged if s.id not in transition.state.abandoned),
+            default=None,
+        ),
     )
     # End the backoff of earlier failures: the time is short.
     transition.state = replace(transition.state, evacuation=evacuation, retry_mono_s=transition.now)

@@ -28,6 +28,7 @@ from swansongd.core.events import (
     SetAside,
     TellCommitted,
 )
+from swansongd.core.resume import ONE_START_S
 from swansongd.core.state import State
 from swansongd.core.transition import Transition
 from swansongd.model import CheckpointKind, CommitRef, Staged, TrainerView, is_healthy
@@ -121,11 +122,14 @@ def record_started(transition: Transition, trainer: TrainerView, *, before_mono_
         # The trainer may have sealed sets since then: the newest commit was unknown during an outage.
         old = [staged for staged in state.staged if trainer.start_id not in staged.starts]
         # Its predecessor may still count as connected.  Each set carries the id of the start that sealed it.
-        # After a restart of the daemon, the other ranks of the same start may connect later.
+        # After a restart of the daemon, the other ranks of the same start may connect later; and a rank that
+        # connected at about the same time may have lost its connection for a moment.
+        recent_mono_s = trainer.greeted_mono_s - ONE_START_S
         others = {
             t.start_id
             for t in state.trainers
-            if t.rank != trainer.rank and (t.is_connected or t.is_of_earlier_life)
+            if t.rank != trainer.rank
+            and (t.is_connected or t.is_of_earlier_life or t.greeted_mono_s >= recent_mono_s)
         }
         closed = [s for s in state.starts if s != trainer.start_id and s not in others]
         leave(transition, old, closed=closed)
@@ -222,6 +226,12 @@ def _owe(transition: Transition, *, above: CommitRef) -> None:
     transition.state = replace(transition.state, owes_checkpoint=True, owed_above=above)
 
 
+def is_payable(state: State) -> bool:
+    """Whether the next checkpoint of the connected trainers would be a commit after the place of the debt."""
+    step = max((trainer.step for trainer in state.connected), default=-1)
+    return CommitRef(state.generation or 0, max(step, 0) + 1) > state.owed_above
+
+
 def record_paid(transition: Transition, ref: CommitRef) -> None:
     """This commit is whole, and perhaps of the line on which training continues."""
     state = transition.state
@@ -245,7 +255,14 @@ def record_generation(transition: Transition, event: GenerationClaimed) -> None:
     if newest is not None:
         record_paid(transition, newest)  # by a daemon that was killed before it knew
         transition.do(TellCommitted(newest))
-    if state.must_claim:
+    # The daemon was restarted before it could claim a generation for the line on which training continues.
+    above = state.owed_above
+    has_not_claimed = (
+        state.owes_checkpoint
+        and above == _end_of(above.generation)
+        and event.generation <= above.generation
+    )
+    if state.must_claim or has_not_claimed:
         _claim_again(transition, event.generation)
     elif not event.is_rollback:
         _judge_earlier_starts(transition)

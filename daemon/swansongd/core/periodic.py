@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import cadence
+from swansongd.core import cadence, lineage
 from swansongd.core.planner import take_s
 from swansongd.core.request import fail, reconcile_target, send, withdraw
 from swansongd.core.state import CheckpointRequest, State
@@ -74,7 +74,8 @@ def _is_due(transition: Transition) -> bool:
     )
     if not is_ready:
         return False
-    if state.owes_checkpoint and not state.uncommitted and not state.stored:
+    is_payable = lineage.is_payable(state)
+    if state.owes_checkpoint and is_payable and not state.uncommitted and not state.stored:
         asked_mono_s = state.periodic_mono_s
         is_placed = all(trainer.start_step >= 0 for trainer in state.connected)
         return is_placed and (asked_mono_s is None or transition.now - asked_mono_s >= OWED_EVERY_S)

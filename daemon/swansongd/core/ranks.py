@@ -24,7 +24,9 @@ from swansongd.model import (
 def record_joined(transition: Transition, trainer: TrainerView) -> None:
     """A rank connected, for the first time or again."""
     state = transition.state
-    others = tuple(t for t in state.trainers if t.pid != trainer.pid)
+    others = tuple(
+        t for t in state.trainers if t.pid != trainer.pid and not _is_of_other_job(t, trainer)
+    )
     process = (trainer.pid, trainer.process_start)
     known = next((t for t in state.trainers if (t.pid, t.process_start) == process), None)
     if known is not None:
@@ -38,6 +40,15 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
         transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
     nodes.record_joined(transition, trainer)
     request.record_joined(transition, trainer.connection, trainer.rank)
+
+
+def _is_of_other_job(other: TrainerView, trainer: TrainerView) -> bool:
+    """Whether the other process belongs to an earlier job with another number of ranks.
+
+    One without a connection may hang in the kernel and never end: it must not count as a rank of this job.
+    """
+    is_other = (other.world_size, other.nodes) != (trainer.world_size, trainer.nodes)
+    return is_other and not other.is_connected
 
 
 def record_refused(transition: Transition, reason: str) -> None:

@@ -639,13 +639,25 @@ class State:
         asked_mono_s = min(request.asked_mono_s for request in evacuation.requests_made)
         is_newer = seen_mono_s is not None and seen_mono_s >= asked_mono_s
         return any(
-            self.is_whole(id_) and (is_newer or last.step == id_.step or not id_.nonce)
+            self.is_whole(id_)
+            and (is_newer or last.step == id_.step or not id_.nonce or self._is_of_newest(id_))
             for id_ in answers
+        )
+
+    def _is_of_newest(self, answer: CheckpointId) -> bool:
+        """Whether an earlier life of the daemon got this answer in the generation of the newest commit."""
+        evacuation, last, place = self.evacuation, self.last_complete, self.ref_of(answer)
+        is_earlier = evacuation is not None and evacuation.is_resumed and answer in self.inherited
+        return (
+            is_earlier
+            and last is not None
+            and place is not None
+            and place.generation == last.generation
         )
 
     @property
     def is_finished(self) -> bool:
-        """Whether the newest state is the end of the run, and no later start of the training is connected."""
+        """Whether the newest state is the end of the run, and no later start of the training runs."""
         usable = (staged.id for staged in self.staged if staged.id not in self.unusable)
         newest = max(usable, default=None)
         if newest is None or self.is_covered(newest):
@@ -653,7 +665,7 @@ class State:
         else:
             is_end = newest.is_final
         ended = self.ended_starts
-        return is_end and all(trainer.start_id in ended for trainer in self.connected)
+        return is_end and all(trainer.start_id in ended for trainer in self.trainers)
 
     @property
     def ended_starts(self) -> frozenset[str]:

@@ -56,10 +56,16 @@ class FdStore:
         notifier: the connection to systemd.
         environment: of the process; lists the inherited descriptors.
         boot_id: of this boot; notices from another boot are dropped, because its monotonic clock is gone.
+        run_and_store: a record of training under another name, or for another store, is dropped.
     """
 
     def __init__(
-        self, notifier: SystemdNotifier, environment: Mapping[str, str], *, boot_id: str = ""
+        self,
+        notifier: SystemdNotifier,
+        environment: Mapping[str, str],
+        *,
+        boot_id: str = "",
+        run_and_store: str = "",
     ) -> None:
         self._notifier = notifier
         self._fds = _inherited(environment)
@@ -86,7 +92,7 @@ class FdStore:
             TRAINING,
             self._fds.pop(TRAINING, None),
             notifier,
-            boot_id=boot_id,
+            boot_id=f"{boot_id} {run_and_store}".strip(),
             max_bytes=training_record.BYTES_MAX,
             facts_of=training_record.facts_of,
             parse=training_record.parse,

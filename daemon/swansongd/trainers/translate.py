@@ -115,6 +115,8 @@ def problem_with(hello: protocol.Hello, run: str, *, several_vms: bool = True) -
             f"rank {hello.rank} of {hello.world_size} ({hello.local_world_size} on this VM) "
             "is impossible: check RANK, WORLD_SIZE and LOCAL_WORLD_SIZE"
         )
+    if not 0 <= hello.node < hello.nodes:
+        return f"VM {hello.node} of {hello.nodes} is impossible: check GROUP_RANK and NNODES"
     return ""
 
 

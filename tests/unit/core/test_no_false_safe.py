@@ -11,6 +11,7 @@ from dataclasses import replace
 import pytest
 from swansongd.core import machine
 from swansongd.core.events import (
+    ClaimGeneration,
     Exit,
     GenerationClaimed,
     GpusRead,
@@ -127,7 +128,10 @@ def test_a_finished_run_that_trains_on_is_not_over(how: str) -> None:
         return
     else:
         story.leave(2)
-    assert verdict(story) == "PARTIAL"
+    if how == "restart":
+        assert verdict(story) == "", "the trainer comes back, and saves"
+        story.wait(60)
+    assert verdict(story, in_s=6 if how == "restart" else 60) == "PARTIAL"
 
 
 def test_a_successor_that_has_not_begun_does_not_undo_lost_steps() -> None:
@@ -172,6 +176,10 @@ def test_the_claim_of_the_old_line_pays_no_debt(how: str) -> None:
         story = story.restarted(claimed=False, ended=[200])
         story.scan()
         story.tell(GenerationClaimed(2, CommitRef(2, 9)))
+        assert story.last(ClaimGeneration).after == 2, (
+            "the line on which training continues has none"
+        )
+        story.tell(GenerationClaimed(3, CommitRef(2, 9), is_rollback=True))
         story.wait(60)
     assert verdict(story, in_s=6) == "PARTIAL"
 

@@ -70,10 +70,10 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 
 @pytest.fixture
-def restart(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FdStore]:
+def restart(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FdStore]:
     """Starts the daemon again: it inherits the stored descriptors, from the first free number."""
 
-    def start() -> FdStore:
+    def start(**options: str) -> FdStore:
         store = systemd.listen()
         # systemd begins at 3, which is in use in this process: begin behind all open descriptors.
         first = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
@@ -87,6 +87,7 @@ def restart(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], F
                 "LISTEN_FDS": str(len(store)),
                 "LISTEN_FDNAMES": ":".join(store),
             },
+            **options,
         )
 
     return start
@@ -256,11 +257,25 @@ def a_training_record(**changes: Any) -> TrainingRecord:
         starts=("b", "a"),
         closed_starts=("b",),
         retained=(CheckpointId(4, "abc"), CheckpointId(5, "abc", is_final=True)),
+        must_claim=True,
         owes_checkpoint=True,
         owed_above=CommitRef(3, 7, is_final=True),
         ahead=Ahead("e1", 7, is_unknown=True),
     )
     return replace(made, **changes)
+
+
+@pytest.mark.parametrize(
+    ("run_and_store", "is_read"),
+    [("a s3://b/c", True), ("other s3://b/c", False), ("a s3://other/c", False)],
+)
+def test_the_record_of_another_run_or_store_is_dropped(
+    systemd: Systemd, restart: Callable[..., FdStore], run_and_store: str, *, is_read: bool
+) -> None:
+    """An operator changes ``run.name`` or ``store.url``, and restarts the daemon."""
+    FdStore(systemd.notifier, {}, run_and_store="a s3://b/c").store_training(a_training_record())
+    found = restart(run_and_store=run_and_store).training()
+    assert found == (a_training_record() if is_read else None)
 
 
 def test_the_record_of_the_training_comes_back(
