@@ -19,7 +19,7 @@ from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
-from swansongd.model import TrainerView
+from swansongd.model import Staged, TrainerView
 
 RECONNECT_S = 10.0
 """The hooks reconnect to a restarted daemon within this time."""
@@ -48,10 +48,19 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
 
 def was_answered(state: State) -> bool:
     """Whether the request of the evacuation was answered in an earlier life of the daemon."""
+    return bool(_answers(state))
+
+
+def has_stored_answer(state: State) -> bool:
+    """Whether such an answer is committed: steps that were trained after it take nothing from SAFE."""
+    return any(state.is_whole(staged.id) for staged in _answers(state))
+
+
+def _answers(state: State) -> list[Staged]:
     evacuation = state.evacuation
-    return evacuation is not None and any(
-        are_of_one(evacuation.id, staged.request_id) for staged in state.staged
-    )
+    if evacuation is None:
+        return []
+    return [s for s in state.staged if are_of_one(evacuation.id, s.request_id)]
 
 
 def _may_come(state: State, now_mono_s: float) -> bool:

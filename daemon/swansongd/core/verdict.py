@@ -254,7 +254,8 @@ def _by_commits(state: State, *, out_of_time: bool) -> tuple[Verdict, str]:
         return Verdict.PARTIAL, f"training started before the newest commit; {stands}"
     if evacuation.newest is not None and not state.is_covered(evacuation.newest):
         return Verdict.PARTIAL, f"the newest sealed set could not be used; {stands}"
-    if request is None and evacuation.ahead > state.last_complete.step:
+    is_behind = evacuation.ahead > state.last_complete.step and not arrival.has_stored_answer(state)
+    if request is None and is_behind:
         training = f"training was at step {evacuation.ahead}"
         return Verdict.PARTIAL, f"{evacuation.plan.reason}; {stands}, {training}"
     if part is not None:

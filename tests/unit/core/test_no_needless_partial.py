@@ -138,6 +138,35 @@ def test_an_answer_from_before_a_restart_counts_beside_its_follow_up() -> None:
     assert after.verdicts == ["SAFE generation 2 step 110"]
 
 
+@pytest.mark.parametrize("trained_on", [False, True])
+def test_an_answer_from_before_a_restart_is_safe_although_training_continues(
+    *, trained_on: bool
+) -> None:
+    """The trainer makes further steps while its answer is sent; then daemon and trainer are killed."""
+    story = Story()
+    story.join(step=-1, start_id="a")
+    story.progress(20)
+    story.notice(90)
+    story.accept(23)
+    story.progress(24)
+    answer = a_set(24, "ans", request_id=story.request_id, start_id="a")
+    story.staging.append(answer)
+    story.tell(TrainerSealed(1, story.request_id, 24, 2.0, answer.size_bytes))
+    story.scan()
+    if trained_on:
+        story.progress(26)
+    kept = list(story.state.notices.values())
+    after = story.restarted(claimed=False, ended=[100])
+    for notice in kept:
+        after.tell(NoticeRaised(notice))
+    after.scan()
+    after.tell(GenerationClaimed(2, None))
+    after.scan()
+    after.store_all()
+    after.wait(1.0)
+    assert after.verdicts == ["SAFE generation 2 step 24"]
+
+
 def test_an_older_checkpoint_that_stays_on_the_disk_is_not_the_newest_state() -> None:
     """Without hooks: a script resumes from checkpoint-300, and checkpoint-500 is never deleted."""
 
