@@ -61,7 +61,8 @@ test: $(STAMP)  ## run all tests, except those of whole machines
 EXAMPLES ?= 5000
 
 fuzz: $(STAMP)  ## fuzz the parsers of external input, with EXAMPLES=5000 inputs for each property
-	SWANSONG_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal --timeout=0 tests/fuzz $(PYTEST_ARGS)
+	SWANSONG_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal \
+		--timeout=$$((600 + $(EXAMPLES))) tests/fuzz $(PYTEST_ARGS)
 
 JAX := build/jax/.installed
 

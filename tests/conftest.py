@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for all tests: CI skips nothing, and hypothesis does not measure the machine's speed."""
+"""Rules for all tests: CI skips nothing, each test has a time limit, and Hypothesis measures no speed."""
 
 from __future__ import annotations
 
@@ -10,9 +10,15 @@ import pytest
 import structlog
 from hypothesis import HealthCheck, settings
 
+from testkit.time_limits import TimeLimits
 from testkit.warm import WarmPythons
 
-settings.register_profile("machines", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "machines",
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow],
+    print_blob=True,  # how to repeat a failing example
+)
 settings.load_profile("machines")
 
 DOES_NOT_APPLY = "does not apply"
@@ -36,6 +42,7 @@ def _log_settings() -> Iterator[None]:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(TimeLimits(), "swansong_time_limits")
     if not hasattr(config, "workerinput"):
         config.stash[WARM] = WarmPythons()
         os.environ[WARM_ENV] = config.stash[WARM].directory

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -20,6 +21,9 @@ _TICK_STEPS_S = (
 )
 _TICK_DISTANCE = 0.21
 """Least distance of two labels: they must not touch on a screen of 360 pixels."""
+TICKS_MAX = math.ceil(1 / _TICK_DISTANCE)
+TIME_S_MAX = 1e11
+"""A time beyond lies at the edge.  Above 2**53 a float no longer differs from the next whole number."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +89,7 @@ class Axis:
         """Round times within the segments, with room for a label each."""
         shown_s = sum(segment.to_s - segment.from_s for segment in self.segments)
         width = sum(segment.right - segment.left for segment in self.segments)
-        step_s = next(
-            (step for step in _TICK_STEPS_S if step * width >= _TICK_DISTANCE * shown_s),
-            _TICK_STEPS_S[-1],
-        )
+        step_s = _tick_step_s(_TICK_DISTANCE * shown_s / width)
         found: list[Tick] = []
         for segment in self.segments:
             for time_s in _round_times(segment, step_s):
@@ -99,8 +100,11 @@ class Axis:
 
 
 def axis(times_s: Iterable[float], *, break_width: float = BREAK_WIDTH) -> Axis:
-    """The axis that shows these times; a gap that is longer than all the rest becomes a break."""
-    ordered = sorted(set(times_s)) or [0.0]
+    """The axis that shows these times; a gap that is longer than all the rest becomes a break.
+
+    Times beyond :data:`TIME_S_MAX`, and those that are not a number, do not stretch the axis.
+    """
+    ordered = sorted({time_s for time_s in times_s if abs(time_s) <= TIME_S_MAX}) or [0.0]
     gaps = [(later - earlier, place) for place, (earlier, later) in enumerate(pairwise(ordered))]
     broken: set[int] = set()
     rest_s = ordered[-1] - ordered[0]
@@ -131,10 +135,18 @@ def _segments(bounds: list[tuple[float, float]], break_width: float) -> Iterator
         left += width + break_width
 
 
+def _tick_step_s(least_s: float) -> float:
+    """The shortest round step of at least this length."""
+    longest_s = _TICK_STEPS_S[-1]
+    if least_s > longest_s:
+        return float(longest_s * 10 ** math.ceil(math.log10(least_s / longest_s)))
+    return next(step_s for step_s in _TICK_STEPS_S if step_s >= least_s)
+
+
 def _round_times(segment: Segment, step_s: float) -> Iterator[float]:
-    number = -(-segment.from_s // step_s)
-    if number * step_s > segment.to_s:
+    """The multiples of a step within the segment, at most :data:`TICKS_MAX`; its start if there are none."""
+    first, last = math.ceil(segment.from_s / step_s), math.floor(segment.to_s / step_s)
+    if first > last:
         yield segment.from_s
-    while number * step_s <= segment.to_s:
+    for number in range(first, min(last + 1, first + TICKS_MAX)):
         yield number * step_s
-        number += 1

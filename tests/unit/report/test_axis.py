@@ -3,14 +3,17 @@
 
 from __future__ import annotations
 
+import math
 from itertools import pairwise
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
-from swansongd.report.axis import BREAKS_MAX, axis
+from swansongd.report.axis import BREAKS_MAX, TICKS_MAX, axis
 
 times = st.lists(st.floats(-1e9, 5e9, allow_nan=False), max_size=30)
+FAR = (1e9, 4.1e9, 1e11, 1e16, 1e300, math.inf)
+hostile_times = st.lists(st.floats() | st.sampled_from(FAR) | st.floats(-1e12, 1e12), max_size=30)
 
 
 def test_an_axis_without_long_gaps_is_proportional() -> None:
@@ -57,3 +60,26 @@ def test_positions_are_ordered_and_inside(shown: list[float], asked: list[float]
     assert all(0.0 <= tick.at <= 1.0 for tick in ticks)
     assert all(later.at - earlier.at > 0.2 for earlier, later in pairwise(ticks))
     assert all(0 < each.left < each.right < 1 for each in on.breaks)
+
+
+@given(hostile_times, st.floats())
+@example([0.0, 1e300], 1.0)
+@example([1e16, 1e16 + 2], 1e16)
+@example([0.0, math.nan, math.inf, -math.inf], math.nan)
+def test_hostile_times_make_few_ticks(shown: list[float], asked: float) -> None:
+    """Any floats: a far time costs no loop, and everything lies inside."""
+    on = axis(shown)
+    ticks = on.ticks()
+    assert len(ticks) <= TICKS_MAX
+    assert all(0.0 <= position <= 1.0 for position in (on.at(asked), *map(on.at, shown)))
+    assert all(0.0 <= tick.at <= 1.0 for tick in ticks)
+    assert all(later.at - earlier.at > 0.2 for earlier, later in pairwise(ticks))
+
+
+@pytest.mark.parametrize("last_s", [1.0, 1e3, 1e6, 1e9, 4.1e9, 9.9e10])
+def test_an_axis_of_any_length_has_round_ticks(last_s: float) -> None:
+    """From seconds to centuries there are two to five, at multiples of one step."""
+    ticks = axis([0.0, last_s]).ticks()
+    assert 2 <= len(ticks) <= TICKS_MAX
+    step_s = ticks[1].time_s - ticks[0].time_s
+    assert [tick.time_s for tick in ticks] == [number * step_s for number in range(len(ticks))]

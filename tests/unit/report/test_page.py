@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import json
+import math
 import re
+from collections.abc import Iterator
 from dataclasses import replace
+from typing import Any
 from xml.etree import ElementTree as ET
 
 import pytest
@@ -228,3 +232,70 @@ def test_the_text_fits_80_columns(past: Report) -> None:
         assert any("SAFE" in line for line in lines)
         if not is_unicode:
             assert all(line.isascii() for line in lines)
+
+
+FAR_INSTANTS = (
+    *("1970-01-01T00:00:00Z", "2099-12-31T23:59:59Z", "9999-12-31T23:59:59Z"),
+    *("0001-01-01T00:00:00+14:00", "2026-11-22T02:43:45Z"),
+)
+numbers = st.one_of(
+    st.sampled_from((1e9, -1e9, 1e10, 1e300, -1e300, 2**53, 2**63, 10**400, -1, 0, 0.1)),
+    st.integers(),
+    st.floats(),
+)
+
+
+def places(value: Any, name: str = "") -> Iterator[tuple[Any, Any, str]]:
+    """The container, the key and the field name of each number and instant in a JSON value."""
+    for key, inner in value.items() if isinstance(value, dict) else enumerate(value):
+        field = key if isinstance(key, str) else name
+        if isinstance(inner, (dict, list)):
+            yield from places(inner, field)
+        elif isinstance(inner, (int, float)) or inner in FAR_INSTANTS or "T" in str(inner)[10:11]:
+            yield value, key, field
+
+
+def checked_size(store: MemoryStore) -> None:
+    """The report of the run has a page of bounded size, and a text of 80 columns."""
+    report = made(history.read(store, RunKeys(past_run.RUN)))
+    text = page.html(report)
+    parsed(text)
+    assert len(text) < 250_000
+    for line in report_text.lines(report):
+        assert line.cell_len < 80
+
+
+@settings(max_examples=60)
+@given(st.data())
+def test_hostile_numbers_of_the_bucket_make_a_page_of_bounded_size(data: st.DataObject) -> None:
+    """Any numbers and instants in farewells, resumptions and claims: the record is drawn, or is damaged."""
+    store = MemoryStore()
+    past_run.write(store)
+    own = [key for key in store.objects if "/commits/" not in key]
+    for key in data.draw(st.lists(st.sampled_from(own), min_size=1, max_size=4, unique=True)):
+        body = json.loads(store.objects[key])
+        found = list(places(body))
+        names = sorted({name for _, _, name in found} - {"version", "generation", "node"})
+        for name in data.draw(st.lists(st.sampled_from(names), max_size=3, unique=True)):
+            container, place, _ = data.draw(st.sampled_from([at for at in found if at[2] == name]))
+            is_text = isinstance(container[place], str)
+            container[place] = data.draw(st.sampled_from(FAR_INSTANTS) if is_text else numbers)
+        store.objects[key] = json.dumps(body).encode()
+    checked_size(store)
+
+
+@pytest.mark.parametrize("extreme", [1e9, -1e9, 2**53, 1e300, -1e300, math.nan, FAR_INSTANTS[1]])
+def test_each_number_of_a_farewell_at_an_extreme(extreme: float | str) -> None:
+    """No field of a farewell, wherever it appears, makes a report slow or long."""
+    store = MemoryStore()
+    past_run.write(store)
+    honest = {key: data for key, data in store.objects.items() if "/farewells/" in key}
+    names = {name for data in honest.values() for _, _, name in places(json.loads(data))}
+    for name in sorted(names - {"version", "generation", "node", "samples"}):
+        for key, data in honest.items():
+            body = json.loads(data)
+            for container, place, field in list(places(body)):
+                if field == name and isinstance(container[place], str) == isinstance(extreme, str):
+                    container[place] = extreme
+            store.objects[key] = json.dumps(body).encode()
+        checked_size(store)
