@@ -85,7 +85,7 @@ class ManyCommits:
         number = KEYS.parse_generation(key)
         if number is None:
             raise NotFound(key)
-        return claims.encode(ClaimObject(run="r", generation=number, nonce=f"n{number}"))
+        return claims.encode(ClaimObject(run="r", generation=number, start=f"s{number}"))
 
     def head(self, key: str) -> ObjectInfo | None:
         del key
@@ -152,7 +152,7 @@ def costs(store: Any, generations: int) -> Iterator[Cost]:
             lambda: commit.ensure_not_fenced(store, KEYS, held)
         ),
         "claim: find the next number": (
-            lambda: catalog.counting_claims(store, KEYS, catalog.claimed(store, KEYS), enough=1)
+            lambda: catalog.counting_claims(store, KEYS, catalog.claimed(store, KEYS), enough=5)
         ),
         "start: history of earlier VMs": lambda: catalog.history(store, KEYS, generations),
         "start: end of the earlier VM": (

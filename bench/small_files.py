@@ -111,7 +111,7 @@ def measure(name: str, store: ObjectStore, files: int, size_bytes: int, place: P
     flushed: list[Flushed] = []
     timed(f"{name} flush", lambda: flushed.append(flush(store, run, staged)), files)
     made = manifest_of(flushed[0])
-    claim = commit.claim_generation(store, keys, identity={}, nonce="n").content
+    claim = commit.claim_generation(store, keys, identity={}, start_id="s").content
     timed(f"{name} commit", lambda: commit.commit(store, keys, made, claim, reads_back=True), files)
     timed(
         f"{name} verify",

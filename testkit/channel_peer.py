@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -21,7 +21,6 @@ from swansong.protocol import Message
 from swansongd.core.events import Event, TrainerJoined
 from swansongd.trainers.admission import Reply
 from swansongd.trainers.channel import TrainerChannel
-from swansongd.trainers.peers import Peer
 
 from testkit.waiting import until
 
@@ -36,7 +35,6 @@ class RunningChannel:
         answer: Callable[[Message, Reply], None] = lambda _, __: None,
         path: Path | None = None,
         listener_fd: int | None = None,
-        earlier: Mapping[int, Peer] | None = None,
     ) -> None:
         # Not tmp_path: the path of a socket has at most 107 bytes, and other users must be able to reach it.
         self.directory = Path(tempfile.mkdtemp(prefix="swansong-"))
@@ -53,7 +51,6 @@ class RunningChannel:
             answer=answer,
             log=self.log,
             listener_fd=listener_fd,
-            earlier=earlier,
         )
 
     def __enter__(self) -> Self:

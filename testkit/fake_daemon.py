@@ -26,6 +26,7 @@ from swansong.protocol import (
     RestoreQuery,
     Sealed,
     ShardVerified,
+    Start,
     Target,
     Welcome,
 )
@@ -36,7 +37,8 @@ M = TypeVar("M", bound=Message)
 
 
 class FakeDaemon:
-    """Welcomes every trainer, answers restore queries with ``restorable``, and records all messages.
+    """Welcomes every trainer, tells the start to its ranks, answers restore queries with ``restorable``, and
+    records all messages.
 
     Args:
         directory: for the socket, and the staging directory, which :meth:`stop` keeps.
@@ -59,6 +61,9 @@ class FakeDaemon:
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
         self._accepted: dict[str, dict[int, int]] = {}
+        self._rank_0: tuple[socket.socket, str] | None = None
+        """Connection of rank 0 of a job on one VM, and the start that it has drawn."""
+        self._without_start: list[socket.socket] = []
         self._listener: socket.socket | None = None
         self.start()
 
@@ -157,19 +162,24 @@ class FakeDaemon:
                 with self._lock:
                     if connection in self._connections:
                         self._connections.remove(connection)
+                    if self._rank_0 is not None and self._rank_0[0] is connection:
+                        self._rank_0 = (
+                            None  # ranks that connect from now on belong to the next start
+                        )
 
     def _answers(self, connection: socket.socket, message: Message) -> list[Message]:
         if isinstance(message, Hello):
             welcome = Welcome(run="run", staging=str(self.staging), generation=1)
             connection.send(protocol.encode(welcome))
             with self._lock:
+                self._tell_start(connection, message)
                 if connection not in self._connections:
                     self._connections.append(connection)
         if isinstance(message, Sealed) and self.commits:
             is_final = self._is_final(self.staging / message.directory)
             self.send(Committed(generation=1, step=message.step, is_final=is_final))
         if isinstance(message, Finish):
-            return [Finished(message.job_start_id)]
+            return [Finished(message.start_id)]
         if isinstance(message, RestoreQuery):
             if self.on_query is not None:
                 self.on_query(message.query_id)
@@ -188,6 +198,18 @@ class FakeDaemon:
                 for other in self._connections:
                     other.send(protocol.encode(target))
         return []
+
+    def _tell_start(self, connection: socket.socket, hello: Hello) -> None:
+        """Tell the other ranks of one VM the start that rank 0 has drawn."""
+        if hello.nodes == 1 and not hello.start_id:
+            self._without_start.append(connection)
+        if hello.nodes == 1 and hello.rank == 0:
+            self._rank_0 = connection, hello.start_id
+        if self._rank_0 is not None:
+            for each in self._without_start:
+                with contextlib.suppress(OSError):
+                    each.send(protocol.encode(Start(self._rank_0[1])))
+            self._without_start.clear()
 
     def _is_final(self, directory: Path) -> bool:
         """Whether a set is the end of a run, by the manifest of any rank; a damaged set is not."""

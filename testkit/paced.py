@@ -16,8 +16,8 @@ from swansongd.core.events import (
     CommitManifest,
     Flushed,
     FlushProgress,
-    GenerationClaimed,
     PaceRead,
+    RunRead,
     Scanned,
     TrainerAccepted,
     TrainerProgress,
@@ -68,11 +68,13 @@ class PacedVm(Story):
         self._left_s = 0.0
         self._link = physics.link_bytes_per_s
         newest = CommitRef(generation - 1, self.step - 50) if pace is not None else None
+        self.next_generation = generation
         self.scan()
-        self.tell(GenerationClaimed(generation, newest))
+        self.tell(RunRead(newest, "earlier" if newest else ""))
         if pace is not None:
             self.tell(PaceRead(pace))
         self.join(step=self.step)
+        self.starts(self.step)
         self.tell(TrainerProgress(1, self.step, step_s=physics.step_s))
 
     def periodic(self) -> None:

@@ -47,7 +47,7 @@ def write(store: ObjectStore, run: str = RUN) -> None:
         claim = ClaimObject(
             run=run,
             generation=generation,
-            nonce="n",
+            start=f"start-{generation}",
             identity={"boot_id": f"b{generation}", "claimed": wall.text(at_s + 40)},
         )
         store.put(keys.generation(generation), claims.encode(claim))

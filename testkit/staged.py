@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -12,6 +13,8 @@ from swansong import protocol
 from swansong.protocol import FileEntry, RankManifest
 
 ME = frozenset({os.geteuid()})
+START = "5a17"
+"""Id of the start of the training to which sets belong that name no other."""
 
 
 class Clock:
@@ -33,7 +36,9 @@ def write_files(directory: Path, files: Mapping[str, bytes]) -> Path:
     return directory
 
 
-def seal_files(run_directory: Path, step: int, files: Mapping[str, bytes]) -> dict[str, bytes]:
+def seal_files(
+    run_directory: Path, step: int, files: Mapping[str, bytes], *, start_id: str = START
+) -> dict[str, bytes]:
     """Seal a set of one rank as the hooks do, with these files; returns all files of the set."""
     entries = [FileEntry(f"rank-00000/{name}", len(content)) for name, content in files.items()]
     manifest = RankManifest(
@@ -44,6 +49,7 @@ def seal_files(run_directory: Path, step: int, files: Mapping[str, bytes]) -> di
         rank=0,
         world_size=1,
         local_world_size=1,
+        start_id=start_id,
     )
     content = {f"rank-00000/{name}": data for name, data in files.items()}
     content[protocol.rank_manifest_name(0)] = manifest.encode()
@@ -76,6 +82,7 @@ def write_set(
                 "rank": rank,
                 "world_size": world_size or ranks,
                 "local_world_size": ranks,
+                "start_id": START,
                 **facts,
             }
         )
@@ -84,3 +91,11 @@ def write_set(
             {shard: content, protocol.rank_manifest_name(rank): manifest.encode()},
         )
     return directory
+
+
+def another_boot(run_directory: Path) -> None:
+    """Make the starts that the daemon has recorded those of another boot, as after a reboot of the VM."""
+    record = run_directory / ".swansongd" / "claim.json"
+    body = json.loads(record.read_bytes())
+    starts = [{**start, "boot_id": "another"} for start in body["starts"]]
+    record.write_text(json.dumps({**body, "starts": starts}))

@@ -8,15 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
 
 from swansong.protocol import sealed_name
-from swansongd.core import gpus, machine, restart
+from swansongd.core import gpus, machine
 from swansongd.core.events import (
     Action,
     AskTrainers,
+    ClaimGeneration,
     CommitDone,
     CommitFailed,
     CommitManifest,
@@ -26,26 +27,32 @@ from swansongd.core.events import (
     GenerationClaimed,
     NoticeRaised,
     NoticeWithdrawn,
+    ProcessFound,
+    RunRead,
     Scanned,
     StartFlush,
     Tick,
     TrainerAccepted,
+    TrainerFailed,
     TrainerJoined,
     TrainerLeft,
     TrainerProgress,
     TrainerSealed,
 )
 from swansongd.core.state import Settings, State
-from swansongd.host import gpu_record, training_record
+from swansongd.host import gpu_record
 from swansongd.model import (
+    UNKNOWN_PARENT,
     CheckpointId,
     CheckpointKind,
     CommitRef,
     DeadlineQuality,
     Notice,
+    Parent,
     Severity,
     Staged,
     StagedFile,
+    Start,
     StoredObject,
     StoredShard,
     TrainerView,
@@ -83,17 +90,21 @@ def a_set(
     request_id: str = "",
     framework: str = "swansong",
     is_final: bool = False,
-    start_id: str = "",
+    start_id: str = "a",
+    nodes: int = 1,
+    written_ns: int = 1,
 ) -> Staged:
     kind = CheckpointKind.EMERGENCY if request_id else CheckpointKind.PERIODIC
     return Staged(
-        id=CheckpointId(step, nonce, is_final),
+        id=CheckpointId(step, nonce, is_final, start_id if framework == "swansong" else ""),
         directory=sealed_name(step, nonce) if framework == "swansong" else f"checkpoint-{step}",
         kind=CheckpointKind.FINAL if is_final else kind,
-        files=(StagedFile(path="model.bin", size_bytes=size_bytes, mtime_ns=1, inode=step),),
+        files=(
+            StagedFile(path="model.bin", size_bytes=size_bytes, mtime_ns=written_ns, inode=step),
+        ),
         framework=framework,
         request_id=request_id,
-        starts=frozenset({start_id} - {""}),
+        nodes=nodes,
     )
 
 
@@ -121,7 +132,17 @@ def as_stored(facts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 class Story:
-    """A decision loop that has just started; with ``claimed``, it has scanned staging and has a claim."""
+    """A decision loop that has just started; with ``claimed``, it has scanned staging and has read the run.
+
+    Each claim that it orders is granted at once, with the next free generation, unless ``grants`` is False.
+
+    Args:
+        claimed: it has scanned staging, and knows the newest commit.
+        generation: that the first claim gets.
+        newest: the newest commit of the run, of a start that no set here names.
+        staged: sets in staging.
+        recorded: starts of earlier lives of the daemon.
+    """
 
     def __init__(
         self,
@@ -130,59 +151,62 @@ class Story:
         generation: int = 2,
         newest: CommitRef | None = None,
         staged: Iterable[Staged] = (),
+        recorded: Iterable[Start] = (),
         reserve_s: float = 5.0,
         signals_trainer: bool = False,
     ) -> None:
-        settings = Settings(reserve_s=reserve_s, signals_trainer=signals_trainer)
-        self.state = State(settings=settings)
+        settings = Settings(reserve_s=reserve_s, signals_trainer=signals_trainer, vm="vm")
+        self.state = State(settings=settings, starts=tuple(recorded))
         self.now = 1000.0
         self.actions: list[Action] = []
         self.staging = list(staged)
+        self.grants = True
+        self.next_generation = generation
         if claimed:
             self.scan()
-            self.tell(GenerationClaimed(generation, newest))
+            self.tell(RunRead(newest, "earlier" if newest else ""))
 
     def restarted(
         self,
         *,
         claimed: bool = True,
         newest: CommitRef | None = None,
-        generation: int | None = None,
-        ended: Collection[int] = (),
-        remembers: bool = True,
+        is_other_boot: bool = False,
     ) -> Story:
         """The next life of the daemon, in the same boot and with the same staging.
 
         Args:
             claimed: it has scanned staging and holds the claim of its earlier life.
             newest: the newest commit, if it is not the last one of this life.
-            generation: of the claim, if it is another one.
-            ended: pids of trainers that have ended meanwhile.
-            remembers: it has the record of the training; not after ``systemctl stop``.
+            is_other_boot: the VM was booted again, with its disk.
         """
-        own = self.state.generation or self.state.settings.sealed_under
-        after = Story(claimed=False, staged=self.staging)
+        recorded = [
+            Start(
+                id=start.id,
+                generation=start.generation,
+                is_of_boot=not is_other_boot,
+                is_open=not is_other_boot,
+            )
+            for start in self.state.starts
+            if start.generation is not None or start.id == self.state.claiming
+        ]
+        after = Story(claimed=False, staged=self.staging, recorded=recorded)
+        after.next_generation = self.next_generation
         after.now = self.now + 1
-        after.state = replace(
-            after.state,
-            settings=replace(self.state.settings, sealed_under=own),
-            abandoned=self.state.abandoned,
-            unusable=self.state.abandoned,
-        )
+        after.state = replace(after.state, settings=self.state.settings)
         gpu = gpus.record_of(self.state)
         if gpu is not None:
             after.state = gpus.resumed(
                 after.state, gpu_record.parse(as_stored(gpu_record.facts_of(gpu)))
             )
-        if remembers:
-            facts = training_record.facts_of(restart.record_of(self.state))
-            training = training_record.parse(as_stored(facts))
-            running = [view for view in training.trainers if view.pid not in ended]
-            after.state = restart.resumed(after.state, training, running)
         if claimed:
             after.scan()
-            assert own is not None
-            after.tell(GenerationClaimed(generation or own, newest or self.state.last_complete))
+            last = newest or self.state.last_complete
+            owner = "" if last is None else self.state.owner_of(last)
+            after.tell(RunRead(last, owner))
+            own = [start for start in recorded if start.generation is not None]
+            if own and own[-1].generation is not None:
+                after.tell(GenerationClaimed(own[-1].id, own[-1].generation, last, owner))
         return after
 
     # ------------------------------------------------------------------ events
@@ -191,7 +215,34 @@ class Story:
         """Post one event; returns the actions."""
         self.state, actions = machine.step(self.state, event, self.now)
         self.actions += actions
-        return list(actions)
+        told = list(actions)
+        for action in actions:
+            if isinstance(action, ClaimGeneration) and self.grants:
+                told += self.grant(action.start_id)
+        return told
+
+    def grant(self, start_id: str, newest: CommitRef | None = None) -> list[Action]:
+        """The claim that was ordered for this start succeeds."""
+        last = newest or self.state.last_complete
+        owner = "" if last is None else self.state.owner_of(last)
+        self.next_generation += 1
+        return self.tell(GenerationClaimed(start_id, self.next_generation - 1, last, owner))
+
+    def process(self, start_id: str = "process-a", pid: int = 900) -> list[Action]:
+        """The process of a trainer without hooks runs."""
+        return self.tell(ProcessFound(start_id, pid if start_id else 0))
+
+    def starts(
+        self,
+        step: int,
+        connection: int = 1,
+        *,
+        start_id: str = "a",
+        parent: Parent | None = None,
+    ) -> list[Action]:
+        """A rank has loaded a state, by default a fresh one, and trains from this step."""
+        loaded = (Parent("", 0) if step == 0 else Parent()) if parent is None else parent
+        return self.tell(TrainerProgress(connection, step, start_id=start_id, parent=loaded))
 
     def wait(self, seconds: float) -> list[Action]:
         self.now += seconds
@@ -225,8 +276,9 @@ class Story:
         step: int = -1,
         save_s: float | None = None,
         save_bytes: int | None = None,
-        start_id: str = "",
+        start_id: str = "a",
         nodes: int = 1,
+        parent: Parent = UNKNOWN_PARENT,
         takes_follow_ups: bool = False,
     ) -> list[Action]:
         pid = 100 + rank if pid is None else pid
@@ -241,14 +293,17 @@ class Story:
             save_s=save_s,
             save_bytes=save_bytes,
             start_id=start_id,
+            parent=parent,
             nodes=nodes,
             takes_follow_ups=takes_follow_ups,
             greeted_mono_s=self.now,
         )
         return self.tell(TrainerJoined(view))
 
-    def leave(self, connection: int = 1, *, exited: bool = True) -> list[Action]:
-        return self.tell(TrainerLeft(connection, exited, "gone"))
+    def leave(
+        self, connection: int = 1, *, exited: bool = True, is_goodbye: bool = False
+    ) -> list[Action]:
+        return self.tell(TrainerLeft(connection, exited, "gone", is_goodbye=is_goodbye))
 
     def progress(self, step: int, connection: int = 1) -> list[Action]:
         return self.tell(TrainerProgress(connection, step))
@@ -265,7 +320,8 @@ class Story:
 
     def answer(self, step: int, nonce: str = "emg", connection: int = 1) -> Staged:
         """The trainer seals the requested set, and reports it."""
-        staged = a_set(step, nonce, request_id=self.request_id)
+        trainer = next(t for t in self.state.trainers if t.connection == connection)
+        staged = a_set(step, nonce, request_id=self.request_id, start_id=trainer.start_id)
         self.staging.append(staged)
         event = TrainerSealed(connection, self.request_id, step, 2.0, staged.size_bytes)
         self.tell(event)
@@ -285,6 +341,22 @@ class Story:
         """A set disappears from staging."""
         self.staging.remove(staged)
         return self.scan()
+
+    def conclude(self, *, failure: str = "") -> list[str]:
+        """Let time pass, with a scan each second, until the notice has its verdict; returns the verdicts.
+
+        Args:
+            failure: rank 0 fails at each request with this reason.
+        """
+        until_mono_s = self.now + 3600.0
+        while self.state.evacuation and not self.state.evacuation.verdict:
+            assert self.now < until_mono_s, "no verdict"
+            request = self.state.evacuation.request
+            if failure and request is not None and request.is_waiting:
+                self.tell(TrainerFailed(1, request.request_id, failure))
+            self.scan()
+            self.wait(1.0)
+        return self.verdicts
 
     def store_all(self, *, after_s: float = 0.0) -> None:
         """Flush and store complete all work, until none is left."""

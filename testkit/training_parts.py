@@ -5,6 +5,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from swansong._ranks.agreement import Ranks
+from swansong._ranks.start import TrainingStart
+
 
 class Counter:
     """The smallest stateful object."""
@@ -17,3 +20,8 @@ class Counter:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.value = state["value"]
+
+
+def start_of(ranks: Ranks | None = None) -> TrainingStart:
+    """Return the start of a rank without a daemon, by default of the only one."""
+    return TrainingStart(ranks or Ranks(), lambda _: None, "")

@@ -30,6 +30,7 @@ import tempfile
 import threading
 import time
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -133,17 +134,28 @@ class WarmPythons:
 def kill_tree(process: subprocess.Popen[bytes]) -> None:
     """Kill a process and its descendants; never raises, and blocks for a limited time."""
     pids = [process.pid] if process.poll() is None else []
-    for pid in pids:  # grows
-        with contextlib.suppress(OSError):
-            for thread in Path(f"/proc/{pid}/task").iterdir():
-                pids += map(int, (thread / "children").read_text().split())
-    for pid in pids:
-        with contextlib.suppress(OSError):
-            os.kill(pid, signal.SIGKILL)
+    kill(pids + [child for pid in pids for child in descendants(pid)])
     if process.stdin is not None:
         process.stdin.close()
     with contextlib.suppress(subprocess.TimeoutExpired):  # a blocked device driver
         process.wait(_END_PATIENCE_S)
+
+
+def descendants(pid: int) -> list[int]:
+    """The processes below a process, as far as their parents still run."""
+    pids = [pid]
+    for each in pids:  # grows
+        with contextlib.suppress(OSError):
+            for thread in Path(f"/proc/{each}/task").iterdir():
+                pids += map(int, (thread / "children").read_text().split())
+    return pids[1:]
+
+
+def kill(pids: Iterable[int]) -> None:
+    """Kill these processes, except those that have ended or belong to another user."""
+    for pid in pids:
+        with contextlib.suppress(OSError):
+            os.kill(pid, signal.SIGKILL)
 
 
 def python_of(directory: str, kind: str) -> str:

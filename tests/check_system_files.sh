@@ -41,7 +41,7 @@ PATH=$PATH:$PWD/.venv/bin
 
 if have shellcheck "shell scripts"; then
 	mapfile -t scripts < <(find . \( -name '.?*' -o -name build \) -prune -o -name '*.sh' -print)
-	check "shell scripts" shellcheck "${scripts[@]}" .ci/run
+	check "shell scripts" shellcheck "${scripts[@]}" .ci/run .ci/limit
 fi
 
 if have systemd-analyze "units"; then

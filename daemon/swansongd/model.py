@@ -47,6 +47,19 @@ class DeadlineQuality(StrEnum):
     ASSUMED = "assumed"
 
 
+class Verdict(StrEnum):
+    """The outcome of an evacuation, see :mod:`swansongd.core.proof`."""
+
+    SAFE = "SAFE"
+    """The next VM resumes from the position of the training at the request, or a later one."""
+    PARTIAL = "PARTIAL"
+    """An older whole commit exists, or the position of the training is unknown."""
+    LOST = "LOST"
+    """The run has no whole commit."""
+    NO_TRAINING = "NO_TRAINING"
+    """No training was seen on this VM since it booted: nothing is claimed."""
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """A source's message that the VM will be terminated."""
@@ -70,6 +83,10 @@ class Notice:
     """The source named a time in the past, and the VM runs: the deadline is an assumed one."""
     evacuation_id: str = ""
     """The newest evacuation that answers this notice.  A restarted daemon resumes it under the same id."""
+    verdict: Verdict | None = None
+    """The verdict of that evacuation, for a restarted daemon."""
+    verdict_start: str = ""
+    """The start of the training to which that verdict applies."""
     repeats: tuple[str, ...] = ()
     """Identities of later notices by hand with the same deadline, which count as this notice."""
 
@@ -142,6 +159,71 @@ class GpuStatus:
     """All of its faults; health and reason are those of the worst one."""
 
 
+@dataclass(frozen=True, slots=True)
+class Parent:
+    """The state that a start of the training has loaded."""
+
+    start_id: str | None = None
+    """The start that wrote the state; empty for a fresh run; None if it is unknown."""
+    step: int = -1
+    """The step of that state; 0 for a fresh run."""
+
+    @property
+    def is_known(self) -> bool:
+        return self.start_id is not None
+
+
+UNKNOWN_PARENT = Parent()
+
+PROCESS_PREFIX = "process-"
+"""Start of the id of a start without hooks, which the daemon draws."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Start:
+    """One start of the training: all ranks, on all VMs, that were launched together."""
+
+    id: str
+    nodes: int = 1
+    """Number of VMs of the job."""
+    generation: int | None = None
+    """None until it is claimed."""
+    parents: Mapping[int, Parent] = field(default_factory=dict)
+    """The state that each rank of this VM has loaded."""
+    ranks: int = 1
+    """Number of its ranks on this VM."""
+    members: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+    """Process (pid, start) of each rank that connected to this life of the daemon."""
+    ended: Mapping[int, int] = field(default_factory=dict)
+    """Last step of each rank that has said goodbye."""
+    is_restoring: bool = False
+    """It waits for the answer to its restore query, or loads the checkpoint: it has trained nothing."""
+    process_ns: int = 0
+    """For a trainer without hooks: start of its process, by the clock of file times."""
+    is_of_boot: bool = True
+    """Seen since the VM booted."""
+    is_open: bool = True
+    """Its sets may be committed: not those of an earlier boot if another VM has taken the run over since, and
+    not those of an earlier start over several VMs, because the next start has chosen without them."""
+    is_live: bool = False
+    """A process of it was seen by this life of the daemon."""
+
+    @property
+    def parent(self) -> Parent:
+        """The state that the start has loaded; unknown if its ranks contradict each other."""
+        reported = set(self.parents.values())
+        return reported.pop() if len(reported) == 1 else UNKNOWN_PARENT
+
+    @property
+    def has_hooks(self) -> bool:
+        return not self.id.startswith(PROCESS_PREFIX)
+
+    @property
+    def process_id(self) -> str:
+        """The same for all starts of the same processes, which a rollback begins."""
+        return self.id.partition("~")[0]
+
+
 class CheckpointKind(StrEnum):
     """Why a checkpoint was taken."""
 
@@ -176,26 +258,20 @@ def merged_health(healths: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return merged
 
 
-class Verdict(StrEnum):
-    """The outcome of an evacuation."""
-
-    SAFE = "SAFE"
-    """The newest sealed state is committed, from after the notice if a trainer was running."""
-    PARTIAL = "PARTIAL"
-    """An older whole commit exists."""
-    LOST = "LOST"
-    """The run has no whole commit."""
-
-
 @total_ordering
 @dataclass(frozen=True, slots=True)
 class CheckpointId:
-    """One sealed set in staging: its step, and a nonce that differs between sets of one step."""
+    """One sealed set in staging: its step, and a nonce that differs between sets of one step.
+
+    Only ids of one start have an order by themselves, see :meth:`swansongd.core.state.State.order`.
+    """
 
     step: int
     nonce: str
     is_final: bool = field(default=False, compare=False)
     """The end of the run, which comes after all other sets of its step."""
+    start: str = field(default="", compare=False)
+    """The start of the training that sealed it; empty if it is unknown."""
 
     def __lt__(self, other: CheckpointId) -> bool:
         return self._place < other._place
@@ -238,8 +314,6 @@ class Staged:
     """The checkpoint request that it answers; empty for a periodic or an adopted one."""
     seen_mono_s: float | None = None
     """Start of the scan that first found these files of an adopted set, which must settle after that."""
-    starts: frozenset[str] = frozenset()
-    """The starts of the training that wrote it, one for each rank of this VM."""
     health: Mapping[str, float] = field(default_factory=dict)
     """Loss and metrics, as reported by the trainer."""
     trainer: Mapping[str, object] = field(default_factory=dict)
@@ -394,44 +468,14 @@ class TrainerView:
     greeted_mono_s: float = 0.0
     """When its hello arrived."""
     start_id: str = ""
-    """Id of the start of its training, which its sets carry."""
+    """The start of the training to which it belongs; empty while it is not known."""
+    parent: Parent = UNKNOWN_PARENT
+    """The state that this start has loaded."""
     start_step: int = -1
     """The first step that it reported on this connection, or of its last start; -1 before."""
     is_connected: bool = True
     """False after the connection ended, while the process may still reconnect."""
     left_mono_s: float = -inf
-    """When its connection ended, while it is not connected; of a trainer of an earlier daemon: long ago."""
+    """When its connection ended, while it is not connected."""
     process_start: int = 0
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
-
-    @property
-    def is_of_earlier_life(self) -> bool:
-        """Whether it was connected to an earlier life of the daemon, and not to this one."""
-        return self.connection < 0
-
-
-@dataclass(frozen=True, slots=True)
-class Ahead:
-    """Training that an evacuation has seen, of processes that may have ended since."""
-
-    evacuation_id: str
-    step: int
-    """The newest that was reported; -1: none."""
-    is_unknown: bool
-    """A trainer of unknown step has ended."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class TrainingRecord:
-    """The knowledge of a restarted daemon about the training of this boot."""
-
-    trainers: tuple[TrainerView, ...]
-    """Trainers whose processes ran, without their steps and measurements."""
-    starts: tuple[str, ...]
-    """See :class:`swansongd.core.state.State`, like the fields below."""
-    closed_starts: tuple[str, ...]
-    retained: tuple[CheckpointId, ...]
-    must_claim: bool
-    owes_checkpoint: bool
-    owed_above: CommitRef
-    ahead: Ahead | None

@@ -14,7 +14,6 @@ import signal
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -25,7 +24,7 @@ from swansong import protocol
 
 import swansongd
 from swansongd.config.config import Config, MetricsConfig
-from swansongd.core import gpus, lifecycle, restart
+from swansongd.core import gpus, lifecycle
 from swansongd.core.events import (
     Action,
     AskTrainers,
@@ -39,14 +38,11 @@ from swansongd.core.events import (
     Event,
     Exit,
     FlushFailed,
-    JoinGeneration,
-    LastFarewell,
     Log,
     Mark,
     NoticeRaised,
     NoticeWithdrawn,
     Prune,
-    RecordResumption,
     Rescan,
     SendTarget,
     SetAside,
@@ -57,11 +53,11 @@ from swansongd.core.events import (
     TellCommitted,
     TellFenced,
     TellFinished,
+    TellStart,
     Tick,
     WithdrawRequest,
     WokeUp,
 )
-from swansongd.core.ledger import LastReport, last_report
 from swansongd.core.state import Settings, State
 from swansongd.core.transition import EXIT_STOPPED
 from swansongd.decisions import Decisions
@@ -70,9 +66,10 @@ from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import NoticeKind, Severity, TrainingRecord
+from swansongd.model import NoticeKind, Severity
 from swansongd.notifications.notifier import open_notifier
 from swansongd.observe import log as logs
+from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
 from swansongd.observe.report import full_report, status_line
@@ -90,15 +87,15 @@ from swansongd.sources.opening import (
     shortest_grace_s,
     unknown_firmware,
 )
-from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import RunDirectory, open_restored, prepare
 from swansongd.staging.remover import Remover
 from swansongd.staging.seal import Scanner
-from swansongd.trainers import peers, users
+from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
 from swansongd.trainers.translate import message_of
+from swansongd.util.boot import booted_wall_ns
 from swansongd.util.threads import Worker
 
 if TYPE_CHECKING:
@@ -138,16 +135,14 @@ class Service:
         self._post = self._inbox.put
         self._decision_log = DecisionLog()
         self._samples = FlushSamples()
+        self._accounting = Accounting(self._record_resume, self._conclude)
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
         boot_id = _BOOT_ID.read_text().strip()
         self._notifier = SystemdNotifier(os.environ)
-        run_and_store = f"{config.run.name} {config.store.url}"
-        self._fdstore = FdStore(
-            self._notifier, os.environ, boot_id=boot_id, run_and_store=run_and_store
-        )
+        self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
         self._staging = prepare(config.staging.path, config.run.name)
         self._fdstore.use_directory(self._staging.own_fd)
         # Before a trainer can take the name: the daemon could not move a FUSE mount aside.
@@ -173,7 +168,6 @@ class Service:
         first = _first_state(config, self._staging, self._committer, boot_id, kinds)
         if gpus_before is not None:
             first = gpus.resumed(first, gpus_before)
-        first, running = _with_training(first, self._fdstore.training())
         self._decisions = Decisions(first, _log)
         self._notifications = open_notifier(
             config.notify,
@@ -181,11 +175,10 @@ class Service:
             vm=self._state.settings.vm,
             own_fd=self._staging.own_fd,
             boot_id=boot_id,
-        )
-        self._observers: tuple[Observer, ...] = tuple(
-            observer for observer in (self._samples, self._notifications) if observer is not None
+            training=lambda: self._accounting.training,
         )
         uids = users.uids_of(config.trainer.users)
+        self._signal_sender = open_sender(config.trainer, uids, boot_id, self._post)
         self._observer = StagingObserver(
             Scanner(
                 self._staging.path,
@@ -196,6 +189,7 @@ class Service:
             ),
             self._post,
             _log,
+            before=lambda: None if self._signal_sender is None else self._signal_sender.look(),
         )
         self._remover = Remover(self._staging.fd, self._observer.rescan)
         context = RestoreContext(
@@ -206,6 +200,7 @@ class Service:
             self._stop,
             post=self._post,
             mirror=self._storage.mirror,
+            claim_refusal=lambda: self._committer.refusal,
             rescan=self._observer.rescan,
             shard_of=self._storage.shard_of,
         )
@@ -222,12 +217,9 @@ class Service:
             post=self._post,
             answer=self._answer,
             log=_log,
-            several_vms=config.run.several_vms,
             naming_secret=self._staging.naming_secret,
             listener_fd=self._fdstore.listener_fd(config.trainer.socket),
-            earlier=running,
         )
-        self._signal_sender = open_sender(config.trainer, uids, self._post)
         self._logind = logind.LogindSource(
             bus=config.sources.system_bus or logind.SYSTEM_BUS,
             wanted_delay_s=config.deadline.shutdown_delay_s,
@@ -246,8 +238,12 @@ class Service:
             self._sources, assumed_grace_s=config.deadline.assumed_grace_s
         )
         self._metrics = self._open_metrics(config.metrics)
-        if self._metrics is not None:
-            self._observers += (self._metrics.counters,)
+        counters = None if self._metrics is None else self._metrics.counters
+        self._observers: tuple[Observer, ...] = tuple(
+            observer
+            for observer in (self._accounting, self._samples, self._notifications, counters)
+            if observer is not None
+        )
 
     def run(self) -> int:
         """Run until an action or a signal ends the daemon.
@@ -331,7 +327,6 @@ class Service:
 
     def _store_records(self) -> None:
         self._fdstore.store_gpus(gpus.record_of(self._state))
-        self._fdstore.store_training(restart.record_of(self._state))
 
     def _hold_or_release(self) -> None:
         """Extend the life of the VM during an evacuation, and stop extending it after the verdict."""
@@ -354,6 +349,10 @@ class Service:
         # First: a daemon that dies after it sent a request must know the request's id at the next start.
         self._decisions.guarded("notices", self._store_notices)
         self._decisions.guarded("records", self._store_records)
+        # Before the actions: a farewell among them has the training up to this event.
+        self._decisions.guarded(
+            "accounting", partial(self._accounting.record, before, self._state, event, now)
+        )
         for action in actions:
             is_done = self._decisions.guarded(
                 f"action {type(action).__name__}", partial(self._carry_out, action, now)
@@ -401,6 +400,7 @@ class Service:
                 | TellCommitted()
                 | TellFenced()
                 | TellFinished()
+                | TellStart()
             ):
                 self._channel.send(*message_of(action, now))
             case SignalTrainer():
@@ -418,9 +418,7 @@ class Service:
             case CommitManifest():
                 self._committer.commit(action)
             case ClaimGeneration():
-                self._committer.claim_next(action)
-            case JoinGeneration():
-                self._committer.join(action)
+                self._committer.claim(action)
             case CheckComplete():
                 self._committer.check_complete(action)
             case CheckFence():
@@ -435,12 +433,6 @@ class Service:
                     self._storage.expedite()
             case Conclude():
                 self._conclude(action, now)
-            case LastFarewell(conclusion):
-                self._conclude(conclusion, now)
-            case RecordResumption():
-                self._storage.ledger.record(
-                    action, vm=self._state.settings.vm, daemon_mono_s=self._born_mono_s
-                )
             case Log():
                 self._decision_log.write(action, now)
             case Exit():
@@ -456,7 +448,7 @@ class Service:
             is_complete = lifecycle.is_complete(self._state, conclusion.verdict)
             if self._asg_hook is not None and is_complete:
                 self._asg_hook.complete()
-        timeline, generation = self._decision_log.timeline, self._state.generation
+        timeline, generation = self._decision_log.timeline, self._state.newest_generation
         assert timeline is not None
         if generation is not None:
             self._committer.farewell(
@@ -466,20 +458,23 @@ class Service:
                     timeline,
                     self._state,
                     self._samples.taken(conclusion.evacuation_id, now),
+                    node=self._accounting.training.node,
                     offset_s=time.time() - time.monotonic(),
                 ),
-                training=self._last_report(),
+                training=last_report(
+                    self._accounting.training,
+                    self._state,
+                    now_mono_s=time.monotonic(),
+                    now_wall_s=time.time(),
+                ),
             )
 
-    def _last_report(self) -> LastReport | None:
-        evacuation = self._state.evacuation
-        return last_report(
-            self._state.training,
-            is_ending=host.NAME in self._state.notices,
-            deadline_mono_s=None if evacuation is None else evacuation.deadline_mono_s,
-            now_mono_s=time.monotonic(),
-            now_wall_s=time.time(),
+    def _record_resume(self, measured: MeasuredResume) -> None:
+        self._storage.ledger.record(
+            measured, vm=self._state.settings.vm, daemon_mono_s=self._born_mono_s
         )
+        if self._notifications is not None:
+            self._notifications.resumed(measured)
 
     def _open_metrics(self, config: MetricsConfig) -> Metrics | None:
         if config.listen is None and config.textfile is None:
@@ -499,6 +494,7 @@ class Service:
             now_mono_s=time.monotonic(),
             now_wall_s=time.time(),
             state=self._state,
+            training=self._accounting.training,
             decision_faults=faults.faults,
             last_fault=faults.last_fault,
             sources=tuple(source.name for source in self._sources),
@@ -565,7 +561,7 @@ def _first_state(
     boot_id: str,
     kinds: tuple[NoticeKind, ...],
 ) -> State:
-    """The state that the decision loop begins with: the settings, and the committer's record."""
+    """The state that the decision loop begins with: the settings, and the recorded starts."""
     vm = hashlib.sha256(f"{boot_id}{staging.path}".encode()).hexdigest()[:16]
     settings = Settings(
         reserve_s=config.deadline.reserve_s,
@@ -578,33 +574,10 @@ def _first_state(
         notice_kinds=kinds,
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
-        several_vms=config.run.several_vms,
         vm=vm,
-        resumed_job_start_id=committer.job_start_id,
-        sealed_under=committer.sealed_under,
-        booted_wall_ns=scan.booted_wall_ns(),
+        booted_wall_ns=booted_wall_ns(),
     )
-    abandoned = committer.abandoned
-    return State(
-        settings=settings,
-        job_start_id=committer.job_start_id,
-        abandoned=abandoned,
-        unusable=abandoned,
-    )
-
-
-def _with_training(
-    state: State, record: TrainingRecord | None
-) -> tuple[State, Mapping[int, peers.Peer]]:
-    """The first state with the record of the training, and its trainers' processes by connection."""
-    if record is None:
-        return state, {}
-    running = {}
-    for view in record.trainers:
-        with suppress(OSError):  # it has ended
-            running[view.connection] = peers.find(view.pid, view.process_start)
-    views = [view for view in record.trainers if view.connection in running]
-    return restart.resumed(state, record, views), running
+    return State(settings=settings, starts=committer.starts)
 
 
 def _asleep_s() -> float:

@@ -76,9 +76,8 @@ class Machine:
                 "testkit.emulators.aws_imds", "--host", "0.0.0.0", "--port", "80"
             )
             started.enter_context(emulator)
-        settings = {"run": {"several_vms": True}}
         store = {"url": f"file://{shelf}"}
-        vm = Vm(disk, store, metadata=("aws", None), settings=settings)
+        vm = Vm(disk, store, metadata=("aws", None))
         self.vm = started.enter_context(vm)
         started.callback(self.power_off)  # before the VM kills torchrun and orphans its workers
 

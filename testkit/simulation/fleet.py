@@ -8,10 +8,11 @@ checked against the real content of the bucket:
 
 F1  A manifest belongs to a set that its VM has sealed, and names stored shards.
 F2  A manifest has the generation of the job start that sealed its set.
-F3  No set of an earlier start is committed once a later start trains.
+F3  Over several VMs, no set of an earlier start is committed once a later start trains.
 F4  A daemon reports no commit that is not whole.
-F5  SAFE names a whole checkpoint from after the request, and a restore at that moment returns it, or a newer
-    one that continues from it.
+F5  SAFE names a whole checkpoint, and a restore at that moment returns it, or a newer one that continues from
+    it.  It is of the start that was asked, at or after its step at the request, or of a later start; or it is
+    the very state that the start has loaded, if it had trained nothing since.
 """
 
 from __future__ import annotations
@@ -20,33 +21,35 @@ import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
-from swansongd.bucket import catalog, commit, manifest
-from swansongd.bucket.claim import ClaimObject
-from swansongd.core import machine, nodes, resume
+from swansong.protocol import RestoreQuery
+from swansongd.bucket import commit, manifest
+from swansongd.core import machine, resume
 from swansongd.core.events import (
     Action,
     AskTrainers,
     CancelFlush,
     CheckComplete,
+    ClaimGeneration,
     CommitManifest,
     Conclude,
     Event,
     FinishAsked,
     Flushed,
     FlushFailed,
-    GenerationClaimed,
-    JobStarted,
-    JoinGeneration,
     NoticeRaised,
-    PartsCounted,
     PeerRequested,
     Prune,
     Rescan,
+    RestoreAsked,
     Scanned,
+    SetAside,
+    StartBegun,
     StartFlush,
     TellFinished,
     Tick,
+    TrainerAccepted,
     TrainerAgreed,
     TrainerFailed,
     TrainerJoined,
@@ -56,19 +59,21 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, State
-from swansongd.errors import FencedError, StoreError, Transient
-from swansongd.model import CheckpointId, CommitRef, Notice, Staged, TrainerView, Verdict
+from swansongd.errors import StoreError, Transient
+from swansongd.flush.claim_record import ClaimRecord
+from swansongd.model import (
+    UNKNOWN_PARENT,
+    CommitRef,
+    Notice,
+    Parent,
+    Staged,
+    TrainerView,
+    Verdict,
+)
 from swansongd.stores.base import ObjectInfo
 
-from testkit.simulation.world import (
-    KEYS,
-    MIB,
-    Broken,
-    SimStore,
-    commit_event,
-    fence_found,
-    is_no_worse,
-)
+from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, start_of
+from testkit.simulation.world import MIB, is_no_worse
 from testkit.story import a_notice, a_set, objects_of, shards_of
 
 TICK_S = 0.5
@@ -84,9 +89,8 @@ class Link(SimStore):
     """One VM's connection to the bucket, which may fail or lose replies."""
 
     def __init__(self, bucket: SimStore, vm: Vm) -> None:
-        super().__init__(lambda *_: False)
-        self.objects = bucket.objects
-        self.new = bucket.new
+        super().__init__()
+        self.objects, self.names, self.new = bucket.objects, bucket.names, bucket.new
         self._vm = vm
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
@@ -101,8 +105,7 @@ class Link(SimStore):
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         self._vm.reach()
-        keys = sorted(key for key in self.objects if key.startswith(prefix) and key > after)
-        return iter([ObjectInfo(key, len(self.objects[key])) for key in keys])
+        return super().list(prefix, after=after)
 
 
 @dataclass
@@ -118,6 +121,10 @@ class Start:
     step: int = 0
     trains: bool = False
     is_over: bool = False
+    parent: Parent = UNKNOWN_PARENT
+    """The step that the ranks report as loaded."""
+    accepted: dict[str, int] = field(default_factory=dict)
+    """Step of the ranks when they accepted a request."""
     targets: dict[str, int] = field(default_factory=dict)
     """Step of each request that the ranks agreed on."""
     failed: set[str] = field(default_factory=set)
@@ -128,12 +135,7 @@ class Start:
 
     def is_ready(self, state: State) -> bool:
         """Whether the daemon of rank 0 may choose a checkpoint, by the production rule."""
-        is_of_it = (
-            nodes.is_alone(state.job_start_id)
-            if self.is_alone
-            else state.job_start_id == self.job_start_id
-        )
-        return is_of_it and state.finishing is None and state.generation is not None
+        return resume.may_answer(state, RestoreQuery("q", start_id=self.job_start_id))
 
 
 class Vm:
@@ -148,14 +150,12 @@ class Vm:
         self.cut_until_s = 0.0
         self.slow = 1.0
         self.staging: list[Staged] = []
-        self.record: tuple[str, ClaimObject, tuple[CheckpointId, ...]] | None = None
-        """The job start and the claim that this boot joined last, and the sets of earlier ones."""
-        self.wanted = ""
+        self.record: ClaimRecord | None = None
+        """The record of the claims, which outlives the daemon."""
         self.notice: Notice | None = None
         self.connection = 0
         self.verdicts: list[Conclude] = []
         self._flush_id = ""
-        self.state = self._new_state()
         self.start_daemon()
 
     def reach(self) -> None:
@@ -164,30 +164,24 @@ class Vm:
 
     # ------------------------------------------------------------------ the daemon
 
-    def _new_state(self) -> State:
-        joined = self.record[0] if self.record else ""
-        settings = Settings(
-            reserve_s=2.0,
-            signals_trainer=False,
-            several_vms=True,
-            vm=f"vm{self.number}",
-            resumed_job_start_id=joined,
-            sealed_under=self.record[1].generation if self.record else None,
-        )
-        abandoned = frozenset(self.record[2] if self.record else ())
-        return State(
-            settings=settings, job_start_id=joined, abandoned=abandoned, unusable=abandoned
-        )
-
     def start_daemon(self) -> None:
         self.life += 1
-        self.state = self._new_state()
+        life = self.life
+        self.committer = Committer(
+            self.store,
+            self.record,
+            self.step,
+            lambda s, happens: self.fleet.at(
+                self.fleet.delay_s(s),
+                lambda: happens() if self.is_alive and life == self.life else None,
+            ),
+        )
+        settings = Settings(reserve_s=2.0, signals_trainer=False, vm=f"vm{self.number}")
+        self.state = State(settings=settings, starts=self.committer.claimant.starts)
         self._flush_id = ""
-        self.wanted = self.state.job_start_id
         self._scan()
         self._tick()
-        if self.record is not None:
-            self._claim(self.wanted, None)
+        self.committer.read_run()
         if self.notice is not None:
             notice = self.notice
             self.post(lambda: NoticeRaised(notice), 1.0)
@@ -206,16 +200,30 @@ class Vm:
             world_size=len(start.members),
             local_world_size=1,
             nodes=len(start.members),
-            step=start.step,
+            step=start.step if start.trains else -1,
             takes_follow_ups=self.fleet.takes_follow_ups,
+            start_id=start.job_start_id if start.is_alone or start.has_begun else "",
+            parent=start.parent,
         )
         self.post(lambda: TrainerJoined(view), 0.1)
-        if start.is_alone:
-            return
-        if start.has_begun:
-            self.post(lambda: JobStarted(start.job_start_id), 0.1, after_s=0.1)
-        else:
+        if not start.is_alone and not start.has_begun:
             self.post(lambda: FinishAsked(start.job_start_id), 0.1, after_s=0.1)
+        elif not start.trains:
+            self.begins(start)
+
+    def begins(self, start: Start) -> None:
+        """The rank belongs to this start from now on, and asks for the checkpoint."""
+        connection = self.connection
+        if not start.is_alone:
+            self.post(lambda: StartBegun(connection, start.job_start_id), 0.1, after_s=0.1)
+        self.post(lambda: RestoreAsked(start.job_start_id), 0.1, after_s=0.2)
+
+    def loaded(self, start: Start) -> None:
+        """The rank reports what its start has loaded."""
+        report = TrainerProgress(
+            self.connection, start.step, start_id=start.job_start_id, parent=start.parent
+        )
+        self.post(lambda: report, 0.1, after_s=0.1)
 
     def post(self, event: Callable[[], Event], delay_up_to_s: float, after_s: float = 0.0) -> None:
         life = self.life
@@ -231,6 +239,7 @@ class Vm:
         for action in actions:
             self._carry_out(action)
         if self.is_alive and self.fleet.chance("daemon_dies", 0.002):
+            self.record = self.committer.claimant.record
             self.life += 1
             self._flush_id = ""
             # Its successor may start late; until then no daemon answers.
@@ -272,62 +281,20 @@ class Vm:
                 if flush_id == self._flush_id:
                     self._flush_id = ""
             case CommitManifest():
-                self._commit(action)
-            case JoinGeneration(job_start_id, abandoned):
-                self.wanted = job_start_id
-                self._claim(job_start_id, abandoned)
+                self.committer.commit(action)
+            case ClaimGeneration():
+                self.committer.claim(action)
             case CheckComplete():
-                self.post(lambda: self._counted(action), 0.3)
+                self.committer.check_complete(action)
             case Rescan():
                 self._scan()
-            case Prune(directories):
+            case Prune(directories) | SetAside(directories):
                 if not self.fleet.chance("not_pruned", 0.5):
                     self.staging = [s for s in self.staging if s.directory not in directories]
             case Conclude():
                 self.fleet.concluded(self, action)
             case _:
                 pass
-
-    def _claim(self, job_start_id: str, abandoned: tuple[CheckpointId, ...] | None) -> None:
-        """Join a generation; None: the daemon was restarted, and joined before."""
-        life = self.life
-
-        def happens() -> None:
-            if not self.is_alive or life != self.life or job_start_id != self.wanted:
-                return
-            try:
-                newest = commit.newest_whole_commit(self.store, KEYS)
-                if abandoned is None:
-                    assert self.record is not None
-                    claim = self.record[1]
-                    commit.ensure_not_fenced(self.store, KEYS, claim)
-                else:
-                    nonce = f"{self.fleet.random.getrandbits(64):x}"
-                    claim = commit.claim_generation(
-                        self.store, KEYS, identity={}, nonce=nonce, job_start_id=job_start_id
-                    ).content
-            except FencedError as error:
-                self.step(fence_found(error))
-            except StoreError:
-                self.fleet.at(2.0, happens)
-            else:
-                is_first = abandoned is None
-                if abandoned is not None:
-                    self.record = job_start_id, claim, abandoned
-                generation = claim.generation
-                self.step(GenerationClaimed(generation, newest, is_rollback=not is_first))
-
-        self.fleet.at(self.fleet.delay_s(1.0), happens)
-
-    def _counted(self, order: CheckComplete) -> PartsCounted:
-        try:
-            for ref in order.refs:
-                found = commit.parts_committed(self.store, KEYS, ref, order.nodes)
-                if found == order.nodes:
-                    return PartsCounted(order.refs[0], 0, ref)
-        except StoreError:
-            pass
-        return PartsCounted(order.refs[0], 0, None)
 
     def _flush(self, order: StartFlush) -> None:
         self._flush_id = order.flush_id
@@ -349,19 +316,21 @@ class Vm:
 
         self.fleet.at(duration_s, ends)
 
-    def _commit(self, order: CommitManifest) -> None:
-        assert self.record is not None
-        claim = self.record[1]
-        self.post(lambda: commit_event(self.store, order, claim), 0.3)
-
     # ------------------------------------------------------------------ staging
 
     def seal(self, start: Start, step: int, request_id: str) -> None:
         nonce = f"s{start.number}"
         staged = replace(
-            a_set(step, nonce, size_bytes=10 * MIB, request_id=request_id),
+            a_set(
+                step,
+                nonce,
+                size_bytes=10 * MIB,
+                request_id=request_id,
+                start_id=start.job_start_id,
+                nodes=len(start.members),
+                written_ns=round(self.fleet.now * 1e9),
+            ),
             node=start.members.index(self),
-            nodes=len(start.members),
         )
         self.staging.append(staged)
         self.fleet.sealed[step, nonce] = start
@@ -385,13 +354,13 @@ class Fleet:
         self.faults = chosen if faults is None else set(faults)
         self.fired: set[str] = set()
         self.now = 1000.0
-        self.bucket = SimStore(lambda *_: False)
+        self.bucket = SimStore()
         self.vms: list[Vm] = []
         self.sealed: dict[tuple[int, str], Start] = {}
         self.parts: dict[tuple[CommitRef, int], set[int]] = {}
         """Nodes whose manifests are in the bucket, by checkpoint and number of nodes."""
-        self.asked_at: dict[str, tuple[Start, int]] = {}
-        """Start and step of the job at its first request, by the id of the evacuation."""
+        self.asked_at: dict[str, dict[int, int]] = {}
+        """By the id of the evacuation: the step of each start at its first request, by its number."""
         self.start_of: dict[CommitRef, Start] = {}
         self.starts: list[Start] = []
         self.start: Start | None = None
@@ -452,11 +421,7 @@ class Fleet:
         if before is not None:
             before.is_over = True
             for vm in before.members:
-                connection = vm.connection
-                vm.post(
-                    lambda connection=connection: TrainerLeft(connection, exited=True, reason="x"),
-                    0.1,
-                )
+                vm.post(partial(TrainerLeft, vm.connection, exited=True, reason="x"), 0.1)
         number = len(self.starts)
         waiting = Start(number, [], f"start-{number}", is_over=True)
         self.starts.append(waiting)
@@ -487,9 +452,8 @@ class Fleet:
             return
         if start.is_alone or len(start.finished) == len(start.members) or self.now > give_up_s:
             start.has_begun = True
-            if not start.is_alone:
-                for vm in start.members:
-                    vm.post(lambda: JobStarted(start.job_start_id), 0.3)
+            for vm in start.members:
+                vm.begins(start)
             self._await_choice(start)
         else:
             self.at(0.1, lambda: self._await_finished(start, give_up_s))
@@ -509,16 +473,20 @@ class Fleet:
             newest = self._local_choice(first.state, newest)
         start.resumed = newest
         start.step = newest.step if newest is not None else 0
+        start.parent = Parent("", 0)
+        if newest is not None:
+            start.parent = Parent(self.start_of[newest].job_start_id, newest.step)
         start.trains = True
+        for vm in start.members:
+            vm.loaded(start)
         self.at(self._boundary_s, lambda: self._trains(start))
 
     def _local_choice(self, state: State, newest: CommitRef | None) -> CommitRef | None:
         """The checkpoint from which a job on one VM resumes: its sets are whole, so the newest one."""
-        own, generation = resume.newest_local(state, newest), state.generation
-        assert generation is not None
-        if own is None or own.nodes > 1:
+        own = resume.newest_local(state, newest)
+        chosen = None if own is None else state.ref_of(own.id)
+        if own is None or chosen is None:
             return newest
-        chosen = CommitRef(generation, own.id.step)
         self.start_of.setdefault(chosen, self.sealed[own.id.step, own.id.nonce])
         return chosen
 
@@ -530,10 +498,9 @@ class Fleet:
         step = start.step
         asked = next((id_ for id_, target in start.targets.items() if target == step), "")
         for vm in start.members:
-            connection = vm.connection
-            vm.post(lambda connection=connection: TrainerProgress(connection, step), 0.1)
+            vm.post(partial(TrainerProgress, vm.connection, step), 0.1)
             if asked or step % EVERY_STEPS == 0:
-                self.at(self.delay_s(2.0), lambda vm=vm: self._seals(vm, start, step, asked))
+                self.at(self.delay_s(2.0), partial(self._seals, vm, start, step, asked))
         if self.chance("crash", 0.002):
             self.restart(self.delay_s(5.0))
 
@@ -551,10 +518,14 @@ class Fleet:
             self.follow_ups.add(request_id)
             if is_new and 0 not in {trainer.rank for trainer in vm.state.connected}:
                 raise Broken(f"{request_id}: a follow-up of a VM that does not lead")
-        self.asked_at.setdefault(evacuation_of(request_id), (start, start.step))
+        steps = self.asked_at.setdefault(evacuation_of(request_id), {})
+        steps.setdefault(start.number, start.step if start.trains else -1)
+        step = start.accepted.setdefault(request_id, start.step if start.trains else -1)
+        if not start.is_over and vm in start.members:
+            vm.post(lambda: TrainerAccepted(connection, request_id, step), 0.05)
         if request_id in start.targets:
             target = start.targets[request_id]
-            vm.post(lambda: TrainerAgreed(request_id, target), 0.1)
+            vm.post(lambda: TrainerAgreed(request_id, target), 0.1, after_s=0.05)
             return
         if not start.trains or request_id in start.failed or self.chance("round_fails", 0.5):
             start.failed.add(request_id)
@@ -567,7 +538,9 @@ class Fleet:
         left_s = deadline_mono_s - self.now
         for other in start.members:
             if other is not vm:
+                accepted = partial(TrainerAccepted, other.connection, request_id, step)
                 other.post(lambda: PeerRequested(request_id, "peer", left_s), 0.1)
+                other.post(accepted, 0.05, after_s=0.1)
             other.post(lambda: TrainerAgreed(request_id, target), 0.1, after_s=0.2)
 
     # ------------------------------------------------------------------ the weather
@@ -651,16 +624,16 @@ class Fleet:
         later = [
             other
             for other in self.starts
-            if other.number > start.number and other.trains and not _continues(other, made.ref)
+            if other.number > start.number
+            and other.trains
+            and not _continues(other, made.ref)
+            and not (made.nodes == 1 and other.is_alone)
         ]
         if later:
             raise Broken(f"F3: {key} is of start {start.number}, and {later[-1].number} trains")
 
     def _start_of(self, generation: int) -> Start | None:
-        plain = SimStore(lambda *_: False)
-        plain.objects = self.bucket.objects
-        claim = catalog.claim_of(plain, KEYS, generation)
-        name = "" if claim is None else claim.job_start_id
+        name = start_of(self.bucket, generation)
         return next((start for start in self.starts if start.job_start_id == name), None)
 
     def concluded(self, vm: Vm, conclusion: Conclude) -> None:
@@ -678,15 +651,26 @@ class Fleet:
             raise Broken(f"F5: SAFE at {commit_ref}, which is not whole")
         evacuation = vm.state.evacuation
         assert evacuation is not None
-        start, step = self.asked_at.get(evacuation.id, (None, 0))
-        # The last report of a rank may be a step old; a later start may have resumed from less.
-        if start is self.start_of[commit_ref] and commit_ref.step < step - 1:
-            raise Broken(f"F5: SAFE at {commit_ref}, and the job was at {step} when asked")
+        self._check_position(vm, evacuation.id, restored)
         newest = restored
         while newest is not None and newest.generation > commit_ref.generation:
             newest = self.start_of[newest].resumed
         if newest is None or newest < commit_ref:
             raise Broken(f"F5: SAFE at {commit_ref}, and a restore returns {restored}")
+
+    def _check_position(self, vm: Vm, evacuation_id: str, restored: CommitRef | None) -> None:
+        """Whether a restore gives the training that was asked, or a later start of it."""
+        joined = [each.number for each in self.starts if each.has_begun and vm in each.members]
+        steps = self.asked_at.get(evacuation_id) or dict.fromkeys(joined, -1)
+        if restored is None or not steps:
+            raise Broken(f"F5: SAFE, the starts are {joined}, and a restore returns {restored}")
+        asked, step = self.starts[max(steps)], steps[max(steps)]
+        by = self.start_of[restored]
+        is_loaded = asked.resumed == restored or not asked.trains
+        if by.number < asked.number and not (is_loaded and step <= restored.step):
+            raise Broken(f"F5: SAFE, start {asked.number} was at {step}; a restore has {restored}")
+        if by is asked and restored.step < step:
+            raise Broken(f"F5: SAFE at {restored}, and the job was at {step} when asked")
 
 
 def _continues(start: Start, ref: CommitRef) -> bool:

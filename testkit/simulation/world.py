@@ -1,50 +1,57 @@
 # SPDX-License-Identifier: Apache-2.0
 """A small deterministic world for the state machine: one seed, one heap of events, no real time.
 
-The production machine, planner, keys and commit rules run unchanged.  This module plays trainers, staging,
-the flush and the store, with the delays and faults of the seed.  After every event the invariants I1 to I9
-are checked against the real content of the store.
+The production machine, planner, claims and commit rules run unchanged.  This module plays one VM: trainers,
+staging, the flush and the store, with the delays and faults of the seed.  After every event the invariants I1
+to I18 are checked against the real content of the store, and each verdict SAFE by the witness of
+:mod:`testkit.simulation.witness`.
 """
 
 from __future__ import annotations
 
+import bisect
 import heapq
-import json
 import random
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
+from swansong.protocol import RestoreQuery
+from swansongd.bucket import claim as claims
 from swansongd.bucket import commit, manifest
 from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.core import followup, gpus, machine, restart, resume, staged_sets
+from swansongd.core import followup, gpus, machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
     AskTrainers,
     CancelFlush,
     ClaimGeneration,
-    CommitDone,
-    CommitFailed,
     CommitManifest,
     Conclude,
     Event,
     Exit,
-    FenceFound,
     Flushed,
     FlushFailed,
     FlushProgress,
-    GenerationClaimed,
     GpusRead,
     Mark,
     NoticeRaised,
     NoticeWithdrawn,
+    ProcessFound,
     Prune,
     Rescan,
+    RestoreAsked,
+    RolledBack,
     Scanned,
     SendTarget,
     SetAside,
+    SignalledExited,
+    SignalRefused,
+    SignalSent,
+    SignalTrainer,
+    StartBegun,
     StartFlush,
+    TellStart,
     Tick,
     TrainerAccepted,
     TrainerFailed,
@@ -54,37 +61,32 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.core.request_ids import FOLLOW_UP, are_of_one
+from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, State
-from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
+from swansongd.errors import StoreError
+from swansongd.flush.claim_record import ClaimRecord
 from swansongd.model import (
+    PROCESS_PREFIX,
+    UNKNOWN_PARENT,
     CheckpointId,
     CommitRef,
     GpuHealth,
     GpuStatus,
     Notice,
+    Parent,
     Severity,
     Staged,
+    StagedFile,
     TrainerView,
     Verdict,
     is_healthy,
 )
 from swansongd.sources.gpu import GpuNotices
-from swansongd.stores.base import (
-    Body,
-    ObjectInfo,
-    ObjectStore,
-    OpenUpload,
-    Page,
-    PartReceipt,
-    Sink,
-    Upload,
-    delete_each,
-)
 
+from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, restored, start_of
+from testkit.simulation.witness import Line, Point, Witness
 from testkit.story import a_notice, a_set, objects_of, shards_of
 
-KEYS = RunKeys("r")
 MIB = 2**20
 RESERVE_S = 5.0
 PART_BYTES = 16 * MIB
@@ -95,149 +97,33 @@ LINK_START_S = 0.05
 TICK_S = 0.5
 FILES = 4
 """Number of files of each set; those of an emergency save become final one after the other."""
+REPORT_S = 1.0
+"""Interval of a rank's reports."""
+AGREEMENT_S = 5.0
+"""A rank that has accepted a request waits this long for the target."""
+SETTLE_S = 2.0
+"""Files of a trainer without hooks count as sealed after this time without a change."""
+LOOK_S = 1.0
+"""Interval at which the daemon looks up the process of a trainer without hooks."""
+LOAD_S = 2.0
+"""Longest time to load a checkpoint."""
+OTHER = "other"
+"""The start of the second VM, and the nonce of its set."""
+TRAINERS = ("one rank", "two ranks", "process")
 FAULTS = (
-    "lost_reply", "refused", "restart", "trainer_death", "withdrawn", "second_vm", "void",
-    "slow_network", "torn_save", "never_answers", "late_scan", "claim_lost", "vanishes", "starts_behind",
+    "lost_reply", "late_write", "refused", "restart", "trainer_death", "dies_slowly", "disconnects",
+    "withdrawn", "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
+    "claim_lost", "vanishes", "starts_behind", "rolls_back", "ends", "loads_slowly",
 )  # fmt: skip
 
 
-class Broken(AssertionError):
-    """An invariant is violated; the message names it."""
-
-
-_MERIT = (Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE)
+_MERIT = (Verdict.NO_TRAINING, Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE)
 
 
 def is_no_worse(before: Conclude, after: Conclude) -> bool:
     """Whether a verdict of the same evacuation stands up to the one before, and so does its commit."""
     is_older = before.commit is not None and (after.commit is None or after.commit < before.commit)
     return _MERIT.index(after.verdict) >= _MERIT.index(before.verdict) and not is_older
-
-
-class SimStore:
-    """The reference model of a store: create-if-absent, faults on request, and a memory of every write."""
-
-    url = "sim://store"
-    part_size_bytes_min = 1
-
-    def __init__(self, chance: Callable[[str, float], bool]) -> None:
-        self.objects: dict[str, bytes] = {}
-        self.new: list[str] = []
-        """Keys that are not checked yet."""
-        self._chance = chance
-
-    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        if self._chance("refused", 0.2):
-            raise Transient(f"{key}: 503")
-        if if_absent and key in self.objects:
-            raise Exists(key)
-        if self.objects.get(key, bytes(data)) != bytes(data):
-            raise Broken(f"I2: {key} is written twice with different bytes")
-        self.write(key, bytes(data))
-        if self._chance("lost_reply", 0.2):
-            raise Transient(f"{key}: reset")
-
-    def write(self, key: str, data: bytes) -> None:
-        self.objects[key] = data
-        self.new.append(key)
-
-    def get(self, key: str) -> bytes:
-        if self._chance("refused", 0.1):
-            raise Transient(f"{key}: 503")
-        if key not in self.objects:
-            raise NotFound(key)
-        return self.objects[key]
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        if self._chance("refused", 0.1):
-            raise Transient("list: 503")
-        for key in sorted(self.objects):
-            if key.startswith(prefix) and key > after:
-                yield ObjectInfo(key, len(self.objects[key]))
-
-    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        del token  # the first page contains all
-        return Page(list(self.list(prefix, after=after)), None)
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return ObjectInfo(key, len(self.objects[key])) if key in self.objects else None
-
-    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
-        raise NotImplementedError
-
-    def delete(self, key: str, *, if_tag: str = "") -> None:
-        del if_tag  # a key is never written twice with different bytes
-        if self._chance("refused", 0.1):
-            raise Transient(f"{key}: 503")
-        self.objects.pop(key, None)
-
-    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return delete_each(self, infos)
-
-    def locked_until(self, key: str) -> float | None:
-        del key
-        return None
-
-    def lock(self, key: str) -> float | None:
-        del key
-        return None
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        raise NotImplementedError
-
-    def put_shard(self, key: str, body: Body) -> int:
-        raise NotImplementedError
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        raise NotImplementedError
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        raise NotImplementedError
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        raise NotImplementedError
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        raise NotImplementedError
-
-    def abort(self, key: str, upload_id: str) -> None:
-        raise NotImplementedError
-
-    def check(self) -> None:
-        return None
-
-    def warm(self) -> None:
-        return None
-
-
-def commit_event(store: ObjectStore, order: CommitManifest, claim: ClaimObject) -> Event:
-    """Create the manifest by the production rules; returns the event for the daemon."""
-    staged = order.staged
-    made = Manifest(
-        run="r",
-        generation=order.generation,
-        step=staged.id.step,
-        kind=staged.kind,
-        node=staged.node,
-        nodes=staged.nodes,
-        nonce=staged.id.nonce,
-        shards=order.shards,
-        parent=order.parent,
-        created="2030-01-01T00:00:00Z",
-    )
-    try:
-        commit.commit(store, KEYS, made, claim)
-    except FencedError as error:
-        return fence_found(error)
-    except Exists:
-        return CommitFailed(order.flush_id, "taken", conflict=True)
-    except StoreError as error:
-        return CommitFailed(order.flush_id, str(error), conflict=False)
-    return CommitDone(order.flush_id, made.ref)
-
-
-def fence_found(error: FencedError) -> FenceFound:
-    return FenceFound(error.newer, is_same_number=error.newer == error.own)
 
 
 @dataclass
@@ -253,21 +139,78 @@ class Link:
 
 
 @dataclass
-class Trainer:
-    """One rank: it trains, saves every ten steps, and answers requests at the next step boundary."""
+class Rank:
+    """One process of a trainer with hooks."""
 
-    connection: int
+    number: int
     pid: int
-    step: int
-    saved_s: float | None = None
-    asked: set[str] = field(default_factory=set)
-    request: str = ""
+    knows_start: bool
+    """Rank 0 draws the id; the daemon tells it to the others."""
+    connection: int = 0
+    life: int = 0
+    """The life of the daemon in which it has connected last."""
+    is_connected: bool = False
+    step: int = -1
+    reported_s: float = 0.0
+    owes_start: bool = False
+    """It has not reported yet what its start has loaded."""
+    asked: str = ""
+    """The newest request that it got."""
+    standing: str = ""
+    """The request that it has accepted; it begins no further step."""
     accepted: int = -1
     target: int | None = None
-    is_standing: bool = False
-    start_id: str = ""
+    declined: set[str] = field(default_factory=set)
+
+
+@dataclass
+class Trainer:
+    """One launch of the training: it trains, saves at intervals, and answers requests at step boundaries."""
+
+    number: int
+    start_id: str
+    line: Line
+    ranks: list[Rank]
+    has_hooks: bool
+    loads: str
+    """``newest``: asks the daemon.  ``older``: a directory that names its start.  ``unnamed``: one that names
+    none.  ``silent``: without a report, because the script does not call ``restore()``."""
+    launched_s: float
+    parent: Parent = UNKNOWN_PARENT
+    """The step that the ranks report as loaded."""
+    first_step: int = -1
+    is_loading: bool = True
+    is_saving: bool = False
+    has_saved: bool = False
+    """A save has ended within this step."""
+    further: int = 0
+    """Number of further starts in the same processes."""
+    saved_s: float | None = None
     withdrawn: set[str] = field(default_factory=set)
     """Withdrawn periodic requests, which get no answer."""
+    signalled: list[str] = field(default_factory=list)
+
+    @property
+    def step(self) -> int:
+        return max(rank.step for rank in self.ranks)
+
+    @property
+    def pid(self) -> int:
+        return self.ranks[0].pid
+
+    @property
+    def process_id(self) -> str:
+        """The same for all starts of the same processes."""
+        return self.start_id.partition("~")[0]
+
+
+@dataclass
+class Adopted:
+    """A set of a trainer without hooks."""
+
+    staged: Staged
+    whole_s: float
+    """Its last file was written then."""
 
 
 class World:
@@ -278,6 +221,7 @@ class World:
         is_calm_from_s: no fault begins after this instant; None: the seed may break things to the end.
         has_trainer: whether a trainer starts with the daemon; else :meth:`start_trainer` starts it.
         takes_follow_ups: whether it trains on and takes them; else the seed decides.
+        trainer: one of :data:`TRAINERS`; None: the seed decides.
     """
 
     def __init__(  # noqa: PLR0915 - all that a world begins with
@@ -287,21 +231,34 @@ class World:
         is_calm_from_s: float | None = None,
         has_trainer: bool = True,
         takes_follow_ups: bool = False,
+        trainer: str | None = "one rank",
     ) -> None:
         self.random = random.Random(seed)
         # A random subset of faults for each seed finds more than all faults together.
-        self.faults = {name for name in FAULTS[:-1] if self.random.random() < 0.4}
-        # Another random stream: seeds that found a bug before find the bug again.
-        if random.Random(f"starts {seed}").random() < 0.4:
-            self.faults.add("starts_behind")
+        self.faults = {name for name in FAULTS if self.random.random() < 0.4}
+        kind = trainer or self.random.choice(TRAINERS)
+        self.has_hooks = kind != "process"
+        self.world_size = 2 if kind == "two ranks" else 1
         self.fired: set[str] = set()
         self.is_calm_from_s = is_calm_from_s
         self.now = 1000.0
-        self.store = SimStore(self.chance)
+        self._heap: list[tuple[float, int, Callable[[], None]]] = []
+        self._count = 0
+        self.store = SimStore(self.chance, lambda s, happens: self.at(self.delay_s(s), happens))
+        self.witness = Witness()
         self.staging: list[Staged] = []
+        self.adopted: list[Adopted] = []
+        """Sets of a trainer without hooks; ``staging`` has those of the hooks."""
+        self.writing = ""
+        """Directory that a trainer without hooks is writing."""
+        self._settling: dict[str, float] = {}
+        """When this life of the daemon first saw the files of an adopted set, by its nonce."""
         self.growing: list[Staged] = []
         self.sealed: list[Staged] = []
+        self.rejected: set[str] = set()
+        """Nonces of sets that no start may load: changed, vanished, or left behind by a rollback."""
         self.notice: Notice | None = None
+        self._withdrawn_sources: set[str] = set()
         self.asks: set[tuple[str, int]] = set()
         self.verdict: Conclude | None = None
         self.exit: Exit | None = None
@@ -311,17 +268,11 @@ class World:
         """No further trainer starts."""
         self.life = 0
         """Events for an earlier life of the daemon are lost."""
-        self.claim: ClaimObject | None = None
-        """The claim of the daemon, which outlives the daemon."""
-        self.abandoned: tuple[CheckpointId, ...] = ()
-        """The sets recorded with the claim; the record outlives the daemon."""
-        self.starts: dict[str, tuple[str, int]] = {}
-        """For each start of a trainer: the start whose state it continued, and the step of that state."""
-        self.aside: list[Staged] = []
-        self.own: set[int] = set()
+        self.is_up = True
+        self.record: ClaimRecord | None = None
+        """The record of the claims, which outlives the daemon."""
+        self.state = State(settings=Settings(reserve_s=RESERVE_S, signals_trainer=False))
         self.trainer: Trainer | None = None
-        self._heap: list[tuple[float, int, Callable[[], None]]] = []
-        self._count = 0
         self._flush_id = ""
         self._link = Link()
         self.stored_parts: dict[CheckpointId, dict[tuple[str, int], int]] = {}
@@ -334,41 +285,35 @@ class World:
         self._slow_until_s = 0.0
         self._slow_factor = 1.0
         self._refs: list[CommitRef] = []
-        # Other random streams: seeds that found a bug before still find the bug.
-        self._forgets = random.Random(f"forgets {seed}")
-        self.stood_at: dict[str, tuple[int, int]] = {}
-        """By evacuation: process and step of the trainer when it opened."""
-        periodic = random.Random(f"periodic {seed}")
-        self.takes_periodic = periodic.random() < 0.5
-        self.interval_s = periodic.choice((7.0, 40.0))
+        self._placed: list[tuple[CommitRef, tuple[int, int]]] = []
+        """This VM's commits in the order of readers, each with the place of its state."""
+        self.takes_periodic = self.random.random() < 0.5
+        self.interval_s: float = self.random.choice((7.0, 40.0))
         self.every_steps = 10
         """The trainer saves at this interval by itself."""
         # A trainer that takes none shows the other outcomes.
-        self.takes_follow_ups = (
-            takes_follow_ups or random.Random(f"follow-ups {seed}").random() < 0.7
-        )
+        self.takes_follow_ups = takes_follow_ups or self.random.random() < 0.7
         self.follow_ups: dict[str, float] = {}
         """By id of the follow-up requests: the seconds left at the request."""
         self.accept_s = 0.0
         """A trainer accepts a request within this time; 0: within a step."""
         self.periodic: list[int] = []
         """Steps of the sets that were sealed for a periodic request."""
-        self._boundary_s = self.random.choice((0.2, 1.0, 5.0))
-        self._save_s = self.random.choice((0.1, 2.0, 20.0))
-        self._size_bytes = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
-        self._bandwidth = self.random.choice((20, 200)) * MIB
+        self.keeps = self.random.choice((1, 2, 6))
+        """Number of sets that a trainer without hooks keeps while it writes the next one."""
+        self.boundary_s: float = self.random.choice((0.2, 1.0, 5.0))
+        self.save_s: float = self.random.choice((0.1, 2.0, 20.0))
+        self.size_bytes: int = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
+        self.bandwidth: int = self.random.choice((20, 200)) * MIB
         self.gpu: GpuStatus | None = None
         """The GPU of the VM; None without one."""
         self.suspect_starts: set[str] = set()
-        """Starts of trainers that the daemon knew when it learned of a failure of the GPU."""
-        self.suspect_sets: set[CheckpointId] = set()
-        """Sets that they sealed later."""
+        """Processes that the daemon knew when it learned of a failure of the GPU."""
+        self.suspect_sets: set[str] = set()
+        """Nonces of the sets that they sealed later."""
         self._joined: set[str] = set()
-        self.known_pids: set[int] = set()
-        """Processes that have been connected to some life of the daemon."""
         self.reconnects_slowly = False
         """After a restart of the daemon, the trainer often needs long to reconnect."""
-        self._reconnects = random.Random(f"reconnects {seed}")
         self.conclusions: list[Conclude] = []
         self._told: list[tuple[int, Conclude]] = []
         """The reported verdicts, with the life of the daemon that reported them."""
@@ -405,39 +350,70 @@ class World:
 
     def _start_daemon(self) -> None:
         self.life += 1
-        known = self.state.notices.values() if self.life > 1 else ()
+        self.is_up = True
+        known = list(self.state.notices.values()) if self.life > 1 else []
         record = gpus.record_of(self.state) if self.life > 1 else None
-        training = restart.record_of(self.state) if self.life > 1 else None
         if record is None:
             self._joined.clear()
+        if self.chance("claim_lost", 0.3):
+            self.record = None
+        life = self.life
+        self.committer = Committer(
+            self.store,
+            self.record,
+            self.step,
+            lambda s, happens: self.at(
+                self.delay_s(s), lambda: happens() if life == self.life else None
+            ),
+        )
         settings = Settings(
             reserve_s=RESERVE_S,
-            signals_trainer=False,
+            signals_trainer=not self.has_hooks,
             checkpoint_interval_s=self.interval_s,
-            sealed_under=self.claim.generation if self.claim is not None else None,
+            vm="vm",
         )
-        abandoned = frozenset(self.abandoned)
-        self.state = State(settings=settings, abandoned=abandoned, unusable=abandoned)
+        self.state = State(settings=settings, starts=self.committer.claimant.starts)
         if record is not None:
             self.state = gpus.resumed(self.state, record)
-        if training is not None:
-            pid = 0 if self.trainer is None else self.trainer.pid
-            views = [view for view in training.trainers if view.pid == pid]
-            self.state = restart.resumed(self.state, training, views)
         self._gpu_notices = GpuNotices()
         if self.gpu is not None:
             self._read_gpu(1.0)
         self._flush_id, self._link = "", Link()
-        if self._forgets.random() < 0.8:  # else the record of the notices in force is lost as well
+        self._settling = {}
+        self._found = ProcessFound("")
+        if self.random.random() < 0.8:  # else the record of the notices in force is lost as well
             for each in known:
                 if each.deadline_mono_s > self.now:
-                    self.at(0.0, lambda each=each: self.step(NoticeRaised(each)))  # type: ignore[misc]
+                    self.post(lambda each=each: NoticeRaised(each), 0.001)  # type: ignore[misc]
         self.post(self._scan_result, 0.3)
-        self._claim()
+        self.committer.read_run()
         self._tick()
+        if not self.has_hooks:
+            self._looks()
         if self.notice is not None:
             notice = self.notice
             self.post(lambda: NoticeRaised(notice), 1.0)
+        for gone in {each.source for each in known} & self._withdrawn_sources:
+            self.post(lambda gone=gone: NoticeWithdrawn(gone, "gone"), 1.0)  # type: ignore[misc]
+
+    def stop_daemon(self, down_s: float = 0.0) -> None:
+        """The daemon dies; its next life starts after this time, and the trainer reconnects to it."""
+        self.record = self.committer.claimant.record
+        self.life += 1
+        self.is_up = False
+        life = self.life
+        for rank in [] if self.trainer is None else self.trainer.ranks:
+            rank.is_connected = False
+
+        def starts() -> None:
+            if life == self.life:
+                self._start_daemon()
+                self.reconnect()
+
+        if down_s:
+            self.at(down_s, starts)
+        else:
+            starts()
 
     def gpu_becomes(self, health: GpuHealth, *, within_s: float = 0.5) -> None:
         """The GPU changes its health, of which the daemon learns within this time."""
@@ -455,7 +431,7 @@ class World:
             before = self.state.gpus.get(self.gpu.pci)
             had_failed = before is not None and before.health.has_failed
             if self.gpu.health.has_failed and not had_failed and self.trainer is not None:
-                self.suspect_starts |= {self.trainer.start_id} & self._joined
+                self.suspect_starts |= {self.trainer.process_id} & self._joined
             notices = self._gpu_notices
             events = [GpusRead((self.gpu,)), *notices.update((self.gpu,), self.now)]
             for event in events:
@@ -469,7 +445,7 @@ class World:
         life = self.life
 
         def happens() -> None:
-            if life == self.life:
+            if life == self.life and self.is_up:
                 self.step(event())
 
         self.at(self.delay_s(delay_up_to_s), happens)
@@ -477,12 +453,33 @@ class World:
     def step(self, event: Event) -> None:
         if self.exit is not None:
             return
+        self._note(event)
         self.state, actions = machine.step(self.state, event, self.now)
         for action in actions:
             self._carry_out(action)
         self._wake_in_time()
         if self.chance("restart", 0.01):
-            restart_alone(self)
+            self.stop_daemon(self.random.choice((0.0, 0.0, self.delay_s(15.0))))
+
+    def _note(self, event: Event) -> None:
+        """Tell the witness which starts this life of the daemon knows."""
+        match event:
+            case TrainerJoined(view) if view.start_id:
+                self._reaches(view.start_id)
+            case StartBegun(_, start_id) | ProcessFound(start_id) if start_id:
+                self._reaches(start_id)
+            case TrainerProgress(start_id=start_id) if start_id:
+                self._reaches(start_id)
+            case Scanned():
+                for staged in event.staged:
+                    self._reaches(self.witness.sets[staged.id.nonce].line)
+            case _:
+                pass
+
+    def _reaches(self, line_id: str) -> None:
+        self.witness.reaches_daemon(line_id, self.life, self.now)
+        if self.state.gpus:
+            self._joined.add(line_id.partition("~")[0])
 
     def _wake_in_time(self) -> None:
         """A tick right after the next follow-up is due: those of the daemon come more often than ours."""
@@ -501,57 +498,25 @@ class World:
 
         self.at(TICK_S, happens)
 
-    def _claim(self, *, is_rollback: bool = False) -> None:
-        life = self.life
-
-        def happens() -> None:
-            if life != self.life:
-                return
-            try:
-                if not is_rollback and self.chance("claim_lost", 0.5):
-                    self.claim, self.abandoned = None, ()  # the record of it is gone
-                if self.claim is None:
-                    nonce = f"{self.random.getrandbits(64):x}"
-                    claim = commit.claim_generation(self.store, KEYS, identity={}, nonce=nonce)
-                    self.claim = claim.content
-                    self.own.add(claim.generation)
-                else:
-                    commit.ensure_not_fenced(self.store, KEYS, self.claim)
-                newest = commit.newest_whole_commit(self.store, KEYS, near=1)
-            except FencedError as error:
-                self.step(fence_found(error))
-            except StoreError:
-                self.at(2.0, happens)
-            else:
-                generation = self.claim.generation
-                self.step(GenerationClaimed(generation, newest, is_rollback=is_rollback))
-
-        self.at(self.delay_s(1.0), happens)
-
     def _carry_out(self, action: Action) -> None:
+        trainer = self.trainer
         match action:
             case AskTrainers(request_id, _, deadline_mono_s, connections):
                 if FOLLOW_UP in request_id:
                     self.follow_ups.setdefault(request_id, deadline_mono_s - self.now)
-                trainer = self.trainer
-                if trainer is not None and trainer.connection in connections:
-                    self._asked(trainer, request_id)
-            case SendTarget(request_id, target, _):
-                trainer = self.trainer
-                if trainer is not None and trainer.request == request_id and trainer.target is None:
-                    trainer.target = target
-                    # More than one ahead: the target was set with a trainer that died since.
-                    ahead = target - trainer.step
-                    if ahead < 1 or (ahead > 1 and len(self.starts) < 2):
-                        raise Broken(f"target {target} is not one ahead of {trainer.step}")
-                    wait_s = ahead * self._boundary_s
-                    self.at(wait_s, lambda: self._saves(trainer, target, request_id))
-            case WithdrawRequest(request_id, _):
-                if self.trainer is not None:
-                    if self.trainer.request == request_id:
-                        self.trainer.is_standing = False
-                    if request_id.startswith("periodic-") or FOLLOW_UP in request_id:
-                        self.trainer.withdrawn.add(request_id)
+                for rank in self._ranks_of(connections):
+                    self._asked(rank, request_id)
+            case SendTarget(request_id, target, connections):
+                for rank in self._ranks_of(connections):
+                    self._targeted(rank, request_id, target)
+            case SignalTrainer(request_id):
+                self._signal(request_id)
+            case WithdrawRequest(request_id):
+                if trainer is not None:
+                    self._withdrawn(trainer, request_id)
+            case TellStart(start_id, connections):
+                for rank in self._ranks_of(connections):
+                    self._learns_start(rank, start_id)
             case StartFlush():
                 if not action.is_sealed:
                     self.early.append(action)
@@ -560,58 +525,106 @@ class World:
                 if flush_id == self._flush_id:
                     self._flush_id, self._link = "", Link()
             case CommitManifest():
-                self._commit(action)
+                self.committer.commit(action)
             case Rescan():
                 self.post(self._scan_result, 0.3)
-            case ClaimGeneration(_, abandoned):
-                self.claim, self.abandoned = None, abandoned
-                self._claim(is_rollback=True)
+            case ClaimGeneration():
+                self.committer.claim(action)
             case SetAside(directories):
-                self._set_aside(directories)
+                raise Broken(f"I18: {directories} are set aside on a single VM")
             case Prune(directories):
                 self._prune(directories)
             case Conclude():
                 self._concluded(action)
-            case Mark(id_, "notice", _) if self.trainer is not None:
-                self.stood_at.setdefault(id_, (self.trainer.pid, self.trainer.step))
+            case Mark(id_, "notice", _):
+                self.witness.opens(id_, self.now)
             case Exit():
                 self.exit = action
             case _:
                 pass
 
-    # ------------------------------------------------------------------ staging and trainer
+    def _ranks_of(self, connections: tuple[int, ...]) -> list[Rank]:
+        ranks = [] if self.trainer is None else self.trainer.ranks
+        return [rank for rank in ranks if rank.is_connected and rank.connection in connections]
+
+    # ------------------------------------------------------------------ staging
 
     def _scan_result(self) -> Scanned:
         growing = () if self.hides_growing else tuple(self.growing)
-        return Scanned(self.now, tuple(self.staging), growing=growing)
+        settled, pending = list(self.staging), [self.writing] if self.writing else []
+        for each in self.adopted:
+            first_s = self._settling.setdefault(each.staged.id.nonce, self.now)
+            if self.now >= first_s + SETTLE_S:
+                settled.append(replace(each.staged, seen_mono_s=min(first_s, each.whole_s)))
+            else:
+                pending.append(each.staged.directory)
+        return Scanned(self.now, tuple(settled), growing=growing, pending=tuple(pending))
 
-    def _new_set(self, step: int, request_id: str = "") -> Staged:
+    def _new_set(
+        self,
+        step: int,
+        request_id: str = "",
+        *,
+        begun_s: float | None = None,
+        is_final: bool = False,
+    ) -> Staged:
         nonce = f"{self.random.getrandbits(32):08x}"
-        whole = a_set(step, nonce, size_bytes=self._size_bytes // FILES, request_id=request_id)
-        files = (replace(whole.files[0], path=f"{i}.bin", inode=i) for i in range(FILES))
-        starts = frozenset({self.trainer.start_id} if self.trainer is not None else ())
-        return replace(whole, files=tuple(files), starts=starts)
+        start_id = "" if self.trainer is None else self.trainer.start_id
+        whole = a_set(
+            step,
+            nonce,
+            size_bytes=self.size_bytes // FILES,
+            request_id=request_id,
+            framework="swansong" if self.has_hooks else "torch",
+            start_id=start_id,
+            is_final=is_final,
+        )
+        first_s = self.now if begun_s is None else begun_s
+        moments = [first_s + (self.now - first_s) * i / (FILES - 1) for i in range(FILES)]
+        files = tuple(
+            StagedFile(
+                path=f"{i}.bin",
+                size_bytes=whole.files[0].size_bytes,
+                mtime_ns=round(moments[i] * 1e9),
+                inode=i,
+            )
+            for i in range(FILES)
+        )
+        line = self.trainer.line.id if self.trainer is not None else start_id
+        self.witness.sets[nonce] = Point(line, step)
+        return replace(whole, files=files)
 
     def _seal(self, staged: Staged) -> Staged:
         self.staging.append(staged)
-        self.sealed.append(staged)
-        if staged.starts & self.suspect_starts:
-            self.suspect_sets.add(staged.id)
+        self._record_sealed(staged)
         self.post(self._scan_result, 3.0 if self.chance("late_scan", 0.5) else 0.1)
         return staged
+
+    def _record_sealed(self, staged: Staged) -> None:
+        self.sealed.append(staged)
+        line = self.witness.sets[staged.id.nonce].line
+        if line.partition("~")[0] in self.suspect_starts:
+            self.suspect_sets.add(staged.id.nonce)
+
+    def _loadable(self) -> list[Point]:
+        """The states that a start on this VM may load from staging."""
+        here = [*self.staging, *(each.staged for each in self.adopted)]
+        nonces = [staged.id.nonce for staged in here]
+        return [self.witness.sets[nonce] for nonce in nonces if nonce not in self.rejected]
+
+    # ------------------------------------------------------------------ the trainer starts and ends
 
     def restart_trainer(self, *, is_behind: bool = False) -> None:
         """The trainer ends, and another one starts from the newest state, or from one before it."""
         if self.trainer is not None:
-            trainer, self.trainer = self.trainer, None
-            self.post(lambda: self._left(trainer), 0.1)
+            self._end(self.trainer)
         self._trainer_starts(is_behind=is_behind)
 
     @property
     def take_s(self) -> float:
         """Longest time from a request to the commit of its checkpoint, without faults."""
-        send_s = self._size_bytes / self._bandwidth
-        return self._boundary_s + self._save_s + 2 * send_s + RESERVE_S
+        send_s = self.size_bytes / self.bandwidth
+        return self.boundary_s + self.save_s + 2 * send_s + RESERVE_S
 
     def start_trainer(self) -> None:
         """A trainer resumes from the newest state."""
@@ -621,159 +634,424 @@ class World:
         """A trainer resumes from the newest state, by the daemon's rule, or from an older one, by its own."""
         if self.is_over or self.trainer is not None:
             return
-        newest = max(self.commits(), default=None)
-        scanned, _ = machine.step(self.state, self._scan_result(), self.now)
-        local = resume.newest_local(scanned, newest)
-        step, parent = 0, ""
-        if local is not None:
-            step, parent = local.id.step, self._written_by(local.id)
-        elif newest is not None:
-            step, parent = newest.step, self._written_by_commit(newest)
-        if step and (is_behind or self.chance("starts_behind", 0.5)):
-            step = self.random.randrange(step)  # on the line, but not its newest state
+        is_behind = bool(self.sealed) and (is_behind or self.chance("starts_behind", 0.5))
+        loads = self.random.choice(("older", "unnamed", "silent")) if is_behind else "newest"
         self._count += 1
-        trainer = Trainer(connection=self._count, pid=self._count, step=step)
-        trainer.start_id = f"start-{self._count}"
-        self.starts[trainer.start_id] = parent, step
+        number = self._count
+        start_id = f"start-{number}" if self.has_hooks else f"{PROCESS_PREFIX}{number}"
+        ranks = [
+            Rank(number=each, pid=10 * number + each, knows_start=each == 0)
+            for each in range(self.world_size)
+        ]
+        line = self.witness.begins(start_id)
+        trainer = Trainer(number, start_id, line, ranks, self.has_hooks, loads, self.now)
         self.trainer = trainer
-        self._connect(trainer, starts=True)
+        for rank in ranks if self.has_hooks else ():
+            self._connect(rank)
+        if loads == "newest":
+            self.at(self.delay_s(1.0), lambda: self._asks(trainer))
+        else:
+            point = self._older()
+            self.at(self.delay_s(LOAD_S), lambda: self._begins(trainer, point))
         self._trains(trainer)
 
-    def _written_by(self, checkpoint: CheckpointId) -> str:
-        return next((min(s.starts, default="") for s in self.sealed if s.id == checkpoint), "")
+    def _older(self) -> Point:
+        """A state that was sealed some time ago."""
+        return self.witness.sets[self.random.choice(self.sealed).id.nonce]
 
-    def _written_by_commit(self, ref: CommitRef) -> str:
-        place = self._set_of_commit(ref)
-        return "" if place is None else self._written_by(CheckpointId(*place))
+    def _asks(self, trainer: Trainer) -> None:
+        """Resume by the daemon's rule, as soon as the start may: production code decides both."""
+        if trainer is not self.trainer or not trainer.is_loading:
+            return
+        try:
+            point = self._choice(trainer)
+        except StoreError:
+            point = None
+        if point is None:
+            self.at(0.3, lambda: self._asks(trainer))
+            return
+        limit_s = 25.0 if self.chance("loads_slowly", 0.5) else LOAD_S
+        self.at(self.delay_s(limit_s), lambda: self._begins(trainer, point))
 
-    def _set_of_commit(self, ref: CommitRef) -> tuple[int, str] | None:
-        """Step and nonce of the set that this commit contains."""
-        keys = [key for key in self.store.objects if key.startswith(KEYS.commits)]
-        for key in keys:
-            parsed = KEYS.parse_commit(key)
-            if parsed is not None and parsed.ref == ref:
-                made = manifest.decode(self.store.objects[key])
-                return made.step, made.nonce
-        return None
+    def _choice(self, trainer: Trainer) -> Point | None:
+        """The newest state by the daemon's rule; None while it may not answer."""
+        if not self.is_up or self.exit is not None:
+            return None
+        query = RestoreQuery("q", start_id=trainer.start_id if trainer.has_hooks else "")
+        is_known = not trainer.has_hooks or trainer.ranks[0].is_connected
+        if not is_known or not resume.may_answer(self.state, query):
+            return None
+        life = self.life
+        self.step(self._scan_result())
+        if life != self.life or trainer is not self.trainer:
+            return None
+        state = self.state
+        newest = commit.newest_whole_commit(self.store, KEYS, near=state.generation or 0)
+        local = resume.newest_local(state, newest)
+        if local is not None:
+            return self.witness.sets[local.id.nonce]
+        return Point("", 0) if newest is None else self._point_of(newest)
 
-    def is_newest_on_line(self) -> bool:
-        """Whether the next VM would resume from a state that training continued from."""
-        newest = max(self.commits(), default=None)
-        return newest is not None and self.is_on_line(newest.step, self._written_by_commit(newest))
+    def _point_of(self, ref: CommitRef) -> Point:
+        made = self._manifest_of(ref)
+        return self.witness.sets.get(made.nonce, Point(OTHER, made.step))
 
-    def is_on_line(self, step: int, written_by: str) -> bool:
-        """Whether the trainer's state came from this one, which the daemon has to find out."""
-        if self.trainer is None or not written_by:
-            return True
-        start_id, limit = self.trainer.start_id, step
-        while start_id:
-            if start_id == written_by:
-                return step <= limit or start_id == self.trainer.start_id
-            start_id, limit = self.starts[start_id]
-        return False
+    def _manifest_of(self, ref: CommitRef) -> Manifest:
+        return manifest.decode(self.store.objects[KEYS.commit(ref, 0, 1)])
+
+    def _begins(self, trainer: Trainer, point: Point) -> None:
+        """It has loaded this state, and trains from here."""
+        if trainer is not self.trainer or not trainer.is_loading:
+            return
+        trainer.is_loading = False
+        trainer.line.loaded = point
+        trainer.line.step = point.step
+        trainer.first_step = point.step
+        if trainer.loads in ("newest", "older"):
+            trainer.parent = Parent(point.line, point.step)
+        for rank in trainer.ranks:
+            rank.step = point.step
+            rank.owes_start = trainer.has_hooks and trainer.loads != "silent"
+            self._report_start(rank)
+
+    def _report_start(self, rank: Rank) -> None:
+        """The rank reports what its start has loaded, as soon as it can."""
+        trainer = self.trainer
+        if trainer is None or not (rank.owes_start and rank.knows_start and rank.is_connected):
+            return
+        rank.owes_start = False
+        report = TrainerProgress(
+            rank.connection, trainer.first_step, start_id=trainer.start_id, parent=trainer.parent
+        )
+        self.post(lambda: report, 0.01)
 
     def reconnect(self) -> None:
         """The trainer connects to the next daemon: soon, or only after a long time."""
-        if self.trainer is not None:
-            is_slow = (
-                self.reconnects_slowly
-                and self.trainer.pid in self.known_pids
-                and self._reconnects.random() < 0.5
+        trainer = self.trainer
+        if trainer is None or not trainer.has_hooks:
+            return
+        for rank in trainer.ranks:
+            is_slow = self.reconnects_slowly and rank.life and self.random.random() < 0.5
+            self._connect(rank, within_s=60.0 if is_slow else 1.0)
+
+    def _connect(self, rank: Rank, *, within_s: float = 1.0) -> None:
+        life, trainer = self.life, self.trainer
+        assert trainer is not None
+
+        def joins() -> None:
+            if life != self.life or not self.is_up or trainer is not self.trainer:
+                return  # the next daemon is joined by reconnect(), or it has died meanwhile
+            if rank.is_connected:
+                return
+            self._count += 1
+            rank.connection, rank.is_connected, rank.life = self._count, True, life
+            view = TrainerView(
+                connection=rank.connection,
+                pid=rank.pid,
+                process_start=rank.pid,
+                rank=rank.number,
+                world_size=self.world_size,
+                local_world_size=self.world_size,
+                step=rank.step,
+                save_s=trainer.saved_s,
+                takes_periodic=self.takes_periodic,
+                takes_follow_ups=self.takes_follow_ups,
+                start_id=trainer.start_id if rank.knows_start else "",
+                parent=trainer.parent,
+                greeted_mono_s=self.now,
             )
-            self._connect(self.trainer, within_s=60.0 if is_slow else 1.0)
+            self.step(TrainerJoined(view))
+            if life == self.life and rank.is_connected:
+                self._repeats(trainer, rank)
 
-    def _connect(self, trainer: Trainer, *, starts: bool = False, within_s: float = 1.0) -> None:
-        self._count += 1
-        connection = trainer.connection = self._count
-        start = TrainerProgress(connection, trainer.step, start_id=trainer.start_id)
+        self.at(self.delay_s(within_s), joins)
 
-        def joined() -> Event:
-            if trainer is not self.trainer:
-                return Tick()  # it has died meanwhile
-            if self.state.gpus:
-                self._joined.add(trainer.start_id)
-            self.known_pids.add(trainer.pid)
-            if starts:  # right after the hello, and never before it
-                self.post(lambda: start, 0.002)
-            return TrainerJoined(
-                TrainerView(
-                    connection=connection,
-                    pid=trainer.pid,
-                    process_start=trainer.pid,
-                    rank=0,
-                    world_size=1,
-                    local_world_size=1,
-                    step=trainer.step,
-                    save_s=trainer.saved_s,
-                    takes_periodic=self.takes_periodic,
-                    takes_follow_ups=self.takes_follow_ups,
-                    start_id=trainer.start_id,
-                    greeted_mono_s=self.now,
-                )
-            )
+    def _repeats(self, trainer: Trainer, rank: Rank) -> None:
+        """Right after the hello: the report of the start, the query, and the last answer."""
+        self._report_start(rank)
+        if trainer.is_loading and trainer.loads == "newest" and rank.knows_start:
+            self.post(lambda: RestoreAsked(trainer.start_id), 0.01)
+        if rank.standing and rank.target is None:
+            accepted = TrainerAccepted(rank.connection, rank.standing, rank.accepted)
+            self.post(lambda: accepted, 0.02)
 
-        self.post(joined, within_s)
+    def _learns_start(self, rank: Rank, start_id: str) -> None:
+        """The daemon tells a rank the start that rank 0 has drawn."""
+        trainer = self.trainer
+        assert trainer is not None
+        if start_id.partition("~")[0] != trainer.process_id:
+            raise Broken(f"I4: a rank of {trainer.start_id} is told {start_id}")
+
+        def happens() -> None:
+            if trainer is self.trainer and rank.is_connected and not rank.knows_start:
+                rank.knows_start = True
+                self._repeats(trainer, rank)
+
+        self.at(self.delay_s(0.05), happens)
+
+    def _end(self, trainer: Trainer, *, is_goodbye: bool = False) -> None:
+        """The processes end, one after the other if they hang."""
+        self.trainer = None
+        self.writing = ""
+        self.growing = []
+        within_s = 3.0 if self.chance("dies_slowly", 0.5) else 0.1
+        for rank in trainer.ranks if trainer.has_hooks else ():
+            if rank.life == self.life:
+                says_so = is_goodbye and rank.is_connected
+                left = TrainerLeft(rank.connection, exited=True, reason="x", is_goodbye=says_so)
+                if says_so:
+                    self.step(TrainerProgress(rank.connection, rank.step))
+                self.post(lambda left=left: left, within_s)  # type: ignore[misc]
+        for request_id in trainer.signalled:
+            exited = SignalledExited(request_id, trainer.pid)
+            self.post(lambda exited=exited: exited, 0.1)  # type: ignore[misc]
+
+    def _dies(self, trainer: Trainer) -> None:
+        self._end(trainer)
+        self._may_start_again()
+
+    def _may_start_again(self) -> None:
+        if self.random.random() < 0.7:
+            self.at(self.delay_s(30), self._trainer_starts)
+
+    def _finishes(self, trainer: Trainer) -> None:
+        """Training is complete: the script saves the end of the run, or only leaves."""
+        if trainer.has_hooks and self.random.random() < 0.5 and self._is_even(trainer):
+            self._seal(self._new_set(trainer.step, is_final=True))
+        self._end(trainer, is_goodbye=True)
+        self._may_start_again()
+
+    def _rolls_back(self, trainer: Trainer) -> None:
+        """Load an older state in the same process: with hooks by ``rollback()``, else without a report."""
+        own = [
+            staged
+            for staged in self.sealed
+            if self.witness.sets[staged.id.nonce].line == trainer.line.id
+            and staged.id.step < trainer.step
+        ]
+        is_idle = not any(rank.standing for rank in trainer.ranks) and not trainer.is_saving
+        if not own or not is_idle or not self._is_even(trainer) or not self.is_up:
+            return
+        knows = all(rank.is_connected and rank.knows_start for rank in trainer.ranks)
+        if trainer.has_hooks and not knows:
+            return
+        point = self.witness.sets[self.random.choice(own).id.nonce]
+        trainer.further += 1
+        trainer.start_id = f"{trainer.process_id}~{trainer.further}"
+        trainer.line = self.witness.begins(trainer.start_id)
+        trainer.is_loading = True
+        if not trainer.has_hooks:
+            self.at(self.delay_s(LOAD_S), lambda: self._begins(trainer, point))
+            return
+        trainer.parent, trainer.loads = UNKNOWN_PARENT, "newest"
+        for rank in trainer.ranks:
+            begun = StartBegun(rank.connection, trainer.start_id)
+            self.post(lambda begun=begun: begun, 0.05)  # type: ignore[misc]
+        self.at(0.1, lambda: self._rolled_back(trainer, point, self.now + 60.0))
+
+    def _rolled_back(self, trainer: Trainer, point: Point, give_up_s: float) -> None:
+        """The daemon answers under the generation of the new start, and the state is loaded."""
+        if trainer is not self.trainer:
+            return
+        query = RestoreQuery("q", rollback=trainer.further, start_id=trainer.start_id)
+        if not (self.is_up and self.exit is None and resume.may_answer(self.state, query)):
+            if self.now > give_up_s:
+                self._dies(trainer)
+            else:
+                self.at(0.3, lambda: self._rolled_back(trainer, point, give_up_s))
+            return
+        later = [s.id.nonce for s in self.staging if s.id.step > point.step]
+        self.rejected.update(later)
+        self.step(RolledBack(point.step))
+        self.at(self.delay_s(LOAD_S), lambda: self._begins(trainer, point))
+
+    # ------------------------------------------------------------------ the training
+
+    def _is_even(self, trainer: Trainer) -> bool:
+        """Whether all ranks are at the same step."""
+        return len({rank.step for rank in trainer.ranks}) == 1
 
     def _trains(self, trainer: Trainer) -> None:
         def happens() -> None:
             if trainer is not self.trainer:
                 return
-            self.at(self._boundary_s, happens)
-            if trainer.is_standing:
-                return
-            trainer.step += 1
-            at_step = trainer.step
-            report = TrainerProgress(trainer.connection, at_step, step_s=self._boundary_s)
+            self.at(self.boundary_s, happens)
+            has_saved, trainer.has_saved = trainer.has_saved, False
+            if trainer.is_loading or trainer.is_saving or has_saved:
+                return  # a step takes its whole time, also after a save
+            before = last = min(rank.step for rank in trainer.ranks)
+            for rank in trainer.ranks:
+                if not rank.standing and rank.step == last:  # no rank is two steps ahead
+                    rank.step += 1
+            trainer.line.step = trainer.step
+            for rank in trainer.ranks:
+                self._reports(rank)
+            last = min(rank.step for rank in trainer.ranks)
+            if last > before and last % self.every_steps == 0 and self._is_even(trainer):
+                self._saves_by_itself(trainer)
+            self._trouble(trainer)
+
+        self.at(self.boundary_s, happens)
+
+    def _reports(self, rank: Rank) -> None:
+        if rank.is_connected and self.now >= rank.reported_s + REPORT_S:
+            rank.reported_s = self.now
+            report = TrainerProgress(rank.connection, rank.step, step_s=self.boundary_s)
             self.post(lambda: report, 0.1)
-            if trainer.step % self.every_steps == 0:
-                self._seal(self._new_set(trainer.step))
-            if self.chance("trainer_death", 0.01):
-                self._dies(trainer)
 
-        self.at(self._boundary_s, happens)
+    def _trouble(self, trainer: Trainer) -> None:
+        if self.chance("trainer_death", 0.01):
+            self._dies(trainer)
+        elif self.chance("rolls_back", 0.02):
+            self._rolls_back(trainer)
+        elif self.chance("ends", 0.005):
+            self._finishes(trainer)
+        elif trainer.has_hooks and self.chance("disconnects", 0.02):
+            rank = self.random.choice(trainer.ranks)
+            if rank.is_connected:
+                rank.is_connected = False
+                lost = TrainerLeft(rank.connection, exited=False, reason="reset")
+                self.post(lambda: lost, 0.01)
+                self.at(0.02, lambda: self._connects_again(trainer, rank))
 
-    def _dies(self, trainer: Trainer) -> None:
-        self.trainer = None
-        self.post(lambda: self._left(trainer), 0.1)
-        if self.random.random() < 0.5:
-            self.at(self.delay_s(30), self._trainer_starts)
+    def _connects_again(self, trainer: Trainer, rank: Rank) -> None:
+        if trainer is self.trainer and not rank.is_connected and self.is_up:
+            self._connect(rank, within_s=self.random.choice((1.0, 20.0)))
 
-    def _left(self, trainer: Trainer) -> TrainerLeft:
-        """The process has ended.  After a restart the daemon has another number for it, until it connects."""
-        known = (view.connection for view in self.state.trainers if view.pid == trainer.pid)
-        return TrainerLeft(next(known, trainer.connection), exited=True, reason="ended")
+    def _saves_by_itself(self, trainer: Trainer) -> None:
+        if not trainer.has_hooks:
+            self._process_saves(trainer)
+        elif all(rank.knows_start for rank in trainer.ranks) and not trainer.is_saving:
+            self._seal(self._new_set(trainer.step))
 
-    def _asked(self, trainer: Trainer, request_id: str) -> None:
-        if trainer.start_id in self.suspect_starts and not request_id.startswith("periodic-"):
+    def _process_saves(self, trainer: Trainer) -> None:
+        """A trainer without hooks writes a set in its training loop."""
+        step, begun_s = trainer.step, self.now
+        trainer.is_saving = True
+        self.writing = f"checkpoint-{step}"
+        kept = [each for each in self.adopted if each.staged.id.step != step]
+        self.adopted = kept[-self.keeps :]
+
+        def done() -> None:
+            if trainer is not self.trainer:
+                return
+            trainer.is_saving, self.writing = False, ""
+            trainer.has_saved = True
+            staged = self._new_set(step, begun_s=begun_s)
+            self.adopted.append(Adopted(staged, self.now))
+            self._record_sealed(staged)
+            for delay_s in (0.1, SETTLE_S + 0.2):
+                self.at(delay_s, lambda: self.post(self._scan_result, 0.1))
+
+        self.at(self.save_s, done)
+
+    # ------------------------------------------------------------------ requests
+
+    def _asked(self, rank: Rank, request_id: str) -> None:
+        trainer = self.trainer
+        assert trainer is not None
+        is_periodic = request_id.startswith("periodic-")
+        if trainer.process_id in self.suspect_starts and not is_periodic:
             raise Broken("suspect training is asked for a checkpoint")
-        if (request_id, trainer.pid) in self.asks and self.life == 1:
-            raise Broken("I9: the trainer is asked twice for one notice by one daemon")
-        self.asks.add((request_id, trainer.pid))
-        if "never_answers" in self.faults:
+        if (request_id, rank.connection) in self.asks:
+            raise Broken("I9: a rank is asked twice on one connection")
+        self.asks.add((request_id, rank.connection))
+        if not is_periodic:
+            self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
+        rank.asked = request_id
+        if "never_answers" in self.faults and rank.number == self.world_size - 1:
             self.fired.add("never_answers")
             return
+        self.at(
+            self.delay_s(self.accept_s or self.boundary_s),
+            lambda: self._accepts(trainer, rank, request_id),
+        )
 
-        def accepts() -> None:
-            if trainer is self.trainer and request_id not in trainer.withdrawn:
-                if trainer.request != request_id:
-                    trainer.request, trainer.target = request_id, None
-                    trainer.accepted, trainer.is_standing = trainer.step, True
-                at_step = trainer.accepted
-                self.post(lambda: TrainerAccepted(trainer.connection, request_id, at_step), 0.05)
-
-        if request_id in trainer.asked:  # answered before: the answer is repeated, the save is not
-            again = next((s for s in self.sealed if s.request_id == request_id), None)
-            if again is not None:
-                self._says_sealed(trainer, again)
-                return
-        trainer.asked.add(request_id)
-        self.at(self.delay_s(self.accept_s or self._boundary_s), accepts)
-
-    def _saves(self, trainer: Trainer, target: int, request_id: str) -> None:
+    def _accepts(self, trainer: Trainer, rank: Rank, request_id: str) -> None:
         if trainer is not self.trainer or request_id in trainer.withdrawn:
             return
-        trainer.step = target
-        whole = self._new_set(target, request_id)
+        if not rank.is_connected or rank.asked != request_id:
+            return
+        answered = [s for s in self.sealed if s.request_id == request_id]
+        if answered:  # the answer is repeated, the save is not
+            self._says_sealed(trainer, rank, answered[-1])
+            return
+        if request_id in rank.declined:
+            self._declines(rank, request_id)
+            return
+        if rank.standing != request_id:
+            rank.standing, rank.target, rank.accepted = request_id, None, rank.step
+            self.at(
+                AGREEMENT_S + self.boundary_s, lambda: self._gives_up(trainer, rank, request_id)
+            )
+        accepted = TrainerAccepted(rank.connection, request_id, rank.accepted)
+        self.post(lambda: accepted, 0.05)
+
+    def _gives_up(self, trainer: Trainer, rank: Rank, request_id: str) -> None:
+        """The target did not arrive in time: training continues."""
+        if trainer is not self.trainer or rank.standing != request_id or rank.target is not None:
+            return
+        if trainer.is_loading:
+            self.at(AGREEMENT_S, lambda: self._gives_up(trainer, rank, request_id))
+            return
+        rank.standing = ""
+        rank.declined.add(request_id)
+        self._declines(rank, request_id)
+
+    def _declines(self, rank: Rank, request_id: str) -> None:
+        failed = TrainerFailed(rank.connection, request_id, "declined: no target in time")
+        self.post(lambda: failed, 0.05)
+
+    def _targeted(self, rank: Rank, request_id: str, target: int) -> None:
+        trainer = self.trainer
+        assert trainer is not None
+        if rank.standing != request_id or rank.target is not None:
+            return
+        rank.target = target
+        if any(each.standing != request_id or each.target is None for each in trainer.ranks):
+            return
+        is_late = target <= max(each.accepted for each in trainer.ranks)
+        if is_late and len(trainer.ranks) > 1:  # they have made further steps since they accepted
+            self._fails(trainer, request_id, f"step {target} had already passed")
+            return
+        self._saves_soon(trainer, target, request_id)
+
+    def _fails(self, trainer: Trainer, request_id: str, reason: str) -> None:
+        """No set answers this request; the ranks repeat that after a reconnect."""
+        for rank in trainer.ranks:
+            rank.declined.add(request_id)
+            rank.standing = ""
+        failed = TrainerFailed(trainer.ranks[0].connection, request_id, reason)
+        self.post(lambda: failed, 0.05)
+
+    def _saves_soon(self, trainer: Trainer, target: int, request_id: str) -> None:
+        """All ranks complete the target step, as soon as they have loaded a state."""
+        if trainer is not self.trainer:
+            return
+        if trainer.is_loading:
+            self.at(0.5, lambda: self._saves_soon(trainer, target, request_id))
+            return
+        step = max(target, trainer.step + 1)
+        ahead = step - min(rank.step for rank in trainer.ranks)
+        self.at(ahead * self.boundary_s, lambda: self._saves(trainer, step, request_id))
+
+    def _withdrawn(self, trainer: Trainer, request_id: str) -> None:
+        for rank in trainer.ranks:
+            if rank.standing == request_id and not trainer.is_saving:
+                rank.standing = ""
+        if request_id.startswith("periodic-") or FOLLOW_UP in request_id:
+            trainer.withdrawn.add(request_id)
+
+    def _saves(self, trainer: Trainer, step: int, request_id: str) -> None:
+        if trainer is not self.trainer or request_id in trainer.withdrawn or trainer.is_loading:
+            return
+        if any(rank.standing != request_id for rank in trainer.ranks):
+            return  # withdrawn, or it stands for another one by now
+        trainer.is_saving = True
+        for rank in trainer.ranks:
+            rank.step = step
+        trainer.line.step = step
+        whole = self._new_set(step, request_id)
 
         def grows(final: int) -> None:
             """One file more is final."""
@@ -787,73 +1065,126 @@ class World:
             part = replace(whole, directory=f"{whole.directory}.partial", files=whole.files[:final])
             self.growing.append(part)
             if final < FILES:
-                self.at(self._save_s / FILES, lambda: grows(final + 1))
+                self.at(self.save_s / FILES, lambda: grows(final + 1))
 
-        self.at(self._save_s / FILES, lambda: grows(1))
+        self.at(self.save_s / FILES, lambda: grows(1))
 
         def done() -> None:
             is_whole = any(item.id == whole.id for item in self.growing)
             self.growing = [item for item in self.growing if item.id != whole.id]
             if trainer is not self.trainer:
                 return
-            if trainer.request == request_id:  # else it stands for another one by now
-                trainer.is_standing = False
+            trainer.is_saving = False
+            for rank in trainer.ranks:
+                rank.standing = ""
             if not is_whole:
-                self.post(lambda: TrainerFailed(trainer.connection, request_id, "torn"), 0.05)
+                self._fails(trainer, request_id, "torn")
                 return
             if self.chance("trainer_death", 0.1):
                 self._dies(trainer)
                 return
-            trainer.saved_s = self._save_s
+            trainer.saved_s = self.save_s
             if request_id.startswith("periodic-"):
-                self.periodic.append(target)
-            self._says_sealed(trainer, self._seal(whole))
+                self.periodic.append(step)
+            self._says_sealed(trainer, trainer.ranks[0], self._seal(whole))
 
-        self.at(self._save_s * 1.01, done)
+        self.at(self.save_s * 1.01, done)
 
-    def _says_sealed(self, trainer: Trainer, staged: Staged) -> None:
-        self.post(
-            lambda: TrainerSealed(
-                trainer.connection, staged.request_id, staged.id.step, self._save_s, 1
-            ),
-            0.05,
-        )
+    def _says_sealed(self, trainer: Trainer, rank: Rank, staged: Staged) -> None:
+        if trainer is self.trainer and rank.is_connected:
+            said = TrainerSealed(rank.connection, staged.request_id, staged.id.step, self.save_s, 1)
+            self.post(lambda: said, 0.05)
 
-    def _set_aside(self, directories: tuple[str, ...]) -> None:
-        for staged in self.staging:
-            if staged.directory in directories:
-                trainer = self.trainer
-                if trainer is not None and trainer.start_id in staged.starts:
-                    raise Broken(f"I18: {staged.directory} is set aside, and its trainer lives")
-                self.aside.append(staged)
-        self.staging = [s for s in self.staging if s.directory not in directories]
+    # ------------------------------------------------------------------ signals
+
+    def _look(self) -> None:
+        """Post the process of a trainer without hooks if it is another one than before."""
+        trainer, found = self.trainer, ProcessFound("")
+        if trainer is not None:
+            started_ns = round(trainer.launched_s * 1e9)
+            found = ProcessFound(trainer.process_id, trainer.pid, started_ns)
+        if found != self._found:
+            self._found = found
+            self.step(found)
+
+    def _looks(self) -> None:
+        life = self.life
+
+        def happens() -> None:
+            if life == self.life and self.exit is None:
+                self._look()
+                if life == self.life:
+                    self.at(LOOK_S, happens)
+
+        self.at(self.delay_s(0.1), happens)
+
+    def _signal(self, request_id: str) -> None:
+        life = self.life
+
+        def happens() -> None:
+            if life != self.life or self.exit is not None:
+                return
+            self._look()
+            if life != self.life:
+                return
+            trainer = self.trainer
+            if trainer is None:
+                self.step(SignalRefused(request_id, "no process runs"))
+                return
+            if trainer.process_id in self.suspect_starts:
+                raise Broken("suspect training is asked for a checkpoint")
+            self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
+            trainer.signalled.append(request_id)
+            self._answers_signal(trainer)
+            self.step(SignalSent(request_id, trainer.pid))
+
+        self.at(self.delay_s(0.05), happens)
+
+    def _answers_signal(self, trainer: Trainer) -> None:
+        if "never_answers" in self.faults:
+            self.fired.add("never_answers")
+            return
+
+        def saves() -> None:
+            if trainer is not self.trainer:
+                return
+            if trainer.is_saving or trainer.is_loading:
+                self.at(0.1, saves)
+                return
+            self._process_saves(trainer)
+            if self.chance("ends", 0.3):  # many exit after the save
+                self.at(self.save_s + 0.01, lambda: self._exits(trainer))
+
+        self.at(self.delay_s(self.boundary_s), saves)
+
+    def _exits(self, trainer: Trainer) -> None:
+        if trainer is self.trainer:
+            self._end(trainer)
+            self._may_start_again()
+
+    # ------------------------------------------------------------------ removals
 
     def _prune(self, directories: tuple[str, ...]) -> None:
-        newest = max(self.commits(), default=None)
+        self.check_new()
+        newest = max((place for _, place in self._placed), default=(0, -1))
         for staged in self.staging:
-            is_abandoned = staged.id in self.state.abandoned
-            if (
-                staged.directory in directories
-                and not is_abandoned
-                and (newest is None or staged.id.step > newest.step)
-            ):
+            if staged.directory in directories and self._place(staged) > newest:
                 self._expect_superseded(staged, directories)
         self.staging = [s for s in self.staging if s.directory not in directories]
 
+    def _place(self, staged: Staged) -> tuple[int, int]:
+        return self.witness.place(self.witness.sets[staged.id.nonce])
+
     def _expect_superseded(self, staged: Staged, directories: tuple[str, ...]) -> None:
         """An unsent set may be deleted only if two newer ones stay, and a healthy one if it was healthy."""
+        if self._has_lost_record:
+            return
         self.fired.add("unsent_set_dropped")
-        stay = [
-            other
-            for other in self.staging
-            if other.directory not in directories and other.id not in self.state.unusable
-        ]
-        if sum(other.id > staged.id for other in stay) < staged_sets.NEWEST:
+        stay = [other for other in self.staging if other.directory not in directories]
+        newer = [other for other in stay if self._place(other) >= self._place(staged)]
+        if len(newer) < staged_sets.NEWEST:
             raise Broken(f"I18: {staged.directory} is deleted, and nothing replaces it")
-        is_healthier = is_healthy(staged.health) and not any(
-            other.id > staged.id and is_healthy(other.health) for other in stay
-        )
-        if is_healthier:
+        if is_healthy(staged.health) and not any(is_healthy(other.health) for other in newer):
             raise Broken(
                 f"I18: {staged.directory} is deleted, and no newer set is known to be healthy"
             )
@@ -861,7 +1192,8 @@ class World:
     # ------------------------------------------------------------------ flush and commit
 
     def _flush(self, order: StartFlush) -> None:  # noqa: PLR0915 - one flush, and what befalls it
-        if self.claim is None or order.generation != self.claim.generation:
+        held = {each.generation for each in self.committer.claimant.record.starts}
+        if order.generation not in held:
             raise Broken(f"I4: a flush under generation {order.generation}")
         if not self._may_begin():
             raise Broken("V4: a flush is ordered in the reserve")
@@ -889,6 +1221,8 @@ class World:
 
         def fail(reason: str, *, void: bool) -> None:
             self._flush_id, self._link = "", Link()
+            if void:
+                self._is_changed(staged)
             self.step(FlushFailed(order.flush_id, reason, void=void))
 
         def moves() -> None:
@@ -934,7 +1268,7 @@ class World:
             return min(LINK_S, start_s + left_bytes / rate) if rate else LINK_S
 
         def ends() -> None:
-            if staged not in self.staging:
+            if not self._is_there(staged):
                 fail("vanished", void=True)
                 return
             self._flush_id = ""
@@ -943,11 +1277,26 @@ class World:
                 shards
             ):  # the content does not matter, the name and the size do
                 self.store.write(stored.key, str(stored.size_bytes).encode())
-            if self.chance("vanishes", 0.1):
+            if staged in self.staging and self.chance("vanishes", 0.1):
                 self.staging.remove(staged)
             self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=round(sent)), 0.05)
 
-        self.at(next_s(self._bandwidth), moves)
+        self.at(next_s(self.bandwidth), moves)
+
+    @property
+    def _has_lost_record(self) -> bool:
+        """Without the record of the claims, the daemon cannot place the sets of starts that are over."""
+        return "claim_lost" in self.fired
+
+    def _is_changed(self, staged: Staged) -> None:
+        """The files of a set are not those of its seal any more: it is no set from now on."""
+        self.rejected.add(staged.id.nonce)
+        self.staging = [other for other in self.staging if other.id != staged.id]
+        self.adopted = [other for other in self.adopted if other.staged.id != staged.id]
+
+    def _is_there(self, staged: Staged) -> bool:
+        here = [*self.staging, *(each.staged for each in self.adopted)]
+        return any(other.id == staged.id for other in here)
 
     def _may_begin(self) -> bool:
         """The limit that the retrying store applies."""
@@ -969,12 +1318,11 @@ class World:
             if self.chance("slow_network", 0.02):
                 self._slow_factor = self.random.choice((0.1, 0.1, 0.0))
                 self._slow_until_s = self.now + self.delay_s(60 if self._slow_factor else 5)
-        return self._bandwidth * self._slow_factor
+        return self.bandwidth * self._slow_factor
 
-    def _commit(self, order: CommitManifest) -> None:
-        claim = self.claim
-        assert claim is not None
-        self.post(lambda: commit_event(self.store, order, claim), 0.3)
+    def ends_slowness(self) -> None:
+        """The network has its full bandwidth again."""
+        self._slow_until_s = self.now
 
     # ------------------------------------------------------------------ the weather
 
@@ -988,11 +1336,15 @@ class World:
             identity=f"{source}:{self.now}",
         )
         notice = self.notice
+        self._withdrawn_sources.discard(source)
         self.post(lambda: NoticeRaised(notice), 0.2)
 
-    def withdraw_notice(self) -> None:
-        if self.notice is not None:
+    def withdraw_notice(self, source: str = "") -> None:
+        """The source withdraws its notice; by default, that of the newest one."""
+        if self.notice is not None and source in ("", self.notice.source):
             source, self.notice = self.notice.source, None
+        if source:
+            self._withdrawn_sources.add(source)
             self.post(lambda: NoticeWithdrawn(source, "gone"), 0.2)
 
     def second_vm(self) -> None:
@@ -1001,20 +1353,20 @@ class World:
             (KEYS.parse_generation(k) or 0 for k in self.store.objects if "/generations/" in k),
             default=0,
         )
-        generation = claimed + 1
-        self.store.write(KEYS.generation(generation), json.dumps({"nonce": "other"}).encode())
+        claim = ClaimObject(run="r", generation=claimed + 1, start=OTHER)
+        self.store.write(KEYS.generation(claim.generation), claims.encode(claim))
         step = max((ref.step for ref in self.commits()), default=0) + 1
-        shards = shards_of(a_set(step, "other", size_bytes=1), "other")
+        shards = shards_of(a_set(step, OTHER, size_bytes=1), OTHER)
         for stored in objects_of(shards):
             self.store.write(stored.key, b"1")
         made = Manifest(
             run="r",
-            generation=generation,
+            generation=claim.generation,
             step=step,
             kind=a_set(step).kind,
             node=0,
             nodes=1,
-            nonce="other",
+            nonce=OTHER,
             shards=shards,
             created="2030-01-01T00:00:00Z",
         )
@@ -1031,6 +1383,8 @@ class World:
         """I16: the daemon reports no commit that does not exist."""
         self.check_new()
         last = self.state.last_commit
+        if not self.is_up:
+            return
         if last is not None and last not in self._refs:
             raise Broken(f"I16: the daemon reports {last}, which the store does not contain")
         evacuation = self.state.evacuation
@@ -1040,7 +1394,9 @@ class World:
                 raise Broken("V4: a flush is under way in the reserve")
 
     def check_new(self) -> None:
-        """I1, I4, I5: each new manifest names stored shards, and belongs to a sealed set."""
+        """I1, I4, I5, I6: each new manifest names stored shards, belongs to a sealed set, and is in order."""
+        if not self.store.new:
+            return
         keys, self.store.new = self.store.new, []
         for key in keys:
             parsed = KEYS.parse_commit(key)
@@ -1051,12 +1407,27 @@ class World:
             for stored in made.objects:
                 if self.store.objects.get(stored.key) != str(stored.size_bytes).encode():
                     raise Broken(f"I1: {key} names {stored.key}, which is not stored")
-            if made.nonce == "other":
-                continue
-            if made.generation not in self.own:
-                raise Broken(f"I4: {key} under a generation that is not ours")
-            if not any((made.step, made.nonce) == (x.id.step, x.id.nonce) for x in self.sealed):
-                raise Broken(f"I5: {key} is of no sealed set")
+            if made.nonce != OTHER:
+                self._check_own(key, made)
+
+    def _check_own(self, key: str, made: Manifest) -> None:
+        claimed_by = start_of(self.store, made.generation)
+        point = self.witness.sets.get(made.nonce)
+        if claimed_by in ("", OTHER):
+            raise Broken(f"I4: {key} under a generation that is not ours")
+        if self.has_hooks and point is not None and claimed_by != point.line:
+            raise Broken(f"I4: {key} is of {point.line}, and {claimed_by} has its generation")
+        if not any((made.step, made.nonce) == (x.id.step, x.id.nonce) for x in self.sealed):
+            raise Broken(f"I5: {key} is of no sealed set")
+        assert point is not None
+        entry = made.ref, self.witness.place(point)
+        index = bisect.bisect(self._placed, entry)
+        self._placed.insert(index, entry)
+        before, after = self._placed[max(0, index - 1)], self._placed[index + 1 : index + 2]
+        if self._has_lost_record:
+            return
+        if before[1] > entry[1] or any(entry[1] > other[1] for other in after):
+            raise Broken(f"I6: {entry} is out of order, between {before} and {after}")
 
     def _concluded(self, conclusion: Conclude) -> None:
         before = [
@@ -1071,56 +1442,42 @@ class World:
         self.verdict = conclusion
         self.conclusions.append(conclusion)
         refs = self.commits()
-        if conclusion.verdict is Verdict.LOST:
+        if conclusion.verdict is Verdict.NO_TRAINING:
+            line = self.witness.newest_now(self.life)
+            if line is not None:
+                raise Broken(f"I7: NO_TRAINING, and {line.id} has reached the daemon")
+        if conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) and conclusion.commit is None:
             if self.state.last_commit is not None:
-                raise Broken("I16: LOST, and a commit stands")
+                raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")
             return
-        if conclusion.commit not in refs:
+        is_repeated = any(
+            told.evacuation_id == conclusion.evacuation_id and told.verdict is conclusion.verdict
+            for life, told in self._told
+            if life != self.life
+        )
+        if conclusion.commit not in refs and not (conclusion.commit is None and is_repeated):
             raise Broken(f"I7: {conclusion.verdict} of {conclusion.commit}, which is not stored")
-        if conclusion.verdict is not Verdict.SAFE:
-            return
-        assert conclusion.commit is not None
+        if conclusion.verdict is Verdict.SAFE:
+            self._check_safe(conclusion)
+
+    def _check_safe(self, conclusion: Conclude) -> None:
+        """S: what a fresh reader of the bucket restores is the newest training on this VM."""
+        made = restored(self.store)
+        if made is not None and made.nonce == OTHER:  # which no daemon could know at once
+            made = self._manifest_of(max(ref for ref, _ in self._placed))
+        if made is not None and made.nonce in self.suspect_sets:
+            raise Broken(f"S: SAFE at {made.ref}, which suspect training has sealed")
+        read = None if made is None else self.witness.sets[made.nonce]
+        loadable = [] if self._has_lost_record else self._loadable()
+        self.witness.judge_safe(conclusion.evacuation_id, self.life, read, loadable)
+        trainer = self.trainer
         evacuation = self.state.evacuation
         assert evacuation is not None
-        places = {(s.step, s.nonce) for s in self.suspect_sets}
-        if self._set_of_commit(conclusion.commit) in places:
-            raise Broken(f"SAFE at {conclusion.commit}, which suspect training has sealed")
-        # A set that was sealed well before cannot have been missed.
-        answers = [s for s in self.sealed if s.request_id == conclusion.evacuation_id]
-        known = [
-            s for s in self.state.staged if s.id not in self.state.inherited | self.state.unusable
-        ]
-        if not self.is_on_line(conclusion.commit.step, self._written_by_commit(conclusion.commit)):
-            raise Broken(
-                f"I7: SAFE at {conclusion.commit}, a state that training did not continue from"
-            )
-        for staged in answers or known:
-            if staged.id.step > conclusion.commit.step:
-                raise Broken(f"I7: SAFE at {conclusion.commit}, and {staged.id} is sealed")
-        trainer = self.trainer
-        pid, step = self.stood_at.get(conclusion.evacuation_id, (0, 0))
-        is_same = trainer is not None and trainer.pid == pid
-        # The report of the last step may be on its way.
-        is_ahead = trainer is not None and trainer.step - 1 > conclusion.commit.step
-        is_known = trainer is not None and trainer.pid in self.known_pids
-        is_answered = any(  # by the commit, or by one before it
-            are_of_one(conclusion.evacuation_id, s.request_id)
-            and s.id.step <= conclusion.commit.step
-            for s in self.sealed
-        )
-        if is_ahead and is_known and evacuation.request is None and not is_answered:
-            raise Broken(f"I7: SAFE at {conclusion.commit}, and training is ahead of it")
-        if is_same and evacuation.request is not None and conclusion.commit.step < step:
-            raise Broken(f"I7: SAFE at {conclusion.commit}, the trainer was asked at step {step}")
-        if (
-            trainer is not None
-            and evacuation.request is None
-            and evacuation.plan.kind.value == "TAKE"
-        ):
+        is_known = trainer is not None and self.life in trainer.line.lives
+        if is_known and evacuation.request is None and evacuation.plan.kind.value == "TAKE":
             raise Broken("I7: SAFE, and the trainer was never asked")
 
 
-def restart_alone(world: World) -> None:
+def restart_alone(world: World, down_s: float = 0.0) -> None:
     """The daemon dies and restarts; staging, store, notice and trainer stay as they are."""
-    world._start_daemon()
-    world.reconnect()
+    world.stop_daemon(down_s)

@@ -27,7 +27,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 
 def emit(**facts: object) -> None:
-    print(json.dumps({"rank": dist.get_rank(), **facts}), flush=True)
+    # In one write: the ranks share a pipe.
+    print(json.dumps({"rank": dist.get_rank(), **facts}) + "\n", end="", flush=True)
 
 
 class DyingState(TrainingState):

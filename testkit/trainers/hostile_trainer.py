@@ -105,11 +105,13 @@ def exchanging(run: Path, target: Path) -> Iterator[None]:
 
 def ask(path: Path) -> dict[str, Any]:
     """Send a restore query, and return the daemon's answer."""
+    start_id = secrets.token_hex(8)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as peer:
         peer.settimeout(ANSWER_S)
         peer.connect(str(path))
-        peer.send(protocol.encode(protocol.Hello("")))
-        peer.send(protocol.encode(protocol.RestoreQuery(secrets.token_hex(8))))
+        peer.send(protocol.encode(protocol.Hello("", start_id=start_id)))
+        query = protocol.RestoreQuery(secrets.token_hex(8), start_id=start_id)
+        peer.send(protocol.encode(query))
         while True:
             body: dict[str, Any] = json.loads(peer.recv(65536))
             if body["type"] in ("restored", "refused"):

@@ -6,6 +6,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from pathlib import Path
 from typing import Any
 
 import swansong
@@ -33,6 +34,8 @@ def main() -> None:
     parser.add_argument("--forever", action="store_true")
     parser.add_argument("--from", dest="begin", type=int, help="start here, and restore nothing")
     parser.add_argument("--save-at", default="", help="steps after which it saves")
+    parser.add_argument("--pause-after", type=int, help="step after which it waits")
+    parser.add_argument("--continue-when", type=Path, help="the wait ends when this file exists")
     args = parser.parse_args()
     wanted = {int(step) for step in args.save_at.split(",") if step}
     counter = Counter()
@@ -53,6 +56,9 @@ def main() -> None:
             guard.step(step)
             if step in wanted:
                 assert guard.save(step)
+            if step == args.pause_after:
+                while not args.continue_when.exists():
+                    time.sleep(0.01)
             time.sleep(0.01)
         guard.wait_saved()
 

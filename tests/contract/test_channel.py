@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from swansong import protocol
 from swansongd.core.events import (
+    StartBegun,
+    TellStart,
     TrainerAccepted,
     TrainerFailed,
     TrainerJoined,
@@ -21,8 +23,10 @@ from swansongd.core.events import (
     TrainerSealed,
 )
 from swansongd.errors import SwansongError
-from swansongd.trainers import connection, peers
+from swansongd.model import UNKNOWN_PARENT, Parent
+from swansongd.trainers import connection
 from swansongd.trainers.admission import Reply
+from swansongd.trainers.translate import message_of
 
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from testkit.waiting import until
@@ -52,6 +56,8 @@ def test_messages_become_events(running: RunningChannel) -> None:
     """Each message of a trainer becomes an event, in order, with the number of its connection."""
     with running.joined() as client:
         client.send(protocol.Progress(4, save_s=1.5, save_bytes=10))
+        client.send(protocol.Begin("a~1"))
+        client.send(protocol.Progress(2, start_id="a~1", parent="a", parent_step=2))
         client.send(protocol.Accepted("q", 4))
         client.send(protocol.Sealed(5, "step-5", 2.0, 11, "q"))
         client.send(protocol.Failed("q", 5, "disk full"))
@@ -61,12 +67,35 @@ def test_messages_become_events(running: RunningChannel) -> None:
     number = client.number
     assert running.events[1:] == [
         TrainerProgress(number, 4, 1.5, 10),
+        StartBegun(number, "a~1"),
+        TrainerProgress(number, 2, start_id="a~1", parent=Parent("a", 2)),
         TrainerAccepted(number, "q", 4),
         TrainerSealed(number, "q", 5, 2.0, 11),
         TrainerFailed(number, "q", "disk full", 5),
         TrainerFailed(number, "q", "declined: busy"),
-        TrainerLeft(number, exited=True, reason="done"),
+        TrainerLeft(number, exited=True, reason="done", is_goodbye=True),
     ]
+
+
+def test_a_rank_learns_its_start_and_names_it_when_it_connects_again(
+    running: RunningChannel,
+) -> None:
+    """Rank 0 names the start in its hello.  The other rank gets the message, and no other connection does."""
+    of_job = {"world_size": 2, "local_world_size": 2}
+    with running.joined(start_id="a", parent="b", parent_step=7, **of_job) as first:
+        with running.joined(rank=1, **of_job) as second:
+            views = [joined.trainer for joined in running.of(TrainerJoined)]
+            assert [(view.start_id, view.parent) for view in views] == [
+                ("a", Parent("b", 7)),
+                ("", UNKNOWN_PARENT),
+            ]
+            running.channel.send(*message_of(TellStart("a", (second.number,)), 0.0))
+            running.channel.send(None, protocol.Committed(1, 10))
+            assert second.receive() == protocol.Start("a")
+            assert first.receive() == protocol.Committed(1, 10)
+        running.wait(TrainerLeft)
+        with running.joined(rank=1, start_id="a", **of_job):
+            assert running.of(TrainerJoined)[2].trainer.start_id == "a"
 
 
 def test_send_reaches_its_connections(running: RunningChannel) -> None:
@@ -212,66 +241,6 @@ def test_a_killed_process_is_posted_as_exited(running: RunningChannel) -> None:
         until(lambda: any(left.exited for left in running.of(TrainerLeft)), what="the exit")
     exits = [left.exited for left in running.of(TrainerLeft)]
     assert exits in ([False, True], [True])
-
-
-@pytest.mark.fault("T02", "T09")
-def test_the_exit_of_a_trainer_of_an_earlier_daemon_is_posted(running: RunningChannel) -> None:
-    """Its process is found again, and watched, although it never connects."""
-    with PeerProcess(running.path, "join(); show('in'); wait()") as peer:
-        assert peer.line() == "in"
-        (joined,) = running.wait(TrainerJoined)
-        known = peers.find(joined.trainer.pid, joined.trainer.process_start)
-        with RunningChannel(earlier={-1: known}) as later:
-            later.joined().close()
-            later.wait(TrainerLeft)
-            assert [left.connection for left in later.of(TrainerLeft)] == [1]
-            peer.process.kill()
-            exits = later.wait(TrainerLeft, 2)
-        assert (exits[1].connection, exits[1].exited) == (-1, True)
-
-
-@pytest.mark.fault("T09")
-def test_a_trainer_of_an_earlier_daemon_that_connects_is_one_process(
-    running: RunningChannel, tmp_path: Path
-) -> None:
-    """From then on its new connection stands for it."""
-    script = """
-join(); show("in"); wait()
-s = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-path = sys.stdin.readline().strip()
-join(); show("again"); wait()
-os._exit(0)
-"""
-    with PeerProcess(running.path, script) as peer:
-        assert peer.line() == "in"
-        (joined,) = running.wait(TrainerJoined)
-        known = peers.find(joined.trainer.pid, joined.trainer.process_start)
-        with RunningChannel(earlier={-1: known}) as later:
-            assert peer.process.stdin is not None
-            peer.process.stdin.write(f"\n{later.path}\n")
-            peer.process.stdin.flush()
-            assert peer.line() == "again"
-            peer.resume()
-            until(lambda: any(left.exited for left in later.of(TrainerLeft)), what="the exit")
-            (again,) = later.of(TrainerJoined)
-            assert again.trainer.process_start == joined.trainer.process_start
-        assert -1 not in {left.connection for left in later.of(TrainerLeft)}
-
-
-def test_a_process_that_has_ended_is_not_found(running: RunningChannel) -> None:
-    """Nor is another one that got its pid, which started at another time."""
-    with PeerProcess(running.path, "join(); show('in'); wait()") as peer:
-        assert peer.line() == "in"
-        (joined,) = running.wait(TrainerJoined)
-        pid, start = joined.trainer.pid, joined.trainer.process_start
-        assert start > 0
-        found = peers.find(pid, start)
-        os.close(found.pidfd)
-        assert (found.pid, found.uid, found.gid) == (pid, os.getuid(), os.getgid())
-        with pytest.raises(ProcessLookupError):
-            peers.find(pid, start + 1)
-    with pytest.raises(ProcessLookupError):
-        peers.find(pid, start)
 
 
 def test_last_messages_come_before_the_exit(running: RunningChannel) -> None:

@@ -14,7 +14,7 @@ import pytest
 from swansong import protocol
 from swansong.protocol import Message
 from swansongd.core.events import (
-    JobStarted,
+    FinishAsked,
     PeerRequested,
     TrainerAgreed,
     TrainerJoined,
@@ -264,7 +264,7 @@ def test_a_connection_belongs_to_one_rank(running: RunningChannel) -> None:
     """A hello of another rank is refused; a repeated hello, as after a rollback, is not."""
     with running.joined(rank=1, world_size=4, local_world_size=4) as client:
         again = {"rank": 1, "world_size": 4, "local_world_size": 4}
-        client.send(protocol.Hello("r1", **again, restart_id="x~1", step=3))
+        client.send(protocol.Hello("r1", **again, start_id="x~1", step=3))
         assert isinstance(client.receive(), protocol.Welcome)
         client.send(protocol.Hello("r1", **{**again, "rank": 2}))
         assert "rank 1 of 4, not to rank 2 of 4" in refusal(client)
@@ -303,16 +303,16 @@ show(os.getpid() if "welcome" in s.recv(65536).decode() else "refused"); wait()
 @pytest.mark.fault("S9", "S19")
 @pytest.mark.parametrize(
     "message",
-    [protocol.PeerRequest("q", "forged", 30.0), protocol.JobStart("i"), protocol.Agreed("q", 7)],
+    [protocol.PeerRequest("q", "forged", 30.0), protocol.Finish("i"), protocol.Agreed("q", 7)],
     ids=lambda message: message.TYPE,
 )
 def test_a_job_on_one_vm_has_no_peers(running: RunningChannel, message: Message) -> None:
     """Messages between ranks of several VMs are refused from a rank of a job on one VM."""
     with running.joined() as client:
         client.send(message)
-        assert "run.several_vms" in refusal(client)
+        assert "set nodes in hello" in refusal(client)
     running.wait(TrainerLeft)
-    assert not running.of(PeerRequested) + running.of(JobStarted) + running.of(TrainerAgreed)
+    assert not running.of(PeerRequested) + running.of(FinishAsked) + running.of(TrainerAgreed)
 
 
 class Restores:

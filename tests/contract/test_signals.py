@@ -9,13 +9,15 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Self
 
 import pytest
-from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
+from swansongd.core.events import Event, ProcessFound, SignalledExited, SignalRefused, SignalSent
 from swansongd.errors import ConfigError
+from swansongd.model import PROCESS_PREFIX
 from swansongd.trainers import peers, users
 from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, _program
 
@@ -82,13 +84,24 @@ def sender(
     unit: str | None = None,
     uid: int = 0,
     allowed: frozenset[int] | None = None,
+    found: list[ProcessFound] | None = None,
+    boot_id: str = "boot",
 ) -> SignalSender:
+    """A sender that is started; its processes go to ``found``, and all other events to ``events``."""
+
+    def post(event: Event) -> None:
+        if not isinstance(event, ProcessFound):
+            events.append(event)
+        elif found is not None:
+            found.append(event)
+
     signals = SignalSender(
         signal_name="SIGUSR1",
         pid_file=pid_file,
         unit=unit,
         allowed_uids=frozenset({os.geteuid(), uid}) if allowed is None else allowed,
-        post=events.append,
+        boot_id=boot_id,
+        post=post,
     )
     signals.start()
     return signals
@@ -188,7 +201,7 @@ def test_a_pid_that_is_reused_during_the_open_is_detected(
 ) -> None:
     """The start time before and after must be equal; the descriptor is not leaked."""
     ticks = iter([1, 2])
-    monkeypatch.setattr(peers, "_start_ticks", lambda pid: next(ticks))
+    monkeypatch.setattr(peers, "start_ticks", lambda pid: next(ticks))
     count = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ProcessLookupError, match="another process"):
         peers.open_process(os.getpid())
@@ -417,5 +430,97 @@ def test_only_signals_for_trainers_are_accepted() -> None:
             pid_file=None,
             unit=None,
             allowed_uids=frozenset(),
+            boot_id="boot",
             post=lambda _: None,
         )
+
+
+# ---------------------------------------------------------------- the process as a start of the training
+
+
+def test_the_process_is_known_before_the_first_scan(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """It is posted when ``start()`` returns: a scan that follows gives its sets to this process."""
+    found: list[ProcessFound] = []
+    before_ns = time.time_ns()
+    sender(events, pid_file(tmp_path, trainer.pid), found=found)
+    (process,) = found
+    assert process.pid == trainer.pid
+    assert process.start_id.startswith(PROCESS_PREFIX)
+    assert before_ns - 60 * 10**9 < process.started_wall_ns < before_ns
+
+
+def test_each_process_is_a_start_and_its_end_is_posted(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """Another process in the pid file has another id.  A repeated look posts nothing."""
+    found: list[ProcessFound] = []
+    path = pid_file(tmp_path, trainer.pid)
+    signals = sender(events, path, found=found)
+    signals.look()
+    assert len(found) == 1
+    with Trainer(CATCHES) as second:
+        path.write_text(f"{second.pid}\n")
+        signals.look()
+        assert found[1].pid == second.pid
+        assert found[1].start_id not in ("", found[0].start_id)
+    signals.look()
+    assert found[2:] == [ProcessFound("")]
+    path.write_text(f"{trainer.pid}\n")
+    signals.look()
+    assert found[3].start_id == found[0].start_id
+
+
+def test_the_thread_finds_a_process_that_starts_later(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """The trainer writes the pid file after the daemon's start; no request and no scan is needed."""
+    found: list[ProcessFound] = []
+    sender(events, tmp_path / "pid", found=found)
+    assert not found
+    pid_file(tmp_path, trainer.pid)
+    until(lambda: [process.pid for process in found] == [trainer.pid], what="the process")
+
+
+def test_a_request_is_sent_to_a_process_that_is_known(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """The process is posted before the delivery, so that the answer belongs to it."""
+    together: list[Event] = []
+    signals = SignalSender(
+        signal_name="SIGUSR1",
+        pid_file=tmp_path / "pid",
+        unit=None,
+        allowed_uids=frozenset({os.geteuid()}),
+        boot_id="boot",
+        post=together.append,
+    )
+    signals.start()
+    pid_file(tmp_path, trainer.pid)
+    signals.send("q")
+    until(lambda: len(together) == 2, what="the delivery")
+    assert isinstance(together[0], ProcessFound)
+    assert together[1] == SignalSent("q", trainer.pid)
+
+
+def test_a_restarted_daemon_finds_the_same_start(
+    trainer: Trainer, events: list[Event], tmp_path: Path
+) -> None:
+    """The id is computed from pid, start of the process and boot.  In another boot it is another one."""
+    path = pid_file(tmp_path, trainer.pid)
+    found: list[ProcessFound] = []
+    for boot_id in ("boot", "boot", "another boot"):
+        sender(events, path, found=found, boot_id=boot_id)
+    first, again, other = (process.start_id for process in found)
+    assert first == again != other
+
+
+@as_root
+@pytest.mark.fault("S11")
+def test_a_process_of_another_user_is_no_start(events: list[Event], tmp_path: Path) -> None:
+    """A pid file that names any process of the VM claims no generation for it."""
+    found: list[ProcessFound] = []
+    with Trainer(CATCHES, uid=TRAINER_UID) as other:
+        sender(events, pid_file(tmp_path, other.pid), found=found).look()
+    assert not found

@@ -366,7 +366,7 @@ def config(root: Path, tmp_path: Path) -> Path:
     )
     own = tmp_path / "staging" / "r" / ".swansongd"
     own.mkdir(parents=True)
-    ClaimRecord("r", root.as_uri(), "boot", 1, "n", store_id="known").save(own)
+    ClaimRecord("r", root.as_uri(), store_id="known").save(own)
     return path
 
 

@@ -69,7 +69,7 @@ def test_a_manifest_is_understood_or_refused(data: bytes) -> None:
 @given(
     data=st.binary(max_size=200)
     | st.dictionaries(
-        st.sampled_from(["version", "run", "generation", "nonce", "identity", "job_start_id", "x"]),
+        st.sampled_from(["version", "run", "generation", "start", "identity", "x"]),
         json_values,
     ).map(lambda body: json.dumps(body).encode())
 )
@@ -106,7 +106,7 @@ def test_the_history_of_a_hostile_bucket_is_an_estimate(
     store = MemoryStore()
     for number in (1, 2):
         made = ClaimObject(
-            run="r", generation=number, nonce="n", identity={"boot_id": "b", "claimed": claimed}
+            run="r", generation=number, start="s", identity={"boot_id": "b", "claimed": claimed}
         )
         store.put(KEYS.generation(number), claim.encode(made))
     verdict = json.dumps({"verdict": "SAFE", "written": written}).encode()

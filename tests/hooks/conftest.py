@@ -25,8 +25,6 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "LOCAL_WORLD_SIZE",
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
-        "TORCHELASTIC_RUN_ID",
-        "TORCHELASTIC_RESTART_COUNT",
         "SWANSONG_SOCKET",
         "SWANSONG_RESTORE",
     ):

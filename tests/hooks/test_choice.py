@@ -38,8 +38,7 @@ def resumed(
     decided: dict[int, Choice] = {}
     fetched: dict[int, list[int]] = {rank: [] for rank in range(WORLD_SIZE)}
 
-    def choose(job_start_id: str, refused: Choice | None) -> Choice:
-        assert job_start_id == "start"
+    def choose(refused: Choice | None) -> Choice:
         if refused is None:
             return {"generation": 1, "step": NEWEST}
         assert refused["refused"].startswith("rank ")

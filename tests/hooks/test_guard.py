@@ -47,7 +47,7 @@ from swansong.state import load_tree
 from swansongd.staging.seal import Scanner
 
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import Counter
+from testkit.training_parts import Counter, start_of
 from testkit.waiting import until
 
 Attach = Callable[..., swansong.Guard]
@@ -941,7 +941,7 @@ def test_limits_of_the_agreement() -> None:
 def test_reports_are_rare() -> None:
     """The daemon receives at most one report a second, at any rate of ticks."""
     said: list[Message] = []
-    reporter = Reporter(said.append)
+    reporter = Reporter(said.append, start_of())
     begun_s = time.monotonic()
     for step in range(1000):
         reporter.tick(step, 1.0, SaveCost())
@@ -951,8 +951,8 @@ def test_reports_are_rare() -> None:
 def test_the_first_new_step_is_reported_without_a_wait() -> None:
     """The daemon measures a resume by it; the reports after it are rare again."""
     said: list[Message] = []
-    reporter = Reporter(lambda message: said.append(message) or True)  # type: ignore[func-returns-value]
-    reporter.started(40, "start")
+    reporter = Reporter(lambda message: said.append(message) or True, start_of())  # type: ignore[func-returns-value]
+    reporter.started(40)
     for step in (40, 41, 42):
         reporter.tick(step, 1.0, SaveCost())
     assert [report.step for report in said if isinstance(report, Progress)] == [40, 41]
@@ -975,13 +975,14 @@ def test_a_start_is_watched_until_its_first_step(
 def test_the_end_of_the_training_reports_its_last_step(is_connected: bool) -> None:
     """Also if the start was not sent yet, because no daemon was connected."""
     said: list[Message] = []
-    reporter = Reporter(lambda message: is_connected and (said.append(message) or True))  # type: ignore[func-returns-value]
-    reporter.started(40, "start")
+    start = start_of()
+    reporter = Reporter(lambda message: is_connected and (said.append(message) or True), start)  # type: ignore[func-returns-value]
+    reporter.started(40)
     reporter.tick(41, 1.0, SaveCost())
     is_connected = True
     reporter.ended(45)
     reports = [(p.step, p.start_id) for p in said if isinstance(p, Progress)]
-    assert (reports[0], reports[-1]) == ((40, "start"), (45, ""))
+    assert (reports[0], reports[-1]) == ((40, start.id), (45, ""))
 
 
 def test_a_short_training_reports_its_step_before_its_goodbye(

@@ -16,11 +16,12 @@ from swansong._ranks.choice import RestoreChoice
 from swansong._ranks.job_store import JobStore, open_job_store
 from swansong._ranks.rendezvous import Rendezvous, report_absence
 from swansong._ranks.rounds import Decision, RoundRunner, take_part
+from swansong._ranks.start import TrainingStart
 from swansong.protocol import (
     Agreed,
+    Begin,
     Declined,
     Finish,
-    JobStart,
     Message,
     PeerRequest,
     Request,
@@ -42,7 +43,8 @@ class Rank:
         self.sent: list[Message] = []
         self.saved: list[tuple[str, int]] = []
         self.agreement = Agreement(ranks.world_size, None, self._answer)
-        self.rendezvous = Rendezvous(ranks, self._send_daemon, connect)
+        self.training_start = TrainingStart(ranks, self._send_daemon, "")
+        self.rendezvous = Rendezvous(ranks, self._send_daemon, self.training_start.learn, connect)
         self.rounds = RoundRunner(self.rendezvous, self.agreement)
         self.choice = RestoreChoice(self.rendezvous)
         self.may_begin = threading.Event()
@@ -60,7 +62,7 @@ class Rank:
     def _send_daemon(self, message: Message) -> None:
         self.sent.append(message)
         if isinstance(message, Finish) and self.may_begin.is_set():
-            self.rendezvous.finished(message.job_start_id)
+            self.rendezvous.finished(message.start_id)
 
     def start(self) -> None:
         self.rounds.start()
@@ -281,7 +283,7 @@ def test_a_notice_at_any_vm_is_a_checkpoint_of_the_whole_job(
                 # A rank of that VM may get the call from another rank before its daemon's request.
                 assert len(peers) == 1 or rank.ranks.node == node, (seed, rank.ranks)
                 assert [m.step for m in rank.all_of(Agreed, f"r{number}")] == [step]  # type: ignore[attr-defined]
-        assert len({m.id for r in job.ranks for m in r.sent if isinstance(m, JobStart)}) == 1
+        assert len({m.start_id for r in job.ranks for m in r.sent if isinstance(m, Begin)}) == 1
 
 
 @pytest.mark.fault("T12", "N09")
@@ -407,7 +409,7 @@ def test_an_emergency_does_not_wait_for_a_drain(store: MemoryJobStore) -> None:
 
 @pytest.mark.fault("T09")
 def test_messages_are_repeated_to_a_restarted_daemon(store: MemoryJobStore) -> None:
-    """It gets the job start, the request of the other VM and, for its own request, the answer."""
+    """It gets the request of the other VM and, for its own request, the answer."""
     with Job(store.connect, nodes=2, local=1) as job:
         job.request("r1")
         step = job.wait_sealed("r1")
@@ -415,7 +417,7 @@ def test_messages_are_repeated_to_a_restarted_daemon(store: MemoryJobStore) -> N
         other = job.ranks[1]
         other.sent.clear()
         other.rounds.resend()
-        assert [type(m) for m in other.sent] == [JobStart, PeerRequest]
+        assert [type(m) for m in other.sent] == [PeerRequest]
         other.rounds.request(Request("r1", "again", 50.0))
         until(lambda: other.all_of(Sealed, "r1"))
         assert other.all_of(Sealed, "r1")[0].step == step  # type: ignore[attr-defined]
@@ -430,7 +432,7 @@ def test_keys_of_an_earlier_start_are_ignored(connect: Callable[[], JobStore]) -
             job.request("r1")
             job.wait_sealed("r1")
             assert job.assert_together() == 1
-            starts.append({m.id for r in job.ranks for m in r.sent if isinstance(m, JobStart)})
+            starts.append({m.start_id for r in job.ranks for m in r.sent if isinstance(m, Begin)})
     assert [len(ids) for ids in starts] == [1, 1, 1]
     assert len(set.union(*starts)) == 3
 
@@ -441,9 +443,9 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         got: dict[int, object] = {}
 
         def ask(rank: Rank) -> None:
-            def decide(job_start_id: str, _refused: object) -> dict[str, object]:
+            def decide(_refused: object) -> dict[str, object]:
                 assert rank.ranks.rank == 0
-                assert JobStart(job_start_id) in rank.sent
+                assert Begin(rank.training_start.id) in rank.sent
                 return {"generation": 3, "step": 40}
 
             got[rank.ranks.rank] = rank.choice.for_resume(decide, lambda _: {})
@@ -456,21 +458,19 @@ def test_rank_0_chooses_the_checkpoint_for_all(connect: Callable[[], JobStore]) 
         assert list(got.values()) == [{"generation": 3, "step": 40}] * 4
 
 
-def test_a_job_start_begins_when_no_daemon_has_anything_to_finish(
+def test_a_start_begins_when_no_daemon_has_anything_to_finish(
     connect: Callable[[], JobStore],
 ) -> None:
-    """JobStart waits for Finished of the last daemon, and a restarted daemon gets Finish again."""
+    """Begin waits for Finished of the last daemon, and a restarted daemon gets Finish again."""
     with Job(connect, nodes=3, local=1) as job:
         busy = job.ranks[2]
         busy.may_begin.clear()
 
         def begun() -> list[Message]:
-            return [m for rank in job.ranks for m in rank.sent if isinstance(m, JobStart)]
+            return [m for rank in job.ranks for m in rank.sent if isinstance(m, Begin)]
 
         until(lambda: all(any(isinstance(m, Finish) for m in r.sent) for r in job.ranks))
-        (rendezvous_id,) = {
-            m.job_start_id for r in job.ranks for m in r.sent if isinstance(m, Finish)
-        }
+        (rendezvous_id,) = {m.start_id for r in job.ranks for m in r.sent if isinstance(m, Finish)}
         busy.sent.clear()
         busy.rounds.resend()
         assert busy.sent == [Finish(rendezvous_id)]
@@ -479,7 +479,7 @@ def test_a_job_start_begins_when_no_daemon_has_anything_to_finish(
         assert not begun()
         busy.rendezvous.finished(rendezvous_id)
         until(lambda: len(begun()) == 3)
-        assert set(begun()) == {JobStart(rendezvous_id)}
+        assert set(begun()) == {Begin(rendezvous_id)}
         job.request("r1")
         job.wait_sealed("r1")
 
@@ -503,7 +503,7 @@ def test_a_vm_without_a_daemon_is_named_soon(
         ):
             present.choice.for_resume(lambda *_: {}, lambda _: {})
         other.start()
-        until(lambda: any(isinstance(m, JobStart) for m in present.sent))
+        until(lambda: any(isinstance(m, Begin) for m in present.sent))
     finally:
         job.__exit__()
 
@@ -581,11 +581,8 @@ def roll_all_back(
     return got
 
 
-def test_all_ranks_roll_back_to_the_choice_of_rank_0_under_one_new_job_start(
-    connect: Callable[[], JobStore],
-) -> None:
-    """The choice is before the earliest suspect step; all daemons get the same new id, also after a
-    reconnect."""
+def test_all_ranks_roll_back_to_the_choice_of_rank_0(connect: Callable[[], JobStore]) -> None:
+    """The choice is before the earliest suspect step, and the start of the ranks is still the same."""
     with Job(connect, nodes=2, local=2) as job:
         asked: list[int] = []
 
@@ -596,12 +593,7 @@ def test_all_ranks_roll_back_to_the_choice_of_rank_0_under_one_new_job_start(
         steps = {0: (20, 20), 1: (20, 17), 2: (20, 19), 3: (20, 20)}
         assert roll_all_back(job, steps, decide) == [{"generation": 1, "step": 10}] * 4
         assert asked == [17]
-        began = {m.id for r in job.ranks for m in r.sent if isinstance(m, JobStart)}
-        assert len(began) == 1, "the new job start waits for the choice"
-        assert len({rank.choice.begin_rollback(1) for rank in job.ranks} - began) == 1
-        job.ranks[3].rounds.resend()
-        ids = [m.id for m in job.ranks[3].sent if isinstance(m, JobStart)]
-        assert ids[-1] == ids[-2] == job.ranks[0].sent[-1].id  # type: ignore[attr-defined]
+        assert len({m for rank in job.ranks for m in rank.sent if isinstance(m, Begin)}) == 1
         job.request("r1")
         job.wait_sealed("r1")
         job.assert_together()

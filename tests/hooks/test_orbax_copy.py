@@ -37,7 +37,7 @@ def test_the_daemon_accepts_copies_of_orbax_files(
         (step / name).write_bytes(data)
     run = tmp_path / "run"
     run.mkdir()
-    manifest = RankManifest(run="run", step=7, kind="periodic", files=[])
+    manifest = RankManifest(run="run", step=7, kind="periodic", files=[], start_id="a")
     written = write_checkpoint(
         str(run),
         "n",

@@ -32,6 +32,8 @@ from swansong.torch import TrainingState
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard
 
+from testkit.training_parts import start_of
+
 STEP = 7
 
 
@@ -96,7 +98,9 @@ class Daemon:
         self._commit, self._restored = commit, restored
         chosen = {"generation": 1, "step": STEP}
         choice = SimpleNamespace(for_resume=lambda _, fetch: {**chosen, **fetch(chosen)})
-        self.client = RestoreClient(self._answer, cast("RestoreChoice", choice))
+        self.client = RestoreClient(
+            self._answer, start_of(Ranks(nodes=2)), cast("RestoreChoice", choice)
+        )
 
     def _answer(self, message: Message) -> None:
         assert isinstance(message, RestoreQuery)
@@ -223,7 +227,7 @@ def test_a_rank_forgets_the_files_of_a_checkpoint_that_another_rank_refuses(tmp_
         return {"generation": 1, "step": STEP}
 
     choice = SimpleNamespace(for_resume=for_resume)
-    client = RestoreClient(answer, cast("RestoreChoice", choice))
+    client = RestoreClient(answer, start_of(Ranks(nodes=2)), cast("RestoreChoice", choice))
     job = Job(one_of(2), seed=50)
     arrivals = job.state.arrivals()
     found = client.find_newest(arrivals)

@@ -42,7 +42,6 @@ class Job:
         self.guards = []
         monkeypatch.setenv("WORLD_SIZE", str(RANKS))
         monkeypatch.setenv("LOCAL_WORLD_SIZE", str(RANKS))
-        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "job")
         for rank, counter in enumerate(self.counters):
             monkeypatch.setenv("RANK", str(rank))
             monkeypatch.setenv("LOCAL_RANK", str(rank))
@@ -137,20 +136,18 @@ def test_a_failing_rank_voids_the_set(
     assert daemon.sealed() == []
 
 
-def test_ranks_have_the_same_nonce_and_restarts_another_one() -> None:
-    """The nonce is the same for all ranks of one save, and new for each restart, step and request."""
-    ranks = [
-        Ranks(rank=rank, world_size=2, local_world_size=2, restart_id="a/0") for rank in (0, 1)
-    ]
-    assert ranks[0].nonce(5, "r", "x") == ranks[1].nonce(5, "r", "x")
+def test_ranks_have_the_same_nonce_and_starts_another_one() -> None:
+    """The nonce is the same for all ranks of one save, and new for each start, step and request."""
+    first, second = (Ranks(rank=rank, world_size=2, local_world_size=2) for rank in (0, 1))
+    assert first.nonce("a", 5, "r", "x") == second.nonce("a", 5, "r", "x")
     others = {
-        ranks[0].nonce(6, "r", "x"),
-        ranks[0].nonce(5, "s", "x"),
-        ranks[0].nonce(5, "r", "y"),
-        Ranks(world_size=2, local_world_size=2, restart_id="a/1").nonce(5, "r", "x"),
+        first.nonce("a", 6, "r", "x"),
+        first.nonce("a", 5, "s", "x"),
+        first.nonce("a", 5, "r", "y"),
+        first.nonce("a~1", 5, "r", "x"),
     }
-    assert len(others | {ranks[0].nonce(5, "r", "x")}) == 5
-    assert Ranks().nonce(5, "r", "x") != Ranks().nonce(5, "r", "x")
+    assert len(others | {first.nonce("a", 5, "r", "x")}) == 5
+    assert Ranks().nonce("a", 5, "r", "x") != Ranks().nonce("a", 5, "r", "x")
 
 
 def test_a_rank_that_has_passed_the_target_reports_a_failure() -> None:
@@ -164,6 +161,29 @@ def test_a_rank_that_has_passed_the_target_reports_a_failure() -> None:
     agreement.target(Target("r1", 5))
     assert agreement.decide(7) is None
     assert [type(message) for message in said] == [Accepted, Declined, Failed]
+
+
+@pytest.mark.parametrize("how", ["failed", "withdrawn", "timed out"])
+def test_a_failed_agreement_is_repeated_under_another_id(how: str) -> None:
+    """The rank accepts the further request at once, and saves at its target."""
+    said: list[Message] = []
+    agreement = Agreement(2, None, said.append)
+    agreement.step = 4
+    agreement.request(Request("r1", "test", 0.5 if how == "timed out" else 100.0))
+    if how == "failed":
+        agreement.target(Target("r1", 5))
+        due = agreement.decide(5)
+        assert due is not None
+        agreement.done(due, 5, Failed("r1", 5, "the disk is full"))
+    elif how == "withdrawn":
+        agreement.withdraw("r1")
+    else:
+        assert agreement.decide(5) is None
+    agreement.step = 5
+    agreement.request(Request("r1.again-1", "test", 100.0))
+    assert said[-1] == Accepted("r1.again-1", 5)
+    agreement.target(Target("r1.again-1", 6))
+    assert agreement.decide(6) == Due("emergency", "r1.again-1")
 
 
 @pytest.mark.parametrize(("urgency", "expected"), [("emergency", True), ("drain", False)])
@@ -210,7 +230,7 @@ def test_all_ranks_finish_one_set(
 
 
 @pytest.mark.fault("T03", "D12")
-def test_files_of_a_dead_job_start_do_not_help_to_seal(
+def test_files_of_a_dead_start_do_not_help_to_seal(
     daemon: FakeDaemon, attach: Callable[..., swansong.Guard], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All ranks but one had written when the job died; after a restart all ranks must write again."""

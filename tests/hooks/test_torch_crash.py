@@ -137,7 +137,7 @@ def lives_of(root, ranks, doomed):
 
         def save(step, nonce, write, rank):
             manifest = RankManifest(
-                run="r", step=step, kind="final", files=[], rank=rank,
+                run="r", step=step, kind="final", files=[], rank=rank, start_id="a",
                 world_size=ranks, local_world_size=ranks,
             )
             write_checkpoint(staging, nonce, manifest, write, durable=True)

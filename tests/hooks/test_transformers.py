@@ -15,6 +15,7 @@ from swansong.transformers import SwansongCallback
 from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.waiting import until
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 
@@ -149,10 +150,14 @@ def restore_from(monkeypatch: pytest.MonkeyPatch) -> Restore:
 
 def periodic_sets(daemon: FakeDaemon, count: int) -> dict[int, Path]:
     """The sets by step, without that of the end of the run."""
-    sealed = [each for each in daemon.all_of(Sealed) if each.directory]
-    found = {each.step: daemon.staging / each.directory for each in reversed(sealed)}
-    assert len(found) == count
-    return found
+
+    def found() -> dict[int, Path]:
+        sealed = [each for each in daemon.all_of(Sealed) if each.directory]
+        return {each.step: daemon.staging / each.directory for each in reversed(sealed)}
+
+    until(lambda: len(found()) >= count, what=f"{count} sets")
+    assert len(found()) == count
+    return found()
 
 
 @pytest.fixture(autouse=True)

@@ -16,6 +16,7 @@ import pytest
 from testkit import EXAMPLES, TRAINERS
 from testkit.clouds import Aws, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
+from testkit.fake_nvml import FakeNvml, has_compiler
 from testkit.rig import Process, Vm, control
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.warm import python_of
@@ -125,3 +126,16 @@ def strict_bucket(strict_s3: EmulatorProcess, monkeypatch: pytest.MonkeyPatch) -
         monkeypatch.setenv(name, value)
     yield Strict(strict_s3.url, secrets.token_hex(4))
     control(strict_s3.url, "clear")
+
+
+@pytest.fixture
+def nvml(tmp_path: Path) -> Iterator[FakeNvml]:
+    """A library with two healthy GPUs."""
+    if not has_compiler():
+        pytest.skip("no C compiler: apt-get install gcc libc6-dev")
+    directory = tmp_path / "nvml"
+    directory.mkdir()
+    fake = FakeNvml(directory)
+    fake.set(count=2)
+    yield fake
+    fake.set(hang=0)

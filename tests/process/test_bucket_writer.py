@@ -104,13 +104,18 @@ def test_the_daemon_refuses_a_key_that_others_may_read(
 def test_a_planted_last_generation_is_reported_and_never_safe(
     aws: Aws, bucket: Bucket, new_vm: Any, witness: str
 ) -> None:
-    """The daemon runs, reports the reason and claims nothing: LOST until the object is deleted."""
+    """The daemon runs, reports the reason and claims nothing, and the trainer gets an error: LOST.
+
+    Once the object is deleted, training starts and is SAFE.
+    """
     bucket.put(LAST, b"{}")
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
+    trainer = vm.start_trainer(script=witness)
     line = daemon.lines.wait(event="claim_refused")
     assert LAST in line["hint"]
-    vm.start_trainer(script=witness).lines.wait(step=5)
+    assert trainer.wait() != 0
+    assert LAST in daemon.lines.wait(event="resume")["error"]
     report = vm.status()
     assert report["generation"] is None
     assert report["store"]["health"] != "ok"
@@ -119,9 +124,12 @@ def test_a_planted_last_generation_is_reported_and_never_safe(
     assert daemon.lines.wait(event="verdict")["verdict"] == "LOST"
     assert bucket.keys("run/generations/") == [LAST]
     assert bucket.keys("run/commits/") == []
+    aws.withdraw()
     bucket.delete(LAST)
-    assert daemon.lines.wait(event="verdict", verdict="SAFE")["generation"] == 1
-    assert [m["generation"] for m in bucket.manifests()] == [1]
+    until(lambda: vm.status()["generation"] == 1, what="the claim")
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    aws.notice(in_s=60)
+    assert daemon.lines.wait(event="verdict", verdict="SAFE")["generation"] == 2
 
 
 @pytest.mark.fault("S25", "G16")
@@ -139,11 +147,13 @@ def test_a_commit_that_no_reader_parses_is_not_an_empty_run(
         assert answer.returncode == CORRUPT, command
         assert foreign in answer.stderr
         assert "delete it" in answer.stderr
-    vm.start_daemon()
+    daemon = vm.start_daemon()
     trainer = vm.start_trainer(script=witness)
     assert trainer.wait() != 0
     assert not trainer.lines.all(event="resumed")
-    assert bucket.keys() == [foreign]
+    assert foreign in daemon.lines.wait(event="resume")["error"]
+    assert bucket.keys("run/commits/") == [foreign]
+    assert bucket.keys("run/data/") == []
     bucket.delete(foreign)
     assert vm.swansong("restore", "--to", place, "--fresh-ok").returncode == 0
 

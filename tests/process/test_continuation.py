@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from testkit.rig import Vm
-from testkit.staged import seal_files
+from testkit.staged import another_boot, seal_files
 from testkit.store_tap import WRITES, StoreTap, When
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
@@ -69,17 +69,16 @@ def test_killed_at_any_request_the_uploads_continue(
 def test_a_reboot_that_keeps_the_disk_continues_the_same_uploads(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """The next boot claims a new generation and references the objects that the previous boot stored."""
+    """No other VM has taken the run over: the next boot commits the set under the generation of its start."""
     content, vm = _cut_off(strict_bucket, new_vm)
-    claim = vm.run_directory / ".swansongd" / "claim.json"
-    claim.write_text(json.dumps(json.loads(claim.read_bytes()) | {"boot_id": "the one before"}))
+    another_boot(vm.run_directory)
     before = strict_bucket.parts_sent()
     strict_bucket.order("clear")
     vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
 
     assert strict_bucket.restored(tmp_path / "restored") == content
     (manifest,) = strict_bucket.manifests()
-    assert manifest["generation"] == 2
+    assert manifest["generation"] == 1
     keys = {shard["path"]: shard["key"] for shard in manifest["shards"]}
     assert keys["rank-00000/model.bin"].startswith("run/data/00000001/")
     after = strict_bucket.parts_sent()

@@ -24,7 +24,7 @@ def two_commits(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
     """A run with commits at steps 20 and 40, whose VM is terminated."""
     vm = new_vm("first", bucket.store)
     daemon = vm.start_daemon()
-    for step in (20, 40):
+    for step in (20, 40):  # by two starts of the training, so in two generations
         trainer = vm.start_trainer("--steps", str(step), "--every-steps", "20", script=witness)
         daemon.lines.wait(event="committed", step=step)
         assert trainer.wait() == 0
@@ -47,7 +47,7 @@ def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
     answer = vm.swansong("verify", "--json")
     assert answer.returncode == CORRUPT
     (finding,) = json.loads(answer.stdout)["defects"]
-    assert (finding["generation"], finding["step"]) == (1, 40)
+    assert (finding["generation"], finding["step"]) == (2, 40)
     assert "weights.bin" in finding["problem"]
 
 
@@ -63,7 +63,7 @@ def test_restore_skips_the_damaged_commit_and_reports_why(damaged: Bucket, new_v
     ((step, reason),) = [(item["step"], item["reason"]) for item in restored["skipped"]]
     assert step == 40
     assert "weights.bin" in reason
-    assert "skipped generation 1 step 40" in answer.stderr
+    assert "skipped generation 2 step 40" in answer.stderr
     assert (
         (place / "rank-00000" / "weights.bin").read_bytes().startswith(b"weights.bin at step 20;")
     )
@@ -79,7 +79,7 @@ def test_a_trainer_on_a_new_vm_resumes_from_the_older_commit(
     trainer = vm.start_trainer(script=witness)
     assert trainer.lines.wait(event="resumed")["from_step"] == 20
     (skipped,) = daemon.lines.all(event="commit_skipped")
-    assert skipped["commit"] == "generation 1 step 40"
+    assert skipped["commit"] == "generation 2 step 40"
     assert "weights.bin" in skipped["reason"]
 
 
@@ -115,4 +115,4 @@ def test_other_damaged_commits_are_skipped_as_well(
     answer = vm.swansong("restore", "--to", str(vm.disk / "restored"))
     assert answer.returncode == 0, answer.stderr
     assert answer.stdout.startswith("restored step 20 of run run")
-    assert "skipped generation 1 step 40" in answer.stderr
+    assert "skipped generation 2 step 40" in answer.stderr

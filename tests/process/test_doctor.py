@@ -470,9 +470,8 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
     store = tmp_path / "store"
     store.mkdir()
     vm = new_vm("a", {"url": store.as_uri()})
-    vm.start_daemon()
-    until(lambda: '"generation": 1' in vm.swansong("status", "--json").stdout, what="the claim")
-    # Without the recorded claim, doctor would report the empty disk as another store.
+    vm.start_daemon().lines.wait(event="health", source="store", health="ok")
+    # With the record of the daemon, doctor would report the empty disk as another store.
     (vm.run_directory / ".swansongd" / "claim.json").unlink()
     for size, number, fix in (
         ("size=2m", " MB free in ", "df -h "),

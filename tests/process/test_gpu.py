@@ -3,28 +3,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
 from testkit.clouds import Bucket
-from testkit.fake_nvml import FakeNvml, has_compiler
+from testkit.fake_nvml import FakeNvml
 from testkit.waiting import until
-
-
-@pytest.fixture
-def nvml(tmp_path: Path) -> Iterator[FakeNvml]:
-    """A library with two healthy GPUs."""
-    if not has_compiler():
-        pytest.skip("no C compiler: apt-get install gcc libc6-dev")
-    directory = tmp_path / "nvml"
-    directory.mkdir()
-    fake = FakeNvml(directory)
-    fake.set(count=2)
-    yield fake
-    fake.set(hang=0)
 
 
 @pytest.mark.fault("X01", "X02", "X03", "X09")

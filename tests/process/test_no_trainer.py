@@ -17,12 +17,14 @@ NOTICE_S = 6
 
 
 def test_a_sealed_set_is_flushed(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
-    """A sealed set without its trainer is committed.  Nothing else is missing: SAFE."""
+    """A sealed set without its trainer is committed.  How far its training got is unknown: PARTIAL."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     aws.notice(in_s=NOTICE_S)
     sealed = write_set(vm.run_directory, step=7)
     daemon = vm.start_daemon()
-    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
+    verdict = daemon.lines.wait(event="verdict")
+    assert verdict["verdict"] == "PARTIAL"
+    assert "has not reconnected" in verdict["reason"]
     (manifest,) = bucket.manifests()
     assert manifest["step"] == verdict["step"] == 7
     for path, content in bucket.content(manifest).items():
@@ -55,7 +57,10 @@ def test_a_trainer_that_has_ended_leaves_its_last_set_to_the_daemon(
 def test_the_verdict_waits_for_a_trainer_and_comes_before_the_deadline(
     aws: Aws, bucket: Bucket, new_vm: Any
 ) -> None:
-    """No commit exists, and no trainer comes: LOST, in time.  Until then status shows the wait."""
+    """No training was seen, and no trainer comes: NO_TRAINING, in time, and no claim.
+
+    Until then status shows the wait.
+    """
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     aws.notice(in_s=NOTICE_S)
@@ -63,9 +68,9 @@ def test_the_verdict_waits_for_a_trainer_and_comes_before_the_deadline(
     shown = until(lambda: vm.swansong("status").stdout, what="the status")
     assert daemon.lines.all(event="verdict") or "waiting for a trainer to connect, " in shown
     verdict = daemon.lines.wait(event="verdict")
-    assert (verdict["verdict"], verdict["step"]) == ("LOST", None)
+    assert (verdict["verdict"], verdict["step"]) == ("NO_TRAINING", None)
     assert 0 < verdict["slack_s"] < NOTICE_S - 1
-    assert bucket.manifests() == []
+    assert bucket.keys() == []
 
 
 @pytest.mark.fault("T17")
@@ -85,12 +90,16 @@ def test_a_trainer_that_connects_after_the_notice_is_asked(
     assert (commit["kind"], commit["step"]) == ("emergency", verdict["step"])
 
 
-def test_nothing_new_since_the_last_commit_is_safe(aws: Aws, bucket: Bucket, new_vm: Any) -> None:
-    """The newest sealed state is already committed; the daemon only reports the verdict."""
+def test_nothing_new_since_the_last_commit_is_safe(
+    aws: Aws, bucket: Bucket, new_vm: Any, witness: str
+) -> None:
+    """The trainer has ended with the step that is committed; the daemon only reports the verdict."""
     vm = new_vm("vm", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
-    write_set(vm.run_directory, step=7)
-    daemon.lines.wait(event="committed", step=7)
+    trainer = vm.start_trainer("--steps", "30", "--every-steps", "30", script=witness)
+    assert trainer.wait() == 0
+    daemon.lines.wait(event="committed", step=30)
     aws.notice(in_s=NOTICE_S)
     assert daemon.lines.wait(event="evacuation", phase="notice")["plan"] == "NONE"
-    assert daemon.lines.wait(event="verdict", verdict="SAFE")["step"] == 7
+    verdict = daemon.lines.wait(event="verdict")
+    assert (verdict["verdict"], verdict["step"]) == ("SAFE", 30)

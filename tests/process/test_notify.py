@@ -149,13 +149,24 @@ def test_training_continues_after_a_withdrawn_notice(vm: Vm) -> None:
     assert vm.status()["state"] == "IDLE"
 
 
-def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any) -> None:
-    """Without a staged set and without a commit the verdict is LOST, with exit code 11."""
+def test_lost_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any, witness: str) -> None:
+    """Training that has ended without a commit is LOST, with exit code 11."""
     vm = new_vm("vm", bucket.store)
     vm.start_daemon()
-    until(lambda: vm.status()["generation"] is not None)
+    vm.start_trainer(script=witness).lines.wait(step=5)
+    vm.trainer.kill()
+    until(lambda: not vm.status()["trainers"], what="the end of the trainer")
     done = vm.swansong("notify", "--in", "6s", "--wait")
     assert (done.returncode, done.stdout) == (11, "LOST: nothing is committed\n"), done.stderr
+
+
+def test_no_training_has_an_exit_code_of_its_own(bucket: Bucket, new_vm: Any) -> None:
+    """Without any training since the boot the verdict is NO_TRAINING, with exit code 19."""
+    vm = new_vm("vm", bucket.store)
+    vm.start_daemon()
+    done = vm.swansong("notify", "--in", "6s", "--wait")
+    assert done.returncode == 19, done.stderr
+    assert done.stdout.startswith("NO_TRAINING: ")
 
 
 def test_notify_without_wait_returns_immediately(vm: Vm) -> None:

@@ -45,8 +45,8 @@ class Rank:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(60)
         self.socket.connect(str(vm.socket))
-        self._send(type="hello", run="run", rank=0, world_size=1)
-        self._send(type="restore_query", query_id="q")
+        self._send(type="hello", run="run", rank=0, world_size=1, start_id="5a17")
+        self._send(type="restore_query", query_id="q", start_id="5a17")
         self.progress: list[int] = []
 
     def answer(self) -> dict[str, Any]:

@@ -19,14 +19,19 @@ from testkit.rig import Process, Vm
 from testkit.staged import write_files
 from testkit.waiting import until
 
-SETTINGS = {"run": {"several_vms": True}, "flush": {"background_bytes_per_s": 100_000}}
+SETTINGS = {"flush": {"background_bytes_per_s": 100_000}}
 
 
 class Rank:
-    """The only rank of a VM, scripted message by message."""
+    """The only rank of a VM, scripted message by message.
 
-    def __init__(self, vm: Vm, node: int, nodes: int = 2) -> None:
+    Args:
+        start_id: of the start that it belongs to; empty for a start over several VMs, see :meth:`begin`.
+    """
+
+    def __init__(self, vm: Vm, node: int, nodes: int = 2, start_id: str = "") -> None:
         self.vm, self.node, self.nodes = vm, node, nodes
+        self.start_id = start_id
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.socket.settimeout(30)
         self.socket.connect(str(vm.socket))
@@ -38,9 +43,17 @@ class Rank:
             node=node,
             nodes=nodes,
             step=1,
+            start_id=start_id,
             capabilities=["follow_ups"],
         )
         self.receive("welcome")
+
+    def begin(self, start_id: str) -> None:
+        """Begin a start of the job, as the hooks do once all ranks have met."""
+        self.start_id = start_id
+        self.send(type="finish", start_id=start_id)
+        self.receive("finished")
+        self.send(type="begin", start_id=start_id)
 
     def send(self, **message: Any) -> None:
         self.socket.send(json.dumps(message).encode())
@@ -65,6 +78,7 @@ class Rank:
             node=self.node,
             nodes=self.nodes,
             request_id=request_id,
+            start_id=self.start_id,
         )
         sealed = self.vm.run_directory / protocol.sealed_name(step, "abc")
         content = {
@@ -83,7 +97,7 @@ class Rank:
 
 
 class Pair:
-    """Two VMs in one job start, with a whole checkpoint of step 5."""
+    """Two VMs in one start, with a whole checkpoint of step 5."""
 
     def __init__(
         self,
@@ -109,9 +123,9 @@ class Pair:
         for vm in self.vms:
             until(lambda vm=vm: committed(vm) == 5, timeout_s=40, what="step 5 as a whole")
 
-    def begin(self, job_start_id: str, generation: int) -> None:
+    def begin(self, start_id: str, generation: int) -> None:
         for rank in self.ranks:
-            rank.send(type="job_start", id=job_start_id)
+            rank.begin(start_id)
         for vm in self.vms:
             until(lambda vm=vm: vm.status()["generation"] == generation, timeout_s=30)
 
@@ -206,9 +220,9 @@ def test_a_restarted_survivor_resumes_from_the_set_that_both_vms_sealed(
     pair.ranks[1].seal(9, size_bytes=4_000_000)
     until(lambda: second.status()["pending_bytes"] > 0, timeout_s=40, what="a flush")
     pair.ranks[1].socket.close()
-    alone = Rank(second, 0, nodes=1)
+    alone = Rank(second, 0, nodes=1, start_id="second")
     opened.enter_context(alone.socket)
-    alone.send(type="restore_query", query_id="q")
+    alone.send(type="restore_query", query_id="q", start_id="second")
     restored = alone.receive("restored")
     assert (restored["step"], restored["error"]) == (9, "")
     assert second.status()["generation"] == 2
@@ -220,7 +234,7 @@ def test_a_vm_that_the_job_has_left_behind_reports_it(pair: Pair, opened: ExitSt
     """State, command and exit code report the generation of the VM that continues the run, immediately."""
     first, second = pair.vms
     pair.ranks[1].socket.close()
-    alone = Rank(second, 0, nodes=1)
+    alone = Rank(second, 0, nodes=1, start_id="second")
     opened.enter_context(alone.socket)
     until(lambda: second.status()["generation"] == 2, timeout_s=40, what="a generation for one VM")
     pair.ranks[0].seal(7)

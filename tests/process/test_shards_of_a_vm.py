@@ -30,10 +30,7 @@ class Job:
         self._ranks: list[Process] = []
 
     def new_vm(self, name: str) -> Vm:
-        settings = {
-            "run": {"several_vms": True},
-            "restore": {"prefetch": self.has_prefetch},
-        }
+        settings = {"restore": {"prefetch": self.has_prefetch}}
         vm = self._new_vm(name, self.bucket.store, settings=settings)
         vm.start_daemon()
         return vm

@@ -113,7 +113,7 @@ def test_a_trainer_cannot_make_the_daemon_signal_foreign_processes(
     os.chown(vm.pid_file, TRAINER_UID, TRAINER_UID)
     aws.notice(in_s=8)
     verdict = daemon.lines.wait(event="verdict")
-    assert verdict["verdict"] == "LOST"
+    assert verdict["verdict"] == "NO_TRAINING"
     words = "user id 0, which is not in trainer.users" if target == "root" else "is the daemon"
     assert words in verdict["reason"]
     root.lines.wait(turn=turn + 50)

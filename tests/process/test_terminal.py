@@ -114,12 +114,16 @@ def test_the_live_view_through_an_evacuation(
 
 
 @pytest.mark.fault("OT03")
-def test_a_dumb_terminal_gets_lines(bucket: Bucket, new_vm: Any, new_terminal: NewTerminal) -> None:
+def test_a_dumb_terminal_gets_lines(
+    bucket: Bucket, new_vm: Any, new_terminal: NewTerminal, witness: str
+) -> None:
     """TERM=dumb cannot move its cursor: there is one line per change, and Ctrl-C ends the command."""
     vm = new_vm("vm", bucket.store)
     vm.start_daemon()
     terminal = new_terminal(vm.config, "status", "--watch", TERM="dumb")
-    terminal.wait("state: IDLE", "generation: 1")
+    terminal.wait("state: IDLE", "generation: -")
+    vm.start_trainer(script=witness)
+    terminal.wait("generation: 1")
     assert terminal.modes() == "1 1 0"
     terminal.press("C-c")
     terminal.wait("exit 0")

@@ -10,6 +10,7 @@ import pytest
 from swansong.protocol import sealed_name
 
 from testkit.clouds import Bucket
+from testkit.rig import Process
 from testkit.staged import seal_files
 from testkit.waiting import until
 
@@ -18,7 +19,10 @@ FENCED = 14
 
 @pytest.mark.fault("G03")
 def test_the_older_of_two_daemons_is_fenced(bucket: Bucket, new_vm: Any, witness: str) -> None:
-    """A second VM takes the run over: the first daemon exits, and its trainer is notified and continues."""
+    """A trainer starts on a second VM: the first daemon exits, and its trainer is notified and continues.
+
+    The second daemon alone takes nothing over.
+    """
     older = new_vm("older", bucket.store)
     first = older.start_daemon()
     orphan = older.start_trainer("--every-steps", "20", script=witness)
@@ -26,7 +30,12 @@ def test_the_older_of_two_daemons_is_fenced(bucket: Bucket, new_vm: Any, witness
 
     newer = new_vm("newer", bucket.store)
     second = newer.start_daemon()
-    until(lambda: newer.status()["generation"] == 2, what="generation 2")
+    second.lines.wait(event="health", source="store", health="ok")
+    committed = first.lines.all(event="committed")[-1]["step"]
+    first.lines.wait(event="committed", step=committed + 40)
+    assert newer.status()["generation"] is None
+    newer.start_trainer("--every-steps", "20", script=witness).lines.wait(event="resumed")
+    assert newer.status()["generation"] == 2
     before = bucket.objects()  # nearly everything that the first daemon wrote before the take-over
 
     assert first.wait(timeout_s=20) == FENCED
@@ -36,7 +45,6 @@ def test_the_older_of_two_daemons_is_fenced(bucket: Bucket, new_vm: Any, witness
     orphan.lines.wait(step=steps[-1] + 30)
     assert orphan.popen.poll() is None
 
-    newer.start_trainer("--every-steps", "20", script=witness).lines.wait(event="resumed")
     until(lambda: second.lines.all(event="committed", generation=2), what="a commit of the second")
     after = bucket.objects()
     assert before.items() <= after.items()
@@ -65,7 +73,7 @@ def test_two_vms_never_commit_under_one_generation(bucket: Bucket, new_vm: Any) 
     first.kill(signal.SIGSTOP)
     wipe(bucket)
     second = newer.start_daemon()
-    seal_files(newer.run_directory, 5, {"weights": b"5"})
+    seal_files(newer.run_directory, 5, {"weights": b"5"}, start_id="0ther")
     second.lines.wait(event="committed", generation=1, step=5)
     before = bucket.objects("run/generations/") | bucket.objects("run/commits/")
     first.kill(signal.SIGCONT)
@@ -93,7 +101,10 @@ def test_a_daemon_thawed_during_a_flush_commits_nothing(
     frozen = zombie.start_daemon()
     trainer = zombie.start_trainer("--every-steps", "20", script=witness)
     frozen.lines.wait(event="committed", step=20)
+    trainer.kill(signal.SIGSTOP)  # so that no manifest is in flight beside the upload
+    until(lambda: newest(frozen, "committed") == newest(frozen, "sealed_set_found"))
     bucket.order("answer", status=503, method="PUT", match="/data/00000001/", times=1_000_000)
+    trainer.kill(signal.SIGCONT)
     frozen.lines.wait(event="store_retry")
     frozen.kill(signal.SIGSTOP)
     trainer.kill()
@@ -112,3 +123,9 @@ def test_a_daemon_thawed_during_a_flush_commits_nothing(
     assert own == commits_before
     assert before.items() <= bucket.objects().items()
     assert heir.commits()[0]["generation"] == 2
+
+
+def newest(daemon: Process, event: str) -> int:
+    """The step of the newest line with this event."""
+    step: int = daemon.lines.all(event=event)[-1]["step"]
+    return step

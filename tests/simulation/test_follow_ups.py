@@ -44,19 +44,22 @@ def evacuated(seed: int, job: Job) -> World:
     world = World(seed, takes_follow_ups=True)
     world.faults.clear()
     world.accept_s, world.every_steps, world.interval_s = 0.01, 10**9, job.interval_s
-    world._boundary_s, world._save_s = job.step_s, job.save_s
-    world._bandwidth = 20 * MIB
-    world._size_bytes = round(job.send_s * world._bandwidth)
+    world.boundary_s, world.save_s = job.step_s, job.save_s
+    world.bandwidth = 20 * MIB
+    world.size_bytes = round(job.send_s * world.bandwidth)
     world.run(1025.0)
+    world.interval_s = 1e9  # a save under way could answer the notice, and no follow-up be asked
+    world.run(1050.0)
+    deadline = world.now + NOTICE_S
     world.raise_notice(NOTICE_S)
-    world.run(1025.0 + NOTICE_S - 0.001)
+    world.run(deadline - 0.001)
     return world
 
 
 def redone_s(world: World) -> float:
     """Training after the newest commit."""
     assert world.trainer is not None
-    return (world.trainer.step - max(ref.step for ref in world.commits())) * world._boundary_s
+    return (world.trainer.step - max(ref.step for ref in world.commits())) * world.boundary_s
 
 
 def test_every_follow_up_is_committed_and_little_training_is_repeated() -> None:

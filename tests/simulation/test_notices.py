@@ -30,8 +30,8 @@ class Unsteady(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.faults.clear()
-        self._boundary_s, self._save_s = 0.2, 0.1
-        self._size_bytes, self._bandwidth = MIB, 200 * MIB
+        self.boundary_s, self.save_s = 0.2, 0.1
+        self.size_bytes, self.bandwidth = MIB, 200 * MIB
         self.opened: list[float] = []
         self.requests: list[str] = []
         self.lines = 0

@@ -56,8 +56,8 @@ class Weather(World):
     def __init__(self, seed: int) -> None:
         super().__init__(seed)
         self.faults = {"trainer_death"} if seed % 2 else set()
-        self._boundary_s, self._save_s = 1.0, 2.0
-        self._size_bytes, self._bandwidth = 100 * MIB, 50 * MIB
+        self.boundary_s, self.save_s = 1.0, 2.0
+        self.size_bytes, self.bandwidth = 100 * MIB, 50 * MIB
         self.told: list[Told] = []
         self.live: dict[str, Told] = {}
         self.opened: list[tuple[float, str]] = []
@@ -224,6 +224,7 @@ def test_an_hour_of_contradicting_sources(seed: int) -> None:
 def test_a_source_that_flaps_for_an_hour_opens_no_evacuation() -> None:
     """Unknown is not a notice: no evacuation, no verdict, and training continues."""
     world = Weather(0)
+    world.takes_periodic = False
     world._heap.clear()
     world._start_daemon()
     world.trainer = None

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Seeded runs of the whole decision loop against a world that fails.
 
-``SWANSONG_SEEDS=20000`` runs more of them, ``SWANSONG_SEED=17`` one.  A failure names its seed.
+``SWANSONG_SEEDS=20000`` runs more of them, ``SWANSONG_SEED=17`` one.  A failure names its seed.  Long runs:
+:mod:`testkit.simulation.histories`.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from swansongd.core.events import (
     ClaimGeneration,
     CommitManifest,
     Conclude,
-    JoinGeneration,
     NoticeRaised,
     SignalTrainer,
     StartFlush,
@@ -26,8 +26,10 @@ from swansongd.core.events import (
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.state import Phase
 from swansongd.core.transition import Transition
-from swansongd.model import GpuHealth, Severity, Verdict
+from swansongd.model import GpuHealth, Verdict
 
+from testkit.simulation.bucket import restored
+from testkit.simulation.histories import failure_of, live
 from testkit.simulation.world import (
     FAULTS,
     MIB,
@@ -36,7 +38,7 @@ from testkit.simulation.world import (
     restart_alone,
 )
 
-SEEDS = int(os.environ.get("SWANSONG_SEEDS", "80"))
+SEEDS = int(os.environ.get("SWANSONG_SEEDS", "40"))
 ONE_SEED = os.environ.get("SWANSONG_SEED")
 
 
@@ -44,31 +46,11 @@ def seeds() -> list[int]:
     return [int(ONE_SEED)] if ONE_SEED else list(range(SEEDS))
 
 
-def live(seed: int) -> World:
-    """Training for a while, a notice, an evacuation, and the deadline passed."""
-    world = World(seed)
-    world.run(1000 + world.delay_s(200))
-    if world.chance("second_vm", 0.3):
-        world.second_vm()
-    if world.random.random() < 0.3:
-        world.raise_notice(300, Severity.ADVISORY, "aws.rebalance")
-    world.raise_notice(world.random.choice((2.0, 30.0, 120.0)))
-    world.run(world.now + world.delay_s(40))
-    if world.chance("withdrawn", 0.5):
-        world.withdraw_notice()
-    if world.chance("second_vm", 0.3):
-        world.second_vm()
-    if world.random.random() < 0.3:
-        world.raise_notice(20.0, Severity.SHUTTING_DOWN, "logind")
-    world.run(world.now + 200)
-    return world
-
-
 @pytest.mark.fault(
     "G01", "G02", "G03", "G05", "N09", "N14", "N15", "O03", "O04", "O08", "O24", "T03"
 )
 def test_no_fault_breaks_an_invariant() -> None:
-    """I1, I2, I4, I5, I7, I9, I16, I18 after every event of every seed; no part begins in the reserve."""
+    """S, and I1 to I18, after every event of every seed; no part begins in the reserve."""
     fired: set[str] = set()
     begun: list[float] = []
     for seed in seeds():
@@ -86,8 +68,7 @@ def test_no_fault_breaks_an_invariant() -> None:
 
 def live_with_gpu(seed: int) -> World:
     """Training on a GPU that degrades, fails, flaps and recovers around a notice."""
-    world, weather = World(seed), random.Random(f"gpu {seed}")
-    world.faults.discard("starts_behind")  # the tests of lineage
+    world, weather = World(seed, trainer=None), random.Random(f"gpu {seed}")
     world.gpu_becomes(GpuHealth.OK, within_s=0.01)
     world.run(1000 + weather.uniform(10, 60))
     for turn in range(weather.randrange(1, 6)):
@@ -105,6 +86,18 @@ def live_with_gpu(seed: int) -> World:
     world.raise_notice(30.0, source="gcp.preempted")
     world.run(world.now + 40)
     return world
+
+
+@pytest.mark.fault("N09", "T09", "T12", "T17")
+def test_honest_training_gets_safe_after_any_history() -> None:
+    """H: restarts of everything, GPU failures, rewinds, rollbacks and faults of the store cost no SAFE."""
+    kinds = set()
+    for seed in seeds()[: max(20, SEEDS // 4)]:
+        failure = failure_of("honest", seed)
+        assert not failure, f"seed {seed}: {failure}"
+        world = World(seed, trainer=None)
+        kinds.add((world.has_hooks, world.world_size))
+    assert ONE_SEED or len(kinds) == 3, kinds
 
 
 @pytest.mark.fault("X01", "X02", "X06", "X09")
@@ -131,7 +124,7 @@ def test_a_restart_leads_to_no_false_safe() -> None:
     found = 0
     for seed in seeds():
         weather = random.Random(f"reconnects {seed}")
-        world = World(seed)
+        world = World(seed, trainer=weather.choice(("one rank", "two ranks")))
         world.reconnects_slowly = True
         try:
             world.run(1000 + weather.uniform(10, 90))
@@ -144,7 +137,8 @@ def test_a_restart_leads_to_no_false_safe() -> None:
             world.run(world.now + 60)
         except Exception as error:
             pytest.fail(f"seed {seed}: {type(error).__name__}: {error}")
-        found += any(view.pid and not view.is_connected for view in world.state.trainers)
+        ranks = [] if world.trainer is None else world.trainer.ranks
+        found += not all(rank.is_connected for rank in ranks)
     assert ONE_SEED or found > 1, "every trainer has reconnected"
 
 
@@ -158,7 +152,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 def test_only_reconcile_orders_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first half of a transition records facts and reacts to the event, as its docstring states."""
     work = {
-        SignalTrainer, StartFlush, CommitManifest, CheckComplete, ClaimGeneration, JoinGeneration, Conclude,
+        SignalTrainer, StartFlush, CommitManifest, CheckComplete, ClaimGeneration, Conclude,
     }  # fmt: skip
     reactions: set[type[Action]] = set()
     reconcile = machine._reconcile
@@ -205,7 +199,7 @@ def test_a_verdict_comes_in_time_although_no_trainer_connects() -> None:
         world.raise_notice(90.0)
         world.run(1105.0)
         told = [conclusion for conclusion in world.conclusions if conclusion.is_final]
-        assert [conclusion.verdict for conclusion in told] == [Verdict.LOST], (seed, told)
+        assert [conclusion.verdict for conclusion in told] == [Verdict.NO_TRAINING], (seed, told)
         assert told[0].slack_s > 0, (seed, told)
 
 
@@ -237,8 +231,8 @@ def test_what_fits_by_the_formula_ends_safe() -> None:
         world = World(seed)
         world.faults.clear()
         world.run(1100.0)
-        backlog_s = world._size_bytes / world._bandwidth
-        needed_s = 4 * world._boundary_s + world._save_s + 2 * backlog_s + RESERVE_S + 3
+        backlog_s = world.size_bytes / world.bandwidth
+        needed_s = 4 * world.boundary_s + world.save_s + 2 * backlog_s + RESERVE_S + 3
         world.raise_notice(needed_s)
         deadline = world.now + needed_s
         world.run(deadline)
@@ -252,8 +246,8 @@ def calm(seed: int, *, save_s: float, flush_s: float, boundary_s: float = 5.0) -
     """No faults, chosen numbers, and nothing left to send: all sealed sets are committed."""
     world = World(seed)
     world.faults.clear()
-    world._size_bytes, world._bandwidth = 1024 * MIB, round(1024 * MIB / flush_s)
-    world._save_s, world._boundary_s = save_s, boundary_s
+    world.size_bytes, world.bandwidth = 1024 * MIB, round(1024 * MIB / flush_s)
+    world.save_s, world.boundary_s = save_s, boundary_s
     world.run(1100.0)
     while world.state.uncommitted or world.state.stored or world.state.last_commit is None:
         world.run(world.now + 1)
@@ -261,12 +255,25 @@ def calm(seed: int, *, save_s: float, flush_s: float, boundary_s: float = 5.0) -
     return world
 
 
+def without_a_save(world: World) -> None:
+    """Runs until no periodic checkpoint is being saved or sent, and training is past the newest commit."""
+    world.every_steps, world.interval_s = 10**9, 1e9
+    world.run(world.now + 100)
+    while world.state.uncommitted or world.state.stored:
+        world.run(world.now + 1)
+        assert world.now < 2000
+
+
 @pytest.mark.parametrize(
     ("hides_growing", "verdict"), [(False, Verdict.SAFE), (True, Verdict.PARTIAL)]
 )
 def test_save_and_flush_overlap(hides_growing: bool, verdict: Verdict) -> None:
-    """With early shards a set is in time that would be too late if it were sent after its seal."""
+    """With early shards a set is in time that would be too late if it were sent after its seal.
+
+    Training is past the newest commit, and no save is under way that would answer the notice.
+    """
     world = calm(5, save_s=40.0, flush_s=36.0)
+    without_a_save(world)
     world.hides_growing = hides_growing
     world.raise_notice(40 + 36 / 4 + 2 * 5 + RESERVE_S + 4)
     world.run(world.now + 40 + 36 / 4 + 2 * 5 + RESERVE_S + 4)
@@ -285,7 +292,7 @@ def test_a_store_too_slow_for_the_set_ends_partial_with_the_older_commit_whole()
         world.raise_notice(60.0)
         deadline = world.now + 60.0
         world.run(world.now + world.delay_s(40))
-        world._bandwidth //= world.random.choice((10, 100, 10_000))
+        world.bandwidth //= world.random.choice((10, 100, 10_000))
         world.run(deadline + 0.6)
         assert world.verdict is not None, f"seed {seed}: no verdict"
         verdicts.add(world.verdict.verdict)
@@ -303,15 +310,15 @@ def test_a_finished_older_commit_beats_a_half_sent_newer_one() -> None:
     """The bandwidth falls to a tenth during a flush: a set that still fits is finished, not the newest."""
     for seed in seeds()[:20]:
         world = calm(seed, save_s=1.0, flush_s=10.0, boundary_s=4.0)
-        world.trainer, world.is_over = None, True
         step = world.commits()[-1].step
         small, large = world._new_set(step + 1), world._new_set(step + 2)
+        world.trainer, world.is_over = None, True
         small = replace(small, files=tuple(replace(f, size_bytes=10 * MIB) for f in small.files))
         world.sealed += [small, large]
         world.staging += [small, large]
         world.raise_notice(40.0)
         world.run(world.now + 2 + world.delay_s(5))
-        world._bandwidth //= 10
+        world.bandwidth //= 10
         world.run(world.now + 40)
         assert world.verdict is not None
         assert world.verdict.commit is not None
@@ -321,11 +328,13 @@ def test_a_finished_older_commit_beats_a_half_sent_newer_one() -> None:
 
 @pytest.mark.fault("N09", "T09")
 def test_a_restart_at_any_moment_changes_no_outcome() -> None:
-    """I13: the notice is seen again, the evacuation continues, and it still ends SAFE."""
+    """I13: the notice is seen again, and it still ends SAFE, with at most one checkpoint for each life."""
     for tenth in range(0, 400, 7):
         world = World(3)
         world.faults.clear()
-        world._size_bytes, world._bandwidth, world._save_s = 100 * MIB, 50 * MIB, 2.0
+        world.size_bytes, world.bandwidth, world.save_s = 100 * MIB, 50 * MIB, 2.0
+        world.run(1060.0)
+        world.every_steps, world.interval_s = 10**9, 1e9  # a save under way could answer the notice
         world.run(1100.0)
         world.raise_notice(100.0)
         notice = world.notice
@@ -338,7 +347,9 @@ def test_a_restart_at_any_moment_changes_no_outcome() -> None:
         assert world.verdict is not None, f"restart after {tenth / 10} s"
         assert world.verdict.verdict is Verdict.SAFE, f"restart after {tenth / 10} s"
         emergency = [s for s in world.sealed if s.request_id and FOLLOW_UP not in s.request_id]
-        assert len(emergency) == 1, f"restart after {tenth / 10} s: {len(emergency)} checkpoints"
+        assert 1 <= len(emergency) <= 2, (
+            f"restart after {tenth / 10} s: {len(emergency)} checkpoints"
+        )
 
 
 def test_periodic_checkpoints_are_taken_and_committed() -> None:
@@ -349,7 +360,7 @@ def test_periodic_checkpoints_are_taken_and_committed() -> None:
         world.faults.clear()
         world.every_steps = 10**9
         world.run(1300.0)
-        takes_s = 2 * world._boundary_s + world._save_s + 2 * world._size_bytes / world._bandwidth
+        takes_s = 2 * world.boundary_s + world.save_s + 2 * world.size_bytes / world.bandwidth
         if world.takes_periodic and takes_s < world.interval_s / 2:
             tried += 1
             steps = {ref.step for ref in world.commits()}
@@ -370,8 +381,8 @@ def test_a_trainer_that_starts_before_the_newest_commit_replaces_it() -> None:
     for seed in seeds()[:15]:
         world = World(seed, is_calm_from_s=1250.0)
         world.faults = {"restart", "late_scan", "refused", "lost_reply"} & world.faults
-        world._boundary_s, world._save_s = 1.0, 2.0
-        world._size_bytes, world._bandwidth = 100 * MIB, 50 * MIB
+        world.boundary_s, world.save_s = 1.0, 2.0
+        world.size_bytes, world.bandwidth = 100 * MIB, 50 * MIB
         world.every_steps = 20
         world.run(1020 + world.delay_s(80))
         for _ in range(world.random.randrange(1, 4)):
@@ -380,12 +391,15 @@ def test_a_trainer_that_starts_before_the_newest_commit_replaces_it() -> None:
         world.run(1250.0)
         world.restart_trainer(is_behind=True)
         world.run(1250.0 + 45)
-        assert world.is_newest_on_line(), f"seed {seed}: {max(world.commits())}"
+        made, trainer = restored(world.store), world.trainer
+        assert made is not None
+        assert trainer is not None
+        assert world.witness.sets[made.nonce].line == trainer.line.id, f"seed {seed}: {made.ref}"
         world.raise_notice(120.0)
         world.run(world.now + 60)
         assert world.verdict is not None, f"seed {seed}"
         assert world.verdict.verdict is Verdict.SAFE, f"seed {seed}: {world.verdict}"
-        tried += world.claim is not None and world.claim.generation > 1
+        tried += made.ref.generation > 1
     assert tried > 5 or ONE_SEED, "hardly any start was behind a state of its generation"
 
 
@@ -400,8 +414,8 @@ def test_no_fault_of_a_follow_up_touches_the_standing_commit() -> None:
         world = World(seed, takes_follow_ups=True)
         world.faults.clear()
         world.every_steps = 10**9
-        world._boundary_s, world._save_s = 0.5, 2.0
-        world._size_bytes, world._bandwidth = 100 * MIB, 50 * MIB
+        world.boundary_s, world.save_s = 0.5, 2.0
+        world.size_bytes, world.bandwidth = 100 * MIB, 50 * MIB
         world.run(1030.0)
         world.raise_notice(120.0)
         world.run(world.now + 20.0)

@@ -186,7 +186,7 @@ def test_no_restart_after_a_permanent_error() -> None:
 
 def test_systemd_stores_the_descriptors_that_outlive_a_restart() -> None:
     """The store has room for each kind that the daemon stores, and for two delay locks."""
-    kinds = {fdstore.LISTENER, fdstore.LOCK, fdstore.NOTICES, fdstore.GPUS, fdstore.TRAINING}
+    kinds = {fdstore.LISTENER, fdstore.LOCK, fdstore.NOTICES, fdstore.GPUS}
     assert int(settings(UNITS / "swansongd.service")["FileDescriptorStoreMax"][0]) >= len(kinds) + 1
 
 

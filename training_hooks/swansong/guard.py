@@ -11,11 +11,10 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import logging
 import math
 import os
-import secrets
+import threading
 import time
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
@@ -33,6 +32,7 @@ from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
 from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
 from swansong._ranks.position import check_ranks, find_ranks
+from swansong._ranks.start import Loaded
 from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
@@ -142,7 +142,6 @@ class Guard:
         self._should_stop = False
         self._finished_at: int | None = None
         """Step of the end of the run that was restored or saved."""
-        self._rollbacks = 0
         self._polls = 0
         self._has_polled_early = False
         self._closed = False
@@ -159,7 +158,9 @@ class Guard:
         self._agreement = self._session.agreement
         if hasattr(state, "count_steps_with"):
             state.count_steps_with(lambda: int(self._agreement.step))
-        self._reporter = Reporter(self._session.channel.send)
+        self._reporter = Reporter(self._session.channel.send, self._session.start)
+        self._reporting = threading.Lock()
+        """Held while a start is reported: a tick must not report a step of the start before as one of it."""
         self._pauses = PauseWatch()
         self._session.channel.start()
         _guards.add(self)
@@ -190,10 +191,11 @@ class Guard:
         if self._is_opening:
             self._observe_step()
         agreement = self._agreement
+        last_step = agreement.step
         if step is None:
-            step = max(0, agreement.step) + 1
-        if agreement.step < 0:
-            self._started(max(0, int(step) - 1))  # nothing was restored
+            step = max(0, last_step) + 1
+        if step < last_step or last_step < 0:
+            self._started_alone(max(0, int(step) - 1))
         health = self._health
         health.loss = loss
         health.metrics = metrics
@@ -274,8 +276,8 @@ class Guard:
     def restore(self, from_directory: str | os.PathLike[str] | None = None) -> int:
         """Load the newest whole checkpoint of the run.
 
-        Call it once: after all objects are created and wrapped, and before the first step, the first
-        ``iter(loader)`` and the first random number of the training.
+        Call it once on every rank: after all objects are created and wrapped, and before the first step, the
+        first ``iter(loader)`` and the first random number of the training.
 
         Args:
             from_directory: directory of a checkpoint to load instead.  The environment variable
@@ -285,8 +287,8 @@ class Guard:
             Number of completed optimizer steps; 0 for a fresh run, or without a daemon.
 
         Raises:
-            RestoreError: a checkpoint exists but cannot be fetched or loaded, or the daemon refuses this
-                process.  The state may be half loaded: end the process.
+            RestoreError: a checkpoint exists but cannot be fetched or loaded, the daemon refuses this
+                process, or rank 0 is not connected to it.  The state may be half loaded: end the process.
         """
         try:
             check_ranks(self._ranks)
@@ -298,35 +300,32 @@ class Guard:
                 " to return to a checkpoint",
                 self._agreement.step,
             )
+            self._session.start.begin_next()
         else:
             self._state.before_restore()
         chosen = os.environ.get(RESTORE_ENV) or from_directory
-        step = 0
+        manifest = None
         if chosen is not None:
-            step = self._loaded(load_checkpoint(os.fspath(chosen), self._ranks, self._state))
+            manifest = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
         elif not self._closed and self._session.channel.is_connected():
             begun_mono_s = time.monotonic()
             arrivals = self._state.arrivals()
             answer = self._session.restore.find_newest(arrivals, self._session.channel.trusted_uids)
             if answer.path:
                 reads = () if arrivals is None else arrivals.reads
-                step = self._load(answer, time.monotonic() - begun_mono_s, reads)
+                manifest = self._load(answer, time.monotonic() - begun_mono_s, reads)
         elif self._session.refusal:
             # A checkpoint may exist, and another process may already train from it.
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
         elif not self._closed and self._session.rendezvous is not None:
             self._session.rendezvous.announce_absence()
-        self._agreement.step = step
-        self._started(step)
-        self._agreement.plan_periodic(step)
-        self._saver.cost.saved_mono_s = time.monotonic()
-        return step
+        return self._loaded(manifest)
 
     def rollback(self) -> int:
         """Load the newest healthy checkpoint in this process, to train from it again.
 
         A checkpoint is healthy if the losses of its step and of the next step are finite.  The run
-        continues under a new generation, and later checkpoints are abandoned.  With several ranks, all of
+        continues as a new start, under a new generation.  With several ranks, all of
         them must call it after the same step.  So decide by a loss that all ranks have in common, such as
         the mean over all ranks.
 
@@ -343,24 +342,15 @@ class Guard:
             raise RestoreError("rollback failed: no daemon is connected")
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("rollback failed: the last checkpoint is still being written")
-        self._rollbacks += 1
         begun_mono_s = time.monotonic()
         answer = self._session.restore.find_healthy(
-            number=self._rollbacks,
-            at_step=at_step,
-            before_step=self._health.suspect_from(at_step),
+            at_step=at_step, before_step=self._health.suspect_from(at_step)
         )
-        step = self._load(answer, time.monotonic() - begun_mono_s)
-        log.warning("rolled back from step %s to step %s", at_step, step)
-        # A repeated step gives another set than the first time: names must differ.
-        self._saver.forget()
-        restart_id = f"{self._ranks.restart_id}~{self._rollbacks}"
-        self._ranks = dataclasses.replace(self._ranks, restart_id=restart_id)
+        manifest = self._load(answer, time.monotonic() - begun_mono_s)
+        log.warning("rolled back from step %s to step %s", at_step, manifest.step)
         self._health.reset()
-        self._agreement.step = step
-        self._started(step)
-        self._saver.cost.saved_mono_s = time.monotonic()
-        self._session.rolled_back(self._ranks)
+        step = self._loaded(manifest)
+        self._session.rolled_back()
         return step
 
     def finish(self, limit_s: float = FINISH_PATIENCE_S) -> bool:
@@ -503,20 +493,22 @@ class Guard:
             self._write(due, step)
 
     def _write(self, due: Due, step: int) -> bool:
-        staging = self._session.staging
-        if staging is None or (self._session.is_fenced and not due.request_id):
+        staging, start_id = self._session.staging, self._session.start.id
+        is_fenced = self._session.is_fenced and not due.request_id
+        if staging is None or not start_id or is_fenced:
             self._agreement.plan_periodic(step)
             return False
         purpose = due.request_id or due.kind
-        nonce = self._ranks.nonce(step, purpose, self._session.naming_secret)
-        is_taken = self._saver.save(self._agreement, staging, nonce, due, self._manifest(due, step))
+        nonce = self._ranks.nonce(start_id, step, purpose, self._session.naming_secret)
+        manifest = self._manifest(due, step, start_id)
+        is_taken = self._saver.save(self._agreement, staging, nonce, due, manifest)
         is_end = self._finished_at == step
         is_emergency = due.kind == "emergency" and not is_end
         self._should_stop |= is_taken and self._stop_after_save and is_emergency
         return is_taken
 
-    def _load(self, answer: Restored, fetch_s: float, reads: Collection[int] = ()) -> int:
-        manifest = load_checkpoint(
+    def _load(self, answer: Restored, fetch_s: float, reads: Collection[int] = ()) -> RankManifest:
+        return load_checkpoint(
             answer.path,
             self._ranks,
             self._state,
@@ -525,18 +517,21 @@ class Guard:
             reads=reads,
             fetch_s=fetch_s,
         )
-        return self._loaded(manifest)
 
-    def _loaded(self, manifest: RankManifest) -> int:
-        """Note whether the loaded checkpoint is the end of the run; returns its step."""
+    def _loaded(self, manifest: RankManifest | None) -> int:
+        """Train from the state that was loaded, or from step 0 of a fresh run; returns the step."""
+        step = 0 if manifest is None else manifest.step
         self._finished_at = None
-        if manifest.kind == "final":
+        if manifest is not None and manifest.kind == "final":
             self._finished_at = manifest.step
             log.warning(
                 "the run finished at step %s: guard.finished is set, and nothing is left to train",
                 manifest.step,
             )
-        return manifest.step
+        self._started(step, Loaded.of(manifest))
+        self._agreement.plan_periodic(step)
+        self._saver.cost.saved_mono_s = time.monotonic()
+        return step
 
     def _save_end(self, step: int, until_mono_s: float) -> bool:
         """Save the end of the run and wait for its commit; returns whether it is committed."""
@@ -562,12 +557,21 @@ class Guard:
         )
         return False
 
-    def _started(self, step: int) -> None:
-        """Begin another start of the training: later sets belong to another line of states."""
-        self._session.start_id = secrets.token_hex(8)
-        self._reporter.started(step, self._session.start_id)
+    def _started_alone(self, step: int) -> None:
+        """Train from a state that the script has created or loaded itself."""
+        if self._agreement.step >= 0:
+            self._session.start.begin_next()
+            self._agreement.plan_periodic(step)
+        self._started(step, Loaded())
 
-    def _manifest(self, due: Due, step: int) -> RankManifest:
+    def _started(self, step: int, loaded: Loaded) -> None:
+        """Report what the start of the training has loaded, and from which step it trains."""
+        with self._reporting:
+            self._session.start.loaded(loaded)
+            self._agreement.step = step
+            self._reporter.started(step)
+
+    def _manifest(self, due: Due, step: int, start_id: str) -> RankManifest:
         return RankManifest(
             run=self._session.run,
             step=step,
@@ -579,7 +583,7 @@ class Guard:
             node=self._ranks.node,
             nodes=self._ranks.nodes,
             request_id=due.request_id,
-            start_id=self._session.start_id,
+            start_id=start_id,
             health=self._health.evaluate(step),
         )
 
@@ -589,10 +593,9 @@ class Guard:
         cost = self._saver.cost
         if self._every_s is not None and time.monotonic() - cost.saved_mono_s >= self._every_s:
             self._agreement.periodic_is_due()
-        step = int(self._agreement.step)
-        if self._reporter.is_behind(step):
-            self._started(step)
-        self._reporter.tick(step, self._health.loss, cost, self._polls)
+        with self._reporting:
+            step = int(self._agreement.step)
+            self._reporter.tick(step, self._health.loss, cost, self._polls)
         self._pauses.tick(step, self._polls, self._session.grace_s)
         # The daemon records a resume with its first new step, and the power may be cut right after it.
         is_watchful = self._reporter.awaits_step
@@ -620,6 +623,7 @@ class Guard:
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is not a rank: it must not use the connection.
         self._closed = True
+        self._reporting = threading.Lock()  # a lost thread may hold the old one
         self._session.forked()
         self._agreement = self._session.agreement
 

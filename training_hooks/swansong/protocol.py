@@ -35,6 +35,9 @@ SOCKET_ENV = "SWANSONG_SOCKET"
 """Environment variable with the path of another socket for the hooks."""
 
 
+PARENT_NONE = "none"
+PARENT_UNKNOWN = "unknown"
+
 Step = int
 """Number of completed optimizer steps; -1 if unknown."""
 Generation = int
@@ -93,14 +96,18 @@ class Hello(Message):
     local_world_size: Ranks = 1
     node: Node = 0
     nodes: Nodes = 1
-    restart_id: Text = ""
-    """Identity of this start of the trainer processes, such as ``run-id/restart-count`` of torchrun."""
     capabilities: Capabilities = field(default_factory=list)
     """``periodic``: takes periodic checkpoints at the daemon's request, and schedules none itself.
     ``follow_ups``: trains on after an emergency checkpoint, and takes further ones."""
     step: Step = -1
     start_id: Id = ""
-    """Id of this start of the training; also in its rank manifests."""
+    """Id of the start of the training, which rank 0 draws; also in rank manifests.  Empty while this rank
+    does not know it: see :class:`Start` and :class:`Begin`."""
+    parent: Id = PARENT_UNKNOWN
+    """The start that wrote the state that this start has loaded, :data:`PARENT_NONE` for a fresh run, or
+    :data:`PARENT_UNKNOWN`: nothing is loaded yet, or a directory that names no start."""
+    parent_step: Step = -1
+    """With ``parent``: the step of that state."""
     version: Version = VERSION
 
 
@@ -120,6 +127,9 @@ class Progress(Message):
     """Part of ``save_s`` for which the save blocked the training loop."""
     start_id: Id = ""
     """Id of a start of the training from ``step``; empty if training only continues."""
+    parent: Id = PARENT_UNKNOWN
+    """With ``start_id``: see :class:`Hello`."""
+    parent_step: Step = -1
 
 
 @dataclass(frozen=True)
@@ -156,25 +166,26 @@ class PeerRequest(Message):
 
 @dataclass(frozen=True)
 class Finish(Message):
-    """All ranks of a new job start over several VMs have met: commit what earlier starts have sealed.
+    """All ranks of a new start over several VMs have met: commit what earlier starts have sealed.
 
     The daemon replies with :class:`Finished` after the commits, or after its time limit.
     """
 
     TYPE: ClassVar[str] = "finish"
-    job_start_id: Id
-    """Id of the job start that will begin."""
+    start_id: Id
+    """Id of the start that will begin."""
 
 
 @dataclass(frozen=True)
-class JobStart(Message):
-    """A job start over several VMs begins; all its ranks send the same id.
+class Begin(Message):
+    """This rank belongs to a start that begins now; all its ranks send the same id.
 
-    After this message, nothing that an earlier job start has sealed is committed.
+    Over several VMs it follows the rendezvous.  On one VM it announces further starts of the same processes,
+    such as a rollback.
     """
 
-    TYPE: ClassVar[str] = "job_start"
-    id: Id
+    TYPE: ClassVar[str] = "begin"
+    start_id: Id
 
 
 @dataclass(frozen=True)
@@ -226,8 +237,9 @@ class RestoreQuery(Message):
     """With ``generation``: exactly this commit, which rank 0 has chosen."""
     refused: Text = ""
     """With ``generation``: the reason why the ranks refuse this commit; the answer is an older commit."""
-    job_start_id: Id = ""
-    """The daemon answers only after this :class:`JobStart` has begun."""
+    start_id: Id = ""
+    """Start of this rank.  The daemon answers under the generation of this start, and gives all its ranks on
+    this VM the same answer."""
     prefixes: Prefixes = field(default_factory=list)
     """The rank reads only files whose paths begin with one of these; empty: it reads all files."""
     takes_shards: Flag = False
@@ -332,10 +344,18 @@ class Fenced(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """Answer to :class:`Finish`: nothing on this VM prevents the job start."""
+    """Answer to :class:`Finish`: nothing on this VM prevents the start."""
 
     TYPE: ClassVar[str] = "finished"
-    job_start_id: Id
+    start_id: Id
+
+
+@dataclass(frozen=True)
+class Start(Message):
+    """The start of a job on one VM, as its rank 0 has drawn it: for the other ranks."""
+
+    TYPE: ClassVar[str] = "start"
+    start_id: Id
 
 
 @dataclass(frozen=True)
@@ -427,12 +447,12 @@ class Noted(Message):
 
 
 FROM_TRAINER: tuple[type[Message], ...] = (
-    Hello, Progress, Accepted, Agreed, PeerRequest, Finish, JobStart, Sealed, Failed, Declined,
+    Hello, Progress, Accepted, Agreed, PeerRequest, Finish, Begin, Sealed, Failed, Declined,
     RestoreQuery, ShardsTaken, Bye, StatusQuery, Notify, NotifyWithdrawn,
 )  # fmt: skip
 FROM_DAEMON: tuple[type[Message], ...] = (
-    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, Restoring, ShardVerified,
-    Restored, Status, Noted,
+    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, Start, Restoring,
+    ShardVerified, Restored, Status, Noted,
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 

@@ -301,7 +301,7 @@ class _Trainer:
                 for rank in range(1 if self.has_launcher else self.ranks):
                     # Append each immediately, so that the cleanup ends every process that was started.
                     outputs.append(_Output(events.put))
-                    process = self._start(run, stand_in, rank, outputs[-1].write_fd, stderr)
+                    process = self._start(stand_in, rank, outputs[-1].write_fd, stderr)
                     processes.append(process)
                     threading.Thread(
                         target=_report_exit, args=(process, events.put), daemon=True
@@ -328,7 +328,7 @@ class _Trainer:
         raise TrainerFailedError(f"start {run.starts}, waiting for {moment!r}: {decided}\n{tail}")
 
     def _start(
-        self, run: _Run, stand_in: _StandIn, rank: int, stdout: int, stderr: Any
+        self, stand_in: _StandIn, rank: int, stdout: int, stderr: Any
     ) -> subprocess.Popen[bytes]:
         variables = {**os.environ, **_DETERMINISTIC, protocol.SOCKET_ENV: stand_in.path}
         if not self.has_launcher and self.ranks > 1:
@@ -339,8 +339,6 @@ class _Trainer:
                 "LOCAL_WORLD_SIZE": str(self.ranks),
                 "MASTER_ADDR": "127.0.0.1",
                 "MASTER_PORT": str(stand_in.free_port),
-                "TORCHELASTIC_RUN_ID": "check",
-                "TORCHELASTIC_RESTART_COUNT": str(run.starts),
             }
         return subprocess.Popen(  # noqa: S603 - runs the command that the caller gave
             self.command,
@@ -395,6 +393,10 @@ class _StandIn:
         self._report = report
         self._lock = threading.Lock()
         self._connections: list[socket.socket] = []
+        self._start_id = ""
+        """Id of the start, which rank 0 has drawn."""
+        self._without_start: list[socket.socket] = []
+        """Connections of ranks that do not know the start yet, and decline requests."""
         self._pidfds: dict[int, int] = {}
         """By pid, for each process that sent a Hello: at the kill, the pid alone may be another process."""
         self._pid_of: dict[int, int] = {}
@@ -422,7 +424,8 @@ class _StandIn:
             if not self._is_requested:
                 self._is_requested = True
                 for connection in self._connections:
-                    self._send(connection, self._request)
+                    if connection not in self._without_start:
+                        self._send(connection, self._request)
 
     def kill(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
         """Kill all processes and wait for their end.  The launcher is first, so that it restarts none."""
@@ -485,6 +488,7 @@ class _StandIn:
                     if isinstance(message, Hello):
                         rank = message.rank
                         self._welcome(connection, pid)
+                        self._tell_start(connection, message)
                         self._check(message, pid)
                     elif isinstance(message, protocol.RestoreQuery):
                         self._restore(connection, message.query_id)
@@ -509,9 +513,21 @@ class _StandIn:
             self._send(
                 connection, protocol.Welcome("check", str(self._run.staging), self._run.starts)
             )
-            # Before the answer to its restore query, so that it cannot have passed the step.
-            if self._is_requested:
-                self._send(connection, self._request)
+
+    def _tell_start(self, connection: socket.socket, hello: Hello) -> None:
+        """Tell the ranks the start that rank 0 has drawn, as soon as rank 0 is connected."""
+        with self._lock:
+            self._without_start.append(connection)
+            if hello.rank == 0:
+                self._start_id = hello.start_id
+            if not self._start_id:
+                return
+            for each in self._without_start:
+                self._send(each, protocol.Start(self._start_id))
+                # Before the answer to its restore query, so that it cannot have passed the step.
+                if self._is_requested:
+                    self._send(each, self._request)
+            self._without_start.clear()
 
     def _check(self, hello: Hello, pid: int) -> None:
         """Report processes that do not know their place among the ranks."""

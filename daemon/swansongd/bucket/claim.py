@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claim: the object that gives a generation of a run to one VM, or to one start of a job.
+"""The claim: the object that gives a generation of a run to one start of the training.
 
 docs/format-objects.md describes the bytes.  Every writer of the bucket can write a claim, so ``decode``
 checks every field.
@@ -29,17 +29,14 @@ class ClaimObject:
 
     run: str
     generation: int
-    nonce: str
-    """Distinguishes this claim from all others."""
-    job_start_id: str = ""
-    """Identifies one start of a job over several VMs, which share the generation; else empty."""
+    start: str
+    """Id of the start.  It is drawn at random, so equal ids have the same owner."""
     identity: Mapping[str, str] = field(default_factory=dict)
     """Boot id, host name and time of the claim; informational."""
 
     def is_shared_with(self, other: ClaimObject) -> bool:
-        """Whether both give the same generation to the same VM, or to the same start of a job."""
-        is_same_start = bool(self.job_start_id) and self.job_start_id == other.job_start_id
-        return self.generation == other.generation and (self.nonce == other.nonce or is_same_start)
+        """Whether both give the same generation to the same start."""
+        return (self.generation, self.start) == (other.generation, other.start)
 
 
 def encode(claim: ClaimObject, signer: Signer | None = None) -> bytes:
@@ -48,11 +45,9 @@ def encode(claim: ClaimObject, signer: Signer | None = None) -> bytes:
         "version": VERSION,
         "run": claim.run,
         "generation": claim.generation,
-        "nonce": claim.nonce,
+        "start": claim.start,
         "identity": dict(claim.identity),
     }
-    if claim.job_start_id:
-        body["job_start_id"] = claim.job_start_id
     if signer is not None:
         body = signer.signed(FORMAT, body)
     return json.dumps(body, sort_keys=True).encode()
@@ -73,10 +68,7 @@ def decode(data: bytes, signer: Signer | None = None) -> ClaimObject:
             generation=bounds.integer(
                 body.get("generation"), "generation of the claim", 1, bounds.GENERATION_MAX
             ),
-            nonce=bounds.identifier(body.get("nonce"), "nonce of the claim"),
-            job_start_id=bounds.text(
-                body.get("job_start_id", ""), "job_start_id of the claim", bounds.ID_CHARS_MAX
-            ),
+            start=bounds.identifier(body.get("start"), "start of the claim"),
             identity={
                 bounds.text(name, "a key of the identity", bounds.ID_CHARS_MAX): bounds.text(
                     value, f"{name[:40]!r} of the identity"
@@ -86,6 +78,8 @@ def decode(data: bytes, signer: Signer | None = None) -> ClaimObject:
         )
     except BoundsError as error:
         raise CorruptError(str(error)) from None
+    if not claim.start:
+        raise CorruptError("the claim names no start of the training")
     if signer is not None and not signer.is_valid(FORMAT, body):
         raise CorruptError("the claim has no signature of this key")
     return claim

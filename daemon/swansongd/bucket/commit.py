@@ -3,8 +3,8 @@
 
 Three rules protect the commits of a run against a second VM, independent of clocks:
 
-- A generation is claimed by create-if-absent and never released.  Each commit compares the claim in the store
-  with that of its writer.
+- A generation is claimed by create-if-absent, for one start of the training, and never released.  Each commit
+  compares the claim in the store with that of its writer.
 - Every key contains the generation.
 - A manifest is created and never replaced.  If the store refuses the create, the manifest is read back: with
   the same nonce it is our own, and only the reply was lost.
@@ -14,7 +14,7 @@ A commit is reported only after the listing that readers use contains its manife
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 import structlog
@@ -47,7 +47,7 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A generation that this VM holds."""
+    """A generation that a start of this VM holds."""
 
     content: ClaimObject
     """Content of the claim in the store; over several VMs another VM may have created it."""
@@ -63,36 +63,34 @@ def claim_generation(
     store: ObjectStore,
     keys: RunKeys,
     *,
+    start_id: str,
     identity: Mapping[str, str],
-    nonce: str,
-    job_start_id: str = "",
+    own: Collection[str] = (),
     gap: int = 0,
 ) -> Claim:
-    """Claim the next generation of the run; after a lost race for a number, a later one.
+    """Claim the next generation for a start, or find the claim that it has; after a lost race, a later one.
 
-    The claim is then created a second time, with the same bytes: a store that accepts this ignores
+    A claim is then created a second time, with the same bytes: a store that accepts this ignores
     create-if-absent.
 
-    VMs with the same ``job_start_id`` share a generation, which the first of them claims.
-
     Args:
-        identity: instance, boot and host name of this VM; informational.
-        nonce: distinguishes this claim from all others.
-        job_start_id: identifies one start of a job over several VMs; empty for a run on one VM.
+        start_id: of the start.  The first of its VMs creates the claim, and the others share it.
+        identity: boot and host name of this VM, and the time; informational.
+        own: further starts of this VM, whose newer claims fence nothing.
         gap: numbers to leave free above the newest claim.
 
     Raises:
-        FencedError: the job start has a generation, and a newer one has taken the run over.
+        FencedError: the start has a generation, and a newer one has taken the run over.
         CorruptError: the format has no further number, the listing contains an object that no swansong
             wrote, or a field of the claim is out of bounds; nothing was claimed.
         StoreError: the store failed, or the race was lost too often.
     """
     numbers = catalog.claimed(store, keys)
-    recent = catalog.counting_claims(store, keys, numbers, enough=_LOOK_BACK if job_start_id else 1)
+    recent = catalog.counting_claims(store, keys, numbers, enough=_LOOK_BACK)
     newest = recent[0][0] if recent else 0
-    for number, found in recent if job_start_id else ():
-        if found is not None and found.job_start_id == job_start_id:
-            if number < newest:
+    for number, found in recent:
+        if found is not None and found.start == start_id:
+            if number < newest and not _is_of(recent[0][1], own):
                 raise FencedError(number, newest)
             return Claim(found, honours_if_absent=True)
     taken = set(numbers)
@@ -104,23 +102,17 @@ def claim_generation(
         if generation > bounds.GENERATION_MAX:
             raise _no_number_left(store, keys, generation - 1)
         key = keys.generation(generation)
-        claim = ClaimObject(
-            run=keys.run,
-            generation=generation,
-            nonce=nonce,
-            job_start_id=job_start_id,
-            identity=identity,
-        )
+        claim = ClaimObject(run=keys.run, generation=generation, start=start_id, identity=identity)
         data = claims.encode(claim, keys.signer)
         claims.decode(data, keys.signer)  # fails before a claim that no other VM could read
         try:
             store.put(key, data, if_absent=True)
         except Exists:
             winner = catalog.claim_of(store, keys, generation)
-            if winner is not None and job_start_id and winner.job_start_id == job_start_id:
-                return Claim(winner, honours_if_absent=True)
-            if winner is None or winner.nonce != nonce:
+            if winner is None or winner.start != start_id:
                 continue
+            if winner != claim:  # of another VM of this start
+                return Claim(winner, honours_if_absent=True)
         try:
             store.put(key, data, if_absent=True)
         except Exists:
@@ -200,7 +192,9 @@ def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool
     return True
 
 
-def ensure_not_fenced(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> None:
+def ensure_not_fenced(
+    store: ObjectStore, keys: RunKeys, claim: ClaimObject, *, own: Collection[str] = ()
+) -> None:
     """Check that no other VM has taken the run over; costs a small listing and a small GET.
 
     No VM deletes claims, but an operator may empty the prefix while VMs run.  The claim is then created again
@@ -208,6 +202,7 @@ def ensure_not_fenced(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> 
 
     Args:
         claim: of the generation that this VM holds.
+        own: further starts of this VM, whose newer claims fence nothing.
 
     Raises:
         FencedError: a newer generation is claimed, or another VM has claimed this one.
@@ -216,10 +211,16 @@ def ensure_not_fenced(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> 
     """
     newest = catalog.newest_generation(store, keys, above=claim.generation)
     if newest > claim.generation:
-        raise FencedError(claim.generation, newest)
+        newer = catalog.claim_of(store, keys, newest) if own else None
+        if not _is_of(newer, own):
+            raise FencedError(claim.generation, newest)
     found = catalog.claim_of(store, keys, claim.generation) or _claimed_again(store, keys, claim)
     if not found.is_shared_with(claim):
         raise FencedError(claim.generation, claim.generation)
+
+
+def _is_of(claim: ClaimObject | None, starts: Collection[str]) -> bool:
+    return claim is not None and claim.start in starts
 
 
 def _claimed_again(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> ClaimObject:
@@ -252,12 +253,15 @@ def commit(
     manifest: Manifest,
     claim: ClaimObject,
     *,
+    own: Collection[str] = (),
     reads_back: bool = False,
 ) -> None:
     """Create the manifest.  When this returns, the checkpoint is durable, and readers find it.
 
     Args:
-        claim: of the generation that this VM holds.
+        claim: of the manifest's generation, which this VM holds.
+        own: further starts of this VM.  What a start on one VM has sealed is committed in its place, also
+            after the next start has claimed; over several VMs the next start has chosen without it.
         reads_back: read the manifest back as a reader does, and compare.
 
     Raises:
@@ -275,10 +279,8 @@ def commit(
     except CorruptError as error:
         raise BoundsError(str(error)) from None
     if manifest.generation != claim.generation:
-        raise FencedError(
-            manifest.generation, claim.generation
-        )  # this VM has rolled back meanwhile
-    ensure_not_fenced(store, keys, claim)
+        raise FencedError(manifest.generation, claim.generation)
+    ensure_not_fenced(store, keys, claim, own=own if manifest.nodes == 1 else ())
     key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
     is_new = True
     try:

@@ -30,6 +30,14 @@ SAMPLES_MAX = 1000
 
 Fact = str | int | float | bool
 
+_FACT_MAX = {
+    "step": bounds.STEP_MAX,
+    "_bytes": bounds.BYTES_MAX,
+    "_s": bounds.SECONDS_MAX,
+    "seconds_left": bounds.SECONDS_MAX,
+}
+"""Largest absolute value of a number among the facts, by the end of its name.  Reports draw these numbers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Farewell:
@@ -223,16 +231,27 @@ def _timeline(value: object) -> tuple[Entry, ...]:
 
 
 def _facts(entry: Mapping[str, object]) -> Mapping[str, Fact]:
-    """The facts that are numbers, texts or booleans; all others are left out."""
+    """The facts that are numbers, texts or booleans; all others are left out.
+
+    Raises:
+        BoundsError: a number is out of the range of the unit in its name.
+    """
     scalars = {
         name: value
         for name, value in entry.items()
         if name not in ("phase", "at_s") and isinstance(value, (str, bool, int, float))
     }
-    return {
-        str(printable(name)): str(printable(value)) if isinstance(value, str) else value
-        for name, value in bounds.facts(scalars, "facts of the timeline").items()
-    }
+    found = bounds.facts(scalars, "facts of the timeline")
+    return {str(printable(name)): _fact(name, value) for name, value in found.items()}
+
+
+def _fact(name: str, value: Fact) -> Fact:
+    if isinstance(value, str):
+        return str(printable(value))
+    limit = next((limit for end, limit in _FACT_MAX.items() if name.endswith(end)), None)
+    if limit is not None and not isinstance(value, bool):
+        bounds.number(value, f"{name[:40]!r} of the timeline", -limit, limit)
+    return value
 
 
 def _samples(value: object) -> tuple[tuple[float, int], ...]:

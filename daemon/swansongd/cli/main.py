@@ -60,6 +60,7 @@ EXIT_CODES = {
     16: "the object store failed or refused a request",
     17: "nothing to restore: the run has no whole commit",
     18: "finished: the run has not ended",
+    19: "notify --wait, drill --wait: NO_TRAINING, no training was seen on this VM",
 }
 
 

@@ -22,7 +22,12 @@ from swansongd.errors import Stopped, Unreachable
 from swansongd.model import Verdict
 from swansongd.sources.manual import identity_of
 
-EXIT_BY_VERDICT = {Verdict.SAFE: 0, Verdict.PARTIAL: 10, Verdict.LOST: 11}
+EXIT_BY_VERDICT = {
+    Verdict.SAFE: 0,
+    Verdict.PARTIAL: 10,
+    Verdict.LOST: 11,
+    Verdict.NO_TRAINING: 19,
+}
 
 EXAMPLES = {
     "The VM will be terminated in 90 seconds: evacuate, and exit with the verdict.": (

@@ -31,7 +31,12 @@ _STYLES = {
     "resume": ("█", "#", "green"),
 }
 """Character, the same without Unicode, and colour of each kind of bar."""
-_VERDICTS = {Verdict.SAFE: "bold green", Verdict.PARTIAL: "bold yellow", Verdict.LOST: "bold red"}
+_VERDICTS = {
+    Verdict.SAFE: "bold green",
+    Verdict.PARTIAL: "bold yellow",
+    Verdict.LOST: "bold red",
+    Verdict.NO_TRAINING: "bold",
+}
 _WRAPPER = Console(file=StringIO(), width=WIDTH)
 _PARTS = ("stall", "redone", *losses.PARTS, "unknown", "saves")
 

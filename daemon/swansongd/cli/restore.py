@@ -117,9 +117,8 @@ def _is_given_by_the_daemon(args: argparse.Namespace, destination: Path) -> bool
 
 def _answer(args: argparse.Namespace, config: Config) -> Restored | None:
     socket = config.trainer.socket
-    # Over several VMs the ranks agree on one commit first, and then ask for it.
     is_other_run = args.run not in (None, config.run.name)
-    if is_other_run or config.run.several_vms or not os.path.exists(socket):
+    if is_other_run or not os.path.exists(socket):
         return None
     run_directory = config.staging.path / config.run.name
     try:

@@ -45,8 +45,6 @@ _section = dataclass(frozen=True, slots=True, kw_only=True)
 @_section
 class RunConfig:
     name: str = _key(read.run_name)
-    several_vms: bool = _key(read.yes_or_no, default=False)
-    """The job may span several VMs; the key is then set on each of them."""
     checkpoint_interval_s: float | None = _key(read.interval, default=None)
     """None: computed from the measured cost of a save and the observed rate of preemptions."""
     mtbf_s: float = _key(read.duration, default=4 * 3600.0)

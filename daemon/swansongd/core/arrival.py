@@ -16,15 +16,11 @@ from dataclasses import replace
 
 from swansongd.core import gpus, planner
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
-from swansongd.model import Staged, TrainerView
 
 RECONNECT_S = 10.0
 """The hooks reconnect to a restarted daemon within this time."""
-EXIT_S = 1.0
-"""The end of a process closes its connection first: within this time both are one event."""
 ENDED_BY_VERDICT = frozenset({LOGIND_SOURCE, HOST_SOURCE, ASG_SOURCE})
 """Sources that end the VM as soon as it has a verdict."""
 
@@ -35,32 +31,15 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     if evacuation is None or evacuation.is_precaution or evacuation.verdict is not None:
         return None
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
-    if is_asked or state.connected or state.overtaken_by is not None or state.is_finished:
+    if is_asked or state.connected or state.fenced_by is not None or state.is_finished:
         return None
-    if was_answered(state) or not _may_come(state, now_mono_s):
+    if not _may_come(state, now_mono_s):
         return None
     if gpus.objection(state, now_mono_s):
         return None
     needed_s = planner.take_s(state.measured) + state.settings.reserve_s
     left_s = evacuation.deadline_mono_s - now_mono_s - needed_s
     return left_s if left_s >= 0 else None
-
-
-def was_answered(state: State) -> bool:
-    """Whether the request of the evacuation was answered in an earlier life of the daemon."""
-    return bool(_answers(state))
-
-
-def has_stored_answer(state: State) -> bool:
-    """Whether such an answer is committed: steps that were trained after it take nothing from SAFE."""
-    return any(state.is_whole(staged.id) for staged in _answers(state))
-
-
-def _answers(state: State) -> list[Staged]:
-    evacuation = state.evacuation
-    if evacuation is None:
-        return []
-    return [s for s in state.staged if are_of_one(evacuation.id, s.request_id)]
 
 
 def _may_come(state: State, now_mono_s: float) -> bool:
@@ -74,30 +53,6 @@ def _may_come(state: State, now_mono_s: float) -> bool:
 def _has_just_started(state: State, now_mono_s: float) -> bool:
     started_mono_s = state.first_scan_mono_s
     return started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S
-
-
-def is_unknown(state: State, now_mono_s: float) -> bool:
-    """Whether training may be ahead of every commit, or in another line, without the daemon's knowledge.
-
-    That is so while a trainer runs without a connection and no other process has its rank, and from a
-    connection until the first report on it.  A daemon that was stopped and started has no record of its
-    trainers: it gives them the time to reconnect.
-    """
-    if state.last_complete is None:
-        return False
-    if any(is_step_unknown(state, trainer) for trainer in state.trainers):
-        return True
-    has_restarted = state.settings.sealed_under is not None
-    return has_restarted and state.joined_mono_s is None and _has_just_started(state, now_mono_s)
-
-
-def is_step_unknown(state: State, trainer: TrainerView) -> bool:
-    """Whether this trainer may be at a later step than it has reported."""
-    if trainer.start_id in state.ended_starts:
-        return False
-    if not trainer.is_connected:
-        return all(other.rank != trainer.rank for other in state.connected)
-    return trainer.start_step < 0 <= trainer.step
 
 
 def reconcile(transition: Transition) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import flight, gpus, learning, lineage, pace
+from swansongd.core import flight, gpus, learning, pace
 from swansongd.core.events import (
     CheckComplete,
     CommitFailed,
@@ -16,9 +16,11 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import (
     Incomplete,
+    State,
 )
 from swansongd.core.transition import Transition
 from swansongd.model import (
+    CheckpointId,
     CommitRef,
     Staged,
     is_healthy,
@@ -41,17 +43,10 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
         stored=tuple(item for item in transition.state.stored if item.flush_id != flush_id),
         failures=0,
     )
-    if done is None and transition.state.settings.several_vms:
-        return  # of an earlier start of the job, or of a number of VMs that is not known any more
+    if done is None and transition.state.spans_vms:
+        return  # of an earlier start, or of a number of VMs that is not known any more
     if newest is None or ref > newest:
-        seen_mono_s = (
-            transition.now
-            if done is None
-            else transition.state.seen.get(done.staged.id, transition.now)
-        )
-        transition.state = replace(
-            transition.state, last_commit=ref, last_commit_seen_mono_s=seen_mono_s
-        )
+        transition.state = replace(transition.state, last_commit=ref)
     if done is not None and is_healthy(done.staged.health) is not False:
         healthy = transition.state.healthy_commit
         transition.state = replace(
@@ -145,29 +140,39 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
         transition.state = replace(
             transition.state, last_complete=ref, last_commit_mono_s=transition.now
         )
-    lineage.record_paid(transition, ref)
     learning.record_whole(transition, ref)
     transition.do(TellCommitted(ref))
+    if _may_be_loaded(transition.state, ref):
+        return
     # Sets of other frameworks are not ours to delete.  The newest committed set stays for a quick restore.
-    abandoned = transition.state.abandoned
     dispensable = tuple(
         staged.directory
         for staged in transition.state.staged
         if staged.framework == "swansong"
         and staged != transition.state.pinned
-        and (_comes_before(staged, ref) or staged.id in abandoned)
+        and _comes_before(transition.state, staged, ref)
     )
-    if dispensable or abandoned or transition.state.has_aside:
-        staged_ids = {staged.id for staged in transition.state.staged}
-        transition.state = replace(
-            transition.state, abandoned=abandoned & staged_ids, has_aside=False
-        )
+    if dispensable or transition.state.has_aside:
+        transition.state = replace(transition.state, has_aside=False)
         transition.do(Prune(dispensable))
 
 
-def _comes_before(staged: Staged, ref: CommitRef) -> bool:
-    """Whether a set of this line is older than the commit, or the end of the run replaces it."""
-    return (staged.id.step, staged.id.is_final) < (ref.step, ref.is_final)
+def _may_be_loaded(state: State, ref: CommitRef) -> bool:
+    """Whether a later start than that of the commit runs: a rollback may be loading an older set.
+
+    The first commit of that start replaces these sets.
+    """
+    start = state.start
+    return start is not None and start.is_live and start.id != state.owner_of(ref)
+
+
+def _comes_before(state: State, staged: Staged, ref: CommitRef) -> bool:
+    """Whether a set is older than the commit, or the end of the run replaces it."""
+    owner = state.owner_of(ref)
+    committed = CheckpointId(ref.step, "", ref.is_final, owner)
+    if staged.id.start == owner:
+        return (staged.id.step, staged.id.is_final) < (ref.step, ref.is_final)
+    return bool(owner) and state.order(staged.id) < state.order(committed)
 
 
 def reconcile(transition: Transition) -> None:
@@ -187,13 +192,14 @@ def _order_manifests(transition: Transition) -> None:
                 transition.state,
                 stored=tuple(asked if i is item else i for i in transition.state.stored),
             )
-            assert state.generation is not None
+            ref = state.ref_of(item.staged.id)
+            assert ref is not None
             transition.do(
                 CommitManifest(
                     item.flush_id,
                     item.staged,
                     item.shards,
-                    state.generation,
+                    ref.generation,
                     state.last_complete,
                     pace.published(state.pace),
                 )

@@ -10,14 +10,14 @@ from dataclasses import replace
 
 from swansong import protocol
 
-from swansongd.core import gpus, learning, nodes, planner
+from swansongd.core import gpus, learning, peers, planner, proof
 from swansongd.core.events import Rescan, Scanned, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.request import fail, reconcile_target, send
 from swansongd.core.request_ids import AGAIN, FOLLOW_UP
-from swansongd.core.state import CheckpointRequest, State
+from swansongd.core.state import CheckpointRequest, Evacuation, State
 from swansongd.core.transition import Transition
-from swansongd.model import CheckpointId, Staged
+from swansongd.model import CheckpointId, Staged, Verdict
 
 AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
@@ -27,6 +27,11 @@ SIGNAL_AGAIN_S = 1.0
 """Pause after a signal that could not be sent: the trainer may not be ready for it yet."""
 EARLY_SCAN_S = 0.2
 """Staging is scanned at this interval while the trainer saves."""
+REQUESTS_MAX = 8
+"""Requests of one evacuation."""
+REPEAT_S = 1.0
+REPEAT_S_MAX = 8.0
+"""Pause after a request that failed; doubled each time."""
 
 
 def planned(transition: Transition, *, left_s: float) -> Plan:
@@ -47,7 +52,7 @@ def planned(transition: Transition, *, left_s: float) -> Plan:
 def has_trainer(state: State) -> bool:
     """Whether a trainer can be asked for a checkpoint."""
     can_answer = bool(state.connected) or state.settings.signals_trainer
-    return can_answer and state.overtaken_by is None and not state.is_finished
+    return can_answer and state.fenced_by is None and not state.is_finished
 
 
 def make(transition: Transition) -> None:
@@ -82,6 +87,7 @@ def _new(transition: Transition, request_id: str) -> CheckpointRequest:
     return CheckpointRequest(
         request_id=request_id,
         reason=evacuation.reason,
+        start_id="" if transition.state.start is None else transition.state.start.id,
         by_signal=by_signal,
         is_urgent=not evacuation.is_precaution,
         asked_mono_s=transition.now,
@@ -141,7 +147,9 @@ def _make_missing(transition: Transition) -> None:
     """
     evacuation = transition.evacuation
     request = evacuation.request
-    is_first = bool(transition.state.connected) and (request is None or request.is_unsent)
+    is_first = bool(transition.state.connected) and (
+        request is None or request.is_unsent or _is_of_earlier_start(transition.state, request)
+    )
     if is_first or _is_repeat_due(transition):
         plan = planned(transition, left_s=transition.left_s)
         is_worth_it = plan.fits or (
@@ -157,17 +165,37 @@ def _is_repeat_due(transition: Transition) -> bool:
     request = transition.evacuation.request
     if transition.evacuation.awaits_trainer and request is not None:  # for its signal
         return transition.now >= request.failed_mono_s + SIGNAL_AGAIN_S
-    return will_repeat(transition) and transition.now >= nodes.repeat_mono_s(transition.evacuation)
+    return will_repeat(transition) and transition.now >= _repeat_mono_s(transition.evacuation)
+
+
+def _is_of_earlier_start(state: State, request: CheckpointRequest) -> bool:
+    return bool(request.failure) and state.start is not None and request.start_id != state.start.id
+
+
+def _repeat_mono_s(evacuation: Evacuation) -> float:
+    """End of the pause after a failed request."""
+    assert evacuation.request is not None
+    pause_s = min(REPEAT_S * 2.0 ** (evacuation.requests - 1), REPEAT_S_MAX)
+    return evacuation.request.failed_mono_s + pause_s
 
 
 def will_repeat(transition: Transition) -> bool:
-    """Whether a request that failed is made again, because another one would still fit."""
-    return (
-        nodes.may_repeat_request(transition.state)
-        and transition.left_s > 0
-        and not transition.state.is_answered
-        and planned(transition, left_s=transition.left_s).kind is PlanKind.TAKE
-    )
+    """Whether a request that failed is made again: a rank may hang for a moment only.
+
+    Over several VMs only the VM that has the notice does so; the others take part.
+    """
+    state, evacuation = transition.state, transition.evacuation
+    request = evacuation.request
+    if request is None or not request.failure or evacuation.is_precaution or not state.connected:
+        return False
+    if state.fenced_by is not None or evacuation.requests >= REQUESTS_MAX:
+        return False
+    answered = (n for n in state.notices.values() if n.identity in evacuation.identities)
+    if transition.left_s <= 0 or all(notice.source == peers.PEER_SOURCE for notice in answered):
+        return False
+    plan = planned(transition, left_s=transition.left_s)
+    is_safe = proof.prove(state)[0] is Verdict.SAFE
+    return plan.kind is PlanKind.TAKE and plan.fits and not is_safe
 
 
 def _fail_if_too_late(transition: Transition, request: CheckpointRequest) -> None:
@@ -216,8 +244,11 @@ def _record_reported_step(transition: Transition, request_id: str, step: int) ->
 
 
 def record_signalled(transition: Transition, request_id: str, pid: int) -> None:
-    """The signal was sent."""
-    if transition.waiting_request(request_id):
+    """The signal was sent, perhaps to a process that started after the request was made."""
+    request = transition.waiting_request(request_id)
+    if request is not None:
+        process = transition.state.process or request.start_id
+        transition.update_request(replace(request, start_id=process))
         transition.mark("accepted", pid=pid)
 
 
@@ -261,18 +292,17 @@ def record_scan(transition: Transition, event: Scanned) -> None:
     evacuation = transition.state.evacuation
     if evacuation is None:
         return
-    if evacuation.request is not None:
-        _record_newer(transition, event, evacuation.request)
     for request in transition.evacuation.requests_made:
         if request.is_waiting:
             _record_outcome(transition, event, request)
 
 
 def _record_outcome(transition: Transition, event: Scanned, request: CheckpointRequest) -> None:
-    of_line = [s for s in event.staged if s.id not in transition.state.abandoned]
-    answer = next((s for s in of_line if _answers(s, request)), None)
-    if answer is None and transition.state.is_finished:
-        ends = (s for s in of_line if s.id.is_final and s.id.step >= request.at_step)
+    state = transition.state
+    usable = [s for s in state.staged if s.id not in state.unusable]
+    answer = next((s for s in usable if _answers(s, request)), None)
+    if answer is None and state.is_finished:
+        ends = (s for s in usable if s.id.is_final and s.id.step >= request.at_step)
         answer = next(ends, None)
     unsound = next((why for name, why in event.rejected if _is_reported(name, request)), None)
     if answer is not None:
@@ -289,16 +319,6 @@ def _record_outcome(transition: Transition, event: Scanned, request: CheckpointR
         fail(transition, request, "the trainer's process ended before it had sealed a checkpoint")
 
 
-def _record_newer(transition: Transition, event: Scanned, request: CheckpointRequest) -> None:
-    """Remember the oldest set of a step after the request."""
-    if request.newer is not None:
-        return
-    present = frozenset(staged.id for staged in event.staged)
-    usable = present - request.known - transition.state.inherited - transition.state.unusable
-    newer = min((id_ for id_ in usable if id_.step > request.at_step), default=None)
-    transition.update_request(replace(request, newer=newer))
-
-
 def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
     transition.update_request(replace(request, sealed=answer.id, sealed_mono_s=transition.now))
     learning.record_sealed(transition, request)
@@ -310,7 +330,8 @@ def _record_answer(transition: Transition, request: CheckpointRequest, answer: S
 
 def _record_committed(transition: Transition, request: CheckpointRequest, step: int) -> None:
     if request.is_waiting:  # the nonce of the set is not known any more
-        transition.update_request(replace(request, sealed=CheckpointId(step, "")))
+        answered = CheckpointId(step, "", start=request.start_id)
+        transition.update_request(replace(request, sealed=answered))
 
 
 def _is_committed(transition: Transition, step: int) -> bool:
@@ -324,7 +345,11 @@ def _answers(staged: Staged, request: CheckpointRequest) -> bool:
         # A save that had begun before the signal is no answer: the process still writes the real one.
         seen_mono_s = staged.seen_mono_s
         is_earlier = seen_mono_s is not None and seen_mono_s < request.asked_mono_s
-        return staged.id not in request.known and not is_earlier
+        process = request.start_id.partition("~")[0]
+        is_of_process = not process or staged.id.start.partition("~")[0] == process
+        return staged.id not in request.known and not is_earlier and is_of_process
+    if request.start_id not in ("", staged.id.start):
+        return False
     # A set that was sealed before the request, of the very step that the trainer is at, is as good.
     return staged.request_id == request.request_id or (
         staged.framework == "swansong" and staged.id.step == request.reported_step

@@ -6,7 +6,7 @@ from __future__ import annotations
 import hashlib
 from dataclasses import replace
 
-from swansongd.core import emergency, nodes, notices, request, stall
+from swansongd.core import emergency, notices, peers, request, stall
 from swansongd.core.events import Rescan
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import (
@@ -45,7 +45,7 @@ def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
     boot: the monotonic time is part of it.  The exception is the evacuation that an earlier life of the
     daemon had open for this notice.  VMs with identical notices have different ids.
     """
-    if notice.source == nodes.PEER_SOURCE:
+    if notice.source == peers.PEER_SOURCE:
         return notice.identity  # the request of that VM
     if notice.evacuation_id and notice.evacuation_id not in state.opened:
         return notice.evacuation_id
@@ -126,7 +126,7 @@ def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...
 
 def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
     """The earliest deadline; that of another VM or of an overdue notice only without any other."""
-    own = [n for n in live if n.source != nodes.PEER_SOURCE] or live
+    own = [n for n in live if n.source != peers.PEER_SOURCE] or live
     timely = [n for n in own if not n.is_overdue] or own
     return min(notice.deadline_mono_s for notice in timely)
 
@@ -171,9 +171,8 @@ def _open(
     follow_up = transition.state.follow_up
     if follow_up is not None and follow_up.is_waiting:
         request.withdraw(transition, follow_up, "another notice needs a checkpoint at once")
-    before = transition.state.ahead_before
-    if before is not None and before.evacuation_id != id_:
-        before = None
+    is_resumed = id_ == notice.evacuation_id
+    has_verdict = is_resumed and notice.verdict is not None
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",
@@ -181,14 +180,9 @@ def _open(
         deadline_mono_s=deadline_mono_s,
         plan=plan,
         is_precaution=is_precaution,
-        is_resumed=id_ == notice.evacuation_id,
-        ahead=before.step if before is not None else -1,
-        has_unknown=before is not None and before.is_unknown,
+        is_resumed=is_resumed,
+        earlier=(notice.verdict, notice.verdict_start) if has_verdict and notice.verdict else None,
         identities=frozenset({notice.identity}),
-        newest=max(
-            (s.id for s in transition.state.staged if s.id not in transition.state.abandoned),
-            default=None,
-        ),
     )
     # End the backoff of earlier failures: the time is short.
     transition.state = replace(transition.state, evacuation=evacuation, retry_mono_s=transition.now)

@@ -10,12 +10,12 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swansongd.core.ledger import Milestones, Training
 from swansongd.model import (
-    CheckpointId,
+    UNKNOWN_PARENT,
     CommitRef,
     GpuStatus,
     Notice,
+    Parent,
     SourceStatus,
     Staged,
     StoredShard,
@@ -75,6 +75,8 @@ class TrainerLeft:
     connection: int
     exited: bool
     reason: str
+    is_goodbye: bool = False
+    """The rank said goodbye: the step that it has reported is its last one."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,11 +91,32 @@ class TrainerProgress:
     loss_is_finite: bool | None = None
     start_id: str = ""
     """Not empty when training starts, or starts again, from ``step``."""
+    parent: Parent = UNKNOWN_PARENT
+    """With ``start_id``: what this start has loaded."""
+
+
+@dataclass(frozen=True, slots=True)
+class StartBegun:
+    """A rank belongs to this start, which begins now."""
+
+    connection: int
+    start_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessFound:
+    """The process of a trainer without hooks; each process is a start of its own.  Posted when it changes."""
+
+    start_id: str
+    """Empty while no process runs."""
+    pid: int = 0
+    started_wall_ns: int = 0
+    """Start of the process, by the clock of file times."""
 
 
 @dataclass(frozen=True, slots=True)
 class RolledBack:
-    """The trainer rolls back to this step; it got the path of the checkpoint."""
+    """The trainer rolls back to this checkpoint of the newest start: its later sets are not healthy."""
 
     step: int
 
@@ -117,6 +140,9 @@ class DownloadEnded:
 @dataclass(frozen=True, slots=True)
 class RestoreAsked:
     """A rank, or ``swansong restore``, asked for the checkpoint to resume from."""
+
+    start_id: str = ""
+    """The start of the rank, which loads nothing and trains nothing before it has the answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,14 +184,7 @@ class PeerRequested:
 class FinishAsked:
     """This start of a job over several VMs is about to begin, and waits for the commits of earlier ones."""
 
-    job_start_id: str
-
-
-@dataclass(frozen=True, slots=True)
-class JobStarted:
-    """This start of the job begins: all VMs have finished the commits of earlier ones."""
-
-    job_start_id: str
+    start_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,12 +252,24 @@ class Scanned:
 
 
 @dataclass(frozen=True, slots=True)
+class RunRead:
+    """The newest whole commit in the store, as this daemon found it at its start."""
+
+    newest: CommitRef | None
+    newest_start: str = ""
+    """Id of the start that owns the generation of ``newest``; empty if its claim cannot be read."""
+
+
+@dataclass(frozen=True, slots=True)
 class GenerationClaimed:
+    """This start has a generation, claimed now or earlier by any of its VMs."""
+
+    start_id: str
     generation: int
     newest: CommitRef | None
-    """Newest whole commit in the store, of any generation."""
-    is_rollback: bool = False
-    """The answer to ClaimGeneration or JoinGeneration."""
+    """Newest whole commit in the store, of any generation, listed after the claim."""
+    newest_start: str = ""
+    """See RunRead."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -367,16 +398,17 @@ class Tick:
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged | GpusRead
     | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
-    | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | JobStarted
+    | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | StartBegun | ProcessFound
     | DownloadStarted | DownloadEnded | RestoreAsked | RestoreAnswered
-    | RolledBack | NewestDated | PaceRead | HistoryRead | SignalSent | SignalRefused | SignalledExited
+    | RolledBack | RunRead | NewestDated | PaceRead | HistoryRead
+    | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
 CAUSED_BY_TRAINERS = (
     TrainerJoined, TrainerRefused, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed,
-    TrainerSealed, TrainerFailed, PeerRequested, FinishAsked, JobStarted,
+    TrainerSealed, TrainerFailed, PeerRequested, FinishAsked, StartBegun,
     DownloadStarted, DownloadEnded, RestoreAsked, RestoreAnswered,
 )  # fmt: skip
 """Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
@@ -431,9 +463,17 @@ class TellFenced:
 
 @dataclass(frozen=True, slots=True)
 class TellFinished:
-    """All sets of earlier starts of the job are committed: this start may begin."""
+    """All sets of earlier starts are committed: this start may begin."""
 
-    job_start_id: str
+    start_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class TellStart:
+    """Tell ranks of this VM the start that their rank 0 has drawn."""
+
+    start_id: str
+    connections: tuple[int, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -469,21 +509,11 @@ class CommitManifest:
 
 @dataclass(frozen=True, slots=True)
 class ClaimGeneration:
-    """Claim the next generation for this daemon itself, unless another VM has done so."""
+    """Claim the next generation for this start, or share the one that it has already."""
 
-    after: int
-    """Our generation so far."""
-    abandoned: tuple[CheckpointId, ...] = ()
-    """Sets in staging that do not belong to the new generation; recorded before the claim."""
-
-
-@dataclass(frozen=True, slots=True)
-class JoinGeneration:
-    """Claim a generation for this start of the job, or join the one that another VM has claimed."""
-
-    job_start_id: str
-    abandoned: tuple[CheckpointId, ...] = ()
-    """See ClaimGeneration."""
+    start_id: str
+    nodes: int = 1
+    """Number of VMs of the job."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -552,25 +582,6 @@ class Conclude:
 
 
 @dataclass(frozen=True, slots=True)
-class LastFarewell:
-    """The VM is about to end: write a farewell with the last step, which no verdict depends on.
-
-    It is repeated while the VM outlives its deadline.
-    """
-
-    conclusion: Conclude
-
-
-@dataclass(frozen=True, slots=True)
-class RecordResumption:
-    """The first new step after a resume is known: record in the store how long the resume took."""
-
-    generation: int
-    milestones: Milestones
-    training: Training
-
-
-@dataclass(frozen=True, slots=True)
 class Log:
     """One structured log line that belongs to no evacuation."""
 
@@ -586,8 +597,9 @@ class Exit:
 
 
 Action = (
-    AskTrainers | SendTarget | SignalTrainer | WithdrawRequest | TellCommitted | TellFenced | TellFinished
-    | StartFlush | CancelFlush | CommitManifest | ClaimGeneration | JoinGeneration
+    AskTrainers | SendTarget | SignalTrainer | WithdrawRequest
+    | TellCommitted | TellFenced | TellFinished | TellStart
+    | StartFlush | CancelFlush | CommitManifest | ClaimGeneration
     | CheckComplete | CheckFence | Rescan
-    | SetAside | Prune | Mark | Conclude | LastFarewell | RecordResumption | Log | Exit
+    | SetAside | Prune | Mark | Conclude | Log | Exit
 )  # fmt: skip

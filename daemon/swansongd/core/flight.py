@@ -206,14 +206,14 @@ def reconcile(transition: Transition) -> None:
 def _change_flight(transition: Transition) -> None:
     state = transition.state
     flight = state.flight if state.flight is not None and state.flight.is_sealed else None
-    if state.generation is None or transition.now < state.retry_mono_s:
-        return
+    if transition.now < state.retry_mono_s or not state.is_run_read:
+        return  # before the run is read, a set in staging may be committed already
     candidates = state.candidates
     if state.evacuation is None:
         if (
             flight is None and candidates
         ):  # without a notice, a flush finishes before the next begins
-            _start_flush(transition, max(candidate.id for candidate in candidates))
+            _start_flush(transition, max(candidates, key=lambda each: each.order).id)
         return
     data_left_s = transition.left_s - state.settings.reserve_s
     if transition.left_s > 0 >= data_left_s:
@@ -224,7 +224,7 @@ def _change_flight(transition: Transition) -> None:
     answer = state.answer if state.evacuation.verdict is None else state.follow_up_answer
     if answer is not None and not state.is_covered(answer):
         # A trainer that continues may seal newer sets: they wait until this one is committed.
-        candidates = tuple(c for c in candidates if c.id <= answer)
+        candidates = tuple(c for c in candidates if c.order <= state.order(answer))
     wanted = planner.choose(
         candidates,
         left_s=data_left_s,
@@ -239,8 +239,11 @@ def _change_flight(transition: Transition) -> None:
 
 def _is_early_better(state: State, wanted: Candidate | None, data_left_s: float) -> bool:
     """Whether to send shards of the set that is being written, instead of a sealed set."""
-    if state.early is None or wanted is None:
-        return state.early is not None
+    early = state.early
+    if early is None or state.ref_of(early.id) is None:
+        return False
+    if wanted is None:
+        return True
     bandwidth = state.bandwidth_bytes_per_s
     return (
         not planner.fits(wanted, data_left_s, bandwidth)
@@ -277,7 +280,8 @@ def _start_flush(transition: Transition, wanted: CheckpointId) -> None:
 
 def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
     state, before = transition.state, transition.state.flight
-    assert state.generation is not None
+    ref = state.ref_of(staged.id)
+    assert ref is not None
     flush_id = f"{staged.id}.{state.flushes + 1}"
     flight = Flight(
         flush_id=flush_id,
@@ -307,4 +311,4 @@ def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
         step=staged.id.step,
         size_bytes=staged.size_bytes,
     )
-    transition.do(StartFlush(flush_id, staged, state.generation, is_sealed=is_sealed))
+    transition.do(StartFlush(flush_id, staged, ref.generation, is_sealed=is_sealed))

@@ -94,7 +94,7 @@ def _is_wanted(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
         and _end_mono_s(state, evacuation) - now_mono_s <= state.lead_s
         and not any(notice.source in ENDED_BY_VERDICT for notice in live)
         and state.generation is not None
-        and state.newer_generation is None
+        and state.fenced_by is None
         and (state.finishing is None or state.finishing.is_done)
         and not state.is_finished
         and not gpus.objection(state, now_mono_s)
@@ -119,15 +119,24 @@ def _hooks_take(state: State) -> bool:
     """Whether all ranks of this VM can be asked, rank 0 of the job among them, and have trained on."""
     connected = state.connected
     ranks = {trainer.rank for trainer in connected}
-    newest = max((s.id.step for s in state.staged if s.id not in state.unusable), default=-1)
-    if state.last_commit is not None:
-        newest = max(newest, state.last_commit.step)
+    newest = _newest_step(state)
     return (
         0 in ranks
         and len(ranks) >= state.local_world_size
         and all(trainer.takes_follow_ups for trainer in connected)
-        and (state.owes_checkpoint or max(t.step for t in connected) > newest)
+        and max(t.step for t in connected) > newest
     )
+
+
+def _newest_step(state: State) -> int:
+    """Newest step of this start that is sealed or committed; -1 without one."""
+    start, last = state.start, state.last_commit
+    if start is None:
+        return -1
+    own = (s.id for s in state.staged if s.id.start == start.id and s.id not in state.unusable)
+    newest = max((id_.step for id_ in own), default=-1)
+    is_own = last is not None and last.generation == start.generation
+    return max(newest, last.step) if last is not None and is_own else newest
 
 
 def _process_takes(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:

@@ -20,7 +20,6 @@ from swansong import bounds
 
 from swansongd.core import request
 from swansongd.core.events import GpusRead
-from swansongd.core.restart import KNOWN_MAX
 from swansongd.core.state import State
 from swansongd.core.transition import Transition
 from swansongd.model import (
@@ -31,10 +30,11 @@ from swansongd.model import (
     GpuRecord,
     GpuStatus,
     Staged,
-    TrainerView,
 )
 
 SOURCE = "gpu"
+KNOWN_MAX = 256
+"""Bound of each list in a record."""
 DOUBTFUL_MAX = 16
 """Doubtful commits that are remembered: only the newest whole one counts."""
 
@@ -45,7 +45,7 @@ def resumed(state: State, record: GpuRecord) -> State:
         state,
         gpus={gpu.pci: gpu for gpu in record.gpus},
         gpu_log_number=record.log_number,
-        suspect_starts=record.suspect_starts,
+        suspect_starts=frozenset(record.suspect_starts),
         gpus_before=record,
         doubtful_commits=() if record.doubtful_commit is None else (record.doubtful_commit,),
     )
@@ -59,11 +59,11 @@ def record_of(state: State) -> GpuRecord | None:
     sound = [staged.id for staged in state.staged if staged.id not in state.suspect]
     if state.first_scan_mono_s is None and before is not None:
         sound = list(before.sound_sets)
-    known = dict.fromkeys((*_away(state), *(t.start_id for t in state.trainers if t.start_id)))
+    known = dict.fromkeys((*_away(state), *_running(state)))
     return GpuRecord(
         gpus=tuple(state.gpus.values()),
         log_number=state.gpu_log_number,
-        suspect_starts=state.suspect_starts,
+        suspect_starts=tuple(sorted(state.suspect_starts)),
         known_starts=tuple(known)[-KNOWN_MAX:],
         sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
         doubtful_commit=max(state.doubtful_commits, default=None),
@@ -100,22 +100,31 @@ def record_read(transition: Transition, event: GpusRead) -> None:
             _record_failed(transition, gpu)
 
 
-def record_start(transition: Transition, before: TrainerView | None, start_id: str) -> None:
-    """A process begins a start of the training.  One that used a failed GPU before still uses it."""
-    if start_id and before is not None and before.start_id in transition.state.suspect_starts:
-        _suspect(transition, {start_id})
-
-
 def objection(state: State, now_mono_s: float) -> str:
     """Why training cannot be asked for a checkpoint; empty if it can."""
-    for notice in state.urgent_notices(now_mono_s):
-        if notice.source == SOURCE:
-            return notice.detail or "a GPU failed"
-    if any(trainer.start_id in state.suspect_starts for trainer in state.connected):
-        return "a GPU failed during this start of the training"
-    if state.connected and all(trainer.start_id for trainer in state.connected):
+    running = _running(state)
+    if not state.suspect_starts.isdisjoint(running):
+        failed = (describe(gpu) for gpu in state.gpus.values() if gpu.health.has_failed)
+        return next(failed, "a GPU failed during this start of the training")
+    if running:
         return ""
+    notice = next((n for n in state.urgent_notices(now_mono_s) if n.source == SOURCE), None)
+    if notice is not None:
+        return notice.detail or "a GPU failed"
     return next((describe(gpu) for gpu in state.gpus.values() if gpu.health.has_failed), "")
+
+
+def _running(state: State) -> frozenset[str]:
+    """The processes that train here now, by the id of the start that they began with.
+
+    The later starts of a process use the same GPUs.
+    """
+    connected = {_process_of(trainer.start_id) for trainer in state.connected if trainer.start_id}
+    return frozenset(connected or {_process_of(state.process)} - {""})
+
+
+def _process_of(start_id: str) -> str:
+    return start_id.partition("~")[0]
 
 
 def doubt(state: State) -> str:
@@ -154,7 +163,11 @@ def doubtful(
         staged.id
         for staged in found
         if staged.id not in sound
-        and (not staged.starts.isdisjoint(state.suspect_starts) if staged.starts else has_failed)
+        and (
+            _process_of(staged.id.start) in state.suspect_starts
+            if staged.framework == "swansong" or state.process
+            else has_failed  # of a process that is not known
+        )
     )
 
 
@@ -167,8 +180,8 @@ def marked(staged: Staged) -> Staged:
 
 def _record_failed(transition: Transition, gpu: GpuStatus) -> None:
     state = transition.state
-    starts = {trainer.start_id for trainer in state.trainers if trainer.start_id} | {*_away(state)}
-    _suspect(transition, starts)
+    away = {_process_of(t.start_id) for t in state.trainers if t.start_id}
+    _suspect(transition, away | _running(state) | {*_away(state)})
     _doubt_inherited(transition)
     for waiting in transition.waiting_requests:
         if not waiting.is_periodic:
@@ -182,10 +195,9 @@ def _suspect(transition: Transition, starts: Set[str]) -> None:
     still there.
     """
     state = transition.state
-    known = (*(s for s in state.suspect_starts if s not in starts), *sorted(starts))
-    present = {trainer.start_id for trainer in state.trainers}
-    by_need = sorted(known, key=lambda start: start in present)  # stable: the newest last
-    transition.state = replace(state, suspect_starts=tuple(by_need[-KNOWN_MAX:]))
+    present = {_process_of(trainer.start_id) for trainer in state.trainers} | _running(state)
+    known = sorted(state.suspect_starts | starts, key=lambda start: (start in present, start))
+    transition.state = replace(state, suspect_starts=frozenset(known[-KNOWN_MAX:]))
 
 
 def _doubt_inherited(transition: Transition) -> None:
@@ -193,7 +205,7 @@ def _doubt_inherited(transition: Transition) -> None:
     state = transition.state
     if state.gpus_before is None:
         return
-    inherited = [s for s in state.uncommitted if s.id in state.inherited]
+    inherited = [s for s in state.uncommitted if state.seen.get(s.id) == state.first_scan_mono_s]
     found = doubtful(state, inherited, is_first=True) - state.suspect
     flight = state.flight
 

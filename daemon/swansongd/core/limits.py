@@ -23,7 +23,7 @@ def is_undecided(state: State) -> bool:
 def may_prune(state: State) -> bool:
     """Whether this VM applies the retention, if the daemon does: the first VM of a job that is not fenced."""
     is_first = all(trainer.node == 0 for trainer in state.trainers)
-    return state.generation is not None and state.newer_generation is None and is_first
+    return state.generation is not None and state.fenced_by is None and is_first
 
 
 def rate_bytes_per_s(state: State) -> float | None:

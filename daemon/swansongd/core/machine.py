@@ -25,7 +25,6 @@ from typing import assert_never
 
 from swansongd.core import (
     arrival,
-    claims,
     commits,
     emergency,
     evacuation,
@@ -33,16 +32,14 @@ from swansongd.core import (
     followup,
     gpus,
     learning,
-    lineage,
-    nodes,
     notices,
+    peers,
     periodic,
     ranks,
     request,
-    restart,
-    resumption,
     staged_sets,
     stall,
+    starts,
     verdict,
 )
 from swansongd.core.cadence import History
@@ -62,21 +59,23 @@ from swansongd.core.events import (
     GenerationClaimed,
     GpusRead,
     HistoryRead,
-    JobStarted,
     NewestDated,
     NoticeRaised,
     NoticeWithdrawn,
     PaceRead,
     PartsCounted,
     PeerRequested,
+    ProcessFound,
     RestoreAnswered,
     RestoreAsked,
     RolledBack,
+    RunRead,
     Scanned,
     SignalledExited,
     SignalRefused,
     SignalSent,
     SourceChanged,
+    StartBegun,
     StopRequested,
     Tick,
     TrainerAccepted,
@@ -89,7 +88,6 @@ from swansongd.core.events import (
     TrainerSealed,
     WokeUp,
 )
-from swansongd.core.ledger import Milestones, Training
 from swansongd.core.pace import UNKNOWN
 from swansongd.core.state import State
 from swansongd.core.transition import EXIT_STOPPED, Transition
@@ -122,44 +120,37 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             ranks.record_refused(transition, reason)
         case TrainerLeft():
             ranks.record_left(transition, event)
-            resumption.record_left(transition)
         case TrainerProgress():
-            resumption.record_started(transition, event)
             ranks.record_progress(transition, event)
-            resumption.record_progress(transition, event)
         case TrainerAccepted(connection, request_id, at_step):
-            resumption.record_step(transition, at_step)
             request.record_accepted(transition, connection, request_id, at_step)
         case TrainerAgreed(request_id, at_step):
             request.record_agreed(transition, request_id, at_step)
         case PeerRequested(request_id, reason, seconds_left):
-            peers = nodes.peer_notice(transition, request_id, reason, seconds_left)
-            if peers is not None:
-                notices.record_raised(transition, peers)
-        case FinishAsked(job_start_id):
-            nodes.record_finish_asked(transition, job_start_id)
-        case JobStarted(job_start_id):
-            resumption.record_line_left(transition)
-            nodes.record_job_start(transition, job_start_id)
+            of_peer = peers.notice_of(transition, request_id, reason, seconds_left)
+            if of_peer is not None:
+                notices.record_raised(transition, of_peer)
+        case FinishAsked(start_id):
+            starts.record_finish_asked(transition, start_id)
+        case StartBegun(connection, start_id):
+            starts.record_begun(transition, connection, start_id)
+        case ProcessFound():
+            starts.record_process(transition, event)
         case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
             emergency.record_sealed(transition, request_id, at_step)
             measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)
             ranks.record_measures(transition, measured)
-            resumption.record_sealed(transition, event)
         case TrainerFailed(_, request_id, reason):
             ranks.record_save_failed(transition, event)
             request.record_failed(transition, request_id, reason)
-        case DownloadStarted():
-            resumption.record_download_started(transition)
-        case DownloadEnded():
-            resumption.record_download_ended(transition, event)
-        case RestoreAsked():
-            resumption.record_asked(transition)
-        case RestoreAnswered():
-            resumption.record_answered(transition, event)
+        case RestoreAsked(start_id):
+            starts.record_restoring(transition, start_id)
+        case DownloadStarted() | DownloadEnded() | RestoreAnswered():
+            pass  # only observers use them
         case RolledBack(to_step):
-            resumption.record_line_left(transition)
-            lineage.record_rolled_back(transition, to_step)
+            starts.record_rolled_back(transition, to_step)
+        case RunRead(newest, newest_start):
+            starts.record_newest(transition, newest, newest_start)
         case NewestDated(ref, age_s):
             dated_mono_s = transition.now - age_s
             transition.state = replace(state, found_commit=ref, found_commit_mono_s=dated_mono_s)
@@ -176,7 +167,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case Scanned():
             staged_sets.record_scan(transition, event)
         case GenerationClaimed():
-            lineage.record_generation(transition, event)
+            starts.record_claimed(transition, event)
         case FlushProgress():
             flight.record_progress(transition, event)
         case Flushed():
@@ -189,12 +180,10 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             commits.record_parts_counted(transition, event)
         case CommitFailed():
             commits.record_failed(transition, event)
-        case FenceFound(in_mirror=False) if state.settings.several_vms:
-            nodes.record_fence(transition, event)
         case FenceFound():
-            claims.record_fence(transition, event)
+            starts.record_fence(transition, event)
         case WokeUp(slept_s):
-            claims.record_woke_up(transition, slept_s)
+            starts.record_woke_up(transition, slept_s)
         case StopRequested(reason):
             transition.state = replace(transition.state, is_leaving=True)
             transition.do(Exit(EXIT_STOPPED, reason))
@@ -207,14 +196,10 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
 def _reconcile(transition: Transition) -> None:
     if transition.state.is_leaving:
         return
-    if transition.state.fenced_by is not None:
-        claims.leave_fenced(transition, transition.state.fenced_by)
-        return
     evacuation.reconcile(transition)
     arrival.reconcile(transition)
     emergency.reconcile(transition)
-    nodes.reconcile(transition)
-    claims.reconcile(transition)
+    starts.reconcile(transition)
     followup.reconcile(transition)
     periodic.reconcile(transition)
     stall.reconcile(transition)
@@ -222,7 +207,6 @@ def _reconcile(transition: Transition) -> None:
     commits.reconcile(transition)
     staged_sets.reconcile(transition)
     verdict.reconcile(transition)
-    resumption.reconcile(transition)
 
 
 def rebuilt(state: State) -> State:
@@ -252,22 +236,18 @@ def rebuilt(state: State) -> State:
         saved_mono_s=None,
         stalled=frozenset(),
         evacuation=None,
-        ahead_before=restart.ahead_of(state),
         opened=(),
-        milestones=Milestones(),
-        training=Training(),
     )
 
 
 def _without_reports(trainer: TrainerView) -> TrainerView:
     return replace(
-        restart.identity(trainer),
-        connection=trainer.connection,
-        step=trainer.step,
-        takes_periodic=trainer.takes_periodic,
-        takes_follow_ups=trainer.takes_follow_ups,
-        is_connected=trainer.is_connected,
-        left_mono_s=trainer.left_mono_s,
-        greeted_mono_s=trainer.greeted_mono_s,
-        start_step=trainer.start_step,
+        trainer,
+        save_s=None,
+        save_bytes=None,
+        snapshot_s=None,
+        step_s=None,
+        loss=None,
+        loss_is_finite=None,
+        reported_mono_s=None,
     )

@@ -26,7 +26,7 @@ class Margin:
 
 def margins(state: State) -> tuple[Margin, ...]:
     """The margin of each kind of notice that this VM may get, the shortest grace period first."""
-    if state.newer_generation is not None:
+    if state.fenced_by is not None:
         return ()
     needed_s = _needed_s(state)
     found = []
@@ -68,6 +68,6 @@ def _covered_step(state: State, grace_s: float) -> int | None:
     """Step of the newest state that would be committed without a new checkpoint."""
     steps = [c.id.step for c in state.candidates if _store_s(state, c.bytes_left) <= grace_s]
     steps += [item.staged.id.step for item in state.stored]
-    if state.last_complete is not None and not state.owes_checkpoint:
+    if state.last_complete is not None:
         steps.append(state.last_complete.step)
     return max(steps, default=None)

@@ -16,7 +16,7 @@ from dataclasses import replace
 
 from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
-from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceStatus
+from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceStatus, Verdict
 
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not terminated: watch again."""
@@ -109,7 +109,7 @@ def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
 def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation_id: str) -> None:
     """Note the evacuation that answers these notices, for the daemon after a restart."""
     changed = {
-        _key(notice): replace(notice, evacuation_id=evacuation_id)
+        _key(notice): replace(notice, evacuation_id=evacuation_id, verdict=None, verdict_start="")
         for notice in live
         if notice.evacuation_id != evacuation_id
     }
@@ -117,6 +117,19 @@ def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation
         transition.state = replace(
             transition.state, notices={**transition.state.notices, **changed}
         )
+
+
+def record_verdict(transition: Transition, verdict: Verdict) -> None:
+    """Note the verdict in the notices that it answers, for the daemon after a restart."""
+    evacuation, start = transition.evacuation, transition.state.start
+    start_id = "" if start is None else start.id
+    answered = {
+        key: replace(notice, verdict=verdict, verdict_start=start_id)
+        for key, notice in transition.state.notices.items()
+        if notice.evacuation_id == evacuation.id
+    }
+    notices = {**transition.state.notices, **answered}
+    transition.state = replace(transition.state, notices=notices)
 
 
 def identities(state: State, answered: frozenset[str]) -> frozenset[str]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import cadence, lineage
+from swansongd.core import cadence
 from swansongd.core.planner import take_s
 from swansongd.core.request import fail, reconcile_target, send, withdraw
 from swansongd.core.state import CheckpointRequest, State
@@ -17,8 +17,6 @@ from swansongd.core.transition import Transition
 
 PATIENCE_S = 300.0
 """A request without an answer is withdrawn after this time: ranks may block on each other."""
-OWED_EVERY_S = 30.0
-"""A checkpoint that must replace a discarded commit is requested again at this interval."""
 UNCOMMITTED_MAX = 2
 """While this many sets wait for a slow store, no more are requested: sets would only be dropped.  During an
 outage requests continue: a trainer that crashes then resumes from the newest local set."""
@@ -74,11 +72,6 @@ def _is_due(transition: Transition) -> bool:
     )
     if not is_ready:
         return False
-    is_payable = lineage.is_payable(state)
-    if state.owes_checkpoint and is_payable and not state.uncommitted and not state.stored:
-        asked_mono_s = state.periodic_mono_s
-        is_placed = all(trainer.start_step >= 0 for trainer in state.connected)
-        return is_placed and (asked_mono_s is None or transition.now - asked_mono_s >= OWED_EVERY_S)
     if not all(t.takes_periodic and t.step > 0 for t in state.connected):
         return False
     moments = (state.saved_mono_s, state.joined_mono_s, state.periodic_mono_s)
@@ -102,6 +95,7 @@ def _make(transition: Transition) -> None:
         # The instant makes the id differ from those of an earlier life of the daemon, which hooks remember.
         request_id=f"periodic-{transition.now:.3f}",
         reason="a periodic checkpoint is due",
+        start_id="" if transition.state.start is None else transition.state.start.id,
         is_periodic=True,
         is_urgent=False,
         asked_mono_s=transition.now,

@@ -90,6 +90,8 @@ class Candidate:
     """A sealed set that is not committed yet."""
 
     id: CheckpointId
+    order: tuple[int, CheckpointId]
+    """Its place among all sets, see :meth:`swansongd.core.state.State.order`."""
     bytes_left: int
     """Bytes that are not stored yet."""
     is_sound: bool = True
@@ -310,7 +312,7 @@ def choose(
     use.  The set ``in_flight`` is replaced only by one that fits, and only if that one is newer or the set in
     flight does not fit.
     """
-    best_first = sorted(candidates, key=lambda each: (each.is_sound, each.id), reverse=True)
+    best_first = sorted(candidates, key=lambda each: (each.is_sound, each.order), reverse=True)
     fitting = [c for c in best_first if fits(c, left_s, bandwidth_bytes_per_s)]
     current = next((c for c in best_first if c.id == in_flight), None)
     if current is None:

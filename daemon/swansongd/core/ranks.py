@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core import arrival, emergency, gpus, lineage, nodes, request, stall
+from swansongd.core import emergency, request, stall, starts
 from swansongd.core.events import (
     TellCommitted,
     TrainerFailed,
@@ -30,15 +30,17 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     process = (trainer.pid, trainer.process_start)
     known = next((t for t in state.trainers if (t.pid, t.process_start) == process), None)
     if known is not None:
-        trainer = replace(trainer, start_step=known.start_step)
-    gpus.record_start(transition, known, trainer.start_id)
-    lineage.record_start_id(transition, trainer.start_id)
+        trainer = replace(
+            trainer,
+            start_step=known.start_step,
+            start_id=trainer.start_id or known.start_id,
+        )
     if not state.connected:
         transition.state = replace(transition.state, joined_mono_s=transition.now)
     transition.state = replace(transition.state, trainers=(*others, trainer))
     if state.last_complete is not None:  # perhaps committed while the rank was not connected
         transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
-    nodes.record_joined(transition, trainer)
+    starts.record_joined(transition, trainer)
     request.record_joined(transition, trainer.connection, trainer.rank)
 
 
@@ -72,11 +74,9 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
         away = replace(gone, is_connected=False, left_mono_s=transition.now)
         transition.state = replace(state, trainers=(*others, away))
         return
-    has_just_left = transition.now - gone.left_mono_s < arrival.EXIT_S
-    is_unknown = arrival.is_step_unknown(state, gone) and not has_just_left
-    if state.evacuation is not None and is_unknown:
-        transition.evacuation = replace(state.evacuation, has_unknown=True)
     transition.state = replace(transition.state, trainers=others)
+    if event.is_goodbye:
+        starts.record_ended(transition, gone)
     emergency.record_rank_ended(transition, gone.rank)
 
 
@@ -94,16 +94,12 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
         return
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
-        placed = replace(placed, start_id=event.start_id, step=event.step)
-        gpus.record_start(transition, trainer, event.start_id)
-        lineage.record_start_id(transition, event.start_id)
-        if transition.state.settings.several_vms and trainer.start_id not in ("", event.start_id):
-            lineage.close(transition, [trainer.start_id])
+        placed = replace(placed, start_id=event.start_id, parent=event.parent, step=event.step)
     others = (t for t in transition.state.trainers if t is not trainer)
     transition.state = replace(transition.state, trainers=(*others, placed))
-    before_mono_s = transition.now if is_placed else trainer.greeted_mono_s
-    if lineage.record_started(transition, placed, before_mono_s=before_mono_s):
-        nodes.record_started_behind(transition)
+    if event.start_id:
+        starts.record_member(transition, placed)
+        starts.record_started(transition, event.start_id)
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:

@@ -2,82 +2,31 @@
 """Which checkpoint a trainer resumes from: one rule, for the hooks and for the restore unit.
 
 Sealed sets in staging and commits are ordered alike, by generation and step.  A set in staging has the
-generation under which it was, or will be, committed.  In a job over several VMs, a set in staging is only a
-part of a checkpoint, so only commits are candidates.
+generation of its start.  Over several VMs staging has only this VM's share, so only commits count.
 
-All ranks of one start must resume from the same checkpoint.  The first answer therefore remains valid
-while the facts behind it do.
+Each start has one answer, which all its ranks on this VM get.  It is chosen under the generation of the
+start, so what earlier starts have committed by then is seen.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from swansong.protocol import RestoreQuery
 
-from swansongd.core import nodes
 from swansongd.core.state import State
-from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy
-
-ONE_START_S = 60.0
-"""A query within this time of an answer is from a rank of the same start, unless a set was sealed since."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Basis:
-    """The facts behind an answer."""
-
-    answered_mono_s: float
-    newest: CommitRef | None
-    """The newest whole commit in the store, or the commit that the query named."""
-    local: CheckpointId | None = None
-    """The newest usable set in staging."""
-    job_start_id: str = ""
-    """The answer is valid for this start of the job only."""
-
-    def is_recent(self, now_mono_s: float) -> bool:
-        """Whether the answer is so new that the store need not be read again."""
-        return is_one_start(self.answered_mono_s, now_mono_s)
-
-
-def is_one_start(answered_mono_s: float, now_mono_s: float) -> bool:
-    """Whether a query now is from a rank of the same start as the query that was answered then."""
-    return now_mono_s - answered_mono_s < ONE_START_S
-
-
-def basis(state: State, newest: CommitRef | None, now_mono_s: float) -> Basis:
-    """The facts of this state, with the newest commit of the store."""
-    return Basis(
-        answered_mono_s=now_mono_s,
-        newest=newest,
-        local=_newest_id(state),
-        job_start_id=state.job_start_id,
-    )
-
-
-def still_holds(given: Basis, state: State) -> bool:
-    """Whether an answer with this basis is still valid, by the facts on this VM."""
-    return (
-        not _is_part_only(state)
-        and given.local == _newest_id(state)
-        and given.job_start_id == state.job_start_id
-    )
+from swansongd.model import CommitRef, Staged, is_healthy
 
 
 def may_answer(state: State, query: RestoreQuery) -> bool:
-    """Whether the decision loop has left behind the steps that no longer count.
-
-    Over several VMs the choice is made under the generation of this start of the job: from its claim on,
-    nothing of an earlier start is committed.
-    """
-    wanted = query.job_start_id
-    if query.generation >= 0 and not query.refused:  # rank 0 has chosen this commit
-        return not wanted or state.job_start_id == wanted
-    if query.rollback or not state.settings.several_vms:
+    """Whether the start of this rank has begun, and has its generation where it is about to choose."""
+    if not query.start_id:  # of an operator
         return True
-    is_wanted = state.job_start_id == wanted if wanted else nodes.is_alone(state.job_start_id)
-    return is_wanted and state.finishing is None and state.generation is not None
+    start = state.start_of(query.start_id)
+    if start is None or not start.is_live:
+        return False
+    is_named = query.generation >= 0 and not query.refused
+    return is_named or start.generation is not None
 
 
 def why_no_prefetch(state: State, newest: CommitRef | None) -> str:
@@ -86,15 +35,15 @@ def why_no_prefetch(state: State, newest: CommitRef | None) -> str:
     Args:
         newest: the newest whole commit of the run.
     """
-    if state.newer_generation is not None:
-        return f"generation {state.newer_generation} has taken the run over"
+    if state.fenced_by is not None:
+        return f"generation {state.fenced_by} has taken the run over"
     if any(trainer.start_step >= 0 for trainer in state.trainers):
         return "training has begun"
     known = state.last_complete
     if known is not None and known.generation == state.generation and known != newest:
         return "this VM has committed a newer checkpoint"
     if newest is None:
-        return "" if state.generation is None else "the run has no commit"
+        return "the run has no commit" if state.is_run_read else ""
     local = newest_local(state, newest)
     return "" if local is None else f"step {local.id.step} is in staging"
 
@@ -122,38 +71,29 @@ def may_download(state: State, *, is_asked: bool) -> bool:
 
 def newest_local(state: State, newest: CommitRef | None) -> Staged | None:
     """The newest usable set in staging; None without one, and if the newest commit is newer."""
-    if _is_part_only(state):
-        return None
-    return _newest(state, (s for s in state.staged if s.id not in state.unusable), newest)
+    return _newest(state, state.staged, newest)
 
 
 def newest_healthy_local(state: State, before_step: int, newest: CommitRef | None) -> Staged | None:
     """The newest healthy set of an earlier step; None without one, and if that commit is newer."""
-    healthy = (
-        s
-        for s in state.staged
-        if s.id not in state.unusable and s.id.step < before_step and is_healthy(s.health)
-    )
+    healthy = (s for s in state.staged if s.id.step < before_step and is_healthy(s.health))
     return _newest(state, healthy, newest)
 
 
-def _is_part_only(state: State) -> bool:
-    """Whether a set in staging may be one VM's part of a checkpoint."""
-    return state.settings.several_vms and not nodes.is_alone(state.job_start_id)
-
-
-def _newest_id(state: State) -> CheckpointId | None:
-    newest = newest_local(state, None)
-    return None if newest is None else newest.id
-
-
 def _newest(state: State, sets: Iterable[Staged], newest: CommitRef | None) -> Staged | None:
-    def place(staged: Staged) -> CommitRef:
-        ref = state.ref_of(staged.id)
-        if ref is None:  # its generation is unknown: compare by step
-            generation = newest.generation if newest is not None else 0
-            return CommitRef(generation, staged.id.step, staged.id.is_final)
-        return ref
+    usable = [s for s in sets if s.id not in state.unusable and s.nodes == 1]
+    unclaimed = [s for s in usable if _will_be_newest(state, s)]
+    if unclaimed:
+        return max(unclaimed, key=lambda staged: state.order(staged.id))
+    placed = [(ref, s) for s in usable if (ref := state.ref_of(s.id)) is not None]
+    best = max(placed, key=lambda each: (each[0], each[1].id), default=None)
+    if best is None or (newest is not None and best[0] < newest):
+        return None
+    return best[1]
 
-    best = max(sets, key=lambda staged: (place(staged), staged.id), default=None)
-    return None if best is None or (newest is not None and place(best) < newest) else best
+
+def _will_be_newest(state: State, staged: Staged) -> bool:
+    """Whether the start of this set has yet to claim its generation, which is then the newest one."""
+    start = state.start_of(staged.id.start)
+    is_unclaimed = start is not None and start.is_open and start.generation is None
+    return is_unclaimed and state.is_run_read

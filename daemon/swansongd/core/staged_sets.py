@@ -7,10 +7,10 @@ a few unsent sets and deletes the others: an outage of the store must not fill t
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from swansongd.core import emergency, flight, gpus, learning, lineage, nodes
+from swansongd.core import emergency, flight, gpus, learning, starts
 from swansongd.core.events import (
     Prune,
     Scanned,
@@ -35,15 +35,18 @@ def record_scan(transition: Transition, event: Scanned) -> None:
     """A scan of staging ended."""
     before = {staged.id for staged in transition.state.staged}
     is_first = transition.state.first_scan_mono_s is None
+    unknown = [staged for staged in event.staged if staged.id not in before]
+    starts.record_found(transition, unknown, is_first=is_first)
+    event = replace(
+        event, staged=tuple(starts.named_by(transition.state, each) for each in event.staged)
+    )
     new = [staged for staged in event.staged if staged.id not in before]
     _record_found(transition, event, new, is_first=is_first)
-    _forget_absent(transition, event, before)
-    lineage.record_found(transition, new, is_first=is_first)
+    _forget_absent(transition, event)
     if is_first:
         _first_look(transition, event.staged)
     transition.state = replace(transition.state, scanned_mono_s=event.started_mono_s)
     present = frozenset(staged.id for staged in event.staged)
-    _note_newest(transition, present)
     flight.record_absent(transition, present)
     emergency.record_scan(transition, event)
 
@@ -99,18 +102,17 @@ def _note_signalled(transition: Transition, new: Sequence[Staged]) -> None:
     transition.state = replace(transition.state, by_signal=transition.state.by_signal | adopted)
 
 
-def _forget_absent(transition: Transition, event: Scanned, before: Set[CheckpointId]) -> None:
+def _forget_absent(transition: Transition, event: Scanned) -> None:
     """Forget sets that disappeared: another set may get the name."""
     state = transition.state
     present = frozenset(staged.id for staged in event.staged)
     written = {staged.id for staged in event.growing}
-    abandoned = state.abandoned - (before - present)
     transition.state = replace(
         state,
-        abandoned=abandoned,
+        adopted={id_: start for id_, start in state.adopted.items() if id_ in present},
         by_signal=state.by_signal & present,
         suspect=state.suspect & present,
-        unusable=(state.unusable | abandoned) & present,
+        unusable=state.unusable & present,
         stored_bytes={
             id_: size for id_, size in state.stored_bytes.items() if id_ in present | written
         },
@@ -118,24 +120,41 @@ def _forget_absent(transition: Transition, event: Scanned, before: Set[Checkpoin
     )
 
 
-def _note_newest(transition: Transition, present: frozenset[CheckpointId]) -> None:
-    """Remember the newest set that a scan found during the evacuation."""
-    if transition.state.evacuation is None:
-        return
-    usable = present - transition.state.unusable
-    known = (transition.evacuation.newest, *usable)
-    newest = max((id_ for id_ in known if id_ is not None), default=None)
-    transition.evacuation = replace(transition.evacuation, newest=newest)
-
-
 def _first_look(transition: Transition, present: tuple[Staged, ...]) -> None:
-    """Sets of the first scan are old, even if a claim or a notice came before the scan."""
-    nodes.record_first_scan(transition)
+    """Sets of the first scan are old, even if a notice came before the scan."""
+    _doubt_undurable(transition, present)
     evacuation = transition.state.evacuation
     request = evacuation.request if evacuation is not None else None
     if request is not None and request.by_signal:
         known = frozenset(staged.id for staged in present)
         transition.update_request(replace(request, known=known))
+
+
+def _doubt_undurable(transition: Transition, present: tuple[Staged, ...]) -> None:
+    """The power may have been cut before these sets were flushed to the disk."""
+    state = transition.state
+    doubtful = [
+        s
+        for s in present
+        if not _is_durable(s)
+        and s.id not in state.unusable
+        and max((f.mtime_ns for f in s.files), default=0) < state.settings.booted_wall_ns
+    ]
+    for staged in doubtful:
+        transition.log(
+            "warning",
+            "sealed_set_not_durable",
+            directory=staged.directory,
+            step=staged.id.step,
+            reason="it was not flushed to the disk before the last boot, and may be torn",
+        )
+    unusable = transition.state.unusable | {staged.id for staged in doubtful}
+    transition.state = replace(transition.state, unusable=unusable)
+
+
+def _is_durable(staged: Staged) -> bool:
+    """Whether the hooks flushed it to the disk before they sealed it."""
+    return staged.framework == "swansong" and staged.kind is not CheckpointKind.EMERGENCY
 
 
 @dataclass(frozen=True, slots=True)
@@ -197,7 +216,7 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
     if state.flight is not None:
         wanted.add(state.flight.staged.id)
     wanted.update(item.staged.id for item in state.stored)
-    answers = (state.answer, state.newer, state.follow_up_answer)
+    answers = (state.answer, state.follow_up_answer)
     wanted.update(id_ for id_ in answers if id_ is not None)
     partly = [staged for staged in newest_first if state.stored_bytes.get(staged.id)]
     if partly:

@@ -8,13 +8,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 
 from swansongd.core.cadence import History
-from swansongd.core.events import ClaimGeneration, JoinGeneration
-from swansongd.core.ledger import Milestones, Training
 from swansongd.core.pace import UNKNOWN, Pace
 from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
 from swansongd.core.request_ids import are_of_one
 from swansongd.model import (
-    Ahead,
     CheckpointId,
     CommitRef,
     GpuRecord,
@@ -24,6 +21,7 @@ from swansongd.model import (
     Severity,
     SourceStatus,
     Staged,
+    Start,
     StoredShard,
     TrainerView,
     Verdict,
@@ -50,9 +48,6 @@ class Phase(StrEnum):
     FENCED = "FENCED"
 
 
-_BEFORE_ALL = CommitRef(0, 0)
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Settings:
     """The settings that decisions need: of the configuration, of the VM and of earlier lives."""
@@ -64,14 +59,8 @@ class Settings:
     """Bandwidth limit of a flush while no notice is in force."""
     checkpoint_interval_s: float | None = None
     """Interval of periodic checkpoints; None: computed, see :mod:`swansongd.core.cadence`."""
-    several_vms: bool = False
-    """The job may run on several VMs, which share one generation."""
     vm: str = ""
     """Identifies this VM and boot."""
-    resumed_job_start_id: str = ""
-    """The job start in which an earlier life of this daemon, in this boot, took part."""
-    sealed_under: int | None = None
-    """Generation of the sets that earlier lives of this daemon left in staging; None if unknown."""
     booted_wall_ns: int = 0
     """When the VM was booted, by the clock of file times: before that, the power may have been cut."""
     mtbf_s: float = 4 * 3600.0
@@ -154,14 +143,12 @@ class Incomplete:
 
 @dataclass(frozen=True, slots=True)
 class Finishing:
-    """Another start of the job is about to begin, after the sets that are sealed by then are committed."""
+    """A start over several VMs is about to begin, after the sets that are sealed by then are committed."""
 
-    job_start_id: str
+    start_id: str
     asked_mono_s: float
     by_mono_s: float
     """The start begins at this instant at the latest."""
-    known: frozenset[CheckpointId] | None = None
-    """Sets of the first scan after the question; None before it.  Other sets belong to the new start."""
     is_done: bool = False
 
 
@@ -195,6 +182,8 @@ class CheckpointRequest:
 
     request_id: str
     reason: str
+    start_id: str = ""
+    """The newest start of the training when the request was made."""
     is_periodic: bool = False
     is_follow_up: bool = False
     by_signal: bool = False
@@ -219,8 +208,6 @@ class CheckpointRequest:
     """A rank reported that it sealed this step for the request."""
     sealed: CheckpointId | None = None
     """The set that answers the request, once a scan has found it."""
-    newer: CheckpointId | None = None
-    """Oldest set of a step after the request, whether it answers the request or not."""
     lost_mono_s: float | None = None
     """When a rank's process ended; a scan that began later decides whether it had sealed."""
     failure: str = ""
@@ -261,18 +248,14 @@ class Evacuation:
     """An earlier life of the daemon opened it: the trainer may have answered its request already."""
     identities: frozenset[str] = frozenset()
     """Identities of the notices that it answers."""
-    newest: CheckpointId | None = None
-    """Newest sealed set that a scan found at or since the opening, even if it was not usable later."""
     request: CheckpointRequest | None = None
     """The newest one."""
     requests: int = 0
     """Number of requests so far; each has another id."""
     refusal: str = ""
     """Why the last signal was not sent."""
-    ahead: int = -1
-    """Newest step that any trainer reported while it was open, also of processes that have ended."""
-    has_unknown: bool = False
-    """A trainer of unknown step ended while it was open."""
+    earlier: tuple[Verdict, str] | None = None
+    """Verdict of an earlier life of the daemon, and the start of the training to which it applies."""
     awaits_trainer: bool = False
     """The verdict waits for a trainer to connect, or to become ready for its signal."""
     foretold: tuple[Verdict, CommitRef | None] | None = None
@@ -314,8 +297,9 @@ class State:
     sources: Mapping[str, SourceStatus] = field(default_factory=dict)
     gpus: Mapping[str, GpuStatus] = field(default_factory=dict)
     """Health of the GPUs, by their address on the bus; empty without a GPU."""
-    suspect_starts: tuple[str, ...] = ()
-    """Starts of trainers that were connected when a GPU failed: none of them is asked for a checkpoint."""
+    suspect_starts: frozenset[str] = frozenset()
+    """Processes that trained when a GPU failed, by the id of their first start: none of them is asked for a
+    checkpoint."""
     suspect: frozenset[CheckpointId] = frozenset()
     """Sets of these starts that appeared after the failure: they count as unhealthy."""
     doubtful_commits: tuple[CommitRef, ...] = ()
@@ -342,8 +326,8 @@ class State:
     refused_why: str = ""
     """Reason of the last refusal."""
     refused_mono_s: float = 0.0
-    generation: int | None = None
     fenced_by: int | None = None
+    """The generation that has taken the run over."""
     first_scan_mono_s: float | None = None
     """When the first scan of this life began; None before."""
     scanned_mono_s: float | None = None
@@ -356,48 +340,36 @@ class State:
     """Bytes of each set that are stored, by this flush or an earlier one."""
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(directory, reason) of sealed sets that are not sound; each is logged once."""
-    inherited: frozenset[CheckpointId] = frozenset()
-    """Sets that existed at the first scan, settled or not: sealed under ``settings.sealed_under``."""
     seen: Mapping[CheckpointId, float] = field(default_factory=dict)
     """When the scan began that first found each set."""
     by_signal: frozenset[CheckpointId] = frozenset()
     """Sets of a trainer without hooks that appeared while it had a signal to answer."""
+    adopted: Mapping[CheckpointId, str] = field(default_factory=dict)
+    """The start of each set that a trainer without hooks has sealed."""
     unusable: frozenset[CheckpointId] = frozenset()
-    """Sets that changed, were unreadable, lost a conflict, were dropped, or belong to an abandoned line."""
+    """Sets that changed, were unreadable, lost a conflict, were dropped, or are of a start that is over."""
     dropped: DroppedSets = DroppedSets()
-    abandoned: frozenset[CheckpointId] = frozenset()
-    """Sets of states from which training did not continue: never committed, never resumed."""
-    starts: tuple[str, ...] = ()
-    """Starts of trainers that joined, the newest last."""
-    closed_starts: tuple[str, ...] = ()
-    """Starts whose line was left: their further sets are abandoned."""
-    retained: frozenset[CheckpointId] = frozenset()
-    """Sets of such starts from which training continued: they belong to the next line, too."""
+    starts: tuple[Start, ...] = ()
+    """The starts of the training that are known here, the newest last."""
+    process: str = ""
+    """The start of the trainer without hooks whose process runs; empty without one."""
     has_aside: bool = False
     """Sets were set aside, for the next commit to delete."""
-    must_claim: bool = False
-    """Training left the line of states before a generation was claimed: the claim needs a successor."""
-    owes_checkpoint: bool = False
-    """Training started before the newest commit, which only a commit of its own line replaces."""
-    owed_above: CommitRef = _BEFORE_ALL
-    """Such a commit comes after this place in the order of readers."""
     flight: Flight | None = None
     stored: tuple[StoredSet, ...] = ()
     last_commit: CommitRef | None = None
     """Newest commit of the run, of any generation.  Over several VMs perhaps only this VM's part of it."""
     last_complete: CommitRef | None = None
     """Newest whole commit: all its VMs have committed their parts."""
+    is_run_read: bool = False
+    """Whether the newest commit of the run is known."""
+    newest_start: str = ""
+    """The start whose generation ``last_complete`` has, if it is not one of ``starts``."""
     incomplete: Incomplete | None = None
-    job_start_id: str = ""
-    """The trainers' start of a job over several VMs."""
     finishing: Finishing | None = None
-    """The next start of the job, while this VM still commits sets of the last one."""
-    overtaken_by: int | None = None
-    """Over several VMs: the newer generation of the run, while this VM has none."""
+    """The next start of a job over several VMs, while this VM still commits sets of the last one."""
     last_commit_mono_s: float | None = None
     """When ``last_complete`` became whole; None for a commit that the claim found."""
-    last_commit_seen_mono_s: float | None = None
-    """Start of the scan that first found its set; None for a commit that the claim found."""
     found_commit: CommitRef | None = None
     """Newest commit that a claim found, once its manifest is read."""
     found_commit_mono_s: float = 0.0
@@ -427,10 +399,10 @@ class State:
     healthy_commit: CommitRef | None = None
     """Newest commit of this generation that is not unhealthy."""
     evacuation: Evacuation | None = None
-    claim_due: ClaimGeneration | JoinGeneration | None = None
-    """A claim that waits for the rate limit of claims."""
+    claiming: str = ""
+    """The start for which a claim was ordered last."""
     claims_mono_s: tuple[float, ...] = ()
-    """When the last claims were made."""
+    """When the last claims were ordered."""
     peers_mono_s: tuple[float, ...] = ()
     """When the last requests of other VMs became notices."""
     peer_end_mono_s: float | None = None
@@ -439,26 +411,13 @@ class State:
     """Ids of the last evacuations."""
     evacuations: int = 0
     """Number of evacuations so far."""
-    ahead_before: Ahead | None = None
-    """The training that an evacuation had seen when the daemon ended, or its state was rebuilt."""
     last_verdict: Concluded | None = None
-    milestones: Milestones = field(default_factory=Milestones)
-    """How far the resume in progress has come."""
-    training: Training = field(default_factory=Training)
-    recorded: int | None = None
-    """Generation whose resumption was recorded last."""
-    parted: str = ""
-    """Evacuation whose last farewell was written."""
-    parted_step: int = -1
-    """Step in that farewell."""
-    parted_mono_s: float = 0.0
-    """When that farewell was requested."""
     is_leaving: bool = False
 
     @property
     def phase(self) -> Phase | Verdict:
         """Derived, so that it cannot disagree with the facts."""
-        if self.newer_generation is not None:
+        if self.fenced_by is not None:
             return Phase.FENCED
         evacuation = self.evacuation
         if evacuation is None or evacuation.is_precaution:
@@ -480,9 +439,35 @@ class State:
         return evacuation.verdict or Phase.FLUSHING
 
     @property
-    def newer_generation(self) -> int | None:
-        """The generation that has taken the run over, while this VM is fenced."""
-        return self.fenced_by if self.fenced_by is not None else self.overtaken_by
+    def start(self) -> Start | None:
+        """The newest start of the training since the VM booted; None before the first."""
+        newest = self.starts[-1] if self.starts else None
+        return newest if newest is not None and newest.is_of_boot else None
+
+    def start_of(self, start_id: str) -> Start | None:
+        """The start with this id, if it is known."""
+        return next((start for start in self.starts if start.id == start_id), None)
+
+    def owner_of(self, ref: CommitRef) -> str:
+        """Id of the start that wrote this commit; empty if it is unknown."""
+        own = next((s.id for s in self.starts if s.generation == ref.generation), "")
+        return own or (self.newest_start if ref == self.last_complete else "")
+
+    @property
+    def generation(self) -> int | None:
+        """The generation of the newest start; None until it is claimed."""
+        return None if self.start is None else self.start.generation
+
+    @property
+    def newest_generation(self) -> int | None:
+        """The newest generation of a start since the VM booted; None before the first claim."""
+        own = (start.generation for start in self.starts if start.is_of_boot)
+        return max((each for each in own if each is not None), default=None)
+
+    def order(self, checkpoint: CheckpointId) -> tuple[int, CheckpointId]:
+        """The place of a set among all sets in staging: by start, then by step."""
+        numbers = {start.id: number for number, start in enumerate(self.starts)}
+        return numbers.get(checkpoint.start, -1), checkpoint
 
     @property
     def connected(self) -> tuple[TrainerView, ...]:
@@ -491,11 +476,20 @@ class State:
     @property
     def pinned(self) -> Staged | None:
         """The newest set that is not unhealthy, while all newer ones are: committed and kept."""
-        usable = (s for s in self.staged if s.id not in self.unusable | self.inherited)
-        newest_first = sorted(usable, key=lambda staged: staged.id, reverse=True)
+        newest_first = [s for s in self._newest_first if s.id.start == self._last_start]
         if not newest_first or is_healthy(newest_first[0].health) is not False:
             return None
         return next((s for s in newest_first if is_healthy(s.health) is not False), None)
+
+    @property
+    def _last_start(self) -> str:
+        return self.starts[-1].id if self.starts else ""
+
+    @property
+    def _newest_first(self) -> list[Staged]:
+        usable = (s for s in self.staged if s.id not in self.unusable)
+        numbers = {start.id: number for number, start in enumerate(self.starts)}
+        return sorted(usable, key=lambda s: (numbers.get(s.id.start, -1), s.id), reverse=True)
 
     @property
     def uncommitted(self) -> tuple[Staged, ...]:
@@ -507,12 +501,14 @@ class State:
             and (self.healthy_commit is None or self.healthy_commit.step < pinned.id.step)
             else None
         )
-        wanted = (
+        open_ids = {start.id for start in self.starts if start.is_open}
+        return tuple(
             s
-            for s in self.staged
-            if s.id not in self.unusable and (s.id == pinned_id or not self.is_covered(s.id))
+            for s in self._newest_first
+            if s.id.start in open_ids
+            and (s.nodes == 1 or s.id.start == self._last_start or self.finishing is not None)
+            and (s.id == pinned_id or not self.is_covered(s.id))
         )
-        return tuple(sorted(wanted, key=lambda staged: staged.id, reverse=True))
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
         """Whether a commit at or after this place in the order of readers exists; this VM's part suffices."""
@@ -529,18 +525,11 @@ class State:
         return ref is not None and ref <= last
 
     def ref_of(self, checkpoint: CheckpointId) -> CommitRef | None:
-        """The place of a set in the line of states; None before a generation is claimed.
-
-        A set of an earlier life whose generation is unknown is compared with commits by its step alone.
-        """
-        generation = self.generation
-        if checkpoint in self.inherited:
-            generation = self.settings.sealed_under
-            if generation is None and self.last_commit is not None:
-                generation = self.last_commit.generation
-        if generation is None:
+        """The place of a set among the commits; None before its start has a generation."""
+        start = self.start_of(checkpoint.start)
+        if start is None or start.generation is None:
             return None
-        return CommitRef(generation, checkpoint.step, checkpoint.is_final)
+        return CommitRef(start.generation, checkpoint.step, checkpoint.is_final)
 
     @property
     def part(self) -> VmPart | None:
@@ -553,15 +542,23 @@ class State:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Sealed sets that are still worth storing: none older than a stored set, except the pinned one."""
-        newest_stored = max((item.staged.id for item in self.stored), default=None)
+        newest_stored = max((self.order(item.staged.id) for item in self.stored), default=None)
         result = []
         pinned, stored = self.pinned, {item.staged.id for item in self.stored}
         for staged in self.uncommitted:
             is_pinned = staged == pinned and staged.id not in stored
-            if newest_stored is None or staged.id > newest_stored or is_pinned:
+            is_newer = newest_stored is None or self.order(staged.id) > newest_stored
+            if self.ref_of(staged.id) is not None and (is_newer or is_pinned):
                 left = max(0, staged.size_bytes - self.stored_bytes.get(staged.id, 0))
                 is_sound = staged.id not in self.suspect
-                result.append(Candidate(id=staged.id, bytes_left=left, is_sound=is_sound))
+                result.append(
+                    Candidate(
+                        id=staged.id,
+                        order=self.order(staged.id),
+                        bytes_left=left,
+                        is_sound=is_sound,
+                    )
+                )
         return tuple(result)
 
     @property
@@ -587,7 +584,7 @@ class State:
                 or (is_led and are_of_one(staged.request_id, evacuation.id))
             )
         )
-        return max(answering, key=lambda staged: staged.id, default=None)
+        return max(answering, key=lambda staged: self.order(staged.id), default=None)
 
     @property
     def bytes_to_come(self) -> int:
@@ -616,66 +613,24 @@ class State:
         return None if request is None or request.sealed in self.unusable else request.sealed
 
     @property
-    def newer(self) -> CheckpointId | None:
-        """Over several VMs: a set of a step after a failed request is as good as its answer."""
-        request = self.evacuation.request if self.evacuation is not None else None
-        if request is None or not (request.failure and self.settings.several_vms):
-            return None
-        return None if request.newer in self.unusable else request.newer
-
-    @property
-    def is_answered(self) -> bool:
-        """Whether a checkpoint from after the request is committed, with the parts of all VMs.
-
-        A commit of a later step from before the request belongs to another line.  The exception is
-        an answer that this generation committed before the daemon was restarted: follow-ups came after it.
-        """
-        evacuation, last = self.evacuation, self.last_complete
-        if evacuation is None or not evacuation.requests_made or last is None:
-            return False
-        found = (self.answer, self.newer, self.follow_up_answer)
-        answers = [id_ for id_ in found if id_ is not None]
-        seen_mono_s = self.last_commit_seen_mono_s
-        asked_mono_s = min(request.asked_mono_s for request in evacuation.requests_made)
-        is_newer = seen_mono_s is not None and seen_mono_s >= asked_mono_s
-        return any(
-            self.is_whole(id_)
-            and (is_newer or last.step == id_.step or not id_.nonce or self._is_of_newest(id_))
-            for id_ in answers
-        )
-
-    def _is_of_newest(self, answer: CheckpointId) -> bool:
-        """Whether an earlier life of the daemon got this answer in the generation of the newest commit."""
-        evacuation, last, place = self.evacuation, self.last_complete, self.ref_of(answer)
-        is_earlier = evacuation is not None and evacuation.is_resumed and answer in self.inherited
-        return (
-            is_earlier
-            and last is not None
-            and place is not None
-            and place.generation == last.generation
-        )
-
-    @property
     def is_finished(self) -> bool:
-        """Whether the newest state is the end of the run, and no later start of the training runs."""
-        usable = (staged.id for staged in self.staged if staged.id not in self.unusable)
-        newest = max(usable, default=None)
-        if newest is None or self.is_covered(newest):
-            is_end = self.last_commit is not None and self.last_commit.is_final
-        else:
-            is_end = newest.is_final
-        ended = self.ended_starts
-        return is_end and all(trainer.start_id in ended for trainer in self.trainers)
-
-    @property
-    def ended_starts(self) -> frozenset[str]:
-        """Starts of the training that have sealed the end of the run."""
-        return frozenset(start for s in self.staged if s.id.is_final for start in s.starts)
+        """Whether the newest start has sealed the end of the run, or committed it."""
+        start, last = self.start, self.last_complete
+        if start is None:
+            return False
+        is_sealed = any(
+            s.id.is_final and s.id.start == start.id
+            for s in self.staged
+            if s.id not in self.unusable
+        )
+        is_committed = last is not None and last.is_final and last.generation == start.generation
+        return is_sealed or is_committed
 
     @property
     def spans_vms(self) -> bool:
         """Whether the job has ranks on other VMs: the ranks then agree among themselves."""
-        return any(trainer.nodes > 1 for trainer in self.trainers)
+        start = self.starts[-1] if self.starts else None
+        return any(t.nodes > 1 for t in self.trainers) or (start is not None and start.nodes > 1)
 
     @property
     def local_world_size(self) -> int:
@@ -689,7 +644,7 @@ class State:
         if not self.trainers and self.signal_save_s is not None:
             save_s = [self.signal_save_s]
         steps_s = [t.step_s for t in self.connected if t.step_s is not None]
-        newest = max((s for s in self.staged), key=lambda s: s.id, default=None)
+        newest = max((s for s in self.staged), key=lambda s: self.order(s.id), default=None)
         reported = [t.save_bytes for t in self.connected if t.save_bytes is not None]
         save_bytes = newest.size_bytes if newest else (sum(reported) if reported else None)
         earlier = self.pace  # of an earlier VM, where this one has no numbers yet

@@ -112,7 +112,7 @@ class Rehearsal:
     def claim(self) -> bool:
         """Claim a generation; returns False if the store ignores create-if-absent."""
         self._claim = commit.claim_generation(
-            self._store, self.keys, identity={"program": "swansong doctor"}, nonce=self._nonce
+            self._store, self.keys, identity={"program": "swansong doctor"}, start_id=self._nonce
         )
         return self._claim.honours_if_absent
 

@@ -182,6 +182,7 @@ def _signal(config: Config, daemon: Account) -> Judgement:
         pid_file=trainer.pid_file,
         unit=trainer.unit,
         allowed_uids=may_be_signalled(known | numbers, daemon.uid),
+        boot_id="",
         post=lambda _event: None,
     )
     try:

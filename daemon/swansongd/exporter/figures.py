@@ -28,7 +28,10 @@ DEADLINE_S_MAX = 1800.0
 LOSS_PARTS = ("stall", "redone", *losses.PARTS)
 """The parts of the loss of a recorded interruption."""
 _MERIT = {
-    verdict: merit for merit, verdict in enumerate((Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE))
+    verdict: merit
+    for merit, verdict in enumerate(
+        (Verdict.NO_TRAINING, Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE)
+    )
 }
 
 

@@ -136,7 +136,6 @@ class Storage:
             staging.own,
             boot_id=boot_id,
             wall=utc_now,
-            several_vms=config.run.several_vms,
             store_id=self._store_id,
         )
         locker = Locker(
@@ -161,7 +160,7 @@ class Storage:
             small_store,
             self.keys,
             is_urgent=lambda: limits.is_undecided(state()),
-            is_fenced=lambda: state().newer_generation is not None,
+            is_fenced=lambda: state().fenced_by is not None,
         )
         self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
         sweeps = partial(Sweeper, keys=self.keys, is_urgent=is_urgent, stop=stop)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The claim record: the file in staging that tells a restarted daemon which generation it has claimed."""
+"""The claim record: the file in staging with the starts of the training that this disk has seen."""
 
 from __future__ import annotations
 
@@ -7,42 +7,44 @@ import json
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from swansong import bounds, openat
 from swansong.bounds import BoundsError
 
-from swansongd.bucket.claim import ClaimObject
-from swansongd.model import CheckpointId
+from swansongd.model import Start
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 
-ABANDONED_MAX = 1000
-"""Twice the number of sets that a scan reports."""
+STARTS_MAX = 64
 _FILE_NAME = "claim.json"
-_BYTES_MAX = 256 * 2**10
+_BYTES_MAX = 64 * 2**10
+_KEYS_MAX = 16
+
+
+@dataclass(frozen=True, slots=True)
+class RecordedStart:
+    """A start whose generation was claimed, or was about to be."""
+
+    id: str
+    boot_id: str
+    generation: int = 0
+    """0 before the claim."""
+    nodes: int = 1
+    """Number of VMs of the job."""
 
 
 @dataclass(frozen=True, slots=True)
 class ClaimRecord:
-    """The generation that this boot has claimed.
+    """The starts of the training in the order of their generations, the newest last.
 
-    The record alone proves nothing.  It counts if the claim object in the store has its nonce or its job
-    start.  The record is written before and after each claim, so a daemon that was killed in between
-    recognises its own claim.
+    The record alone proves nothing: a generation counts if the claim in the store names the same start.  A
+    start is recorded before its claim and after it, so a daemon that was killed in between finds the claim.
     """
 
     run: str
     store_url: str
-    boot_id: str
-    generation: int
-    """0 before the first claim."""
-    nonce: str
-    job_start_id: str = ""
-    """Of a job over several VMs, see :mod:`swansongd.core.nodes`."""
-    next_nonce: str = ""
-    """Of a requested claim, which may exist already; empty if none was requested."""
-    abandoned: tuple[CheckpointId, ...] = ()
-    """Sets in staging that belong to an abandoned line of states, see :mod:`swansongd.core.lineage`."""
+    starts: tuple[RecordedStart, ...] = ()
     store_id: str = ""
     """Of a file store: the id in its marker, see :mod:`swansongd.stores.file.tree`."""
 
@@ -52,8 +54,20 @@ class ClaimRecord:
         Raises:
             OSError: the file could not be written; the earlier record remains.
         """
-        body = {name: getattr(self, name) for name in self.__slots__}
-        body["abandoned"] = [str(abandoned) for abandoned in self.abandoned]
+        body = {
+            "run": self.run,
+            "store_url": self.store_url,
+            "store_id": self.store_id,
+            "starts": [
+                {
+                    "id": each.id,
+                    "boot_id": each.boot_id,
+                    "generation": each.generation,
+                    "nodes": each.nodes,
+                }
+                for each in self.starts
+            ],
+        }
         own_fd = openat.open_directory(own_directory, owners={os.geteuid()})
         try:
             openat.replace_file(_FILE_NAME, json.dumps(body).encode(), dir_fd=own_fd)
@@ -80,20 +94,8 @@ class ClaimRecord:
             return cls(
                 run=bounds.text(body.get("run"), "run", bounds.ID_CHARS_MAX),
                 store_url=bounds.text(body.get("store_url"), "store_url"),
-                boot_id=bounds.text(body.get("boot_id"), "boot_id", bounds.ID_CHARS_MAX),
-                generation=bounds.integer(
-                    body.get("generation"), "generation", 0, bounds.GENERATION_MAX
-                ),
-                nonce=bounds.text(body.get("nonce"), "nonce", bounds.ID_CHARS_MAX),
-                job_start_id=bounds.text(
-                    body.get("job_start_id"), "job_start_id", bounds.ID_CHARS_MAX
-                ),
-                next_nonce=bounds.text(
-                    body.get("next_nonce", ""), "next_nonce", bounds.ID_CHARS_MAX
-                ),
-                abandoned=tuple(
-                    _checkpoint_id(each)
-                    for each in bounds.items(body.get("abandoned", []), "abandoned", ABANDONED_MAX)
+                starts=tuple(
+                    _start(each) for each in bounds.items(body.get("starts"), "starts", STARTS_MAX)
                 ),
                 store_id=bounds.identifier(body.get("store_id", ""), "store_id"),
             )
@@ -104,15 +106,41 @@ class ClaimRecord:
         """Whether the record belongs to this run and this store."""
         return (self.run, self.store_url) == (run, store_url)
 
-    def is_of_claim(self, claim: ClaimObject) -> bool:
-        """Whether the record describes this claim."""
-        own = ClaimObject(
-            run=self.run,
-            generation=self.generation,
-            nonce=self.nonce,
-            job_start_id=self.job_start_id,
+    def known_starts(self, boot_id: str) -> tuple[Start, ...]:
+        """The starts for the decision loop.
+
+        Sets of other boots are committed only if no other VM has taken the run over since, and those of an
+        earlier start over several VMs never.
+
+        Args:
+            boot_id: of this boot.
+        """
+        last = self.starts[-1].id if self.starts else ""
+        return tuple(
+            Start(
+                id=each.id,
+                nodes=each.nodes,
+                generation=each.generation or None,
+                is_of_boot=each.boot_id == boot_id,
+                is_open=each.boot_id == boot_id and (each.nodes == 1 or each.id == last),
+            )
+            for each in self.starts
         )
-        return bool(self.nonce) and own.is_shared_with(claim)
+
+
+def _start(value: Any) -> RecordedStart:
+    facts = bounds.mapping(value, "a start", _KEYS_MAX)
+    start_id = bounds.identifier(facts.get("id"), "id of a start")
+    if not start_id:
+        raise BoundsError("a start has no id")
+    return RecordedStart(
+        id=start_id,
+        boot_id=bounds.text(facts.get("boot_id"), "boot_id of a start", bounds.ID_CHARS_MAX),
+        generation=bounds.integer(
+            facts.get("generation"), "generation of a start", 0, bounds.GENERATION_MAX
+        ),
+        nodes=bounds.integer(facts.get("nodes"), "nodes of a start", 1, bounds.NODES_MAX),
+    )
 
 
 def read_record(
@@ -121,7 +149,7 @@ def read_record(
     """The record of this run and store; an empty record if there is none."""
     record = ClaimRecord.load(own_directory, is_of_any=is_of_any)
     if record is None or not record.is_of(run, store_url):
-        return ClaimRecord(run, store_url, "", 0, "")
+        return ClaimRecord(run, store_url)
     return record
 
 
@@ -133,15 +161,3 @@ def expect_recorded_store(store: ObjectStore, own_directory: Path, run: str) -> 
     if isinstance(store, FileStore):
         record = read_record(own_directory, run, store.url, is_of_any=os.geteuid() == 0)
         store.expect(record.store_id)
-
-
-def _checkpoint_id(value: object) -> CheckpointId:
-    """The inverse of ``str(CheckpointId)``.
-
-    Raises:
-        BoundsError: the value is not a checkpoint id.
-    """
-    step, dot, nonce = bounds.text(value, "abandoned", bounds.ID_CHARS_MAX + 20).partition(".")
-    if not (dot and step.isascii() and step.isdigit() and len(step) <= len(str(bounds.STEP_MAX))):
-        raise BoundsError(f"abandoned contains {bounds.shown(value)}, which is not a set")
-    return CheckpointId(int(step), nonce)

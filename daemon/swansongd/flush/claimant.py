@@ -1,10 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Claims generations of the run for this boot, and records them in staging."""
+"""Claims generations for the starts of the training on this VM, and records them in staging."""
 
 from __future__ import annotations
 
 import platform
-import secrets
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -15,8 +14,8 @@ from swansongd.bucket import catalog, commit
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import FencedError
-from swansongd.flush.claim_record import ABANDONED_MAX, ClaimRecord, read_record
-from swansongd.model import CheckpointId
+from swansongd.flush.claim_record import STARTS_MAX, RecordedStart, read_record
+from swansongd.model import Start
 from swansongd.stores.base import ObjectStore
 
 _log = structlog.get_logger(__name__)
@@ -34,7 +33,6 @@ class Claimant:
         own_directory: the daemon's own directory in staging; holds the record.
         boot_id: of this boot of the kernel.
         wall: wall clock in UTC, as text; for people.
-        several_vms: whether a generation belongs to one start of a job over several VMs.
         store_id: returns the id of a file store, which is recorded with the claim.
     """
 
@@ -46,7 +44,6 @@ class Claimant:
         *,
         boot_id: str,
         wall: Callable[[], str],
-        several_vms: bool = False,
         store_id: Callable[[], str] = lambda: "",
     ) -> None:
         self._store = store
@@ -55,55 +52,82 @@ class Claimant:
         self._boot_id = boot_id
         self._wall = wall
         self._store_id = store_id
-        self.several_vms = several_vms
-        record = read_record(own_directory, keys.run, store.url)
-        self.sealed_under = record.generation or None
-        """Generation of the sets that earlier daemons left in staging; None if unknown."""
-        self.abandoned = frozenset(record.abandoned)
-        """Sets that earlier daemons left in staging and that belong to an abandoned line of states."""
-        if record.boot_id != boot_id or bool(record.job_start_id) != several_vms:
-            # Another boot is another VM.  The sets in staging still belong to the recorded generation.
-            record = replace(record, boot_id=boot_id, nonce="", job_start_id="", next_nonce="")
-        self._record = record
+        self._record = read_record(own_directory, keys.run, store.url)
+        self.newest: ClaimObject | None = None
+        """The newest claim that this life of the daemon has made or found, as it is in the store."""
 
     @property
-    def job_start_id(self) -> str:
-        """The job start that this boot has joined last; empty before the first."""
-        return self._record.job_start_id
+    def starts(self) -> tuple[Start, ...]:
+        """The recorded starts, the newest last."""
+        return self._record.known_starts(self._boot_id)
+
+    @property
+    def own(self) -> frozenset[str]:
+        """Ids of the starts of this VM."""
+        return frozenset(each.id for each in self._record.starts)
 
     @property
     def recorded_generation(self) -> int:
         """The newest generation that this disk has a record of; 0 without one."""
-        return self._record.generation
+        return max((each.generation for each in self._record.starts), default=0)
 
-    def resume(self) -> ClaimObject:
-        """The recorded claim, if the store has it and no other VM has taken the run over; or a new claim."""
-        record = self._record
-        if record.next_nonce:
-            return self._resume_requested(record)
-        if not record.nonce:
-            return self.claim_new(record.job_start_id)
-        claim = catalog.claim_of(self._store, self._keys, record.generation)
-        if claim is None or not record.is_of_claim(claim):
+    @property
+    def boot_generation(self) -> int:
+        """The newest generation that this boot has claimed; 0 without one."""
+        of_boot = (each for each in self._record.starts if each.boot_id == self._boot_id)
+        return max((each.generation for each in of_boot), default=0)
+
+    def resume(self) -> ClaimObject | None:
+        """The claim of the newest recorded start, if its sets may still be committed; None without one.
+
+        A claim that was only requested is left to the ranks of its start.
+
+        Raises:
+            FencedError: another VM has taken the run over since this boot claimed it.
+        """
+        last = self._newest_claimed()
+        if last is None:
+            return None
+        is_of_boot = last.boot_id == self._boot_id
+        claim = catalog.claim_of(self._store, self._keys, last.generation)
+        if claim is None or claim.start != last.id:
             _log.warning(
                 "claim_record_refused",
-                generation=record.generation,
-                claim=f"{self._store.url}/{self._keys.generation(record.generation)}",
-                hint="The store has no such claim, or the claim of another VM; a new one is made",
+                generation=last.generation,
+                claim=f"{self._store.url}/{self._keys.generation(last.generation)}",
+                hint="The store has no such claim, or the claim of another VM",
             )
-            return self.claim_new(record.job_start_id)
-        # A restarted daemon continues under its generation, unless another VM has taken over.
-        commit.ensure_not_fenced(self._store, self._keys, claim)
+            self._forget_generations()
+            return self.claim(last.id, last.nodes) if is_of_boot else None
+        try:
+            commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
+        except FencedError:
+            if is_of_boot:
+                raise
+            return None  # another VM has continued the run since this disk was used
+        self.newest = claim
         return claim
 
-    def claim_new(self, job_start_id: str = "") -> ClaimObject:
-        """Claim the next generation, or share the one of this job start."""
-        if not self._record.next_nonce:
-            self._save(replace(self._record, next_nonce=secrets.token_hex(16)))
-        nonce = self._record.next_nonce
+    def _newest_claimed(self) -> RecordedStart | None:
+        for each in reversed(self._record.starts):
+            if each.generation:
+                return each
+            if each.nodes > 1:
+                return None  # it may have begun on other VMs: the sets of earlier starts are over
+        return None
+
+    def claim(self, start_id: str, nodes: int = 1) -> ClaimObject:
+        """Claim the next generation for this start, or find the claim that it has.
+
+        A start over several VMs takes the run over.  One on this VM alone does not take it back from another
+        VM: a trainer in a crash loop would do so without end.
+        """
+        if nodes == 1:
+            self._ensure_not_overtaken(start_id)
+        self._note(RecordedStart(start_id, self._boot_id, nodes=nodes))
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
-            self._store, self._keys, identity=identity, nonce=nonce, job_start_id=job_start_id
+            self._store, self._keys, start_id=start_id, identity=identity, own=self.own
         )
         if not claim.honours_if_absent:
             _log.error(
@@ -111,52 +135,59 @@ class Claimant:
                 url=self._store.url,
                 hint="Two VMs with this run could overwrite each other's commits; use another store",
             )
-        record = replace(
-            self._record,
-            generation=claim.generation,
-            nonce=nonce,
-            job_start_id=job_start_id,
-            next_nonce="",
-        )
-        self._save(record)
+        self._note(RecordedStart(start_id, self._boot_id, claim.generation, nodes))
+        if self.newest is None or self.newest.generation < claim.generation:
+            self.newest = claim.content
         return claim.content
 
-    def record_request(self, abandoned: tuple[CheckpointId, ...], job_start_id: str = "") -> None:
-        """Record, before a claim, that a generation without these sets begins."""
-        self._save(
-            replace(
-                self._record,
-                job_start_id=job_start_id,
-                next_nonce=secrets.token_hex(16),
-                abandoned=abandoned[-ABANDONED_MAX:],
-            )
-        )
+    def _ensure_not_overtaken(self, start_id: str) -> None:
+        """Check that no other VM has taken the run over from an earlier start of this boot."""
+        held = self._newest_claimed()
+        claim = None if held is None else self.claim_of(held.generation)
+        if held is None or claim is None or held.id == start_id:
+            return
+        if held.boot_id == self._boot_id and held.nodes == 1:
+            commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
+
+    def claim_of(self, generation: int) -> ClaimObject | None:
+        """The claim of a generation that a recorded start holds; None if there is none."""
+        if self.newest is not None and self.newest.generation == generation:
+            return self.newest  # byte for byte, because a mirror compares the newest claim
+        for each in self._record.starts:
+            if each.generation == generation:
+                return ClaimObject(run=self._keys.run, generation=generation, start=each.id)
+        return None
 
     def record_store(self) -> None:
         """Record the id of the store, before the first claim in it."""
         if self._record.store_id != self._store_id():
-            self._save(replace(self._record, store_id=self._store_id()))
+            self._save(store_id=self._store_id())
 
-    def _resume_requested(self, record: ClaimRecord) -> ClaimObject:
-        """The claim that was requested before a failure or a restart, whether or not it was made by then."""
-        if not self.several_vms:
-            newest = catalog.newest_generation(self._store, self._keys, above=record.generation)
-            is_newer = newest > record.generation
-            claim = catalog.claim_of(self._store, self._keys, newest) if is_newer else None
-            if claim is not None and claim.nonce == record.next_nonce:
-                self._save(replace(record, generation=newest, nonce=claim.nonce, next_nonce=""))
-                return claim
-            if record.nonce and is_newer:
-                raise FencedError(record.generation, newest)
-        return self.claim_new(record.job_start_id)
+    def _note(self, start: RecordedStart) -> None:
+        """Record this start as the newest one, unless its generation is recorded already."""
+        starts = self._record.starts
+        if any(each.id == start.id and each.generation for each in starts):
+            return
+        others = tuple(each for each in starts if each.id != start.id)
+        self._save(starts=(*others, start)[-STARTS_MAX:])
 
-    def _save(self, record: ClaimRecord) -> None:
-        self._record = record
+    def _forget_generations(self) -> None:
+        self._save(starts=tuple(replace(each, generation=0) for each in self._record.starts))
+
+    def _save(
+        self, *, starts: tuple[RecordedStart, ...] | None = None, store_id: str | None = None
+    ) -> None:
+        record = self._record
+        self._record = replace(
+            record,
+            starts=record.starts if starts is None else starts,
+            store_id=record.store_id if store_id is None else store_id,
+        )
         try:
-            record.save(self._own_directory)
+            self._record.save(self._own_directory)
         except OSError as error:
             _log.warning(
                 "claim_not_recorded",
                 error=str(error),
-                hint="A restarted daemon claims another generation, which is harmless",
+                hint="A restarted daemon finds the claim when its ranks name their start",
             )

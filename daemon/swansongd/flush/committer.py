@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import secrets
 import threading
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 
@@ -33,10 +34,10 @@ from swansongd.core.events import (
     FenceFound,
     GenerationClaimed,
     HistoryRead,
-    JoinGeneration,
     NewestDated,
     PaceRead,
     PartsCounted,
+    RunRead,
 )
 from swansongd.core.ledger import EvacuationRecord, LastReport
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
@@ -95,23 +96,27 @@ class Committer:
         self._health = health
         self._committed = committed
         self._prepare = prepare
-        self.sealed_under = claimant.sealed_under
-        self.abandoned = claimant.abandoned
-        self.job_start_id = claimant.job_start_id
-        """The job start that was joined last, or shall be; empty before the first."""
-        self._claim: ClaimObject | None = None
-        """The claim of the generation that this VM commits under."""
+        self.starts = claimant.starts
+        """The starts of the training that earlier lives of the daemon have recorded."""
+        self._wanted = ""
+        """The start for which a claim was requested last."""
         self._has_read_back = False
         """Whether this daemon has read a manifest back and found the bytes that it had written."""
         self._farewells = 0
         """Number of farewells that were requested."""
+        self.refusal = ""
+        """Why no generation can be claimed before an operator acts; empty: the next attempt may succeed."""
         self._jobs: queue.Queue[Callable[[], object]] = queue.Queue()
+        self._reads: deque[Callable[[], object]] = deque()
+        """Work on earlier commits, done while there is no request: a trainer waits for the next claim."""
+        self._read: CommitRef | None = None
+        """The commit that was read last."""
         self._stop = threading.Event()
         self._is_expedited = threading.Event()
         self._thread = threading.Thread(target=self._run, name="committer", daemon=True)
 
     def start(self) -> None:
-        """Claim a generation as soon as the store permits it, then carry out requests."""
+        """Read the run as soon as the store permits it, then carry out requests."""
         self._thread.start()
 
     def expedite(self) -> None:
@@ -161,28 +166,13 @@ class Committer:
         """Check whether another VM has taken the run over; posts FenceFound if so."""
         self._jobs.put(self._check_fence)
 
-    def claim_next(self, request: ClaimGeneration) -> None:
-        """Claim the generation after ours; posts GenerationClaimed or FenceFound."""
-        overtaken = self._claim
+    def claim(self, request: ClaimGeneration) -> None:
+        """Claim a generation for this start; posts GenerationClaimed or FenceFound.
 
-        def claim() -> ClaimObject:
-            nonlocal overtaken
-            if overtaken is not None:
-                commit.ensure_not_fenced(self._store, self._keys, overtaken)
-                overtaken = None  # from here on, a newer claim may be our own
-            return self._claimant.claim_new()
-
-        def run() -> None:
-            # Before the first request: if the daemon were killed now, the abandoned sets would count again.
-            self._claimant.record_request(request.abandoned)
-            self._claim_with(claim, is_first=False)
-
-        self._jobs.put(run)
-
-    def join(self, request: JoinGeneration) -> None:
-        """Share the generation of this job start; posts GenerationClaimed or FenceFound."""
-        self.job_start_id = request.job_start_id
-        self._jobs.put(lambda: self._join(request))
+        A newer request for another start ends its retries.
+        """
+        self._wanted = request.start_id
+        self._jobs.put(lambda: self._claim_for(request))
 
     def check_complete(self, request: CheckComplete) -> None:
         """Count the manifests of all VMs; always posts PartsCounted."""
@@ -200,38 +190,72 @@ class Committer:
         self._is_expedited.set()
 
     def _run(self) -> None:
-        several_vms = self._claimant.several_vms
-        may_claim = not several_vms or bool(self._claimant.job_start_id)
-        if may_claim and not self._claim_with(self._claimant.resume) and not several_vms:
-            return
+        self._read_run()
         while not self._stop.is_set():
-            job = self._jobs.get()
             try:
-                job()
+                self._next_job()()
             except Exception:
                 _log.exception("committer_fault")
 
+    def _next_job(self) -> Callable[[], object]:
+        try:
+            return self._jobs.get_nowait()
+        except queue.Empty:
+            return self._reads.popleft() if self._reads else self._jobs.get()
+
     # ------------------------------------------------------------------ claims
 
-    def _claim_with(self, find: Callable[[], ClaimObject], *, is_first: bool = True) -> bool:
-        """Retry ``find`` until it returns a claim; False if fenced, closed, or another job start began."""
+    def _read_run(self) -> None:
+        """Find the newest commit, and the claim of the recorded start, without which nothing is claimed."""
+
+        def read() -> None:
+            newest, owner = self._newest()
+            self._post(RunRead(newest, owner))
+            self._reads.append(self._read_history)
+            self._learn_from(newest)
+
+        def resume() -> None:
+            claim = self._claimant.resume()
+            if claim is not None:
+                self._post_claimed(claim)
+
+        if self._retried(read, lambda: False):
+            self._retried(resume, lambda: False)
+
+    def _claim_for(self, request: ClaimGeneration) -> None:
+        def claim() -> None:
+            self._post_claimed(self._claimant.claim(request.start_id, request.nodes))
+
+        self._retried(claim, lambda: self._wanted != request.start_id)
+
+    def _post_claimed(self, claim: ClaimObject) -> None:
+        newest, owner = self._newest()  # after the claim: with every commit of earlier starts
+        self._post(GenerationClaimed(claim.start, claim.generation, newest, owner))
+        self._learn_from(newest)
+
+    def _newest(self) -> tuple[CommitRef | None, str]:
+        """The newest whole commit, and the start that owns its generation."""
+        near = self._claimant.recorded_generation
+        newest = commit.newest_whole_commit(self._store, self._keys, near=near)
+        if newest is None:
+            return None, ""
+        claim = catalog.claim_of(self._store, self._keys, newest.generation)
+        return newest, "" if claim is None else claim.start
+
+    def _retried(self, attempt: Callable[[], None], is_over: Callable[[], bool]) -> bool:
+        """Retry until the attempt succeeds; False if fenced, closed, or no longer wanted."""
         wait_s = _CLAIM_RETRY_S
-        refused = ""
-        job_start_id = self.job_start_id
-        while not self._stop.is_set() and job_start_id == self.job_start_id:
+        while not self._stop.is_set() and not is_over():
             try:
                 self._store.check()
                 self._claimant.record_store()
-                # Before the claim: a failure after it would use up another generation at each retry.
-                near = self._claimant.recorded_generation
-                newest = commit.newest_whole_commit(self._store, self._keys, near=near)
-                self._claim = find()
+                attempt()
             except FencedError as error:
-                self._post_fence(error)
+                self._post(_fence_of(error))
                 return False
             except CorruptError as error:
-                if error.line() != refused:
-                    refused = error.line()
+                if error.line() != self.refusal:
+                    self.refusal = error.line()
                     _log.error("claim_refused", reason=str(error), hint=error.hint)
                 self._health.failed(_CLAIM, error.line())
             except SwansongError as error:
@@ -240,8 +264,8 @@ class Committer:
                 _log.exception("claim_fault")
                 self._health.failed(_CLAIM, f"{type(error).__name__}: {error}")
             else:
+                self.refusal = ""
                 self._health.ok(_CLAIM)
-                self._claimed(self._claim.generation, newest, is_first=is_first)
                 return True
             self._is_expedited.wait(wait_s)
             wait_s = min(2 * wait_s, _CLAIM_RETRY_S_MAX)
@@ -249,33 +273,20 @@ class Committer:
                 self._stop.wait(_CLAIM_RETRY_EXPEDITED_S)
         return False
 
-    def _claimed(self, generation: int, newest: CommitRef | None, *, is_first: bool) -> None:
-        self._post(GenerationClaimed(generation, newest, is_rollback=not is_first))
-        if is_first:
-            self._jobs.put(partial(self._read_history, generation))
-        if newest is not None:
+    def _learn_from(self, newest: CommitRef | None) -> None:
+        if newest is not None and newest != self._read:
+            self._read = newest
             self._journal.superseded(newest)
-            self._jobs.put(partial(self._seed, newest))
-
-    def _join(self, request: JoinGeneration) -> None:
-        job_start_id = request.job_start_id
-        if job_start_id != self.job_start_id:
-            return  # a newer job start has begun meanwhile
-        self._claimant.record_request(request.abandoned, job_start_id)
-        self._claim_with(lambda: self._claimant.claim_new(job_start_id), is_first=False)
-
-    def _held_claim(self) -> ClaimObject:
-        assert self._claim is not None, "the core requests this after GenerationClaimed"
-        return self._claim
-
-    def _post_fence(self, error: FencedError) -> None:
-        self._post(FenceFound(error.newer, is_same_number=error.newer == error.own))
+            self._reads.append(partial(self._seed, newest))
 
     def _check_fence(self) -> None:
+        claim = self._claimant.newest
+        if claim is None:
+            return
         try:
-            commit.ensure_not_fenced(self._store, self._keys, self._held_claim())
+            commit.ensure_not_fenced(self._store, self._keys, claim, own=self._claimant.own)
         except FencedError as error:
-            self._post_fence(error)
+            self._post(_fence_of(error))
         except SwansongError as error:  # the next commit checks again
             self._health.failed(_COMMIT, error.line())
 
@@ -302,11 +313,14 @@ class Committer:
         if then_s is not None and now_s is not None:
             self._post(NewestDated(newest, max(0.0, now_s - then_s)))
 
-    def _read_history(self, generation: int) -> None:
+    def _read_history(self) -> None:
         """Post how often VMs of this run were lost.  Skipped when expedited."""
         if self._is_expedited.is_set():
             return
         try:
+            generation = self._claimant.boot_generation or (
+                catalog.newest_generation(self._store, self._keys) + 1
+            )
             history = catalog.history(
                 self._store, self._keys, generation, is_cancelled=self._is_expedited.is_set
             )
@@ -322,6 +336,11 @@ class Committer:
         staged = request.staged
         if not self._journal.is_current(str(staged.id)):
             self._post(CommitFailed(request.flush_id, _OBSOLETE, conflict=False, is_obsolete=True))
+            return
+        claim = self._claimant.claim_of(request.generation)
+        if claim is None:  # the bucket was emptied: the start claims another generation
+            reason = f"no start of this VM holds generation {request.generation}"
+            self._post(CommitFailed(request.flush_id, reason, conflict=False))
             return
         manifest = Manifest(
             run=self._keys.run,
@@ -345,11 +364,15 @@ class Committer:
                 self._store,
                 self._keys,
                 manifest,
-                self._held_claim(),
+                claim,
+                own=self._claimant.own,
                 reads_back=not self._has_read_back,
             )
         except FencedError as error:
-            self._post_fence(error)
+            if _fence_of(error).is_news(self._claimant.recorded_generation):
+                self._post(_fence_of(error))
+            else:  # a later start of this VM holds the run: only the start of this set is over
+                self._post(CommitFailed(request.flush_id, str(error), conflict=True))
         except Exists:
             reason = f"another checkpoint is committed as {manifest.ref}"
             self._post(CommitFailed(request.flush_id, reason, conflict=True))
@@ -391,3 +414,7 @@ class Committer:
             self._store.put(key, data, if_absent=True)
         except StoreError as error:
             _log.warning("farewell_not_stored", error=str(error))
+
+
+def _fence_of(error: FencedError) -> FenceFound:
+    return FenceFound(error.newer, is_same_number=error.newer == error.own)

@@ -19,10 +19,10 @@ import structlog
 from swansongd.bucket import lives
 from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.events import RecordResumption
 from swansongd.core.ledger import Resumption, ended_by
 from swansongd.errors import Exists, SwansongError
 from swansongd.observe import loss
+from swansongd.observe.accounting import MeasuredResume
 from swansongd.observe.snapshot import LossFigures
 from swansongd.stores.base import ObjectStore
 from swansongd.util.threads import Worker
@@ -76,14 +76,14 @@ class Ledger:
         """Start the thread."""
         self._worker.start()
 
-    def record(self, action: RecordResumption, *, vm: str, daemon_mono_s: float) -> None:
+    def record(self, measured: MeasuredResume, *, vm: str, daemon_mono_s: float) -> None:
         """Write the record as soon as nothing more important is in progress.  Returns immediately.
 
         Args:
             vm: identifies this VM and its boot.
             daemon_mono_s: when the daemon started.
         """
-        resumption = self._resumption(action, vm, daemon_mono_s)
+        resumption = self._resumption(measured, vm, daemon_mono_s)
         wait_s = self._yield_s if self._has_trained and resumption.nodes > 1 else 0.0
         self._has_trained = True
         if not self._worker.submit(partial(self._write, resumption, wait_s)):
@@ -98,9 +98,9 @@ class Ledger:
                 "resumption_not_recorded", reason="the daemon ends before the store answers"
             )
 
-    def _resumption(self, action: RecordResumption, vm: str, daemon_mono_s: float) -> Resumption:
+    def _resumption(self, measured: MeasuredResume, vm: str, daemon_mono_s: float) -> Resumption:
         """All times by one reading of the wall clock: it may have been set since the boot."""
-        made, training = action.milestones, action.training
+        made, training = measured.milestones, measured.training
         offset_s = self._wall_s() - time.monotonic()
 
         def perhaps(mono_s: float | None) -> float | None:
@@ -110,7 +110,7 @@ class Ledger:
         assert made.first_step_mono_s is not None
         return Resumption(
             run=self._keys.run,
-            generation=action.generation,
+            generation=measured.generation,
             vm=vm,
             ranks=training.ranks,
             node=training.node,

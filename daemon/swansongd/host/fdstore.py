@@ -1,22 +1,21 @@
 # SPDX-License-Identifier: Apache-2.0
 """systemd's file descriptor store: state that survives a restart of the daemon.
 
-Five things survive a crash or a restart:
+Four things survive a crash or a restart:
 
 - the listening socket, so that trainers wait for the next daemon instead of being refused;
 - the notices in force, with the ids of their evacuations;
 - the health of the GPUs, and the training that a failed one makes suspect;
-- the trainers that run, and whether their training has left the line of the newest commit;
 - logind's delay lock, while a shutdown waits for an evacuation.
 
-When the service is stopped, systemd closes all five.
+When the service is stopped, systemd closes all four.
 
 A stored lock delays the shutdown even if no daemon runs any more.  Each start therefore removes the lock from
 the store, and does not store an inherited lock again.  One restart during a shutdown keeps the lock; a
 second crash releases it.
 
-Without systemd the notices and both records are written to files in the daemon's own directory.  These files
-are valid for the current boot only.
+Without systemd the notices and the record of the GPUs are written to files in the daemon's own directory.
+These files are valid for the current boot only.
 """
 
 from __future__ import annotations
@@ -31,16 +30,15 @@ from typing import Any
 from swansong import bounds
 
 from swansongd.core.notices import REPEATS_MAX
-from swansongd.host import gpu_record, training_record
+from swansongd.host import gpu_record
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import StoredDocument
-from swansongd.model import DeadlineQuality, GpuRecord, Notice, Severity, TrainingRecord
+from swansongd.model import DeadlineQuality, GpuRecord, Notice, Severity, Verdict
 
 LISTENER = "trainer-socket"
 LOCK = "delay-lock"
 NOTICES = "notices"
 GPUS = "gpus"
-TRAINING = "training"
 _FIRST_FD = 3
 _NOTICES_MAX_BYTES = 2**16
 _NOTICES_MAX = 64
@@ -56,7 +54,6 @@ class FdStore:
         notifier: the connection to systemd.
         environment: of the process; lists the inherited descriptors.
         boot_id: of this boot; notices from another boot are dropped, because its monotonic clock is gone.
-        run_and_store: a record of training under another name, or for another store, is dropped.
     """
 
     def __init__(
@@ -65,7 +62,6 @@ class FdStore:
         environment: Mapping[str, str],
         *,
         boot_id: str = "",
-        run_and_store: str = "",
     ) -> None:
         self._notifier = notifier
         self._fds = _inherited(environment)
@@ -88,15 +84,6 @@ class FdStore:
             facts_of=gpu_record.facts_of,
             parse=gpu_record.parse,
         )
-        self._training = StoredDocument(
-            TRAINING,
-            self._fds.pop(TRAINING, None),
-            notifier,
-            boot_id=f"{boot_id} {run_and_store}".strip(),
-            max_bytes=training_record.BYTES_MAX,
-            facts_of=training_record.facts_of,
-            parse=training_record.parse,
-        )
         if LOCK in self._fds:
             # First of all: if this start fails later, the lock is released with the process.
             notifier.drop(LOCK)
@@ -104,7 +91,7 @@ class FdStore:
     def use_directory(self, own_fd: int) -> None:
         """Without systemd, use files in this directory, which only the daemon can write."""
         if not self._notifier.has_systemd:
-            self._notices.own_fd = self._gpus.own_fd = self._training.own_fd = own_fd
+            self._notices.own_fd = self._gpus.own_fd = own_fd
 
     # ------------------------------------------------------------------ from the previous daemon
 
@@ -133,10 +120,6 @@ class FdStore:
         """The record of the GPUs; None without one."""
         return self._gpus.read()
 
-    def training(self) -> TrainingRecord | None:
-        """The record of the training; None without one."""
-        return self._training.read()
-
     # ------------------------------------------------------------------ for the next daemon
 
     def store_listener(self, fd: int) -> None:
@@ -156,10 +139,6 @@ class FdStore:
         """Replace the stored record of the GPUs.  Without one, the stored one stays."""
         if record is not None:
             self._gpus.write(record)
-
-    def store_training(self, record: TrainingRecord) -> None:
-        """Replace the stored record of the training."""
-        self._training.write(record)
 
     def forget_gpus(self) -> None:
         """The next daemon begins without a record of the GPUs."""
@@ -212,6 +191,8 @@ def _notice(value: Any) -> Notice:
         else _instant(facts["later_mono_s"], "later_mono_s"),
         is_overdue=bounds.boolean(facts["is_overdue"], "is_overdue"),
         evacuation_id=bounds.identifier(facts["evacuation_id"], "evacuation_id"),
+        verdict=None if facts["verdict"] is None else Verdict(facts["verdict"]),
+        verdict_start=bounds.identifier(facts["verdict_start"], "verdict_start"),
         repeats=tuple(
             bounds.text(identity, "a repeat")
             for identity in bounds.items(facts["repeats"], "repeats", REPEATS_MAX)

@@ -107,6 +107,6 @@ def promote(mirror: ObjectStore, keys: RunKeys, *, host: str, force: bool = Fals
             break  # the other store was promoted later: this one has its claims as copies
     identity = {"host": host, _PROMOTED: mirror.url}
     claim_of_run = claim_generation(
-        mirror, keys, identity=identity, nonce=secrets.token_hex(16), gap=PROMOTION_GAP
+        mirror, keys, identity=identity, start_id=secrets.token_hex(16), gap=PROMOTION_GAP
     )
     return Promotion(generation=claim_of_run.generation, newest=newest, is_new=True)

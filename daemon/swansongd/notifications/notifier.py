@@ -6,7 +6,7 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import structlog
 
@@ -18,9 +18,17 @@ from swansongd.notifications.delivery import warm
 from swansongd.notifications.heartbeat import Heartbeat
 from swansongd.notifications.record import Record
 from swansongd.notifications.webhook import Webhook
+from swansongd.observe.accounting import MeasuredResume, Training
 from swansongd.observe.conditions import Watch
 from swansongd.observe.heartbeat import Stretch, continued, why_silent
-from swansongd.observe.notifications import GROUPS, Notification, Origin, caused, end_of
+from swansongd.observe.notifications import (
+    GROUPS,
+    Notification,
+    Origin,
+    caused,
+    end_of,
+    of_resume,
+)
 
 SETTLE_S = 15.0
 """A condition that holds, or has ended, for a shorter time causes no notification."""
@@ -41,10 +49,18 @@ class Notifier:
         run, vm: of this daemon.
         record: remembers what earlier daemons of this boot have sent.
         settle_s: see :data:`SETTLE_S`.
+        training: returns the progress of the training; by default there is none.
     """
 
     def __init__(
-        self, config: NotifyConfig, *, run: str, vm: str, record: Record, settle_s: float = SETTLE_S
+        self,
+        config: NotifyConfig,
+        *,
+        run: str,
+        vm: str,
+        record: Record,
+        settle_s: float = SETTLE_S,
+        training: Callable[[], Training] = Training,
     ) -> None:
         origin = Origin(run=run, vm=vm, host=platform.node())
         self._config = config
@@ -54,6 +70,7 @@ class Notifier:
         self._heartbeat = Heartbeat(config, self._why_silent) if config.has_heartbeat else None
         self._watch = Watch(settle_s, {each for each in record.begun if each not in GROUPS})
         self._settle_s = settle_s
+        self._training = training
         self._answered_mono_s: dict[str, float] = {}
         self._latest: tuple[State, float] | None = None
         self._stretch: Stretch | None = None
@@ -77,7 +94,21 @@ class Notifier:
         """Queue the notifications of one decision.  No IO: it takes microseconds."""
         self._latest = (after, now_mono_s)
         self._stretch = continued(self._stretch, after, now_mono_s)
-        for made in caused(before, after, actions, now_mono_s=now_mono_s, wall_s=time.time()):
+        found = caused(
+            before,
+            after,
+            actions,
+            step=self._training().step,
+            now_mono_s=now_mono_s,
+            wall_s=time.time(),
+        )
+        for made in found:
+            self._put(made)
+
+    def resumed(self, measured: MeasuredResume) -> None:
+        """Queue the notification of a resume.  No IO."""
+        made = of_resume(measured, time.time())
+        if made is not None:
             self._put(made)
 
     def report(self) -> dict[str, object]:
@@ -126,7 +157,9 @@ class Notifier:
             return
         state, _ = self._latest
         now_mono_s = time.monotonic()
-        for made in self._watch.look(state, now_mono_s=now_mono_s, wall_s=time.time()):
+        step = self._training().step
+        due = self._watch.look(state, step=step, now_mono_s=now_mono_s, wall_s=time.time())
+        for made in due:
             self._put(made)
         told = frozenset[str]() if self._webhook is None else self._webhook.open
         for group in GROUPS:
@@ -135,7 +168,8 @@ class Notifier:
 
     def _end(self, group: str, is_open: bool, state: State, now_mono_s: float) -> None:
         """End a problem whose end was not told: a notice was withdrawn while no daemon ran."""
-        made = end_of(group, state, time.time()) if is_open else None
+        step = self._training().step
+        made = end_of(group, state, step=step, wall_s=time.time()) if is_open else None
         if made is None:
             self._answered_mono_s.pop(group, None)
         elif now_mono_s - self._answered_mono_s.setdefault(group, now_mono_s) >= self._settle_s:
@@ -155,9 +189,16 @@ class Notifier:
 
 
 def open_notifier(
-    config: NotifyConfig, *, run: str, vm: str, own_fd: int, boot_id: str
+    config: NotifyConfig,
+    *,
+    run: str,
+    vm: str,
+    own_fd: int,
+    boot_id: str,
+    training: Callable[[], Training],
 ) -> Notifier | None:
     """The notifier of the configuration; None if there is nothing to notify."""
     if not (config.has_webhook or config.has_heartbeat or config.exec):
         return None
-    return Notifier(config, run=run, vm=vm, record=Record(own_fd, boot_id=boot_id))
+    record = Record(own_fd, boot_id=boot_id)
+    return Notifier(config, run=run, vm=vm, record=record, training=training)

@@ -27,7 +27,9 @@ class Condition:
     reason: str = ""
     importance: Importance = Importance.WARNING
 
-    def notification(self, group: str, since_wall_s: float, state: State) -> Notification:
+    def notification(
+        self, group: str, since_wall_s: float, *, step: int, generation: int | None
+    ) -> Notification:
         """The notification of its begin, or of its end."""
         return Notification(
             key=f"{group}/{'begun' if self.holds else 'over'}/{since_wall_s:.3f}",
@@ -37,17 +39,21 @@ class Condition:
             summary=text(self.summary),
             importance=self.importance if self.holds else Importance.INFO,
             wall_s=since_wall_s,
-            step=state.training.step,
-            generation=state.generation,
+            step=step,
+            generation=generation,
             reason=text(self.reason),
             source=text(self.source),
         )
 
 
-def conditions(state: State) -> dict[str, Condition]:
-    """The known conditions by group.  One that is absent is unknown: its last value remains."""
+def conditions(state: State, step: int) -> dict[str, Condition]:
+    """The known conditions by group.  One that is absent is unknown: its last value remains.
+
+    Args:
+        step: newest one that training has completed.
+    """
     found = {f"blind/{name}": made for name, made in _blind(state).items()}
-    stall = _stall(state)
+    stall = _stall(state, step)
     if stall is not None:
         found["stall"] = stall
     if state.evacuation is None:
@@ -77,14 +83,14 @@ def _blind(state: State) -> dict[str, Condition]:
     return found
 
 
-def _stall(state: State) -> Condition | None:
+def _stall(state: State, step: int) -> Condition | None:
     if state.stalled:
         ranks = sorted(t.rank for t in state.connected if t.connection in state.stalled)
         shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
         return Condition(
             kind=Kind.STALL,
             holds=True,
-            summary=f"Training makes no progress since step {state.training.step}: rank {shown}",
+            summary=f"Training makes no progress since step {step}: rank {shown}",
             importance=Importance.ERROR,
         )
     if not any(t.step_s is not None for t in state.connected):
@@ -122,10 +128,16 @@ class Watch:
     begun: set[str] = field(default_factory=set)
     _changed_mono_s: dict[str, float] = field(default_factory=dict)
 
-    def look(self, state: State, *, now_mono_s: float, wall_s: float) -> list[Notification]:
-        """The notifications that are due; call it about once a second."""
+    def look(
+        self, state: State, *, step: int, now_mono_s: float, wall_s: float
+    ) -> list[Notification]:
+        """The notifications that are due; call it about once a second.
+
+        Args:
+            step: newest one that training has completed.
+        """
         found = []
-        known = conditions(state)
+        known = conditions(state, step)
         for group in self._changed_mono_s.keys() - known.keys():
             del self._changed_mono_s[group]
         for group, condition in known.items():
@@ -137,5 +149,7 @@ class Watch:
                 continue
             del self._changed_mono_s[group]
             (self.begun.add if condition.holds else self.begun.discard)(group)
-            found.append(condition.notification(group, wall_s, state))
+            found.append(
+                condition.notification(group, wall_s, step=step, generation=state.generation)
+            )
         return found

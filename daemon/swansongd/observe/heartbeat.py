@@ -59,8 +59,8 @@ def why_silent(
     """
     if now_mono_s - decided_mono_s > DECIDED_S:
         return "the decision loop hangs"
-    if state.newer_generation is not None:
-        return f"generation {state.newer_generation} has taken the run over"
+    if state.fenced_by is not None:
+        return f"generation {state.fenced_by} has taken the run over"
     store = state.sources.get(STORE_HEALTH)
     if store is None or store.health is not Health.OK:
         return "the store is not reached yet" if store is None else f"store: {store.reason}"

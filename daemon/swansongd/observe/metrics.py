@@ -17,8 +17,8 @@ from prometheus_client import Metric
 from swansongd.config.config import MetricsConfig
 from swansongd.core import periodic, staged_sets
 from swansongd.core.margin import Margin, margins
-from swansongd.core.nodes import PEER_SOURCE
 from swansongd.core.notices import BY_HAND
+from swansongd.core.peers import PEER_SOURCE
 from swansongd.core.state import Phase, State
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.model import GpuHealth, Health, Severity, Verdict
@@ -226,7 +226,7 @@ class DaemonCollector:
             sheet.put("swansong_precautions_total", count, source=source)
 
     def _put_trainers(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        state, training = snapshot.state, snapshot.state.training
+        state, training = snapshot.state, snapshot.training
         unhealthy = sum(trainer.loss_is_finite is False for trainer in state.connected)
         sheet.put("swansong_trainers_connected", len(state.connected))
         name, joined = "swansong_trainers_joined_timestamp_seconds", state.joined_mono_s

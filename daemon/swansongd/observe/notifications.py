@@ -13,10 +13,11 @@ from datetime import UTC, datetime
 from enum import StrEnum
 
 from swansongd.core.evacuation import is_drill as is_of_drills
-from swansongd.core.events import Action, Conclude, RecordResumption
-from swansongd.core.nodes import PEER_SOURCE
+from swansongd.core.events import Action, Conclude
+from swansongd.core.peers import PEER_SOURCE
 from swansongd.core.state import State
 from swansongd.model import Notice, Severity, Verdict
+from swansongd.observe.accounting import MeasuredResume
 from swansongd.util.printable import printable
 
 TEXT_CHARS_MAX = 500
@@ -50,6 +51,7 @@ _OF_VERDICT = {
     Verdict.SAFE: Importance.INFO,
     Verdict.PARTIAL: Importance.ERROR,
     Verdict.LOST: Importance.CRITICAL,
+    Verdict.NO_TRAINING: Importance.INFO,
 }
 
 
@@ -133,35 +135,41 @@ def rfc3339(wall_s: float) -> str:
 
 
 def caused(
-    before: State, after: State, actions: Sequence[Action], *, now_mono_s: float, wall_s: float
+    before: State,
+    after: State,
+    actions: Sequence[Action],
+    *,
+    step: int,
+    now_mono_s: float,
+    wall_s: float,
 ) -> list[Notification]:
     """The notifications of one transition.
 
     A notice of another VM of the job causes none, and neither does its evacuation: that VM sends its own.
-    The first VM of a job reports its resumption.
+
+    Args:
+        step: newest one that training has completed.
     """
     found = []
     if before.notices is not after.notices or before.concluded is not after.concluded:
-        found += _of_notices(before, after, now_mono_s, wall_s)
+        found += _of_notices(before, after, step, now_mono_s, wall_s)
     for action in actions:
         if isinstance(action, Conclude) and action.is_final and not _is_of_peers(after):
             found.append(_of_verdict(action, after, wall_s))
-        elif isinstance(action, RecordResumption) and action.training.node == 0:
-            found.append(_of_resumption(action, wall_s))
     return found
 
 
 def _of_notices(
-    before: State, after: State, now_mono_s: float, wall_s: float
+    before: State, after: State, step: int, now_mono_s: float, wall_s: float
 ) -> list[Notification]:
     live_before, live_after = _live(before), _live(after)
     found = [
-        _of_notice(notice, after, now_mono_s, wall_s)
+        _of_notice(notice, after, step, now_mono_s, wall_s)
         for identity, notice in live_after.items()
         if identity not in live_before or live_before[identity].severity < notice.severity
     ]
     found += [
-        _notice_over(notice, after, wall_s)
+        _notice_over(notice, after, step, wall_s)
         for identity, notice in live_before.items()
         if identity not in live_after
     ]
@@ -177,7 +185,9 @@ def _live(state: State) -> dict[str, Notice]:
     }
 
 
-def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -> Notification:
+def _of_notice(
+    notice: Notice, state: State, step: int, now_mono_s: float, wall_s: float
+) -> Notification:
     urgency = notice.severity.name.lower()
     left_s = max(0.0, notice.deadline_mono_s - now_mono_s)
     words = {
@@ -198,7 +208,7 @@ def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -
         summary=text(f"{head}: {words}"),
         importance=Importance.INFO if is_drill else Importance.WARNING,
         wall_s=wall_s,
-        step=state.training.step,
+        step=step,
         generation=state.generation,
         reason=text(notice.detail),
         source=text(notice.source),
@@ -207,7 +217,7 @@ def _of_notice(notice: Notice, state: State, now_mono_s: float, wall_s: float) -
     )
 
 
-def _notice_over(notice: Notice, state: State, wall_s: float) -> Notification:
+def _notice_over(notice: Notice, state: State, step: int, wall_s: float) -> Notification:
     is_outlived = notice.identity in state.concluded
     reason = "the VM has outlived the deadline" if is_outlived else "the notice was withdrawn"
     is_drill = notice.source == DRILL
@@ -220,7 +230,7 @@ def _notice_over(notice: Notice, state: State, wall_s: float) -> Notification:
         summary=text(f"Notice of {notice.source} ({notice.kind}) is over: {reason}"),
         importance=Importance.INFO,
         wall_s=wall_s,
-        step=state.training.step,
+        step=step,
         generation=state.generation,
         reason=reason,
         source=text(notice.source),
@@ -232,7 +242,7 @@ def _group(*, is_drill: bool) -> str:
     return DRILLS if is_drill else NOTICES
 
 
-def end_of(group: str, state: State, wall_s: float) -> Notification | None:
+def end_of(group: str, state: State, *, step: int, wall_s: float) -> Notification | None:
     """The end of one of :data:`GROUPS`, for receivers that missed it; None while it needs an answer."""
     if not is_answered(state, is_drill=group == DRILLS):
         return None
@@ -244,13 +254,13 @@ def end_of(group: str, state: State, wall_s: float) -> Notification | None:
         summary="No notice is in force, or SAFE answers it",
         importance=Importance.INFO,
         wall_s=wall_s,
-        step=state.training.step,
+        step=step,
         generation=state.generation,
     )
 
 
 def is_answered(state: State, *, is_drill: bool) -> bool:
-    """Whether SAFE answers the most urgent notice in force, or none is in force.
+    """Whether a verdict that needs no action answers the most urgent notice, or none is in force.
 
     Args:
         is_drill: of the drills, otherwise of all other notices of this VM.
@@ -259,7 +269,8 @@ def is_answered(state: State, *, is_drill: bool) -> bool:
     if not live:
         return True
     evacuation = state.evacuation
-    if evacuation is None or evacuation.is_precaution or evacuation.verdict is not Verdict.SAFE:
+    settled = (Verdict.SAFE, Verdict.NO_TRAINING)
+    if evacuation is None or evacuation.is_precaution or evacuation.verdict not in settled:
         return False
     most_urgent = max(notice.severity for notice in live)
     return any(n.severity == most_urgent and n.identity in evacuation.identities for n in live)
@@ -305,9 +316,12 @@ def _source_of_verdict(state: State) -> str:
     return next(joined, "") if opened_by == DRILL else opened_by
 
 
-def _of_resumption(record: RecordResumption, wall_s: float) -> Notification:
-    milestones, generation = record.milestones, record.generation
-    start = max(0, milestones.start_step)
+def of_resume(measured: MeasuredResume, wall_s: float) -> Notification | None:
+    """The notification of a resume; None if the first VM of the job sends it."""
+    if measured.training.node != 0:
+        return None
+    generation = measured.generation
+    start = max(0, measured.milestones.start_step)
     origin = "from the beginning" if start == 0 else f"at step {start}"
     return Notification(
         key=f"resumption/{generation}",

@@ -76,7 +76,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
     return {
         "generation": state.generation,
         "state": state.phase.value,
-        "newer_generation": state.newer_generation,
+        "newer_generation": state.fenced_by,
         "verdict": _verdict(state),
         "last_verdict": _last_verdict(state, now_mono_s),
         "sources": list(health.values()),
@@ -198,8 +198,8 @@ def status_line(state: State, now_mono_s: float) -> str:
     last = f"last commit {state.last_complete}" if state.last_complete else "nothing committed yet"
     if state.part is not None:
         last += f"; {state.part}"
-    if state.newer_generation is not None:
-        last += f"; generation {state.newer_generation} has taken the run over"
+    if state.fenced_by is not None:
+        last += f"; generation {state.fenced_by} has taken the run over"
     if state.stalled:
         last += "; the trainer is stalled"
     store = state.sources.get(STORE_HEALTH)
@@ -329,14 +329,20 @@ def _lag(state: State, now_mono_s: float) -> dict[str, object]:
 
 def lag_steps(state: State) -> int:
     """Steps that a power cut would lose now."""
-    # If training started behind the last commit, that commit belongs to another lineage: it covers nothing.
-    last = None if state.owes_checkpoint else state.last_complete
-    committed = last.step if last else 0
+    committed = _kept_step(state)
     ahead = max((trainer.step for trainer in state.trainers), default=committed)
     newest = max((staged.id.step for staged in state.uncommitted), default=committed)
     if state.part is not None:
         newest = max(newest, state.part.ref.step)
     return max(ahead, newest, committed) - committed
+
+
+def _kept_step(state: State) -> int:
+    """The step of this start that a power cut leaves: of its commit, or else of the state that it loaded."""
+    start, last = state.start, state.last_complete
+    if start is None or last is None or last.generation == start.generation:
+        return 0 if last is None else last.step
+    return start.parent.step if start.parent.is_known else last.step
 
 
 def pending_bytes(state: State) -> int:

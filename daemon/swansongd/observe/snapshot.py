@@ -13,6 +13,7 @@ from enum import StrEnum
 
 from swansongd.core.state import State
 from swansongd.model import CommitRef
+from swansongd.observe.accounting import Training
 
 
 class MirrorState(StrEnum):
@@ -88,6 +89,7 @@ class Snapshot:
     now_wall_s: float
     """The same moment by the wall clock, in seconds since 1970."""
     state: State
+    training: Training = field(default_factory=Training)
     decision_faults: int = 0
     last_fault: str | None = None
     sources: tuple[str, ...] = ()

@@ -39,11 +39,17 @@ class Timeline:
 
 
 def recorded(
-    timeline: Timeline, state: State, samples: Sequence[tuple[float, int]], *, offset_s: float
+    timeline: Timeline,
+    state: State,
+    samples: Sequence[tuple[float, int]],
+    *,
+    node: int,
+    offset_s: float,
 ) -> EvacuationRecord:
     """The course of the evacuation for a farewell.
 
     Args:
+        node: of this VM, in a job over several VMs.
         offset_s: difference between the wall clock and the monotonic clock.
     """
     evacuation = state.evacuation
@@ -55,7 +61,7 @@ def recorded(
     return EvacuationRecord(
         opened_wall_s=timeline.opened_mono_s + offset_s,
         deadline_s=deadline_s,
-        node=state.training.node,
+        node=node,
         notices=tuple(
             NoticeRecord(notice.source, notice.kind)
             for notice in sorted(notices, key=_urgency)[:NOTICES_MAX]

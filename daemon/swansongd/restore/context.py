@@ -33,6 +33,8 @@ class RestoreContext:
     """Backend of the mirror: read for what the store has lost or damaged; None without a mirror."""
     post: Callable[[Event], None] = field(default=lambda _event: None, kw_only=True)
     """Takes the events of the queries and downloads."""
+    claim_refusal: Callable[[], str] = field(default=lambda: "", kw_only=True)
+    """Returns why no generation can be claimed before an operator acts; empty: a claim may succeed."""
     rescan: Callable[[], None] | None = field(default=None, kw_only=True)
     """Requests a scan of staging; None: a choice uses the last scan."""
     shard_of: Callable[[StagedFile], StoredShard | None] = field(

@@ -238,8 +238,7 @@ class Downloads:
             self.verified.end()  # those of a damaged commit
             download.begin(ref, shards)
 
-        several_vms = self._context.state().settings.several_vms
-        selection = replace(download.selection(), chosen=chosen, several_vms=several_vms)
+        selection = replace(download.selection(), chosen=chosen)
         context = self._context
         mirror = None if context.mirror is None else retrying(context.mirror)
         store = retrying(context.store)

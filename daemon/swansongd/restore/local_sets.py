@@ -2,7 +2,7 @@
 """Sealed sets in staging, for commands that run without the daemon.
 
 The restore unit must choose the same checkpoint as the daemon, so it uses the same scan, the same record of
-abandoned sets and the same rule.
+starts and the same rule.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from swansongd.core.state import Settings, State
 from swansongd.errors import StagingError
 from swansongd.flush.claim_record import read_record
 from swansongd.model import CommitRef, Staged
-from swansongd.staging.scan import OWN_DIRECTORY, booted_wall_ns
+from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
+from swansongd.util.boot import booted_wall_ns
 
 
 def newest_local(
@@ -36,8 +37,8 @@ def newest_local(
         StagingError: staging belongs to another user than that of this process, or cannot be read.
     """
     run_directory = config.staging.path / config.run.name
-    if config.run.several_vms or not run_directory.is_dir():
-        return None  # each VM has only its part of a checkpoint
+    if not run_directory.is_dir():
+        return None
     own = run_directory / OWN_DIRECTORY
     try:
         owner = own.stat().st_uid if own.is_dir() else os.geteuid()
@@ -56,14 +57,12 @@ def newest_local(
         scanned = scanner.scan()
     except OSError as error:
         raise StagingError(f"{run_directory} cannot be read: {error.strerror}") from error
-    abandoned = frozenset(record.abandoned)
     settings = Settings(
         reserve_s=config.deadline.reserve_s,
         signals_trainer=False,
-        sealed_under=record.generation or None,
         booted_wall_ns=booted_wall_ns(),
     )
-    state = State(settings=settings, abandoned=abandoned, unusable=abandoned, last_commit=newest)
+    state = State(settings=settings, starts=record.known_starts(""), last_commit=newest)
     state, _ = machine.step(state, scanned, time.monotonic())
     found = resume.newest_local(state, newest)
     return None if found is None else (found, run_directory / found.directory)

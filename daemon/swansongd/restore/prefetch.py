@@ -161,15 +161,14 @@ class Prefetch:
             return
         self._show(PrefetchState.FETCHING)
         began_mono_s = self._context.monotonic()
-        several_vms = state.settings.several_vms
-        own = self._downloads.own_prefixes() if several_vms else frozenset[str]()
+        own = self._downloads.own_prefixes()
         wish = Wish(ref=self._newest, is_prefetch=True, is_over=self._is_over)
         fetched = self._downloads.fetch(replace(wish, prefixes=own)) if own else None
         reason = ""
         try:
             fetched = self._downloads.fetch(wish)
-        except NoRoom:
-            if not several_vms:
+        except NoRoom as error:
+            if fetched is None and not error.has_other_vms:
                 raise
             reason = NO_ROOM_FOR_ALL
         self._done = self._newest

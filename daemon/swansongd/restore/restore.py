@@ -61,7 +61,6 @@ class Selection:
         skipped: called for each damaged commit.
         files: only shards that it accepts are fetched; the sizes of all stored objects are compared.
         chosen: called with each commit that is about to be fetched, and the shards that will be.
-        several_vms: the next checkpoints of this VM are parts: each needs the room of the largest part.
     """
 
     step: int | None = None
@@ -70,7 +69,6 @@ class Selection:
     skipped: Skipped | None = None
     files: Callable[[StoredShard], bool] | None = None
     chosen: Chosen | None = None
-    several_vms: bool = False
 
 
 _NEWEST = Selection()
@@ -188,8 +186,8 @@ def _restore_commit(
         _require_none(problems)
     find_local = options.local or (lambda _ref, _shards: nullcontext({}))
     with find_local(commit.ref, numbered) as local:
-        sizes = [each.size_bytes for each in (manifests if selection.several_vms else ())]
-        set_bytes = max(sizes, default=sum(shard.size_bytes for shard in shards))
+        # The next checkpoints of this VM are as large as the largest share of a VM.
+        set_bytes = max(manifest.size_bytes for manifest in manifests)
         identity = identity_of(keys.run, commit.ref, shards)
         noted = target.begin(identity, shards, numbered, set_bytes=set_bytes)
         done = _fetch(reader, numbered, target, noted, local, fallback=fallback, absent=absent)

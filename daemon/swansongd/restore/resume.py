@@ -7,7 +7,7 @@
 - the newest whole commit in the store, which is downloaded and verified.
 
 Staging is scanned before the choice.  Every rank sends its own query, and all ranks of one start get the
-same answer: two checkpoints are never mixed, and none is fetched twice.
+same answer, however late they ask: two checkpoints are never mixed, and none is fetched twice.
 
 One thread answers all queries in order, from a bounded queue.  :mod:`swansongd.restore.downloads` fetches.
 """
@@ -26,7 +26,6 @@ from swansong.protocol import Message, Restored, RestoreQuery, Restoring, Shards
 from swansongd.bucket import catalog, commit
 from swansongd.core import resume
 from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
-from swansongd.core.resume import Basis
 from swansongd.core.state import State
 from swansongd.errors import (
     CorruptError,
@@ -58,16 +57,23 @@ _log = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _CachedAnswer:
-    """The last answer, and the facts behind it."""
+    """The answer for the ranks of one start, or the one for all queries of one commit."""
 
     answer: Restored
-    basis: Basis
+    start_id: str = ""
+    named: CommitRef | None = None
+    """The commit that the query named."""
     wish: Wish | None = None
     """Of a download; None for a set in staging and for a fresh run."""
 
     def is_there(self) -> bool:
         """Whether its directory exists; the answer for a fresh run names none."""
         return not self.answer.path or Path(self.answer.path).is_dir()
+
+    def is_for(self, start_id: str) -> bool:
+        """Whether it answers this start; a download that is gone is fetched again."""
+        is_of_start = bool(start_id) and self.start_id == start_id
+        return is_of_start and (self.wish is not None or self.is_there())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -100,7 +106,9 @@ class Resume:
         """Called after each answer without an error."""
         self._reported_mono_s = context.monotonic()
         self._cached: _CachedAnswer | None = None
-        self._last_rollback: tuple[int, _CachedAnswer] | None = None
+        """The newest answer."""
+        self._given: _CachedAnswer | None = None
+        """The answer of the newest start, which its late ranks get also after answers to an operator."""
         self._refusals = Refusals(context.state)
         self._changed = threading.Condition()
         self._waiting: deque[_Ticket] = deque()
@@ -111,8 +119,7 @@ class Resume:
         """Queue a query.  The replies are Restoring during a download, then one Restored.
 
         A rollback posts RolledBack before its answer.  Over several VMs the answer to a rollback only
-        names the checkpoint.  The ranks then begin another job start, which replaces RolledBack, and ask
-        for that checkpoint by name.
+        names the checkpoint.  The ranks then begin another start, and ask for that checkpoint by name.
         """
         ticket = _Ticket(
             query=query, reply=reply, post=post, give_up_mono_s=self._monotonic() + BUDGET_S
@@ -123,7 +130,7 @@ class Resume:
                 self._waiting.append(ticket)
                 self._changed.notify()
         if not query.rollback:
-            self._context.post(RestoreAsked())
+            self._context.post(RestoreAsked(query.start_id))
         if is_full:
             error = f"restore query refused: {QUERIES_MAX} queries wait already; retry later"
             _send(ticket, Restored(query.query_id, error=error))
@@ -186,12 +193,14 @@ class Resume:
     def _next(self) -> _Ticket | None:
         """The first query that can be answered now; None after the stop.
 
-        A query for a job start that has not begun waits without blocking the queries behind it.
+        A query for a start that has no generation yet waits without blocking the queries behind it.  It
+        fails at once if the store refuses every claim: the trainer's log then names the cause.
         """
         with self._changed:
             while not self._stop.is_set():
                 for place, ticket in enumerate(self._waiting):
                     is_ready = resume.may_answer(self._state(), ticket.query)
+                    is_ready = is_ready or bool(self._context.claim_refusal())
                     if is_ready or self._monotonic() > ticket.give_up_mono_s:
                         del self._waiting[place]
                         self._current = ticket
@@ -202,8 +211,9 @@ class Resume:
     def _find(self, ticket: _Ticket) -> Restored:
         query = ticket.query
         if not resume.may_answer(self._state(), query):
+            reason = self._context.claim_refusal() or "the store failed, or it was started again"
             raise StagingError(
-                "no generation for this job start: the store failed, or the job was started again",
+                f"no generation for this start of the training: {reason}",
                 hint="See: swansong status",
             )
         if query.generation >= 0:
@@ -211,9 +221,14 @@ class Resume:
             if not query.refused:
                 return self._named(ref)
             self._refuse(ref, query.refused)
+        if query.rollback and self._state().spans_vms:
+            return self._healthy_of_all_vms(query)
+        given = self._given
+        if given is not None and given.is_for(query.start_id):
+            return self._repeated(given)
         if query.rollback:
             return self._rollback(query, ticket.post)
-        return self._newest()
+        return self._newest(query.start_id)
 
     def _scanned(self) -> State:
         """The state after a scan that begins now, which finds sets sealed just before the query."""
@@ -230,16 +245,9 @@ class Resume:
                 break
         return self._state()
 
-    def _newest(self) -> Restored:
-        """The newest checkpoint, or the cached answer for further ranks of the same start."""
+    def _newest(self, start_id: str) -> Restored:
+        """The newest checkpoint."""
         state = self._scanned()
-        cached = self._cached
-        if cached is not None and not (
-            resume.still_holds(cached.basis, state) and cached.is_there()
-        ):
-            cached = None
-        if cached is not None and cached.basis.is_recent(self._monotonic()):
-            return self._repeated(cached)
         store = self._store()
         refusal = self._refusals.current()
         before = None if refusal is None else refusal.ref
@@ -253,17 +261,21 @@ class Resume:
                 hint="See: swansong verify",
             )
         own = resume.newest_local(state, newest)
-        wish = None
-        if cached is not None and cached.basis.newest == newest:
-            answer, wish = self._repeated(cached), cached.wish
-        elif own is not None:
+        if own is not None:
             answer = self._in_staging(own, state)
         else:
-            wish = Wish(ref=newest, before=before)
-            answer = self._fetched(wish)
-        basis = resume.basis(state, newest, self._monotonic())
-        self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish if answer.path else None)
+            answer = self._fetched(Wish(ref=newest, before=before))
+        is_download = own is None and bool(answer.path)
+        named = CommitRef(answer.generation, answer.step) if is_download else None
+        # Late ranks get the same commit, also if the newest one was damaged, or newer ones exist by then.
+        wish = None if named is None else Wish(ref=named, choice=Choice.NAMED)
+        self._keep(_CachedAnswer(answer=answer, start_id=start_id, named=named, wish=wish))
         return answer
+
+    def _keep(self, answer: _CachedAnswer) -> None:
+        self._cached = answer
+        if answer.start_id:
+            self._given = answer
 
     def _named(self, ref: CommitRef) -> Restored:
         """This commit, downloaded once for all ranks of this VM; refused once it proves damaged."""
@@ -272,7 +284,7 @@ class Resume:
             raise NothingToRestore(f"{ref} is damaged: {refusal.reason}", is_damaged=True)
         cached = self._cached
         try:
-            if cached is not None and cached.basis.newest == ref and cached.is_there():
+            if cached is not None and cached.named == ref and cached.is_there():
                 return self._repeated(cached)
             return self._fetch_named(ref)
         except NothingToRestore as error:
@@ -282,33 +294,29 @@ class Resume:
 
     def _refuse(self, ref: CommitRef, reason: str) -> None:
         if self._refusals.add(ref, reason):
-            self._cached = None
+            self._cached = self._given = None
 
     def _fetch_named(self, ref: CommitRef) -> Restored:
         wish = Wish(ref=ref, choice=Choice.NAMED)
         answer = self._fetched(wish)
-        basis = Basis(answered_mono_s=self._monotonic(), newest=ref)
-        self._cached = _CachedAnswer(answer=answer, basis=basis, wish=wish)
+        self._keep(_CachedAnswer(answer=answer, named=ref, wish=wish))
         return answer
 
     def _repeated(self, cached: _CachedAnswer) -> Restored:
         """The same checkpoint, with the files that this rank reads."""
         return cached.answer if cached.wish is None else self._fetched(cached.wish)
 
+    def _healthy_of_all_vms(self, query: RestoreQuery) -> Restored:
+        """The newest healthy commit before a step: staging has only this VM's share of a checkpoint."""
+        committed = self._newest_healthy_commit(self._store(), query.before_step)
+        if committed is None:
+            raise self._nothing_before(query.before_step)
+        return self._fetch_named(CommitRef(committed.generation, committed.step))
+
     def _rollback(self, query: RestoreQuery, post: Callable[[Event], None]) -> Restored:
         """The newest healthy checkpoint before a step; posts RolledBack once for all ranks."""
-        state = self._state()
-        store = self._store()
-        if state.spans_vms:  # staging holds only this VM's part of a checkpoint
-            committed = self._newest_healthy_commit(store, query.before_step)
-            if committed is None:
-                raise self._nothing_before(query.before_step)
-            return self._fetch_named(CommitRef(committed.generation, committed.step))
-        if self._last_rollback is not None:
-            number, cached = self._last_rollback
-            if number == query.rollback and cached.basis.is_recent(self._monotonic()):
-                return self._repeated(cached)  # to another rank
-        committed = self._newest_healthy_commit(store, query.before_step)
+        state = self._scanned()
+        committed = self._newest_healthy_commit(self._store(), query.before_step)
         own = resume.newest_healthy_local(state, query.before_step, committed)
         wish = None
         if own is not None:
@@ -319,10 +327,7 @@ class Resume:
         else:
             raise self._nothing_before(query.before_step)
         post(RolledBack(answer.step))
-        self._cached = None
-        basis = Basis(answered_mono_s=self._monotonic(), newest=committed)
-        rolled_back = _CachedAnswer(answer=answer, basis=basis, wish=wish)
-        self._last_rollback = (query.rollback, rolled_back)
+        self._keep(_CachedAnswer(answer=answer, start_id=query.start_id, wish=wish))
         return answer
 
     def _nothing_before(self, step: int) -> NothingToRestore:
@@ -364,7 +369,7 @@ class Resume:
             "",
             path=str(self._context.run.path / own.directory),
             step=own.id.step,
-            generation=state.generation if state.generation is not None else -1,
+            generation=-1 if (ref := state.ref_of(own.id)) is None else ref.generation,
         )
 
     def _fetched(self, wish: Wish) -> Restored:

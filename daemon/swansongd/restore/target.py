@@ -51,6 +51,9 @@ _FICLONERANGE = 0x4020940D
 class NoRoom(StagingError):
     """The file system has too little space for the files and the spare sets."""
 
+    has_other_vms = False
+    """The files are the shares of several VMs, and each spare set is the share of one."""
+
 
 @dataclass(frozen=True, slots=True)
 class Access:
@@ -441,10 +444,12 @@ class RestoreTarget:
         spare_bytes = self._spare_sets * (size_bytes if set_bytes is None else set_bytes)
         needed_bytes = size_bytes + spare_bytes - here_bytes
         if needed_bytes > free_bytes:
-            raise NoRoom(
+            error = NoRoom(
                 f"{self.destination} needs {needed_bytes} bytes; {free_bytes} are free there",
                 hint="Make room, or restore to another file system",
             )
+            error.has_other_vms = set_bytes is not None and set_bytes < size_bytes
+            raise error
 
     def _discard(self) -> None:
         if self._partial_fd >= 0:

@@ -27,6 +27,7 @@ class StagingObserver:
         post: takes the events.
         log: a structlog logger.
         interval_s: interval of the periodic scans.
+        before: called before each result is posted: who wrote the sets must be known first.
     """
 
     def __init__(
@@ -35,11 +36,13 @@ class StagingObserver:
         post: Callable[[Event], None],
         log: Any,
         interval_s: float = 1.0,
+        before: Callable[[], object] = lambda: None,
     ) -> None:
         self._scanner = scanner
         self._post = post
         self._log = log
         self._interval_s = interval_s
+        self._before = before
         self._wake = threading.Event()
         self._requested = threading.Event()
         self._stop = threading.Event()
@@ -98,6 +101,7 @@ class StagingObserver:
         self._trouble = ""
         if is_requested or self._last is None or _content(scanned) != _content(self._last):
             self._last = scanned
+            self._before()
             self._post(scanned)
 
     def _watch(self) -> Any:

@@ -12,7 +12,6 @@ import errno
 import os
 import secrets
 import stat
-import time
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from pathlib import Path
@@ -287,11 +286,6 @@ def remove_set(run_directory: int | Path, directory: str) -> None:
             f"{directory} cannot be deleted: {error.strerror}",
             hint="use a file system with ACLs for staging, or run the trainer as the daemon's user",
         ) from error
-
-
-def booted_wall_ns() -> int:
-    """Time of the boot in nanoseconds, by the clock of file times."""
-    return time.time_ns() - time.clock_gettime_ns(time.CLOCK_BOOTTIME)
 
 
 def set_aside(run_directory: int | Path, directory: str) -> None:

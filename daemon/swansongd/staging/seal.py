@@ -375,6 +375,8 @@ def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> 
         manifests.append(replace(manifest, files=[]))
     lead = _lead(manifests)
     staged = _of_hooks(name, lead, files, manifests)
+    if not lead.start_id:
+        raise StagingError(f"rank {lead.rank}: its manifest names no start of the training")
     for manifest in manifests:
         _check_manifest(manifest, lead, run, staged.id.step)
     return staged
@@ -423,7 +425,7 @@ def _of_hooks(
     if lead.kind not in tuple(CheckpointKind):
         raise StagingError(f"rank {lead.rank}: unknown kind {lead.kind!r:.40}")
     return Staged(
-        id=CheckpointId(*parsed, is_final=lead.kind == CheckpointKind.FINAL),
+        id=CheckpointId(*parsed, is_final=lead.kind == CheckpointKind.FINAL, start=lead.start_id),
         directory=name,
         kind=CheckpointKind(lead.kind),
         files=files,
@@ -431,7 +433,6 @@ def _of_hooks(
         node=lead.node,
         nodes=lead.nodes,
         request_id=lead.request_id,
-        starts=frozenset(each.start_id for each in manifests if each.start_id),
         health=merged_health([manifest.health for manifest in manifests]),
         trainer={
             "world_size": lead.world_size,
@@ -453,6 +454,10 @@ def _check_manifest(manifest: RankManifest, lead: RankManifest, run: str, step: 
         raise StagingError(f"{rank}: its manifest is of step {manifest.step}")
     if _world(manifest) != _world(lead) or not 0 <= manifest.rank < manifest.world_size:
         raise StagingError(f"{rank}: another number of ranks or nodes than in rank {lead.rank}")
+    if manifest.start_id != lead.start_id:
+        raise StagingError(
+            f"{rank}: belongs to another start of the training than rank {lead.rank}"
+        )
     if manifest.kind not in tuple(CheckpointKind):
         raise StagingError(f"{rank}: unknown kind {manifest.kind!r:.40}")
 

@@ -24,7 +24,7 @@ import socket
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -59,7 +59,7 @@ CLOSE_TIMEOUT_S = 1.0
 _MESSAGES_PER_TURN = 16
 _SWEEP_S = 1.0
 _LOG_INTERVAL_S = 60.0
-_BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish, protocol.JobStart)
+_BETWEEN_VMS = (protocol.Agreed, protocol.PeerRequest, protocol.Finish)
 _SHORT_OF_RESOURCES = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 
 
@@ -77,7 +77,6 @@ class TrainerChannel:
             ShardsTaken comes with the same function.
         log: a structlog logger.
         listener_fd: the listening socket, if it exists already; ``path`` is then left alone.
-        several_vms: whether trainers may have ranks on other VMs.
         naming_secret: by user id, see :class:`swansong.protocol.Welcome`.
     """
 
@@ -92,8 +91,6 @@ class TrainerChannel:
         answer: Callable[[Message, Reply], None],
         log: Any,
         listener_fd: int | None = None,
-        earlier: Mapping[int, peers.Peer] | None = None,
-        several_vms: bool = False,
         naming_secret: Callable[[int], str] = lambda _: "",
     ) -> None:
         self.grace_s = 0.0
@@ -106,8 +103,6 @@ class TrainerChannel:
         self._answer = answer
         self._log = log
         self._listener_fd = listener_fd
-        self._earlier = earlier or {}
-        self._several_vms = several_vms
         self._naming_secret = naming_secret
         self._own_file: os.stat_result | None = None  # the socket file, if this channel created it
         self._generation: int | None = None
@@ -151,10 +146,6 @@ class TrainerChannel:
         self._listener.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
         self._selector.register(self._listener, selectors.EVENT_READ, self._accept)
         self._selector.register(self._wakefd, selectors.EVENT_READ, self._run_commands)
-        for number, peer in self._earlier.items():
-            connection = PeerConnection(number, None, peer, time.monotonic())
-            self._lingering[peer.pid] = connection
-            self._watch_process(connection)
         self._thread.start()
 
     def share_listener(self) -> int:
@@ -388,12 +379,12 @@ class TrainerChannel:
         elif isinstance(message, _BETWEEN_VMS) and not _spans_vms(connection):
             self._refuse(
                 connection,
-                f"{message.TYPE} is for jobs over several VMs: set nodes in hello, and "
-                "run.several_vms = true in the configuration",
+                f"{message.TYPE} is for jobs over several VMs: set nodes in hello",
             )
         elif isinstance(message, protocol.Bye):
             self._leave(connection)
-            self._post(TrainerLeft(number, exited=True, reason=translate.short(message.reason)))
+            reason = translate.short(message.reason)
+            self._post(TrainerLeft(number, exited=True, reason=reason, is_goodbye=True))
         else:
             self._post(translate.event_of(number, message))
 
@@ -437,7 +428,7 @@ class TrainerChannel:
     def _join(self, connection: PeerConnection, hello: protocol.Hello) -> None:
         """Accept a hello: send the welcome, watch the process, and post TrainerJoined."""
         now = time.monotonic()
-        problem = translate.problem_with(hello, self._run, several_vms=self._several_vms)
+        problem = translate.problem_with(hello, self._run)
         if not problem and connection.hello is not None:
             problem = translate.change_of(connection.hello, hello)
         if not problem and not connection.hellos.take(now):
@@ -589,5 +580,5 @@ class TrainerChannel:
 
 
 def _spans_vms(connection: PeerConnection) -> bool:
-    """Whether the rank belongs to a job over several VMs; without ``several_vms`` its hello was refused."""
+    """Whether the rank belongs to a job over several VMs."""
     return connection.hello is not None and connection.hello.nodes > 1

@@ -72,10 +72,10 @@ def open_process(pid: int) -> int:
         ProcessLookupError: there is no such process, or the pid was reused during the call.
         OSError: no descriptor is left.
     """
-    began = _start_ticks(pid)
+    began = start_ticks(pid)
     pidfd = os.pidfd_open(pid)
     try:
-        if _start_ticks(pid) != began:
+        if start_ticks(pid) != began:
             raise ProcessLookupError(f"process id {pid} was reused by another process")
     except BaseException:
         os.close(pidfd)
@@ -83,28 +83,10 @@ def open_process(pid: int) -> int:
     return pidfd
 
 
-def find(pid: int, process_start: int) -> Peer:
-    """The process that had this pid and this start when a daemon of this boot recorded it.
-
-    Raises:
-        ProcessLookupError: it has ended.
-        OSError: no descriptor is left, or its status cannot be read.
-    """
-    pidfd = open_process(pid)
-    try:
-        if _start_ticks(pid) != process_start:
-            raise ProcessLookupError(f"process id {pid} was reused by another process")
-        uid, gid = (int(_status_field(pid, name).split()[0]) for name in (b"Uid", b"Gid"))
-    except BaseException:
-        os.close(pidfd)
-        raise
-    return Peer(pid, uid, gid, pidfd)
-
-
 def process_start(peer: Peer) -> int:
     """Start of the process, in clock ticks since the boot; 0 if it has ended or cannot be read."""
     try:
-        ticks = _start_ticks(peer.pid)
+        ticks = start_ticks(peer.pid)
     except (OSError, ValueError, IndexError):
         return 0
     return 0 if select.select([peer.pidfd], [], [], 0)[0] else ticks
@@ -160,7 +142,7 @@ def _status_field(pid: int, name: bytes) -> bytes:
     raise ProcessLookupError(f"the status of process {pid} has no {name.decode()}")
 
 
-def _start_ticks(pid: int) -> int:
+def start_ticks(pid: int) -> int:
     try:
         with open(f"/proc/{pid}/stat", "rb") as file:
             # The second field is the name, which may contain spaces and parentheses; this is the 22nd.

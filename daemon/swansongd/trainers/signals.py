@@ -1,5 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signal for trainers without the hooks: sent through a pidfd, and only to a process that survives it.
+"""Trainers without the hooks: their process, and the signal that it gets.
+
+Each process is a start of the training.  The id of the start is computed from the pid, the start of the
+process and the boot, so a restarted daemon finds the same id.
+
+The signal is sent through a pidfd, and only to a process that survives it.
 
 The default action of most signals ends the process.  So the target must have a handler for the signal, belong
 to an allowed user, and be the training script itself: a launcher would die and leave its workers behind.
@@ -9,6 +14,7 @@ The target is therefore never a process of another user, the daemon itself, or o
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import select
@@ -16,6 +22,7 @@ import signal
 import stat
 import subprocess
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
@@ -23,11 +30,22 @@ from pathlib import Path, PurePath
 
 from swansongd.config.config import TrainerConfig
 from swansongd.config.values import signal_number
-from swansongd.core.events import Event, SignalledExited, SignalRefused, SignalSent
+from swansongd.core.events import (
+    Event,
+    ProcessFound,
+    SignalledExited,
+    SignalRefused,
+    SignalSent,
+)
 from swansongd.errors import ConfigError
+from swansongd.model import PROCESS_PREFIX
 from swansongd.trainers import peers, users
+from swansongd.util.boot import booted_wall_ns
 
 SYSTEMCTL_TIMEOUT_S = 2.0
+LOOK_S = 1.0
+LOOK_UNIT_S = 10.0
+"""Interval at which the process is looked up: in the pid file, and with systemctl."""
 REQUESTS_MAX = 64
 """Remembered requests, and watched processes after their signal."""
 _WRITABLE_BY_OTHERS = stat.S_IWGRP | stat.S_IWOTH
@@ -52,7 +70,9 @@ class SignalSender:
         unit: systemd unit; its main process is signalled.
         allowed_uids: users that may own the process, see :func:`users.may_be_signalled`; the pid file may
             also belong to root.
-        post: takes SignalSent or SignalRefused, and SignalledExited after the end of the process.
+        boot_id: of this boot.
+        post: takes ProcessFound whenever the process changes, SignalSent or SignalRefused, and
+            SignalledExited after the end of the process.
 
     Raises:
         ConfigError: the signal does not exist, or is not one for trainers.
@@ -65,8 +85,13 @@ class SignalSender:
         pid_file: Path | None,
         unit: str | None,
         allowed_uids: frozenset[int],
+        boot_id: str,
         post: Callable[[Event], None],
     ) -> None:
+        self._boot_id = boot_id
+        self._booted_wall_ns = booted_wall_ns()
+        self._found = ProcessFound("")
+        self._looking = threading.Lock()
         self._name = signal_name
         number = signal_number(signal_name)
         if number is None:
@@ -85,8 +110,14 @@ class SignalSender:
         self._thread = threading.Thread(target=self._run, name="signals", daemon=True)
 
     def start(self) -> None:
-        """Start the thread."""
+        """Look the process up in the pid file, then start the thread."""
+        self.look()
         self._thread.start()
+
+    def look(self) -> None:
+        """Look the process up in the pid file, if there is one; from any thread."""
+        if self._pid_file is not None:
+            self._look()
 
     def send(self, request_id: str) -> None:
         """Signal the trainer, once per request, without blocking.  For one thread."""
@@ -106,8 +137,14 @@ class SignalSender:
         return pid
 
     def _run(self) -> None:
+        every_s = LOOK_S if self._pid_file is not None else LOOK_UNIT_S
+        look_mono_s = 0.0
         while True:
-            for fd, _ in self._poller.poll():
+            if time.monotonic() >= look_mono_s:
+                self._look()
+                look_mono_s = time.monotonic() + every_s
+            left_s = max(0.0, look_mono_s - time.monotonic())
+            for fd, _ in self._poller.poll(1000 * left_s):
                 if fd == self._wakefd:
                     os.eventfd_read(fd)
                 else:
@@ -115,7 +152,27 @@ class SignalSender:
             while self._waiting:
                 self._send(self._waiting.popleft())
 
+    def _look(self) -> None:
+        """Post the process if it is another one than before."""
+        with self._looking:
+            found = ProcessFound("")
+            with suppress(SignalRefusal, OSError, ValueError, IndexError):
+                found = self._identified(self._resolve())
+            if found != self._found:
+                self._found = found
+                self._post(found)
+
+    def _identified(self, pid: int) -> ProcessFound:
+        ticks = peers.start_ticks(pid)
+        if peers.uids_of(pid) - self._allowed_uids:
+            return ProcessFound("")
+        facts = f"{self._boot_id} {pid} {ticks}".encode()
+        start_id = PROCESS_PREFIX + hashlib.sha256(facts).hexdigest()[:16]
+        started_ns = self._booted_wall_ns + ticks * 10**9 // os.sysconf("SC_CLK_TCK")
+        return ProcessFound(start_id, pid, started_ns)
+
     def _send(self, request_id: str) -> None:
+        self._look()  # first: the answer belongs to this process
         try:
             pid, pidfd = self._target()
         except SignalRefusal as refusal:
@@ -268,13 +325,17 @@ def _program(arguments: list[str]) -> str:
 
 
 def open_sender(
-    config: TrainerConfig, trainers: frozenset[int], post: Callable[[Event], None]
+    config: TrainerConfig,
+    trainers: frozenset[int],
+    boot_id: str,
+    post: Callable[[Event], None],
 ) -> SignalSender | None:
     """The configured sender; None for ``trainer.signal = "none"``.
 
     Args:
         config: of the trainer.
         trainers: uids of ``trainer.users``.
+        boot_id: of this boot.
         post: see :class:`SignalSender`.
     """
     if config.signal == "none":
@@ -284,5 +345,6 @@ def open_sender(
         pid_file=config.pid_file,
         unit=config.unit,
         allowed_uids=users.may_be_signalled(trainers, os.geteuid()),
+        boot_id=boot_id,
         post=post,
     )

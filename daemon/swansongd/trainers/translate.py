@@ -10,12 +10,13 @@ from swansongd.core.events import (
     AskTrainers,
     Event,
     FinishAsked,
-    JobStarted,
     PeerRequested,
     SendTarget,
+    StartBegun,
     TellCommitted,
     TellFenced,
     TellFinished,
+    TellStart,
     TrainerAccepted,
     TrainerAgreed,
     TrainerFailed,
@@ -23,7 +24,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.model import TrainerView
+from swansongd.model import UNKNOWN_PARENT, Parent, TrainerView
 
 _TEXT_CHARS_MAX = 500
 
@@ -42,6 +43,7 @@ def event_of(connection: int, message: Message) -> Event:
                 loss=message.loss,
                 loss_is_finite=message.loss_is_finite,
                 start_id=message.start_id,
+                parent=_parent_of(message),
             )
         case protocol.Accepted():
             return TrainerAccepted(connection, message.request_id, message.step)
@@ -54,9 +56,9 @@ def event_of(connection: int, message: Message) -> Event:
         case protocol.PeerRequest():
             return PeerRequested(message.request_id, short(message.reason), message.seconds_left)
         case protocol.Finish():
-            return FinishAsked(message.job_start_id)
-        case protocol.JobStart():
-            return JobStarted(message.id)
+            return FinishAsked(message.start_id)
+        case protocol.Begin():
+            return StartBegun(connection, message.start_id)
         case protocol.Failed():
             return TrainerFailed(
                 connection, message.request_id, short(message.reason), message.step
@@ -65,6 +67,14 @@ def event_of(connection: int, message: Message) -> Event:
             reason = short(f"declined: {message.reason}")
             return TrainerFailed(connection, message.request_id, reason)
     raise AssertionError(f"no event for {message.TYPE}")
+
+
+def _parent_of(message: protocol.Hello | protocol.Progress) -> Parent:
+    if message.parent in (protocol.PARENT_UNKNOWN, ""):
+        return UNKNOWN_PARENT
+    if message.parent == protocol.PARENT_NONE:
+        return Parent("", 0)
+    return Parent(message.parent, message.parent_step)
 
 
 def view_of(
@@ -89,11 +99,12 @@ def view_of(
         takes_periodic="periodic" in hello.capabilities,
         takes_follow_ups="follow_ups" in hello.capabilities,
         start_id=hello.start_id,
+        parent=_parent_of(hello),
         greeted_mono_s=greeted_mono_s,
     )
 
 
-def problem_with(hello: protocol.Hello, run: str, *, several_vms: bool = True) -> str:
+def problem_with(hello: protocol.Hello, run: str) -> str:
     """Why a trainer may not join ``run``, and the fix; empty if it may."""
     if hello.version != protocol.VERSION:
         return (
@@ -104,11 +115,6 @@ def problem_with(hello: protocol.Hello, run: str, *, several_vms: bool = True) -
         return (
             f"the trainer names run {hello.run!r:.100}, the daemon serves {run!r}: "
             "remove the run from the trainer, or change run.name in the configuration"
-        )
-    if hello.nodes > 1 and not several_vms:
-        return (
-            f"the job has {hello.nodes} VMs, but run.several_vms is not set: "
-            "set run.several_vms = true in the configuration of each VM"
         )
     if not (0 <= hello.rank < hello.world_size and 1 <= hello.local_world_size <= hello.world_size):
         return (
@@ -168,7 +174,15 @@ def short(text: str) -> str:
     return text if len(text) <= _TEXT_CHARS_MAX else f"{text[:_TEXT_CHARS_MAX]}..."
 
 
-ToTrainers = AskTrainers | SendTarget | WithdrawRequest | TellCommitted | TellFenced | TellFinished
+ToTrainers = (
+    AskTrainers
+    | SendTarget
+    | WithdrawRequest
+    | TellCommitted
+    | TellFenced
+    | TellFinished
+    | TellStart
+)
 """Actions that are messages to trainers."""
 
 
@@ -191,5 +205,7 @@ def message_of(action: ToTrainers, now_mono_s: float) -> tuple[tuple[int, ...] |
             return connections, protocol.Committed(ref.generation, ref.step, ref.is_final)
         case TellFenced(generation):
             return None, protocol.Fenced(generation=generation)
-        case TellFinished(job_start_id):
-            return None, protocol.Finished(job_start_id=job_start_id)
+        case TellFinished(start_id):
+            return None, protocol.Finished(start_id=start_id)
+        case TellStart(start_id, connections):
+            return connections, protocol.Start(start_id=start_id)

@@ -40,7 +40,7 @@ def save(guard: Guard, word: str) -> None:
     until(lambda: guard._session.staging, what="the daemon's welcome")
     staging = Path(guard._session.staging)
     before = set(os.listdir(staging))
-    guard._saver.forget()  # so that a pause has a set of its own beside that of the step
+    guard._saver._last = None  # so that a pause has a set of its own beside that of the step
     assert guard._write(Due("emergency", "zoo"), int(guard._agreement.step))
     assert guard.wait_saved()
     (name,) = [name for name in os.listdir(staging) if name not in before]

@@ -312,7 +312,7 @@ def test_with_a_key_only_signed_claims_count(store: FileStore) -> None:
 
 
 def a_claim(generation: int) -> ClaimObject:
-    return ClaimObject(run="r", generation=generation, nonce="abc")
+    return ClaimObject(run="r", generation=generation, start="abc")
 
 
 @pytest.mark.fault("S25")

@@ -21,8 +21,7 @@ from swansongd.errors import CorruptError
 CLAIM = ClaimObject(
     run="r",
     generation=7,
-    nonce="0af1",
-    job_start_id="start~1",
+    start="5d41~1",
     identity={"boot_id": "b", "host": "Grüße", "claimed": "2030-01-01T00:00:00Z"},
 )
 SIGNER = Signer(b"k" * 32)
@@ -31,13 +30,13 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
 )
 fields = st.sampled_from(
-    ["version", "run", "generation", "nonce", "job_start_id", "identity", "signature", "other"]
+    ["version", "run", "generation", "start", "identity", "signature", "other"]
 )
 
 
 def test_round_trip() -> None:
-    """With and without a job start, signed and not."""
-    for claim in (CLAIM, replace(CLAIM, job_start_id="", identity={})):
+    """With and without an identity, signed and not."""
+    for claim in (CLAIM, replace(CLAIM, identity={})):
         assert decode(encode(claim)) == claim
         assert decode(encode(claim, SIGNER), SIGNER) == decode(encode(claim, SIGNER)) == claim
 
@@ -53,7 +52,14 @@ def test_no_body_raises_anything_else(changes: dict[str, Any]) -> None:
         except CorruptError:
             continue
         assert 1 <= claim.generation <= bounds.GENERATION_MAX
+        assert claim.start
         assert all(type(value) is str for value in claim.identity.values())
+
+
+def test_a_claim_without_a_start_is_refused() -> None:
+    """It would belong to each start whose id is unknown."""
+    with pytest.raises(CorruptError, match="names no start"):
+        decode(encode(replace(CLAIM, start="")))
 
 
 @pytest.mark.fault("S13")
@@ -83,8 +89,7 @@ def test_a_changed_claim_loses_its_signature() -> None:
         json.loads(encode(CLAIM, Signer(b"K" * 32))),
         body | {"generation": 8},
         body | {"run": "q"},
-        body | {"nonce": "0af2"},
-        body | {"job_start_id": "start~2"},
+        body | {"start": "5d41~2"},
         body | {"identity": {}},
         body | {"more": 1},
         body | {"signature": of_a_manifest},

@@ -13,8 +13,8 @@ import pytest
 from structlog.testing import capture_logs
 from swansong import bounds
 from swansong.bounds import BoundsError
+from swansongd.bucket import catalog, commit, manifest
 from swansongd.bucket import claim as claims
-from swansongd.bucket import commit, manifest
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
@@ -53,14 +53,14 @@ def a_manifest(step: int = 10, nonce: str = "abc", generation: int = 1) -> Manif
     )
 
 
-def held(generation: int = 1, nonce: str = "us", job_start_id: str = "") -> ClaimObject:
-    return ClaimObject(run="r", generation=generation, nonce=nonce, job_start_id=job_start_id)
+def held(generation: int = 1, start_id: str = "us") -> ClaimObject:
+    return ClaimObject(run="r", generation=generation, start=start_id)
 
 
 def create(
     store: FileStore | Retrying, keys: RunKeys, made: Manifest, *, by: str = "us", **options: bool
 ) -> None:
-    """Commit as the VM whose claim has this nonce."""
+    """Commit for this start."""
     commit.commit(store, keys, made, held(made.generation, by), **options)
 
 
@@ -93,20 +93,22 @@ def lossy(tmp_path: Path, *, lose: int) -> Retrying:
     return retrying(store)
 
 
-def claim(store: FileStore | Retrying, nonce: str) -> commit.Claim:
-    return commit.claim_generation(store, KEYS, identity={"host": nonce}, nonce=nonce)
+def claim(store: FileStore | Retrying, start_id: str, **options: Any) -> commit.Claim:
+    return commit.claim_generation(
+        store, KEYS, start_id=start_id, identity={"host": "h"}, **options
+    )
 
 
 @pytest.mark.fault("G04")
 def test_eight_racing_claimers_get_eight_numbers(tmp_path: Path) -> None:
-    """Distinct generations, without a gap; each claim object is that of its winner."""
+    """Distinct generations, without a gap; each claim names the start that won it."""
     store = file_store(tmp_path / "store")
-    start = threading.Barrier(8)
+    barrier = threading.Barrier(8)
     won: dict[str, int] = {}
 
-    def race(nonce: str) -> None:
-        start.wait(20)
-        won[nonce] = claim(store, nonce).generation
+    def race(start_id: str) -> None:
+        barrier.wait(20)
+        won[start_id] = claim(store, start_id).generation
 
     threads = [threading.Thread(target=race, args=(f"n{i}",)) for i in range(8)]
     for thread in threads:
@@ -114,15 +116,57 @@ def test_eight_racing_claimers_get_eight_numbers(tmp_path: Path) -> None:
     for thread in threads:
         thread.join(30)
     assert sorted(won.values()) == list(range(1, 9))
-    for nonce, generation in won.items():
-        assert f'"nonce": "{nonce}"'.encode() in store.get(KEYS.generation(generation))
+    for start_id, generation in won.items():
+        assert f'"start": "{start_id}"'.encode() in store.get(KEYS.generation(generation))
+
+
+@pytest.mark.fault("G04")
+def test_eight_vms_of_one_start_get_one_number(tmp_path: Path) -> None:
+    """They claim at the same time, and all hold the one claim that is in the store."""
+    store = file_store(tmp_path / "store")
+    barrier = threading.Barrier(8)
+    won: list[ClaimObject] = []
+
+    def race(host: str) -> None:
+        barrier.wait(20)
+        made = commit.claim_generation(store, KEYS, start_id="s", identity={"host": host})
+        won.append(made.content)
+
+    threads = [threading.Thread(target=race, args=(f"h{i}",)) for i in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert won == [claims.decode(store.get(KEYS.generation(1)))] * 8
 
 
 @pytest.mark.fault("G05")
 def test_a_claim_whose_reply_was_lost_is_ours(tmp_path: Path) -> None:
-    """The retry is refused, and the nonce is read back: there is no second claim."""
+    """The retry is refused, and the start is read back: there is no second claim."""
     made = claim(lossy(tmp_path, lose=1), "me")
-    assert (made.generation, made.content.nonce, made.honours_if_absent) == (1, "me", True)
+    assert (made.generation, made.content.start, made.honours_if_absent) == (1, "me", True)
+
+
+@pytest.mark.fault("G05")
+def test_a_claim_that_failed_after_it_was_made_is_found_by_its_start(tmp_path: Path) -> None:
+    """The reply is lost and the caller gives up: its next attempt, much later, uses up no number."""
+    store = file_store(tmp_path / "store", Lossy)
+    store.lose = 1
+    with pytest.raises(Transient):
+        claim(store, "me")
+    assert claim(store, "me").generation == 1
+    assert len(list(store.list(KEYS.generations))) == 1
+
+
+@pytest.mark.fault("G03")
+def test_a_start_whose_generation_was_overtaken_gets_no_other(tmp_path: Path) -> None:
+    """By a start of another VM; if a later start of the same VM has claimed, the generation is found."""
+    store = file_store(tmp_path / "store")
+    assert [claim(store, "ours").generation, claim(store, "newer").generation] == [1, 2]
+    with pytest.raises(FencedError) as caught:
+        claim(store, "ours")
+    assert (caught.value.own, caught.value.newer) == (1, 2)
+    assert claim(store, "ours", own=["newer"]).generation == 1
 
 
 @pytest.mark.fault("G02", "O08")
@@ -160,10 +204,47 @@ def test_a_newer_generation_fences(tmp_path: Path) -> None:
     store = file_store(tmp_path / "store")
     old, new = claim(store, "old").generation, claim(store, "new").generation
     with pytest.raises(FencedError) as caught:
-        create(store, KEYS, a_manifest(generation=old))
+        create(store, KEYS, a_manifest(generation=old), by="old")
     assert (caught.value.own, caught.value.newer) == (old, new)
     assert commit.newest_whole_commit(store, KEYS) is None
     create(store, KEYS, a_manifest(generation=new), by="new")
+
+
+def test_a_start_on_one_vm_commits_in_its_place_after_the_next_start_claimed(
+    tmp_path: Path,
+) -> None:
+    """Its sets lie below those of the next start; a later claim of another VM ends that."""
+    store = file_store(tmp_path / "store")
+    first, second = claim(store, "first").content, claim(store, "second").content
+    commit.commit(store, KEYS, a_manifest(generation=2), second)
+    late = a_manifest(step=99)
+    commit.commit(store, KEYS, late, first, own=["first", "second"])
+    refs = [found.ref for found in catalog.list_commits(store, KEYS)]
+    assert refs == [CommitRef(2, 10), CommitRef(1, 99)]
+    claim(store, "elsewhere")
+    with pytest.raises(FencedError):
+        commit.commit(store, KEYS, a_manifest(step=100), first, own=["first", "second"])
+
+
+def test_over_several_vms_a_start_commits_nothing_after_the_next_start_claimed(
+    tmp_path: Path,
+) -> None:
+    """The next start has chosen where to resume, also if it is a start of the same VM."""
+    store = file_store(tmp_path / "store")
+    first = claim(store, "first").content
+    claim(store, "second")
+    part = replace(a_manifest(step=99), nodes=2)
+    with pytest.raises(FencedError):
+        commit.commit(store, KEYS, part, first, own=["first", "second"])
+    assert catalog.list_commits(store, KEYS) == []
+
+
+def test_a_set_is_committed_under_the_generation_of_its_claim_only(tmp_path: Path) -> None:
+    store = file_store(tmp_path / "store")
+    claim(store, "us")
+    with pytest.raises(FencedError):
+        commit.commit(store, KEYS, a_manifest(generation=2), held(1))
+    assert catalog.list_commits(store, KEYS) == []
 
 
 # ---------------------------------------------------------------- claims that were deleted
@@ -224,13 +305,12 @@ def test_a_number_that_another_vm_has_claimed_again_is_lost(tmp_path: Path, when
 
 
 def test_the_vms_of_one_start_share_a_claim_that_one_creates_again(tmp_path: Path) -> None:
-    """The nonce is that of another VM; the job start is the same."""
+    """The claim in the store was made on another VM; the start is the same."""
     store = file_store(tmp_path / "store")
-    commit.ensure_not_fenced(store, KEYS, held(1, "one", "start"))
-    commit.ensure_not_fenced(store, KEYS, held(1, "two", "start"))
-    for other in (held(1, "three", "later"), held(1, "three")):
-        with pytest.raises(FencedError):
-            commit.ensure_not_fenced(store, KEYS, other)
+    for host in ("one", "two"):
+        commit.ensure_not_fenced(store, KEYS, replace(held(), identity={"host": host}))
+    with pytest.raises(FencedError):
+        commit.ensure_not_fenced(store, KEYS, held(1, "later"))
 
 
 @pytest.mark.fault("S25")
@@ -299,10 +379,11 @@ def test_beside_an_object_that_no_swansong_writes_nothing_is_claimed_or_committe
 
 
 def test_a_claim_that_no_other_vm_could_read_is_not_created(tmp_path: Path) -> None:
-    """The id of a job start comes from the trainer."""
+    """The id of a start comes from the trainer."""
     store = file_store(tmp_path / "store")
-    with pytest.raises(CorruptError, match="job_start_id"):
-        commit.claim_generation(store, KEYS, identity={}, nonce="n", job_start_id="x" * 10_000)
+    for start_id in ("x" * 10_000, "", "ä"):
+        with pytest.raises(CorruptError, match="start"):
+            claim(store, start_id)
     assert list(store.list("")) == []
 
 
@@ -425,7 +506,7 @@ SIGNED = RunKeys("r", Signer(b"k" * 32))
 def test_a_planted_claim_and_commit_do_not_count_with_a_key(tmp_path: Path) -> None:
     """A higher claim and a commit under it are skipped, and no VM claims their number."""
     store = file_store(tmp_path / "store")
-    ours = commit.claim_generation(store, SIGNED, identity={}, nonce="us").generation
+    ours = commit.claim_generation(store, SIGNED, start_id="us", identity={}).generation
     create(store, SIGNED, a_manifest(generation=ours), reads_back=True)
     assert claim(store, "planted").generation == 2  # by a writer without the key
     create(store, KEYS, a_manifest(generation=2, step=99), by="planted")
@@ -434,7 +515,7 @@ def test_a_planted_claim_and_commit_do_not_count_with_a_key(tmp_path: Path) -> N
     create(store, SIGNED, a_manifest(generation=ours, step=11))
     assert commit.newest_whole_commit(store, SIGNED) == CommitRef(1, 11)
     assert commit.newest_whole_commit(store, KEYS) == CommitRef(2, 99)
-    again = commit.claim_generation(store, SIGNED, identity={}, nonce="us-again")
+    again = commit.claim_generation(store, SIGNED, start_id="us-again", identity={})
     assert again.generation == 3
     with pytest.raises(FencedError):
         commit.ensure_not_fenced(store, SIGNED, held(ours))
@@ -444,10 +525,10 @@ def test_a_planted_claim_and_commit_do_not_count_with_a_key(tmp_path: Path) -> N
 def test_a_flood_of_planted_claims_does_not_keep_a_vm_from_its_generation(tmp_path: Path) -> None:
     """There are more claims than attempts: all their numbers are known from the listing."""
     store = file_store(tmp_path / "store")
-    assert commit.claim_generation(store, SIGNED, identity={}, nonce="a").generation == 1
+    assert commit.claim_generation(store, SIGNED, start_id="a", identity={}).generation == 1
     for generation in range(2, 302):
         store.put(KEYS.generation(generation), b"{}")
-    assert commit.claim_generation(store, SIGNED, identity={}, nonce="b").generation == 302
+    assert commit.claim_generation(store, SIGNED, start_id="b", identity={}).generation == 302
 
 
 @pytest.mark.fault("S25")
@@ -471,17 +552,15 @@ def test_a_signed_manifest_of_another_generation_is_not_taken_for_ours(tmp_path:
 
 
 @pytest.mark.fault("S25")
-def test_a_job_start_is_not_joined_through_a_planted_claim(tmp_path: Path) -> None:
-    """All VMs of a start share its signed claim."""
+def test_a_start_is_not_given_a_planted_claim(tmp_path: Path) -> None:
+    """The id of a start can be read in the store; all VMs of the start share its signed claim."""
     store = file_store(tmp_path / "store")
 
-    def join(keys: RunKeys, nonce: str) -> int:
-        return commit.claim_generation(
-            store, keys, identity={}, nonce=nonce, job_start_id="start"
-        ).generation
+    def of_start(keys: RunKeys) -> int:
+        return commit.claim_generation(store, keys, start_id="start", identity={}).generation
 
-    assert join(KEYS, "planted") == 1
-    assert [join(SIGNED, nonce) for nonce in "abc"] == [2, 2, 2]
+    assert of_start(KEYS) == 1
+    assert [of_start(SIGNED) for _ in "abc"] == [2, 2, 2]
 
 
 def test_an_error_of_the_store_is_raised(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def counted(store: MemoryStore) -> Iterator[list[str]]:
 
 def claim(store: MemoryStore, generation: int, claimed_s: float) -> None:
     identity = {"boot_id": f"b{generation}", "claimed": text(claimed_s)}
-    made = ClaimObject(run="r", generation=generation, nonce="n", identity=identity)
+    made = ClaimObject(run="r", generation=generation, start=f"s{generation}", identity=identity)
     store.put(KEYS.generation(generation), claims.encode(made))
 
 

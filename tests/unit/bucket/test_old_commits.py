@@ -25,7 +25,7 @@ def bucket(generations: int, steps: int = 1) -> MemoryStore:
     """A bucket in which each generation has this number of commits."""
     store = MemoryStore()
     for generation in range(1, generations + 1):
-        claim = ClaimObject(run="r", generation=generation, nonce=f"n{generation}")
+        claim = ClaimObject(run="r", generation=generation, start=f"s{generation}")
         store.objects[KEYS.generation(generation)] = claims.encode(claim)
         for step in range(steps):
             store.objects[KEYS.commit(CommitRef(generation, step), 0, 1)] = b"{}"

@@ -67,7 +67,7 @@ def a_vm(
     booted_s = BEGUN_S + (number - 1) * (LIFE_S + sum(DOWN.values())) + DOWN["cloud"]
     first_s = booted_s + sum(DOWN.values()) - DOWN["cloud"]
     identity = {"boot_id": f"b{number}", "claimed": wall.text(booted_s + 11)}
-    claim = ClaimObject(run="r", generation=number, nonce="n", identity=identity)
+    claim = ClaimObject(run="r", generation=number, start=f"s{number}", identity=identity)
     store.put(KEYS.generation(number), claims.encode(claim))
     made = replace(
         RESUMPTION,

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from swansongd.core.events import AskTrainers, CommitManifest, Prune
+from swansongd.core.events import AskTrainers, CommitManifest, Prune, RestoreAsked
 from swansongd.model import CheckpointKind, CommitRef
 
 from testkit.story import Story, a_set
@@ -103,8 +103,10 @@ def test_a_start_of_a_finished_run_that_trains_nothing_loses_nothing() -> None:
     """The script restores the end and exits, while the daemon asks it."""
     story = finished()
     story.leave()
-    story.join(2, step=9, start_id="start-2")
+    story.join(2, start_id="start-2")
+    story.tell(RestoreAsked("start-2"))
     story.notice()
+    story.accept(-1, 2)
     story.leave(2)
     story.scan()
     assert story.verdicts == ["SAFE generation 2 step 9 (final)"]

@@ -11,17 +11,17 @@ from enum import Enum
 import pytest
 from swansong.protocol import Hello
 from swansongd import sources
-from swansongd.core import followup, gpus, nodes
+from swansongd.core import followup, gpus, peers
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     Conclude,
     FlushProgress,
-    GenerationClaimed,
     GpusRead,
     Mark,
     NoticeRaised,
     PeerRequested,
+    RunRead,
     SignalledExited,
     SignalSent,
     SignalTrainer,
@@ -33,7 +33,15 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
-from swansongd.model import CommitRef, DeadlineQuality, GpuHealth, GpuStatus, Severity, Verdict
+from swansongd.model import (
+    CommitRef,
+    DeadlineQuality,
+    GpuHealth,
+    GpuStatus,
+    Severity,
+    Start,
+    Verdict,
+)
 from swansongd.trainers.translate import view_of
 
 from testkit.story import MIB, Story, a_notice, a_set
@@ -231,9 +239,7 @@ def test_a_follow_up_can_improve_a_verdict() -> None:
     story.store_all()
     report(story, 40)
     story.notice()
-    story.scan()
-    story.tell(TrainerFailed(1, story.request_id, "no space left"))
-    assert story.verdicts == ["PARTIAL generation 2 step 30"]
+    assert story.conclude(failure="no space left") == ["PARTIAL generation 2 step 30"]
     train(story, story.now + 30.0)
     assert story.verdicts[1].startswith("SAFE ")
 
@@ -270,7 +276,7 @@ FOLLOWED = {
 
 def sources_of_the_code() -> list[str]:
     """The names of all sources: those of the classes with ``run``, and the constants of the other modules."""
-    found = {nodes.PEER_SOURCE, gpus.SOURCE}
+    found = {peers.PEER_SOURCE, gpus.SOURCE}
     for each in pkgutil.iter_modules(sources.__path__):
         values = vars(importlib.import_module(f"{sources.__name__}.{each.name}"))
         names = [values.get(name) for name in ("NAME", "MANUAL", "DRILL")]
@@ -288,8 +294,7 @@ def announced(source: str, severity: Severity) -> Story:
     story = Story()
     story.state = replace(
         story.state,
-        job_start_id="j",
-        settings=replace(story.state.settings, mtbf_s=1e9, several_vms=source == "peer"),
+        settings=replace(story.state.settings, mtbf_s=1e9),
     )
     story.join(step=40, nodes=2 if source == "peer" else 1, takes_follow_ups=True)
     report(story, 40)
@@ -431,8 +436,6 @@ def test_early_shards_of_a_follow_up_are_sent_during_the_save() -> None:
 def test_the_earliest_end_of_any_vm_counts() -> None:
     """Rank 0 leads, and another VM ends before this one: each follow-up starts before that end."""
     story = Story()
-    settings = replace(story.state.settings, several_vms=True)
-    story.state = replace(story.state, settings=settings, job_start_id="j")
     story.join(step=40, ranks=1, nodes=2, takes_follow_ups=True)
     report(story, 40)
     story.notice(in_s=300.0)
@@ -468,8 +471,6 @@ def serve_round(story: Story, step: int, *, nonce: str = "r") -> None:
 def test_only_the_daemon_of_rank_0_leads_and_the_others_take_part() -> None:
     """A follow-up request of another VM is no new notice, and its set is committed."""
     story = Story()
-    settings = replace(story.state.settings, several_vms=True)
-    story.state = replace(story.state, settings=settings, job_start_id="j")
     story.join(rank=1, step=40, ranks=1, nodes=2, takes_follow_ups=True)
     report(story, 40)
     story.tell(PeerRequested("peer-a", "gone", 110.0))
@@ -674,7 +675,7 @@ def test_an_unknown_bandwidth_is_measured_by_an_early_follow_up() -> None:
 @pytest.mark.fault("T22")
 def test_a_restarted_daemon_takes_the_follow_ups_of_its_earlier_life_for_the_answer() -> None:
     """The trainer repeats its first answer, whose commit a follow-up has replaced: SAFE, and more follow."""
-    story = Story(claimed=False)
+    story = Story(claimed=False, recorded=[Start(id="a", generation=2)])
     story.scan()
     story.join(step=70, takes_follow_ups=True)
     report(story, 70)
@@ -684,7 +685,7 @@ def test_a_restarted_daemon_takes_the_follow_ups_of_its_earlier_life_for_the_ans
     story.tell(TrainerSealed(1, "earlier", 42, 1.0, 100 * MIB))
     story.scan()
     assert not story.verdicts
-    story.tell(GenerationClaimed(2, CommitRef(2, 61)))
+    story.tell(RunRead(CommitRef(2, 61), "a"))
     assert story.verdicts == ["SAFE generation 2 step 61"]
     train(story, story.now + 30.0, step=80)
     assert asks(story)

@@ -14,23 +14,20 @@ from swansongd.core.events import (
     AskTrainers,
     CommitManifest,
     Conclude,
-    GenerationClaimed,
     GpusRead,
     Log,
     Mark,
+    RunRead,
     SignalTrainer,
-    TrainerProgress,
     WithdrawRequest,
 )
-from swansongd.core.gpus import SOURCE, marked, resumed
+from swansongd.core.gpus import KNOWN_MAX, SOURCE, marked
 from swansongd.core.planner import choose
-from swansongd.core.restart import KNOWN_MAX
 from swansongd.core.state import Phase
 from swansongd.model import (
     GPU_IS_SOUND,
     CommitRef,
     GpuHealth,
-    GpuRecord,
     GpuStatus,
     Severity,
     is_healthy,
@@ -96,13 +93,14 @@ def test_a_failed_gpu_flushes_what_is_sealed_and_asks_for_nothing(health: GpuHea
 
 @pytest.mark.fault("X01")
 def test_the_verdict_is_safe_if_no_step_is_lost() -> None:
-    """The newest sealed state is committed, and the trainer has reported no later step."""
+    """Training accepted the request at the step of a sound commit, before the failure was read."""
     story = Story()
     story.join(step=3, start_id="first")
-    story.progress(3)
     story.seal(3, start_id="first")
+    read(story, GpuHealth.OK)
+    story.notice(SPOT_S)
+    story.accept(3)
     read(story, GpuHealth.DYING)
-    story.notice(DYING_S, SOURCE)
     story.scan()
     story.store_all()
     story.wait(1)
@@ -214,7 +212,7 @@ def test_sets_after_the_failure_are_committed_and_unhealthy() -> None:
 
 
 def test_adopted_sets_are_suspect_while_a_gpu_has_failed() -> None:
-    """They do not name the start of the training that wrote them."""
+    """The process that wrote them is not known."""
     story = Story()
     read(story, GpuHealth.LOST)
     story.seal(4, framework="adopted")
@@ -232,9 +230,12 @@ def test_sets_of_the_first_scan_are_not_suspect() -> None:
     assert not story.state.suspect
 
 
-def test_no_signal_is_sent_while_a_gpu_has_failed() -> None:
-    """A process without hooks does not name its start."""
+@pytest.mark.parametrize("is_known", [True, False])
+def test_no_signal_is_sent_while_a_gpu_has_failed(*, is_known: bool) -> None:
+    """Its process ran when the GPU failed, or nothing is known of it."""
     story = Story(signals_trainer=True)
+    if is_known:
+        story.process()
     read(story, GpuHealth.LOST)
     story.notice(SPOT_S)
     story.wait(1)
@@ -309,7 +310,9 @@ def test_the_health_of_several_vms_is_that_of_the_worst() -> None:
 @pytest.mark.fault("X01")
 def test_after_a_restart_a_milder_notice_does_not_end_the_evacuation() -> None:
     """The stored notice stays imminent: the Xid is not known any more, and NVML shows a row to replace."""
-    story = Story()
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story = restarted(story)
     story.notice(DYING_S, SOURCE)
     story.join(step=5, start_id="first")
     story.notice(3600, SOURCE, severity=Severity.ADVISORY)
@@ -322,8 +325,7 @@ def test_after_a_restart_a_milder_notice_does_not_end_the_evacuation() -> None:
 
 def restarted(story: Story, *, claimed: bool = True, newest: CommitRef | None = None) -> Story:
     """The next life of the daemon, which no trainer has joined yet."""
-    pids = [trainer.pid for trainer in story.state.trainers]
-    return story.restarted(claimed=claimed, newest=newest, generation=3, ended=pids)
+    return story.restarted(claimed=claimed, newest=newest)
 
 
 @pytest.mark.fault("X09")
@@ -382,6 +384,7 @@ def test_a_restart_raises_no_verdict() -> None:
     after.join(step=5, start_id="first")
     after.notice(SPOT_S)
     after.scan()
+    after.store_all()
     after.wait(1)
     assert after.verdicts == ["PARTIAL generation 2 step 5"]
 
@@ -409,23 +412,28 @@ def test_the_verdict_counts_the_steps_of_training_that_runs_on(reconnects: bool)
 
 @pytest.mark.fault("X09")
 def test_no_signal_is_sent_after_a_restart() -> None:
-    """A process without hooks does not name its start: the failed GPU counts until the daemon is stopped."""
+    """The process has the same start for the next daemon; another process got working GPUs."""
     story = Story(signals_trainer=True)
+    story.process("process-a")
     read(story, GpuHealth.LOST)
-    after = restarted(story)
-    after.notice(SPOT_S)
-    after.wait(1)
-    assert not after.all(SignalTrainer)
+    for start_id in ("process-a", "process-b"):
+        after = restarted(story)
+        after.process(start_id)
+        after.notice(SPOT_S)
+        after.wait(1)
+        assert bool(after.all(SignalTrainer)) is (start_id == "process-b")
 
 
 def test_a_new_start_of_the_same_process_stays_suspect() -> None:
-    """After a rollback, or a second guard, it still uses the failed GPU."""
+    """After a rollback it still uses the failed GPU, also if it began without a daemon."""
     story = trained()
     read(story, GpuHealth.DYING, GpuHealth.OK)
-    story.tell(TrainerProgress(1, 3, start_id="second"))
-    story.join(2, pid=100, step=3, start_id="third")
-    story.notice(SPOT_S)
-    assert not story.all(AskTrainers)
+    story.starts(3, start_id="first~1")
+    after = story.restarted()
+    after.join(2, step=3, start_id="first~2")
+    for each in (story, after):
+        each.notice(SPOT_S)
+        assert not each.all(AskTrainers)
 
 
 EVENTS = (
@@ -476,7 +484,7 @@ def test_a_set_of_the_time_without_a_daemon_is_doubtful_in_any_order(scans_first
     else:
         read(story, GpuHealth.DYING, GpuHealth.OK)
         story.scan()
-    story.tell(GenerationClaimed(3, before.state.last_complete))
+    story.tell(RunRead(before.state.last_complete, "first"))
     story.notice(SPOT_S)
     story.store_all()
     story.wait(12)
@@ -504,55 +512,13 @@ def test_a_set_that_is_sent_when_the_failure_is_read_is_marked(is_stored: bool) 
 
 
 def test_the_list_of_suspect_starts_is_bounded() -> None:
-    """A process that starts again and again replaces its own old starts, not that of another rank."""
+    """Any number of processes can fail one after the other; those that run now stay suspect."""
     story = Story()
-    story.join(1, rank=0, ranks=2, start_id="aaa")
-    story.join(2, rank=1, ranks=2, start_id="zzz")
-    read(story, GpuHealth.LOST)
     for number in range(2 * KNOWN_MAX):
-        story.tell(TrainerProgress(2, 3, start_id=f"again-{number}"))
+        story.leave(number)
+        story.join(number + 1, pid=number + 1, start_id=f"start-{number}")
+        read(story, GpuHealth.OK)
+        read(story, GpuHealth.LOST)
     starts = story.state.suspect_starts
     assert len(starts) == KNOWN_MAX
-    assert {"aaa", f"again-{2 * KNOWN_MAX - 1}"} <= set(starts)
-    assert "again-0" not in starts
-
-
-def test_a_start_that_began_without_a_daemon_stays_suspect() -> None:
-    """The next daemon knows the process, so it knows that its next start uses the same GPUs."""
-    story = trained()
-    read(story, GpuHealth.DYING, GpuHealth.OK)
-    story = story.restarted()
-    story.join(2, step=3, start_id="second")
-    story.notice(SPOT_S)
-    assert not story.all(AskTrainers)
-
-
-def test_suspect_training_that_left_its_line_is_not_safe_at_its_hello() -> None:
-    """It is not asked, and only its first report after a restart shows where its training began."""
-    story = Story(claimed=False)
-    of_the_old_line = frozenset({a_set(220).id})
-    settings = replace(story.state.settings, sealed_under=4)
-    state = replace(
-        story.state, abandoned=of_the_old_line, unusable=of_the_old_line, settings=settings
-    )
-    record = GpuRecord(
-        gpus=(a_gpu(GpuHealth.DYING),),
-        log_number=1,
-        suspect_starts=("y",),
-        known_starts=("x", "y"),
-        sound_sets=of_the_old_line,
-        doubtful_commit=None,
-    )
-    story.state = resumed(state, record)
-    story.scan()
-    story.tell(GenerationClaimed(4, CommitRef(3, 220)))
-    story.notice(DYING_S, SOURCE)
-    story.scan()
-    story.wait(0.3)
-    story.join(step=80, start_id="y")
-    story.scan()
-    story.wait(0.2)
-    story.progress(80)
-    story.wait(0.2)
-    assert story.verdicts
-    assert not any(verdict.startswith("SAFE") for verdict in story.verdicts)
+    assert f"start-{2 * KNOWN_MAX - 1}" in starts

@@ -12,15 +12,13 @@ from swansongd.core.events import (
     CommitManifest,
     FenceFound,
     FlushFailed,
-    GenerationClaimed,
     Log,
     Prune,
     RolledBack,
-    SetAside,
-    StartFlush,
+    StartBegun,
     TrainerProgress,
 )
-from swansongd.model import CommitRef, Staged, is_healthy, merged_health
+from swansongd.model import CommitRef, Parent, Staged, is_healthy, merged_health
 
 from testkit.story import Story, a_set
 
@@ -117,66 +115,62 @@ def gone_back() -> Story:
         story.store_all()
     seal(story, 40, BAD)
     assert story.state.flight is not None
+    story.tell(StartBegun(1, "a~1"))
     story.tell(RolledBack(20))
+    story.starts(20, start_id="a~1", parent=Parent("a", 20))
     return story
 
 
-def test_a_rollback_drops_later_sets_and_claims_a_generation(gone_back: Story) -> None:
-    """The flush is cancelled, later sets are deleted, and nothing is stored before the new generation."""
-    assert gone_back.last(ClaimGeneration).after == 2
+def seal_again(story: Story, step: int) -> None:
+    story.seal(step, "again", start_id="a~1")
+    story.store_all()
+
+
+def test_a_rollback_is_a_start_with_a_generation_of_its_own(gone_back: Story) -> None:
+    """The flush of a later set is cancelled, and none of them is committed."""
+    assert gone_back.last(ClaimGeneration) == ClaimGeneration("a~1")
     assert gone_back.all(CancelFlush)
-    later = {s.directory for s in gone_back.staging if s.id.step > 20}
-    assert later <= set(gone_back.last(SetAside).directories)
-    before = len(gone_back.all(StartFlush))
-    seal(gone_back, 21, GOOD)
-    gone_back.wait(5)
-    assert len(gone_back.all(StartFlush)) == before
+    gone_back.wait(60)
+    assert gone_back.flushes == [20, 30, 40]
+    assert not gone_back.state.uncommitted
 
 
 def test_the_same_steps_again_are_committed_under_the_new_generation(gone_back: Story) -> None:
     """Steps before the discarded ones count again, and no discarded state returns."""
-    seal(gone_back, 21, GOOD)
-    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
-    gone_back.store_all()
-    assert gone_back.state.last_commit == CommitRef(3, 21)
-    gone_back.staging = [s for s in gone_back.staging if s.id.step <= 21]
-    gone_back.scan()
-    seal(gone_back, 30, GOOD)
-    gone_back.store_all()
-    assert gone_back.state.last_commit == CommitRef(3, 30)
-    generations = {o.staged.id.step: o.generation for o in gone_back.all(CommitManifest)}
-    assert generations == {20: 2, 30: 3, 21: 3}
+    for step in (21, 30):
+        seal_again(gone_back, step)
+        assert gone_back.state.last_commit == CommitRef(3, step)
+    generations = [(o.staged.id.step, o.generation) for o in gone_back.all(CommitManifest)]
+    assert generations == [(20, 2), (30, 2), (21, 3), (30, 3)]
 
 
-def test_the_target_of_a_rollback_is_committed_again(gone_back: Story) -> None:
-    """A VM that dies now must not resume from a discarded state; older sets are not committed."""
-    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
-    gone_back.store_all()
-    assert gone_back.state.last_commit == CommitRef(3, 20)
-    story = Story(generation=2)
-    seal(story, 20, GOOD)
-    story.store_all()
-    story.tell(RolledBack(25))  # to one that lay in the store only
-    story.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
-    story.store_all()
-    assert len(story.all(CommitManifest)) == 1
+def test_until_the_first_commit_the_discarded_state_is_the_newest(gone_back: Story) -> None:
+    """The next VM would resume from it, so no verdict is SAFE: also not at the step of the rollback."""
+    gone_back.notice(60)
+    gone_back.accept(20)
+    assert gone_back.conclude(failure="disk full") == ["PARTIAL generation 2 step 30"]
 
 
-def test_a_notice_during_a_rollback_waits_for_the_claim(gone_back: Story) -> None:
+def test_a_notice_during_a_rollback_waits_for_the_claim() -> None:
     """The request is made immediately; the commit and the verdict follow the new generation."""
-    gone_back.notice(in_s=100)
-    gone_back.accept(22)
-    gone_back.answer(23)
-    gone_back.wait(1)
-    assert not gone_back.verdicts
-    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
-    gone_back.store_all()
-    assert gone_back.verdicts == ["SAFE generation 3 step 23"]
+    story = Story()
+    story.join(step=41)
+    seal(story, 30, BAD)
+    story.store_all()
+    story.grants = False
+    story.tell(StartBegun(1, "a~1"))
+    story.notice(in_s=100)
+    story.accept(22)
+    story.answer(23)
+    story.wait(1)
+    assert not story.verdicts
+    story.grant("a~1")
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 3 step 23"]
 
 
 def test_our_own_new_generation_does_not_fence_us(gone_back: Story) -> None:
     """Only a newer one does."""
-    gone_back.tell(GenerationClaimed(3, CommitRef(2, 30), is_rollback=True))
     gone_back.tell(FenceFound(3))
     assert gone_back.state.fenced_by is None
     gone_back.tell(FenceFound(4))

@@ -68,12 +68,14 @@ def test_a_checkpoint_that_fits_only_with_the_overlap_is_taken() -> None:
     in_sum = LARGE.save_s + LARGE.size_bytes / LARGE.link_bytes_per_s
     left_s = took_s + 3.0 + 2.0
     assert left_s < in_sum
+    last = vm.staging[-1].id
+    sealed = planner.Candidate(id=last, order=vm.state.order(last), bytes_left=0)
     plan = planner.decide(
         left_s=left_s,
         reserve_s=3.0,
         measured=vm.state.measured,
         has_trainer=True,
-        candidates=[planner.Candidate(id=vm.staging[-1].id, bytes_left=0)],
+        candidates=[sealed],
         is_committing=False,
     )
     assert (plan.kind, plan.fits) == (PlanKind.TAKE, True)
@@ -82,7 +84,7 @@ def test_a_checkpoint_that_fits_only_with_the_overlap_is_taken() -> None:
         reserve_s=3.0,
         measured=vm.state.measured,
         has_trainer=True,
-        candidates=[planner.Candidate(id=vm.staging[-1].id, bytes_left=0)],
+        candidates=[sealed],
         is_committing=False,
     )
     assert none.kind is PlanKind.FLUSH, "a checkpoint that does not fit was started"

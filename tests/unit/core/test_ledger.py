@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong import bounds
-from swansongd.core.ledger import LastReport, Point, Training, ending, last_report
+from swansongd.core.ledger import LastReport, Point, ending
 
 REPORT = LastReport(
     step=100,
@@ -97,18 +97,3 @@ def test_forged_traces_give_a_step_within_the_bounds(
     if found is not None:
         assert 0 <= found.step <= bounds.STEP_MAX
         assert 0.0 <= found.wall_s <= 4_102_444_801.0
-
-
-def test_a_report_is_dated_by_the_wall_clock() -> None:
-    """The monotonic instants of the training become wall-clock times."""
-    training = Training(step=7, mono_s=90.0, step_s=0.5, ranks=2)
-    found = last_report(
-        training, is_ending=False, deadline_mono_s=130.0, now_mono_s=100.0, now_wall_s=5000.0
-    )
-    assert found is not None
-    assert (found.wall_s, found.deadline_wall_s) == (4990.0, 5030.0)
-    assert not found.is_over
-    none = last_report(
-        Training(), is_ending=True, deadline_mono_s=None, now_mono_s=100.0, now_wall_s=5000.0
-    )
-    assert none is None

@@ -18,7 +18,7 @@ LIMIT = 1000.0
 
 def a_story() -> Story:
     story = Story(reserve_s=5.0)
-    settings = replace(story.state.settings, background_limit_bytes_per_s=LIMIT, several_vms=True)
+    settings = replace(story.state.settings, background_limit_bytes_per_s=LIMIT)
     story.state = replace(story.state, settings=settings)
     return story
 

@@ -3,51 +3,49 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 from swansongd.core import machine
+from swansongd.core.emergency import REQUESTS_MAX
 from swansongd.core.evacuation import evacuation_id
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     CheckComplete,
+    ClaimGeneration,
     CommitDone,
     CommitManifest,
     Conclude,
     Exit,
     FenceFound,
     FinishAsked,
-    GenerationClaimed,
     GpusRead,
-    JobStarted,
-    JoinGeneration,
     Log,
     Mark,
     PartsCounted,
     PeerRequested,
     Prune,
+    RestoreAsked,
+    RunRead,
     SendTarget,
     SetAside,
+    StartBegun,
     StartFlush,
     TellCommitted,
     TellFinished,
     TrainerAgreed,
     TrainerFailed,
-    TrainerJoined,
-    TrainerLeft,
-    TrainerProgress,
     WithdrawRequest,
 )
-from swansongd.core.nodes import FINISH_S, FINISH_S_MAX, REQUESTS_MAX, is_alone
+from swansongd.core.starts import FINISH_S, FINISH_S_MAX
 from swansongd.core.state import Phase, Settings, State
 from swansongd.model import (
-    CheckpointId,
+    UNKNOWN_PARENT,
     CommitRef,
     GpuHealth,
     GpuStatus,
+    Parent,
     Staged,
-    TrainerView,
+    Start,
     VmPart,
 )
 from swansongd.observe.report import status_line, status_report
@@ -59,43 +57,30 @@ class Node(Story):
     """The VM with rank 0 of two VMs with one rank each."""
 
     def __init__(
-        self,
-        *,
-        staged: tuple[Staged, ...] = (),
-        resumed_job_start_id: str = "",
-        abandoned: tuple[CheckpointId, ...] = (),
+        self, *, staged: tuple[Staged, ...] = (), recorded: tuple[Start, ...] = ()
     ) -> None:
-        super().__init__(claimed=False, staged=staged)
-        settings = Settings(
-            reserve_s=5.0,
-            signals_trainer=False,
-            several_vms=True,
-            vm="vm0",
-            resumed_job_start_id=resumed_job_start_id,
-        )
-        self.state = replace(
-            self.state,
-            settings=settings,
-            job_start_id=resumed_job_start_id,
-            abandoned=frozenset(abandoned),
-            unusable=frozenset(abandoned),
-        )
+        super().__init__(claimed=False, generation=3, staged=staged, recorded=recorded)
         self.scan()
+        self.tell(RunRead(None))
 
-    def begin(self, job_start_id: str = "first", generation: int = 3, step: int = 7) -> None:
-        """A trainer connects and reports its job start; the claim is shared."""
+    def begin(self, start_id: str = "first", *, step: int = 7) -> None:
+        """A trainer connects and reports its start, whose claim the VMs share."""
         self.join_one_of(2, step=step)
-        self.tell(JobStarted(job_start_id))
-        self.tell(GenerationClaimed(generation, None, is_rollback=True))
+        self.tell(StartBegun(1, start_id))
 
-    def join_one_of(self, nodes: int, *, step: int = 7, pid: int = 100) -> None:
-        view = TrainerView(
-            connection=1, pid=pid, rank=0, world_size=nodes, local_world_size=1, nodes=nodes, step=step
-        )  # fmt: skip
-        self.tell(TrainerJoined(view))
+    def begin_again(self, start_id: str = "second") -> None:
+        """The job starts again, with other processes."""
+        self.leave()
+        self.join_one_of(2, pid=200)
+        self.tell(StartBegun(1, start_id))
+
+    def join_one_of(self, nodes: int, *, step: int = 7, pid: int = 100, start_id: str = "") -> None:
+        self.join(ranks=1, nodes=nodes, step=step, pid=pid, start_id=start_id)
 
     def seal_part(self, step: int, request_id: str = "") -> None:
-        self.staging.append(replace(a_set(step, request_id=request_id), nodes=2))
+        start = self.state.start
+        start_id = "first" if start is None else start.id
+        self.staging.append(a_set(step, request_id=request_id, start_id=start_id, nodes=2))
         self.scan()
 
     def counted(self, ref: CommitRef, committed: int) -> None:
@@ -109,62 +94,24 @@ class Node(Story):
 
     def commit_own_part(self) -> CommitRef:
         self.flushed()
+        return self.committed_ref()
+
+    def committed_ref(self) -> CommitRef:
+        """The manifest of this VM's part is written."""
         order = self.last(CommitManifest)
         ref = CommitRef(order.generation, order.staged.id.step)
         self.tell(CommitDone(order.flush_id, ref))
         return ref
 
 
-def test_nothing_is_claimed_before_the_ranks_report_their_job_start() -> None:
-    """Separate claims would fence the other VMs; one job start, reported by all ranks, is joined once."""
+def test_nothing_is_claimed_before_the_ranks_report_their_start() -> None:
+    """Separate claims would fence the other VMs; one start, reported by all ranks, is claimed once."""
     node = Node()
     node.join_one_of(2)
-    assert not node.all(JoinGeneration)
-    node.tell(JobStarted("first"))
-    node.tell(JobStarted("first"))
-    assert [order.job_start_id for order in node.all(JoinGeneration)] == ["first"]
-
-
-def test_a_job_with_one_vm_left_is_another_job_start() -> None:
-    """The ranks need not report it; it counts once for all ranks, and again after the job had grown."""
-    node = Node()
-    node.join_one_of(1)
-    node.join_one_of(1, pid=101)
-    assert len(node.all(JoinGeneration)) == 1
-    node.tell(GenerationClaimed(4, None, is_rollback=True))
-    node.begin("grown", generation=5)
-    node.join_one_of(1)
-    names = [order.job_start_id for order in node.all(JoinGeneration)]
-    assert len(set(names)) == len(names) == 3
-
-
-def test_sets_of_an_earlier_start_are_not_committed_by_a_later_one() -> None:
-    """The job may have continued from another state; the flush of such a set ends too."""
-    node = Node()
-    node.begin()
-    node.seal_part(10)
-    assert node.flushes == [10]
-    node.tell(JobStarted("second"))
-    assert node.all(CancelFlush)
-    node.tell(GenerationClaimed(4, None, is_rollback=True))
-    node.seal_part(8)
-    assert node.flushes == [10, 8]
-    assert node.last(StartFlush).generation == 4
-
-
-@pytest.mark.parametrize(
-    ("resumed_job_start_id", "flushed"), [("first", [10]), ("", []), ("zeroth", [])]
-)
-def test_sets_of_the_first_scan_belong_to_the_resumed_job_start(
-    resumed_job_start_id: str, flushed: list[int]
-) -> None:
-    """A restarted daemon continues; on a disk from an earlier boot or start no set is ours."""
-    node = Node(staged=(replace(a_set(10), nodes=2),), resumed_job_start_id=resumed_job_start_id)
-    if resumed_job_start_id:
-        node.tell(GenerationClaimed(3, None))
-    node.begin()
-    in_flight = [] if node.state.flight is None else [node.state.flight.staged.id.step]
-    assert in_flight == flushed
+    assert not node.all(ClaimGeneration)
+    node.tell(StartBegun(1, "first"))
+    node.tell(StartBegun(1, "first"))
+    assert node.all(ClaimGeneration) == [ClaimGeneration("first", nodes=2)]
 
 
 def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
@@ -175,12 +122,12 @@ def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
     node.tell(FenceFound(4))
     assert not node.all(Exit)
     assert node.all(CancelFlush)
-    assert node.state.generation is None
-    node.tell(JobStarted("second"))
-    node.tell(FenceFound(4))
-    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.wait(60)
+    assert node.flushes == [10]
+    node.begin_again()
     node.seal_part(11)
     assert node.last(StartFlush).generation == 4
+    assert node.state.fenced_by is None
 
 
 @pytest.mark.fault("N09")
@@ -293,8 +240,8 @@ def test_only_the_vm_with_the_notice_repeats_its_request() -> None:
 
 
 @pytest.mark.fault("T12")
-def test_a_newer_whole_checkpoint_replaces_a_failed_request() -> None:
-    """A set sealed after the notice suffices, also after a first verdict."""
+def test_a_newer_whole_checkpoint_improves_the_commit_and_not_the_word() -> None:
+    """The verdict is announced again, and stays PARTIAL: no rank has stated its step."""
     node = Node()
     node.begin()
     node.seal_part(5)
@@ -302,12 +249,9 @@ def test_a_newer_whole_checkpoint_replaces_a_failed_request() -> None:
     node.tell(PeerRequested("theirs", "aws.spot: reclaim", 60.0))
     node.tell(TrainerFailed(1, "theirs", "declined: rank 0 waited 4.0 s"))
     node.scan()
-    node.seal_part(7)  # begun before the notice: the job was at step 7 already
+    node.seal_part(7)  # begun before the notice: the job may be beyond step 7
     node.counted(node.commit_own_part(), 2)
     assert node.final == ["PARTIAL generation 3 step 5", "PARTIAL generation 3 step 7"]
-    node.seal_part(12)
-    node.counted(node.commit_own_part(), 2)
-    assert node.final[2:] == ["SAFE generation 3 step 12"]
 
 
 def test_a_job_start_during_an_evacuation_gets_a_request() -> None:
@@ -316,11 +260,8 @@ def test_a_job_start_during_an_evacuation_gets_a_request() -> None:
     node.begin()
     node.notice(in_s=100)
     first = node.request_id
-    node.leave()
-    node.tell(JobStarted("second"))
-    node.join_one_of(2, pid=200)
-    node.tell(GenerationClaimed(4, None, is_rollback=True))
-    node.wait(1.5)
+    node.begin_again()
+    node.wait(0.1)
     assert node.request_id != first
     node.tell(TrainerAgreed(node.request_id, 9))
     node.seal_part(9, request_id=node.request_id)
@@ -495,7 +436,7 @@ def test_looks_for_parts_do_not_overlap() -> None:
 
 
 def finished(node: Node) -> list[str]:
-    return [told.job_start_id for told in node.all(TellFinished)]
+    return [told.start_id for told in node.all(TellFinished)]
 
 
 @pytest.mark.fault("N09", "G17")
@@ -520,13 +461,13 @@ def test_sealed_sets_are_committed_before_another_start_begins() -> None:
     assert not finished(node)
     node.counted(ref, 2)
     assert finished(node) == ["second"]
-    assert len(node.all(JoinGeneration)) == 1, "a claim would fence VMs that have not finished"
+    assert len(node.all(ClaimGeneration)) == 1, "a claim would fence VMs that have not finished"
     node.tell(FinishAsked("second"))
     assert finished(node) == ["second", "second"], (
         "a rank that connected late gets the message as well"
     )
-    node.tell(JobStarted("second"))
-    assert node.last(JoinGeneration).job_start_id == "second"
+    node.tell(StartBegun(1, "second"))
+    assert node.last(ClaimGeneration) == ClaimGeneration("second", nodes=2)
 
 
 @pytest.mark.parametrize(
@@ -546,8 +487,7 @@ def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: flo
     assert not finished(node)
     node.wait(0.2)
     assert finished(node) == ["second"]
-    node.tell(JobStarted("second"))
-    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.tell(StartBegun(1, "second"))
     assert node.all(CancelFlush)
     assert node.state.flight is None
     assert not node.state.candidates
@@ -566,40 +506,48 @@ def test_a_start_begins_immediately_with_nothing_left_to_commit() -> None:
     assert finished(node) == ["second"]
 
 
-def test_a_daemon_that_took_part_in_no_start_has_nothing_to_finish() -> None:
-    """Sets on a disk of an earlier boot delay no start."""
-    node = Node(staged=(replace(a_set(10), nodes=2),))
-    node.now += 1
-    node.tell(FinishAsked("first"))
-    assert finished(node) == ["first"]
-
-
-def test_a_job_with_one_vm_left_finishes_first_and_then_begins_by_itself() -> None:
-    """Its rank reports no start: the daemon claims when the old one is whole."""
+def test_a_job_with_one_vm_left_finishes_first_and_then_begins() -> None:
+    """Its rank does not ask: the daemon claims when the part of the earlier start is whole."""
     node = Node()
     node.begin()
     node.seal_part(9)
     node.now += 1
-    node.join_one_of(1)
+    node.leave()
+    node.join_one_of(1, pid=200, start_id="alone")
     node.scan()
-    assert len(node.all(JoinGeneration)) == 1
+    assert len(node.all(ClaimGeneration)) == 1
     node.counted(node.commit_own_part(), 2)
-    assert len(node.all(JoinGeneration)) == 2
-    assert is_alone(node.last(JoinGeneration).job_start_id)
+    assert node.last(ClaimGeneration) == ClaimGeneration("alone")
+    assert node.state.last_complete == CommitRef(3, 9)
+
+
+def test_a_part_that_is_not_whole_in_time_ends_with_its_job() -> None:
+    """The other VM is gone: the start on one VM waits for a limited time, and then commits alone."""
+    node = Node()
+    node.begin()
+    node.seal_part(9)
+    node.leave()
+    node.join_one_of(1, pid=200, start_id="alone")
+    node.wait(FINISH_S + 1)
+    assert node.all(CancelFlush)
+    node.seal(2, "own", start_id="alone")
+    node.store_all()
+    assert node.state.last_complete == CommitRef(4, 2)
 
 
 def test_sets_of_a_new_start_are_never_committed_under_the_old_generation() -> None:
-    """Ranks that do not query a checkpoint train immediately: their first set begins their start."""
+    """Ranks that do not query a checkpoint train immediately: their first set ends the wait."""
     node = Node()
     node.begin()
     node.seal_part(9)
     node.now += 1
     node.tell(FinishAsked("second"))
     node.scan()
-    node.seal_part(3)
-    assert node.last(JoinGeneration).job_start_id == "second"
+    node.staging.append(a_set(3, start_id="second", nodes=2))
+    node.scan()
+    assert finished(node) == ["second"]
+    node.begin_again()
     assert node.all(CancelFlush)
-    node.tell(GenerationClaimed(4, None, is_rollback=True))
     assert [(o.staged.id.step, o.generation) for o in node.all(StartFlush)] == [(9, 3), (3, 4)]
 
 
@@ -611,13 +559,12 @@ def test_the_set_of_the_newest_checkpoint_is_set_aside_for_the_next_start() -> N
         node.seal_part(step)
         if step < 45:
             node.counted(node.commit_own_part(), 2)
-    node.tell(JobStarted("second"))
+    node.begin_again()
     assert node.last(SetAside).directories == (node.staging[1].directory,)
     pruned = node.last(Prune)
     assert set(pruned.directories) == {node.staging[0].directory, node.staging[2].directory}
     assert pruned.keeps_aside
     node.staging.clear()
-    node.tell(GenerationClaimed(4, CommitRef(3, 44), is_rollback=True))
     node.scan()
     node.seal_part(50)
     node.counted(node.commit_own_part(), 2)
@@ -625,22 +572,14 @@ def test_the_set_of_the_newest_checkpoint_is_set_aside_for_the_next_start() -> N
 
 
 @pytest.mark.fault("H01", "G17")
-def test_a_restarted_daemon_knows_the_sets_of_earlier_starts() -> None:
-    """They are pruned when another start begins; a remaining one is never committed."""
-    node = Node()
-    node.begin()
-    node.seal_part(43)
-    node.tell(JobStarted("second"))
-    old = node.staging[0]
-    order = node.last(JoinGeneration)
-    assert order.abandoned == (old.id,)
-    assert node.last(Prune).directories == (old.directory,)
-    node.seal_part(10)
-    again = Node(
-        staged=tuple(node.staging), resumed_job_start_id="second", abandoned=order.abandoned
-    )
-    again.tell(GenerationClaimed(4, None))
-    again.begin("second", generation=4)
+def test_a_restarted_daemon_commits_no_set_of_an_earlier_start() -> None:
+    """Whether its ranks have connected again or not; the record does not name the number of VMs."""
+    recorded = (Start(id="first", generation=3), Start(id="second", generation=4))
+    staged = (a_set(43, "old", start_id="first", nodes=2), a_set(10, start_id="second", nodes=2))
+    again = Node(staged=staged, recorded=recorded)
+    again.commit_own_part()
+    again.begin("second")
+    again.wait(60)
     assert again.flushes == [10]
 
 
@@ -654,11 +593,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     node.begin()
     node.tell(FenceFound(4))
     report = status_report(node.state, node.now)
-    assert (report["state"], report["generation"], report["newer_generation"]) == (
-        "FENCED",
-        None,
-        4,
-    )
+    assert (report["state"], report["newer_generation"]) == ("FENCED", 4)
     assert "generation 4" in status_line(node.state, node.now)
     node.notice(in_s=60)
     assert node.final == ["LOST None"]
@@ -669,8 +604,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
         node.tell(FenceFound(4))
     fences = [line for line in node.all(Log) if line.event == "fenced"]
     assert len(fences) == 1
-    node.tell(JobStarted("second"))
-    node.tell(GenerationClaimed(4, None, is_rollback=True))
+    node.begin_again()
     assert status_report(node.state, node.now)["newer_generation"] is None
     assert node.state.phase is not Phase.FENCED
 
@@ -691,8 +625,8 @@ def test_another_start_with_our_number_fences_too() -> None:
 def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
     """It wanted a generation, and another start had claimed the run."""
     node = Node()
-    node.join_one_of(2)
-    node.tell(JobStarted("first"))
+    node.grants = False
+    node.begin()
     node.tell(FenceFound(7))
     assert node.state.phase is Phase.FENCED
 
@@ -701,7 +635,6 @@ def with_a_part_on_its_way() -> Node:
     """Step 8 is whole; the manifest of this VM's part of step 20 is being written."""
     node = Node()
     node.begin()
-    node.tell(TrainerProgress(1, 7, start_id="a"))
     node.seal_part(8)
     node.counted(node.commit_own_part(), 2)
     node.seal_part(20)
@@ -717,90 +650,47 @@ def test_a_part_that_is_written_late_is_not_whole(how: str) -> None:
     if how == "rebuilt":
         node.state = machine.rebuilt(node.state)
     else:
-        node.tell(JobStarted("second") if how == "another start" else FenceFound(4))
+        node.tell(StartBegun(1, "second") if how == "another start" else FenceFound(4))
     node.tell(CommitDone(order.flush_id, CommitRef(3, 20)))
     assert node.state.last_complete == CommitRef(3, 8)
 
 
-@pytest.mark.parametrize("claim_first", [True, False])
-def test_a_job_that_begins_behind_the_newest_commit_owes_one(*, claim_first: bool) -> None:
-    """Whether the ranks report their step before or after the claim."""
-    node = Node()
-    node.join_one_of(2, step=-1)
-    node.tell(JobStarted("first"))
-    events = [
-        TrainerProgress(1, 4, start_id="a"),
-        GenerationClaimed(3, CommitRef(2, 9), is_rollback=True),
-    ]
-    for event in events[::-1] if claim_first else events:
-        node.tell(event)
-    assert node.state.owes_checkpoint
-
-
-def test_a_commit_from_before_the_request_is_no_answer_to_it() -> None:
-    """The ranks began again under the same job start, behind a commit of its generation."""
+@pytest.mark.parametrize("says", [True, False])
+def test_a_start_from_an_older_checkpoint_is_safe_with_its_own_commit_only(*, says: bool) -> None:
+    """The newest whole commit is of a greater step; the start may not even name what it loaded."""
     node = with_a_part_on_its_way()
-    node.tell(CommitDone(node.last(CommitManifest).flush_id, CommitRef(3, 20)))
-    node.counted(CommitRef(3, 20), 2)
-    node.tell(TrainerProgress(1, 4, start_id="b"))
-    node.now += 1
+    node.counted(node.committed_ref(), 2)
+    node.begin_again()
+    parent = Parent("first", 8) if says else UNKNOWN_PARENT
+    node.starts(8, start_id="second", parent=parent)
     node.notice(60)
+    node.accept(8)
     node.scan()
-    node.tell(TrainerAgreed(node.request_id, 5))
-    node.seal_part(5, request_id=node.request_id)
-    node.wait(0.1)
-    assert not any(verdict.startswith("SAFE") for verdict in node.final)
-
-
-def test_ranks_that_began_again_behind_owe_until_they_have_passed_the_commit() -> None:
-    """Under the same job start readers take the commit of the greatest step."""
-    node = with_a_part_on_its_way()
-    node.tell(CommitDone(node.last(CommitManifest).flush_id, CommitRef(3, 20)))
-    node.counted(CommitRef(3, 20), 2)
-    node.tell(TrainerProgress(1, 4, start_id="b"))
-    assert node.state.owes_checkpoint
-    node.tell(TrainerProgress(1, 21))
-    node.seal_part(21)
+    assert node.final == []
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
     node.counted(node.commit_own_part(), 2)
-    assert node.state.last_complete == CommitRef(3, 21)
-    assert not node.state.owes_checkpoint
+    assert node.final == ["SAFE generation 4 step 9"]
 
 
-def test_a_job_on_one_vm_that_begins_again_behind_is_another_start() -> None:
-    """Else nothing of it would be committed before it passes the newest commit."""
+@pytest.mark.parametrize(("target", "word"), [(8, "SAFE"), (10, "PARTIAL")])
+def test_the_ranks_of_other_vms_may_be_a_step_ahead(target: int, word: str) -> None:
+    """The agreed step shows it: this rank accepted at 7, and the newest whole commit is of step 7."""
     node = Node()
-    node.join_one_of(1, step=-1)
-    node.scan()
-    node.tell(GenerationClaimed(3, None, is_rollback=True))
-    node.tell(TrainerProgress(1, 0, start_id="a"))
-    node.tell(TrainerProgress(1, 9))
-    node.seal(9, start_id="a")
-    node.store_all()
-    node.now += 1
-    node.tell(TrainerProgress(1, 4, start_id="b"))
-    node.scan()
-    node.wait(1)
-    assert len(node.all(JoinGeneration)) == 2
-    node.tell(GenerationClaimed(4, CommitRef(3, 9), is_rollback=True))
-    node.staging.clear()
-    node.seal(5, "new", start_id="b")
-    node.store_all()
-    assert node.state.last_complete == CommitRef(4, 5)
-
-
-def test_a_late_set_of_an_earlier_start_is_abandoned() -> None:
-    """A rank of the same process was still writing it when the job began again."""
-    node = with_a_part_on_its_way()
-    node.tell(CommitDone(node.last(CommitManifest).flush_id, CommitRef(3, 20)))
-    node.counted(CommitRef(3, 20), 2)
-    node.tell(JobStarted("second"))
-    node.tell(GenerationClaimed(4, CommitRef(3, 20), is_rollback=True))
-    node.tell(TrainerProgress(1, 20, start_id="b"))
-    late = replace(a_set(30, "late", start_id="a"), nodes=2)
-    node.staging[:] = [late]
-    node.scan()
-    assert late.id in node.state.abandoned
-    assert node.state.flight is None
+    node.begin()
+    node.seal_part(7)
+    node.counted(node.commit_own_part(), 2)
+    node.notice(60)
+    node.accept(7)
+    node.tell(TrainerAgreed(node.request_id, target))
+    node.tell(TrainerFailed(1, node.request_id, "disk full"))
+    while not node.final:
+        node.scan()
+        node.accept(7)
+        node.tell(TrainerAgreed(node.request_id, target))
+        node.tell(TrainerFailed(1, node.request_id, "disk full"))
+        node.wait(1)
+    assert node.final == [f"{word} generation 3 step 7"]
 
 
 @pytest.mark.fault("X01")
@@ -808,33 +698,21 @@ def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
     """This VM's GPU had failed before it was sealed; the job was started again meanwhile."""
     node = Node()
     node.begin()
-    node.tell(TrainerProgress(1, 7, start_id="a"))
     gpu = GpuStatus(
         pci="0000:3b:00", index=0, health=GpuHealth.LOST, reason="Xid 79", since_mono_s=1.0
     )
     node.tell(GpusRead((gpu,)))
-    node.staging.append(replace(a_set(20, start_id="a"), nodes=2))
-    node.scan()
+    node.seal_part(20)
     ref = node.commit_own_part()
-    node.tell(TrainerLeft(1, exited=True, reason="x"))
-    node.tell(JobStarted("second"))
-    node.tell(GenerationClaimed(4, ref, is_rollback=True))
-    node.join_one_of(2, step=-1, pid=300)
+    node.grants = False
+    node.begin_again()
+    node.grant("second", newest=ref)
+    node.tell(RestoreAsked("second"))
     node.staging.clear()
-    node.scan()
     node.notice(20)
-    node.scan()
-    node.wait(25)
-    node.wait(0.1)
-    assert node.final
-    assert not any(verdict.startswith("SAFE") for verdict in node.final)
-
-
-def test_a_rank_without_a_connection_keeps_its_start_at_a_job_start() -> None:
-    """It has lost its connection for a moment; else all sets with its start would be abandoned."""
-    node = Node()
-    node.begin("first", step=-1)
-    node.tell(TrainerProgress(1, 7, start_id="b"))
-    node.leave(1, exited=False)
-    node.tell(JobStarted("second"))
-    assert "b" not in node.state.closed_starts
+    node.accept(-1)
+    for _ in range(25):
+        node.scan()
+        node.wait(1)
+    assert node.final == ["PARTIAL generation 3 step 20"]
+    assert "a GPU had failed" in node.last(Conclude).reason

@@ -7,11 +7,13 @@ import pytest
 from swansong.protocol import sealed_name
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S
+from swansongd.core.emergency import REQUESTS_MAX
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
-    GenerationClaimed,
     Log,
+    NoticeRaised,
+    RunRead,
     Scanned,
     SendTarget,
     SignalledExited,
@@ -22,7 +24,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.model import CommitRef, Severity
+from swansongd.model import CommitRef, Severity, Start
 
 from testkit.story import Story, a_set
 
@@ -60,9 +62,8 @@ def test_a_missing_rank_ends_the_agreement_in_bounded_time() -> None:
     assert story.all(WithdrawRequest)
     assert not story.all(SendTarget)
     story.store_all()
-    story.scan()
-    assert story.verdicts == ["PARTIAL generation 2 step 5"]
-    assert "[1]" in story.last(Conclude).reason
+    assert story.conclude() == ["PARTIAL generation 2 step 5"]
+    assert "did not answer in time" in story.last(Conclude).reason
 
 
 @pytest.mark.fault("T09")
@@ -188,15 +189,14 @@ def test_a_trainer_that_never_answers() -> None:
 
 @pytest.mark.fault("D01")
 def test_a_trainer_that_fails_or_declines() -> None:
-    """Its reason is in the verdict."""
+    """It is asked again a limited number of times, and its reason is in the verdict."""
     story = Story()
     story.seal(5)
     story.join(step=8)
     story.notice()
-    story.tell(TrainerFailed(1, story.request_id, "no space left on device"))
-    story.scan()
     story.store_all()
-    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+    assert story.conclude(failure="no space left on device") == ["PARTIAL generation 2 step 5"]
+    assert len({ask.request_id for ask in story.all(AskTrainers)}) == REQUESTS_MAX
     assert "no space left" in story.last(Conclude).reason
 
 
@@ -234,9 +234,7 @@ def test_a_rejected_set_ends_the_wait() -> None:
     assert not story.all(WithdrawRequest), "no rank reported this set as the answer"
     story.tell(TrainerSealed(1, story.request_id, 9, 1.0, 10))
     story.scan(rejected=((sealed_name(9, "emg"), "short file"),))
-    story.store_all()
-    assert story.verdicts == ["PARTIAL generation 2 step 5"]
-    assert "short file" in story.last(Conclude).reason
+    assert story.last(WithdrawRequest).reason == "the sealed set is not sound: short file"
 
 
 def test_a_set_of_the_reported_step_answers() -> None:
@@ -258,10 +256,10 @@ def test_the_answer_is_recognised_after_a_restart() -> None:
     before.join()
     before.notice(identity="n")
     answer = a_set(9, "emg", request_id=before.request_id)
-    story = Story(claimed=False, staged=[answer])
-    story.tell(GenerationClaimed(2, CommitRef(2, 5)))
+    before.staging.append(answer)
+    story = before.restarted()
     story.join()
-    story.notice(identity="n")
+    story.tell(NoticeRaised(before.state.notices["aws.spot"]))
     story.scan()
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9"]
@@ -272,7 +270,8 @@ def test_the_answer_is_recognised_after_a_restart() -> None:
 
 def test_a_trainer_without_hooks_gets_the_signal() -> None:
     """No rank is connected and a signal is configured: the next new set is the answer."""
-    story = Story(signals_trainer=True, staged=[a_set(5)])
+    story = Story(signals_trainer=True, staged=[a_set(5, framework="hf")])
+    story.process()
     story.notice()
     assert story.all(SignalTrainer)
     assert not story.all(AskTrainers)
@@ -281,14 +280,17 @@ def test_a_trainer_without_hooks_gets_the_signal() -> None:
     assert not story.verdicts, "a set from before the signal does not answer it"
     story.seal(9, framework="hf")
     story.store_all()
-    assert story.verdicts == ["SAFE generation 2 step 9"]
+    assert story.verdicts == ["SAFE generation 3 step 9"]
 
 
 def test_before_the_first_scan_no_old_set_answers_the_signal() -> None:
     """After a restart during an evacuation, the sets of the first scan are old."""
-    story = Story(claimed=False, signals_trainer=True, staged=[a_set(5)])
+    recorded = [Start(id="process-a", generation=2)]
+    staged = [a_set(5, framework="hf")]
+    story = Story(claimed=False, signals_trainer=True, staged=staged, recorded=recorded)
+    story.process()
     story.notice()
-    story.tell(GenerationClaimed(2, CommitRef(2, 5)))
+    story.tell(RunRead(CommitRef(2, 5), "process-a"))
     story.scan()
     assert not story.verdicts
     story.seal(9, framework="hf")
@@ -313,6 +315,7 @@ def test_after_a_refused_signal_the_sealed_sets_are_committed() -> None:
 def test_a_signalled_process_that_ends_may_have_saved() -> None:
     """Frameworks save and exit: while files still settle, the daemon waits."""
     story = Story(signals_trainer=True)
+    story.process()
     story.notice()
     request_id = story.last(SignalTrainer).request_id
     story.tell(SignalledExited(request_id, 55))
@@ -322,6 +325,7 @@ def test_a_signalled_process_that_ends_may_have_saved() -> None:
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9"]
     gone = Story(signals_trainer=True)
+    gone.process()
     gone.notice()
     gone.tell(SignalledExited(gone.last(SignalTrainer).request_id, 55))
     gone.scan()

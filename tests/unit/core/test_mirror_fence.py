@@ -3,39 +3,37 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from swansongd.core import limits
 from swansongd.core.events import Exit, FenceFound
-from swansongd.core.machine import step
-from swansongd.core.state import Settings, State
 from swansongd.core.transition import EXIT_FENCED
 from swansongd.model import Verdict
 
+from testkit.story import Story
+
 
 @pytest.mark.fault("M06")
-@pytest.mark.parametrize("several_vms", [False, True])
+@pytest.mark.parametrize("nodes", [1, 2])
 @pytest.mark.parametrize("number", [3, 7, 1008])
-def test_a_foreign_claim_ends_the_daemon(several_vms: bool, number: int) -> None:
+def test_a_foreign_claim_ends_the_daemon(nodes: int, number: int) -> None:
     """Over several VMs as well: no later start of the job may continue in the old store."""
-    state = replace(
-        State(settings=Settings(reserve_s=1.0, signals_trainer=False, several_vms=several_vms)),
-        generation=7,
-    )
-    state, actions = step(state, FenceFound(number, in_mirror=True), 10.0)
-    assert Exit(EXIT_FENCED, f"generation {number} has taken the run over") in actions
-    assert state.newer_generation == number
+    story = Story(generation=7)
+    story.join(nodes=nodes)
+    story.tell(FenceFound(number, in_mirror=True))
+    assert story.last(Exit) == Exit(EXIT_FENCED, f"generation {number} has taken the run over")
+    assert story.state.fenced_by == number
 
 
 def test_an_old_claim_of_the_store_fences_no_vm() -> None:
     """Only a claim that the store lacks counts with any number."""
-    state = replace(State(settings=Settings(reserve_s=1.0, signals_trainer=False)), generation=7)
-    state, actions = step(state, FenceFound(3), 10.0)
-    assert state.newer_generation is None
-    assert not [action for action in actions if isinstance(action, Exit)]
+    story = Story(generation=7)
+    story.join()
+    story.tell(FenceFound(3))
+    assert story.state.fenced_by is None
+    assert not story.all(Exit)
 
 
 @pytest.mark.parametrize(

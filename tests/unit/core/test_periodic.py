@@ -46,6 +46,7 @@ def join(
         world_size=ranks,
         local_world_size=ranks,
         step=step,
+        start_id="a",
         capabilities=["periodic"] if periodic else [],
         version=VERSION,
     )
@@ -106,7 +107,7 @@ def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None
     """As for the request of an evacuation: the daemon sends no target, and learns the agreed step."""
     story = a_story()
     hello = Hello(
-        run="r", rank=0, world_size=2, local_world_size=1, step=7, nodes=2,
+        run="r", rank=0, world_size=2, local_world_size=1, step=7, nodes=2, start_id="a",
         capabilities=["periodic"], version=VERSION,
     )  # fmt: skip
     story.tell(TrainerJoined(view_of(1, 100, hello, greeted_mono_s=0.0)))

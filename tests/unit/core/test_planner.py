@@ -32,10 +32,15 @@ measures = st.builds(
     save_s=st.none() | seconds,
     save_bytes=st.none() | sizes,
 )
+
+
+def a_candidate(step: int, bytes_left: int) -> Candidate:
+    id_ = CheckpointId(step, "n")
+    return Candidate(id=id_, order=(0, id_), bytes_left=bytes_left)
+
+
 candidates = st.lists(
-    st.builds(
-        Candidate, id=st.builds(CheckpointId, st.integers(0, 99), st.just("n")), bytes_left=sizes
-    ),
+    st.builds(a_candidate, st.integers(0, 99), sizes),
     max_size=6,
     unique_by=lambda candidate: candidate.id,
 )
@@ -80,7 +85,7 @@ def test_an_outage_gives_no_absurd_numbers() -> None:
         reserve_s=3.0,
         measured=Measurements(bandwidth_bytes_per_s=0.05, save_s=1.0, save_bytes=10**7),
         has_trainer=True,
-        candidates=[Candidate(id=CheckpointId(1, "n"), bytes_left=10**7)],
+        candidates=[a_candidate(1, 10**7)],
         is_committing=False,
     )
     assert plan.kind is PlanKind.TAKE
@@ -141,7 +146,7 @@ def test_a_finished_older_commit_beats_a_half_sent_newer_one(
     step_s = left_s / 400
     for turn in range(400):
         rate = link_bytes_per_s * factors[turn * len(factors) // 400]
-        now_left = [Candidate(id=id_, bytes_left=int(size)) for id_, size in left_of.items()]
+        now_left = [a_candidate(id_.step, int(size)) for id_, size in left_of.items()]
         chosen = choose(
             now_left,
             left_s=left_s - turn * step_s,

@@ -8,8 +8,7 @@ from dataclasses import replace
 import pytest
 from swansong.protocol import RestoreQuery
 from swansongd.core import resume
-from swansongd.core.resume import ONE_START_S
-from swansongd.core.state import Finishing, State
+from swansongd.core.events import StartBegun
 from swansongd.model import CommitRef
 
 from testkit.story import Story, a_set
@@ -17,13 +16,8 @@ from testkit.story import Story, a_set
 GOOD = {"loss_is_finite": 1.0}
 
 
-def several_vms(state: State, job_start_id: str = "start-1") -> State:
-    settings = replace(state.settings, several_vms=True)
-    return replace(state, settings=settings, job_start_id=job_start_id)
-
-
 def test_the_newer_of_set_and_commit_wins_and_a_tie_stays_on_this_vm() -> None:
-    """Both are ordered by generation and step; a set is of the generation of this VM."""
+    """Both are ordered by generation and step; a set has the generation of its start."""
     story = Story(generation=2)
     story.seal(50)
     newest = story.seal(60)
@@ -40,12 +34,29 @@ def test_an_unusable_set_is_not_a_candidate() -> None:
     assert resume.newest_local(state, None) == older
 
 
-def test_over_several_vms_a_set_in_staging_is_only_a_part() -> None:
-    """Unless the trainers say that this VM is alone in the job."""
+def test_a_set_of_a_greater_step_of_an_earlier_start_is_older() -> None:
+    """The training has gone back since."""
     story = Story()
-    staged = story.seal(50)
-    assert resume.newest_local(several_vms(story.state), None) is None
-    assert resume.newest_local(several_vms(story.state, "alone:vm:2"), None) == staged
+    story.seal(60, "left", start_id="a")
+    story.join(start_id="b")
+    newest = story.seal(50, "own", start_id="b")
+    assert resume.newest_local(story.state, None) == newest
+    assert resume.newest_local(story.state, CommitRef(2, 60)) == newest
+
+
+def test_a_set_without_a_generation_is_not_a_candidate() -> None:
+    """It has no place among the commits: it is of an earlier boot, or of an unknown process."""
+    story = Story(claimed=False, staged=[a_set(50)])
+    story.state = replace(story.state, settings=replace(story.state.settings, booted_wall_ns=2))
+    story.scan()
+    assert resume.newest_local(story.state, None) is None
+
+
+def test_over_several_vms_a_set_in_staging_is_only_a_part() -> None:
+    story = Story()
+    story.staging = [a_set(50, nodes=2)]
+    story.scan()
+    assert resume.newest_local(story.state, None) is None
 
 
 def test_a_rollback_takes_the_newest_healthy_set_of_an_earlier_step() -> None:
@@ -53,64 +64,44 @@ def test_a_rollback_takes_the_newest_healthy_set_of_an_earlier_step() -> None:
     healthy = replace(a_set(20), health=GOOD)
     story.staging = [healthy, a_set(25)]
     story.scan()
+    assert story.state.ref_of(healthy.id) == CommitRef(2, 20)
     assert resume.newest_healthy_local(story.state, 30, None) == healthy
     assert resume.newest_healthy_local(story.state, 30, CommitRef(2, 21)) is None
     assert resume.newest_healthy_local(story.state, 20, None) is None
 
 
-def test_an_answer_stands_until_a_set_is_sealed_or_the_job_starts_again() -> None:
-    story = Story()
-    story.seal(50)
-    given = resume.basis(story.state, CommitRef(1, 10), story.now)
-    assert resume.still_holds(given, story.state)
-    assert not resume.still_holds(given, replace(story.state, job_start_id="another"))
-    story.seal(60)
-    assert not resume.still_holds(given, story.state)
-
-
-def test_over_several_vms_every_choice_reads_the_store() -> None:
-    state = several_vms(Story().state)
-    assert not resume.still_holds(resume.basis(state, None, 1000.0), state)
-
-
-def test_ranks_of_one_start_ask_within_a_minute() -> None:
-    given = resume.basis(Story().state, None, 1000.0)
-    assert given.is_recent(1000.0 + ONE_START_S - 1)
-    assert not given.is_recent(1000.0 + ONE_START_S)
-
-
 # ---------------------------------------------------------------- when a query may be answered
 
 
-def test_on_one_vm_every_query_is_answered_at_once() -> None:
-    state = State(settings=Story().state.settings)
-    assert resume.may_answer(state, RestoreQuery("q"))
-    assert resume.may_answer(state, RestoreQuery("q", rollback=1, before_step=9))
-
-
-@pytest.mark.parametrize(
-    ("change", "may_answer"),
-    [
-        ({}, True),
-        ({"job_start_id": "start-0"}, False),
-        ({"generation": None}, False),
-        ({"finishing": Finishing("start-2", asked_mono_s=0.0, by_mono_s=1.0)}, False),
-    ],
-)
-def test_over_several_vms_a_choice_needs_the_generation_of_its_start(
-    change: dict[str, object], may_answer: bool
-) -> None:
-    state = replace(several_vms(Story().state), **change)  # type: ignore[arg-type]
-    query = RestoreQuery("q", job_start_id="start-1")
-    assert resume.may_answer(state, query) is may_answer
+def test_a_choice_needs_the_generation_of_its_start() -> None:
+    """Until then an earlier start could still commit something newer; an operator need not wait."""
+    story = Story()
+    story.grants = False
+    query = RestoreQuery("q", start_id="a")
+    rollback = RestoreQuery("q", start_id="a~1", rollback=1, before_step=9)
+    assert resume.may_answer(story.state, RestoreQuery("q"))
+    assert not resume.may_answer(story.state, query), "its rank has not connected"
+    story.join(start_id="a")
+    assert not resume.may_answer(story.state, query)
+    story.grant("a")
+    assert resume.may_answer(story.state, query)
+    story.tell(StartBegun(1, "a~1"))
+    assert not resume.may_answer(story.state, rollback)
+    story.grant("a~1")
+    assert resume.may_answer(story.state, rollback)
 
 
 def test_a_query_that_names_a_commit_needs_only_its_start() -> None:
-    state = replace(several_vms(Story().state), generation=None)
+    """Over several VMs another VM has chosen.  A commit that was refused is chosen again."""
+    story = Story()
+    story.grants = False
     named = RestoreQuery("q", generation=1, step=20)
-    assert resume.may_answer(state, named)
-    assert resume.may_answer(state, replace(named, job_start_id="start-1"))
-    assert not resume.may_answer(state, replace(named, job_start_id="start-2"))
+    of_start = replace(named, start_id="a")
+    assert resume.may_answer(story.state, named)
+    assert not resume.may_answer(story.state, of_start)
+    story.join(start_id="a")
+    assert resume.may_answer(story.state, of_start)
+    assert not resume.may_answer(story.state, replace(of_start, refused="damaged"))
 
 
 # ---------------------------------------------------------------- downloads and the link

@@ -6,9 +6,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from swansongd.core.events import FlushFailed, FlushProgress, Log, Prune
+from swansongd.core.events import FlushFailed, FlushProgress, GenerationClaimed, Log, Prune
 from swansongd.core.staged_sets import NEWEST
-from swansongd.model import CommitRef, Staged
+from swansongd.model import CommitRef, Staged, Start
 from swansongd.observe.report import status_report
 
 from testkit.story import MIB, Story, a_set
@@ -123,3 +123,17 @@ def test_status_shows_the_flush_and_the_pressure() -> None:
         "sets": 3, "bytes": 275 * MIB, "failures": 1, "retry_in_s": 1.0,
         "dropped": {"count": 1, "step": 20, "age_s": 0.0},
     }  # fmt: skip
+
+
+@pytest.mark.fault("D06")
+def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed() -> None:
+    """An emergency set may be torn, a periodic one was flushed; their start still has its claim."""
+    recorded = [Start(id="a", generation=2, is_of_boot=False, is_open=False)]
+    staged = [a_set(50), a_set(60, request_id="r")]
+    story = Story(claimed=False, staged=staged, recorded=recorded)
+    settings = replace(story.state.settings, booted_wall_ns=2)  # the files are of the time 1
+    story.state = replace(story.state, settings=settings)
+    story.scan()
+    story.tell(GenerationClaimed("a", 2, None))
+    story.store_all()
+    assert story.state.last_commit == CommitRef(2, 50)

@@ -8,7 +8,7 @@ import json
 import os
 import queue
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from swansong import bounds
-from swansongd.bucket import manifest
+from swansongd.bucket import commit, manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import (
@@ -31,12 +31,13 @@ from swansongd.core.events import (
     GenerationClaimed,
     HistoryRead,
     NewestDated,
+    RunRead,
     SourceChanged,
 )
 from swansongd.core.ledger import EvacuationRecord
 from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
-from swansongd.flush.claim_record import ClaimRecord
+from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.journal import UploadJournal
@@ -52,6 +53,7 @@ from testkit.waiting import until
 
 KEYS = RunKeys("r")
 NOW = "2030-01-01T00:00:00Z"
+START = "start"
 
 
 class CommitterRig:
@@ -69,22 +71,34 @@ class CommitterRig:
         self.reason = ""
         self.now = NOW
         self.tries = 0
-        """Number of listings of the commits."""
+        """Number of listings of the claims and of the commits."""
 
     @contextmanager
     def committer(
-        self, *, boot: str = "boot-1", store: ObjectStore | None = None, keys: RunKeys = KEYS
+        self,
+        *,
+        boot: str = "boot-1",
+        store: ObjectStore | None = None,
+        keys: RunKeys = KEYS,
+        then: Callable[[Committer, Event], None] = lambda _committer, _event: None,
     ) -> Iterator[Committer]:
+        """A committer that runs; ``then`` is called with each event, in its thread."""
+
         def note(event: Event) -> None:
             assert isinstance(event, SourceChanged)
             self.health.append(event.status.health)
             self.reason = event.status.reason
 
+        def post(event: Event) -> None:
+            events.put(event)
+            then(committer, event)
+
         opened = store or self._counting()
+        events = self.events = queue.Queue()  # an earlier committer may still post
         committer = Committer(
             opened,
             keys,
-            self.events.put,
+            post,
             Claimant(opened, keys, self.own, boot_id=boot, wall=lambda: self.now),
             journal=self.journal,
             wall=lambda: self.now,
@@ -101,16 +115,29 @@ class CommitterRig:
 
         class Counting(FileStore):
             def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-                rig.tries += prefix == KEYS.commits
+                rig.tries += prefix in (KEYS.commits, KEYS.generations)
                 return super().list(prefix, after=after)
 
         return Counting(self.store.url)
+
+    def is_failing(self) -> bool:
+        """Whether the health of the store is not OK."""
+        return bool(self.health) and self.health[-1] is not Health.OK
 
     def next(self) -> Event:
         """The next event, except those that report earlier generations."""
         while True:
             event = self.events.get(timeout=10)
-            if not isinstance(event, HistoryRead | NewestDated):
+            if not isinstance(event, RunRead | HistoryRead | NewestDated):
+                return event
+
+    def claim(self, committer: Committer, start_id: str = START) -> GenerationClaimed:
+        """Claim for a start; returns the answer, without those for other starts."""
+        committer.claim(ClaimGeneration(start_id))
+        while True:
+            event = self.next()
+            assert isinstance(event, GenerationClaimed), event
+            if event.start_id == start_id:
                 return event
 
     @contextmanager
@@ -123,12 +150,28 @@ class CommitterRig:
         self.bucket.unlink()
         os.rename(hidden, self.bucket)
 
-    def claimed(self, **options: Any) -> int:
-        """Start a committer, and close it when it has claimed a generation."""
-        with self.committer(**options):
-            event = self.next()
-        assert isinstance(event, GenerationClaimed), event
-        return event.generation
+    def claimed(self, start_id: str = START, **options: Any) -> int:
+        """Start a committer, claim for this start, and close the committer."""
+        with self.committer(**options) as committer:
+            return self.claim(committer, start_id).generation
+
+    def started(self, **options: Any) -> list[Event]:
+        """The events of a committer that gets no request."""
+        with self.committer(**options) as committer:
+            assert committer.drain(10)
+        found = []
+        while not self.events.empty():
+            found.append(self.events.get())
+        return [event for event in found if not isinstance(event, HistoryRead | NewestDated)]
+
+    def record(self, *starts: RecordedStart) -> None:
+        """Replace the record by that of an earlier daemon."""
+        ClaimRecord("r", self.store.url, starts).save(self.own)
+
+    def recorded(self) -> tuple[RecordedStart, ...]:
+        found = ClaimRecord.load(self.own)
+        assert found is not None
+        return found.starts
 
 
 @pytest.fixture
@@ -141,8 +184,16 @@ OPENED = EvacuationRecord(opened_wall_s=1893456000.0)
 SAFE = Conclude("e1", Verdict.SAFE, "it is committed", CommitRef(1, 10), 1.0)
 
 
-def a_request(step: int = 10, nonce: str = "abc", *, generation: int = 1) -> CommitManifest:
-    return CommitManifest(f"f{step}", a_set(step, nonce), (), generation, None)
+def a_request(
+    step: int = 10, nonce: str = "abc", *, generation: int = 1, nodes: int = 1
+) -> CommitManifest:
+    staged = replace(a_set(step, nonce), nodes=nodes)
+    return CommitManifest(f"f{step}", staged, (), generation, None)
+
+
+def of_another_vm(rig: CommitterRig, start_id: str = "elsewhere") -> int:
+    """Claim the next generation for a start of another VM."""
+    return commit.claim_generation(rig.store, KEYS, start_id=start_id, identity={}).generation
 
 
 def stored(rig: CommitterRig, below: str) -> list[str]:
@@ -152,27 +203,68 @@ def stored(rig: CommitterRig, below: str) -> list[str]:
 # ---------------------------------------------------------------- claims
 
 
-def test_a_restarted_daemon_continues_under_its_generation(rig: CommitterRig) -> None:
-    """Same boot, URL and run: the recorded claim is used again, and nothing new is claimed."""
-    assert rig.claimed() == 1
-    assert rig.claimed() == 1
-    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
+def test_without_a_request_nothing_is_claimed(rig: CommitterRig) -> None:
+    """A daemon without training writes no object, whatever the run has."""
+    assert rig.started() == [RunRead(None)]
+    of_another_vm(rig)
+    committed.commit(rig.store, {"w": b"1"}, step=70)
+    before = committed.tree(rig.bucket)
+    assert rig.started() == [RunRead(CommitRef(1, 70), "elsewhere")]
+    assert committed.tree(rig.bucket) == before
 
 
-def test_the_claim_reports_the_newest_whole_commit(rig: CommitterRig) -> None:
-    """GenerationClaimed contains the newest whole commit, of any generation."""
-    committed.commit(rig.store, {"w": b"1"}, generation=4, step=70)
-    rig.store.put(KEYS.generation(4), b"{}")
-    with rig.committer():
-        assert rig.next() == GenerationClaimed(5, CommitRef(4, 70))
+def test_each_start_claims_a_generation(rig: CommitterRig) -> None:
+    """In the order of the requests; a repeated request finds the generation of its start."""
+    with rig.committer() as committer:
+        assert rig.claim(committer, "a") == GenerationClaimed("a", 1, None)
+        assert rig.claim(committer, "b") == GenerationClaimed("b", 2, None)
+        assert rig.claim(committer, "b") == GenerationClaimed("b", 2, None)
+    assert stored(rig, KEYS.generations) == [KEYS.generation(1), KEYS.generation(2)]
+
+
+@pytest.mark.parametrize("nodes", [1, 2])
+def test_only_a_job_over_several_vms_takes_the_run_back(rig: CommitterRig, nodes: int) -> None:
+    """A trainer that starts again on an overtaken VM is fenced, so two VMs never take turns."""
+    with rig.committer() as committer:
+        assert rig.claim(committer, "a") == GenerationClaimed("a", 1, None)
+        assert of_another_vm(rig) == 2
+        committer.claim(ClaimGeneration("b", nodes))
+        if nodes == 1:
+            assert rig.next() == FenceFound(2)
+        else:
+            assert rig.next() == GenerationClaimed("b", 3, None)
+
+
+def test_the_claim_reports_the_newest_whole_commit_and_its_start(rig: CommitterRig) -> None:
+    """Of any generation; the start is unknown if its claim cannot be read."""
+    of_another_vm(rig)
+    committed.commit(rig.store, {"w": b"1"}, generation=1, step=70)
+    with rig.committer() as committer:
+        assert rig.claim(committer, "a") == GenerationClaimed("a", 2, CommitRef(1, 70), "elsewhere")
+        rig.store.delete(KEYS.generation(1))
+        rig.store.put(KEYS.generation(1), b"{}")
+        assert rig.claim(committer, "b") == GenerationClaimed("b", 3, CommitRef(1, 70), "")
+
+
+def test_the_claim_reports_a_commit_that_was_made_until_the_claim(rig: CommitterRig) -> None:
+    """An earlier VM commits while this one claims: the choice of the checkpoint must not miss it."""
+    store = rig.store
+
+    class Late(FileStore):
+        def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+            if key == KEYS.generation(2):
+                committed.commit(store, {"w": b"1"}, generation=1, step=80)
+            super().put(key, data, if_absent=if_absent)
+
+    of_another_vm(rig)
+    with rig.committer(store=Late(store.url)) as committer:
+        assert rig.claim(committer).newest == CommitRef(1, 80)
 
 
 @pytest.mark.parametrize(
     ("now", "age_s"), [("2030-01-01T01:00:00Z", 3600.0), ("2029-01-01T00:00:00Z", 0.0)]
 )
-def test_the_age_of_the_newest_commit_is_posted_after_the_claim(
-    rig: CommitterRig, now: str, age_s: float
-) -> None:
+def test_the_age_of_the_newest_commit_is_posted(rig: CommitterRig, now: str, age_s: float) -> None:
     """NewestDated contains the age according to the manifest; 0 if the clocks make it negative."""
     committed.commit(rig.store, {"w": b"1"}, generation=4, step=70)
     rig.now = now
@@ -182,11 +274,114 @@ def test_the_age_of_the_newest_commit_is_posted_after_the_claim(
     assert dated == NewestDated(CommitRef(4, 70), age_s)
 
 
-def test_another_boot_claims_another_generation(rig: CommitterRig) -> None:
-    """A claim belongs to one boot: a VM with a cloned disk must not use the generation of the original."""
+def test_a_trainer_waits_for_no_history(rig: CommitterRig) -> None:
+    """A claim that is requested while the run is read comes before the reads of earlier commits."""
+    of_another_vm(rig)
+    committed.commit(rig.store, {"w": b"1"}, generation=1, step=70)
+    assert rig.claimed("before") == 2
+
+    def restart(committer: Committer, event: Event) -> None:
+        if isinstance(event, GenerationClaimed) and event.start_id == "before":
+            committer.claim(ClaimGeneration(START))
+
+    with rig.committer(then=restart):
+        events = [rig.events.get(timeout=10) for _ in range(4)]
+    kinds = [type(event) for event in events]
+    assert kinds == [RunRead, GenerationClaimed, GenerationClaimed, HistoryRead]
+
+
+def test_a_newer_request_ends_the_retries_of_an_older_one(rig: CommitterRig) -> None:
+    """The training was started again during an outage: only the newer start claims."""
+    with rig.committer() as committer:
+        assert committer.drain(10)
+        with rig.outage():
+            committer.claim(ClaimGeneration("a"))
+            until(rig.is_failing, what="the first failure")
+            committer.claim(ClaimGeneration("b"))
+        committer.expedite()
+        assert rig.next() == GenerationClaimed("b", 1, None)
+        assert committer.drain(10)
+        assert not any(isinstance(event, GenerationClaimed) for event in rig.events.queue)
+
+
+# ---------------------------------------------------------------- the record of claims
+
+
+def test_a_restarted_daemon_continues_under_its_generation(rig: CommitterRig) -> None:
+    """Same boot, URL and run: the recorded claim is used again, also at the next request of its start."""
     assert rig.claimed() == 1
-    assert rig.claimed(boot="boot-2") == 2
-    assert rig.claimed(boot="boot-2") == 2
+    assert rig.started() == [RunRead(None), GenerationClaimed(START, 1, None)]
+    assert rig.claimed() == 1
+    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
+
+
+def test_the_starts_are_recorded_in_order(rig: CommitterRig) -> None:
+    """The newest last, with their boots; the oldest of too many are forgotten."""
+    many = [RecordedStart(f"old-{number}", "boot-0", number) for number in range(1, STARTS_MAX + 1)]
+    rig.record(*many)
+    commit.claim_generation(rig.store, KEYS, start_id=many[-1].id, identity={}, gap=STARTS_MAX - 1)
+    generation = rig.claimed()
+    assert rig.recorded() == (*many[1:], RecordedStart(START, "boot-1", generation))
+    with rig.committer() as committer:
+        last = committer.starts[-1]
+        assert (last.id, last.generation, last.is_of_boot) == (START, generation, True)
+        assert not any(start.is_of_boot for start in committer.starts[:-1])
+
+
+@pytest.mark.fault("G05")
+def test_a_daemon_that_was_killed_during_its_claim_finds_it(rig: CommitterRig) -> None:
+    """The claim was made, and recorded as requested only: the next request finds it, and uses up no number.
+
+    Until then it does not fence the start before.
+    """
+    assert rig.claimed("before") == 1
+    rig.record(*rig.recorded(), RecordedStart(START, "boot-1"))
+    assert of_another_vm(rig, START) == 2
+    assert rig.started() == [RunRead(None), GenerationClaimed("before", 1, None)]
+    assert rig.claimed() == 2
+    assert rig.recorded()[-1] == RecordedStart(START, "boot-1", 2)
+
+
+def test_a_start_is_recorded_before_its_claim(rig: CommitterRig) -> None:
+    """A daemon that is killed in between knows the start as one of this VM."""
+
+    class Checking(FileStore):
+        def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+            if key.startswith(KEYS.generations):
+                assert rig.recorded() == (RecordedStart(START, "boot-1", nodes=2),)
+            super().put(key, data, if_absent=if_absent)
+
+    with rig.committer(store=Checking(rig.store.url)) as committer:
+        committer.claim(ClaimGeneration(START, nodes=2))
+        assert rig.next() == GenerationClaimed(START, 1, None)
+
+
+def test_a_requested_claim_is_left_to_its_ranks(rig: CommitterRig) -> None:
+    """Their training may have ended, and another VM taken over: a restart alone fences no VM.
+
+    Meanwhile the sets of the start before may be committed, unless the job has several VMs.
+    """
+    assert rig.claimed("a") == 1
+    claimed = rig.recorded()
+    rig.record(*claimed, RecordedStart("b", "boot-1"))
+    assert rig.started() == [RunRead(None), GenerationClaimed("a", 1, None)]
+    rig.record(*claimed, RecordedStart("b", "boot-1", nodes=2))
+    assert rig.started() == [RunRead(None)]
+    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
+
+
+def test_the_starts_of_an_earlier_boot_resume_only_if_nothing_newer_was_claimed(
+    rig: CommitterRig,
+) -> None:
+    """Their sets survived on the disk; a disk may also be a copy, and its VM may run."""
+    assert rig.claimed() == 1
+    with rig.committer(boot="boot-2") as committer:
+        assert rig.next() == GenerationClaimed(START, 1, None)
+        committer.commit(a_request())
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    assert of_another_vm(rig) == 2
+    assert rig.started(boot="boot-2") == [RunRead(CommitRef(1, 10), START)]
+    assert rig.claimed("next", boot="boot-2") == 3
 
 
 def test_another_run_or_store_claims_another_generation(rig: CommitterRig, tmp_path: Path) -> None:
@@ -199,6 +394,13 @@ def test_another_run_or_store_claims_another_generation(rig: CommitterRig, tmp_p
     assert rig.claimed(store=FileStore(f"file://{elsewhere}")) == 1
 
 
+def a_body(**changes: Any) -> bytes:
+    """A record of a claim that the store has, with changes of the start."""
+    start: dict[str, Any] = {"id": "s", "boot_id": "boot-1", "generation": 1, "nodes": 1}
+    body = {"run": "r", "store_url": "URL", "store_id": "", "starts": [start | changes]}
+    return json.dumps(body).encode()
+
+
 @pytest.mark.parametrize(
     "content",
     [
@@ -206,61 +408,86 @@ def test_another_run_or_store_claims_another_generation(rig: CommitterRig, tmp_p
         b"[1]",
         b"{}",
         b'{"run": "r"',
-        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": "1"}',
-        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": true}',
-        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": 1, "job_start_id": ""}',
-        b'{"run": "r", "store_url": "URL", "boot_id": "", "generation": 1, "job_start_id": []}',
-        b'{"run": "r", "store_url": "URL", "boot_id": "boot-1", "generation": 1e999}',
+        b'{"run": "r", "store_url": "URL", "starts": 7}',
+        b'{"run": "r", "store_url": "URL", "starts": [7]}',
+        b'{"run": "r", "store_url": "URL", "starts": [{}]}',
+        a_body(id=""),
+        a_body(id="x" * 1000),
+        a_body(id=None),
+        a_body(boot_id=7),
+        a_body(generation="1"),
+        a_body(generation=True),
+        a_body(generation=-1),
+        a_body(generation=10**400),
+        a_body(nodes=0),
+        a_body().replace(b'"starts": [', b'"starts": [' + b"{}," * STARTS_MAX),
+        a_body().replace(b": 1", b": 1e999"),
         b"[" * 100_000,
-        b" " * 20_000 + b"{}",
+        b" " * 70_000 + b"{}",
     ],
 )
-def test_an_invalid_record_is_ignored(rig: CommitterRig, content: bytes) -> None:
-    """The daemon claims a generation, whatever the file contains."""
-    url = rig.store.url.encode()
-    (rig.own / "claim.json").write_bytes(content.replace(b"URL", url))
-    assert rig.claimed() == 1
-    record = ClaimRecord.load(rig.own)
-    assert record is not None
-    assert replace(record, nonce="") == ClaimRecord("r", rig.store.url, "boot-1", 1, "")
+def test_an_invalid_record_counts_as_none(rig: CommitterRig, content: bytes) -> None:
+    """The daemon resumes no claim, whatever the file contains, and the next claim replaces the file."""
+    assert of_another_vm(rig, "s") == 1
+    (rig.own / "claim.json").write_bytes(content.replace(b"URL", rig.store.url.encode()))
+    assert rig.started() == [RunRead(None)]
+    assert rig.claimed() == 2
+    assert rig.recorded() == (RecordedStart(START, "boot-1", 2),)
 
 
-def a_record(rig: CommitterRig, **changes: Any) -> ClaimRecord:
-    """The record of an earlier daemon of this boot, with changes."""
-    made = ClaimRecord("r", rig.store.url, "boot-1", 1, "forged")
-    return replace(made, **changes)
+def test_a_valid_record_resumes_its_claim(rig: CommitterRig) -> None:
+    """So each invalid one above differs from it by its fault alone."""
+    assert of_another_vm(rig, "s") == 1
+    (rig.own / "claim.json").write_bytes(a_body().replace(b"URL", rig.store.url.encode()))
+    assert rig.started() == [RunRead(None), GenerationClaimed("s", 1, None)]
 
 
 @pytest.mark.fault("S25")
-def test_a_record_counts_only_if_the_claim_in_the_store_carries_its_nonce(
-    rig: CommitterRig,
-) -> None:
+def test_a_record_counts_only_if_the_claim_in_the_store_names_its_start(rig: CommitterRig) -> None:
     """A forged record leads to a new generation and a log line, not to the generation of another VM."""
-    with rig.committer(boot="another VM"):
-        assert rig.next() == GenerationClaimed(1, None)
-    a_record(rig).save(rig.own)
+    of_another_vm(rig)
+    rig.record(RecordedStart("forged", "boot-1", 1))
     with capture_logs() as logs:
-        assert rig.claimed() == 2
+        assert rig.started() == [RunRead(None), GenerationClaimed("forged", 2, None)]
     (line,) = [line for line in logs if line["event"] == "claim_record_refused"]
     assert line["claim"] == f"{rig.store.url}/{KEYS.generation(1)}"
-    assert rig.claimed() == 2
+    assert rig.claimed("forged") == 2
 
 
-@pytest.mark.parametrize("content", [b"{}", b"{", b"\xff", b'{"nonce": "forged"}'])
-def test_a_record_of_an_invalid_claim_is_ignored(rig: CommitterRig, content: bytes) -> None:
-    """The claim must contain the run, the generation and the nonce of the record."""
+@pytest.mark.parametrize("content", [b"{}", b"{", b"\xff", b'{"start": "start"}'])
+def test_a_record_of_an_invalid_claim_is_refused(rig: CommitterRig, content: bytes) -> None:
+    """The claim must contain the run, the generation and the start of the record."""
     rig.store.put(KEYS.generation(1), content)
-    a_record(rig).save(rig.own)
+    rig.record(RecordedStart(START, "boot-1", 1))
     assert rig.claimed() == 2
 
 
-def test_a_record_is_ignored_after_the_bucket_was_emptied(rig: CommitterRig) -> None:
-    """All objects were deleted while the daemon was stopped: the daemon claims the first generation again."""
+def test_a_record_is_refused_after_the_bucket_was_emptied(rig: CommitterRig) -> None:
+    """All objects were deleted while the daemon was stopped: its start claims the first generation again.
+
+    A commit that was requested under the old number is repeated under the new one.
+    """
+    of_another_vm(rig)
+    assert rig.claimed() == 2
+    for key in stored(rig, ""):
+        rig.store.delete(key)
+    with rig.committer() as committer:
+        assert rig.next() == GenerationClaimed(START, 1, None)
+        committer.commit(a_request(generation=2))
+        failed = rig.next()
+        assert isinstance(failed, CommitFailed)
+        assert not failed.conflict
+        committer.commit(a_request(generation=1))
+        assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    assert rig.claimed() == 1
+
+
+def test_no_start_of_an_earlier_boot_claims_after_the_bucket_was_emptied(rig: CommitterRig) -> None:
+    """Its training has ended with that boot."""
     assert rig.claimed() == 1
     rig.store.delete(KEYS.generation(1))
-    assert rig.claimed() == 1
-    assert stored(rig, KEYS.generations) == [KEYS.generation(1)]
-    assert rig.claimed() == 1
+    assert rig.started(boot="boot-2") == [RunRead(None)]
+    assert stored(rig, "") == []
 
 
 def test_a_record_is_kept_during_an_outage_of_the_store(rig: CommitterRig) -> None:
@@ -271,15 +498,15 @@ def test_a_record_is_kept_during_an_outage_of_the_store(rig: CommitterRig) -> No
             working = committer.enter_context(rig.committer())
             until(lambda: rig.health, what="the first failure")
         working.expedite()
-        assert rig.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(START, 1, None)
 
 
 @pytest.mark.fault("S1", "S3")
 @pytest.mark.parametrize("plant", ["link", "hard link", "directory"])
-def test_a_record_that_this_user_did_not_write_is_ignored(
+def test_a_record_that_this_user_did_not_write_counts_as_none(
     rig: CommitterRig, tmp_path: Path, plant: str
 ) -> None:
-    """Links are not followed, and the daemon claims a new generation."""
+    """Links are not followed, and no claim is resumed."""
     assert rig.claimed() == 1
     elsewhere = tmp_path / "elsewhere"
     os.rename(rig.own / "claim.json", elsewhere)
@@ -290,19 +517,39 @@ def test_a_record_that_this_user_did_not_write_is_ignored(
     else:
         (rig.own / "claim.json").mkdir()
     before = elsewhere.read_bytes()
-    assert rig.claimed() == 2
+    assert rig.started() == [RunRead(None)]
+    assert rig.claimed("next") == 2
     assert elsewhere.read_bytes() == before
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_a_record_of_another_user_is_ignored(rig: CommitterRig) -> None:
-    """So is a record in a directory of another user."""
+def test_a_record_of_another_user_counts_as_none(rig: CommitterRig) -> None:
+    """So does a record in a directory of another user."""
     assert rig.claimed() == 1
     os.chown(rig.own / "claim.json", 65534, 65534)
-    assert rig.claimed() == 2
-    assert rig.claimed() == 2
+    assert rig.started() == [RunRead(None)]
+    assert rig.claimed() == 1
     os.chown(rig.own, 65534, 65534)
-    assert rig.claimed() == 3
+    assert rig.started() == [RunRead(None)]
+
+
+def test_a_restarted_daemon_is_fenced_by_a_newer_claim_of_another_vm(rig: CommitterRig) -> None:
+    """It has claimed in this boot, so it posts FenceFound and claims nothing."""
+    assert rig.claimed() == 1
+    assert of_another_vm(rig) == 2
+    assert rig.started() == [RunRead(None), FenceFound(2)]
+    assert stored(rig, KEYS.generations)[-1] == KEYS.generation(2)
+
+
+def test_a_claim_that_cannot_be_recorded_is_still_valid(rig: CommitterRig) -> None:
+    """The next daemon does not know the start until its ranks ask again."""
+    shutil.rmtree(rig.own)
+    assert rig.claimed() == 1
+    assert rig.started() == [RunRead(None)]
+    assert rig.claimed() == 1
+
+
+# ---------------------------------------------------------------- claims that fail
 
 
 @pytest.mark.fault("S25")
@@ -313,50 +560,37 @@ def test_a_claim_with_the_last_generation_blocks_claims_until_it_is_deleted(
     planted = KEYS.generation(bounds.GENERATION_MAX)
     rig.store.put(planted, b"{}")
     with capture_logs() as logs, rig.committer() as committer:
-        until(lambda: rig.health, what="the first failure")
+        committer.claim(ClaimGeneration(START))
+        until(rig.is_failing, what="the first failure")
+        tries = rig.tries
         committer.expedite()
-        until(lambda: rig.tries > 2, what="another try")
-        assert rig.events.empty()
+        until(lambda: rig.tries > tries + 2, what="another try")
         assert stored(rig, "") == [planted]
-        assert Health.OK not in rig.health
         assert planted in rig.reason
         rig.store.delete(planted)
-        assert rig.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(START, 1, None)
     (line,) = [line for line in logs if line["event"] == "claim_refused"]
     assert planted in line["hint"]
 
 
 @pytest.mark.fault("S25", "G16")
-def test_an_unknown_object_among_the_commits_uses_up_no_generation(rig: CommitterRig) -> None:
-    """The committer retries before the claim, not after it."""
+def test_an_unknown_object_among_the_commits_uses_up_one_generation(rig: CommitterRig) -> None:
+    """However often the listing after the claim fails: each retry finds the claim of its start."""
     planted = f"{KEYS.commits}junk"
-    rig.store.put(planted, b"")
     with rig.committer() as committer:
-        until(lambda: rig.health, what="the first failure")
+        assert committer.drain(10)
+        rig.store.put(planted, b"")
+        committer.claim(ClaimGeneration(START))
+        until(rig.is_failing, what="the first failure")
         committer.expedite()
-        until(lambda: rig.tries > 2, what="another try")
-        assert stored(rig, "") == [planted]
+        tries = rig.tries
+        until(lambda: rig.tries > tries + 2, what="another try")
+        assert stored(rig, "") == [planted, KEYS.generation(1)]
         rig.store.delete(planted)
-        assert rig.next() == GenerationClaimed(1, None)
+        assert rig.next() == GenerationClaimed(START, 1, None)
 
 
-def test_a_restarted_daemon_is_fenced_by_a_newer_claim(rig: CommitterRig) -> None:
-    """It has a recorded generation, so it posts FenceFound and claims nothing."""
-    assert rig.claimed() == 1
-    rig.store.put(KEYS.generation(2), b"{}")
-    with rig.committer():
-        assert rig.next() == FenceFound(2)
-    assert stored(rig, KEYS.generations)[-1] == KEYS.generation(2)
-
-
-def test_a_claim_that_cannot_be_recorded_is_still_valid(rig: CommitterRig) -> None:
-    """If the record cannot be written, the next daemon claims another generation."""
-    shutil.rmtree(rig.own)
-    assert rig.claimed() == 1
-    assert rig.claimed() == 2
-
-
-def test_the_claim_is_retried_until_the_directory_of_the_store_exists(
+def test_the_run_is_read_when_the_directory_of_the_store_exists(
     rig: CommitterRig, tmp_path: Path
 ) -> None:
     """The store does not create it: its file system may not be mounted yet."""
@@ -365,19 +599,18 @@ def test_the_claim_is_retried_until_the_directory_of_the_store_exists(
         assert not (tmp_path / "new").exists()
         (tmp_path / "new").mkdir()
         committer.expedite()
-        assert rig.next() == GenerationClaimed(1, None)
+        assert rig.claim(committer) == GenerationClaimed(START, 1, None)
 
 
 def test_the_claim_is_retried_until_the_store_works(rig: CommitterRig) -> None:
     """The health is not OK during the outage, and OK after the claim."""
-    with ExitStack() as committer:
+    with rig.committer() as committer:
+        assert committer.drain(10)
         with rig.outage():
-            working = committer.enter_context(rig.committer())
-            until(lambda: rig.health, what="the first failure")
-            assert Health.OK not in rig.health[-1:]
-            assert rig.events.empty()
-        working.expedite()
-        assert rig.next() == GenerationClaimed(1, None)
+            committer.claim(ClaimGeneration(START))
+            until(rig.is_failing, what="the first failure")
+        committer.expedite()
+        assert rig.next() == GenerationClaimed(START, 1, None)
         assert rig.health[-1:] == [Health.OK]
 
 
@@ -387,12 +620,13 @@ def test_a_notice_cuts_the_backoff_of_the_claim_short(
     """``expedite`` ends a pause of 1000 s."""
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S", 1000.0)
     monkeypatch.setattr(committers, "_CLAIM_RETRY_S_MAX", 1000.0)
-    with ExitStack() as committer:
+    with rig.committer() as committer:
+        assert committer.drain(10)
         with rig.outage():
-            working = committer.enter_context(rig.committer())
-            until(lambda: rig.health, what="the first failure")
-        working.expedite()
-        assert rig.next() == GenerationClaimed(1, None)
+            committer.claim(ClaimGeneration(START))
+            until(rig.is_failing, what="the first failure")
+        committer.expedite()
+        assert rig.next() == GenerationClaimed(START, 1, None)
 
 
 # ---------------------------------------------------------------- requests
@@ -402,7 +636,7 @@ def test_a_notice_cuts_the_backoff_of_the_claim_short(
 def working(rig: CommitterRig) -> Iterator[Committer]:
     """A committer that has claimed generation 1."""
     with rig.committer() as committer:
-        assert rig.next() == GenerationClaimed(1, None)
+        assert rig.claim(committer) == GenerationClaimed(START, 1, None)
         yield committer
 
 
@@ -461,7 +695,7 @@ def test_a_request_that_raises_an_unexpected_error_gets_an_answer(rig: Committer
             super().put(key, data, if_absent=if_absent)
 
     with rig.committer(store=Faulty(rig.store.url)) as working:
-        assert rig.next() == GenerationClaimed(1, None)
+        rig.claim(working)
         working.commit(a_request(5))
         event = rig.next()
         assert isinstance(event, CommitFailed)
@@ -510,7 +744,7 @@ def test_the_first_commit_of_a_daemon_is_read_back(rig: CommitterRig) -> None:
 
     store = Forgetful(rig.store.url)
     with rig.committer(store=store) as committer:
-        assert rig.next() == GenerationClaimed(1, None)
+        rig.claim(committer)
         for _ in range(3):
             committer.commit(a_request())
             event = rig.next()
@@ -530,7 +764,7 @@ def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(rig: Commit
     """A higher claim, an unknown object and a higher commit are logged, and the commit succeeds."""
     keys = RunKeys("r", Signer(b"k" * 32))
     with rig.committer(keys=keys) as committer, capture_logs() as logs:
-        assert rig.next() == GenerationClaimed(1, None)
+        rig.claim(committer)
         rig.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
         rig.store.put(f"{KEYS.generations}junk", b"")
         committed.commit(rig.store, {"w": b"1"}, generation=99_999_999, step=70)
@@ -538,12 +772,11 @@ def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(rig: Commit
         assert rig.next() == CommitDone("f10", CommitRef(1, 10))
         committer.check_fence()
         assert committer.drain(10)
-        assert rig.events.empty()
+        assert not any(isinstance(event, FenceFound) for event in rig.events.queue)
     assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
-    with rig.committer(keys=keys):
-        assert rig.next() == GenerationClaimed(1, CommitRef(1, 10))
-    with rig.committer(keys=keys, boot="boot-2"):
-        assert rig.next() == GenerationClaimed(2, CommitRef(1, 10))
+    claimed = GenerationClaimed(START, 1, CommitRef(1, 10), START)
+    assert claimed in rig.started(keys=keys)
+    assert rig.claimed("next", keys=keys) == 2
 
 
 def test_a_fenced_vm_commits_nothing(rig: CommitterRig, working: Committer) -> None:
@@ -554,16 +787,63 @@ def test_a_fenced_vm_commits_nothing(rig: CommitterRig, working: Committer) -> N
     assert not stored(rig, KEYS.commits)
 
 
+def test_a_set_of_an_earlier_start_is_committed_in_its_place(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """On one VM, also after a restart of the daemon; below the commits of the later start."""
+    rig.claim(working, "next")
+    working.commit(a_request(5, generation=2))
+    assert rig.next() == CommitDone("f5", CommitRef(2, 5))
+    working.commit(a_request(99, generation=1))
+    assert rig.next() == CommitDone("f99", CommitRef(1, 99))
+    with rig.committer() as restarted:
+        assert rig.next() == GenerationClaimed("next", 2, CommitRef(2, 5), "next")
+        restarted.commit(a_request(100, generation=1))
+        assert rig.next() == CommitDone("f100", CommitRef(1, 100))
+
+
+def test_over_several_vms_a_set_of_an_earlier_start_is_void(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """The later start of this VM holds the run, so the VM is not fenced."""
+    rig.claim(working, "next")
+    working.commit(a_request(99, generation=1, nodes=2))
+    failed = rig.next()
+    assert isinstance(failed, CommitFailed)
+    assert failed.conflict
+    assert not stored(rig, KEYS.commits)
+
+
+def test_a_deleted_claim_is_created_again_byte_for_byte(
+    rig: CommitterRig, working: Committer
+) -> None:
+    """A mirror that has the claim would take other bytes for those of another line of the run."""
+    key = KEYS.generation(1)
+    before = rig.store.get(key)
+    rig.store.delete(key)
+    working.commit(a_request())
+    assert rig.next() == CommitDone("f10", CommitRef(1, 10))
+    assert rig.store.get(key) == before
+
+
 def test_a_check_of_the_fence_reports_only_newer_generations(
     rig: CommitterRig, working: Committer
 ) -> None:
-    """The generation of this VM is not reported."""
+    """The generations of the starts of this VM are not reported, and nothing before the first one."""
+    rig.claim(working, "next")
     working.check_fence()
     assert working.drain(10)
-    assert rig.events.empty()
-    rig.store.put(KEYS.generation(2), b"{}")
-    working.check_fence()
-    assert rig.next() == FenceFound(2)
+    assert not any(isinstance(event, FenceFound) for event in rig.events.queue)
+    with rig.committer() as restarted:
+        assert rig.next() == GenerationClaimed("next", 2, None)
+        rig.store.put(KEYS.generation(3), b"{}")
+        restarted.check_fence()
+        assert rig.next() == FenceFound(3)
+    (rig.own / "claim.json").unlink()
+    with rig.committer() as idle:
+        idle.check_fence()
+        assert idle.drain(10)
+    assert not any(isinstance(event, FenceFound) for event in rig.events.queue)
 
 
 def test_two_farewells_of_one_second_have_different_keys(
@@ -581,11 +861,13 @@ def test_two_farewells_of_one_second_have_different_keys(
 
 def test_farewells_without_a_verdict_do_not_queue(rig: CommitterRig) -> None:
     """During an outage a manifest would wait behind all of them: only the newest one is written."""
-    with rig.committer() as committer:
-        for step in range(5):
-            committer.farewell(1, replace(LOST, is_final=False, slack_s=-step), OPENED)
-        assert rig.next() == GenerationClaimed(1, None)
-        assert committer.drain(10)
+    with ExitStack() as committer:
+        with rig.outage():
+            working = committer.enter_context(rig.committer())
+            for step in range(5):
+                working.farewell(1, replace(LOST, is_final=False, slack_s=-step), OPENED)
+        working.expedite()
+        assert working.drain(10)
     (key,) = stored(rig, KEYS.farewells)
     assert json.loads(rig.store.get(key))["slack_s"] == -4
 
@@ -601,7 +883,7 @@ def test_a_failed_farewell_does_not_stop_the_committer(
 
 
 def test_drain_waits_for_earlier_requests_until_its_timeout(rig: CommitterRig) -> None:
-    """It returns False if the claim has not succeeded by then."""
+    """It returns False if the run has not been read by then."""
     with rig.outage(), rig.committer() as committer:
         committer.farewell(1, LOST, OPENED)
         assert not committer.drain(0.05)
@@ -630,7 +912,7 @@ def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterR
     )
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
     with rig.committer() as committer:
-        assert isinstance(rig.next(), GenerationClaimed)
+        rig.claim(committer)
         request = replace(a_request(), shards=(shard,))
         rig.journal.shard_stored(
             str(request.staged.id), ShardRecord(file, shard, sent_key=shard.extents[0].object.key)
@@ -648,7 +930,7 @@ def test_a_set_that_references_an_older_commit_gets_no_manifest(rig: CommitterRi
     shard = committed.named_shard("model", 2500, key)
     file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
     with rig.committer() as committer:
-        assert isinstance(rig.next(), GenerationClaimed)
+        rig.claim(committer)
         request = replace(a_request(), shards=(shard,))
         rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard))
         committer.commit(request)
@@ -661,33 +943,30 @@ def test_a_set_that_references_an_older_commit_gets_no_manifest(rig: CommitterRi
 
 
 def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None:
-    """The claim is valid, and the committer continues."""
+    """The committer continues."""
     made = committed.commit(rig.store, {"model": b"m"})
     committed.flip_bit(rig.bucket / KEYS.commit(made.ref, 0, 1), 99)
-    with rig.committer() as committer:
-        assert isinstance(rig.next(), GenerationClaimed)
-        assert committer.drain(10)
+    with capture_logs() as logs, rig.committer() as committer:
+        until(lambda: logs, what="the refusal of the commit")
+        assert rig.claim(committer).newest == made.ref
+    assert logs[0]["event"] == "newest_commit_not_read"
     assert not rig.journal.known_parts()
 
 
-def test_the_next_generation_is_claimed_on_request_unless_fenced(rig: CommitterRig) -> None:
-    """A restarted daemon continues under it.  If a newer VM has claimed one, FenceFound is posted."""
-    with rig.committer() as committer:
-        assert rig.next() == GenerationClaimed(1, None)
-        committer.claim_next(ClaimGeneration(1))
-        assert rig.next() == GenerationClaimed(2, None, is_rollback=True)
-    with rig.committer() as committer:
-        assert rig.next() == GenerationClaimed(2, None)
-        with rig.committer(boot="other"):
-            assert rig.next() == GenerationClaimed(3, None)
-        committer.claim_next(ClaimGeneration(2))
-        assert rig.next() == FenceFound(3)
+def test_the_history_of_earlier_vms_is_posted(rig: CommitterRig) -> None:
+    """The first VM of a run posts none; the generations of this boot are not those of an earlier VM."""
 
+    committed.commit(rig.store, {"w": b"1"})
 
-def test_the_history_of_earlier_vms_is_posted_after_the_claim(rig: CommitterRig) -> None:
-    """The first VM of a run posts none."""
-    with rig.committer(boot="first"):
-        assert rig.next() == GenerationClaimed(1, None)
-    with rig.committer(boot="second"):
-        assert rig.next() == GenerationClaimed(2, None)
-        assert rig.events.get(timeout=10) == HistoryRead(0.0, 1)
+    def histories(boot: str) -> list[Event]:
+        with rig.committer(boot=boot):
+            events = [rig.events.get(timeout=10)]
+            while not isinstance(events[-1], NewestDated):  # posted last
+                events.append(rig.events.get(timeout=10))
+        return [event for event in events if isinstance(event, HistoryRead)]
+
+    assert histories("first") == []
+    rig.claimed("a", boot="first")
+    rig.claimed("b", boot="first")
+    assert histories("first") == []
+    assert histories("second") == [HistoryRead(0.0, 1)]

@@ -12,12 +12,12 @@ import pytest
 from structlog.testing import capture_logs
 from swansongd.bucket import resumption
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.events import RecordResumption
-from swansongd.core.ledger import Milestones, Resumption, Training
+from swansongd.core.ledger import Resumption
 from swansongd.errors import Transient
 from swansongd.flush import ledger as ledgers
 from swansongd.flush.ledger import Ledger
 from swansongd.observe import loss
+from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
@@ -27,7 +27,7 @@ KEYS = RunKeys("r")
 WALL_S = 1_800_000_000.0
 
 
-def a_record(generation: int = 2, *, nodes: int = 1) -> RecordResumption:
+def a_record(generation: int = 2, *, nodes: int = 1) -> MeasuredResume:
     now = time.monotonic()
     made = Milestones(
         asked_mono_s=now - 4.0,
@@ -37,7 +37,7 @@ def a_record(generation: int = 2, *, nodes: int = 1) -> RecordResumption:
         start_step=40,
         first_step=41,
     )
-    return RecordResumption(generation, made, Training(step=41, ranks=4, nodes=nodes))
+    return MeasuredResume(generation, made, Training(step=41, ranks=4, nodes=nodes))
 
 
 class Rig:
@@ -65,8 +65,8 @@ class Rig:
         data = self.store.objects.get(KEYS.resumption(generation))
         return None if data is None else resumption.decode(data)
 
-    def record(self, ledger: Ledger, action: RecordResumption | None = None) -> None:
-        ledger.record(action or a_record(), vm="vm", daemon_mono_s=time.monotonic() - 9.0)
+    def record(self, ledger: Ledger, measured: MeasuredResume | None = None) -> None:
+        ledger.record(measured or a_record(), vm="vm", daemon_mono_s=time.monotonic() - 9.0)
 
 
 @pytest.fixture

@@ -10,24 +10,21 @@ import socket
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansongd.host import fdstore, gpu_record, training_record
+from swansongd.host import fdstore, gpu_record
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import as_slot
 from swansongd.model import (
-    Ahead,
     CheckpointId,
     CommitRef,
     GpuFault,
     GpuHealth,
     GpuRecord,
     GpuStatus,
-    TrainerView,
-    TrainingRecord,
+    Verdict,
 )
 
 from testkit.story import a_notice
@@ -70,10 +67,10 @@ def systemd(tmp_path: Path) -> Iterator[Systemd]:
 
 
 @pytest.fixture
-def restart(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., FdStore]:
+def restart(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[[], FdStore]:
     """Starts the daemon again: it inherits the stored descriptors, from the first free number."""
 
-    def start(**options: str) -> FdStore:
+    def start() -> FdStore:
         store = systemd.listen()
         # systemd begins at 3, which is in use in this process: begin behind all open descriptors.
         first = max(int(fd) for fd in os.listdir("/proc/self/fd")) + 1
@@ -87,7 +84,6 @@ def restart(systemd: Systemd, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
                 "LISTEN_FDS": str(len(store)),
                 "LISTEN_FDNAMES": ":".join(store),
             },
-            **options,
         )
 
     return start
@@ -137,6 +133,20 @@ def test_live_notices_come_back_with_their_deadlines(
     assert restart().notices(now_mono_s=10.0) == []
 
 
+def test_a_notice_comes_back_with_its_verdict_and_the_start_that_it_applies_to(
+    systemd: Systemd, restart: Callable[[], FdStore]
+) -> None:
+    """The verdict stands for that start alone."""
+    answered = replace(
+        a_notice(deadline_mono_s=50.0),
+        evacuation_id="e1",
+        verdict=Verdict.NO_TRAINING,
+        verdict_start="a~1",
+    )
+    FdStore(systemd.notifier, {}).store_notices([answered])
+    assert restart().notices(now_mono_s=10.0) == [answered]
+
+
 def inherit(systemd: Systemd, name: str, content: bytes) -> None:
     """The next start gets this memory."""
     fd = os.memfd_create("x")
@@ -160,6 +170,8 @@ def as_stored(**changes: object) -> bytes:
         b'{"boot_id": "", "notices": [7]}',
         as_stored().replace(b'"boot_id": ""', b'"boot_id": "of another boot"'),
         as_stored(evacuation_id="../x y"),
+        as_stored(verdict="FINE"),
+        as_stored(verdict_start="../x y"),
         as_stored(is_overdue=1),
         as_stored(later_mono_s="soon"),
         as_stored(repeats=["x"] * 1000),
@@ -239,101 +251,6 @@ def test_without_systemd_a_stop_ends_the_suspicion(tmp_path: Path) -> None:
     notifier._socket.close()
 
 
-def a_training_record(**changes: Any) -> TrainingRecord:
-    view = TrainerView(
-        connection=-1,
-        pid=7,
-        process_start=99,
-        rank=1,
-        world_size=4,
-        local_world_size=2,
-        node=1,
-        nodes=2,
-        start_id="a",
-        is_connected=False,
-    )
-    made = TrainingRecord(
-        trainers=(view,),
-        starts=("b", "a"),
-        closed_starts=("b",),
-        retained=(CheckpointId(4, "abc"), CheckpointId(5, "abc", is_final=True)),
-        must_claim=True,
-        owes_checkpoint=True,
-        owed_above=CommitRef(3, 7, is_final=True),
-        ahead=Ahead("e1", 7, is_unknown=True),
-    )
-    return replace(made, **changes)
-
-
-@pytest.mark.parametrize(
-    ("run_and_store", "is_read"),
-    [("a s3://b/c", True), ("other s3://b/c", False), ("a s3://other/c", False)],
-)
-def test_the_record_of_another_run_or_store_is_dropped(
-    systemd: Systemd, restart: Callable[..., FdStore], run_and_store: str, *, is_read: bool
-) -> None:
-    """An operator changes ``run.name`` or ``store.url``, and restarts the daemon."""
-    FdStore(systemd.notifier, {}, run_and_store="a s3://b/c").store_training(a_training_record())
-    found = restart(run_and_store=run_and_store).training()
-    assert found == (a_training_record() if is_read else None)
-
-
-def test_the_record_of_the_training_comes_back(
-    systemd: Systemd, restart: Callable[[], FdStore]
-) -> None:
-    """Over any number of restarts: the newest one counts."""
-    FdStore(systemd.notifier, {}).store_training(a_training_record())
-    assert restart().training() == a_training_record()
-    for number in range(5):
-        store = restart()
-        store.training()
-        newest = a_training_record(starts=(f"start-{number}",) * number)
-        store.store_training(newest)
-        assert restart().training() == newest
-
-
-def with_trainer(**changes: object) -> dict[str, object]:
-    facts = training_record.facts_of(a_training_record())
-    return {**facts, "trainers": [{**facts["trainers"][0], **changes}]}
-
-
-@pytest.mark.parametrize(
-    "changes",
-    [
-        {"trainers": 7},
-        {"trainers": [{}]},
-        {"trainers": [7] * 1000},
-        {"starts": ["../ x"]},
-        {"closed_starts": ["x"] * 1000},
-        {"owes_checkpoint": 1},
-        {"owed_above": -1},
-        {"owed_above": [3, 7]},
-        {"owed_above": [3, -7, False]},
-        {"retained": [[3, "abc"]]},
-        {"retained": [[3, "../ x", False]]},
-        {"ahead": {}},
-        {"ahead": {"evacuation_id": "e1", "step": -2, "is_unknown": False}},
-        with_trainer(pid=0),
-        with_trainer(pid=-1),
-        with_trainer(process_start="1"),
-        with_trainer(rank=4),
-        with_trainer(node=2),
-        with_trainer(local_world_size=5),
-        with_trainer(start_id="x" * 5000),
-    ],
-    ids=lambda changes: repr(changes)[:40],
-)
-def test_a_damaged_record_of_the_training_is_ignored(
-    systemd: Systemd, restart: Callable[[], FdStore], changes: dict[str, object]
-) -> None:
-    """The daemon starts as on a new boot, and logs the reason."""
-    facts = {"boot_id": "", **training_record.facts_of(a_training_record()), **changes}
-    inherit(systemd, fdstore.TRAINING, as_slot(1, json.dumps(facts).encode()))
-    with capture_logs() as lines:
-        assert restart().training() is None
-    assert [line["what"] for line in lines] == [fdstore.TRAINING]
-
-
 @pytest.mark.parametrize("cut_at", [0, 1, 5, 20, 60, 200])
 def test_a_write_that_is_cut_short_leaves_the_earlier_value(
     systemd: Systemd,
@@ -345,7 +262,7 @@ def test_a_write_that_is_cut_short_leaves_the_earlier_value(
     write = os.pwrite
     store = FdStore(systemd.notifier, {})
     for number in (1, 2, 3):
-        store.store_training(a_training_record(starts=("x" * 100, f"start-{number}")))
+        store.store_gpus(replace(a_gpu_record(), log_number=number))
 
     def is_killed(fd: int, data: bytes, offset: int) -> int:
         write(fd, data[:cut_at], offset)
@@ -353,12 +270,12 @@ def test_a_write_that_is_cut_short_leaves_the_earlier_value(
 
     monkeypatch.setattr(os, "pwrite", is_killed)
     with pytest.raises(KeyboardInterrupt):
-        store.store_training(a_training_record(starts=("x" * 100, "start-4")))
+        store.store_gpus(replace(a_gpu_record(), log_number=4))
     monkeypatch.setattr(os, "pwrite", write)
     again = restart()
-    assert again.training() == a_training_record(starts=("x" * 100, "start-3"))
-    again.store_training(a_training_record(starts=("start-5",)))
-    assert restart().training() == a_training_record(starts=("start-5",))
+    assert again.gpus() == replace(a_gpu_record(), log_number=3)
+    again.store_gpus(replace(a_gpu_record(), log_number=5))
+    assert restart().gpus() == replace(a_gpu_record(), log_number=5)
 
 
 @pytest.mark.fault("D02")
@@ -367,20 +284,20 @@ def test_a_write_that_failed_is_repeated(
 ) -> None:
     """There was no memory for it.  The log has one line, however often it fails."""
     store = FdStore(systemd.notifier, {})
-    store.store_training(a_training_record())
-    newer = a_training_record(owes_checkpoint=False)
+    store.store_gpus(a_gpu_record())
+    newer = replace(a_gpu_record(), log_number=18)
 
     def fail(*_: object) -> int:
         raise OSError(errno.ENOSPC, "no memory")
 
     with monkeypatch.context() as patched, capture_logs() as lines:
         patched.setattr(os, "pwrite", fail)
-        store.store_training(newer)
-        store.store_training(newer)
+        store.store_gpus(newer)
+        store.store_gpus(newer)
     assert [line["event"] for line in lines] == ["state_not_stored"]
-    assert restart().training() == a_training_record()
-    store.store_training(newer)
-    assert restart().training() == newer
+    assert restart().gpus() == a_gpu_record()
+    store.store_gpus(newer)
+    assert restart().gpus() == newer
 
 
 def with_gpu(**changes: object) -> dict[str, object]:

@@ -37,7 +37,7 @@ class Rig:
         self.state = SimpleNamespace(evacuation=None, flight=None)
         self.stop = threading.Event()
         self.events: list[Event] = []
-        self.claimed = commit.claim_generation(self.primary, KEYS, identity={}, nonce="vm1")
+        self.claimed = commit.claim_generation(self.primary, KEYS, identity={}, start_id="vm1")
         self.mirroring = self.made()
 
     def made(self) -> Mirroring:

@@ -48,8 +48,8 @@ class Rig:
             chunk_bytes=chunk_bytes,
         )
 
-    def claim(self, generation: int, store: MemoryStore | None = None, nonce: str = "n") -> None:
-        made = claim.ClaimObject(run="r", generation=generation, nonce=f"{nonce}{generation}")
+    def claim(self, generation: int, store: MemoryStore | None = None, by: str = "vm") -> None:
+        made = claim.ClaimObject(run="r", generation=generation, start=f"{by}{generation}")
         data = claim.encode(made, self.keys.signer)
         (store or self.primary).put(self.keys.generation(generation), data)
 
@@ -302,12 +302,12 @@ def test_a_stop_ends_a_pause(rig: Rig) -> None:
 
 
 @pytest.mark.fault("M06")
-@pytest.mark.parametrize("nonce", ["n", "other"])
-def test_nothing_is_copied_into_a_promoted_mirror(rig: Rig, nonce: str) -> None:
+@pytest.mark.parametrize("by", ["vm", "other"])
+def test_nothing_is_copied_into_a_promoted_mirror(rig: Rig, by: str) -> None:
     """A claim that was made in the mirror fences the copier, whatever its number."""
     first = rig.commit()
     rig.copier().copy(first)
-    rig.claim(2 if nonce == "n" else 1, rig.mirror, nonce)
+    rig.claim(2 if by == "vm" else 1, rig.mirror, by)
     rig.claim(3)
     second = rig.commit(step=200, generation=3)
     before = dict(rig.mirror.objects)

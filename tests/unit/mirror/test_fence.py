@@ -25,8 +25,8 @@ def a_store(name: str) -> MemoryStore:
     return made
 
 
-def claim(store: MemoryStore, nonce: str, keys: RunKeys = KEYS) -> int:
-    return commit.claim_generation(store, keys, identity={}, nonce=nonce).generation
+def claim(store: MemoryStore, start_id: str, keys: RunKeys = KEYS) -> int:
+    return commit.claim_generation(store, keys, identity={}, start_id=start_id).generation
 
 
 def commit_and_copy(primary: MemoryStore, mirror: MemoryStore, step: int, generation: int) -> None:

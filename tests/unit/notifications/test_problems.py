@@ -14,8 +14,7 @@ from hypothesis import event as label
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.config.notify import NotifyConfig
-from swansongd.core.events import Event, GenerationClaimed, NoticeRaised
-from swansongd.core.restart import record_of, resumed
+from swansongd.core.events import Event, NoticeRaised, TrainerJoined
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.model import Notice, Severity, Verdict
 from swansongd.notifications.notifier import Notifier
@@ -67,16 +66,15 @@ class Watched(Story):
         self.deliver()
 
     def restart(self, *, keeps_notices: bool = True) -> None:
-        """The daemon is killed, and the next one gets the record of the training and the notices."""
+        """The next daemon gets the starts and the notices, and the ranks connect again."""
         self.look()
         kept = [n for n in self.state.notices.values() if n.identity not in self.state.concluded]
         earlier = self.state
-        after = Story(claimed=False, staged=self.staging)
-        self.state = resumed(after.state, record_of(earlier), tuple(earlier.connected))
+        after = self.restarted()
+        self.state, self.now = after.state, after.now
         self.start_notifier()
-        self.now += 1
-        self.scan()
-        self.tell(GenerationClaimed(earlier.generation or 2, earlier.last_complete))
+        for trainer in earlier.connected:
+            self.tell(TrainerJoined(trainer))
         for notice in kept if keeps_notices else []:
             self.tell(NoticeRaised(notice))
 

@@ -43,6 +43,7 @@ from swansongd.model import (
     SourceStatus,
     Verdict,
 )
+from swansongd.observe.accounting import Accounting
 from swansongd.observe.counters import KEYS_MAX, PHASES, Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import registry_of
@@ -97,6 +98,7 @@ class Watched(Story):
 
     def __init__(self, **options: Any) -> None:
         self.counters = Counters()
+        self.accounting = Accounting(lambda _: None, lambda *_: None)
         self.figures: dict[str, Any] = {}
         self.drift_s = 0.0
         super().__init__(**options)
@@ -105,6 +107,7 @@ class Watched(Story):
     def tell(self, event: Event) -> list[Action]:
         before = self.state
         actions = super().tell(event)
+        self.accounting.record(before, self.state, event, self.now)
         self.counters.observe(before, self.state, event, actions, self.now)
         return actions
 
@@ -118,6 +121,7 @@ class Watched(Story):
                 "now_mono_s": self.now,
                 "now_wall_s": 1.8e9 + self.now + self.drift_s,
                 "state": self.state,
+                "training": self.accounting.training,
                 "sources": SOURCES,
                 **self.figures,
             }

@@ -11,19 +11,20 @@ from typing import Any
 import pytest
 from swansongd.core import machine
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged, Tick
-from swansongd.core.ledger import Milestones, Training
 from swansongd.core.state import State
 from swansongd.model import Health, NoticeKind, Severity, SourceStatus
 from swansongd.observe import notifications
+from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 from swansongd.observe.conditions import Watch
 from swansongd.observe.heartbeat import GAP_S, Stretch, continued, why_silent
-from swansongd.observe.notifications import Kind, Notification, Origin, caused, fields
+from swansongd.observe.notifications import Kind, Notification, Origin, caused, fields, of_resume
 from swansongd.observe.report import STORE_HEALTH
 from swansongd.sources import manual
 
 from testkit.story import Story, a_notice
 
 WALL_S = 1_800_000_000.0
+STEP = 40
 
 
 class Told(Story):
@@ -36,7 +37,9 @@ class Told(Story):
     def tell(self, event: Event) -> list[Any]:
         before = self.state
         actions = super().tell(event)
-        self.found += caused(before, self.state, actions, now_mono_s=self.now, wall_s=WALL_S)
+        self.found += caused(
+            before, self.state, actions, step=STEP, now_mono_s=self.now, wall_s=WALL_S
+        )
         return actions
 
     def shown(self) -> list[str]:
@@ -58,6 +61,7 @@ def test_an_evacuation_has_a_notice_and_a_verdict_of_one_group() -> None:
     notice, verdict = story.found
     assert story.shown() == ["notice", "verdict over SAFE"]
     assert notice.group == verdict.group != ""
+    assert notice.step == STEP
     assert (notice.seconds_left, notice.urgency, notice.source) == (60.0, "imminent", "aws.spot")
     assert (verdict.step, verdict.generation, verdict.importance) == (41, 2, "info")
     assert "will be terminated in 60 s" in notice.summary
@@ -148,7 +152,6 @@ def test_an_outlived_notice_is_over() -> None:
 def test_a_notice_of_another_vm_is_its_own_to_report() -> None:
     """Otherwise each of many VMs would report the one notice and its verdict."""
     story = Told()
-    story.state = replace(story.state, settings=replace(story.state.settings, several_vms=True))
     story.join(step=40, nodes=2)
     story.notice(60, "peer")
     story.wait(70)
@@ -159,6 +162,7 @@ def test_a_notice_of_another_vm_is_its_own_to_report() -> None:
 def test_a_drill_is_named_in_its_notice_and_its_verdict() -> None:
     """An operator who is paged sees that the VM is not terminated."""
     story = Told()
+    story.join(step=40)
     story.notice(60, manual.DRILL)
     story.wait(70)
     notice, verdict = story.found[:2]
@@ -167,14 +171,25 @@ def test_a_drill_is_named_in_its_notice_and_its_verdict() -> None:
     assert {notice.importance, verdict.importance} == {"info"}
 
 
+def test_a_notice_without_training_ends_without_an_alarm() -> None:
+    """Nothing was lost: the verdict is information, and the problem of the notice is over."""
+    story = Told()
+    story.notice(60)
+    story.scan()
+    story.wait(70)
+    assert story.shown() == ["notice", "verdict over NO_TRAINING"]
+    assert story.found[1].importance == "info"
+    assert "no training was seen on this VM" in story.found[1].reason
+
+
 def test_a_resumption_is_told_once_with_its_step() -> None:
-    story = Story()
-    record = notifications.RecordResumption(3, Milestones(start_step=120), Training())
-    (made,) = caused(story.state, story.state, [record], now_mono_s=0.0, wall_s=WALL_S)
+    """The first VM of a job reports it for all."""
+    measured = MeasuredResume(3, Milestones(start_step=120), Training())
+    made = of_resume(measured, WALL_S)
+    assert made is not None
     assert (made.kind, made.step, made.generation) == (Kind.RESUMPTION, 120, 3)
     assert made.summary == "Training runs at step 120, as generation 3"
-    of_another_vm = replace(record, training=Training(node=1, nodes=2))
-    assert caused(story.state, story.state, [of_another_vm], now_mono_s=0.0, wall_s=WALL_S) == []
+    assert of_resume(replace(measured, training=Training(node=1, nodes=2)), WALL_S) is None
 
 
 def test_texts_of_trainers_are_short_and_printable() -> None:
@@ -204,7 +219,7 @@ def test_an_event_costs_microseconds() -> None:
     for _ in range(10):
         began_s = time.thread_time()
         for _ in range(count):
-            caused(state, after, actions, now_mono_s=0.0, wall_s=0.0)
+            caused(state, after, actions, step=STEP, now_mono_s=0.0, wall_s=0.0)
         costs_s.append((time.thread_time() - began_s) / count)
     assert min(costs_s) < 20e-6
 
@@ -218,7 +233,9 @@ def blind(state: State, source: str, health: Health) -> State:
 
 
 def look(watch: Watch, state: State, *at_s: float) -> list[Notification]:
-    return [n for s in at_s for n in watch.look(state, now_mono_s=s, wall_s=WALL_S + s)]
+    return [
+        made for s in at_s for made in watch.look(state, step=STEP, now_mono_s=s, wall_s=WALL_S + s)
+    ]
 
 
 def test_a_blind_source_is_told_after_it_lasts_and_when_it_is_over() -> None:
@@ -287,7 +304,8 @@ def test_a_stall_is_told_with_its_ranks() -> None:
     assert story.state.stalled
     (begun,) = look(Watch(settle_s=15.0), story.state, 0.0, 15.0)
     assert (begun.kind, begun.importance) == (Kind.STALL, "error")
-    assert begun.summary.endswith("rank 0")
+    assert begun.summary.endswith(f"since step {STEP}: rank 0")
+    assert begun.step == STEP
 
 
 # ---------------------------------------------------------------- the heartbeat

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 from swansongd.core.events import (
     FlushProgress,
-    GenerationClaimed,
     NewestDated,
     SourceChanged,
     TrainerFailed,
@@ -109,13 +108,15 @@ def test_a_commit_that_was_found_has_the_age_of_its_manifest() -> None:
 
 
 def test_the_age_belongs_to_the_reported_commit() -> None:
-    """A rollback makes an older commit the newest; it does not get the age of the abandoned commit."""
+    """A restored bucket makes an older commit the newest; it does not get the age of the one that is gone."""
     story = Story()
     story.join(step=10)
     story.seal(10)
     story.store_all(after_s=1)
     assert shown(story)["last_commit"]["age_s"] == 0.0
-    story.tell(GenerationClaimed(3, CommitRef(2, 5), is_rollback=True))
+    story.grants = False
+    story.join(pid=200, start_id="b")
+    story.grant("b", CommitRef(2, 5))
     assert shown(story)["last_commit"] == {
         "generation": 2,
         "step": 5,

@@ -43,8 +43,10 @@ def test_the_overview_lists_every_package_of_the_daemon() -> None:
     assert sorted(rows) == sorted(packages)
 
 
-def test_the_evacuation_page_names_every_state_plan_and_verdict() -> None:
+def test_the_pages_of_evacuations_name_every_state_plan_and_verdict() -> None:
     """The names are those that ``swansong status`` prints."""
-    page = (REPOSITORY / "docs" / "design" / "evacuation.md").read_text(encoding="utf-8")
+    design = REPOSITORY / "docs" / "design"
+    names = ("evacuation.md", "verdicts.md")
+    page = "\n".join((design / name).read_text(encoding="utf-8") for name in names)
     words = set(re.findall(r"\b[A-Z_]{4,}\b", page))
     assert words >= {*Phase, *PlanKind, *Verdict}

@@ -55,7 +55,7 @@ MANIFEST = manifests.Manifest(
     ),
     parent=CommitRef(7, 4100),
 )  # fmt: skip
-CLAIM = claims.ClaimObject(run="my-run", generation=7, nonce="0af1", job_start_id="start")
+CLAIM = claims.ClaimObject(run="my-run", generation=7, start="5d41")
 FORMS = {
     "<run>": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
     "<generation>": r"[0-9]{8}",

@@ -21,7 +21,7 @@ from swansong import protocol
 from swansongd import doctor, errors, sources
 from swansongd.cli import finished, ls, main, notify
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, section_keys
-from swansongd.core import claims, evacuation, nodes, notices, state
+from swansongd.core import evacuation, notices, peers, starts, state
 from swansongd.core.planner import PlanKind
 from swansongd.doctor import store
 from swansongd.doctor.findings import Finding, Level
@@ -187,7 +187,7 @@ def options(command: str) -> set[str]:
 
 def notice_sources() -> set[str]:
     """The names of all sources of notices."""
-    found = {nodes.PEER_SOURCE}
+    found = {peers.PEER_SOURCE}
     for info in pkgutil.iter_modules(sources.__path__):
         module = import_module(f"swansongd.sources.{info.name}")
         found |= {
@@ -422,8 +422,8 @@ STATED = [
     ("trainer", f"a status query counts as {admission.STATUS_COST:.0f}"),
     ("trainer", f"{protocol.MAX_MESSAGE_BYTES / 2**10:.0f} KiB each"),
     ("trainer", f"{admission.QUERIES_MAX} of one connection"),
-    ("trainer", f"{nodes.PEER_REQUESTS_MAX} a minute"),
-    ("trainer", f"{claims.CLAIMS_MAX} a minute"),
+    ("trainer", f"{peers.REQUESTS_MAX} a minute"),
+    ("trainer", f"{starts.CLAIMS_MAX} in {starts.WINDOW_S:.0f} s"),
     ("shutdown", f"{unit('TimeoutStopSec').removesuffix('s')} s, and longer"),
     ("shutdown", f"restarts the daemon {unit('RestartSec').removesuffix('s')} s after"),
     ("shutdown", f"has not reported for {unit('WatchdogSec').removesuffix('s')} s"),

@@ -18,7 +18,7 @@ import pytest
 from structlog.testing import capture_logs
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.events import FenceFound, GenerationClaimed
+from swansongd.core.events import FenceFound, RunRead
 from swansongd.core.state import State
 from swansongd.errors import Transient
 from swansongd.model import CommitRef
@@ -273,9 +273,10 @@ def test_training_that_began_without_the_prefetch_ends_it(vm: Vm) -> None:
 
 def test_a_set_in_staging_needs_no_prefetch(vm: Vm) -> None:
     vm.commit(100)
+    vm.story.join()
     vm.story.staging = [a_set(100)]
     vm.story.scan()
-    vm.story.tell(GenerationClaimed(2, CommitRef(1, 100)))
+    vm.story.tell(RunRead(CommitRef(1, 100)))
     vm.prefetch.start()
     vm.shows("not_needed", "step 100 is in staging")
     assert not vm.store.given
@@ -307,7 +308,6 @@ def test_a_commit_before_the_claim_replaces_the_prefetched_one(vm: Vm) -> None:
 def test_a_fence_ends_the_prefetch(vm: Vm) -> None:
     """Another VM has taken the run over: nothing more is fetched."""
     vm.commit(100)
-    vm.story.state = replace(vm.state, settings=replace(vm.state.settings, several_vms=True))
     with vm.half_fetched():
         vm.story.tell(FenceFound(7))
     vm.shows("not_needed", "generation 7")
@@ -412,7 +412,6 @@ class Job:
 
     def __init__(self, vm: Vm) -> None:
         self.vm = vm
-        vm.story.state = replace(vm.state, settings=replace(vm.state.settings, several_vms=True))
         self.files = {f"rank-{rank:05d}/w.bin": bytes([rank]) * 5120 for rank in range(self.NODES)}
         for node, (path, data) in enumerate(self.files.items()):
             committed.commit(
@@ -433,9 +432,9 @@ class Job:
 
     def had_rank(self, rank: int) -> None:
         """An earlier set in staging has the files of this rank."""
-        files = a_set(90).files
-        mine = tuple(replace(file, path=f"rank-{rank:05d}/w.bin") for file in files)
-        self.vm.story.staging = [replace(a_set(90), files=mine)]
+        made = a_set(90, nodes=self.NODES)
+        mine = tuple(replace(file, path=f"rank-{rank:05d}/w.bin") for file in made.files)
+        self.vm.story.staging = [replace(made, files=mine)]
         self.vm.story.scan()
 
     def ask(self, *prefixes: str) -> Callable[[], Restored]:

@@ -16,10 +16,10 @@ import pytest
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
-from swansongd.core.events import Event, RolledBack, TrainerJoined
+from swansongd.core.events import Event, RolledBack
 from swansongd.core.state import State
 from swansongd.errors import Permanent
-from swansongd.model import CommitRef, Staged, TrainerView
+from swansongd.model import CommitRef, Staged
 from swansongd.restore import resume as resume_module
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import BUDGET_S, Resume
@@ -43,18 +43,26 @@ class Vm:
         (directory / "staging").mkdir()
         self.run = prepare(directory / "staging", "r")
         self.staging = self.run.path
-        self.state: State = Story().state
+        self.story = Story()
+        self.state: State = self.story.state
         self.keys = RunKeys("r")
 
     def knows(
-        self, *staged: Staged, inherited: bool = False, newest: CommitRef | None = None
+        self, *staged: Staged, is_of_earlier_boot: bool = False, newest: CommitRef | None = None
     ) -> None:
-        """Put sets of generation 2 into staging; with ``inherited``, sets of an earlier boot."""
-        story = Story(staged=staged if inherited else (), newest=newest)
-        if not inherited:
-            story.staging = list(staged)
-            story.scan()
-        self.state = story.state
+        """Put sets of a start with generation 2 into staging."""
+        story = Story(newest=newest)
+        story.staging = list(staged)
+        story.join()
+        story.scan()
+        if is_of_earlier_boot:
+            story = story.restarted(newest=newest, is_other_boot=True)
+        self.story, self.state = story, story.state
+
+    def begins(self, start_id: str, *, nodes: int = 1) -> None:
+        """A rank of this start connects, and the start claims its generation."""
+        self.story.join(ranks=2, start_id=start_id, nodes=nodes)
+        self.state = self.story.state
 
     def commit(self, step: int, generation: int = 1, **options: Any) -> Path:
         """Commit; returns the file that holds the weights in the store."""
@@ -80,9 +88,13 @@ class Vm:
     def go_back(
         self, before_step: int, resume: Resume | None = None, number: int = 1
     ) -> tuple[Restored, list[Event]]:
+        """The answer to a rank that rolls back, which begins another start before it asks."""
         answers: queue.Queue[Message] = queue.Queue()
         posted: list[Event] = []
-        query = RestoreQuery("q1", rollback=number, before_step=before_step)
+        start_id = f"a~{number}"
+        if self.state.start is None or self.state.start.id != start_id:
+            self.begins(start_id)
+        query = RestoreQuery("q1", rollback=number, before_step=before_step, start_id=start_id)
         (resume or self.resume()).ask(query, answers.put, posted.append)
         return self.answer(answers), posted
 
@@ -155,7 +167,7 @@ def test_a_newer_commit_beats_an_older_set(vm: Vm) -> None:
 
 
 @pytest.mark.parametrize("step", [60, 100])
-def test_a_set_of_the_new_lineage_beats_a_commit_of_the_abandoned_one(vm: Vm, step: int) -> None:
+def test_a_set_of_the_newer_start_beats_a_commit_of_an_earlier_one(vm: Vm, step: int) -> None:
     """Generation 2 began at a lower step than the newest commit of generation 1; its set is newer."""
     vm.commit(100, generation=1)
     vm.knows(a_set(step), newest=CommitRef(1, 100))
@@ -168,12 +180,10 @@ def test_a_set_that_survived_on_the_disk_is_as_good_as_a_commit(vm: Vm) -> None:
     """The newer of the two is taken, ordered by generation, then by step."""
     vm.commit(100)
     local = a_set(200)
-    vm.knows(local, inherited=True, newest=CommitRef(1, 100))
+    vm.knows(local, is_of_earlier_boot=True, newest=CommitRef(1, 100))
     assert vm.ask().path == str(vm.staging / local.directory)
-    vm.state = replace(vm.state, settings=replace(vm.state.settings, sealed_under=1))
-    assert vm.ask().path == str(vm.staging / local.directory)
-    vm.commit(150, generation=2)  # another VM resumed from the commit
-    assert (vm.ask().step, vm.ask().generation) == (150, 2)
+    vm.commit(150, generation=3)  # another VM resumed from the commit
+    assert (vm.ask().step, vm.ask().generation) == (150, 3)
 
 
 @pytest.mark.fault("D06")
@@ -192,6 +202,7 @@ def test_a_set_sealed_just_before_the_query_is_found(vm: Vm) -> None:
     """Staging is scanned before the choice, and the choice waits for the scan."""
     vm.commit(100)
     story = Story(newest=CommitRef(1, 100))
+    story.join()
     vm.state = story.state
 
     def rescan() -> None:
@@ -298,8 +309,8 @@ def test_a_rollback_prefers_a_local_set(vm: Vm) -> None:
     assert (answer.path, answer.step) == (str(vm.staging / sets[0].directory), 30)
     assert posted == [RolledBack(30)]
     assert vm.go_back(30)[0].step == 20
-    vm.knows(*sets, inherited=True)
-    assert vm.go_back(45)[0].step == 30
+    vm.knows(*sets, is_of_earlier_boot=True)
+    assert vm.go_back(45, number=3)[0].step == 30
 
 
 def test_all_ranks_get_the_same_rollback_and_it_counts_once(vm: Vm) -> None:
@@ -312,6 +323,18 @@ def test_all_ranks_get_the_same_rollback_and_it_counts_once(vm: Vm) -> None:
     assert vm.go_back(15, resume) == (first, [])
     second, posted = vm.go_back(15, resume, number=2)
     assert (second.step, posted) == (10, [RolledBack(10)])
+
+
+def test_ranks_that_roll_back_at_different_times_get_the_same_rollback(vm: Vm) -> None:
+    """One rank asks an hour after the other: the same checkpoint, and its sets are dropped once."""
+    for step in (10, 20):
+        vm.commit(step, health=GOOD)
+    now_s = [0.0]
+    resume = Resume(vm.context(monotonic=lambda: now_s[0]))
+    first, posted = vm.go_back(21, resume)
+    assert (first.step, len(posted)) == (20, 1)
+    now_s[0] = 3600.0
+    assert vm.go_back(15, resume) == (first, [])
 
 
 def test_without_a_healthy_checkpoint_a_rollback_fails(vm: Vm) -> None:
@@ -346,25 +369,11 @@ def test_a_commit_that_the_store_refuses_is_skipped_but_is_not_absent(
         assert "403" in answer.error
 
 
-class SeveralVms:
-    """The state of the decision loop of one of two VMs, for a job that has begun."""
-
-    def __init__(self, vm: Vm) -> None:
-        self.vm = vm
-        self.story = Story()
-        view = TrainerView(connection=1, pid=1, rank=0, world_size=2, local_world_size=1, nodes=2)
-        self.story.tell(TrainerJoined(view))
-        self.begins("session")
-
-    def begins(self, job_start_id: str) -> None:
-        self.vm.state = replace(self.story.state, job_start_id=job_start_id)
-
-
 def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_posts_nothing(vm: Vm) -> None:
-    """Neither an incomplete commit nor a local set will do; the ranks themselves begin the new job start."""
+    """Neither an incomplete commit nor a local set will do; the ranks themselves begin the next start."""
     vm.commit(10, health=GOOD)
     vm.commit(20, nodes=2, health=GOOD)
-    SeveralVms(vm)
+    vm.begins("a~1", nodes=2)
     answer, posted = vm.go_back(40)
     assert (answer.step, answer.generation) == (10, 1)
     assert not posted
@@ -372,27 +381,49 @@ def test_over_several_vms_a_rollback_chooses_a_whole_commit_and_posts_nothing(vm
     assert "no healthy checkpoint before step 10" in answer.error
 
 
-def test_the_chosen_commit_is_fetched_once_the_new_job_start_has_begun(vm: Vm) -> None:
-    """Before that, this daemon may still commit sets of abandoned steps."""
+def test_the_chosen_commit_is_fetched_once_the_start_has_begun(vm: Vm) -> None:
+    """Before that, this daemon may still commit sets of the start before."""
     vm.commit(10, health=GOOD)
-    job = SeveralVms(vm)
+    vm.begins("a", nodes=2)
     answers: queue.Queue[Message] = queue.Queue()
     resume = vm.resume()
-    query = RestoreQuery("q1", generation=1, step=10, job_start_id="session~1")
+    query = RestoreQuery("q1", generation=1, step=10, start_id="a~1")
     resume.ask(query, answers.put, lambda _: None)
-    with pytest.raises(queue.Empty):
-        answers.get(timeout=0.3)
-    job.begins("session~1")
+    assert answers.empty()
+    until(lambda: resume._waiting, what="the query in the queue")
+    other: queue.Queue[Message] = queue.Queue()
+    resume.ask(RestoreQuery("q1", generation=1, step=10), other.put, lambda _: None)
+    assert vm.answer(other).step == 10
+    assert answers.empty(), "a later query was answered, and this one still waits"
+    vm.begins("a~1", nodes=2)
     assert vm.answer(answers).step == 10
 
 
-def test_a_query_for_a_job_start_that_never_begins_times_out(vm: Vm) -> None:
-    """The job was started again: the answer is an error, before the trainer's own timeout."""
-    SeveralVms(vm)
+def test_a_choice_waits_for_the_generation_of_its_start(vm: Vm) -> None:
+    """The answer sees every commit of earlier starts until then."""
+    vm.commit(10)
+    vm.story.grants = False
+    vm.begins("a")
+    answers: queue.Queue[Message] = queue.Queue()
+    resume = vm.resume()
+    resume.ask(RestoreQuery("q1", start_id="a"), answers.put, lambda _: None)
+    other: queue.Queue[Message] = queue.Queue()
+    resume.ask(RestoreQuery("q1"), other.put, lambda _: None)
+    assert vm.answer(other).step == 10
+    vm.commit(20)
+    assert answers.empty()
+    vm.story.grant("a", CommitRef(1, 20))
+    vm.state = vm.story.state
+    assert vm.answer(answers).step == 20
+
+
+def test_a_query_for_a_start_that_never_begins_times_out(vm: Vm) -> None:
+    """The training was started again: the answer is an error, before the trainer's own timeout."""
+    vm.begins("a", nodes=2)
     now_s = [0.0]
     resume = Resume(vm.context(monotonic=lambda: now_s[0]))
     answers: queue.Queue[Message] = queue.Queue()
-    query = RestoreQuery("q1", generation=1, step=10, job_start_id="other")
+    query = RestoreQuery("q1", generation=1, step=10, start_id="other")
     resume.ask(query, answers.put, lambda _: None)
     now_s[0] = BUDGET_S + 1
     assert "started again" in vm.answer(answers).error
@@ -427,7 +458,7 @@ def test_one_thread_and_a_bounded_queue_answer_all_queries(vm: Vm) -> None:
     resume = vm.resume()
     threads = threading.active_count()
     answers: queue.Queue[Message] = queue.Queue()
-    held = RestoreQuery("held", generation=1, step=100, job_start_id="never begins")
+    held = RestoreQuery("held", generation=1, step=100, start_id="never begins")
     for _ in range(resume_module.QUERIES_MAX):
         resume.ask(held, answers.put, lambda _: None)
     resume.ask(RestoreQuery("one too many"), answers.put, lambda _: None)
@@ -452,11 +483,11 @@ def test_a_reply_that_fails_affects_no_other_peer(vm: Vm) -> None:
 
 
 def test_a_query_that_must_wait_blocks_no_other(vm: Vm) -> None:
-    """A query for a job start that never begins does not block the queue."""
+    """A query for a start that never begins does not block the queue."""
     vm.commit(100)
     resume = vm.resume()
     answers: queue.Queue[Message] = queue.Queue()
-    waiting = RestoreQuery("q0", generation=1, step=100, job_start_id="never begins")
+    waiting = RestoreQuery("q0", generation=1, step=100, start_id="never begins")
     resume.ask(waiting, lambda _: None, lambda _: None)
     resume.ask(RestoreQuery("q1"), answers.put, lambda _: None)
     assert vm.answer(answers).step == 100

@@ -10,8 +10,6 @@ from pathlib import Path
 
 from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.resume import ONE_START_S
-from swansongd.core.state import Settings, State
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
@@ -19,6 +17,7 @@ from swansongd.stores.base import Sink
 from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, tree
+from testkit.story import Story
 from testkit.waiting import until
 
 FILES = {"rank-00000/model.bin": b"a" * 5000, "rank-00001/model.bin": b"b" * 5000}
@@ -48,25 +47,27 @@ class Asked:
         self.now_s = 1000.0
         (tmp_path / "staging").mkdir()
         self.run = prepare(tmp_path / "staging", "r")
-        state = State(settings=Settings(reserve_s=1.0, signals_trainer=False))
+        self.story = Story()
+        self.story.join(ranks=3, start_id="first")
         context = RestoreContext(
             self.store,
             RunKeys("r"),
             self.run,
-            lambda: state,
+            lambda: self.story.state,
             threading.Event(),
             monotonic=lambda: self.now_s,
         )
         self.resume = Resume(context)
 
-    def ask(self, query_id: str) -> Callable[[], Message]:
+    def ask(self, query_id: str, start_id: str = "first") -> Callable[[], Message]:
         """Send a query; returns a function that waits for the next reply."""
         replies: queue.Queue[Message] = queue.Queue()
-        self.resume.ask(RestoreQuery(query_id), replies.put, lambda _: None)
+        query = RestoreQuery(query_id, start_id=start_id)
+        self.resume.ask(query, replies.put, lambda _: None)
         return lambda: replies.get(timeout=20)
 
-    def answer(self, query_id: str) -> Restored:
-        reply = self.ask(query_id)
+    def answer(self, query_id: str, start_id: str = "first") -> Restored:
+        reply = self.ask(query_id, start_id)
         while not isinstance(message := reply(), Restored):
             pass
         assert message.query_id == query_id
@@ -86,36 +87,58 @@ def test_every_rank_gets_the_same_directory(tmp_path: Path) -> None:
 
 
 def test_a_commit_between_two_queries_of_one_start_is_not_mixed_in(tmp_path: Path) -> None:
-    """Ranks that ask shortly after each other get one checkpoint, even if a newer commit appears."""
+    """All ranks get one checkpoint, however late they ask, even if a newer commit appears."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
     commit(asked.store, FILES, step=110, upload_nonce="a2")
-    asked.now_s += ONE_START_S / 2
+    asked.now_s += 3600.0
     assert asked.answer("rank-1").step == 100
     assert tree(Path(first.path)) == FILES
 
 
-def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
-    """A later query belongs to another start; the download of the earlier start is deleted."""
+def test_an_answer_to_an_operator_changes_no_answer_of_the_start(tmp_path: Path) -> None:
+    """``swansong restore`` fetches a newer commit between two ranks of one start: both get the older one."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
-    first = asked.answer("first start")
+    assert asked.answer("rank-0").step == 100
     commit(asked.store, FILES, step=110, upload_nonce="a2")
-    asked.now_s += ONE_START_S * 2
-    later = asked.answer("second start")
+    assert asked.answer("operator", start_id="").step == 110
+    late = asked.answer("rank-1")
+    assert (late.step, tree(Path(late.path))) == (100, FILES)
+
+
+def test_ranks_of_a_fresh_run_all_start_fresh(tmp_path: Path) -> None:
+    """A rank that asks after the first commit of its own start gets no checkpoint either."""
+    asked = Asked(tmp_path)
+    assert asked.answer("rank-0").path == ""
+    commit(asked.store, FILES, step=10, generation=2)
+    assert asked.answer("rank-1") == Restored("rank-1")
+
+
+def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
+    """The download of the earlier start is deleted, however soon the next start asks."""
+    asked = Asked(tmp_path)
+    commit(asked.store, FILES, step=100)
+    first = asked.answer("rank-0")
+    commit(asked.store, FILES, step=110, upload_nonce="a2")
+    asked.story.leave()
+    asked.story.join(ranks=3, pid=200, start_id="second")
+    later = asked.answer("rank-0", start_id="second")
     assert later.step == 110
     assert tree(Path(later.path)) == FILES
     assert not Path(first.path).exists()
 
 
 def test_a_deleted_download_is_fetched_again(tmp_path: Path) -> None:
-    """If an operator removed the directory, the next answer names a new one."""
+    """If an operator removed the directory, the next rank gets the same commit, in a new one."""
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
+    commit(asked.store, FILES, step=110, upload_nonce="a2")
     Path(first.path).rename(tmp_path / "elsewhere")
-    assert tree(Path(asked.answer("rank-1").path)) == FILES
+    again = asked.answer("rank-1")
+    assert (again.step, tree(Path(again.path))) == (100, FILES)
 
 
 def test_ranks_in_the_queue_get_the_progress_of_the_current_download(tmp_path: Path) -> None:

@@ -13,9 +13,9 @@ import pytest
 from structlog.testing import capture_logs
 from swansong.protocol import Message, Restored, RestoreQuery
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.events import GenerationClaimed, JobStarted, Prune, SetAside, TrainerJoined
+from swansongd.core.events import Prune, SetAside
 from swansongd.errors import Permanent
-from swansongd.model import CommitRef, TrainerView
+from swansongd.model import CommitRef
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.restore.wish import COMMON_BYTES_MAX, PREFIXES_MAX, covers, union
@@ -52,8 +52,7 @@ class Vm:
         directory.mkdir()
         self.run = prepare(directory, "r")
         self.story = Story(claimed=False)
-        settings = replace(self.story.state.settings, several_vms=True)
-        self.story.state = replace(self.story.state, settings=settings)
+        self.story.grants = False
         context = RestoreContext(
             self.store, RunKeys("r"), self.run, lambda: self.story.state, threading.Event()
         )
@@ -64,17 +63,16 @@ class Vm:
         self.begin("first", generation=1, newest=None)
         write_files(self.run.path / "step-000000000100.abc", part_of(node))
         files = scan.listing(self.run.fd, "step-000000000100.abc")
-        self.story.staging = [replace(a_set(100), nodes=NODES, files=files)]
+        made = a_set(100, start_id="first", nodes=NODES)
+        self.story.staging = [replace(made, files=files)]
         self.story.scan()
         ref = CommitRef(1, 100)
         self.story.state = replace(self.story.state, last_commit=ref, last_complete=ref)
 
-    def begin(self, job_start_id: str, *, generation: int, newest: CommitRef | None) -> None:
-        view = TrainerView(
-            connection=1, pid=1, rank=0, world_size=NODES, local_world_size=1, nodes=NODES
-        )
-        self.story.tell(TrainerJoined(view))
-        for action in self.story.tell(JobStarted(job_start_id)):
+    def begin(self, start_id: str, *, generation: int, newest: CommitRef | None) -> None:
+        """The rank of this VM connects as a rank of this start, which claims this generation."""
+        self.story.next_generation = generation
+        for action in self.story.join(start_id=start_id, nodes=NODES):
             if isinstance(action, Prune):
                 for name in action.directories:
                     scan.remove_set(self.run.fd, name)
@@ -82,7 +80,7 @@ class Vm:
                 for name in action.directories:
                     scan.set_aside(self.run.fd, name)
                 self.story.staging.clear()
-        self.story.tell(GenerationClaimed(generation, newest, is_rollback=True))
+        self.story.grant(start_id, newest)
         self.story.scan()
 
     def ask(self, query: RestoreQuery) -> Callable[[], Restored]:
@@ -126,7 +124,7 @@ def test_after_one_of_four_vms_is_replaced_the_others_fetch_nothing(
         vm.train(node)
     for vm in vms:
         vm.begin("second", generation=2, newest=CommitRef(1, 100))
-    chosen = vms[0].ask(RestoreQuery("q", job_start_id="second", prefixes=prefixes_of(0)))()
+    chosen = vms[0].ask(RestoreQuery("q", start_id="second", prefixes=prefixes_of(0)))()
     assert (chosen.generation, chosen.step) == (1, 100)
     answers = [chosen, *(vms[node].ask(named(node))() for node in (1, 2, 3))]
     for node, answer in enumerate(answers):
@@ -239,14 +237,14 @@ def damaged(bucket: Path) -> Path:
     return bucket
 
 
-def refused(step: int = 200, job_start_id: str = "start") -> RestoreQuery:
+def refused(step: int = 200, start_id: str = "start") -> RestoreQuery:
     """The query of rank 0 after another VM has found damage."""
     return RestoreQuery(
         "q",
         generation=1,
         step=step,
         refused="rank 3: no digest",
-        job_start_id=job_start_id,
+        start_id=start_id,
         prefixes=prefixes_of(0),
     )
 
@@ -256,7 +254,7 @@ def test_after_a_refusal_the_answer_is_the_next_older_whole_commit(vm: Vm, damag
     """The daemon of rank 0 found no damage.  It refuses the commit until the job is started again."""
     assert damaged.is_dir()
     vm.begin("start", generation=2, newest=CommitRef(1, 200))
-    newest = RestoreQuery("q", job_start_id="start", prefixes=prefixes_of(0))
+    newest = RestoreQuery("q", start_id="start", prefixes=prefixes_of(0))
     assert committed.tree(Path(vm.ask(newest)().path)) == newer_of(0)
     with capture_logs() as logs:
         for query in (
@@ -272,7 +270,7 @@ def test_after_a_refusal_the_answer_is_the_next_older_whole_commit(vm: Vm, damag
     assert line["reason"] == "rank 3: no digest"
     assert reply_to(vm, replace(named(0), step=200)).is_damaged
     vm.begin("again", generation=3, newest=CommitRef(1, 200))
-    answer = vm.ask(replace(newest, job_start_id="again"))()
+    answer = vm.ask(replace(newest, start_id="again"))()
     assert committed.tree(Path(answer.path)) == newer_of(0)
 
 

@@ -19,8 +19,10 @@ from swansongd.core import machine
 from swansongd.core.events import (
     Action,
     AskTrainers,
+    Conclude,
     Event,
     Exit,
+    Mark,
     NoticeRaised,
     Rescan,
     Scanned,
@@ -29,10 +31,12 @@ from swansongd.core.events import (
     TrainerJoined,
     TrainerProgress,
 )
+from swansongd.core.ledger import LastReport
 from swansongd.core.state import Settings, State
 from swansongd.decisions import UNDECIDED_MAX, Decisions
 from swansongd.errors import StagingError
-from swansongd.model import TrainerView
+from swansongd.model import CommitRef, Start, TrainerView, Verdict
+from swansongd.observe.accounting import MeasuredResume
 from swansongd.service import Service
 from swansongd.staging import scan
 
@@ -190,6 +194,11 @@ connections = 1
     return Service(load(config))
 
 
+def with_generation(state: State) -> State:
+    """The state after a start of the training has claimed generation 2."""
+    return replace(state, starts=(Start(id="a", generation=2, is_live=True),), is_run_read=True)
+
+
 def report(service: Service) -> dict[str, Any]:
     replies: list[protocol.Message] = []
     service._answer(protocol.StatusQuery(), replies.append)
@@ -227,8 +236,8 @@ def test_the_service_survives_an_action_that_raises(
         raise RuntimeError("can't start new thread")
 
     staged = a_set(5)
-    state = replace(service._state, generation=2, scanned_mono_s=0.0, staged=(staged,))
-    service._decisions.state = state
+    state = with_generation(service._state)
+    service._decisions.state = replace(state, scanned_mono_s=0.0, staged=(staged,))
     monkeypatch.setattr(service._flush, "start", fails)
     scans: list[int] = []
     monkeypatch.setattr(service._observer, "rescan", lambda: scans.append(1))
@@ -240,6 +249,55 @@ def test_the_service_survives_an_action_that_raises(
     service._turn()  # the failure of the flush
     assert service._state.flight is None
     assert service._state.failures == 1
+
+
+def test_a_farewell_has_the_step_of_the_event_that_caused_it(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The accounting sees each event before the actions of the event are carried out."""
+    steps: list[int] = []
+
+    def farewell(*_: object, training: LastReport) -> None:
+        steps.append(training.step)
+
+    monkeypatch.setattr(service._committer, "farewell", farewell)
+    conclusion = Conclude("e1", Verdict.SAFE, "a reason", CommitRef(2, 46), 30.0)
+    decide = service._decisions.decide
+    monkeypatch.setattr(
+        service._decisions,
+        "decide",
+        lambda event, now: (*decide(event, now), Mark("e1", "notice"), conclusion),
+    )
+    service._decisions.state = with_generation(service._state)
+    service._step(TrainerProgress(1, 47), 1.0)
+    assert steps == [47]
+
+
+def test_a_resume_is_recorded_in_the_store_and_notified(
+    service: Service, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both happen once, with the report of the first new step."""
+    recorded: list[int] = []
+    notified: list[int] = []
+
+    class Receiver:
+        def resumed(self, measured: MeasuredResume) -> None:
+            notified.append(measured.milestones.first_step)
+
+    monkeypatch.setattr(
+        service._storage.ledger,
+        "record",
+        lambda measured, **_: recorded.append(measured.milestones.first_step),
+    )
+    monkeypatch.setattr(service, "_notifications", Receiver())
+    service._decisions.state = with_generation(service._state)
+    for event in (
+        TrainerProgress(1, 40, start_id="a"),
+        TrainerProgress(1, 41),
+        TrainerProgress(1, 42),
+    ):
+        service._step(event, 1.0)
+    assert recorded == notified == [41]
 
 
 @pytest.mark.fault("H07", "S12")

@@ -137,7 +137,9 @@ def test_an_early_final_file_is_unchanged_in_the_sealed_set(run: Path, scanner: 
 
 def test_the_hooks_and_the_scan_agree_on_final_files(run: Path, scanner: Scanner) -> None:
     """During a save exactly the finished file is listed, with all facts that it has after the seal."""
-    manifest = RankManifest(run="r1", step=7, kind="emergency", files=[], request_id="q", node=0)
+    manifest = RankManifest(
+        run="r1", step=7, kind="emergency", files=[], request_id="q", start_id="a"
+    )
     early: list[Staged] = []
 
     def save(directory: Path) -> None:

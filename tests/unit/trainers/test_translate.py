@@ -8,13 +8,16 @@ from swansong import protocol
 from swansongd.core.events import (
     AskTrainers,
     SendTarget,
+    StartBegun,
     TellCommitted,
     TellFenced,
     TellFinished,
+    TellStart,
+    TrainerProgress,
     WithdrawRequest,
 )
-from swansongd.model import CommitRef
-from swansongd.trainers.translate import ToTrainers, message_of
+from swansongd.model import UNKNOWN_PARENT, CommitRef, Parent
+from swansongd.trainers.translate import ToTrainers, event_of, message_of, view_of
 
 
 @pytest.mark.parametrize(("is_urgent", "urgency"), [(True, "emergency"), (False, "drain")])
@@ -36,6 +39,7 @@ def test_a_request_states_its_urgency_and_the_seconds_left(is_urgent: bool, urge
         (TellCommitted(CommitRef(2, 7), (4,)), (4,), protocol.Committed(2, 7)),
         (TellFenced(3), None, protocol.Fenced(3)),
         (TellFinished("start-1"), None, protocol.Finished("start-1")),
+        (TellStart("start-1", (2, 3)), (2, 3), protocol.Start("start-1")),
     ],
 )
 def test_each_other_action_is_its_message(
@@ -43,3 +47,27 @@ def test_each_other_action_is_its_message(
 ) -> None:
     """None stands for all connections."""
     assert message_of(action, 100.0) == (connections, message)
+
+
+@pytest.mark.parametrize(
+    ("fields", "parent"),
+    [
+        ({}, UNKNOWN_PARENT),
+        ({"parent": protocol.PARENT_UNKNOWN, "parent_step": 7}, UNKNOWN_PARENT),
+        ({"parent": "", "parent_step": 7}, UNKNOWN_PARENT),
+        ({"parent": protocol.PARENT_NONE}, Parent("", 0)),
+        ({"parent": "b", "parent_step": 7}, Parent("b", 7)),
+    ],
+)
+def test_a_start_names_what_it_has_loaded(fields: dict[str, object], parent: Parent) -> None:
+    """A fresh run has loaded step 0 of no start.  A directory that names no start is unknown."""
+    hello = protocol.Hello("r", start_id="a", **fields)  # type: ignore[arg-type]
+    assert view_of(1, 100, hello, greeted_mono_s=0.0).parent == parent
+    report = protocol.Progress(7, start_id="a", **fields)  # type: ignore[arg-type]
+    event = event_of(1, report)
+    assert isinstance(event, TrainerProgress)
+    assert (event.start_id, event.parent) == ("a", parent)
+
+
+def test_a_rank_that_begins_a_start_names_it() -> None:
+    assert event_of(3, protocol.Begin("a~1")) == StartBegun(3, "a~1")

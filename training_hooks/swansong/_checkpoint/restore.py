@@ -15,6 +15,7 @@ from typing import Any
 
 from swansong._checkpoint.load import RestoreError, lacks
 from swansong._ranks.choice import Choice, Outcome, RestoreChoice
+from swansong._ranks.start import TrainingStart
 from swansong.protocol import (
     Message,
     Refused,
@@ -27,7 +28,7 @@ from swansong.protocol import (
 from swansong.state import Arrivals
 
 PATIENCE_S = 120.0
-"""Longest time of a restore without any progress."""
+"""Longest time of a restore without any progress, and of its wait for the id of the start."""
 
 CONFIRM_EVERY_S = 0.02
 """Shortest time between two confirmations of shards; the daemon refuses peers that send too many messages."""
@@ -47,13 +48,18 @@ class RestoreClient:
 
     Args:
         send: sends a message to the daemon, without blocking.
+        start: that this rank belongs to; a rollback begins the next one.
         choice: of the ranks of a job over several VMs, which all load what rank 0 has chosen; None on one VM.
     """
 
     def __init__(
-        self, send: Callable[[Message], object], choice: RestoreChoice | None = None
+        self,
+        send: Callable[[Message], object],
+        start: TrainingStart,
+        choice: RestoreChoice | None = None,
     ) -> None:
         self._send = send
+        self._start = start
         self._choice = choice
         self._changed = threading.Condition()
         self._query: RestoreQuery | None = None
@@ -75,16 +81,18 @@ class RestoreClient:
             owners: user ids that the directory and its files may belong to.
 
         Raises:
-            RestoreError: the ranks cannot agree, or the daemon cannot restore, refuses or makes no progress.
+            RestoreError: the ranks cannot agree, rank 0 is not connected, or the daemon cannot restore,
+                refuses or makes no progress.
         """
         if self._choice is None:
+            self._wait_for_start()
             return self._completed(self._ask(arrivals=arrivals), arrivals, owners)
         found = Restored("")  # a fresh run
 
-        def choose(job_start_id: str, refused: Choice | None) -> Choice:
+        def choose(refused: Choice | None) -> Choice:
             nonlocal found
             try:
-                found = self._ask_first(arrivals, job_start_id=job_start_id, **(refused or {}))
+                found = self._ask_first(arrivals, **(refused or {}))
             except RestoreError as error:
                 return {"error": f"rank 0: {error}"}
             return _named(found)
@@ -129,18 +137,20 @@ class RestoreClient:
         log.info("restoring: this rank reads the files of all ranks")
         return self._ask(generation=answer.generation, step=answer.step, arrivals=arrivals)
 
-    def find_healthy(self, *, number: int, at_step: int, before_step: int) -> Restored:
-        """Return the newest healthy checkpoint, and begin a rollback to it.
+    def find_healthy(self, *, at_step: int, before_step: int) -> Restored:
+        """Return the newest healthy checkpoint, and begin the start that is to load it.
 
         Args:
-            number: rollbacks of this process so far, including this one.
             at_step: last step of this rank.
             before_step: first step that this rank does not trust.
 
         Raises:
             RestoreError: no checkpoint is healthy, or as for :meth:`find_newest`.
         """
+        number = self._start.count()
         if self._choice is None:
+            self._wait_for_start()
+            self._start.begin(number)
             return _healthy(self._ask(rollback=number, before_step=before_step))
 
         def choose(before_step: int) -> Choice:
@@ -153,12 +163,9 @@ class RestoreClient:
         with _agreement():
             choice = self._choice.for_rollback(number, at_step, before_step, choose)
         _check_choice(choice)
-        # Each daemon drops its work on the abandoned steps before it answers for the new job start.
-        job_start_id = self._choice.begin_rollback(number)
-        answer = self._ask(
-            generation=choice["generation"], step=choice["step"], job_start_id=job_start_id
-        )
-        return _healthy(answer)
+        # Each daemon drops its work on the later steps before it answers for the new start.
+        self._start.begin(number)
+        return _healthy(self._ask(generation=choice["generation"], step=choice["step"]))
 
     def resend(self) -> None:
         """Repeat the query after a reconnect."""
@@ -210,7 +217,6 @@ class RestoreClient:
         generation: int = -1,
         step: int = -1,
         refused: str = "",
-        job_start_id: str = "",
         arrivals: Arrivals | None = None,
     ) -> Restored:
         """Send a :class:`swansong.protocol.RestoreQuery` with these fields, and wait for the answer."""
@@ -221,7 +227,7 @@ class RestoreClient:
             generation,
             step,
             refused,
-            job_start_id,
+            self._start.id,
             prefixes=[] if arrivals is None or self._choice is None else list(arrivals.prefixes),
             takes_shards=arrivals is not None,
         )
@@ -271,6 +277,12 @@ class RestoreClient:
             time.sleep(max(0.0, confirmed_mono_s + CONFIRM_EVERY_S - time.monotonic()))
             confirmed_mono_s = time.monotonic()
             self._send(ShardsTaken(query_id, download, taken))
+
+    def _wait_for_start(self) -> None:
+        try:
+            self._start.wait(PATIENCE_S)
+        except TimeoutError as error:
+            raise RestoreError(f"restore failed: {error}") from error
 
     def _wait_for_news(self) -> None:
         left_s = self._progress_mono_s + PATIENCE_S - time.monotonic()

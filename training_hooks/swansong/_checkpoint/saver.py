@@ -95,7 +95,7 @@ class Saver:
         Returns:
             True if this rank's part is in staging or copied; False if the save failed.
         """
-        if self._is_saved(agreement, staging, due, manifest.step):
+        if self._is_saved(agreement, staging, due, manifest):
             return True
         begun_mono_s = time.monotonic()
         ids = [due.request_id] if due.request_id else []
@@ -129,17 +129,17 @@ class Saver:
         with self._changed:
             return self._last is not None
 
-    def forget(self) -> None:
-        """Forget the last save before a rollback, so that it answers no later request."""
-        with self._changed:
-            self._last = None
-
-    def _is_saved(self, agreement: Agreement, staging: str, due: Due, step: int) -> bool:
+    def _is_saved(
+        self, agreement: Agreement, staging: str, due: Due, manifest: RankManifest
+    ) -> bool:
         # A set of the same step that is in staging, or being written, answers the request.
+        step, start_id = manifest.step, manifest.start_id
         with self._changed:
             last = self._last
-            if last is None or (last.staging, last.manifest.step) != (staging, step):
+            if last is None or last.staging != staging:
                 return False
+            if (last.manifest.step, last.manifest.start_id) != (step, start_id):
+                return False  # a step that is trained again gives another state than the first time
             if due.kind == "final" and last.manifest.kind != "final":
                 return False  # only a set of this kind marks the end of the run
             answer = None

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 from swansong._checkpoint.saver import SaveCost
+from swansong._ranks.start import TrainingStart
 from swansong.protocol import Message, Progress
 
 INTERVAL_S = 1.0
@@ -25,13 +26,17 @@ class Reporter:
 
     Args:
         send: sends a message to the daemon, without blocking.
+        start: that this rank belongs to.
     """
 
-    def __init__(self, send: Callable[[Message], object]) -> None:
+    def __init__(self, send: Callable[[Message], object], start: TrainingStart) -> None:
         self._send = send
+        self._start = start
         self._last = Progress(step=-1)
-        self._unsent: Progress | None = None
-        """A start of the training that was not sent yet."""
+        self._unsent_step: int | None = None
+        """First step of a start of the training that was not sent yet."""
+        self.awaits_step = True
+        """Whether no new step was reported since the training started."""
         self._last_polls = 0
         self._last_mono_s = time.monotonic()
         self._last_blocked_s = 0.0
@@ -47,17 +52,16 @@ class Reporter:
             cost: of the last save.  The time for which saves blocked the loop does not count as step time.
             polls: number of polls so far.
         """
-        if self._unsent is not None and self._send(self._unsent):
-            self._unsent = None
+        self._send_start()
         now = time.monotonic()
         elapsed_s = now - self._last_mono_s
         last = self._last
         known = (last.step, last.save_s, self._last_polls)
-        is_first = bool(last.start_id) and step > last.step
+        is_first = self.awaits_step and step > last.step >= 0
         if (elapsed_s < INTERVAL_S and not is_first) or (step, cost.save_s, polls) == known:
             return
         step_s = last.step_s
-        if step > last.step >= 0 and not last.start_id:
+        if step > last.step >= 0 and not self.awaits_step:
             stepping_s = elapsed_s - (cost.blocked_s - self._last_blocked_s)
             step_s = max(0.0, stepping_s) / (step - last.step)
         number = _plain(loss)
@@ -73,30 +77,31 @@ class Reporter:
             save_bytes=cost.size_bytes,
             snapshot_s=cost.snapshot_s,
         )
+        self.awaits_step = self.awaits_step and step <= last.step
         self._send(self._last)
-
-    @property
-    def awaits_step(self) -> bool:
-        """Whether no new step was reported since the training started."""
-        return self._last.step < 0 or bool(self._last.start_id)
-
-    def is_behind(self, step: int) -> bool:
-        """Whether a later step was reported before, because the script has loaded an older state."""
-        return 0 <= step < self._last.step
 
     def ended(self, step: int) -> None:
         """Report the last step: no further report follows."""
-        unsent = self._unsent
-        if unsent is not None:
-            self._send(unsent)
-        if unsent is not None or step > self._last.step:
+        is_unsent = self._unsent_step is not None
+        self._send_start()
+        if is_unsent or step > self._last.step:
             self._send(Progress(step=step))
 
-    def started(self, step: int, start_id: str) -> None:
-        """Report that training starts from ``step``, now or as soon as the daemon is connected."""
-        self._last = start = Progress(step=step, start_id=start_id)
+    def started(self, step: int) -> None:
+        """Report that training starts from ``step``.
+
+        Now, or as soon as the daemon is connected and the id of the start is known.
+        """
+        self._last = Progress(step=step)
         self._last_mono_s = time.monotonic()
-        self._unsent = None if self._send(start) else start
+        self._unsent_step, self.awaits_step = step, True
+        self._send_start()
+
+    def _send_start(self) -> None:
+        if self._unsent_step is not None:
+            report = self._start.report(self._unsent_step)
+            if report is not None and self._send(report):
+                self._unsent_step = None
 
 
 def _plain(loss: Any) -> float | None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import dataclasses
 import logging
 import os
-import secrets
 from collections.abc import Callable
 
 from swansong import openat
@@ -21,6 +20,7 @@ from swansong._ranks.agreement import Agreement, Ranks
 from swansong._ranks.choice import RestoreChoice
 from swansong._ranks.rendezvous import Rendezvous
 from swansong._ranks.rounds import RoundRunner
+from swansong._ranks.start import TrainingStart
 from swansong.protocol import (
     Bye,
     Committed,
@@ -35,6 +35,7 @@ from swansong.protocol import (
     Restored,
     Restoring,
     ShardVerified,
+    Start,
     Target,
     Welcome,
     Withdrawn,
@@ -53,7 +54,7 @@ class DaemonSession:
         plans_periodic: whether the trainer, and not the daemon, schedules periodic checkpoints.
         trains_on: whether training continues after an emergency checkpoint.
         socket: path of the daemon's socket; None: see :func:`socket_path`.
-        tick: called at least once a second, connected or not.
+        tick: called at least once a second, connected or not, and when the start becomes known.
     """
 
     def __init__(
@@ -71,8 +72,6 @@ class DaemonSession:
         self.run = run
         self.staging: str | None = None
         """Staging directory of the run; None before the welcome and after the end."""
-        self.start_id = secrets.token_hex(8)
-        """Id of this start of the training.  The daemon tells the sets of abandoned states apart by it."""
         self.naming_secret = ""
         """Part of the names of sets, so that other users cannot compute them; the same for all ranks."""
         self.grace_s = 0.0
@@ -92,37 +91,34 @@ class DaemonSession:
             handle=self._handle,
             tick=tick,
         )
+        self._tick = tick
+        self.start = TrainingStart(ranks, self.channel.send, path)
         self.agreement = Agreement(ranks.world_size, every_steps, self._answer)
         self.rendezvous: Rendezvous | None = None
         """With the ranks of the other VMs; None in a job on one VM."""
         self._rounds: RoundRunner | None = None
         choice = None
         if ranks.nodes > 1:
-            self.rendezvous = Rendezvous(ranks, self.channel.send)
+            self.rendezvous = Rendezvous(ranks, self.channel.send, self._met)
             self._rounds = RoundRunner(self.rendezvous, self.agreement)
             choice = RestoreChoice(self.rendezvous)
-        self.restore = RestoreClient(self.channel.send, choice)
+        self.restore = RestoreClient(self.channel.send, self.start, choice)
 
     def hello(self) -> Hello:
         """Return the first message of each connection: identity and progress of this rank."""
+        fields = {**dataclasses.asdict(self.ranks), **self.start.fields()}
         return Hello(
             run=self.run,
             step=int(self.agreement.step),
-            start_id=self.start_id,
             capabilities=list(self._capabilities),
-            **dataclasses.asdict(self.ranks),
+            **fields,
         )
 
-    def rolled_back(self, ranks: Ranks) -> None:
-        """Continue after a rollback, under another restart id.
-
-        The rollback itself has fenced this run's old generation, so the fence is lifted.
-        """
-        self.ranks = ranks
+    def rolled_back(self) -> None:
+        """Continue after a rollback, which has fenced the generation before itself."""
         self.is_fenced = False
-        # Without a checkpoint of the new generation, the newest commit would be of an abandoned state.
+        # Until the new start has a checkpoint, the newest commit is one that the ranks have rolled back from.
         self.agreement.periodic_is_due()
-        self.channel.send(self.hello())
 
     def end(self, reason: str) -> None:
         """Disconnect from the daemon, and leave the job of the ranks."""
@@ -136,6 +132,7 @@ class DaemonSession:
         """Close the connection in the child of a fork, which is not a rank."""
         self.staging = None
         self.channel.forked()
+        self.start.forked()
         if self._rounds is not None:
             self._rounds.forked()
         self.agreement = Agreement(1, None, lambda _: None)
@@ -146,7 +143,13 @@ class DaemonSession:
         rounds = self._rounds
         return self.channel.send(message) if rounds is None else rounds.answer(message)
 
+    def _met(self, start_id: str) -> None:
+        """Begin the start of a job over several VMs; in the thread of the rounds."""
+        self.start.learn(start_id)
+        self._tick()  # reports the start before the first round
+
     def _connected(self) -> None:
+        self.start.resend()
         if self._rounds is not None:
             self._rounds.resend()
         self.restore.resend()
@@ -165,6 +168,8 @@ class DaemonSession:
                 self.channel.send(Declined(message.id, "the trainer cannot write to staging"))
             elif self._rounds is not None:
                 self._rounds.request(message)
+            elif not self.start.id:
+                self.channel.send(Declined(message.id, "rank 0 of this job is not connected"))
             else:
                 self.agreement.request(message)
         elif isinstance(message, Target | Withdrawn) and self._rounds is not None:
@@ -173,9 +178,12 @@ class DaemonSession:
             self.agreement.target(message)
         elif isinstance(message, Withdrawn):
             self.agreement.withdraw(message.request_id)
+        elif isinstance(message, Start):
+            if self.rendezvous is None:
+                self.start.learn(message.start_id)
         elif isinstance(message, Finished):
             if self.rendezvous is not None:
-                self.rendezvous.finished(message.job_start_id)
+                self.rendezvous.finished(message.start_id)
         elif isinstance(message, Committed):
             # A healthy checkpoint can be committed after newer ones.
             self.last_committed = max(message, self.last_committed or message, key=_place)
@@ -189,10 +197,12 @@ class DaemonSession:
                 log.warning(
                     "the daemon at %s refuses this process: %s", self.channel.path, message.reason
                 )
+                self.start.refused(message.reason)
             self.restore.receive(message)
 
     def _welcomed(self, welcome: Welcome) -> None:
         self.refusal = ""
+        self.start.refused("")
         self.run = welcome.run
         self.grace_s = welcome.grace_s
         self.naming_secret = welcome.naming_secret

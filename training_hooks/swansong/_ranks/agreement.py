@@ -35,8 +35,6 @@ class Ranks:
     node: int = 0
     nodes: int = 1
     """Number of VMs of the job."""
-    restart_id: str = ""
-    """Identity of this start of the job, the same for all its ranks; empty if unknown."""
 
     @property
     def of_this_vm(self) -> range:
@@ -44,10 +42,11 @@ class Ranks:
         first = self.rank - self.local_rank
         return range(max(0, first), min(first + self.local_world_size, self.world_size))
 
-    def nonce(self, step: int, request_id: str, secret: str) -> str:
+    def nonce(self, start_id: str, step: int, request_id: str, secret: str) -> str:
         """Return the nonce in the name of a set, the same for all ranks that save together.
 
         Args:
+            start_id: of the start of the training that the set belongs to.
             step: of the set.
             request_id: of the request that the set answers, or empty.
             secret: from the daemon.  Without a secret, other users could compute the name of the next set,
@@ -58,8 +57,7 @@ class Ranks:
         """
         if self.world_size == 1:
             return secrets.token_hex(8)
-        # Without the generation: ranks may learn it at different moments.
-        facts = "\0".join((secret, self.restart_id, str(step), request_id))
+        facts = "\0".join((secret, start_id, str(step), request_id))
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 

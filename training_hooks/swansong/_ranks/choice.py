@@ -52,14 +52,14 @@ class RestoreChoice:
 
     def for_resume(
         self,
-        choose: Callable[[str, Choice | None], Choice],
+        choose: Callable[[Choice | None], Choice],
         fetch: Callable[[Choice], Outcome],
     ) -> Choice:
         """Return the newest checkpoint that all ranks can load, or ``error``.
 
         Args:
-            choose: called at rank 0 only, with the id of the job start.  After a choice that is damaged, it
-                is called again with that choice and, as ``refused``, the reason.
+            choose: called at rank 0 only, with None.  After a choice that is damaged, it is called again
+                with that choice and, as ``refused``, the reason.
             fetch: fetches a choice for this rank.
 
         Raises:
@@ -73,7 +73,7 @@ class RestoreChoice:
         with self._heartbeats(job):
             for number in range(_CHOICES_MAX):
                 key = f"{job}/{number}"
-                choice = self._agree(job, key, partial(choose, rendezvous_id, refused))
+                choice = self._agree(job, key, partial(choose, refused))
                 if "error" in choice or choice["generation"] < 0:
                     return choice
                 outcome = self._decided(job, f"{key}/fetched", fetch(choice))
@@ -94,10 +94,10 @@ class RestoreChoice:
         before_step: int,
         choose: Callable[[int], Choice],
     ) -> Choice:
-        """Return the checkpoint that rank 0 has chosen for a rollback.  The new job start has not begun yet.
+        """Return the checkpoint that rank 0 has chosen for a rollback.  The new start has not begun yet.
 
         Args:
-            number: rollbacks of this process so far, including this one.
+            number: of the new start, the same at all ranks.
             at_step: last step of this rank; must be the same at all ranks.
             before_step: first step that this rank does not trust.
             choose: called at rank 0 only, with the least ``before_step`` of all ranks.
@@ -113,10 +113,6 @@ class RestoreChoice:
         self._rendezvous.open_store().set(all_steps[ranks.rank], own)
         with self._heartbeats(key):
             return self._agree(key, key, partial(self._roll_back, all_steps, at_step, choose))
-
-    def begin_rollback(self, number: int) -> str:
-        """Begin the job start that follows the rollback; see :meth:`Rendezvous.begin_rollback`."""
-        return self._rendezvous.begin_rollback(number)
 
     def _roll_back(
         self,

@@ -22,7 +22,6 @@ _MPI = {
     "MPICH or Intel MPI": ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 }
 """By launcher: names of the variables for rank, number of ranks, and both on this VM."""
-_MPI_START = "PMIX_NAMESPACE"
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?")
 """One entry of SLURM's list of tasks per node: ``2`` or ``2(x3)``."""
 _NODES_MAX = 2**16
@@ -75,8 +74,6 @@ def _torchrun(variables: _Variables, world_size: int) -> Ranks:
             node = variables.index(name, "the number of VMs", nodes)
     if variables.has("LOCAL_RANK"):
         local_rank = variables.index("LOCAL_RANK", "LOCAL_WORLD_SIZE", local_world_size)
-    elastic_id = variables.text("TORCHELASTIC_RUN_ID")
-    restarts = variables.text("TORCHELASTIC_RESTART_COUNT") or "0"
     return Ranks(
         rank=rank,
         local_rank=local_rank,
@@ -84,7 +81,6 @@ def _torchrun(variables: _Variables, world_size: int) -> Ranks:
         local_world_size=local_world_size,
         node=node,
         nodes=nodes,
-        restart_id=f"{elastic_id}/{restarts}" if elastic_id else "",
     )
 
 
@@ -108,13 +104,11 @@ def _mpi(variables: _Variables, launcher: str) -> Iterator[Ranks]:
             f"{size_name} is {world_size} and {local_size_name} is {local_world_size}: {launcher} does not"
             f" report which VM this is; {INIT_FIRST}"
         )
-    start = variables.text(_MPI_START)
     yield Ranks(
         rank=variables.index(rank_name, size_name, world_size),
         local_rank=variables.index(local_rank_name, local_size_name, local_world_size),
         world_size=world_size,
         local_world_size=local_world_size,
-        restart_id=f"mpi/{start}" if start else "",
     )
 
 
@@ -132,7 +126,6 @@ def _slurm(variables: _Variables) -> Iterator[Ranks]:
             f" other; {INIT_FIRST}"
         )
     node = variables.index("SLURM_NODEID", tasks_name, len(tasks))
-    restarts = variables.text("SLURM_RESTART_COUNT") or "0"
     yield Ranks(
         rank=variables.index("SLURM_PROCID", size_name, world_size),
         local_rank=variables.index("SLURM_LOCALID", tasks_name, tasks[node]),
@@ -140,9 +133,6 @@ def _slurm(variables: _Variables) -> Iterator[Ranks]:
         local_world_size=tasks[node],
         node=node,
         nodes=len(tasks),
-        restart_id=(
-            f"slurm/{variables.text('SLURM_JOB_ID')}.{variables.text('SLURM_STEP_ID')}/{restarts}"
-        ),
     )
 
 

@@ -2,8 +2,8 @@
 """Finds the position of this process in its job, and compares it with ``torch.distributed``.
 
 An initialised ``torch.distributed`` is right about rank and number of ranks.  Its ranks exchange the rest
-through the store of the process group: which of them share a VM, and an id of this start of the job.  The
-exchange is no collective, so it needs no GPU and disturbs no other communication.  A rank that does not call
+through the store of the process group: which of them share a VM.  The exchange is no collective, so it needs
+no GPU and disturbs no other communication.  A rank that does not call
 ``attach()`` is found here, and not in a checkpoint that is never complete.
 """
 
@@ -13,7 +13,6 @@ import itertools
 import json
 import logging
 import os
-import secrets
 import sys
 import threading
 import time
@@ -130,7 +129,7 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
         answer: dict[str, Any] = {"missing": missing}
         if missing is None:
             daemons = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
-            answer = {"daemons": daemons, "restart_id": secrets.token_hex(8)}
+            answer = {"daemons": daemons}
         store.set(f"{key}/all", json.dumps(answer))
     elif missing is None:
         limit_s = ATTACH_LIMIT_S + _ANSWER_LIMIT_S
@@ -143,7 +142,7 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
             f"attach() failed: rank {answer['missing']} of {world_size} did not call swansong.attach() within"
             f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
         )
-    return _placed(answer["daemons"], rank, answer["restart_id"])
+    return _placed(answer["daemons"], rank)
 
 
 def _has_attached(
@@ -157,7 +156,7 @@ def _has_attached(
     return wait_for_key(store, key, _NEVER, every_s=every_s, limit_s=left_s)
 
 
-def _placed(daemons: list[list[Any]], rank: int, restart_id: str) -> Ranks:
+def _placed(daemons: list[list[Any]], rank: int) -> Ranks:
     """Number the VMs in the order of their first ranks."""
     vms: list[list[Any]] = []
     for daemon in daemons:
@@ -171,5 +170,4 @@ def _placed(daemons: list[list[Any]], rank: int, restart_id: str) -> Ranks:
         local_world_size=len(own),
         node=vms.index(daemons[rank]),
         nodes=len(vms),
-        restart_id=restart_id,
     )

@@ -5,7 +5,7 @@ Rank 0 draws a random id for each rendezvous.  All later keys in the store begin
 outlives a start of the job therefore holds nothing that the next start could mistake for its own.
 
 After the ranks have met, every daemon first commits the sets that earlier starts have sealed.  Only then does
-the new job start begin, because its claim fences those sets off.
+the new start begin, because its claim fences those sets off.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from swansong._ranks.job_store import (
     open_job_store,
     wait_for_key,
 )
-from swansong.protocol import Finish, JobStart, Message
+from swansong.protocol import Finish, Message
 
 FINISH_LIMIT_S = 100.0
-"""Longest wait of a job start for all daemons to commit what earlier starts have sealed.  A daemon stops
+"""Longest wait of a start for all daemons to commit what earlier starts have sealed.  A daemon stops
 after 90 s."""
 ABSENT_S = 10.0
 """A rank's report that its VM has no daemon counts after this time.  Until then it may be from an earlier
@@ -42,11 +42,12 @@ log = logging.getLogger("swansong")
 
 
 class Rendezvous:
-    """One rank's part in the rendezvous of all ranks, and the id of the job start that results.
+    """One rank's part in the rendezvous of all ranks, whose id is that of the start.
 
     Args:
         ranks: position of this process in the job.
         send: sends a message to the daemon of this VM, without blocking.
+        begin: called with the id when the start begins: all ranks have met, and all daemons have finished.
         open_store: opens a new connection to the job's store.
     """
 
@@ -54,10 +55,12 @@ class Rendezvous:
         self,
         ranks: Ranks,
         send: Callable[[Message], object],
+        begin: Callable[[str], object],
         open_store: Callable[[], JobStore] = open_job_store,
     ) -> None:
         self.ranks = ranks
         self.send = send
+        self._begin = begin
         self.open_store = open_store
         self.closed = threading.Event()
         """Set when this rank leaves the job: ends all waits in the store."""
@@ -69,8 +72,6 @@ class Rendezvous:
         """The same id, from the moment when all daemons have finished the sets of earlier starts."""
         self._finished_id: str | None = None
         """Id of the last rendezvous for which the daemon of this VM has finished those sets."""
-        self._job_start_id: str | None = None
-        """Id of the rendezvous, with a suffix after a rollback."""
         self._problem = f"they have not all arrived yet; {_INIT_FIRST}"
         self._is_hopeless = False
         """Whether a rank has no daemon, so that waiting gains nothing."""
@@ -105,10 +106,10 @@ class Rendezvous:
             if met_id is None:
                 return None
             self._wait_for_daemons(store, met_id)
+            self._begin(met_id)  # before a restore query of this start
             with self._changed:
-                self._id = self._job_start_id = met_id
+                self._id = met_id
                 self._changed.notify_all()
-            self.send(JobStart(met_id))
         return self._id
 
     def wait(self, limit_s: float, finish_limit_s: float = 0.0) -> str:
@@ -138,24 +139,9 @@ class Rendezvous:
                 raise TimeoutError(f"the ranks of the other VMs cannot be reached: {self._problem}")
             return self._id
 
-    def begin_rollback(self, number: int) -> str:
-        """Begin another job start for all daemons, after the ranks have agreed on a rollback.
-
-        Args:
-            number: rollbacks of this process so far, including this one.
-
-        Returns:
-            Id of the new job start, the same for all ranks.
-        """
-        self._job_start_id = f"{self._id}~{number}"
-        self.send(JobStart(self._job_start_id))
-        return self._job_start_id
-
     def resend(self) -> None:
-        """Repeat the last message to the daemon after a reconnect."""
-        if self._job_start_id is not None:
-            self.send(JobStart(self._job_start_id))
-        elif self._met_id is not None:
+        """Repeat the message that the daemon has not answered, after a reconnect."""
+        if self._met_id is not None and self._id is None:
             self.send(Finish(self._met_id))
 
     def finished(self, rendezvous_id: str) -> None:

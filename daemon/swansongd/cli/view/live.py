@@ -35,7 +35,7 @@ _LARGE_ROWS, _LARGE_COLUMNS = 16, 60
 _CHART_MAX = 40
 _NEAR_S = 15.0
 """The countdown turns red."""
-_VERDICTS = {"SAFE": "green", "PARTIAL": "yellow", "LOST": "red"}
+_VERDICTS = {"SAFE": "green", "PARTIAL": "yellow", "LOST": "red", "NO_TRAINING": "white"}
 _IN_HEAD = {"run", "state", "verdict", "evacuation"}
 """Labels of rows that the first lines show already."""
 

@@ -3,36 +3,70 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from typing import Any
 
 import pytest
 from swansongd.core.events import (
+    Action,
     Conclude,
     DownloadEnded,
     DownloadStarted,
-    GenerationClaimed,
-    JobStarted,
-    LastFarewell,
-    RecordResumption,
+    Event,
+    FenceFound,
     RestoreAnswered,
     RestoreAsked,
     RolledBack,
+    StartBegun,
     StopRequested,
     TrainerJoined,
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.core.resumption import AGAIN_S, PART_S
 from swansongd.model import CommitRef, Severity, TrainerView
+from swansongd.observe.accounting import (
+    LAST_FAREWELL_LEAD_S,
+    LAST_FAREWELL_REPEAT_S,
+    Accounting,
+    MeasuredResume,
+    Training,
+    last_report,
+)
 
 from testkit.story import Story
 
 NEWEST = CommitRef(1, 40)
 
 
-def at(story: Story, seconds: float, event: object) -> None:
+class Accounted(Story):
+    """A story with an accounting; its resumes and its last farewells are collected."""
+
+    def __init__(self, **options: Any) -> None:
+        self.resumes: list[MeasuredResume] = []
+        self.farewells: list[Conclude] = []
+        self.farewell_step = -1
+        """Newest step at the last one."""
+        self.accounting = Accounting(self.resumes.append, self._farewell)
+        super().__init__(**options)
+
+    def tell(self, event: Event) -> list[Action]:
+        before = self.state
+        actions = super().tell(event)
+        self.accounting.record(before, self.state, event, self.now)
+        self.accounting.observe(before, self.state, event, actions, self.now)
+        return actions
+
+    @property
+    def training(self) -> Training:
+        return self.accounting.training
+
+    def _farewell(self, conclusion: Conclude, _: float) -> None:
+        self.farewells.append(conclusion)
+        self.farewell_step = self.training.step
+
+
+def at(story: Story, seconds: float, event: Event) -> None:
     story.now += seconds
-    story.tell(event)  # type: ignore[arg-type]
+    story.tell(event)
 
 
 def resumed(story: Story, *, start_id: str = "s1") -> None:
@@ -49,11 +83,11 @@ def resumed(story: Story, *, start_id: str = "s1") -> None:
 
 def test_a_resume_is_recorded_once_with_its_milestones() -> None:
     """The first new step is dated back from the first report: its steps count as equally long."""
-    story = Story(newest=NEWEST)
+    story = Accounted(newest=NEWEST)
     begun_s = story.now
     resumed(story)
     at(story, 1.0, TrainerProgress(1, 45, step_s=1.0))
-    (record,) = story.all(RecordResumption)
+    (record,) = story.resumes
     made = record.milestones
     assert (record.generation, made.restored) == (2, NEWEST)
     assert (made.start_step, made.first_step) == (40, 41)
@@ -72,27 +106,27 @@ def test_a_resume_is_recorded_once_with_its_milestones() -> None:
 
 def test_a_record_waits_for_the_claim() -> None:
     """The store is away at the start: the record has the generation that is claimed later."""
-    story = Story(claimed=False)
-    story.scan()
+    story = Accounted(generation=7)
+    story.grants = False
     resumed(story)
-    assert not story.all(RecordResumption)
-    story.tell(GenerationClaimed(7, None))
-    assert [record.generation for record in story.all(RecordResumption)] == [7]
+    assert not story.resumes
+    story.grant("s1")
+    assert [record.generation for record in story.resumes] == [7]
 
 
 def test_a_reconnection_is_no_resume() -> None:
     """The first report to a restarted daemon is a step: training began before, and nothing is recorded."""
-    story = Story(newest=NEWEST)
+    story = Accounted(newest=NEWEST)
     story.join(start_id="s1")
     story.progress(500)
     story.progress(501)
     story.wait(60.0)
-    assert not story.all(RecordResumption)
+    assert not story.resumes
 
 
-def short(newest: CommitRef = NEWEST) -> Story:
+def short(newest: CommitRef = NEWEST) -> Accounted:
     """A training that starts at step 40, and whose pace stays unknown."""
-    story = Story(newest=newest)
+    story = Accounted(newest=newest)
     story.join(start_id="s1")
     at(story, 3.0, TrainerProgress(1, 40, start_id="s1"))
     return story
@@ -103,7 +137,7 @@ def test_a_trainer_that_only_sealed_its_end_is_recorded() -> None:
     story = short()
     begun_s = story.now
     at(story, 2.0, TrainerSealed(1, "", 44, 0.1, 100))
-    (record,) = story.all(RecordResumption)
+    (record,) = story.resumes
     made = record.milestones
     assert (made.start_step, made.first_step) == (40, 41)
     # Four steps of unknown duration count as equally long.
@@ -113,58 +147,57 @@ def test_a_trainer_that_only_sealed_its_end_is_recorded() -> None:
 def test_the_first_report_of_a_new_step_is_recorded_at_once() -> None:
     """The power may be cut within a second of it, before any rank reports the duration of a step."""
     story = short()
-    assert not story.all(RecordResumption)
-    actions = story.tell(TrainerProgress(1, 41))
-    assert RecordResumption in {type(action) for action in actions}
+    assert not story.resumes
+    story.progress(41)
+    assert len(story.resumes) == 1
     story.progress(42)
-    assert len(story.all(RecordResumption)) == 1
+    assert len(story.resumes) == 1
 
 
 def test_a_stop_without_a_new_step_records_nothing() -> None:
     """No rank has trained from the restored state."""
-    assert not short().tell(StopRequested("stopped"))[:-1]
+    story = short()
+    story.tell(StopRequested("stopped"))
+    assert not story.resumes
 
 
-def test_a_start_that_leaves_the_line_records_the_start_before_it() -> None:
-    """The first one made a step under the old generation."""
+def test_the_next_start_does_not_change_the_record_of_the_start_before_it() -> None:
+    """The first one made a step under its own generation, and the next one has none yet."""
     story = short()
     story.progress(41)
-    story.seal(41, start_id="s1")
-    story.store_all()
+    story.grants = False
+    story.tell(StartBegun(1, "s2"))
     at(story, 1.0, TrainerProgress(1, 40, start_id="s2"))
     assert story.state.generation is None
-    (record,) = story.all(RecordResumption)
+    (record,) = story.resumes
     assert (record.generation, record.milestones.first_step) == (2, 41)
 
 
 def test_a_rollback_is_recorded_by_its_own_start() -> None:
-    """Steps of the line that was left do not count as the first step of the next one."""
-    story = Story(newest=NEWEST)
+    """Steps of the start before do not count as the first step of the next one."""
+    story = Accounted(newest=NEWEST)
     resumed(story)
     late_rank = TrainerProgress(1, 40, start_id="s1")
     at(story, 0.0, late_rank)
     at(story, 1.0, TrainerProgress(1, 45, step_s=1.0))
+    story.tell(StartBegun(1, "s1~1"))
     story.tell(RolledBack(42))
-    story.tell(GenerationClaimed(3, NEWEST, is_rollback=True))
     story.progress(46)
-    assert len(story.all(RecordResumption)) == 1
-    at(story, 1.0, TrainerProgress(1, 42, start_id="s2"))
+    assert len(story.resumes) == 1
+    at(story, 1.0, TrainerProgress(1, 42, start_id="s1~1"))
     at(story, 1.0, TrainerProgress(1, 43, step_s=1.0))
-    record = story.last(RecordResumption)
+    record = story.resumes[-1]
     assert (record.generation, record.milestones.start_step) == (3, 42)
 
 
 def test_each_start_of_a_job_over_several_vms_is_recorded() -> None:
     """Each has a generation of its own, and begins with the question of its ranks."""
-    story = Story(newest=NEWEST)
-    settings = replace(story.state.settings, several_vms=True)
-    story.state = replace(story.state, settings=settings)
+    story = Accounted(newest=NEWEST, generation=3)
     for number in (3, 4):
-        story.tell(JobStarted(f"start~{number}"))
-        story.tell(GenerationClaimed(number, NEWEST, is_rollback=True))
         made = {"rank": 1, "world_size": 2, "local_world_size": 1, "node": 1, "nodes": 2}
         story.tell(TrainerJoined(TrainerView(connection=number, pid=number, step=-1, **made)))
-        late_rank = TrainerProgress(number, 39, start_id="late")
+        story.tell(StartBegun(number, f"s{number}"))
+        late_rank = TrainerProgress(number, 39, start_id=f"s{number}")
         for event in (
             TrainerProgress(number, 40, start_id=f"s{number}"),
             TrainerProgress(number, 41, step_s=1.0),
@@ -172,27 +205,47 @@ def test_each_start_of_a_job_over_several_vms_is_recorded() -> None:
             TrainerProgress(number, 42),
         ):
             at(story, 1.0, event)
-    records = story.all(RecordResumption)
+    records = story.resumes
     assert [record.generation for record in records] == [3, 4]
     assert [record.milestones.start_step for record in records] == [40, 40]
     assert [(record.training.node, record.training.nodes) for record in records] == [(1, 2), (1, 2)]
 
 
+def test_late_reports_of_a_start_are_no_resume_of_the_next_one() -> None:
+    """The second rank reports start and step after the resume is recorded; then the trainer starts again."""
+    story = Accounted(newest=NEWEST)
+    for rank in (0, 1):
+        story.join(rank + 1, rank=rank, ranks=2, start_id="s1")
+    for rank in (0, 1):
+        at(story, 0.1, TrainerProgress(rank + 1, 40, start_id="s1"))
+        story.progress(41, rank + 1)
+    assert [record.generation for record in story.resumes] == [2]
+    for rank in (0, 1):
+        story.leave(rank + 1)
+        story.join(rank + 3, rank=rank, ranks=2, pid=200 + rank, start_id="s2")
+    assert story.state.generation == 3
+    assert len(story.resumes) == 1
+    at(story, 5.0, TrainerProgress(3, 40, start_id="s2"))
+    story.progress(41, 3)
+    (_, record) = story.resumes
+    assert (record.generation, record.milestones.first_step) == (3, 41)
+
+
 def test_a_later_start_has_its_own_question() -> None:
     """A trainer that died before its first step does not lengthen the fetch of the next one."""
-    story = Story(newest=NEWEST)
+    story = Accounted(newest=NEWEST)
     at(story, 1.0, RestoreAsked())
     at(story, 1.0, RestoreAnswered(40, 1))
     story.now += 300.0
     begun_s = story.now
     resumed(story)
-    made = story.last(RecordResumption).milestones
+    made = story.resumes[-1].milestones
     assert made.asked_mono_s == pytest.approx(begun_s + 3.0)
 
 
-def evacuated(in_s: float = 60.0) -> Story:
+def evacuated(in_s: float = 60.0) -> Accounted:
     """An evacuation whose verdict is SAFE, while training continues."""
-    story = Story(newest=NEWEST)
+    story = Accounted(newest=NEWEST)
     resumed(story)
     story.notice(in_s=in_s)
     story.accept(44)
@@ -204,11 +257,11 @@ def evacuated(in_s: float = 60.0) -> Story:
 
 def test_agreement_and_snapshot_are_the_stall() -> None:
     """The time from the first acceptance to the target, and the time that the save reports."""
-    story = Story(newest=NEWEST)
+    story = Accounted(newest=NEWEST)
     story.join(1, rank=0, ranks=2, start_id="s")
-    story.join(2, rank=1, ranks=2, start_id="t")
+    story.join(2, rank=1, ranks=2, start_id="s")
     for connection in (1, 2):
-        story.tell(TrainerProgress(connection, 40, start_id="st"[connection - 1]))
+        story.tell(TrainerProgress(connection, 40, start_id="s"))
         story.tell(TrainerProgress(connection, 44, step_s=1.0, snapshot_s=9.0))
     story.notice(in_s=60.0)
     story.accept(44, 1)
@@ -218,19 +271,19 @@ def test_agreement_and_snapshot_are_the_stall() -> None:
     at(story, 0.5, TrainerProgress(2, 46, snapshot_s=7.0))
     at(story, 0.5, TrainerProgress(1, 46, snapshot_s=0.5))
     at(story, 1.0, TrainerProgress(1, 47, snapshot_s=0.5))
-    assert story.state.training.stall_s == pytest.approx(0.75)
-    assert story.state.training.saves_s == 0.0
+    assert story.training.stall_s == pytest.approx(0.75)
+    assert story.training.saves_s == 0.0
 
 
 def test_saves_without_a_notice_are_counted_apart() -> None:
     """So is the stall of an evacuation that the VM has outlived."""
     story = evacuated()
     at(story, 1.0, TrainerProgress(1, 46, snapshot_s=0.5))
-    assert story.state.training.stall_s == pytest.approx(0.5)
+    assert story.training.stall_s == pytest.approx(0.5)
     story.withdraw()
     story.notice(in_s=60.0, identity="another")
-    assert story.state.training.stall_s == 0.0
-    assert story.state.training.saves_s == pytest.approx(0.5)
+    assert story.training.stall_s == 0.0
+    assert story.training.saves_s == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize("in_s", [60.0, 3600.0])
@@ -238,16 +291,16 @@ def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
     """It is written once, shortly before the deadline, and announces no verdict."""
     story = evacuated(in_s)
     left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
-    story.wait(left_s - PART_S - 0.5)
-    assert not story.all(LastFarewell)
+    story.wait(left_s - LAST_FAREWELL_LEAD_S - 0.5)
+    assert not story.farewells
     verdicts = list(story.verdicts)
     story.progress(90)
     story.wait(0.6)
     story.wait(0.6)
-    (last,) = story.all(LastFarewell)
-    assert story.state.training.step == 90
-    assert not last.conclusion.is_final
-    assert last.conclusion.verdict == story.state.last_verdict.verdict  # type: ignore[union-attr]
+    (last,) = story.farewells
+    assert story.training.step == 90
+    assert not last.is_final
+    assert last.verdict == story.state.last_verdict.verdict  # type: ignore[union-attr]
     assert story.verdicts == verdicts
 
 
@@ -256,43 +309,43 @@ def test_a_vm_that_outlives_its_deadline_reports_its_later_steps() -> None:
     story = evacuated()
     left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
     story.wait(left_s - 0.5)
-    assert len(story.all(LastFarewell)) == 1
+    assert len(story.farewells) == 1
     story.progress(91)
     story.wait(0.4)
-    assert len(story.all(LastFarewell)) == 1  # before the deadline one is enough
+    assert len(story.farewells) == 1  # before the deadline one is enough
     verdicts = list(story.verdicts)
-    story.wait(AGAIN_S)
-    assert (len(story.all(LastFarewell)), story.state.parted_step) == (2, 91)
+    story.wait(LAST_FAREWELL_REPEAT_S)
+    assert (len(story.farewells), story.farewell_step) == (2, 91)
     for step in (92, 93):
         story.progress(step)
-        assert story.state.parted_step == step - 1
-        story.wait(AGAIN_S)
-        assert story.state.parted_step == step
-    count = len(story.all(LastFarewell))
+        assert story.farewell_step == step - 1
+        story.wait(LAST_FAREWELL_REPEAT_S)
+        assert story.farewell_step == step
+    count = len(story.farewells)
     assert count == 4
-    story.wait(AGAIN_S)
-    assert len(story.all(LastFarewell)) == count  # no further step
+    story.wait(LAST_FAREWELL_REPEAT_S)
+    assert len(story.farewells) == count  # no further step
     assert story.verdicts == verdicts
     story.wait(60.0)
     story.progress(200)
-    story.wait(AGAIN_S)
+    story.wait(LAST_FAREWELL_REPEAT_S)
     assert story.state.evacuation is None
-    assert len(story.all(LastFarewell)) == count
+    assert len(story.farewells) == count
 
 
 def test_the_last_farewell_waits_for_a_commit() -> None:
     """A manifest never waits behind it."""
     story = evacuated()
-    story.seal(70)
+    story.seal(70, start_id="s1")
     story.flushed()
     assert story.state.stored
     left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
-    story.wait(left_s - PART_S / 2)
-    assert not story.all(LastFarewell)
+    story.wait(left_s - LAST_FAREWELL_LEAD_S / 2)
+    assert not story.farewells
     before = len(story.all(Conclude))
     story.store_all()
     story.wait(0.1)
-    assert len(story.all(LastFarewell)) + len(story.all(Conclude)) - before == 1
+    assert len(story.farewells) + len(story.all(Conclude)) - before == 1
 
 
 def test_a_shutdown_of_the_host_has_a_last_farewell() -> None:
@@ -300,18 +353,60 @@ def test_a_shutdown_of_the_host_has_a_last_farewell() -> None:
     story = evacuated()
     story.progress(80)
     story.notice(in_s=30.0, source="host", severity=Severity.SHUTTING_DOWN)
-    assert len(story.all(LastFarewell)) == 1
+    assert len(story.farewells) == 1
     assert story.state.is_leaving
+    found = last_report(story.training, story.state, now_mono_s=story.now, now_wall_s=5000.0)
+    assert found is not None
+    assert found.is_over  # no further step follows
 
 
 def test_training_is_over_when_all_ranks_have_ended() -> None:
     """Its last step is exact then; a trainer that comes back trains again."""
     story = evacuated()
     story.leave(exited=False)
-    assert not story.state.training.is_over
+    assert not story.training.is_over
     story.join(2, start_id="s1")
     story.leave(2)
-    assert story.state.training.is_over
+    assert story.training.is_over
     story.join(3, start_id="s3")
     story.tell(TrainerProgress(3, 45, start_id="s3"))
-    assert not story.state.training.is_over
+    assert not story.training.is_over
+
+
+def test_a_fault_costs_only_the_facts_so_far() -> None:
+    """Input from outside spoiled them: the next reports count again."""
+    story = evacuated()
+    spoiled = TrainerProgress(1, "47")  # type: ignore[arg-type]
+    with pytest.raises(TypeError):
+        story.accounting.record(story.state, story.state, spoiled, story.now)
+    assert story.training == Training()
+    story.progress(48)
+    assert story.training.step == 48
+
+
+def test_nothing_is_reported_once_the_daemon_is_fenced() -> None:
+    """The generation belongs to another VM: a last farewell would contradict it."""
+    story = evacuated()
+    left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
+    story.now += left_s - LAST_FAREWELL_LEAD_S / 2
+    story.tell(FenceFound(9))
+    assert story.state.fenced_by == 9
+    assert not story.farewells
+
+
+def test_a_report_is_dated_by_the_wall_clock() -> None:
+    """The monotonic instants of the training become wall-clock times."""
+    story = evacuated()
+    deadline_mono_s = story.state.evacuation.deadline_mono_s  # type: ignore[union-attr]
+    training = Training(step=7, mono_s=story.now - 10.0, step_s=0.5, ranks=2)
+    found = last_report(training, story.state, now_mono_s=story.now, now_wall_s=5000.0)
+    assert found is not None
+    assert found.wall_s == pytest.approx(4990.0)
+    assert found.deadline_wall_s == pytest.approx(5000.0 + deadline_mono_s - story.now)
+    assert not found.is_over
+
+
+def test_there_is_no_report_before_the_first_step() -> None:
+    """A farewell without it leaves the end of the training unknown."""
+    story = Accounted()
+    assert last_report(Training(), story.state, now_mono_s=100.0, now_wall_s=5000.0) is None

@@ -1,0 +1,176 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The proof of SAFE: the position of the training, and the commit from which the next VM resumes.
+
+The position is that of the newest start known here, at the moment of the request.  Only the training itself
+can state it: by accepting the request, by the set that answers it, or by its goodbye.  Everything else leaves
+the position unknown, and an unknown position is never SAFE.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swansongd.core import gpus
+from swansongd.core.request_ids import are_of_one
+from swansongd.core.state import CheckpointRequest, State
+from swansongd.model import CommitRef, Start, Verdict
+
+
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The start and the step at which training was at the request."""
+
+    start: Start
+    step: int
+
+
+def prove(state: State) -> tuple[Verdict, str]:
+    """The verdict that holds now, with its reason; this is the only way to SAFE."""
+    newest, position = state.last_complete, position_of(state)
+    doubt = gpus.doubt(state)
+    stands = "no checkpoint of the run is whole" if newest is None else doubt or f"{newest} stands"
+    if position is None:
+        return Verdict.NO_TRAINING, f"no training was seen on this VM; {stands}"
+    if state.part is not None:
+        stands = f"{state.part}; {stands}"
+    below = Verdict.LOST if newest is None else Verdict.PARTIAL
+    if state.fenced_by is not None:
+        return below, f"the run continues on other VMs as generation {state.fenced_by}; {stands}"
+    if isinstance(position, str):
+        return below, f"{position}; {stands}"
+    if newest is None:
+        return below, f"training was at step {max(position.step, 0)}; {stands}"
+    if not _reaches(state, newest, position):
+        return below, f"{_distance(state, newest, position)}; {stands}"
+    if doubt:
+        return below, doubt
+    was = "had completed no step" if position.step < 0 else f"was at step {position.step}"
+    return Verdict.SAFE, f"training {was}, and {newest} is committed"
+
+
+def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
+    """Whether the next VM resumes from this position, or from a later one of the same start."""
+    start = position.start
+    if newest.generation == start.generation:
+        return newest.step >= position.step
+    if (
+        position.step < 0 and start.is_restoring
+    ):  # it loads the newest set, which may be sealed only
+        return not state.uncommitted
+    loaded = (start.parent.start_id, start.parent.step)
+    is_loaded = bool(start.parent.start_id) and loaded == (state.owner_of(newest), newest.step)
+    return is_loaded and position.step <= newest.step
+
+
+def _distance(state: State, newest: CommitRef, position: Position) -> str:
+    start, step = position.start, position.step
+    if newest.generation == start.generation:
+        return f"{step - newest.step} steps after {newest.step} are not committed"
+    parent = start.parent
+    if not parent.is_known:
+        return (
+            f"this start has committed nothing up to step {step}, and has not said what it loaded"
+        )
+    if parent.start_id == state.owner_of(newest) and parent.step == newest.step:
+        return f"{step - parent.step} steps after {parent.step} are not committed"
+    return f"this start has committed nothing up to step {step}; it began at step {parent.step}"
+
+
+def position_of(state: State) -> Position | str | None:
+    """The position of the newest start at the request, or why it is unknown; None without any start."""
+    start = state.start
+    if start is None:
+        return "the start of the connected ranks is unknown" if state.connected else None
+    request = None if state.evacuation is None else state.evacuation.request
+    position = _position_in(state, start, request)
+    if isinstance(position, str) and request is not None and request.sealed is not None:
+        asked = state.start_of(request.sealed.start)  # the training was started again since
+        return position if asked is None else _position_in(state, asked, request)
+    return position
+
+
+def _position_in(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:
+    answered = _answered_step(state, start)
+    if answered is not None:
+        return Position(start, answered)
+    if start.has_hooks:
+        return _agreed(state, start, request)
+    if request is None or not request.by_signal or request.is_unsent:
+        return "the position of the training is unknown: its process was not asked"
+    return (
+        "the position of the training is unknown: its process has sealed nothing since the signal"
+    )
+
+
+def _answered_step(state: State, start: Start) -> int | None:
+    """Step of a set that answers a request of this evacuation, or that ends the run."""
+    evacuation, last = state.evacuation, state.last_complete
+    sets = [s.id for s in state.staged if s.id.start == start.id and s.id not in state.unusable]
+    ends = [id_.step for id_ in sets if id_.is_final]
+    if last is not None and last.is_final and last.generation == start.generation:
+        ends.append(last.step)
+    trains_on = max((t.step for t in state.connected if t.start_id == start.id), default=-1)
+    if ends and trains_on <= max(ends):
+        return max(ends)
+    if evacuation is None:
+        return None
+    made = [r.sealed for r in evacuation.requests_made if r.by_signal or r.start_id == start.id]
+    answers = [id_.step for id_ in made if id_ is not None and id_.start == start.id]
+    if start.is_live:  # otherwise it may have been started again while the daemon was down
+        answers += [
+            s.id.step
+            for s in state.staged
+            if s.id in sets and are_of_one(evacuation.id, s.request_id)
+        ]
+    return min(answers, default=None)
+
+
+def _agreed(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:
+    """The greatest step of all ranks of this VM, each by its acceptance of the request or its goodbye."""
+    # Rank 0, which names the start, may have connected after the request was made.
+    if request is not None and request.start_id not in ("", start.id):
+        request = None
+    steps, unknown = [], []
+    for rank in range_of(state, start):
+        step = start.ended.get(rank)
+        if step is None and request is not None:
+            step = request.accepted.get(rank)
+        if step is None:
+            unknown.append(rank)
+        else:
+            steps.append(step)
+    if unknown:
+        return (
+            f"the position of {_named(unknown)} is unknown: {_why(state, start, request, unknown)}"
+        )
+    step = max(steps)
+    if start.nodes > 1 and step >= 0 and not start.ended:  # ranks of other VMs may be a step ahead
+        if request is None or request.target is None:
+            return "the position of the training is unknown: the ranks of all VMs have not agreed on a step"
+        step = max(step, request.target - 1)
+    return Position(start, step)
+
+
+def range_of(state: State, start: Start) -> list[int]:
+    """The ranks of a start on this VM; ranks that never connected have no number, and count as -1."""
+    known = {t.rank for t in state.trainers if t.start_id == start.id} | set(start.members)
+    missing = max(0, start.ranks - len(known))
+    return sorted(known) + [-1] * missing
+
+
+def _named(ranks: list[int]) -> str:
+    named = [str(rank) for rank in ranks if rank >= 0]
+    if not named:
+        return "a rank" if len(ranks) == 1 else f"{len(ranks)} ranks"
+    return f"rank {named[0]}" if len(ranks) == 1 else f"ranks {', '.join(named)}"
+
+
+def _why(state: State, start: Start, request: CheckpointRequest | None, unknown: list[int]) -> str:
+    if not start.is_live:
+        return "it has not reconnected since the daemon's restart"
+    connected = {t.rank for t in state.connected if t.start_id == start.id}
+    if not connected.issuperset(unknown):
+        return "its process has no connection, or ended without a goodbye"
+    if request is None:
+        return "it was not asked for a checkpoint"
+    return request.failure or "it has not answered the request"

@@ -1,0 +1,572 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The starts of the training, and the generation that each of them claims.
+
+A start is one launch of the training: all ranks, on all VMs.  Rank 0 draws its id, and every sealed set names
+it.  A rollback begins another start in the same processes.  A trainer without hooks has one start for each
+process, and the daemon draws the id.  Each start has a generation of its own, which it claims in the bucket.
+
+The order of the starts is the order of their generations, so the place of each set is a lookup: nothing is
+inferred from steps or times.  There is one exception, for trainers without hooks whose process is unknown or
+loads an older state: a start never seals a step below an earlier one, so such a set belongs to another start.
+
+A daemon owns none of this.  After its restart it learns the starts from its record of claims, from the hellos
+of the ranks, and from the sets in staging.
+
+- A claim is made when a start begins, before its ranks learn where to resume.  The choice of the checkpoint
+  therefore sees every commit of earlier starts.  A process without hooks claims with its first set.
+- On one VM, the sets that a start has sealed are still committed after the next one began.
+- Over several VMs, a start begins after all daemons have committed what earlier starts had sealed, and the
+  sets of earlier starts are not committed any more.
+- Each claim is an object that is never deleted, so the rate of claims is limited.  An evacuation may exceed
+  the limit by one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+from swansongd.core import request
+from swansongd.core.events import (
+    CancelFlush,
+    CheckFence,
+    ClaimGeneration,
+    Exit,
+    FenceFound,
+    GenerationClaimed,
+    ProcessFound,
+    Prune,
+    Rescan,
+    SetAside,
+    TellCommitted,
+    TellFenced,
+    TellFinished,
+    TellStart,
+)
+from swansongd.core.state import Finishing, State
+from swansongd.core.transition import EXIT_FENCED, Transition
+from swansongd.model import (
+    PROCESS_PREFIX,
+    UNKNOWN_PARENT,
+    CommitRef,
+    Staged,
+    Start,
+    TrainerView,
+)
+
+STARTS_MAX = 64
+"""Number of starts that are remembered, however often a trainer starts."""
+CLAIMS_MAX = 8
+WINDOW_S = 120.0
+"""No more than CLAIMS_MAX claims within this time."""
+FINISH_S = 30.0
+"""A start over several VMs waits at most this long for the commits of earlier starts ..."""
+FINISH_S_MAX = 90.0
+"""... and, while a VM of the job is being evacuated, until its deadline, but no longer than this."""
+ASIDE_MAX = 2
+"""Sets of earlier starts over several VMs that are kept for the restore of the next one."""
+
+
+# ---------------------------------------------------------------- starts that become known
+
+
+def see(transition: Transition, start_id: str) -> None:
+    """A process of this start runs on this VM."""
+    state = transition.state
+    known = state.start_of(start_id)
+    if known is not None and known.is_live:
+        return
+    seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
+    if known is not None and known.generation is not None:
+        update(transition, seen)
+        return
+    others = tuple(start for start in state.starts if start.id != start_id)
+    _set_starts(transition, (*others, seen))
+    transition.log("info", "start_seen", start=start_id)
+    _end_requests(transition, start_id)
+
+
+def update(transition: Transition, start: Start) -> None:
+    """Replace what is known of a start."""
+    starts = tuple(start if each.id == start.id else each for each in transition.state.starts)
+    transition.state = replace(transition.state, starts=starts)
+
+
+def _set_starts(transition: Transition, starts: Sequence[Start]) -> None:
+    close(transition, (start.id for start in starts[:-STARTS_MAX]))
+    transition.state = replace(transition.state, starts=tuple(starts[-STARTS_MAX:]))
+
+
+def _end_requests(transition: Transition, start_id: str) -> None:
+    """Requests to the processes of an earlier start get no answer any more."""
+    for waiting in transition.waiting_requests:
+        if waiting.start_id not in ("", start_id) and not waiting.by_signal:
+            request.fail(transition, waiting, "the training was started again")
+
+
+def record_joined(transition: Transition, trainer: TrainerView) -> None:
+    """A rank connected; on one VM, rank 0 gives its start to the others."""
+    _forget_process(transition, trainer.pid)
+    if trainer.start_id:
+        is_alone = trainer.nodes == 1 and transition.state.start_of(trainer.start_id) is None
+        if is_alone and any(start.is_open and start.nodes > 1 for start in transition.state.starts):
+            record_finish_asked(transition, trainer.start_id)  # the job has only this VM left
+        record_member(transition, trainer)
+    _give_start(transition)
+
+
+def record_member(transition: Transition, trainer: TrainerView) -> None:
+    """A rank belongs to a start."""
+    see(transition, trainer.start_id)
+    start = transition.state.start_of(trainer.start_id)
+    assert start is not None
+    process = (trainer.pid, trainer.process_start)
+    update(
+        transition,
+        replace(
+            start,
+            nodes=trainer.nodes,
+            ranks=trainer.local_world_size,
+            members={**start.members, trainer.rank: process},
+            ended={rank: step for rank, step in start.ended.items() if rank != trainer.rank},
+            parents={**start.parents, trainer.rank: trainer.parent},
+        ),
+    )
+    if trainer.nodes > 1:
+        _close_earlier(transition, start.id)
+
+
+def _give_start(transition: Transition) -> None:
+    """Tell the ranks that do not know their start; each start takes one process for each rank."""
+    state = transition.state
+    first = next((t for t in state.connected if t.rank == 0 and t.start_id and t.nodes == 1), None)
+    start = None if first is None else state.start_of(first.start_id)
+    if first is None or start is None:
+        return
+    told = []
+    for trainer in state.connected:
+        process = (trainer.pid, trainer.process_start)
+        is_alike = (trainer.world_size, trainer.nodes) == (first.world_size, first.nodes)
+        if (
+            not trainer.start_id
+            and is_alike
+            and start.members.get(trainer.rank, process) == process
+            and trainer.rank not in start.ended
+        ):
+            told.append(replace(trainer, start_id=start.id))
+    if not told:
+        return
+    connections = {trainer.connection for trainer in told}
+    others = (t for t in state.trainers if t.connection not in connections)
+    transition.state = replace(state, trainers=(*others, *told))
+    for trainer in told:
+        record_member(transition, trainer)
+    transition.do(TellStart(start.id, tuple(sorted(connections))))
+
+
+def record_begun(transition: Transition, connection: int, start_id: str) -> None:
+    """A rank belongs to a start that begins now."""
+    state = transition.state
+    trainer = next((t for t in state.trainers if t.connection == connection), None)
+    if trainer is None:
+        return
+    moved = replace(trainer, start_id=start_id, parent=UNKNOWN_PARENT)
+    everyone = tuple(moved if t is trainer else t for t in transition.state.trainers)
+    transition.state = replace(transition.state, trainers=everyone)
+    record_member(transition, moved)
+
+
+def record_ended(transition: Transition, trainer: TrainerView) -> None:
+    """A rank said goodbye: the step that it has reported is its last one."""
+    start = transition.state.start_of(trainer.start_id)
+    if start is not None:
+        ended = {**start.ended, trainer.rank: trainer.step}
+        update(transition, replace(start, ended=ended))
+
+
+def record_restoring(transition: Transition, start_id: str) -> None:
+    """A rank asked for the checkpoint to resume from, and trains nothing before it has reported its start."""
+    start = transition.state.start_of(start_id)
+    begun = any(t.start_id == start_id and t.start_step >= 0 for t in transition.state.trainers)
+    if start is not None and not begun:
+        update(transition, replace(start, is_restoring=True))
+
+
+def record_started(transition: Transition, start_id: str) -> None:
+    """A rank has loaded its checkpoint, and trains from here on."""
+    start = transition.state.start_of(start_id)
+    if start is not None:
+        update(transition, replace(start, is_restoring=False))
+
+
+def record_process(transition: Transition, event: ProcessFound) -> None:
+    """The process of a trainer without hooks changed; one that is a connected rank has hooks."""
+    state = transition.state
+    if any(trainer.pid == event.pid for trainer in state.connected):
+        return
+    transition.state = replace(state, process=event.start_id)
+    if event.start_id:
+        see(transition, event.start_id)
+        start = transition.state.start_of(event.start_id)
+        assert start is not None
+        process = {0: (event.pid, 0)}
+        update(transition, replace(start, process_ns=event.started_wall_ns, members=process))
+
+
+def _forget_process(transition: Transition, pid: int) -> None:
+    """The process was found before its hooks connected: it is no start of its own."""
+    state = transition.state
+    found = state.start_of(state.process)
+    if found is not None and found.generation is None and found.members.get(0, (0, 0))[0] == pid:
+        others = tuple(start for start in state.starts if start is not found)
+        transition.state = replace(state, starts=others, process="")
+
+
+# ---------------------------------------------------------------- sets
+
+
+def record_found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
+    """A scan found these sets: learn the starts that they name, and give one to each adopted set."""
+    named = sorted((staged for staged in new if staged.framework == "swansong"), key=_written_ns)
+    for staged in named:
+        if transition.state.start_of(staged.id.start) is None:
+            _see_staged(transition, staged)
+    adopted = [s for s in new if s.framework != "swansong" and s.id not in transition.state.adopted]
+    known = [s for s in transition.state.staged if s.framework != "swansong"]
+    in_order = sorted(adopted, key=lambda each: (_written_ns(each), each.id), reverse=is_first)
+    for staged in in_order:
+        start_id = _adopting(transition, staged, known, is_first=is_first)
+        adopted_now = {**transition.state.adopted, staged.id: start_id}
+        transition.state = replace(transition.state, adopted=adopted_now)
+        known.append(named_by(transition.state, staged))
+
+
+def named_by(state: State, staged: Staged) -> Staged:
+    """The set, with the start that it has been given."""
+    if staged.framework == "swansong":
+        return staged
+    return replace(staged, id=replace(staged.id, start=state.adopted.get(staged.id, "")))
+
+
+def _see_staged(transition: Transition, staged: Staged) -> None:
+    """A start that is known from its sets only is older than those whose processes run."""
+    state = transition.state
+    is_of_boot = _written_ns(staged) >= state.settings.booted_wall_ns
+    live = tuple(start for start in state.starts if start.is_live)
+    is_overtaken = any(start.generation is not None for start in live)
+    found = Start(
+        id=staged.id.start,
+        nodes=staged.nodes,
+        is_of_boot=is_of_boot,
+        is_open=is_of_boot and not is_overtaken,
+    )
+    _set_starts(transition, (*(s for s in state.starts if not s.is_live), found, *live))
+
+
+def _written_ns(staged: Staged) -> int:
+    return max((file.mtime_ns for file in staged.files), default=0)
+
+
+def _adopting(
+    transition: Transition, staged: Staged, known: Sequence[Staged], *, is_first: bool
+) -> str:
+    """The start of a set of a trainer without hooks."""
+    state = transition.state
+    written_ns = _written_ns(staged)
+    if written_ns < state.settings.booted_wall_ns:
+        return ""
+    live = state.start
+    may_be_beside = bool(state.connected) or (is_first and not state.process)
+    if live is not None and live.has_hooks and may_be_beside:
+        return live.id  # the framework saves as well as our hooks, whose ranks may still reconnect
+    process = state.start_of(state.process) if state.process else None
+    own = [start for start in state.starts if not start.has_hooks and start.is_of_boot]
+    if process is not None and written_ns < process.process_ns:
+        earlier = [start.id for start in own if start.id != process.id]
+        return earlier[-1] if earlier else ""
+    ids = [start.id for start in own] or [f"{PROCESS_PREFIX}{state.settings.vm}"]
+    start_id = _recorded(staged, ids, known) if is_first else ids[-1]
+    if not is_first and _is_back(state, staged, start_id, known):
+        first_id, _, number = start_id.partition("~")
+        start_id = f"{first_id}~{int(number or 0) + 1}"
+    if start_id and (not is_first or state.start_of(start_id) is None):
+        see(transition, start_id)
+    return start_id
+
+
+def _recorded(staged: Staged, own: Sequence[str], later: Sequence[Staged]) -> str:
+    """The start of a set of the first scan: an earlier one if a set that was written later has a lower step.
+
+    Args:
+        staged: the set.
+        own: the starts of trainers without hooks, the newest last.
+        later: the sets that were written after it, with their starts.
+    """
+    places = [
+        own.index(each.id.start) - (each.id.step < staged.id.step) if each.id.start in own else -1
+        for each in later
+    ]
+    place = min(places, default=len(own) - 1)
+    return own[place] if place >= 0 else ""
+
+
+def _is_back(state: State, staged: Staged, start_id: str, known: Sequence[Staged]) -> bool:
+    """Whether a set was written after all others of this start, and is of an earlier step."""
+    sealed = [each for each in known if each.id.start == start_id]
+    steps = [each.id.step for each in sealed]
+    start, last = state.start_of(start_id), state.last_commit
+    if start is not None and last is not None and last.generation == start.generation:
+        steps.append(last.step)
+    begun_ns = min((file.mtime_ns for file in staged.files), default=0)
+    is_latest = begun_ns > max((_written_ns(each) for each in sealed), default=-1)
+    return is_latest and staged.id.step < max(steps, default=-1)
+
+
+def record_rolled_back(transition: Transition, step: int) -> None:
+    """The training returns to a healthy checkpoint: the sets of later steps are not worth a commit."""
+    state = transition.state
+    later = [s for s in state.uncommitted if s.id.step > step]
+    transition.log("warning", "rolled_back", to_step=step, sets_dropped=len(later))
+    ids = frozenset(staged.id for staged in later)
+    if state.flight is not None and state.flight.staged.id in ids:
+        transition.do(CancelFlush(state.flight.flush_id))
+        transition.state = replace(transition.state, flight=None)
+    transition.state = replace(
+        transition.state,
+        unusable=transition.state.unusable | ids,
+        stored=tuple(item for item in transition.state.stored if item.staged.id not in ids),
+        periodic=None,
+        periodic_mono_s=transition.now,  # the hooks save at the next step without a request
+    )
+
+
+# ---------------------------------------------------------------- claims
+
+
+def reconcile(transition: Transition) -> None:
+    """Let a start over several VMs begin, and order the claim that is due."""
+    _finish(transition)
+    due = _due(transition.state)
+    if (
+        due is None
+        or due.id == transition.state.claiming
+        or _is_finishing(transition.state, due.id)
+    ):
+        return
+    if not _may_claim(transition):
+        return
+    transition.state = replace(
+        transition.state,
+        claiming=due.id,
+        claims_mono_s=(*_recent(transition), transition.now),
+    )
+    transition.do(ClaimGeneration(due.id, due.nodes))
+
+
+def _due(state: State) -> Start | None:
+    """The oldest start that needs a generation and has none; the first scan may find older ones."""
+    if state.first_scan_mono_s is None or (state.fenced_by is not None and not state.spans_vms):
+        return None
+    with_sets = {staged.id.start for staged in state.uncommitted}
+    for start in state.starts:
+        is_newest = start is state.starts[-1] and start.is_live
+        is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
+        is_wanted = (is_newest and is_needed) or start.id in with_sets
+        if start.generation is None and start.is_of_boot and start.is_open and is_wanted:
+            return start
+    return None
+
+
+def _may_claim(transition: Transition) -> bool:
+    recent = _recent(transition)
+    if len(recent) < CLAIMS_MAX:
+        return True
+    evacuation = transition.state.evacuation
+    return evacuation is not None and recent[-1] < evacuation.opened_mono_s
+
+
+def _recent(transition: Transition) -> tuple[float, ...]:
+    return tuple(
+        made for made in transition.state.claims_mono_s if transition.now - made < WINDOW_S
+    )
+
+
+def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
+    """A start has its generation, and the newest commit of the run is known."""
+    start = transition.state.start_of(event.start_id)
+    if start is not None:
+        # The claim of an earlier boot is confirmed only while it is the newest one of the run.
+        is_open = start.is_open or not start.is_of_boot
+        update(transition, replace(start, generation=event.generation, is_open=is_open))
+        _close_overtaken(transition, event.start_id)
+    claiming = transition.state.claiming
+    transition.state = replace(
+        transition.state,
+        claiming="" if claiming == event.start_id else claiming,
+        fenced_by=None,
+        healthy_commit=None,
+    )
+    record_newest(transition, event.newest, event.newest_start)
+
+
+def _close_overtaken(transition: Transition, start_id: str) -> None:
+    """An earlier start without a generation gets none: it would be greater than the one of this start."""
+    starts = transition.state.starts
+    place = [start.id for start in starts].index(start_id)
+    close(transition, (start.id for start in starts[:place] if start.generation is None))
+
+
+def record_newest(transition: Transition, newest: CommitRef | None, start_id: str) -> None:
+    """The newest whole commit in the store, of any start."""
+    state = transition.state
+    is_known = newest == state.last_complete
+    transition.state = replace(
+        state,
+        last_commit=newest,
+        last_complete=newest,
+        last_commit_mono_s=state.last_commit_mono_s if is_known else None,
+        newest_start=start_id,
+        is_run_read=True,
+    )
+    if newest is not None:
+        transition.do(TellCommitted(newest))
+
+
+# ---------------------------------------------------------------- starts over several VMs
+
+
+def _is_finishing(state: State, start_id: str) -> bool:
+    """Whether this start waits for the commits of earlier ones."""
+    finishing = state.finishing
+    return finishing is not None and finishing.start_id == start_id and not finishing.is_done
+
+
+def record_finish_asked(transition: Transition, start_id: str) -> None:
+    """A start over several VMs is about to begin: commit the sealed sets first.
+
+    No VM claims a generation before all VMs have done so, since nothing of an earlier start is committed
+    after the claim.
+    """
+    state = transition.state
+    finishing = state.finishing
+    is_known = finishing is not None and finishing.start_id == start_id
+    if state.start_of(start_id) is not None or (is_known and finishing and finishing.is_done):
+        transition.do(TellFinished(start_id))  # to a rank that connected late or again
+        return
+    if is_known:
+        return
+    is_evacuating = state.evacuation is not None and not state.evacuation.is_precaution
+    limit_s = min(max(FINISH_S, transition.left_s if is_evacuating else 0.0), FINISH_S_MAX)
+    transition.state = replace(
+        transition.state,
+        finishing=Finishing(
+            start_id, asked_mono_s=transition.now, by_mono_s=transition.now + limit_s
+        ),
+    )
+    transition.do(Rescan())
+    if _has_more(state):
+        transition.log("info", "finishing", sets=len(state.uncommitted), limit_s=round(limit_s, 1))
+
+
+def _has_more(state: State) -> bool:
+    """Whether a sealed set may still become a checkpoint."""
+    return bool(state.uncommitted) or bool(state.stored) or state.part is not None
+
+
+def _finish(transition: Transition) -> None:
+    """Answer the ranks of the next start when nothing is left to commit, or when time is up."""
+    state = transition.state
+    finishing = state.finishing
+    if finishing is None or finishing.is_done:
+        return
+    has_scanned = (state.scanned_mono_s or 0.0) >= finishing.asked_mono_s
+    # Ranks that do not query a checkpoint may train already.
+    trains = any(staged.id.start == finishing.start_id for staged in state.staged)
+    has_more = not has_scanned or _has_more(state)
+    if has_more and not trains and transition.now < finishing.by_mono_s:
+        return
+    transition.state = replace(transition.state, finishing=replace(finishing, is_done=True))
+    transition.do(TellFinished(finishing.start_id))
+    if state.start_of(finishing.start_id) is not None:
+        _close_earlier(transition, finishing.start_id)
+
+
+def _close_earlier(transition: Transition, start_id: str) -> None:
+    """A start over several VMs has begun: nothing of an earlier start is committed any more."""
+    state = transition.state
+    earlier = {start.id for start in state.starts if start.is_open and start.id != start_id}
+    is_first = state.finishing is not None and state.finishing.start_id == start_id
+    if state.starts[-1].id != start_id or not (earlier or is_first):
+        return
+    transition.state = replace(state, peer_end_mono_s=None, finishing=None)
+    close(transition, earlier)
+    own = [s for s in state.staged if s.framework == "swansong" and s.id.start != start_id]
+    wanted = _resumable(state, own)
+    dispensable = tuple(staged.directory for staged in own if staged not in wanted)
+    if dispensable:
+        transition.do(Prune(dispensable, keeps_aside=True))
+    if wanted:
+        transition.state = replace(transition.state, has_aside=True)
+        transition.do(SetAside(tuple(staged.directory for staged in wanted)))
+
+
+def close(transition: Transition, start_ids: Iterable[str]) -> None:
+    """Commit nothing of these starts any more."""
+    closed = frozenset(start_ids)
+    state = transition.state
+    if not closed:
+        return
+    if state.flight is not None and state.flight.staged.id.start in closed:
+        transition.do(CancelFlush(state.flight.flush_id))
+        transition.state = replace(transition.state, flight=None)
+    last, incomplete = state.last_commit, state.incomplete
+    generations = {start.generation for start in state.starts if start.id in closed}
+    if last is not None and last.generation in generations:
+        last, incomplete = state.last_complete, None
+    transition.state = replace(
+        transition.state,
+        starts=tuple(replace(s, is_open=s.is_open and s.id not in closed) for s in state.starts),
+        stored=tuple(item for item in state.stored if item.staged.id.start not in closed),
+        last_commit=last,
+        incomplete=incomplete,
+        periodic=None,
+    )
+
+
+def _resumable(state: State, sets: Sequence[Staged]) -> list[Staged]:
+    """The sets of which the next start may read the same bytes: those of the newest whole checkpoint.
+
+    A newer one of which this VM's part is committed may have become whole since.  They are set aside, and
+    the next commit deletes them; meanwhile a download copies them.
+    """
+    first = -1 if state.last_complete is None else state.last_complete.step
+    last = math.inf if state.last_commit is None else state.last_commit.step
+    may_count = [staged for staged in sets if first <= staged.id.step <= last]
+    return sorted(may_count, key=lambda staged: staged.id)[-ASIDE_MAX:]
+
+
+# ---------------------------------------------------------------- claims of other VMs
+
+
+def record_fence(transition: Transition, event: FenceFound) -> None:
+    """Another VM has taken the run over.
+
+    A job over several VMs may start again here; otherwise the daemon ends.
+    """
+    state, generation = transition.state, event.generation
+    if not event.is_news(max(state.generation or 0, state.fenced_by or 0)):
+        return
+    close(transition, (start.id for start in state.starts))
+    transition.log("error", "fenced", generation=state.generation, newer_generation=generation)
+    transition.do(TellFenced(generation))
+    transition.state = replace(transition.state, fenced_by=generation)
+    if event.in_mirror or not state.spans_vms:
+        transition.do(Exit(EXIT_FENCED, f"generation {generation} has taken the run over"))
+        transition.state = replace(transition.state, is_leaving=True)
+
+
+def record_woke_up(transition: Transition, slept_s: float) -> None:
+    """The VM was suspended: another VM may have taken the run over meanwhile."""
+    transition.log("warning", "woke_up", slept_s=round(slept_s, 1))
+    transition.do(CheckFence())

@@ -1,0 +1,307 @@
+# SPDX-License-Identifier: Apache-2.0
+"""SAFE is proved from the position of the training and the newest whole commit: one history for each rule.
+
+``tests/unit/core/test_no_false_safe.py`` has the longer histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from swansongd.core.events import (
+    Conclude,
+    FenceFound,
+    GpusRead,
+    NoticeRaised,
+    RestoreAsked,
+    RunRead,
+    SignalSent,
+    SignalTrainer,
+    TrainerFailed,
+)
+from swansongd.core.transition import LOGIND_SOURCE
+from swansongd.model import CommitRef, GpuHealth, GpuStatus, Parent, Severity
+
+from testkit.story import Story
+
+pytestmark = pytest.mark.fault("T09", "T17")
+
+NEWEST = CommitRef(1, 448)
+"""The newest commit of the run when the VM starts, of the start ``earlier``."""
+
+
+def committed(step: int = 448, *, ranks: int = 1) -> Story:
+    """Start ``a`` has trained from scratch, and its set of step 448 is committed; it is at ``step``."""
+    story = Story()
+    for rank in range(ranks):
+        story.join(rank + 1, rank=rank, ranks=ranks, start_id="" if rank else "a")
+        story.starts(0, rank + 1)
+    story.seal(448)
+    story.store_all()
+    for rank in range(ranks):
+        story.progress(step, rank + 1)
+    return story
+
+
+def resumed(step: int, parent: Parent | None = None) -> Story:
+    """The VM has a new start, which has loaded ``parent`` and is at ``step``."""
+    story = Story(newest=NEWEST)
+    story.join()
+    story.starts(step if parent is None else parent.step, parent=parent)
+    story.progress(step)
+    return story
+
+
+def refused(story: Story, *steps: int, fails: bool = True) -> Story:
+    """Ranks accept each request at these steps, and no checkpoint comes."""
+    story.notice(60)
+    for _ in range(60):
+        evacuation = story.state.evacuation
+        if evacuation and evacuation.request and evacuation.request.is_waiting:
+            for connection, step in enumerate(steps, start=1):
+                story.accept(step, connection)
+            if fails:
+                story.tell(TrainerFailed(1, story.request_id, "disk full"))
+        story.scan()
+        story.wait(1)
+    return story
+
+
+def answered() -> Story:
+    story = committed(460)
+    story.notice(60)
+    story.accept(460)
+    story.answer(461)
+    story.store_all()
+    return story
+
+
+def left(step: int, *, is_goodbye: bool) -> Story:
+    story = committed(step)
+    story.leave(is_goodbye=is_goodbye)
+    story.notice(60)
+    return story
+
+
+def disconnected() -> Story:
+    story = committed()
+    story.leave(exited=False)
+    story.notice(60)
+    return story
+
+
+def one_rank_hangs() -> Story:
+    return refused(committed(ranks=4), 448, 448, 448, fails=False)
+
+
+def one_rank_never_came() -> Story:
+    """The launcher started three of four ranks."""
+    story = Story(newest=NEWEST)
+    for rank in range(3):
+        story.join(rank + 1, rank=rank, ranks=4, start_id="" if rank else "a")
+        story.starts(448, rank + 1, parent=Parent("earlier", 448))
+    return refused(story, 448, 448, 448, fails=False)
+
+
+def one_rank_says_goodbye() -> Story:
+    story = committed(ranks=2)
+    story.progress(449, 2)
+    story.leave(2, is_goodbye=True)
+    return refused(story, 448)
+
+
+def restoring(*, is_sealed: bool = False) -> Story:
+    """A start waits for its checkpoint; with ``is_sealed``, that is a set which the store has not got yet."""
+    story = committed()
+    if is_sealed:
+        story.seal(455, "late")
+    story.leave()
+    story.join(2, pid=200, start_id="b")
+    story.tell(RestoreAsked("b"))
+    story.notice(60)
+    story.accept(-1, 2)
+    story.tell(TrainerFailed(2, story.request_id, "restoring"))
+    return story
+
+
+def loaded_after_the_request() -> Story:
+    """The rank accepted while it waited for its checkpoint, which it has loaded since."""
+    story = restoring(is_sealed=True)
+    story.starts(455, 2, start_id="b", parent=Parent("a", 455))
+    story.store_all()
+    return story
+
+
+def restarted() -> Story:
+    story = committed().restarted()
+    story.notice(60)
+    return story
+
+
+def final() -> Story:
+    story = committed()
+    story.seal(460, "end", is_final=True)
+    story.leave()
+    story.store_all()
+    story.notice(60)
+    return story
+
+
+def process(*, is_asked: bool = True, answers: bool = True, begins_again: bool = False) -> Story:
+    """A trainer without hooks, which may seal a set after its signal, and may be started again then."""
+    story = Story(signals_trainer=is_asked)
+    story.process("process-a")
+    story.seal(448, framework="checkpoint-n", written_ns=2)
+    story.store_all()
+    story.notice(60)
+    if is_asked:
+        story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
+    if answers:
+        story.now += 2
+        story.seal(461, framework="checkpoint-n", written_ns=3)
+    if begins_again:
+        story.process("process-b", 901)
+    if answers:
+        story.store_all()
+    return story
+
+
+def begins_again_after_its_answer() -> Story:
+    """The script exits after its checkpoint, and systemd starts it again before the set is committed."""
+    story = committed(460)
+    story.notice(60)
+    story.accept(460)
+    story.answer(461)
+    story.leave(is_goodbye=True)
+    story.join(2, pid=200, start_id="b")
+    story.starts(461, 2, start_id="b", parent=Parent("a", 461))
+    story.store_all()
+    return story
+
+
+def answered_before_a_restart(*, reconnects: bool) -> Story:
+    """The set is sealed; then the daemon is killed, and perhaps the trainer as well."""
+    story = committed(460)
+    raised = story.notice(60)
+    story.accept(460)
+    story.answer(461)
+    after = story.restarted(claimed=False)
+    after.tell(NoticeRaised(story.state.notices[raised.source]))
+    after.scan()
+    after.tell(RunRead(story.state.last_complete, "a"))
+    if reconnects:
+        after.join(step=470)
+    after.store_all()
+    return after
+
+
+def the_lowest_rank_came_last() -> Story:
+    """The notice came before rank 0, so the request names no start."""
+    story = Story(newest=NEWEST)
+    story.join(2, rank=1, ranks=2, start_id="")
+    story.notice(60)
+    story.join(1, rank=0, ranks=2)
+    for connection in (1, 2):
+        story.starts(448, connection, parent=Parent("earlier", 448))
+        story.accept(448, connection)
+    story.tell(TrainerFailed(1, story.request_id, "disk full"))
+    return story
+
+
+def gpu_failed() -> Story:
+    """The answer is sealed by training that used a GPU which has failed meanwhile."""
+    story = committed(460)
+    story.notice(60)
+    story.accept(460)
+    lost = GpuStatus(
+        pci="0000:3b:00", index=0, health=GpuHealth.LOST, reason="Xid 79", since_mono_s=1.0
+    )
+    story.tell(GpusRead((lost,)))
+    story.seal(461, "late")
+    story.leave(is_goodbye=True)
+    story.store_all()
+    return story
+
+
+def fenced() -> Story:
+    story = Story(newest=NEWEST)
+    story.join(nodes=2, ranks=1)
+    story.tell(FenceFound(9))
+    story.notice(60)
+    return story
+
+
+def crashed_in_a_shutdown() -> Story:
+    story = committed()
+    story.leave()
+    story.wait(60)
+    story.notice(60, LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
+    return story
+
+
+def nothing_trained(*, has_commit: bool) -> Story:
+    story = Story(newest=NEWEST if has_commit else None)
+    story.notice(60)
+    return story
+
+
+def fresh() -> Story:
+    story = Story()
+    story.join()
+    story.starts(0)
+    return refused(story, 5)
+
+
+Case = tuple[str, Callable[[], Story], str, str]
+NEWEST_IS_LOADED = Parent("earlier", 448)
+CASES: list[Case] = [
+    ("answered", answered, "SAFE", "training was at step 461"),
+    ("accepted at the commit", lambda: refused(committed(), 448), "SAFE", "at step 448"),
+    ("accepted after it", lambda: refused(committed(460), 460), "PARTIAL", "12 steps after 448"),
+    ("goodbye at it", lambda: left(448, is_goodbye=True), "SAFE", "at step 448"),
+    ("goodbye after it", lambda: left(460, is_goodbye=True), "PARTIAL", "12 steps after 448"),
+    ("crash", lambda: left(448, is_goodbye=False), "PARTIAL", "ended without a goodbye"),
+    ("crash, then shutdown", crashed_in_a_shutdown, "PARTIAL", "ended without a goodbye"),
+    ("no connection", disconnected, "PARTIAL", "the position of rank 0 is unknown"),
+    ("rank hangs", one_rank_hangs, "PARTIAL", "the position of rank 3 is unknown: ranks [3]"),
+    ("rank never came", one_rank_never_came, "PARTIAL", "the position of a rank is unknown"),
+    ("one goodbye", one_rank_says_goodbye, "PARTIAL", "1 steps after 448"),
+    ("nothing since the load", lambda: refused(resumed(448, NEWEST_IS_LOADED), 448), "SAFE", ""),
+    ("steps since", lambda: refused(resumed(460, NEWEST_IS_LOADED), 460), "PARTIAL", "12 steps"),
+    ("load unknown", lambda: refused(resumed(448), 448), "PARTIAL", "has not said what it loaded"),
+    ("older load", lambda: refused(resumed(448, Parent("earlier", 400)), 448), "PARTIAL", "400"),
+    ("other start", lambda: refused(resumed(448, Parent("x", 448)), 448), "PARTIAL", "began at"),
+    ("restoring", restoring, "SAFE", ""),
+    ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
+    ("loaded after the request", loaded_after_the_request, "SAFE", ""),
+    ("restarted", restarted, "PARTIAL", "has not reconnected since the daemon's restart"),
+    ("end of the run", final, "SAFE", "step 460"),
+    ("process answers", process, "SAFE", "at step 461"),
+    ("process is silent", lambda: process(answers=False), "PARTIAL", "sealed nothing since"),
+    ("process not asked", lambda: process(is_asked=False), "PARTIAL", "was not asked"),
+    ("process begins again", lambda: process(begins_again=True), "SAFE", "at step 461"),
+    ("start after the answer", begins_again_after_its_answer, "SAFE", "at step 461"),
+    ("reconnects", lambda: answered_before_a_restart(reconnects=True), "SAFE", "at step 461"),
+    ("gone", lambda: answered_before_a_restart(reconnects=False), "PARTIAL", "not reconnected"),
+    ("rank 0 last", the_lowest_rank_came_last, "SAFE", "at step 448"),
+    ("GPU", gpu_failed, "PARTIAL", "GPU"),
+    ("fenced", fenced, "PARTIAL", "on other VMs as generation 9"),
+    ("no training", lambda: nothing_trained(has_commit=True), "NO_TRAINING", "step 448 stands"),
+    ("empty run", lambda: nothing_trained(has_commit=False), "NO_TRAINING", "no training was seen"),
+    ("no commit", fresh, "LOST", "training was at step 5"),
+]
+
+
+@pytest.mark.parametrize(
+    ("history", "word", "reason"), [case[1:] for case in CASES], ids=[case[0] for case in CASES]
+)
+def test_the_verdict_and_its_reason(history: Callable[[], Story], word: str, reason: str) -> None:
+    """Until the deadline: the position is that of the request, whatever training did after it."""
+    story = history()
+    for _ in range(61):
+        story.scan()
+        story.wait(1)
+    concluded = [done for done in story.all(Conclude) if done.is_final]
+    assert concluded, "a notice ends with a verdict"
+    assert (concluded[-1].verdict, reason in concluded[-1].reason) == (word, True), concluded[-1]

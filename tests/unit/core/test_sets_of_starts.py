@@ -1,0 +1,63 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which sets of which start are sent, deleted, resumed from, and taken as the answer to a signal."""
+
+from __future__ import annotations
+
+from swansongd.core import resume
+from swansongd.core.events import Prune, SignalSent, SignalTrainer, StartBegun
+from swansongd.model import CommitRef, Start
+
+from testkit.story import Story
+
+
+def test_a_commit_of_an_earlier_start_deletes_no_set() -> None:
+    """The set of step 30 becomes a commit while the ranks that roll back load step 20: step 20 stays.
+
+    The first commit of the start that the rollback has begun deletes both.
+    """
+    story = Story()
+    story.join()
+    story.starts(0)
+    kept = story.seal(20)
+    story.store_all()
+    left = story.seal(30, "def")
+    story.flushed()
+    story.tell(StartBegun(1, "a~1"))
+    story.committed()
+    assert not story.all(Prune)
+    assert resume.newest_local(story.state, None) == left
+    story.seal(21, "ghi", start_id="a~1")
+    story.store_all()
+    assert {kept.directory, left.directory} <= set(story.last(Prune).directories)
+
+
+def test_the_process_that_got_the_signal_answers() -> None:
+    """The process was started again just before the notice, and the daemon sees it with the signal."""
+    story = Story(signals_trainer=True)
+    story.process("process-a", pid=900)
+    story.seal(10, framework="transformers")
+    story.store_all()
+    story.notice()
+    request = story.last(SignalTrainer).request_id
+    story.process("process-b", pid=901)
+    story.tell(SignalSent(request, 901))
+    story.wait(2)
+    story.seal(12, "new", framework="transformers", written_ns=2)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 3 step 12"]
+
+
+def test_a_set_whose_start_has_yet_to_claim_is_the_newest() -> None:
+    """Sealed during an outage of the store, it gets a generation above that of every commit."""
+    story = Story(newest=CommitRef(1, 50))
+    story.grants = False
+    sealed = story.seal(7)
+    assert story.state.ref_of(sealed.id) is None
+    assert resume.newest_local(story.state, CommitRef(1, 50)) == sealed
+
+
+def test_no_flush_begins_before_the_run_is_read() -> None:
+    """A restarted daemon knows the generation of a set, but not yet that the set is committed."""
+    story = Story(claimed=False, recorded=(Start(id="a", generation=1),))
+    story.seal(20)
+    assert story.flushes == []

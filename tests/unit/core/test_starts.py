@@ -1,0 +1,407 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Each start of the training claims one generation; the claims have the order of the starts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+
+import pytest
+from swansongd.core import machine
+from swansongd.core.events import (
+    CancelFlush,
+    ClaimGeneration,
+    CommitManifest,
+    FinishAsked,
+    GenerationClaimed,
+    ProcessFound,
+    Prune,
+    RunRead,
+    SetAside,
+    StartBegun,
+    TellFinished,
+    TellStart,
+)
+from swansongd.core.starts import CLAIMS_MAX, FINISH_S, STARTS_MAX, WINDOW_S
+from swansongd.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
+
+from testkit.story import Story, a_set
+
+pytestmark = pytest.mark.fault("T09")
+
+
+def claims(story: Story) -> list[str]:
+    return [order.start_id for order in story.all(ClaimGeneration)]
+
+
+def generations(story: Story) -> dict[str, int | None]:
+    return {start.id: start.generation for start in story.state.starts}
+
+
+def manifests(story: Story) -> list[tuple[int, int]]:
+    """(generation, step) of each manifest that was ordered."""
+    return [(order.generation, order.staged.id.step) for order in story.all(CommitManifest)]
+
+
+def again(story: Story, start_id: str, *, step: int = 0, parent: Parent | None = None) -> None:
+    """The trainer ends, and another one starts in a new process."""
+    connected = story.state.connected
+    for trainer in connected:
+        story.leave(trainer.connection)
+    story.now += 5
+    number = 1 + max((trainer.connection for trainer in connected), default=1)
+    story.join(number, pid=100 + number, start_id=start_id)
+    story.starts(step, number, start_id=start_id, parent=parent)
+
+
+# ---------------------------------------------------------------- one VM
+
+
+def test_each_start_claims_once_when_it_begins() -> None:
+    """Before its first set, so that its choice of a checkpoint sees all commits of earlier starts."""
+    story = Story()
+    assert claims(story) == []
+    story.join(start_id="a")
+    assert claims(story) == ["a"]
+    story.leave(exited=False)
+    story.join(2, start_id="a")
+    again(story, "b")
+    story.tell(StartBegun(3, "b~1"))
+    assert claims(story) == ["a", "b", "b~1"]
+    assert generations(story) == {"a": 2, "b": 3, "b~1": 4}
+    assert story.state.start_of("b~1").parent == UNKNOWN_PARENT  # type: ignore[union-attr]
+
+
+def test_a_vm_without_training_claims_nothing() -> None:
+    """Also with sets of an earlier boot.  A process without hooks claims for a set or a farewell."""
+    story = Story(claimed=False, staged=[a_set(5), a_set(6, framework="checkpoint-n")])
+    story.state = replace(story.state, settings=replace(story.state.settings, booted_wall_ns=2))
+    story.scan()
+    story.tell(RunRead(CommitRef(1, 9), "earlier"))
+    story.notice()
+    story.wait(60)
+    story.withdraw()
+    story.process()
+    assert claims(story) == []
+    assert not story.flushes
+    story.notice()
+    assert claims(story) == ["process-a"]
+
+
+def test_sets_of_an_earlier_start_are_committed_in_its_generation() -> None:
+    """After the next start has begun: a sealed set stays what it was."""
+    story = Story()
+    story.join(start_id="a")
+    story.starts(0)
+    story.seal(9)
+    again(story, "b", step=4, parent=Parent("a", 4))
+    story.seal(5, "new", start_id="b")
+    story.store_all()
+    assert manifests(story) == [(2, 9), (3, 5)]
+    assert story.state.last_complete == CommitRef(3, 5)
+
+
+@pytest.mark.parametrize("joins_first", [True, False])
+def test_a_start_that_is_known_from_its_sets_is_older_than_one_that_runs(
+    *, joins_first: bool
+) -> None:
+    """It ran while no daemon did.  Its claim comes first, whether the hello or the scan does."""
+    story = Story(claimed=False, staged=[a_set(40, start_id="old")])
+    events = [lambda: story.join(start_id="new"), story.scan]
+    for happens in events if joins_first else reversed(events):
+        happens()
+    assert claims(story) == ["old", "new"]
+    story.store_all()
+    assert manifests(story) == [(2, 40)]
+
+
+def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
+    """Its first set is found after the later start has its generation: it is not committed."""
+    story = Story()
+    story.grants = False
+    story.join(start_id="a")
+    again(story, "b")
+    story.grants = True
+    story.grant("b")
+    story.seal(9, start_id="a")
+    assert claims(story) == ["a", "b"]
+    story.grant("a")  # the claim was made although another one was ordered
+    story.seal(10, "late", start_id="never seen")
+    story.wait(60)
+    assert claims(story) == ["a", "b"]
+    assert not story.flushes
+    assert not story.state.uncommitted
+    story.seal(1, start_id="b")
+    story.store_all()
+    assert story.state.last_complete == CommitRef(2, 1)
+
+
+def test_a_crash_loop_claims_a_bounded_number() -> None:
+    """No claim is ever deleted.  The last start gets its generation after the loop."""
+    story = Story()
+    for number in range(100):
+        again(story, f"start-{number}")
+    recent = WINDOW_S / 5 + CLAIMS_MAX
+    assert len(claims(story)) < 100 * 5 * CLAIMS_MAX / WINDOW_S + recent
+    story.wait(WINDOW_S)
+    assert claims(story)[-1] == "start-99"
+    assert len(story.state.starts) == STARTS_MAX
+
+
+def test_an_evacuation_exceeds_the_limit_by_one() -> None:
+    """A start whose checkpoint is due now does not wait for the limit."""
+    story = Story()
+    for number in range(CLAIMS_MAX + 1):
+        story.leave(number)
+        story.join(number + 1, pid=number + 1, start_id=f"start-{number}")
+    assert len(claims(story)) == CLAIMS_MAX
+    story.notice(60)
+    assert claims(story)[CLAIMS_MAX:] == [f"start-{CLAIMS_MAX}"]
+    story.leave(CLAIMS_MAX + 1)
+    story.join(99, pid=99, start_id="last")
+    story.wait(1)
+    assert len(claims(story)) == CLAIMS_MAX + 1
+
+
+def test_any_number_of_starts_forgets_the_oldest_with_its_sets() -> None:
+    """A trainer can begin starts without end, while a manifest cannot be written."""
+    story = Story()
+    story.join(start_id="a")
+    story.seal(9)
+    story.flushed()
+    story.commit_fails()
+    for number in range(2 * STARTS_MAX):
+        story.tell(StartBegun(1, f"a~{number}"))
+    story.wait(60)
+    assert len(story.state.starts) == STARTS_MAX
+    assert not story.state.stored
+
+
+def test_rank_0_gives_its_start_to_each_rank_once() -> None:
+    """In whatever order they connect; another process with the rank belongs to another start."""
+    story = Story()
+    story.join(2, rank=1, ranks=3, start_id="")
+    assert not story.all(TellStart)
+    story.join(1, rank=0, ranks=3, start_id="a")
+    story.join(3, rank=2, ranks=3, start_id="")
+    assert story.all(TellStart) == [TellStart("a", (2,)), TellStart("a", (3,))]
+    story.leave(2)
+    story.join(4, rank=1, ranks=3, pid=777, start_id="")
+    assert len(story.all(TellStart)) == 2, "the next rank 0 has another start for this process"
+    story.leave(1)
+    story.leave(3)
+    story.join(5, rank=0, ranks=3, pid=776, start_id="b")
+    assert story.last(TellStart) == TellStart("b", (4,))
+    assert len(story.all(TellStart)) == 3
+
+
+def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start() -> None:
+    """A script calls ``finish()`` and ``attach()`` again: rank 1 may be faster than rank 0."""
+    story = Story()
+    story.join(1, rank=0, ranks=2, start_id="a")
+    story.join(2, rank=1, ranks=2, start_id="")
+    story.leave(2, is_goodbye=True)
+    story.join(3, rank=1, ranks=2, start_id="")
+    assert len(story.all(TellStart)) == 1
+    story.leave(1, is_goodbye=True)
+    story.join(4, rank=0, ranks=2, start_id="b")
+    assert story.last(TellStart) == TellStart("b", (3,))
+
+
+# ---------------------------------------------------------------- several VMs
+
+
+def node(*, generation: int = 2) -> Story:
+    """One of two VMs with one rank each; the job has begun."""
+    story = Story(generation=generation)
+    story.join(ranks=1, nodes=2, start_id="")
+    story.tell(StartBegun(1, "first"))
+    return story
+
+
+def parts(*steps: int, start_id: str = "first") -> list[Staged]:
+    return [a_set(step, f"n{step}", start_id=start_id, nodes=2) for step in steps]
+
+
+def scan(story: Story, sets: Iterable[Staged]) -> None:
+    story.staging += sets
+    story.scan()
+
+
+def test_over_several_vms_nothing_of_an_earlier_start_is_committed() -> None:
+    """The next start has chosen without it; also not a set that is found later, or at a late claim."""
+    story = node()
+    scan(story, parts(10))
+    story.grants = False
+    story.tell(StartBegun(1, "second"))
+    assert story.all(CancelFlush)
+    scan(story, parts(11))
+    story.tell(GenerationClaimed("first", 2, None))
+    story.grants = True
+    story.next_generation = 3
+    story.grant("second")
+    story.wait(60)
+    assert story.flushes == [10]
+    scan(story, parts(3, start_id="second"))
+    assert story.state.flight is not None
+    assert story.state.ref_of(story.state.flight.staged.id) == CommitRef(3, 3)
+
+
+def test_the_newest_checkpoint_is_set_aside_and_the_others_are_removed() -> None:
+    """The next start resumes from it, and its bytes need not be fetched."""
+    story = node()
+    sets = parts(43, 44, 45)
+    scan(story, sets)
+    story.state = replace(story.state, last_complete=CommitRef(2, 44), last_commit=CommitRef(2, 44))
+    story.tell(StartBegun(1, "second"))
+    assert story.last(SetAside).directories == (sets[1].directory,)
+    assert story.last(Prune) == Prune((sets[0].directory, sets[2].directory), keeps_aside=True)
+
+
+def test_the_next_start_begins_after_the_sealed_sets_are_committed() -> None:
+    """Or after a limited time, and at once if nothing is left; each rank that asks is told."""
+    story = node()
+    story.now += 1
+    story.tell(FinishAsked("second"))
+    assert not story.all(TellFinished), "the next scan may find a set"
+    scan(story, parts(9))
+    story.wait(FINISH_S - 1.1)
+    assert not story.all(TellFinished)
+    assert claims(story) == ["first"], "a claim would fence VMs that have not finished"
+    story.wait(2)
+    story.tell(FinishAsked("second"))
+    assert story.all(TellFinished) == 2 * [TellFinished("second")]
+
+
+# ---------------------------------------------------------------- trainers without hooks
+
+
+def adopted(step: int, written_ns: int) -> Staged:
+    return a_set(step, f"x{step}", framework="checkpoint-n", written_ns=written_ns)
+
+
+def test_each_process_without_hooks_is_one_start() -> None:
+    """It claims with its first set.  A set that was written before it is that of the process before."""
+    story = Story()
+    story.tell(ProcessFound("process-a", 900, started_wall_ns=10))
+    assert claims(story) == []
+    scan(story, [adopted(5, 20)])
+    story.store_all()
+    story.tell(ProcessFound("process-b", 901, started_wall_ns=40))
+    scan(story, [adopted(6, 30), adopted(3, 50)])
+    story.store_all()
+    assert claims(story) == ["process-a", "process-b"]
+    assert sorted(manifests(story)) == [(2, 5), (2, 6), (3, 3)]
+
+
+def test_a_connected_rank_is_no_process_without_hooks() -> None:
+    """A pid file may name it, for a script that has hooks."""
+    story = Story()
+    story.join(pid=900)
+    story.process("process-a", pid=900)
+    assert list(generations(story)) == ["a"]
+    after = story.restarted()
+    after.process("process-a", pid=900)  # before the rank connects again
+    after.join(pid=900)
+    assert generations(after) == {"a": 2}
+    assert after.state.process == ""
+
+
+def test_a_framework_that_saves_as_well_as_the_hooks_is_no_other_start() -> None:
+    """Also for the first scan of a restarted daemon, to which no rank has connected yet."""
+    story = Story()
+    story.join()
+    story.seal(11)
+    scan(story, [adopted(7, 70)])
+    story.store_all()
+    after = story.restarted()
+    after.store_all()
+    assert list(generations(after)) == ["a"]
+    assert after.state.last_complete == CommitRef(2, 11)
+
+
+@pytest.mark.parametrize(("written_ns", "is_rewound"), [(1000, True), (1, False)])
+def test_an_earlier_step_that_is_written_later_is_another_start(
+    written_ns: int, is_rewound: bool
+) -> None:
+    """Without a pid file the sets alone show it; a set that has settled late is not one."""
+    story = Story()
+    scan(story, [adopted(300, 300), adopted(500, 500)])
+    story.store_all()
+    scan(story, [adopted(350, written_ns)])
+    story.store_all()
+    assert claims(story) == ["process-vm", "process-vm~1"][: 1 + is_rewound]
+    assert story.state.last_complete == (CommitRef(3, 350) if is_rewound else CommitRef(2, 500))
+
+
+@pytest.mark.parametrize("has_process", [True, False])
+def test_a_restarted_daemon_gives_adopted_sets_to_the_same_starts(*, has_process: bool) -> None:
+    """A set of an earlier step sequence would be the newest commit of the run under the last generation."""
+    story = Story()
+    if has_process:
+        story.tell(ProcessFound("process-a", 900, started_wall_ns=10))
+    scan(story, [adopted(300, 300), adopted(500, 500)])
+    story.store_all()
+    if has_process:
+        story.tell(ProcessFound("process-b", 901, started_wall_ns=600))
+    scan(story, [adopted(350, 1000)])
+    story.store_all()
+    story = story.restarted()
+    story.store_all()
+    assert story.state.last_complete == CommitRef(3, 350)
+    scan(story, [adopted(360, 1100)])
+    story.store_all()
+    assert story.state.last_complete == CommitRef(3, 360)
+
+
+def test_a_rebuilt_state_gives_adopted_sets_to_the_same_start() -> None:
+    """The sets that the next scan finds are not written after the newest commit."""
+    story = Story()
+    scan(story, [adopted(300, 300), adopted(500, 500)])
+    story.store_all()
+    story.state = machine.rebuilt(story.state)
+    story.scan()
+    story.store_all()
+    assert claims(story) == ["process-vm"]
+    assert story.state.last_complete == CommitRef(2, 500)
+
+
+# ---------------------------------------------------------------- restarts of the daemon
+
+
+def test_a_restarted_daemon_shares_the_generation_of_its_start() -> None:
+    """Also if it was killed before its claim was answered; sealed sets keep their place."""
+    story = Story()
+    story.join(start_id="a")
+    story.seal(9)
+    story.store_all()
+    again(story, "b", step=4, parent=Parent("a", 4))
+    story.seal(5, "new", start_id="b")
+    story = story.restarted()
+    story.join(2, pid=102, start_id="b")
+    story.store_all()
+    assert claims(story) == []
+    assert story.state.last_complete == CommitRef(3, 5)
+    story.grants = False
+    again(story, "c")
+    killed = story.restarted()
+    killed.join(9, pid=109, start_id="c")
+    assert claims(killed) == ["c"]
+    assert generations(killed) == {"a": 2, "b": 3, "c": 4}
+
+
+@pytest.mark.parametrize("has_newer", [False, True])
+def test_sets_of_an_earlier_boot_are_committed_only_if_nothing_is_newer(*, has_newer: bool) -> None:
+    """The claimant confirms the recorded claim, or another VM has claimed since."""
+    recorded = [Start(id="a", generation=2, is_of_boot=False, is_open=False)]
+    story = Story(claimed=False, staged=[a_set(9, start_id="a")], recorded=recorded)
+    story.scan()
+    story.tell(RunRead(CommitRef(3, 1) if has_newer else None, "x" if has_newer else ""))
+    if not has_newer:
+        story.tell(GenerationClaimed("a", 2, None))
+    story.store_all()
+    assert manifests(story) == ([] if has_newer else [(2, 9)])
+    assert story.state.start is None
+    story.next_generation = 4
+    story.join(start_id="b")
+    assert claims(story) == ["b"]
