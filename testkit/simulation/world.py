@@ -113,7 +113,7 @@ TRAINERS = ("one rank", "two ranks", "process")
 FAULTS = (
     "lost_reply", "late_write", "refused", "restart", "trainer_death", "dies_slowly", "disconnects",
     "withdrawn", "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
-    "claim_lost", "vanishes", "starts_behind", "rolls_back", "ends", "loads_slowly",
+    "claim_lost", "notices_lost", "vanishes", "starts_behind", "rolls_back", "ends", "loads_slowly",
 )  # fmt: skip
 
 
@@ -381,7 +381,7 @@ class World:
         self._flush_id, self._link = "", Link()
         self._settling = {}
         self._found = ProcessFound("")
-        if self.random.random() < 0.8:  # else the record of the notices in force is lost as well
+        if not self.chance("notices_lost", 0.3):
             for each in known:
                 if each.deadline_mono_s > self.now:
                     self.post(lambda each=each: NoticeRaised(each), 0.001)  # type: ignore[misc]

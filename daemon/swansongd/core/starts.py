@@ -395,16 +395,18 @@ def _recent(transition: Transition) -> tuple[float, ...]:
 def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
     """A start has its generation, and the newest commit of the run is known."""
     start = transition.state.start_of(event.start_id)
+    fenced_by = transition.state.fenced_by
     if start is not None:
         # The claim of an earlier boot is confirmed only while it is the newest one of the run.
-        is_open = start.is_open or not start.is_of_boot
+        # A fence with this number was the claim of the same start, made by another VM of its job.
+        is_open = start.is_open or not start.is_of_boot or event.generation == fenced_by
         update(transition, replace(start, generation=event.generation, is_open=is_open))
         _close_overtaken(transition, event.start_id)
     claiming = transition.state.claiming
     transition.state = replace(
         transition.state,
         claiming="" if claiming == event.start_id else claiming,
-        fenced_by=None,
+        fenced_by=None if event.generation >= (fenced_by or 0) else fenced_by,
         healthy_commit=None,
     )
     record_newest(transition, event.newest, event.newest_start)

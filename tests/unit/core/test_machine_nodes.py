@@ -18,6 +18,7 @@ from swansongd.core.events import (
     Exit,
     FenceFound,
     FinishAsked,
+    GenerationClaimed,
     GpusRead,
     Log,
     Mark,
@@ -128,6 +129,32 @@ def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
     node.seal_part(11)
     assert node.last(StartFlush).generation == 4
     assert node.state.fenced_by is None
+
+
+@pytest.mark.fault("H01", "G17")
+def test_the_claim_of_another_vm_for_the_same_start_is_no_fence() -> None:
+    """A restarted daemon may read it before it knows that its own ranks belong to that start."""
+    node = Node(recorded=(Start(id="first", generation=3, nodes=2),))
+    node.grants = False
+    node.begin("second")
+    node.tell(FenceFound(4))
+    node.tell(GenerationClaimed("second", 4, newest=None))
+    node.seal_part(11)
+    assert node.last(StartFlush).generation == 4
+    assert node.state.fenced_by is None
+
+
+@pytest.mark.fault("G17")
+def test_a_claim_that_is_confirmed_late_ends_no_newer_fence() -> None:
+    """A start over several VMs that another one has overtaken commits nothing."""
+    node = Node()
+    node.grants = False
+    node.begin("second")
+    node.tell(FenceFound(5))
+    node.tell(GenerationClaimed("second", 4, newest=None))
+    node.seal_part(11)
+    assert not node.all(StartFlush)
+    assert node.state.fenced_by == 5
 
 
 @pytest.mark.fault("N09")
