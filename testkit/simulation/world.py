@@ -432,13 +432,17 @@ class World:
             had_failed = before is not None and before.health.has_failed
             if self.gpu.health.has_failed and not had_failed and self.trainer is not None:
                 self.suspect_starts |= {self.trainer.process_id} & self._joined
-            notices = self._gpu_notices
-            events = [GpusRead((self.gpu,)), *notices.update((self.gpu,), self.now)]
-            for event in events:
-                if life == self.life:
-                    self.step(event)
+            self.step(GpusRead((self.gpu,)))
+            self._look_at_gpu()
 
         self.at(self.delay_s(within_s), happens)
+
+    def _look_at_gpu(self) -> None:
+        """The source of notices looks at the health that it has read."""
+        life = self.life
+        for event in self._gpu_notices.update(tuple(self.state.gpus.values()), self.now):
+            if life == self.life:
+                self.step(event)
 
     def post(self, event: Callable[[], Event], delay_up_to_s: float) -> None:
         """Post an event to the daemon after a delay, if it is still the same daemon."""
@@ -494,6 +498,7 @@ class World:
         def happens() -> None:
             if life == self.life and self.exit is None:
                 self.step(Tick())
+                self._look_at_gpu()
                 self.at(TICK_S, happens)
 
         self.at(TICK_S, happens)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import math
 import os
 import select
 import subprocess
@@ -213,6 +214,8 @@ class GpuNotices:
         self._failed: set[str] = set()
         self._degraded: set[str] = set()
         self._raised_mono_s: dict[str, float] = {}
+        self._may_have_earlier = True
+        """Whether a notice of an earlier life of the daemon may still be in force."""
 
     def update(
         self, gpus: Sequence[GpuStatus], now_mono_s: float
@@ -242,9 +245,18 @@ class GpuNotices:
         elif due := [gpu for gpu in newly_degraded if self._may_raise(gpu, now_mono_s)]:
             self._raised_mono_s[due[0].pci] = now_mono_s
             yield self._raise(due[0], now_mono_s)
-        elif shown is not None and not degraded and not failed:
-            self._shown = None
+        elif (
+            not degraded
+            and not failed
+            and (shown is not None or self._ends_earlier(gpus, now_mono_s))
+        ):
+            self._shown, self._may_have_earlier = None, False
             yield NoticeWithdrawn(SOURCE, "no GPU is degraded any more")
+
+    def _ends_earlier(self, gpus: Sequence[GpuStatus], now_mono_s: float) -> bool:
+        """Whether all GPUs have been healthy for as long as the notice of a failure stays."""
+        since_mono_s = max((gpu.since_mono_s for gpu in gpus), default=math.inf)
+        return self._may_have_earlier and now_mono_s >= since_mono_s + FAILED_S + _SLACK_S
 
     def _may_raise(self, gpu: GpuStatus, now_mono_s: float) -> bool:
         last_mono_s = self._raised_mono_s.get(gpu.pci)

@@ -291,6 +291,18 @@ def test_a_degraded_gpu_raises_an_advisory_notice() -> None:
     assert not withdrawn(notices, 4, a_status(OK))
 
 
+@pytest.mark.fault("X01", "H01")
+def test_the_notice_of_an_earlier_life_of_the_daemon_is_withdrawn() -> None:
+    """Once, when its evacuation is over and all GPUs are healthy: a failure after that is a new one."""
+    notices = GpuNotices()
+    assert not withdrawn(notices, 10)
+    assert not withdrawn(notices, 10, a_status(OK, since_mono_s=5))
+    later = 5 + FAILED_S + 60
+    assert not withdrawn(notices, later, a_status(OK, since_mono_s=5), a_status(DYING, 1))
+    assert withdrawn(notices, later, a_status(OK, since_mono_s=5))
+    assert not withdrawn(notices, later + 1, a_status(OK, since_mono_s=5))
+
+
 @pytest.mark.fault("X06")
 def test_a_flapping_gpu_raises_one_notice_an_hour() -> None:
     """However often its health changes."""
