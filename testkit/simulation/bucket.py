@@ -224,9 +224,10 @@ def start_of(store: SimStore, generation: int) -> str:
     return "" if claim is None else claim.start
 
 
-def fence_found(error: FencedError) -> FenceFound:
+def fence_found(error: FencedError, start_id: str = "") -> FenceFound:
     """The event that the daemon gets when a claim or a commit finds a newer claim."""
-    return FenceFound(error.newer, is_same_number=error.newer == error.own)
+    is_same_number = error.newer == error.own
+    return FenceFound(error.newer, is_same_number=is_same_number, start_id=start_id)
 
 
 def commit_event(
@@ -338,11 +339,13 @@ class Committer:
         def claim() -> bool:
             if self._wanted != request.start_id:
                 return True
-            return self._claims(lambda: self.claimant.claim(request.start_id, request.nodes))
+            return self._claims(
+                lambda: self.claimant.claim(request.start_id, request.nodes), request.start_id
+            )
 
         self._add(claim, 1.0)
 
-    def _claims(self, attempt: Callable[[], ClaimObject | None]) -> bool:
+    def _claims(self, attempt: Callable[[], ClaimObject | None], start_id: str = "") -> bool:
         """Whether the attempt is over: it has a claim, or none is possible."""
         try:
             claim = attempt()
@@ -350,7 +353,7 @@ class Committer:
                 newest, owner = self._newest()
                 self._post(GenerationClaimed(claim.start, claim.generation, newest, owner))
         except FencedError as error:
-            self._post(fence_found(error))
+            self._post(fence_found(error, start_id))
         except StoreError:
             return False
         return True

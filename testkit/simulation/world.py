@@ -1081,7 +1081,8 @@ class World:
                 return
             trainer.is_saving = False
             for rank in trainer.ranks:
-                rank.standing = ""
+                if rank.standing == request_id:  # else it has accepted a more urgent request
+                    rank.standing = ""
             if not is_whole:
                 self._fails(trainer, request_id, "torn")
                 return

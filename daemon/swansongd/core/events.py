@@ -370,6 +370,8 @@ class FenceFound:
     """Our claim was deleted, and another VM has claimed its number."""
     in_mirror: bool = False
     """The mirror has this claim, and the store does not: an operator promoted the mirror."""
+    start_id: str = ""
+    """The start whose claim was refused for it; empty if it was found otherwise."""
 
     def is_news(self, newest_known: int) -> bool:
         """Whether it fences a VM whose newest known generation is this one."""

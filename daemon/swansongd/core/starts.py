@@ -227,19 +227,30 @@ def _forget_process(transition: Transition, pid: int) -> None:
 
 
 def record_found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
-    """A scan found these sets: learn the starts that they name, and give one to each adopted set."""
+    """A scan found these sets: learn the starts that they name, and give one to each adopted set.
+
+    Adopted sets that the first scan has seen are of earlier lives of the daemon, although they settle later.
+    """
     named = sorted((staged for staged in new if staged.framework == "swansong"), key=_written_ns)
     for staged in named:
         if transition.state.start_of(staged.id.start) is None:
             _see_staged(transition, staged)
     adopted = [s for s in new if s.framework != "swansong" and s.id not in transition.state.adopted]
     known = [s for s in transition.state.staged if s.framework != "swansong"]
-    in_order = sorted(adopted, key=lambda each: (_written_ns(each), each.id), reverse=is_first)
-    for staged in in_order:
-        start_id = _adopting(transition, staged, known, is_first=is_first)
+    in_order = sorted(adopted, key=lambda each: (_written_ns(each), each.id))
+    early = [each for each in in_order if is_first or _is_early(transition.state, each)]
+    late = [each for each in in_order if each not in early]
+    for staged in (*reversed(early), *late):
+        start_id = _adopting(transition, staged, known, is_early=staged in early)
         adopted_now = {**transition.state.adopted, staged.id: start_id}
         transition.state = replace(transition.state, adopted=adopted_now)
         known.append(named_by(transition.state, staged))
+
+
+def _is_early(state: State, staged: Staged) -> bool:
+    """Whether the first scan has seen this set."""
+    first_mono_s, seen_mono_s = state.first_scan_mono_s, staged.seen_mono_s
+    return first_mono_s is not None and seen_mono_s is not None and seen_mono_s <= first_mono_s
 
 
 def named_by(state: State, staged: Staged) -> Staged:
@@ -269,7 +280,7 @@ def _written_ns(staged: Staged) -> int:
 
 
 def _adopting(
-    transition: Transition, staged: Staged, known: Sequence[Staged], *, is_first: bool
+    transition: Transition, staged: Staged, known: Sequence[Staged], *, is_early: bool
 ) -> str:
     """The start of a set of a trainer without hooks."""
     state = transition.state
@@ -277,7 +288,7 @@ def _adopting(
     if written_ns < state.settings.booted_wall_ns:
         return ""
     live = state.start
-    may_be_beside = bool(state.connected) or (is_first and not state.process)
+    may_be_beside = bool(state.connected) or (is_early and not state.process)
     if live is not None and live.has_hooks and may_be_beside:
         return live.id  # the framework saves as well as our hooks, whose ranks may still reconnect
     process = state.start_of(state.process) if state.process else None
@@ -286,17 +297,18 @@ def _adopting(
         earlier = [start.id for start in own if start.id != process.id]
         return earlier[-1] if earlier else ""
     ids = [start.id for start in own] or [f"{PROCESS_PREFIX}{state.settings.vm}"]
-    start_id = _recorded(staged, ids, known) if is_first else ids[-1]
-    if not is_first and _is_back(state, staged, start_id, known):
+    later = [each for each in known if _written_ns(each) > written_ns]
+    start_id = _recorded(staged, ids, later) if is_early else ids[-1]
+    if not is_early and _is_back(state, staged, start_id, known):
         first_id, _, number = start_id.partition("~")
         start_id = f"{first_id}~{int(number or 0) + 1}"
-    if start_id and (not is_first or state.start_of(start_id) is None):
+    if start_id and (not is_early or state.start_of(start_id) is None):
         see(transition, start_id)
     return start_id
 
 
 def _recorded(staged: Staged, own: Sequence[str], later: Sequence[Staged]) -> str:
-    """The start of a set of the first scan: an earlier one if a set that was written later has a lower step.
+    """The start of an early set: an earlier one if a set that was written later has a lower step.
 
     Args:
         staged: the set.
@@ -554,9 +566,15 @@ def _resumable(state: State, sets: Sequence[Staged]) -> list[Staged]:
 def record_fence(transition: Transition, event: FenceFound) -> None:
     """Another VM has taken the run over.
 
-    A job over several VMs may start again here; otherwise the daemon ends.
+    A job over several VMs may start again here; otherwise the daemon ends.  A start that is known from its
+    sets only may be overtaken by a later start of this VM, whose record was lost: that start alone is over.
     """
     state, generation = transition.state, event.generation
+    refused = state.start_of(event.start_id)
+    if refused is not None and not refused.is_live:
+        close(transition, (refused.id,))
+        transition.log("warning", "start_overtaken", start=refused.id, newer_generation=generation)
+        return
     if not event.is_news(max(state.generation or 0, state.fenced_by or 0)):
         return
     close(transition, (start.id for start in state.starts))

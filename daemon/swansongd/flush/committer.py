@@ -226,7 +226,7 @@ class Committer:
         def claim() -> None:
             self._post_claimed(self._claimant.claim(request.start_id, request.nodes))
 
-        self._retried(claim, lambda: self._wanted != request.start_id)
+        self._retried(claim, lambda: self._wanted != request.start_id, request.start_id)
 
     def _post_claimed(self, claim: ClaimObject) -> None:
         newest, owner = self._newest()  # after the claim: with every commit of earlier starts
@@ -242,7 +242,9 @@ class Committer:
         claim = catalog.claim_of(self._store, self._keys, newest.generation)
         return newest, "" if claim is None else claim.start
 
-    def _retried(self, attempt: Callable[[], None], is_over: Callable[[], bool]) -> bool:
+    def _retried(
+        self, attempt: Callable[[], None], is_over: Callable[[], bool], start_id: str = ""
+    ) -> bool:
         """Retry until the attempt succeeds; False if fenced, closed, or no longer wanted."""
         wait_s = _CLAIM_RETRY_S
         while not self._stop.is_set() and not is_over():
@@ -251,7 +253,7 @@ class Committer:
                 self._claimant.record_store()
                 attempt()
             except FencedError as error:
-                self._post(_fence_of(error))
+                self._post(_fence_of(error, start_id))
                 return False
             except CorruptError as error:
                 if error.line() != self.refusal:
@@ -416,5 +418,6 @@ class Committer:
             _log.warning("farewell_not_stored", error=str(error))
 
 
-def _fence_of(error: FencedError) -> FenceFound:
-    return FenceFound(error.newer, is_same_number=error.newer == error.own)
+def _fence_of(error: FencedError, start_id: str = "") -> FenceFound:
+    is_same_number = error.newer == error.own
+    return FenceFound(error.newer, is_same_number=is_same_number, start_id=start_id)

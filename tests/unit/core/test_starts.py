@@ -12,6 +12,8 @@ from swansongd.core.events import (
     CancelFlush,
     ClaimGeneration,
     CommitManifest,
+    Exit,
+    FenceFound,
     FinishAsked,
     GenerationClaimed,
     ProcessFound,
@@ -134,6 +136,24 @@ def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
     story.seal(1, start_id="b")
     story.store_all()
     assert story.state.last_complete == CommitRef(2, 1)
+
+
+@pytest.mark.fault("H01")
+def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
+    """The record of the claims was lost, and a later start of this VM, not known any more, has overtaken it."""
+    story = Story(claimed=False, staged=[a_set(40, start_id="old")])
+    story.grants = False
+    story.scan()
+    story.tell(RunRead(None))
+    assert claims(story) == ["old"]
+    story.tell(FenceFound(3, start_id="old"))
+    assert not story.all(Exit)
+    story.grants, story.next_generation = True, 4
+    story.join(start_id="new")
+    story.seal(41, "def", start_id="new")
+    story.store_all()
+    assert claims(story) == ["old", "new"]
+    assert story.state.last_complete == CommitRef(4, 41)
 
 
 def test_a_crash_loop_claims_a_bounded_number() -> None:
@@ -352,6 +372,22 @@ def test_a_restarted_daemon_gives_adopted_sets_to_the_same_starts(*, has_process
     scan(story, [adopted(360, 1100)])
     story.store_all()
     assert story.state.last_complete == CommitRef(3, 360)
+
+
+@pytest.mark.fault("H01")
+def test_an_adopted_set_that_a_restarted_daemon_has_seen_at_once_is_no_new_start() -> None:
+    """It settles after the first scan, and is all that its trainer has kept: it has its commit already."""
+    story = Story()
+    scan(story, [adopted(300, 300), adopted(500, 500)])
+    story.store_all()
+    story.staging = []
+    story = story.restarted()
+    first_mono_s = story.now
+    story.wait(2)
+    scan(story, [replace(adopted(300, 300), seen_mono_s=first_mono_s)])
+    story.store_all()
+    assert claims(story) == []
+    assert story.state.last_complete == CommitRef(2, 500)
 
 
 def test_a_rebuilt_state_gives_adopted_sets_to_the_same_start() -> None:
