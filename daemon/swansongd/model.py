@@ -199,7 +199,7 @@ class Start:
     is_restoring: bool = False
     """It waits for the answer to its restore query, or loads the checkpoint: it has trained nothing."""
     process_ns: int = 0
-    """For a trainer without hooks: start of its process, by the clock of file times."""
+    """For a trainer without hooks: none of its sets was written earlier, by the clock of file times."""
     is_of_boot: bool = True
     """Seen since the VM booted."""
     is_open: bool = True

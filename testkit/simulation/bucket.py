@@ -339,9 +339,8 @@ class Committer:
         def claim() -> bool:
             if self._wanted != request.start_id:
                 return True
-            return self._claims(
-                lambda: self.claimant.claim(request.start_id, request.nodes), request.start_id
-            )
+            start_id, nodes, process_ns = request.start_id, request.nodes, request.process_ns
+            return self._claims(lambda: self.claimant.claim(start_id, nodes, process_ns), start_id)
 
         self._add(claim, 1.0)
 

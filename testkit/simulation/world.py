@@ -977,7 +977,11 @@ class World:
             return
         if not rank.is_connected or rank.asked != request_id:
             return
-        answered = [s for s in self.sealed if s.request_id == request_id]
+        answered = [
+            s
+            for s in self.sealed
+            if s.request_id == request_id and s.id.start.partition("~")[0] == trainer.process_id
+        ]
         if answered:  # the answer is repeated, the save is not
             self._says_sealed(trainer, rank, answered[-1])
             return
@@ -1186,7 +1190,8 @@ class World:
         if self._has_lost_record:
             return
         self.fired.add("unsent_set_dropped")
-        stay = [other for other in self.staging if other.directory not in directories]
+        known = {other.id.nonce: other for other in (*self.state.staged, *self.staging)}
+        stay = [other for other in known.values() if other.directory not in directories]
         newer = [other for other in stay if self._place(other) >= self._place(staged)]
         if len(newer) < staged_sets.NEWEST:
             raise Broken(f"I18: {staged.directory} is deleted, and nothing replaces it")

@@ -516,6 +516,8 @@ class ClaimGeneration:
     start_id: str
     nodes: int = 1
     """Number of VMs of the job."""
+    process_ns: int = 0
+    """For the record; see :class:`~swansongd.model.Start`."""
 
 
 @dataclass(frozen=True, slots=True)

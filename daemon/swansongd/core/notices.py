@@ -119,10 +119,9 @@ def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation
         )
 
 
-def record_verdict(transition: Transition, verdict: Verdict) -> None:
-    """Note the verdict in the notices that it answers, for the daemon after a restart."""
-    evacuation, start = transition.evacuation, transition.state.start
-    start_id = "" if start is None else start.id
+def record_verdict(transition: Transition, verdict: Verdict, start_id: str) -> None:
+    """Note the verdict on this start in the notices that it answers, for the daemon after a restart."""
+    evacuation = transition.evacuation
     answered = {
         key: replace(notice, verdict=verdict, verdict_start=start_id)
         for key, notice in transition.state.notices.items()

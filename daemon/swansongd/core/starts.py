@@ -7,7 +7,8 @@ process, and the daemon draws the id.  Each start has a generation of its own, w
 
 The order of the starts is the order of their generations, so the place of each set is a lookup: nothing is
 inferred from steps or times.  There is one exception, for trainers without hooks whose process is unknown or
-loads an older state: a start never seals a step below an earlier one, so such a set belongs to another start.
+loads an older state: the steps of a start increase, so another set of the same or a lower step that is
+written later belongs to another start.
 
 A daemon owns none of this.  After its restart it learns the starts from its record of claims, from the hellos
 of the ranks, and from the sets in staging.
@@ -78,13 +79,20 @@ def see(transition: Transition, start_id: str) -> None:
     if known is not None and known.is_live:
         return
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
-    if known is not None and known.generation is not None:
-        update(transition, seen)
-        return
     others = tuple(start for start in state.starts if start.id != start_id)
-    _set_starts(transition, (*others, seen))
-    transition.log("info", "start_seen", start=start_id)
-    _end_requests(transition, start_id)
+    if seen.generation is None:
+        _set_starts(transition, (*others, seen))
+        transition.log("info", "start_seen", start=start_id)
+        _end_requests(transition, start_id)
+    else:
+        transition.state = replace(state, starts=tuple(sorted((*others, seen), key=_place)))
+
+
+def _place(start: Start) -> float:
+    """The generation; without one, a start that runs is newest, and one known from its sets oldest."""
+    if start.generation is not None:
+        return start.generation
+    return math.inf if start.is_live else 0.0
 
 
 def update(transition: Transition, start: Start) -> None:
@@ -106,14 +114,13 @@ def _end_requests(transition: Transition, start_id: str) -> None:
 
 
 def record_joined(transition: Transition, trainer: TrainerView) -> None:
-    """A rank connected; on one VM, rank 0 gives its start to the others."""
+    """A rank connected."""
     _forget_process(transition, trainer.pid)
     if trainer.start_id:
         is_alone = trainer.nodes == 1 and transition.state.start_of(trainer.start_id) is None
         if is_alone and any(start.is_open and start.nodes > 1 for start in transition.state.starts):
             record_finish_asked(transition, trainer.start_id)  # the job has only this VM left
         record_member(transition, trainer)
-    _give_start(transition)
 
 
 def record_member(transition: Transition, trainer: TrainerView) -> None:
@@ -138,12 +145,15 @@ def record_member(transition: Transition, trainer: TrainerView) -> None:
 
 
 def _give_start(transition: Transition) -> None:
-    """Tell the ranks that do not know their start; each start takes one process for each rank."""
+    """On one VM, rank 0 of the newest start gives it to the others, one process for each rank."""
     state = transition.state
-    first = next((t for t in state.connected if t.rank == 0 and t.start_id and t.nodes == 1), None)
-    start = None if first is None else state.start_of(first.start_id)
-    if first is None or start is None:
+    if all(trainer.start_id for trainer in state.connected):
         return
+    named = {t.start_id: t for t in state.connected if t.rank == 0 and t.start_id and t.nodes == 1}
+    start = next((start for start in reversed(state.starts) if start.id in named), None)
+    if start is None:
+        return
+    first = named[start.id]
     told = []
     for trainer in state.connected:
         process = (trainer.pid, trainer.process_start)
@@ -279,6 +289,10 @@ def _written_ns(staged: Staged) -> int:
     return max((file.mtime_ns for file in staged.files), default=0)
 
 
+def _begun_ns(staged: Staged) -> int:
+    return min((file.mtime_ns for file in staged.files), default=0)
+
+
 def _adopting(
     transition: Transition, staged: Staged, known: Sequence[Staged], *, is_early: bool
 ) -> str:
@@ -291,24 +305,32 @@ def _adopting(
     may_be_beside = bool(state.connected) or (is_early and not state.process)
     if live is not None and live.has_hooks and may_be_beside:
         return live.id  # the framework saves as well as our hooks, whose ranks may still reconnect
-    process = state.start_of(state.process) if state.process else None
     own = [start for start in state.starts if not start.has_hooks and start.is_of_boot]
-    if process is not None and written_ns < process.process_ns:
-        earlier = [start.id for start in own if start.id != process.id]
-        return earlier[-1] if earlier else ""
-    ids = [start.id for start in own] or [f"{PROCESS_PREFIX}{state.settings.vm}"]
+    ids = [start.id for start in own if start.process_ns <= written_ns]
+    if len(ids) < len(own):  # written before the newest process began
+        return ids[-1] if ids else ""
+    ids = ids or [f"{PROCESS_PREFIX}{state.settings.vm}"]
     later = [each for each in known if _written_ns(each) > written_ns]
     start_id = _recorded(staged, ids, later) if is_early else ids[-1]
     if not is_early and _is_back(state, staged, start_id, known):
         first_id, _, number = start_id.partition("~")
-        start_id = f"{first_id}~{int(number or 0) + 1}"
+        return _began_again(transition, f"{first_id}~{int(number or 0) + 1}", staged)
     if start_id and (not is_early or state.start_of(start_id) is None):
         see(transition, start_id)
     return start_id
 
 
+def _began_again(transition: Transition, start_id: str, first: Staged) -> str:
+    """The same process has loaded an older state, and this is the first set since."""
+    see(transition, start_id)
+    start = transition.state.start_of(start_id)
+    assert start is not None
+    update(transition, replace(start, process_ns=_begun_ns(first)))
+    return start_id
+
+
 def _recorded(staged: Staged, own: Sequence[str], later: Sequence[Staged]) -> str:
-    """The start of an early set: an earlier one if a set that was written later has a lower step.
+    """The start of an early set: an earlier one if a set that was written later has no greater step.
 
     Args:
         staged: the set.
@@ -316,7 +338,7 @@ def _recorded(staged: Staged, own: Sequence[str], later: Sequence[Staged]) -> st
         later: the sets that were written after it, with their starts.
     """
     places = [
-        own.index(each.id.start) - (each.id.step < staged.id.step) if each.id.start in own else -1
+        own.index(each.id.start) - (each.id.step <= staged.id.step) if each.id.start in own else -1
         for each in later
     ]
     place = min(places, default=len(own) - 1)
@@ -324,15 +346,14 @@ def _recorded(staged: Staged, own: Sequence[str], later: Sequence[Staged]) -> st
 
 
 def _is_back(state: State, staged: Staged, start_id: str, known: Sequence[Staged]) -> bool:
-    """Whether a set was written after all others of this start, and is of an earlier step."""
+    """Whether a set was written after all others of this start, and is not of a later step."""
     sealed = [each for each in known if each.id.start == start_id]
     steps = [each.id.step for each in sealed]
     start, last = state.start_of(start_id), state.last_commit
     if start is not None and last is not None and last.generation == start.generation:
         steps.append(last.step)
-    begun_ns = min((file.mtime_ns for file in staged.files), default=0)
-    is_latest = begun_ns > max((_written_ns(each) for each in sealed), default=-1)
-    return is_latest and staged.id.step < max(steps, default=-1)
+    is_latest = _begun_ns(staged) > max((_written_ns(each) for each in sealed), default=-1)
+    return is_latest and staged.id.step <= max(steps, default=-1)
 
 
 def record_rolled_back(transition: Transition, step: int) -> None:
@@ -357,7 +378,8 @@ def record_rolled_back(transition: Transition, step: int) -> None:
 
 
 def reconcile(transition: Transition) -> None:
-    """Let a start over several VMs begin, and order the claim that is due."""
+    """Name the start of each rank, let a start over several VMs begin, and order the claim that is due."""
+    _give_start(transition)
     _finish(transition)
     due = _due(transition.state)
     if (
@@ -373,7 +395,7 @@ def reconcile(transition: Transition) -> None:
         claiming=due.id,
         claims_mono_s=(*_recent(transition), transition.now),
     )
-    transition.do(ClaimGeneration(due.id, due.nodes))
+    transition.do(ClaimGeneration(due.id, due.nodes, due.process_ns))
 
 
 def _due(state: State) -> Start | None:

@@ -130,7 +130,9 @@ def _conclude(
     if is_worse or (verdict is before and commit == evacuation.verdict_commit):
         return
     transition.evacuation = replace(transition.evacuation, verdict=verdict, verdict_commit=commit)
-    notices.record_verdict(transition, verdict)
+    position = proof.position_of(state)
+    start = position.start if isinstance(position, proof.Position) else state.start
+    notices.record_verdict(transition, verdict, "" if start is None else start.id)
     slack_s = round(transition.left_s, 2)
     expected_s, took_s = _times(evacuation)
     transition.do(

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,8 @@ class RecordedStart:
     """0 before the claim."""
     nodes: int = 1
     """Number of VMs of the job."""
+    process_ns: int = 0
+    """See :class:`~swansongd.model.Start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,15 +60,7 @@ class ClaimRecord:
             "run": self.run,
             "store_url": self.store_url,
             "store_id": self.store_id,
-            "starts": [
-                {
-                    "id": each.id,
-                    "boot_id": each.boot_id,
-                    "generation": each.generation,
-                    "nodes": each.nodes,
-                }
-                for each in self.starts
-            ],
+            "starts": [asdict(each) for each in self.starts],
         }
         own_fd = openat.open_directory(own_directory, owners={os.geteuid()})
         try:
@@ -121,6 +115,7 @@ class ClaimRecord:
                 id=each.id,
                 nodes=each.nodes,
                 generation=each.generation or None,
+                process_ns=each.process_ns,
                 is_of_boot=each.boot_id == boot_id,
                 is_open=each.boot_id == boot_id and (each.nodes == 1 or each.id == last),
             )
@@ -140,6 +135,7 @@ def _start(value: Any) -> RecordedStart:
             facts.get("generation"), "generation of a start", 0, bounds.GENERATION_MAX
         ),
         nodes=bounds.integer(facts.get("nodes"), "nodes of a start", 1, bounds.NODES_MAX),
+        process_ns=bounds.integer(facts.get("process_ns"), "process_ns of a start", 0, 2**63 - 1),
     )
 
 

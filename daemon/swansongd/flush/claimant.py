@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 import platform
 from collections.abc import Callable
 from dataclasses import replace
@@ -98,7 +99,7 @@ class Claimant:
                 hint="The store has no such claim, or the claim of another VM",
             )
             self._forget_generations()
-            return self.claim(last.id, last.nodes) if is_of_boot else None
+            return self.claim(last.id, last.nodes, last.process_ns) if is_of_boot else None
         try:
             commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
         except FencedError:
@@ -116,7 +117,7 @@ class Claimant:
                 return None  # it may have begun on other VMs: the sets of earlier starts are over
         return None
 
-    def claim(self, start_id: str, nodes: int = 1) -> ClaimObject:
+    def claim(self, start_id: str, nodes: int = 1, process_ns: int = 0) -> ClaimObject:
         """Claim the next generation for this start, or find the claim that it has.
 
         A start over several VMs takes the run over.  One on this VM alone does not take it back from another
@@ -124,7 +125,8 @@ class Claimant:
         """
         if nodes == 1:
             self._ensure_not_overtaken(start_id)
-        self._note(RecordedStart(start_id, self._boot_id, nodes=nodes))
+        start = RecordedStart(start_id, self._boot_id, nodes=nodes, process_ns=process_ns)
+        self._note(start)
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
             self._store, self._keys, start_id=start_id, identity=identity, own=self.own
@@ -135,7 +137,7 @@ class Claimant:
                 url=self._store.url,
                 hint="Two VMs with this run could overwrite each other's commits; use another store",
             )
-        self._note(RecordedStart(start_id, self._boot_id, claim.generation, nodes))
+        self._note(replace(start, generation=claim.generation))
         if self.newest is None or self.newest.generation < claim.generation:
             self.newest = claim.content
         return claim.content
@@ -164,12 +166,13 @@ class Claimant:
             self._save(store_id=self._store_id())
 
     def _note(self, start: RecordedStart) -> None:
-        """Record this start as the newest one, unless its generation is recorded already."""
+        """Record this start in the order of the generations, unless its own is recorded already."""
         starts = self._record.starts
         if any(each.id == start.id and each.generation for each in starts):
             return
-        others = tuple(each for each in starts if each.id != start.id)
-        self._save(starts=(*others, start)[-STARTS_MAX:])
+        others = (each for each in starts if each.id != start.id)
+        in_order = sorted((*others, start), key=lambda each: each.generation or math.inf)
+        self._save(starts=tuple(in_order[-STARTS_MAX:]))
 
     def _forget_generations(self) -> None:
         self._save(starts=tuple(replace(each, generation=0) for each in self._record.starts))

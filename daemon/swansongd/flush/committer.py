@@ -224,7 +224,8 @@ class Committer:
 
     def _claim_for(self, request: ClaimGeneration) -> None:
         def claim() -> None:
-            self._post_claimed(self._claimant.claim(request.start_id, request.nodes))
+            claimed = self._claimant.claim(request.start_id, request.nodes, request.process_ns)
+            self._post_claimed(claimed)
 
         self._retried(claim, lambda: self._wanted != request.start_id, request.start_id)
 

@@ -140,7 +140,7 @@ def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
 
 @pytest.mark.fault("H01")
 def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
-    """The record of the claims was lost, and a later start of this VM, not known any more, has overtaken it."""
+    """The record of the claims was lost, and a later start of this VM, unknown by now, has overtaken it."""
     story = Story(claimed=False, staged=[a_set(40, start_id="old")])
     story.grants = False
     story.scan()

@@ -230,7 +230,7 @@ def test_only_a_job_over_several_vms_takes_the_run_back(rig: CommitterRig, nodes
         assert of_another_vm(rig) == 2
         committer.claim(ClaimGeneration("b", nodes))
         if nodes == 1:
-            assert rig.next() == FenceFound(2)
+            assert rig.next() == FenceFound(2, start_id="b")
         else:
             assert rig.next() == GenerationClaimed("b", 3, None)
 
@@ -397,6 +397,7 @@ def test_another_run_or_store_claims_another_generation(rig: CommitterRig, tmp_p
 def a_body(**changes: Any) -> bytes:
     """A record of a claim that the store has, with changes of the start."""
     start: dict[str, Any] = {"id": "s", "boot_id": "boot-1", "generation": 1, "nodes": 1}
+    start["process_ns"] = 0
     body = {"run": "r", "store_url": "URL", "store_id": "", "starts": [start | changes]}
     return json.dumps(body).encode()
 
