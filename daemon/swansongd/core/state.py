@@ -597,9 +597,8 @@ class State:
 
     @property
     def answer(self) -> CheckpointId | None:
-        """The set that answers the request of this evacuation, once it is sealed and while it is sound."""
-        request = self.evacuation.request if self.evacuation is not None else None
-        return None if request is None or request.sealed in self.unusable else request.sealed
+        """The set in staging that answers the request of this evacuation, while it is sound."""
+        return None if self.evacuation is None else self._answer_to(self.evacuation.request)
 
     @property
     def follow_up(self) -> CheckpointRequest | None:
@@ -608,9 +607,13 @@ class State:
 
     @property
     def follow_up_answer(self) -> CheckpointId | None:
-        """The set that answers the follow-up request, once it is sealed and while it is sound."""
-        request = self.follow_up
-        return None if request is None or request.sealed in self.unusable else request.sealed
+        """The set in staging that answers the follow-up request, while it is sound."""
+        return self._answer_to(self.follow_up)
+
+    def _answer_to(self, request: CheckpointRequest | None) -> CheckpointId | None:
+        """The trainer may delete it, or write it again: no other set waits for it then."""
+        usable = (staged.id for staged in self.staged if staged.id not in self.unusable)
+        return next((id_ for id_ in usable if request is not None and id_ == request.sealed), None)
 
     @property
     def is_finished(self) -> bool:

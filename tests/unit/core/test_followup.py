@@ -405,6 +405,21 @@ def test_a_newer_set_waits_until_the_follow_up_is_committed() -> None:
     assert story.verdicts[-1] == "SAFE generation 2 step 61"
 
 
+@pytest.mark.fault("T09")
+def test_no_set_waits_for_an_answer_that_the_trainer_has_deleted() -> None:
+    """A newer set, which contains the position that the answer has stated, is sent and is SAFE."""
+    story = Story(signals_trainer=True)
+    story.process("process-a", pid=900)
+    story.notice()
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
+    story.wait(2)
+    answer = story.seal(40, "answer", framework="transformers")
+    story.seal(50, "newer", framework="transformers", written_ns=2)
+    story.lose(answer)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 50"]
+
+
 def test_a_distant_end_leaves_the_time_before_to_periodic_checkpoints() -> None:
     """With an hour left, no follow-up is requested before the end is near."""
     story = safe(in_s=3600.0, source="manual")
