@@ -1,0 +1,146 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Errors put into the decision core on purpose, each of which the random histories must find.
+
+``python -m testkit.simulation.core_mutants 300`` runs up to 300 seeds against each mutant, and prints the
+seed that finds it.  A change of a mutated line changes its mutant too.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.abc
+import importlib.machinery
+import importlib.util
+import multiprocessing
+import os
+import sys
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
+from pathlib import Path
+from types import CodeType, ModuleType
+from typing import NamedTuple
+
+
+class Mutant(NamedTuple):
+    """One line of a module of the core, and what replaces it."""
+
+    module: str
+    before: str
+    after: str
+
+
+MUTANTS = (
+    Mutant("proof", "return newest.step >= position.step", "return newest.step >= position.step - 1"),
+    Mutant("proof", "return newest.step >= position.step", "return True"),
+    Mutant("proof", "if newest.generation == start.generation:\n        return newest.step",
+           "if newest.generation >= start.generation:\n        return newest.step"),
+    Mutant("proof", "return not state.uncommitted", "return True"),
+    Mutant("proof", "return is_loaded and position.step <= newest.step", "return is_loaded"),
+    Mutant("proof", "is_loaded = bool(start.parent.start_id) and loaded ==", "is_loaded = loaded[1:] =="),
+    Mutant("proof", "    step = max(steps)", "    step = min(steps)"),
+    Mutant("proof", "            unknown.append(rank)", "            continue"),
+    Mutant("proof", "return min(answers, default=None)", "return max(answers, default=None)"),
+    Mutant("proof", "    if start.is_live:  # otherwise", "    if True:  # otherwise"),
+    Mutant("proof", "    if doubt:\n", "    if False:\n"),
+    Mutant("proof", "step = max(step, request.target - 1)", "pass"),
+    Mutant("starts", "start.process_ns <= written_ns]", "True]"),
+    Mutant("starts", "staged.id.step <= max(steps", "staged.id.step < max(steps"),
+    Mutant("starts", "each.id.step <= staged.id.step", "each.id.step < staged.id.step"),
+    Mutant("starts", "seen_mono_s <= first_mono_s", "False"),
+    Mutant("starts", "math.inf if start.is_live else 0.0", "0.0"),
+    Mutant("starts", "for start in starts[:place] if start.generation is None", "for start in ()"),
+    Mutant("starts", "is_open=s.is_open and s.id not in closed", "is_open=s.is_open"),
+    Mutant("starts", "if has_more and not trains and", "if has_more and False and"),
+    Mutant("starts", "start.members.get(trainer.rank, process) == process", "True"),
+    Mutant("starts", "if len(recent) < CLAIMS_MAX:", "if not recent:"),
+    Mutant("starts", "update(transition, replace(start, is_restoring=False))",
+           "update(transition, replace(start, is_restoring=True))"),
+    Mutant("starts", "or event.generation == fenced_by", "or False"),
+    Mutant("starts", "if refused is not None and not refused.is_live:", "if False:"),
+    Mutant("verdict", "or earlier[1] != start.id:", "or False:"),
+    Mutant("verdict", "start = position.start if isinstance(position, proof.Position) else state.start",
+           "start = state.start"),
+    Mutant("verdict", "        or _claims(state)\n", ""),
+    Mutant("verdict", "        or bool(state.uncommitted)\n", ""),
+    Mutant("emergency", "seen_mono_s is not None and seen_mono_s < request.asked_mono_s", "False"),
+    Mutant("emergency", "    if step < stood_at:", "    if False:"),
+    Mutant("emergency", "plan.fits and not is_safe", "False"),
+    Mutant("commits", "if staged is None or staged.nodes == 1:", "if True:"),
+    Mutant("commits", "return start is not None and start.is_live and start.id != state.owner_of(ref)",
+           "return False"),
+)  # fmt: skip
+
+
+class _Loader(importlib.machinery.SourceFileLoader):
+    """Loads the mutated source, and no cached code."""
+
+    def __init__(self, fullname: str, path: str, mutant: Mutant) -> None:
+        super().__init__(fullname, path)
+        self._mutant = mutant
+
+    def get_code(self, fullname: str) -> CodeType:
+        source = Path(self.path).read_text()
+        if source.count(self._mutant.before) != 1:
+            raise SystemExit(f"{self.path} has not exactly one {self._mutant.before!r}")
+        mutated = source.replace(self._mutant.before, self._mutant.after)
+        code: CodeType = self.source_to_code(mutated, self.path)
+        return code
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    def __init__(self, mutant: Mutant) -> None:
+        self._mutant = mutant
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != f"swansongd.core.{self._mutant.module}" or path is None:
+            return None
+        file = str(Path(path[0]) / f"{self._mutant.module}.py")
+        return importlib.util.spec_from_file_location(
+            fullname, file, loader=_Loader(fullname, file, self._mutant)
+        )
+
+
+def finds(seeds: int, number: int) -> str:
+    """What finds this mutant; empty if nothing does.  For a process that has not imported the core."""
+    sys.meta_path.insert(0, _Finder(MUTANTS[number]))
+    import structlog
+
+    from testkit.simulation.histories import failure_of
+
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(50))
+    for seed in range(seeds):
+        for name in ("live", "honest", *(("fleet",) if seed % 4 == 0 else ())):
+            failure = failure_of(name, seed)
+            if failure:
+                return f"{name} seed {seed}: {failure}"
+    return ""
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("seeds", type=int)
+    parser.add_argument("--only", type=int, action="append", help="number of a mutant")
+    parser.add_argument("--processes", type=int, default=os.cpu_count())
+    given = parser.parse_args()
+    numbers = given.only or range(len(MUTANTS))
+    survivors = 0
+    fresh = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(given.processes, fresh, max_tasks_per_child=1) as pool:
+        for number, found in zip(
+            numbers, pool.map(partial(finds, given.seeds), numbers), strict=True
+        ):
+            survivors += not found
+            mutant = MUTANTS[number]
+            print(
+                f"{number} {mutant.module}: {mutant.after.strip()[:50]!r}: {found or 'survives'}",
+                flush=True,
+            )
+    print(f"{len(numbers) - survivors} of {len(numbers)} were found")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
