@@ -978,9 +978,7 @@ class World:
         if not rank.is_connected or rank.asked != request_id:
             return
         answered = [
-            s
-            for s in self.sealed
-            if s.request_id == request_id and s.id.start.partition("~")[0] == trainer.process_id
+            s for s in self.sealed if s.request_id == request_id and s.id.start == trainer.start_id
         ]
         if answered:  # the answer is repeated, the save is not
             self._says_sealed(trainer, rank, answered[-1])

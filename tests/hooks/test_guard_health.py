@@ -16,6 +16,7 @@ from swansong._checkpoint.saver import SaveCost
 from swansong._daemon import progress
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong.protocol import (
+    Accepted,
     Hello,
     Message,
     Progress,
@@ -180,6 +181,24 @@ def test_after_a_rollback_the_same_step_is_saved_again(
     step_to(guard, counter, 11)
     sets = [path for path in daemon.wait_sealed(3) if "011." in path.name]
     assert sorted(health_in(path)["loss_is_finite"] for path in sets) == [0.0, 1.0]
+
+
+@pytest.mark.fault("T09")
+def test_a_request_that_was_answered_before_a_rollback_is_answered_anew(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A restarted daemon asks again: the answer of the earlier start would be SAFE for this one."""
+    guard = saved_at_10(attach, counter)
+    daemon.wait_sealed(1)
+    daemon.request()
+    daemon.wait_for(Accepted)
+    step_to(guard, counter, 11)
+    daemon.wait_sealed(2)
+    offer(daemon, 10)
+    guard.rollback()
+    step_to(guard, counter, 30)
+    daemon.request()
+    assert daemon.wait_for(Accepted, 2).step == 30
 
 
 def test_a_repeated_step_is_another_set(

@@ -568,7 +568,7 @@ class Guard:
         """Report what the start of the training has loaded, and from which step it trains."""
         with self._reporting:
             self._session.start.loaded(loaded)
-            self._agreement.step = step
+            self._agreement.begin(step)
             self._reporter.started(step)
 
     def _manifest(self, due: Due, step: int, start_id: str) -> RankManifest:

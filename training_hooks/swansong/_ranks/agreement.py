@@ -230,6 +230,12 @@ class Agreement:
 
     # ------------------------------------------------------------ training loop
 
+    def begin(self, step: int) -> None:
+        """A start of the training begins after this step: answers of an earlier start do not count for it."""
+        with self._changed:
+            self._answers.clear()
+            self.step = step
+
     @property
     def current(self) -> CheckpointRequest | None:
         """The request in progress, unless this rank has declined it."""
