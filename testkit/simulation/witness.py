@@ -134,13 +134,16 @@ class Witness:
         if read is None or not lines:
             raise Broken(f"S: SAFE, a reader restores {read}, and training is {lines}")
         process_id = lines[-1].id.partition("~")[0]
-        stood, by_process = self.safe.setdefault(evacuation_id, (read, process_id))
-        if stood != read and by_process == process_id and self.place(read) >= self.place(stood):
-            return  # it was true of the first request, and the same processes still run
+        first = self.safe.get(evacuation_id)
+        if first is not None:
+            stood, by_process = first
+            if by_process == process_id and self.place(read) >= self.place(stood):
+                return  # it was true of the first request, and the same processes still run
         newest = max(loadable, key=self.place, default=read)
         why = [self._what_is_lost(evacuation_id, line, read, newest) for line in lines]
         if all(why):
             raise Broken(f"S: SAFE at {read}, and {why[0]}")
+        self.safe.setdefault(evacuation_id, (read, process_id))
 
     def _what_is_lost(self, evacuation_id: str, line: Line, read: Point, newest: Point) -> str:
         """Why the training of this line is not what a reader restores; empty if it is."""

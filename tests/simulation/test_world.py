@@ -258,8 +258,10 @@ def calm(seed: int, *, save_s: float, flush_s: float, boundary_s: float = 5.0) -
 def without_a_save(world: World) -> None:
     """Runs until no periodic checkpoint is being saved or sent, and training is past the newest commit."""
     world.every_steps, world.interval_s = 10**9, 1e9
+    settings = replace(world.state.settings, checkpoint_interval_s=world.interval_s)
+    world.state = replace(world.state, settings=settings)
     world.run(world.now + 100)
-    while world.state.uncommitted or world.state.stored:
+    while world.growing or world.state.uncommitted or world.state.stored:
         world.run(world.now + 1)
         assert world.now < 2000
 
@@ -359,7 +361,7 @@ def test_a_restart_at_any_moment_changes_no_outcome() -> None:
 def test_periodic_checkpoints_are_taken_and_committed() -> None:
     """With no fault and no notice, each interval has its checkpoint, unless the store cannot follow."""
     tried = 0
-    for seed in seeds()[:40]:
+    for seed in [int(ONE_SEED)] if ONE_SEED else range(80):  # few of them can take any
         world = World(seed)
         world.faults.clear()
         world.every_steps = 10**9
