@@ -152,7 +152,7 @@ class PacedVm(Story):
 
     def _tick(self, seconds: float) -> None:
         """Let time pass, and the flush in flight send."""
-        flight = self.state.flight
+        flight = self.state.flush.flight
         if flight is not None and flight.flush_id != self._flush_id:
             self._flush_id, self._sent = flight.flush_id, 0.0
             self._link = self.physics.link_bytes_per_s / self._about(1.0)
@@ -160,8 +160,8 @@ class PacedVm(Story):
         self.wait(seconds)
         if (
             flight is None
-            or self.state.flight is None
-            or self.state.flight.flush_id != self._flush_id
+            or self.state.flush.flight is None
+            or self.state.flush.flight.flush_id != self._flush_id
         ):
             return
         key, size = str(flight.staged.id), float(flight.staged.size_bytes)

@@ -39,7 +39,7 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.core.state import Settings, State
+from swansongd.core.state import Settings, StartState, State
 from swansongd.host import gpu_record
 from swansongd.model import (
     UNKNOWN_PARENT,
@@ -156,7 +156,7 @@ class Story:
         signals_trainer: bool = False,
     ) -> None:
         settings = Settings(reserve_s=reserve_s, signals_trainer=signals_trainer, vm="vm")
-        self.state = State(settings=settings, starts=tuple(recorded))
+        self.state = State(settings=settings, starts=StartState(known=tuple(recorded)))
         self.now = 1000.0
         self.actions: list[Action] = []
         self.staging = list(staged)
@@ -187,8 +187,8 @@ class Story:
                 is_of_boot=not is_other_boot,
                 is_open=not is_other_boot,
             )
-            for start in self.state.starts
-            if start.generation is not None or start.id == self.state.claiming
+            for start in self.state.starts.known
+            if start.generation is not None or start.id == self.state.starts.claiming
         ]
         after = Story(claimed=False, staged=self.staging, recorded=recorded)
         after.next_generation = self.next_generation
@@ -201,7 +201,7 @@ class Story:
             )
         if claimed:
             after.scan()
-            last = newest or self.state.last_complete
+            last = newest or self.state.commits.last_complete
             owner = "" if last is None else self.state.owner_of(last)
             after.tell(RunRead(last, owner))
             own = [start for start in recorded if start.generation is not None]
@@ -223,7 +223,7 @@ class Story:
 
     def grant(self, start_id: str, newest: CommitRef | None = None) -> list[Action]:
         """The claim that was ordered for this start succeeds."""
-        last = newest or self.state.last_complete
+        last = newest or self.state.commits.last_complete
         owner = "" if last is None else self.state.owner_of(last)
         self.next_generation += 1
         return self.tell(GenerationClaimed(start_id, self.next_generation - 1, last, owner))
@@ -320,7 +320,7 @@ class Story:
 
     def answer(self, step: int, nonce: str = "emg", connection: int = 1) -> Staged:
         """The trainer seals the requested set, and reports it."""
-        trainer = next(t for t in self.state.trainers if t.connection == connection)
+        trainer = next(t for t in self.state.ranks.trainers if t.connection == connection)
         staged = a_set(step, nonce, request_id=self.request_id, start_id=trainer.start_id)
         self.staging.append(staged)
         event = TrainerSealed(connection, self.request_id, step, 2.0, staged.size_bytes)
@@ -362,15 +362,15 @@ class Story:
         """Flush and store complete all work, until none is left."""
         while True:
             before = len(self.actions)
-            if self.state.flight is not None:
+            if self.state.flush.flight is not None:
                 self.flushed(after_s=after_s)
-            if any(item.is_asked for item in self.state.stored):
+            if any(item.is_asked for item in self.state.commits.stored):
                 self.committed()
             if len(self.actions) == before:
                 return
 
     def flushed(self, *, after_s: float = 0.0) -> list[Action]:
-        flight = self.state.flight
+        flight = self.state.flush.flight
         assert flight is not None, "nothing is in flight"
         self.now += after_s
         return self.tell(Flushed(flight.flush_id, shards_of(flight.staged, flight.flush_id)))

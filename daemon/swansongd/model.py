@@ -477,5 +477,7 @@ class TrainerView:
     """False after the connection ended, while the process may still reconnect."""
     left_mono_s: float = -inf
     """When its connection ended, while it is not connected."""
+    is_stalled: bool = False
+    """Its last report is older than many usual steps."""
     process_start: int = 0
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""

@@ -58,7 +58,7 @@ from swansongd.core.events import (
     WithdrawRequest,
     WokeUp,
 )
-from swansongd.core.state import Settings, State
+from swansongd.core.state import Settings, StartState, State
 from swansongd.core.transition import EXIT_STOPPED
 from swansongd.decisions import Decisions
 from swansongd.flush.assembly import Storage
@@ -323,7 +323,7 @@ class Service:
         )
 
     def _store_notices(self) -> None:
-        self._fdstore.store_notices(self._state.notices.values())
+        self._fdstore.store_notices(self._state.notices.live.values())
 
     def _store_records(self) -> None:
         self._fdstore.store_gpus(gpus.record_of(self._state))
@@ -338,7 +338,7 @@ class Service:
             return
         if self._asg_hook is not None and lifecycle.needs_heartbeat(self._state):
             self._asg_hook.heartbeat()
-        if host.NAME in self._state.notices:
+        if host.NAME in self._state.notices.live:
             # Each call extends TimeoutStopSec= by this time only.  It is made in this loop, so systemd
             # kills a daemon that hangs.
             self._notifier.stopping(within_s=_STOP_EXTENSION_S)
@@ -530,7 +530,7 @@ class Service:
         """End in bounded time: nothing here waits for a flush, a source or a trainer."""
         self._notifier.stopping(within_s=_STOP_EXTENSION_S)
         _log.info("stopping", reason=order.reason, code=order.code)
-        if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.values()):
+        if any(n.severity is Severity.SHUTTING_DOWN for n in self._state.notices.live.values()):
             self._committer.drain(_EXIT_DRAIN_S)  # the farewell
         began_mono_s = time.monotonic()
         if self._notifications is not None:
@@ -577,7 +577,7 @@ def _first_state(
         vm=vm,
         booted_wall_ns=booted_wall_ns(),
     )
-    return State(settings=settings, starts=committer.starts)
+    return State(settings=settings, starts=StartState(known=committer.starts))
 
 
 def _asleep_s() -> float:

@@ -58,7 +58,7 @@ from swansongd.core.events import (
     TrainerSealed,
 )
 from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
-from swansongd.core.state import Settings, State
+from swansongd.core.state import Settings, StartState, State
 from swansongd.errors import StoreError, Transient
 from swansongd.flush.claim_record import ClaimRecord
 from swansongd.model import (
@@ -177,7 +177,9 @@ class Vm:
             ),
         )
         settings = Settings(reserve_s=2.0, signals_trainer=False, vm=f"vm{self.number}")
-        self.state = State(settings=settings, starts=self.committer.claimant.starts)
+        self.state = State(
+            settings=settings, starts=StartState(known=self.committer.claimant.starts)
+        )
         self._flush_id = ""
         self._scan()
         self._tick()
@@ -592,7 +594,7 @@ class Fleet:
     def check(self) -> None:
         self._check_new()
         for vm in self.vms:
-            last = vm.state.last_complete
+            last = vm.state.commits.last_complete
             if vm.is_alive and last is not None and not self._is_whole(last):
                 raise Broken(f"F4: vm{vm.number} reports {last}, which is not whole")
 

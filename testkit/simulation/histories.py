@@ -117,7 +117,7 @@ def _calm(world: World, weather: random.Random) -> None:
     if world.gpu is not None:
         world.gpu_becomes(GpuHealth.OK, within_s=0.1)
     world.run(world.now + QUIET_S + weather.uniform(0, 60))
-    while any(notice.source == "gpu" for notice in world.state.notices.values()):
+    while any(notice.source == "gpu" for notice in world.state.notices.live.values()):
         world.run(world.now + 10.0)  # it stays in force for minutes, and its end comes first
     if world.trainer is not None and world.trainer.process_id in world.suspect_starts:
         world.restart_trainer()
@@ -149,7 +149,7 @@ def _fits(world: World, left_s: float) -> bool:
         measured=state.measured,
         has_trainer=True,
         candidates=state.candidates,
-        is_committing=bool(state.stored),
+        is_committing=bool(state.commits.stored),
     )
     return plan.kind is planner.PlanKind.TAKE and plan.fits
 

@@ -62,7 +62,7 @@ from swansongd.core.events import (
     WithdrawRequest,
 )
 from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
-from swansongd.core.state import Settings, State
+from swansongd.core.state import Settings, StartState, State
 from swansongd.errors import StoreError
 from swansongd.flush.claim_record import ClaimRecord
 from swansongd.model import (
@@ -351,7 +351,7 @@ class World:
     def _start_daemon(self) -> None:
         self.life += 1
         self.is_up = True
-        known = list(self.state.notices.values()) if self.life > 1 else []
+        known = list(self.state.notices.live.values()) if self.life > 1 else []
         record = gpus.record_of(self.state) if self.life > 1 else None
         if record is None:
             self._joined.clear()
@@ -372,7 +372,9 @@ class World:
             checkpoint_interval_s=self.interval_s,
             vm="vm",
         )
-        self.state = State(settings=settings, starts=self.committer.claimant.starts)
+        self.state = State(
+            settings=settings, starts=StartState(known=self.committer.claimant.starts)
+        )
         if record is not None:
             self.state = gpus.resumed(self.state, record)
         self._gpu_notices = GpuNotices()
@@ -428,7 +430,7 @@ class World:
         def happens() -> None:
             if life != self.life or self.gpu is None:
                 return
-            before = self.state.gpus.get(self.gpu.pci)
+            before = self.state.gpus.status.get(self.gpu.pci)
             had_failed = before is not None and before.health.has_failed
             if self.gpu.health.has_failed and not had_failed and self.trainer is not None:
                 self.suspect_starts |= {self.trainer.process_id} & self._joined
@@ -440,7 +442,7 @@ class World:
     def _look_at_gpu(self) -> None:
         """The source of notices looks at the health that it has read."""
         life = self.life
-        for event in self._gpu_notices.update(tuple(self.state.gpus.values()), self.now):
+        for event in self._gpu_notices.update(tuple(self.state.gpus.status.values()), self.now):
             if life == self.life:
                 self.step(event)
 
@@ -482,7 +484,7 @@ class World:
 
     def _reaches(self, line_id: str) -> None:
         self.witness.reaches_daemon(line_id, self.life, self.now)
-        if self.state.gpus:
+        if self.state.gpus.status:
             self._joined.add(line_id.partition("~")[0])
 
     def _wake_in_time(self) -> None:
@@ -1188,7 +1190,7 @@ class World:
         if self._has_lost_record:
             return
         self.fired.add("unsent_set_dropped")
-        known = {other.id.nonce: other for other in (*self.state.staged, *self.staging)}
+        known = {other.id.nonce: other for other in (*self.state.staging.staged, *self.staging)}
         stay = [other for other in known.values() if other.directory not in directories]
         newer = [other for other in stay if self._place(other) >= self._place(staged)]
         if len(newer) < staged_sets.NEWEST:
@@ -1391,13 +1393,13 @@ class World:
     def check(self) -> None:
         """I16: the daemon reports no commit that does not exist."""
         self.check_new()
-        last = self.state.last_commit
+        last = self.state.commits.last
         if not self.is_up:
             return
         if last is not None and last not in self._refs:
             raise Broken(f"I16: the daemon reports {last}, which the store does not contain")
         evacuation = self.state.evacuation
-        if evacuation is not None and self.state.flight is not None:
+        if evacuation is not None and self.state.flush.flight is not None:
             left_s = evacuation.deadline_mono_s - self.now
             if 0 < left_s < RESERVE_S - TICK_S:
                 raise Broken("V4: a flush is under way in the reserve")
@@ -1456,7 +1458,7 @@ class World:
             if line is not None:
                 raise Broken(f"I7: NO_TRAINING, and {line.id} has reached the daemon")
         if conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) and conclusion.commit is None:
-            if self.state.last_commit is not None:
+            if self.state.commits.last is not None:
                 raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")
             return
         is_repeated = any(

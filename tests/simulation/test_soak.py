@@ -214,10 +214,13 @@ def test_an_hour_of_contradicting_sources(seed: int) -> None:
     assert world.looks == world.naps, "each suspension causes one check of the fence"
     assert world.exit is None
     assert world.state.phase is Phase.IDLE
-    assert {status.health for status in world.state.sources.values()} == {Health.OK}
-    assert not world.state.notices
+    assert {status.health for status in world.state.notices.sources.values()} == {Health.OK}
+    assert not world.state.notices.live
     assert (
-        len(world.state.concluded) + len(world.state.prepared) + len(world.state.opened) <= 3 * 64
+        len(world.state.notices.concluded)
+        + len(world.state.notices.prepared)
+        + len(world.state.course.opened)
+        <= 3 * 64
     )
 
 

@@ -219,7 +219,7 @@ def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
             assert world.exit is None
             assert state.phase is Phase.IDLE, state.phase
             assert not state.uncommitted, state.uncommitted
-            assert not state.stored
+            assert not state.commits.stored
         except AssertionError as error:
             pytest.fail(f"seed {seed}: {error}")
 
@@ -249,7 +249,7 @@ def calm(seed: int, *, save_s: float, flush_s: float, boundary_s: float = 5.0) -
     world.size_bytes, world.bandwidth = 1024 * MIB, round(1024 * MIB / flush_s)
     world.save_s, world.boundary_s = save_s, boundary_s
     world.run(1100.0)
-    while world.state.uncommitted or world.state.stored or world.state.last_commit is None:
+    while world.state.uncommitted or world.state.commits.stored or world.state.commits.last is None:
         world.run(world.now + 1)
         assert world.now < 2000
     return world
@@ -261,7 +261,7 @@ def without_a_save(world: World) -> None:
     settings = replace(world.state.settings, checkpoint_interval_s=world.interval_s)
     world.state = replace(world.state, settings=settings)
     world.run(world.now + 100)
-    while world.growing or world.state.uncommitted or world.state.stored:
+    while world.growing or world.state.uncommitted or world.state.commits.stored:
         world.run(world.now + 1)
         assert world.now < 2000
 
@@ -290,7 +290,7 @@ def test_a_store_too_slow_for_the_set_ends_partial_with_the_older_commit_whole()
     verdicts = set()
     for seed in seeds()[:30]:
         world = calm(seed, save_s=2.0, flush_s=20.0, boundary_s=4.0)
-        older = world.state.last_commit
+        older = world.state.commits.last
         world.raise_notice(60.0)
         deadline = world.now + 60.0
         world.run(world.now + world.delay_s(40))
@@ -344,7 +344,7 @@ def test_a_restart_at_any_moment_changes_no_outcome() -> None:
         restart_alone(world)
         world.run(1199.0)
         assert notice is not None
-        assert world.state.notices, "the notice is not forgotten"
+        assert world.state.notices.live, "the notice is not forgotten"
         world.step(NoticeRaised(notice))
         assert world.verdict is not None, f"restart after {tenth / 10} s"
         assert world.verdict.verdict is Verdict.SAFE, f"restart after {tenth / 10} s"

@@ -12,9 +12,7 @@ daemon waits only for a trainer that it knows, and after its own start for :data
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from swansongd.core import gpus, planner
+from swansongd.core import course, gpus, planner
 from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
@@ -31,7 +29,7 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     if evacuation is None or evacuation.is_precaution or evacuation.verdict is not None:
         return None
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
-    if is_asked or state.connected or state.fenced_by is not None or state.is_finished:
+    if is_asked or state.connected or state.starts.fenced_by is not None or state.is_finished:
         return None
     if not _may_come(state, now_mono_s):
         return None
@@ -43,7 +41,7 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
 
 
 def _may_come(state: State, now_mono_s: float) -> bool:
-    if any(not trainer.is_connected for trainer in state.trainers):
+    if any(not trainer.is_connected for trainer in state.ranks.trainers):
         return True  # its process runs, and reconnects
     if _has_just_started(state, now_mono_s):
         return True
@@ -51,7 +49,7 @@ def _may_come(state: State, now_mono_s: float) -> bool:
 
 
 def _has_just_started(state: State, now_mono_s: float) -> bool:
-    started_mono_s = state.first_scan_mono_s
+    started_mono_s = state.staging.first_scan_mono_s
     return started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S
 
 
@@ -65,7 +63,7 @@ def reconcile(transition: Transition) -> None:
     if awaits and not evacuation.awaits_trainer and evacuation.request is None:
         _mark(transition, evacuation, left_s)
     if awaits != evacuation.awaits_trainer:
-        transition.evacuation = replace(transition.evacuation, awaits_trainer=awaits)
+        course.record_wait(transition, awaits_trainer=awaits)
 
 
 def _mark(transition: Transition, evacuation: Evacuation, left_s: float | None) -> None:

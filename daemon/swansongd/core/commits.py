@@ -3,28 +3,23 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
 from dataclasses import replace
 
-from swansongd.core import flight, gpus, learning, pace
+from swansongd.core import flight, learning, pace, request, staged_sets
 from swansongd.core.events import (
     CheckComplete,
     CommitFailed,
     CommitManifest,
+    Flushed,
+    GenerationClaimed,
+    NewestDated,
     PartsCounted,
-    Prune,
     TellCommitted,
 )
-from swansongd.core.state import (
-    Incomplete,
-    State,
-)
+from swansongd.core.state import CommitState, Incomplete, StoredSet
 from swansongd.core.transition import Transition
-from swansongd.model import (
-    CheckpointId,
-    CommitRef,
-    Staged,
-    is_healthy,
-)
+from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy
 
 LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
@@ -32,44 +27,55 @@ PARTS_MAX = 4
 """This VM's parts that wait for the other VMs, which flush their newest set first and may skip others."""
 
 
+def record_flushed(transition: Transition, event: Flushed) -> None:
+    """All shards of a set are stored: its manifest is due."""
+    staged = flight.record_flushed(transition, event)
+    if staged is not None:
+        due = StoredSet(flush_id=event.flush_id, staged=staged, shards=event.shards, is_asked=False)
+        commits = transition.state.commits
+        _put(transition, replace(commits, stored=(*commits.stored, due)))
+
+
 def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
     """A manifest was written."""
-    done = next((item for item in transition.state.stored if item.flush_id == flush_id), None)
-    if done is not None:
-        learning.record_manifest(transition, done)
-    newest = transition.state.last_commit
-    transition.state = replace(
-        transition.state,
-        stored=tuple(item for item in transition.state.stored if item.flush_id != flush_id),
-        failures=0,
-    )
+    done = _take(transition, flush_id)
+    flight.record_committed(transition)
     if done is None and transition.state.spans_vms:
         return  # of an earlier start, or of a number of VMs that is not known any more
-    if newest is None or ref > newest:
-        transition.state = replace(transition.state, last_commit=ref)
-    if done is not None and is_healthy(done.staged.health) is not False:
-        healthy = transition.state.healthy_commit
-        transition.state = replace(
-            transition.state, healthy_commit=ref if healthy is None else max(ref, healthy)
-        )
+    staged = None if done is None else done.staged
     if done is not None:
-        gpus.record_commit(transition, ref, done.staged)
+        learning.record_manifest(transition, done)
+        _record_health(transition, ref, done.staged)
     transition.mark("committed", generation=ref.generation, step=ref.step)
     transition.log(
         "info",
         "committed",
         generation=ref.generation,
         step=ref.step,
-        size_bytes=done.staged.size_bytes if done else None,
+        size_bytes=None if staged is None else staged.size_bytes,
     )
-    _record_part(transition, ref, done.staged if done else None)
+    _record_part(transition, ref, staged)
+
+
+def _take(transition: Transition, flush_id: str) -> StoredSet | None:
+    """The set of this flush, whose manifest is not due any more."""
+    commits = transition.state.commits
+    taken = next((item for item in commits.stored if item.flush_id == flush_id), None)
+    left = tuple(item for item in commits.stored if item is not taken)
+    _put(transition, replace(commits, stored=left))
+    return taken
+
+
+def _record_health(transition: Transition, ref: CommitRef, staged: Staged) -> None:
+    commits = transition.state.commits
+    if is_healthy(staged.health) is not False:
+        healthy = ref if commits.healthy is None else max(ref, commits.healthy)
+        _put(transition, replace(commits, healthy=healthy))
 
 
 def record_failed(transition: Transition, event: CommitFailed) -> None:
     """A manifest could not be written, for now or at all."""
-    failed = next(
-        (item for item in transition.state.stored if item.flush_id == event.flush_id), None
-    )
+    failed = _take(transition, event.flush_id)
     if failed is None:
         return
     step = failed.staged.id.step
@@ -77,102 +83,131 @@ def record_failed(transition: Transition, event: CommitFailed) -> None:
         transition.log("info", "commit_obsolete", step=step, reason=event.reason)
     else:
         transition.log("error", "commit_failed", step=step, reason=event.reason)
-    others = tuple(item for item in transition.state.stored if item.flush_id != event.flush_id)
     if event.conflict:
-        transition.state = replace(
-            transition.state, stored=others, unusable=transition.state.unusable | {failed.staged.id}
-        )
-    elif event.is_obsolete:
-        transition.state = replace(transition.state, stored=others)
-    else:
-        transition.state = replace(
-            transition.state, stored=(*others, replace(failed, is_asked=False))
-        )
+        staged_sets.give_up(transition, {failed.staged.id})
+    elif not event.is_obsolete:
+        commits = transition.state.commits
+        due = replace(failed, is_asked=False)
+        _put(transition, replace(commits, stored=(*commits.stored, due)))
         flight.back_off(transition)
 
 
 def _record_part(transition: Transition, ref: CommitRef, staged: Staged | None) -> None:
     """This VM's part is committed; the checkpoint exists when the parts of all VMs are."""
+    commits = transition.state.commits
     if staged is None or staged.nodes == 1:
         _record_whole(transition, ref)
-    elif transition.state.last_complete is None or ref > transition.state.last_complete:
-        before = transition.state.incomplete
+    elif commits.last_complete is None or ref > commits.last_complete:
+        before = commits.incomplete
         others = () if before is None else before.refs
         refs = tuple(sorted({ref, *others}, reverse=True)[:PARTS_MAX])
         is_asked = before is not None and before.is_asked
-        transition.state = replace(
-            transition.state,
-            incomplete=Incomplete(
-                refs, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked
-            ),
-        )
+        incomplete = Incomplete(refs, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked)
+        _put(transition, replace(commits, incomplete=incomplete))
 
 
 def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
     """A look for the parts of the other VMs was answered."""
-    incomplete = transition.state.incomplete
+    commits = transition.state.commits
+    incomplete = commits.incomplete
     if incomplete is None:
         return
     is_newest = event.newest == incomplete.refs[0]
-    transition.state = replace(
-        transition.state,
-        incomplete=replace(
-            incomplete,
-            is_asked=False,
-            look_mono_s=transition.now + incomplete.wait_s,
-            committed=max(incomplete.committed, event.committed if is_newest else 0),
-        ),
+    counted = replace(
+        incomplete,
+        is_asked=False,
+        look_mono_s=transition.now + incomplete.wait_s,
+        committed=max(incomplete.committed, event.committed if is_newest else 0),
     )
+    _put(transition, replace(commits, incomplete=counted))
     if event.whole in incomplete.refs:
         _record_whole(transition, event.whole)
 
 
 def _record_whole(transition: Transition, ref: CommitRef) -> None:
     """All VMs have committed their parts: older sets are dispensable."""
-    state = transition.state
-    if state.incomplete is not None:
+    commits = transition.state.commits
+    incomplete = commits.incomplete
+    if incomplete is not None:
         transition.mark("complete", generation=ref.generation, step=ref.step)
-        refs = tuple(part for part in state.incomplete.refs if part > ref)
-        transition.state = replace(
-            transition.state, incomplete=replace(state.incomplete, refs=refs) if refs else None
-        )
-    if state.last_complete is None or ref > state.last_complete:
-        transition.state = replace(
-            transition.state, last_complete=ref, last_commit_mono_s=transition.now
-        )
-    learning.record_whole(transition, ref)
+        refs = tuple(part for part in incomplete.refs if part > ref)
+        commits = replace(commits, incomplete=replace(incomplete, refs=refs) if refs else None)
+    if commits.last_complete is None or ref > commits.last_complete:
+        commits = replace(commits, last_complete=ref, complete_mono_s=transition.now)
+    _put(transition, commits)
+    request.record_whole(transition, ref)
     transition.do(TellCommitted(ref))
-    if _may_be_loaded(transition.state, ref):
-        return
-    # Sets of other frameworks are not ours to delete.  The newest committed set stays for a quick restore.
-    dispensable = tuple(
-        staged.directory
-        for staged in transition.state.staged
-        if staged.framework == "swansong"
-        and staged != transition.state.pinned
-        and _comes_before(transition.state, staged, ref)
+    staged_sets.record_whole(transition, ref)
+
+
+def record_newest(transition: Transition, newest: CommitRef | None, start_id: str) -> None:
+    """The newest whole commit in the store is known, and the start that wrote it."""
+    commits = transition.state.commits
+    is_known = newest == commits.last_complete
+    _put(
+        transition,
+        replace(
+            commits,
+            last_complete=newest,
+            complete_mono_s=commits.complete_mono_s if is_known else None,
+            newest_start=start_id,
+            is_run_read=True,
+        ),
     )
-    if dispensable or transition.state.has_aside:
-        transition.state = replace(transition.state, has_aside=False)
-        transition.do(Prune(dispensable))
+    if newest is not None:
+        transition.do(TellCommitted(newest))
 
 
-def _may_be_loaded(state: State, ref: CommitRef) -> bool:
-    """Whether a later start than that of the commit runs: a rollback may be loading an older set.
-
-    The first commit of that start replaces these sets.
-    """
-    start = state.start
-    return start is not None and start.is_live and start.id != state.owner_of(ref)
+def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
+    """A start has its generation: no commit of it exists yet, and the newest one of the run is known."""
+    _put(transition, replace(transition.state.commits, healthy=None))
+    record_newest(transition, event.newest, event.newest_start)
 
 
-def _comes_before(state: State, staged: Staged, ref: CommitRef) -> bool:
-    """Whether a set is older than the commit, or the end of the run replaces it."""
-    owner = state.owner_of(ref)
-    committed = CheckpointId(ref.step, "", ref.is_final, owner)
-    if staged.id.start == owner:
-        return (staged.id.step, staged.id.is_final) < (ref.step, ref.is_final)
-    return bool(owner) and state.order(staged.id) < state.order(committed)
+def record_dated(transition: Transition, event: NewestDated) -> None:
+    """The manifest of the newest commit is read."""
+    commits = transition.state.commits
+    if commits.last_complete == event.ref and commits.complete_mono_s is None:
+        _put(transition, replace(commits, complete_mono_s=transition.now - event.age_s))
+
+
+def close_starts(transition: Transition, start_ids: Set[str]) -> None:
+    """Write no manifest for sets of these starts, and wait for no parts of their checkpoints."""
+    state, commits = transition.state, transition.state.commits
+    generations = {start.generation for start in state.starts.known if start.id in start_ids}
+    is_closed = commits.last is not None and commits.last.generation in generations
+    _put(
+        transition,
+        replace(
+            commits,
+            stored=tuple(i for i in commits.stored if i.staged.id.start not in start_ids),
+            incomplete=None if is_closed else commits.incomplete,
+        ),
+    )
+
+
+def drop(transition: Transition, ids: Set[CheckpointId]) -> None:
+    """Write no manifest for these sets."""
+    commits = transition.state.commits
+    _put(
+        transition,
+        replace(commits, stored=tuple(i for i in commits.stored if i.staged.id not in ids)),
+    )
+
+
+def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:
+    """Suspect training has sealed these sets."""
+    commits = transition.state.commits
+    marked = (
+        replace(item, staged=staged_sets.marked(item.staged)) if item.staged.id in ids else item
+        for item in commits.stored
+    )
+    _put(transition, replace(commits, stored=tuple(marked)))
+
+
+def forget(transition: Transition) -> None:
+    """Forget the manifests that are due, and this VM's parts: the commits of the run stay."""
+    _put(transition, replace(transition.state.commits, stored=(), incomplete=None))
 
 
 def reconcile(transition: Transition) -> None:
@@ -183,15 +218,14 @@ def reconcile(transition: Transition) -> None:
 
 def _order_manifests(transition: Transition) -> None:
     state = transition.state
-    if transition.now < state.retry_mono_s:
+    if transition.now < state.flush.retry_mono_s:
         return
-    for item in state.stored:
+    for item in state.commits.stored:
         if not item.is_asked:
             asked = replace(item, is_asked=True, asked_mono_s=transition.now)
-            transition.state = replace(
-                transition.state,
-                stored=tuple(asked if i is item else i for i in transition.state.stored),
-            )
+            commits = transition.state.commits
+            stored = tuple(asked if i is item else i for i in commits.stored)
+            _put(transition, replace(commits, stored=stored))
             ref = state.ref_of(item.staged.id)
             assert ref is not None
             transition.do(
@@ -200,8 +234,8 @@ def _order_manifests(transition: Transition) -> None:
                     item.staged,
                     item.shards,
                     ref.generation,
-                    state.last_complete,
-                    pace.published(state.pace),
+                    state.commits.last_complete,
+                    pace.published(state.learned.pace),
                 )
             )
 
@@ -212,18 +246,22 @@ def _look_for_parts(transition: Transition) -> None:
     The thread that looks also commits: a manifest that is due goes first.
     """
     state = transition.state
-    incomplete = state.incomplete
-    is_committing = any(item.is_asked for item in state.stored)
+    incomplete = state.commits.incomplete
+    is_committing = any(item.is_asked for item in state.commits.stored)
     if incomplete is None or incomplete.is_asked or is_committing:
         return
-    is_awaited = state.finishing is not None and not state.finishing.is_done
-    is_urgent = is_awaited or (state.evacuation is not None and transition.left_s > 0)
+    is_urgent = state.starts.is_finishing or (
+        state.evacuation is not None and transition.left_s > 0
+    )
     if transition.now < incomplete.look_mono_s and not (
         is_urgent and incomplete.wait_s > LOOK_FIRST_S
     ):
         return
     transition.do(CheckComplete(incomplete.refs, incomplete.nodes))
     wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
-    transition.state = replace(
-        transition.state, incomplete=replace(incomplete, wait_s=wait_s, is_asked=True)
-    )
+    asked = replace(incomplete, wait_s=wait_s, is_asked=True)
+    _put(transition, replace(state.commits, incomplete=asked))
+
+
+def _put(transition: Transition, commits: CommitState) -> None:
+    transition.state = replace(transition.state, commits=commits)

@@ -4,26 +4,13 @@
 from __future__ import annotations
 
 import hashlib
-from dataclasses import replace
 
-from swansongd.core import emergency, notices, peers, request, stall
+from swansongd.core import course, emergency, flight, notices, request, stall
 from swansongd.core.events import Rescan
 from swansongd.core.planner import Plan, PlanKind
-from swansongd.core.state import (
-    Evacuation,
-    State,
-)
-from swansongd.core.transition import HOST_SOURCE, Transition
-from swansongd.model import (
-    Notice,
-    Verdict,
-)
-
-PRECAUTION_EVERY_S = 600.0
-"""Advisory notices can come in storms; at most one in this time causes a checkpoint."""
-PREPARED_MAX = 64
-OPENED_MAX = 64
-
+from swansongd.core.state import Evacuation, State
+from swansongd.core.transition import HOST_SOURCE, PEER_SOURCE, Transition
+from swansongd.model import Notice, Verdict
 
 DRILL = "drill"
 """Source of a drill."""
@@ -45,11 +32,11 @@ def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
     boot: the monotonic time is part of it.  The exception is the evacuation that an earlier life of the
     daemon had open for this notice.  VMs with identical notices have different ids.
     """
-    if notice.source == peers.PEER_SOURCE:
+    if notice.source == PEER_SOURCE:
         return notice.identity  # the request of that VM
-    if notice.evacuation_id and notice.evacuation_id not in state.opened:
+    if notice.evacuation_id and notice.evacuation_id not in state.course.opened:
         return notice.evacuation_id
-    facts = f"{notice.identity} {state.settings.vm} {now_mono_s!r} {state.evacuations}"
+    facts = f"{notice.identity} {state.settings.vm} {now_mono_s!r} {len(state.course.opened)}"
     prefix = _DRILL_ID if notice.source == DRILL else ""
     return prefix + hashlib.sha256(facts.encode()).hexdigest()[:16]
 
@@ -73,7 +60,7 @@ def reconcile(transition: Transition) -> None:
     if admitted:
         _open(transition, admitted[0], deadline)
     elif deadline < evacuation.deadline_mono_s:
-        transition.evacuation = replace(transition.evacuation, deadline_mono_s=deadline)
+        course.move_deadline(transition, deadline)
         transition.mark(
             "deadline_moved", seconds_left=round(transition.left_s, 2), source=live[0].source
         )
@@ -105,12 +92,8 @@ def _begin(transition: Transition, live: tuple[Notice, ...]) -> None:
 
 
 def _answer(transition: Transition, live: tuple[Notice, ...]) -> None:
-    evacuation = transition.state.evacuation
-    assert evacuation is not None
-    transition.evacuation = replace(
-        transition.evacuation, identities=frozenset(notice.identity for notice in live)
-    )
-    notices.record_answered(transition, live, evacuation.id)
+    course.record_answered(transition, live)
+    notices.record_answered(transition, live, transition.evacuation.id)
 
 
 def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...]:
@@ -126,7 +109,7 @@ def _news(evacuation: Evacuation, live: tuple[Notice, ...]) -> tuple[Notice, ...
 
 def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
     """The earliest deadline; that of another VM or of an overdue notice only without any other."""
-    own = [n for n in live if n.source != peers.PEER_SOURCE] or live
+    own = [n for n in live if n.source != PEER_SOURCE] or live
     timely = [n for n in own if not n.is_overdue] or own
     return min(notice.deadline_mono_s for notice in timely)
 
@@ -134,26 +117,17 @@ def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
 def _steer_precaution(transition: Transition) -> None:
     """Advisory notices: take one more checkpoint while training continues."""
     state = transition.state
-    early = [n for n in state.notices.values() if n.identity not in state.concluded]
+    early = state.notices.in_force
     if state.evacuation is not None:
         if not early:
             _withdraw(transition, state.evacuation, "every notice was withdrawn")
         return
     for notice in early:
-        if notice.identity in state.prepared or not state.connected:
+        if notice.identity in state.notices.prepared or not state.connected:
             continue
-        transition.state = replace(
-            transition.state, prepared=(*state.prepared, notice.identity)[-PREPARED_MAX:]
-        )
-        last = state.precaution_mono_s
-        if last is not None and transition.now - last < PRECAUTION_EVERY_S:
-            transition.log(
-                "info", "precaution_skipped", source=notice.source, reason="one was just taken"
-            )
-            continue
-        transition.state = replace(transition.state, precaution_mono_s=transition.now)
-        _open(transition, notice, notice.deadline_mono_s, is_precaution=True)
-        return
+        if notices.admits_precaution(transition, notice):
+            _open(transition, notice, notice.deadline_mono_s, is_precaution=True)
+            return
 
 
 def _open(
@@ -161,11 +135,6 @@ def _open(
 ) -> None:
     plan = emergency.planned(transition, left_s=deadline_mono_s - transition.now)
     id_ = evacuation_id(notice, transition.state, transition.now)
-    transition.state = replace(
-        transition.state,
-        opened=(*transition.state.opened, id_)[-OPENED_MAX:],
-        evacuations=transition.state.evacuations + 1,
-    )
     if not is_precaution:
         notices.record_opened(transition, notice.source)
     follow_up = transition.state.follow_up
@@ -184,8 +153,8 @@ def _open(
         earlier=(notice.verdict, notice.verdict_start) if has_verdict and notice.verdict else None,
         identities=frozenset({notice.identity}),
     )
-    # End the backoff of earlier failures: the time is short.
-    transition.state = replace(transition.state, evacuation=evacuation, retry_mono_s=transition.now)
+    course.begin(transition, evacuation)
+    flight.cut_backoff(transition)
     transition.mark(
         "precaution" if is_precaution else "notice",
         source=notice.source,
@@ -213,4 +182,4 @@ def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> No
     transition.mark("withdrawn", reason=reason)
     for made in evacuation.requests_made:
         request.withdraw(transition, made, reason)
-    transition.state = replace(transition.state, evacuation=None)
+    course.end(transition)

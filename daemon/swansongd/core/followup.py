@@ -43,14 +43,16 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     if evacuation is None or not _is_wanted(state, evacuation, now_mono_s) or not _is_idle(state):
         return None
     if not (
-        _hooks_take(state) if state.trainers else _process_takes(state, evacuation, now_mono_s)
+        _hooks_take(state)
+        if state.ranks.trainers
+        else _process_takes(state, evacuation, now_mono_s)
     ):
         return None
     age_s = max(0.0, now_mono_s - _captured_mono_s(state, evacuation))
     asked_mono_s = max((r.asked_mono_s for r in evacuation.requests_made), default=-math.inf)
     tried_s = now_mono_s - asked_mono_s
     took_s = _took_s(state, evacuation)
-    if state.trainers and took_s is None:  # an attempt measures it
+    if state.ranks.trainers and took_s is None:  # an attempt measures it
         return max(0.0, INTERVAL_MIN_S - min(age_s, tried_s))
     return next_start_s(
         Ending(
@@ -94,8 +96,8 @@ def _is_wanted(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
         and _end_mono_s(state, evacuation) - now_mono_s <= state.lead_s
         and not any(notice.source in ENDED_BY_VERDICT for notice in live)
         and state.generation is not None
-        and state.fenced_by is None
-        and (state.finishing is None or state.finishing.is_done)
+        and state.starts.fenced_by is None
+        and not state.starts.is_finishing
         and not state.is_finished
         and not gpus.objection(state, now_mono_s)
     )
@@ -107,9 +109,9 @@ def _is_idle(state: State) -> bool:
     waiting = () if evacuation is None else (r for r in evacuation.requests_made if r.is_waiting)
     return not (
         any(waiting)
-        or state.periodic
-        or state.flight
-        or state.stored
+        or state.requests.periodic
+        or state.flush.flight
+        or state.commits.stored
         or state.uncommitted
         or state.part
     )
@@ -130,10 +132,10 @@ def _hooks_take(state: State) -> bool:
 
 def _newest_step(state: State) -> int:
     """Newest step of this start that is sealed or committed; -1 without one."""
-    start, last = state.start, state.last_commit
+    start, last = state.start, state.commits.last
     if start is None:
         return -1
-    own = (s.id for s in state.staged if s.id.start == start.id and s.id not in state.unusable)
+    own = (s.id for s in state.staging.usable if s.id.start == start.id)
     newest = max((id_.step for id_ in own), default=-1)
     is_own = last is not None and last.generation == start.generation
     return max(newest, last.step) if last is not None and is_own else newest
@@ -141,11 +143,15 @@ def _newest_step(state: State) -> int:
 
 def _process_takes(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
     """Whether a process without hooks has answered its signal, and has lived on since."""
-    if not state.settings.signals_trainer or state.saved_mono_s is None or not evacuation.request:
+    if (
+        not state.settings.signals_trainer
+        or state.staging.saved_mono_s is None
+        or not evacuation.request
+    ):
         return False
     return (
         all(r.by_signal and r.lost_mono_s is None and r.sealed for r in evacuation.requests_made)
-        and now_mono_s - state.saved_mono_s >= SIGNAL_PROOF_S
+        and now_mono_s - state.staging.saved_mono_s >= SIGNAL_PROOF_S
     )
 
 
@@ -163,16 +169,16 @@ def _took_s(state: State, evacuation: Evacuation) -> float | None:
 
 def _captured_mono_s(state: State, evacuation: Evacuation) -> float:
     """When the newest sealed state was that of the trainer."""
-    if state.saved_mono_s is None:
+    if state.staging.saved_mono_s is None:
         return evacuation.opened_mono_s
-    return state.saved_mono_s - (state.measured.save_s or 0.0)
+    return state.staging.saved_mono_s - (state.measured.save_s or 0.0)
 
 
 def _end_mono_s(state: State, evacuation: Evacuation) -> float:
     """The earliest deadline of any VM of the job."""
-    if state.peer_end_mono_s is None or not state.spans_vms:
+    if state.notices.peer_end_mono_s is None or not state.spans_vms:
         return evacuation.deadline_mono_s
-    return min(evacuation.deadline_mono_s, state.peer_end_mono_s)
+    return min(evacuation.deadline_mono_s, state.notices.peer_end_mono_s)
 
 
 def _early_per_s(state: State, evacuation: Evacuation, now_mono_s: float) -> float:

@@ -16,11 +16,9 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from swansong import bounds
-
-from swansongd.core import request
+from swansongd.core import commits, flight, request, staged_sets
 from swansongd.core.events import GpusRead
-from swansongd.core.state import State
+from swansongd.core.state import GpuState, State
 from swansongd.core.transition import Transition
 from swansongd.model import (
     GPU_IS_SOUND,
@@ -41,57 +39,63 @@ DOUBTFUL_MAX = 16
 
 def resumed(state: State, record: GpuRecord) -> State:
     """The first state of a daemon whose previous life, in this boot, left this record."""
-    return replace(
-        state,
-        gpus={gpu.pci: gpu for gpu in record.gpus},
-        gpu_log_number=record.log_number,
+    gpus = GpuState(
+        status={gpu.pci: gpu for gpu in record.gpus},
+        log_number=record.log_number,
         suspect_starts=frozenset(record.suspect_starts),
-        gpus_before=record,
+        before=record,
         doubtful_commits=() if record.doubtful_commit is None else (record.doubtful_commit,),
     )
+    return replace(state, gpus=gpus)
+
+
+def forget(transition: Transition) -> None:
+    """Forget the sets, and continue from the record as a restarted daemon does."""
+    record = record_of(transition.state)
+    if record is not None:
+        transition.state = resumed(transition.state, record)
 
 
 def record_of(state: State) -> GpuRecord | None:
     """The record for the next life of the daemon; None without a GPU."""
-    if not state.gpus:
+    if not state.gpus.status:
         return None
-    before = state.gpus_before
-    sound = [staged.id for staged in state.staged if staged.id not in state.suspect]
-    if state.first_scan_mono_s is None and before is not None:
+    before = state.gpus.before
+    suspect = state.staging.suspect
+    sound = [staged.id for staged in state.staging.staged if staged.id not in suspect]
+    if state.staging.first_scan_mono_s is None and before is not None:
         sound = list(before.sound_sets)
     known = dict.fromkeys((*_away(state), *_running(state)))
     return GpuRecord(
-        gpus=tuple(state.gpus.values()),
-        log_number=state.gpu_log_number,
-        suspect_starts=tuple(sorted(state.suspect_starts)),
+        gpus=tuple(state.gpus.status.values()),
+        log_number=state.gpus.log_number,
+        suspect_starts=tuple(sorted(state.gpus.suspect_starts)),
         known_starts=tuple(known)[-KNOWN_MAX:],
         sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
-        doubtful_commit=max(state.doubtful_commits, default=None),
+        doubtful_commit=max(state.gpus.doubtful_commits, default=None),
     )
 
 
-def record_commit(transition: Transition, ref: CommitRef, staged: Staged) -> None:
-    """A commit, or this VM's part of one, was written from this set."""
-    state = transition.state
-    if staged.id in state.suspect or GPU_IS_SOUND in staged.health:
-        newest = sorted({*state.doubtful_commits, ref})[-DOUBTFUL_MAX:]
-        transition.state = replace(state, doubtful_commits=tuple(newest))
+def record_commit(transition: Transition, flush_id: str, ref: CommitRef) -> None:
+    """A commit, or this VM's part of one, was written: it is doubtful if its set is suspect."""
+    gpus, stored = transition.state.gpus, transition.state.commits.stored
+    done = next((item.staged for item in stored if item.flush_id == flush_id), None)
+    if done is not None and GPU_IS_SOUND in done.health:
+        newest = sorted({*gpus.doubtful_commits, ref})[-DOUBTFUL_MAX:]
+        _put(transition, replace(gpus, doubtful_commits=tuple(newest)))
 
 
 def _away(state: State) -> tuple[str, ...]:
     """Starts that were connected to the previous life of the daemon, and perhaps not yet to this one."""
-    return () if state.gpus_before is None else state.gpus_before.known_starts
+    return () if state.gpus.before is None else state.gpus.before.known_starts
 
 
 def record_read(transition: Transition, event: GpusRead) -> None:
     """The health of a GPU changed."""
-    before, gpus = transition.state.gpus, event.gpus
-    transition.state = replace(
-        transition.state,
-        gpus={gpu.pci: gpu for gpu in gpus},
-        gpu_log_number=event.log_number,
-    )
-    for gpu in gpus:
+    before = transition.state.gpus.status
+    status = {gpu.pci: gpu for gpu in event.gpus}
+    _put(transition, replace(transition.state.gpus, status=status, log_number=event.log_number))
+    for gpu in event.gpus:
         known = before.get(gpu.pci)
         was = GpuHealth.OK if known is None else known.health
         if gpu.health is not was:
@@ -103,15 +107,15 @@ def record_read(transition: Transition, event: GpusRead) -> None:
 def objection(state: State, now_mono_s: float) -> str:
     """Why training cannot be asked for a checkpoint; empty if it can."""
     running = _running(state)
-    if not state.suspect_starts.isdisjoint(running):
-        failed = (describe(gpu) for gpu in state.gpus.values() if gpu.health.has_failed)
+    if not state.gpus.suspect_starts.isdisjoint(running):
+        failed = (describe(gpu) for gpu in state.gpus.status.values() if gpu.health.has_failed)
         return next(failed, "a GPU failed during this start of the training")
     if running:
         return ""
     notice = next((n for n in state.urgent_notices(now_mono_s) if n.source == SOURCE), None)
     if notice is not None:
         return notice.detail or "a GPU failed"
-    return next((describe(gpu) for gpu in state.gpus.values() if gpu.health.has_failed), "")
+    return next((describe(gpu) for gpu in state.gpus.status.values() if gpu.health.has_failed), "")
 
 
 def _running(state: State) -> frozenset[str]:
@@ -120,7 +124,7 @@ def _running(state: State) -> frozenset[str]:
     The later starts of a process use the same GPUs.
     """
     connected = {_process_of(trainer.start_id) for trainer in state.connected if trainer.start_id}
-    return frozenset(connected or {_process_of(state.process)} - {""})
+    return frozenset(connected or {_process_of(state.starts.process)} - {""})
 
 
 def _process_of(start_id: str) -> str:
@@ -129,8 +133,8 @@ def _process_of(start_id: str) -> str:
 
 def doubt(state: State) -> str:
     """Why the newest commit may be wrong; empty if it is sound."""
-    last, sound = state.last_complete, state.healthy_commit
-    if last is None or last not in state.doubtful_commits:
+    last, sound = state.commits.last_complete, state.commits.healthy
+    if last is None or last not in state.gpus.doubtful_commits:
         return ""
     known = (
         "no sound commit of this generation"
@@ -146,6 +150,17 @@ def describe(gpu: GpuStatus) -> str:
     return f"{name} is {gpu.health.value}: {gpu.reason}"
 
 
+def record_found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
+    """A scan found these sets: those of suspect training get its mark."""
+    staging, gpus = transition.state.staging, transition.state.gpus
+    staged_sets.mark_suspect(transition, doubtful(transition.state, new, is_first=is_first))
+    inherited = {
+        staged.id for staged in new if is_first or staged.seen_mono_s == staging.first_scan_mono_s
+    }
+    present = {staged.id for staged in staging.staged}
+    _put(transition, replace(gpus, inherited=(gpus.inherited | inherited) & present))
+
+
 def doubtful(
     state: State, found: Sequence[Staged], *, is_first: bool = False
 ) -> frozenset[CheckpointId]:
@@ -154,33 +169,26 @@ def doubtful(
     Sets of the first scan predate this life of the daemon: only the record of the previous life can show
     which of them are from after a failure.
     """
-    before = state.gpus_before
+    before = state.gpus.before
     if is_first and before is None:
         return frozenset()
     sound = before.sound_sets if is_first and before is not None else frozenset()
-    has_failed = any(gpu.health.has_failed for gpu in state.gpus.values())
+    has_failed = any(gpu.health.has_failed for gpu in state.gpus.status.values())
     return frozenset(
         staged.id
         for staged in found
         if staged.id not in sound
         and (
-            _process_of(staged.id.start) in state.suspect_starts
-            if staged.framework == "swansong" or state.process
+            _process_of(staged.id.start) in state.gpus.suspect_starts
+            if staged.framework == "swansong" or state.starts.process
             else has_failed  # of a process that is not known
         )
     )
 
 
-def marked(staged: Staged) -> Staged:
-    """The set with the mark of suspect training, which enters its manifest in place of the last metric."""
-    names = sorted(staged.health, key=lambda name: not name.startswith("loss"))
-    kept = {name: staged.health[name] for name in names[: bounds.METRICS_MAX - 1]}
-    return replace(staged, health={**kept, GPU_IS_SOUND: 0.0})
-
-
 def _record_failed(transition: Transition, gpu: GpuStatus) -> None:
     state = transition.state
-    away = {_process_of(t.start_id) for t in state.trainers if t.start_id}
+    away = {_process_of(t.start_id) for t in state.ranks.trainers if t.start_id}
     _suspect(transition, away | _running(state) | {*_away(state)})
     _doubt_inherited(transition)
     for waiting in transition.waiting_requests:
@@ -195,31 +203,22 @@ def _suspect(transition: Transition, starts: Set[str]) -> None:
     still there.
     """
     state = transition.state
-    present = {_process_of(trainer.start_id) for trainer in state.trainers} | _running(state)
-    known = sorted(state.suspect_starts | starts, key=lambda start: (start in present, start))
-    transition.state = replace(state, suspect_starts=frozenset(known[-KNOWN_MAX:]))
+    present = {_process_of(trainer.start_id) for trainer in state.ranks.trainers} | _running(state)
+    known = sorted(state.gpus.suspect_starts | starts, key=lambda start: (start in present, start))
+    _put(transition, replace(state.gpus, suspect_starts=frozenset(known[-KNOWN_MAX:])))
 
 
 def _doubt_inherited(transition: Transition) -> None:
     """A failure of the time without a daemon, which is read after the first scan: sets of that time."""
     state = transition.state
-    if state.gpus_before is None:
+    if state.gpus.before is None:
         return
-    inherited = [s for s in state.uncommitted if state.seen.get(s.id) == state.first_scan_mono_s]
-    found = doubtful(state, inherited, is_first=True) - state.suspect
-    flight = state.flight
-
-    def marked_if_found(staged: Staged) -> Staged:
-        return marked(staged) if staged.id in found else staged
-
-    transition.state = replace(
-        state,
-        suspect=state.suspect | found,
-        staged=tuple(marked_if_found(s) for s in state.staged),
-        # A manifest that is being written already keeps no mark, but its set counts as unhealthy here.
-        stored=tuple(replace(item, staged=marked_if_found(item.staged)) for item in state.stored),
-        flight=None if flight is None else replace(flight, staged=marked_if_found(flight.staged)),
-    )
+    inherited = [s for s in state.uncommitted if s.id in state.gpus.inherited]
+    found = doubtful(state, inherited, is_first=True) - state.staging.suspect
+    staged_sets.mark_suspect(transition, found)
+    # A manifest that is being written already keeps no mark, but its set counts as unhealthy here.
+    commits.mark_suspect(transition, found)
+    flight.mark_suspect(transition, found)
 
 
 def _log(transition: Transition, gpu: GpuStatus) -> None:
@@ -231,3 +230,7 @@ def _log(transition: Transition, gpu: GpuStatus) -> None:
         health=gpu.health.value,
         reason=gpu.reason,
     )
+
+
+def _put(transition: Transition, gpus: GpuState) -> None:
+    transition.state = replace(transition.state, gpus=gpus)

@@ -13,19 +13,34 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from swansongd.core import pace, planner
-from swansongd.core.events import Flushed, PaceRead
-from swansongd.core.state import CheckpointRequest, Flight, State, StoredSet
+from swansongd.core.cadence import History
+from swansongd.core.events import Flushed, HistoryRead, PaceRead
+from swansongd.core.state import CheckpointRequest, Flight, Learned, State, StoredSet
 from swansongd.core.transition import Transition
-from swansongd.model import CommitRef, Staged
+from swansongd.model import Staged
 
+THROTTLED = 0.8
+"""A background flush at this fraction of its limit, or more, measures the limit and not the store."""
 SENT_SHARE_MIN = 0.5
 """A flush that sent a smaller share of the unreferenced bytes shows mostly its begin and its end."""
 
 
 def record_read(transition: Transition, event: PaceRead) -> None:
     """The newest commit at the claim carries the figures of an earlier VM."""
-    known = pace.inherited(transition.state.pace, event.figures)
-    transition.state = replace(transition.state, pace=known)
+    learned = transition.state.learned
+    _put(transition, replace(learned, pace=pace.inherited(learned.pace, event.figures)))
+
+
+def record_history(transition: Transition, event: HistoryRead) -> None:
+    """The interruptions of the run's earlier VMs are known."""
+    history = History(event.observed_s, event.uncovered)
+    _put(transition, replace(transition.state.learned, history=history))
+
+
+def forget(transition: Transition) -> None:
+    """Forget what trainers and flushes have shown, which may be forged."""
+    learned = transition.state.learned
+    _put(transition, Learned(last_share=learned.last_share, history=learned.history))
 
 
 def record_found(transition: Transition, new: Collection[Staged], *, is_first: bool) -> None:
@@ -34,10 +49,11 @@ def record_found(transition: Transition, new: Collection[Staged], *, is_first: b
         return
     newest = max(new, key=lambda staged: staged.id)
     files = ((file.path, file.size_bytes) for file in newest.files)
-    transition.state = replace(transition.state, last_share=last_share(newest.framework, files))
+    learned = transition.state.learned
+    _put(transition, replace(learned, last_share=last_share(newest.framework, files)))
     if is_first:
         return
-    saves_s = [t.save_s for t in transition.state.trainers if t.save_s is not None]
+    saves_s = [t.save_s for t in transition.state.ranks.trainers if t.save_s is not None]
     _learn(transition, "size_bytes", newest.size_bytes)
     if saves_s:
         _learn(transition, "save_s", max(saves_s))
@@ -61,16 +77,31 @@ def last_share(framework: str, files: Iterable[tuple[str, int]]) -> float:
 
 
 def record_sealed(transition: Transition, request: CheckpointRequest) -> None:
-    """The set that answers an urgent request is sealed."""
+    """The set that answers a request of an evacuation is sealed."""
+    took_s = transition.now - request.asked_mono_s
+    if request.by_signal:
+        _put(transition, replace(transition.state.learned, signal_save_s=took_s))
     if request.by_signal or not request.is_urgent:
         return
-    took_s = transition.now - request.asked_mono_s
     saves_s = [t.save_s for t in transition.state.connected if t.save_s is not None]
     save_s = max(saves_s, default=0.0)
     if not 0 < save_s <= took_s:  # the report of the new save has not arrived yet
         return
     _learn(transition, "urgent_save_s", save_s)
     _learn(transition, "wait_s", took_s - save_s)
+
+
+def record_sent(transition: Transition, size_bytes: int, duration_s: float) -> None:
+    """A flush has sent these bytes: update the bandwidth."""
+    learned = transition.state.learned
+    known = learned.bandwidth_bytes_per_s
+    limit = transition.state.settings.background_limit_bytes_per_s
+    is_limited = limit is not None and transition.state.evacuation is None  # any notice lifts it
+    is_at_limit = is_limited and size_bytes >= THROTTLED * (limit or 0.0) * duration_s
+    if is_at_limit and (known is None or known * duration_s >= size_bytes):
+        return  # the sample shows the limit: the store is at least this fast
+    bandwidth = planner.updated_bandwidth(known, size_bytes, duration_s)
+    _put(transition, replace(learned, bandwidth_bytes_per_s=bandwidth))
 
 
 def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_bytes: int) -> None:
@@ -137,27 +168,18 @@ def record_manifest(transition: Transition, stored: StoredSet) -> None:
         _learn(transition, "commit_s", max(0.0, transition.now - stored.asked_mono_s))
 
 
-def record_whole(transition: Transition, ref: CommitRef) -> None:
-    """The checkpoint is committed, with the parts of all VMs: compare the forecast of its request."""
-    state = transition.state
-    if state.evacuation is None:
-        return
-    answers = (state.follow_up, state.follow_up_answer), (state.evacuation.request, state.answer)
-    for request, answer in answers:
-        is_new = request is not None and request.took_s is None
-        if request is not None and is_new and answer is not None and state.ref_of(answer) == ref:
-            took_s = max(0.0, transition.now - request.asked_mono_s)
-            transition.update_request(replace(request, took_s=took_s))
-            _learn_error(transition, request, took_s)
-
-
-def _learn_error(transition: Transition, request: CheckpointRequest, took_s: float) -> None:
+def record_error(transition: Transition, request: CheckpointRequest, took_s: float) -> None:
+    """A requested checkpoint is committed: compare its time with the forecast."""
     if request.expected_s:
         error = took_s / request.expected_s - 1
         _learn(transition, "error_square", min(max(error * error, 1e-4), 1.0))
 
 
 def _learn(transition: Transition, name: str, value: float) -> None:
-    known = transition.state.pace
-    figure = pace.updated(getattr(known, name), value)
-    transition.state = replace(transition.state, pace=replace(known, **{name: figure}))
+    learned = transition.state.learned
+    figure = pace.updated(getattr(learned.pace, name), value)
+    _put(transition, replace(learned, pace=replace(learned.pace, **{name: figure})))
+
+
+def _put(transition: Transition, learned: Learned) -> None:
+    transition.state = replace(transition.state, learned=learned)

@@ -15,7 +15,9 @@ ASG_SOURCE = "aws.asg"
 def needs_heartbeat(state: State) -> bool:
     """Whether the hook must be extended: the group announced the end, and there is no verdict yet."""
     evacuation = state.evacuation
-    return ASG_SOURCE in state.notices and evacuation is not None and evacuation.verdict is None
+    return (
+        ASG_SOURCE in state.notices.live and evacuation is not None and evacuation.verdict is None
+    )
 
 
 def is_complete(state: State, verdict: Verdict) -> bool:
@@ -23,4 +25,4 @@ def is_complete(state: State, verdict: Verdict) -> bool:
 
     Not after LOST: a set that a trainer still seals in the remaining time may be committed.
     """
-    return ASG_SOURCE in state.notices and verdict is not Verdict.LOST
+    return ASG_SOURCE in state.notices.live and verdict is not Verdict.LOST

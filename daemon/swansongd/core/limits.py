@@ -22,8 +22,8 @@ def is_undecided(state: State) -> bool:
 
 def may_prune(state: State) -> bool:
     """Whether this VM applies the retention, if the daemon does: the first VM of a job that is not fenced."""
-    is_first = all(trainer.node == 0 for trainer in state.trainers)
-    return state.generation is not None and state.fenced_by is None and is_first
+    is_first = all(trainer.node == 0 for trainer in state.ranks.trainers)
+    return state.generation is not None and state.starts.fenced_by is None and is_first
 
 
 def rate_bytes_per_s(state: State) -> float | None:
@@ -32,9 +32,8 @@ def rate_bytes_per_s(state: State) -> float | None:
     The background limit protects training.  Ranks of another start of the job block until the flush is done,
     so there is no training to protect.
     """
-    finishing = state.finishing
-    is_awaited = finishing is not None and not finishing.is_done
-    return None if is_urgent(state) or is_awaited else state.settings.background_limit_bytes_per_s
+    is_free = is_urgent(state) or state.starts.is_finishing
+    return None if is_free else state.settings.background_limit_bytes_per_s
 
 
 def may_mirror(state: State) -> bool:
@@ -43,7 +42,7 @@ def may_mirror(state: State) -> bool:
     After the verdict they may, as long as no follow-up checkpoint is sent: the VM may be the last one that
     reaches both stores.
     """
-    return not is_undecided(state) and state.flight is None
+    return not is_undecided(state) and state.flush.flight is None
 
 
 def mirror_rate_bytes_per_s(state: State, limit_bytes_per_s: float | None) -> float | None:

@@ -20,12 +20,12 @@ Pure: no clock, disk, socket, thread or environment.  Every failure arrives as a
 
 from __future__ import annotations
 
-from dataclasses import replace
 from typing import assert_never
 
 from swansongd.core import (
     arrival,
     commits,
+    course,
     emergency,
     evacuation,
     flight,
@@ -33,7 +33,6 @@ from swansongd.core import (
     gpus,
     learning,
     notices,
-    peers,
     periodic,
     ranks,
     request,
@@ -42,7 +41,6 @@ from swansongd.core import (
     starts,
     verdict,
 )
-from swansongd.core.cadence import History
 from swansongd.core.events import (
     Action,
     CommitDone,
@@ -50,7 +48,6 @@ from swansongd.core.events import (
     DownloadEnded,
     DownloadStarted,
     Event,
-    Exit,
     FenceFound,
     FinishAsked,
     Flushed,
@@ -88,23 +85,20 @@ from swansongd.core.events import (
     TrainerSealed,
     WokeUp,
 )
-from swansongd.core.pace import UNKNOWN
 from swansongd.core.state import State
 from swansongd.core.transition import EXIT_STOPPED, Transition
-from swansongd.model import TrainerView
 
 
 def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Action, ...]]:
     """One transition: the state after the event, and the actions that it calls for."""
     transition = Transition(state, now_mono_s)
-    if not state.is_leaving:
+    if not state.course.is_leaving:
         _record(transition, event)
         _reconcile(transition)
     return transition.state, tuple(transition.actions)
 
 
 def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - one case for each event
-    state = transition.state
     match event:
         case NoticeRaised(notice):
             notices.record_raised(transition, notice)
@@ -116,28 +110,32 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             gpus.record_read(transition, event)
         case TrainerJoined(trainer):
             ranks.record_joined(transition, trainer)
+            starts.record_joined(transition, trainer.connection)
+            request.record_joined(transition, trainer.connection, trainer.rank)
         case TrainerRefused(_, reason):
             ranks.record_refused(transition, reason)
         case TrainerLeft():
+            starts.record_left(transition, event)
+            request.record_left(transition, event)
             ranks.record_left(transition, event)
         case TrainerProgress():
             ranks.record_progress(transition, event)
+            starts.record_progress(transition, event)
         case TrainerAccepted(connection, request_id, at_step):
             request.record_accepted(transition, connection, request_id, at_step)
         case TrainerAgreed(request_id, at_step):
             request.record_agreed(transition, request_id, at_step)
         case PeerRequested(request_id, reason, seconds_left):
-            of_peer = peers.notice_of(transition, request_id, reason, seconds_left)
-            if of_peer is not None:
-                notices.record_raised(transition, of_peer)
+            notices.record_peer(transition, request_id, reason, seconds_left)
         case FinishAsked(start_id):
             starts.record_finish_asked(transition, start_id)
         case StartBegun(connection, start_id):
-            starts.record_begun(transition, connection, start_id)
+            ranks.record_begun(transition, connection, start_id)
+            starts.record_begun(transition, connection)
         case ProcessFound():
             starts.record_process(transition, event)
         case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
-            emergency.record_sealed(transition, request_id, at_step)
+            request.record_sealed(transition, request_id, at_step)
             measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)
             ranks.record_measures(transition, measured)
         case TrainerFailed(_, request_id, reason):
@@ -150,31 +148,31 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case RolledBack(to_step):
             starts.record_rolled_back(transition, to_step)
         case RunRead(newest, newest_start):
-            starts.record_newest(transition, newest, newest_start)
-        case NewestDated(ref, age_s):
-            dated_mono_s = transition.now - age_s
-            transition.state = replace(state, found_commit=ref, found_commit_mono_s=dated_mono_s)
+            commits.record_newest(transition, newest, newest_start)
+        case NewestDated():
+            commits.record_dated(transition, event)
         case PaceRead():
             learning.record_read(transition, event)
-        case HistoryRead(observed_s, uncovered):
-            transition.state = replace(state, history=History(observed_s, uncovered))
+        case HistoryRead():
+            learning.record_history(transition, event)
         case SignalSent(request_id, pid):
-            emergency.record_signalled(transition, request_id, pid)
+            request.record_signalled(transition, request_id, pid)
         case SignalRefused(request_id, reason):
-            emergency.record_signal_refused(transition, request_id, reason)
+            request.record_signal_refused(transition, request_id, reason)
         case SignalledExited(request_id, _):
-            emergency.record_process_ended(transition, request_id)
+            request.record_process_ended(transition, request_id)
         case Scanned():
-            staged_sets.record_scan(transition, event)
+            _record_scan(transition, event)
         case GenerationClaimed():
             starts.record_claimed(transition, event)
         case FlushProgress():
             flight.record_progress(transition, event)
         case Flushed():
-            flight.record_flushed(transition, event)
+            commits.record_flushed(transition, event)
         case FlushFailed():
             flight.record_failed(transition, event)
         case CommitDone(flush_id, ref):
+            gpus.record_commit(transition, flush_id, ref)
             commits.record_done(transition, flush_id, ref)
         case PartsCounted():
             commits.record_parts_counted(transition, event)
@@ -185,16 +183,29 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case WokeUp(slept_s):
             starts.record_woke_up(transition, slept_s)
         case StopRequested(reason):
-            transition.state = replace(transition.state, is_leaving=True)
-            transition.do(Exit(EXIT_STOPPED, reason))
+            course.leave(transition, EXIT_STOPPED, reason)
         case Tick():
             flight.sample_bandwidth(transition)
         case _ as unreachable:
             assert_never(unreachable)
 
 
+def _record_scan(transition: Transition, event: Scanned) -> None:
+    """A scan of staging ended: its sets get their starts, and then may answer requests."""
+    staging = transition.state.staging
+    is_first = staging.first_scan_mono_s is None
+    known = {staged.id for staged in staging.staged}
+    unknown = [staged for staged in event.staged if staged.id not in known]
+    new = starts.record_found(transition, unknown, is_first=is_first)
+    staged_sets.record_scan(transition, event, new, is_first=is_first)
+    gpus.record_found(transition, new, is_first=is_first)
+    learning.record_found(transition, new, is_first=is_first)
+    flight.record_scan(transition, event)
+    request.record_scan(transition, event, is_first=is_first)
+
+
 def _reconcile(transition: Transition) -> None:
-    if transition.state.is_leaving:
+    if transition.state.course.is_leaving:
         return
     evacuation.reconcile(transition)
     arrival.reconcile(transition)
@@ -215,39 +226,13 @@ def rebuilt(state: State) -> State:
     For a state with which :func:`step` fails: only input from outside can have spoiled it.  Notices, the
     generation and the commits stay, and the evacuation opens again.  The caller orders a scan of staging.
     """
-    return replace(
-        state,
-        trainers=tuple(_without_reports(trainer) for trainer in state.trainers),
-        staged=(),
-        pending=(),
-        growing=(),
-        stored_bytes={},
-        rejected=frozenset(),
-        flight=None,
-        stored=(),
-        last_commit=state.last_complete,
-        incomplete=None,
-        retry_mono_s=0.0,
-        failures=0,
-        bandwidth_bytes_per_s=None,
-        signal_save_s=None,
-        pace=UNKNOWN,
-        periodic=None,
-        saved_mono_s=None,
-        stalled=frozenset(),
-        evacuation=None,
-        opened=(),
-    )
-
-
-def _without_reports(trainer: TrainerView) -> TrainerView:
-    return replace(
-        trainer,
-        save_s=None,
-        save_bytes=None,
-        snapshot_s=None,
-        step_s=None,
-        loss=None,
-        loss_is_finite=None,
-        reported_mono_s=None,
-    )
+    transition = Transition(state, 0.0)
+    ranks.forget_reports(transition)
+    gpus.forget(transition)
+    staged_sets.forget(transition)
+    flight.forget(transition)
+    commits.forget(transition)
+    learning.forget(transition)
+    request.end_periodic(transition)
+    course.forget(transition)
+    return transition.state

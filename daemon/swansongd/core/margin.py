@@ -26,12 +26,12 @@ class Margin:
 
 def margins(state: State) -> tuple[Margin, ...]:
     """The margin of each kind of notice that this VM may get, the shortest grace period first."""
-    if state.fenced_by is not None:
+    if state.starts.fenced_by is not None:
         return ()
     needed_s = _needed_s(state)
     found = []
     for kind in state.settings.notice_kinds:
-        status = state.sources.get(kind.source)
+        status = state.notices.sources.get(kind.source)
         if status is not None and status.health is Health.UNSUPPORTED:
             continue
         grace_s = max(kind.grace_s, state.lead_s) if kind.is_scheduled else kind.grace_s
@@ -52,22 +52,22 @@ def _needed_s(state: State) -> float | None:
         return made.needed_s(state.settings.reserve_s) + made.spread_s
     left_bytes = max((c.bytes_left for c in state.candidates), default=0)
     if not left_bytes:
-        return _store_s(state, 0) if state.stored else 0.0
-    if state.bandwidth_bytes_per_s is None:
+        return _store_s(state, 0) if state.commits.stored else 0.0
+    if state.learned.bandwidth_bytes_per_s is None:
         return None
     return _store_s(state, left_bytes)
 
 
 def _store_s(state: State, size_bytes: int) -> float:
     """Time to send these bytes of a sealed set and to commit it."""
-    send_s = planner.seconds_to_store(size_bytes, state.bandwidth_bytes_per_s)
+    send_s = planner.seconds_to_store(size_bytes, state.learned.bandwidth_bytes_per_s)
     return send_s + max(state.settings.reserve_s, state.forecast.commit_s)
 
 
 def _covered_step(state: State, grace_s: float) -> int | None:
     """Step of the newest state that would be committed without a new checkpoint."""
     steps = [c.id.step for c in state.candidates if _store_s(state, c.bytes_left) <= grace_s]
-    steps += [item.staged.id.step for item in state.stored]
-    if state.last_complete is not None:
-        steps.append(state.last_complete.step)
+    steps += [item.staged.id.step for item in state.commits.stored]
+    if state.commits.last_complete is not None:
+        steps.append(state.commits.last_complete.step)
     return max(steps, default=None)

@@ -12,10 +12,13 @@ A source may name any time, any number of times.  Three rules make that harmless
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
-from swansongd.core.state import State
-from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
+from swansongd.core import course
+from swansongd.core.request_ids import are_of_one
+from swansongd.core.state import NoticeState, State
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, PEER_SOURCE, Transition
 from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceStatus, Verdict
 
 OUTLIVED_S = 10.0
@@ -29,12 +32,20 @@ BY_HAND_MAX = 16
 SAME_END_S = 0.3
 """Notices by hand with deadlines this close are one notice: simultaneous calls, or a retried call."""
 REPEATS_MAX = 16
+PRECAUTION_EVERY_S = 600.0
+"""Advisory notices can come in storms; at most one in this time causes a checkpoint."""
+PREPARED_MAX = 64
+PEER_LONGEST_S = 3600.0
+"""The longest notice that a cloud gives: host maintenance."""
+PEER_REQUESTS_MAX = 3
+PEER_WINDOW_S = 60.0
+"""No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
 
 
 def record_source(transition: Transition, status: SourceStatus) -> None:
     """The health of a source changed."""
-    sources = {**transition.state.sources, status.source: status}
-    transition.state = replace(transition.state, sources=sources)
+    notices = transition.state.notices
+    _put(transition, replace(notices, sources={**notices.sources, status.source: status}))
     transition.log(
         "info" if status.health in (Health.OK, Health.UNSUPPORTED) else "warning",
         "health",
@@ -48,37 +59,40 @@ def record_raised(transition: Transition, notice: Notice) -> None:
     """A source shows a notice: a new one, or one that is in force already."""
     if notice.deadline_mono_s <= transition.now:
         notice = _overdue(transition, notice)
-    known = transition.state.notices.get(_key(notice))
+    known = transition.state.notices.live.get(_key(notice))
     if known is not None and known.identity == notice.identity:
         _record_again(transition, known, notice)
         return
     if notice.source in BY_HAND and _is_repeated(transition, notice):
         return
-    _put(transition, notice)
-    if notice.identity not in transition.state.concluded:
+    _put_live(transition, {_key(notice): notice})
+    if notice.identity not in transition.state.notices.concluded:
         _log(transition, notice)
 
 
 def record_withdrawn(transition: Transition, source: str, reason: str) -> None:
     """A source no longer shows its notice.  The same notice later is a new one."""
-    state = transition.state
-    gone = {key: notice for key, notice in state.notices.items() if notice.source == source}
+    notices = transition.state.notices
+    gone = {key: notice for key, notice in notices.live.items() if notice.source == source}
     if not gone:
         return
     identities = {notice.identity for notice in gone.values()}
-    transition.state = replace(
-        transition.state,
-        notices={key: notice for key, notice in state.notices.items() if key not in gone},
-        concluded=tuple(i for i in state.concluded if i not in identities),
-        prepared=tuple(i for i in state.prepared if i not in identities),
+    _put(
+        transition,
+        replace(
+            notices,
+            live={key: notice for key, notice in notices.live.items() if key not in gone},
+            concluded=tuple(i for i in notices.concluded if i not in identities),
+            prepared=tuple(i for i in notices.prepared if i not in identities),
+        ),
     )
     transition.log("warning", "notice_withdrawn", source=source, reason=reason)
 
 
 def record_outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
     """The VM has outlived its deadline, and each of these notices whose own deadline has passed."""
-    notices = dict(transition.state.notices)
-    concluded = list(transition.state.concluded)
+    notices = transition.state.notices
+    left_live, concluded = dict(notices.live), list(notices.concluded)
     for notice in live:
         # Its next evacuation gets another id, in this life of the daemon and in the next one.
         left = replace(notice, evacuation_id="")
@@ -88,22 +102,17 @@ def record_outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
                 left = replace(left, deadline_mono_s=later_s, later_mono_s=None)
             else:
                 concluded.append(notice.identity)
-        notices[_key(notice)] = left
+        left_live[_key(notice)] = left
         if notice.source in BY_HAND and notice.identity in concluded:
-            del notices[_key(notice)]  # no source withdraws it
-    transition.state = replace(
-        transition.state, notices=notices, concluded=tuple(concluded[-CONCLUDED_MAX:])
-    )
+            del left_live[_key(notice)]  # no source withdraws it
+    newest = tuple(concluded[-CONCLUDED_MAX:])
+    _put(transition, replace(notices, live=left_live, concluded=newest))
 
 
 def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
     """An evacuation is about to open: notices that are overdue by now get the assumed time."""
     overdue = [notice for notice in live if notice.deadline_mono_s <= transition.now]
-    if overdue:
-        extended = {_key(notice): _overdue(transition, notice) for notice in overdue}
-        transition.state = replace(
-            transition.state, notices={**transition.state.notices, **extended}
-        )
+    _put_live(transition, {_key(notice): _overdue(transition, notice) for notice in overdue})
 
 
 def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation_id: str) -> None:
@@ -113,10 +122,7 @@ def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation
         for notice in live
         if notice.evacuation_id != evacuation_id
     }
-    if changed:
-        transition.state = replace(
-            transition.state, notices={**transition.state.notices, **changed}
-        )
+    _put_live(transition, changed)
 
 
 def record_verdict(transition: Transition, verdict: Verdict, start_id: str) -> None:
@@ -124,48 +130,105 @@ def record_verdict(transition: Transition, verdict: Verdict, start_id: str) -> N
     evacuation = transition.evacuation
     answered = {
         key: replace(notice, verdict=verdict, verdict_start=start_id)
-        for key, notice in transition.state.notices.items()
+        for key, notice in transition.state.notices.live.items()
         if notice.evacuation_id == evacuation.id
     }
-    notices = {**transition.state.notices, **answered}
-    transition.state = replace(transition.state, notices=notices)
+    _put_live(transition, answered)
 
 
 def identities(state: State, answered: frozenset[str]) -> frozenset[str]:
     """The identities of these notices and of their repetitions."""
-    repeats = (n.repeats for n in state.notices.values() if n.identity in answered)
+    repeats = (n.repeats for n in state.notices.live.values() if n.identity in answered)
     return answered.union(*repeats)
 
 
 def admitted(transition: Transition, news: tuple[Notice, ...]) -> tuple[Notice, ...]:
     """The notices whose sources may cause one more evacuation now."""
+    notices = transition.state.notices
     admitted = tuple(n for n in news if _is_within_rate(transition, n))
     held = {notice.source for notice in news} - {notice.source for notice in admitted}
-    for source in sorted(held - transition.state.held):
+    for source in sorted(held - notices.held):
         transition.log("warning", "evacuation_held", source=source, hint="too many in a short time")
-    if not held <= transition.state.held:
-        transition.state = replace(transition.state, held=transition.state.held | held)
+    _put(transition, replace(notices, held=notices.held | held))
     return admitted
 
 
 def record_opened(transition: Transition, source: str) -> None:
     """An evacuation opens because of this source."""
-    until_s = (
-        max(transition.now, transition.state.rates_mono_s.get(source, transition.now)) + EVERY_S
+    notices = transition.state.notices
+    until_s = max(transition.now, notices.rates_mono_s.get(source, transition.now)) + EVERY_S
+    rates_mono_s = {**notices.rates_mono_s, source: until_s}
+    _put(transition, replace(notices, rates_mono_s=rates_mono_s, held=notices.held - {source}))
+
+
+def admits_precaution(transition: Transition, notice: Notice) -> bool:
+    """Whether this advisory notice causes a checkpoint; it may do so once."""
+    notices = transition.state.notices
+    prepared = (*notices.prepared, notice.identity)[-PREPARED_MAX:]
+    last = notices.precaution_mono_s
+    if last is not None and transition.now - last < PRECAUTION_EVERY_S:
+        _put(transition, replace(notices, prepared=prepared))
+        transition.log(
+            "info", "precaution_skipped", source=notice.source, reason="one was just taken"
+        )
+        return False
+    _put(transition, replace(notices, prepared=prepared, precaution_mono_s=transition.now))
+    return True
+
+
+def record_peer(transition: Transition, request_id: str, reason: str, seconds_left: float) -> None:
+    """Another VM has requested a checkpoint: its request becomes a notice here.
+
+    Daemons do not connect to each other.  They learn about other VMs from their trainers, which agree in the
+    job's own store, and from the bucket.
+
+    There is no notice when the request is known or our own, when no trainer of this VM belongs to a job over
+    several VMs, or when there were too many requests.  A trainer that forges requests therefore costs a few
+    checkpoints.
+    """
+    state, notices = transition.state, transition.state.notices
+    known = notices.live.get(PEER_SOURCE)
+    # Repeated and follow-up requests have the id of the first one and a suffix.
+    names = (
+        *state.course.opened,
+        known.identity if known is not None else "",
+        state.evacuation.id if state.evacuation is not None else "",
     )
-    transition.state = replace(
-        transition.state,
-        rates_mono_s={**transition.state.rates_mono_s, source: until_s},
-        held=transition.state.held - {source},
+    is_known = any(name and are_of_one(request_id, name) for name in names)
+    if is_known or not state.spans_vms:
+        return
+    recent = tuple(made for made in notices.peers_mono_s if transition.now - made < PEER_WINDOW_S)
+    if len(recent) >= PEER_REQUESTS_MAX:
+        transition.log("warning", "peer_request_ignored", reason=f"over {len(recent)} in a minute")
+        return
+    deadline_mono_s = transition.now + min(max(0.0, seconds_left), PEER_LONGEST_S)
+    ends = (notices.peer_end_mono_s, deadline_mono_s)
+    end_mono_s = min(end for end in ends if end is not None)
+    peers_mono_s = (*recent, transition.now)
+    _put(transition, replace(notices, peers_mono_s=peers_mono_s, peer_end_mono_s=end_mono_s))
+    of_peer = Notice(
+        source=PEER_SOURCE,
+        kind="reclaim",
+        identity=request_id,
+        severity=Severity.IMMINENT,
+        deadline_mono_s=deadline_mono_s,
+        deadline_quality=DeadlineQuality.DERIVED,
+        detail=reason,
     )
+    record_raised(transition, of_peer)
+
+
+def forget_peer_end(transition: Transition) -> None:
+    """Another start has begun, perhaps without the VM that ends."""
+    _put(transition, replace(transition.state.notices, peer_end_mono_s=None))
 
 
 def _is_within_rate(transition: Transition, notice: Notice) -> bool:
     if notice.severity is Severity.SHUTTING_DOWN or notice.source in BY_HAND:
         return True  # from this host or its operator
-    if notice.evacuation_id and notice.evacuation_id not in transition.state.opened:
+    if notice.evacuation_id and notice.evacuation_id not in transition.state.course.opened:
         return True  # it was open before a restart
-    until_s = transition.state.rates_mono_s.get(notice.source, transition.now)
+    until_s = transition.state.notices.rates_mono_s.get(notice.source, transition.now)
     return until_s - transition.now <= (AT_ONCE - 1) * EVERY_S
 
 
@@ -185,7 +248,7 @@ def _overdue(transition: Transition, notice: Notice) -> Notice:
 def _record_again(transition: Transition, known: Notice, notice: Notice) -> None:
     """The source shows a notice that is in force, perhaps nearer, more severe or put off."""
     state = transition.state
-    if notice.identity in state.concluded:
+    if notice.identity in state.notices.concluded:
         _record_put_off(transition, known, notice)
         return
     evacuation = state.evacuation
@@ -196,12 +259,10 @@ def _record_again(transition: Transition, known: Notice, notice: Notice) -> None
     )
     is_learned = _is_learned(state, known, notice)
     merged = _merged(known, notice, is_answered=is_answered, is_learned=is_learned)
-    _put(transition, merged)
+    _put_live(transition, {_key(merged): merged})
     if is_learned and is_answered:
         live = transition.state.urgent_notices(transition.now) or (merged,)
-        transition.evacuation = replace(
-            transition.evacuation, deadline_mono_s=min(n.deadline_mono_s for n in live)
-        )
+        course.move_deadline(transition, min(n.deadline_mono_s for n in live))
         transition.mark(
             "deadline_learned", seconds_left=round(transition.left_s, 2), source=notice.source
         )
@@ -213,9 +274,10 @@ def _record_put_off(transition: Transition, known: Notice, notice: Notice) -> No
     is_further = notice.deadline_mono_s > known.deadline_mono_s + OUTLIVED_S
     if notice.deadline_quality is DeadlineQuality.ASSUMED or is_guess or not is_further:
         return
-    concluded = tuple(i for i in transition.state.concluded if i != notice.identity)
-    transition.state = replace(transition.state, concluded=concluded)
-    _put(transition, notice)
+    notices = transition.state.notices
+    concluded = tuple(i for i in notices.concluded if i != notice.identity)
+    _put(transition, replace(notices, concluded=concluded))
+    _put_live(transition, {_key(notice): notice})
     _log(transition, notice)
 
 
@@ -241,14 +303,9 @@ def _merged(known: Notice, notice: Notice, *, is_answered: bool, is_learned: boo
     return replace(merged, later_mono_s=notice.deadline_mono_s) if is_stated else merged
 
 
-def _put(transition: Transition, notice: Notice) -> None:
-    notices = {**transition.state.notices, _key(notice): notice}
-    transition.state = replace(transition.state, notices=notices)
-
-
 def _is_repeated(transition: Transition, notice: Notice) -> bool:
     """Whether a notice by hand changes nothing: its end is known, or too many others are in force."""
-    others = [n for n in transition.state.notices.values() if n.source == notice.source]
+    others = [n for n in transition.state.notices.live.values() if n.source == notice.source]
     same = next(
         (n for n in others if abs(n.deadline_mono_s - notice.deadline_mono_s) <= SAME_END_S), None
     )
@@ -276,11 +333,8 @@ def _merge_repeated(transition: Transition, same: Notice, notice: Notice) -> Non
         deadline_mono_s=min(same.deadline_mono_s, notice.deadline_mono_s),
         severity=max(same.severity, notice.severity),
     )
-    _put(transition, merged)
-    last = transition.state.last_verdict
-    if last is not None and same.identity in last.notices:
-        answered = last.notices | {notice.identity}
-        transition.state = replace(transition.state, last_verdict=replace(last, notices=answered))
+    _put_live(transition, {_key(merged): merged})
+    course.record_repeated(transition, same, notice)
     transition.log("info", "notice_repeated", source=notice.source, detail=notice.detail)
 
 
@@ -294,8 +348,8 @@ def _make_room(transition: Transition, others: list[Notice]) -> bool:
     )
     if latest is None:
         return False
-    left = {key: n for key, n in state.notices.items() if n is not latest}
-    transition.state = replace(state, notices=left)
+    left = {key: n for key, n in state.notices.live.items() if n is not latest}
+    _put(transition, replace(state.notices, live=left))
     return True
 
 
@@ -306,7 +360,7 @@ def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
     after the short time, the long one applies.  That conclusion is valid only while logind works and would
     have reported the soft-off.
     """
-    logind = state.sources.get(LOGIND_SOURCE)
+    logind = state.notices.sources.get(LOGIND_SOURCE)
     return (
         known.deadline_quality is DeadlineQuality.ASSUMED
         and not known.is_overdue
@@ -314,7 +368,7 @@ def _is_learned(state: State, known: Notice, notice: Notice) -> bool:
         and notice.deadline_mono_s > known.deadline_mono_s
         and logind is not None
         and logind.health is Health.OK
-        and not state.notices.keys() & {LOGIND_SOURCE, HOST_SOURCE}
+        and not state.notices.live.keys() & {LOGIND_SOURCE, HOST_SOURCE}
     )
 
 
@@ -329,3 +383,12 @@ def _log(transition: Transition, notice: Notice) -> None:
         deadline_quality=notice.deadline_quality.value,
         detail=notice.detail,
     )
+
+
+def _put_live(transition: Transition, changed: Mapping[str, Notice]) -> None:
+    notices = transition.state.notices
+    _put(transition, replace(notices, live={**notices.live, **changed}))
+
+
+def _put(transition: Transition, notices: NoticeState) -> None:
+    transition.state = replace(transition.state, notices=notices)

@@ -7,11 +7,16 @@ reason ends it.  After a failure the next interval brings the next request.
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from swansongd.core import cadence
 from swansongd.core.planner import take_s
-from swansongd.core.request import fail, reconcile_target, send, withdraw
+from swansongd.core.request import (
+    end_periodic,
+    fail,
+    reconcile_target,
+    record_periodic,
+    send,
+    withdraw,
+)
 from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import Transition
 
@@ -31,13 +36,13 @@ def interval_s(state: State) -> float:
     return cadence.interval_s(
         save_cost_s=max((cost for cost in costs if cost is not None), default=None),
         store_s=take_s(state.measured),
-        mtbf_s=cadence.expected_mtbf_s(settings.mtbf_s, state.history),
+        mtbf_s=cadence.expected_mtbf_s(settings.mtbf_s, state.learned.history),
     )
 
 
 def reconcile(transition: Transition) -> None:
     """Request a checkpoint that is due, or follow the request to its end."""
-    request = transition.state.periodic
+    request = transition.state.requests.periodic
     if request is not None:
         _follow(transition, request)
     elif _is_due(transition):
@@ -45,7 +50,7 @@ def reconcile(transition: Transition) -> None:
 
 
 def _follow(transition: Transition, request: CheckpointRequest) -> None:
-    saved_mono_s = transition.state.saved_mono_s
+    saved_mono_s = transition.state.staging.saved_mono_s
     if _is_pressed(transition):
         _end(transition, request, "the VM may be terminated")
     elif transition.now > request.agree_by_mono_s:
@@ -53,7 +58,7 @@ def _follow(transition: Transition, request: CheckpointRequest) -> None:
     elif saved_mono_s is not None and saved_mono_s > request.asked_mono_s:
         if request.target is None:  # the set was saved for another reason: no rank need wait
             _end(transition, request, "a checkpoint was just taken")
-        transition.state = replace(transition.state, periodic=None)
+        end_periodic(transition)
     else:
         reconcile_target(transition, request)
 
@@ -68,13 +73,17 @@ def _is_due(transition: Transition) -> bool:
         and state.generation is not None
         and 0 in ranks
         and len(ranks) >= state.local_world_size
-        and (len(state.uncommitted) < UNCOMMITTED_MAX or state.failures > 0)
+        and (len(state.uncommitted) < UNCOMMITTED_MAX or state.flush.failures > 0)
     )
     if not is_ready:
         return False
     if not all(t.takes_periodic and t.step > 0 for t in state.connected):
         return False
-    moments = (state.saved_mono_s, state.joined_mono_s, state.periodic_mono_s)
+    moments = (
+        state.staging.saved_mono_s,
+        state.ranks.joined_mono_s,
+        state.requests.periodic_mono_s,
+    )
     last = max((moment for moment in moments if moment is not None), default=transition.now)
     return transition.now - last >= interval_s(state)
 
@@ -102,10 +111,10 @@ def _make(transition: Transition) -> None:
         agree_by_mono_s=transition.now + PATIENCE_S,
         ranks=frozenset(trainer.rank for trainer in connected),
     )
-    transition.state = replace(transition.state, periodic=request, periodic_mono_s=transition.now)
+    record_periodic(transition, request)
     send(transition, request, tuple(trainer.connection for trainer in connected))
 
 
 def _end(transition: Transition, request: CheckpointRequest, reason: str) -> None:
     withdraw(transition, request, reason)
-    transition.state = replace(transition.state, periodic=None)
+    end_periodic(transition)

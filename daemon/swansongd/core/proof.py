@@ -26,7 +26,7 @@ class Position:
 
 def prove(state: State) -> tuple[Verdict, str]:
     """The verdict that holds now, with its reason; this is the only way to SAFE."""
-    newest, position = state.last_complete, position_of(state)
+    newest, position = state.commits.last_complete, position_of(state)
     doubt = gpus.doubt(state)
     stands = "no checkpoint of the run is whole" if newest is None else doubt or f"{newest} stands"
     if position is None:
@@ -34,8 +34,11 @@ def prove(state: State) -> tuple[Verdict, str]:
     if state.part is not None:
         stands = f"{state.part}; {stands}"
     below = Verdict.LOST if newest is None else Verdict.PARTIAL
-    if state.fenced_by is not None:
-        return below, f"the run continues on other VMs as generation {state.fenced_by}; {stands}"
+    if state.starts.fenced_by is not None:
+        return (
+            below,
+            f"the run continues on other VMs as generation {state.starts.fenced_by}; {stands}",
+        )
     if isinstance(position, str):
         return below, f"{position}; {stands}"
     if newest is None:
@@ -104,8 +107,8 @@ def _position_in(state: State, start: Start, request: CheckpointRequest | None) 
 
 def _answered_step(state: State, start: Start) -> int | None:
     """Step of a set that answers a request of this evacuation, or that ends the run."""
-    evacuation, last = state.evacuation, state.last_complete
-    sets = [s.id for s in state.staged if s.id.start == start.id and s.id not in state.unusable]
+    evacuation, last = state.evacuation, state.commits.last_complete
+    sets = [s.id for s in state.staging.usable if s.id.start == start.id]
     ends = [id_.step for id_ in sets if id_.is_final]
     if last is not None and last.is_final and last.generation == start.generation:
         ends.append(last.step)
@@ -119,7 +122,7 @@ def _answered_step(state: State, start: Start) -> int | None:
     if start.is_live:  # otherwise it may have been started again while the daemon was down
         answers += [
             s.id.step
-            for s in state.staged
+            for s in state.staging.staged
             if s.id in sets and are_of_one(evacuation.id, s.request_id)
         ]
     return min(answers, default=None)
@@ -153,7 +156,7 @@ def _agreed(state: State, start: Start, request: CheckpointRequest | None) -> Po
 
 def range_of(state: State, start: Start) -> list[int]:
     """The ranks of a start on this VM; ranks that never connected have no number, and count as -1."""
-    known = {t.rank for t in state.trainers if t.start_id == start.id} | set(start.members)
+    known = {t.rank for t in state.ranks.trainers if t.start_id == start.id} | set(start.members)
     missing = max(0, start.ranks - len(known))
     return sorted(known) + [-1] * missing
 

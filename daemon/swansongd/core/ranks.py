@@ -3,45 +3,46 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from swansongd.core import emergency, request, stall, starts
 from swansongd.core.events import (
     TellCommitted,
     TrainerFailed,
     TrainerLeft,
     TrainerProgress,
 )
-from swansongd.core.state import (
-    FailedSaves,
-)
+from swansongd.core.state import FailedSaves, RankState, RefusedRanks
 from swansongd.core.transition import Transition
-from swansongd.model import (
-    TrainerView,
-)
+from swansongd.model import UNKNOWN_PARENT, TrainerView
+
+SMOOTHING = 0.2
+"""Weight of the newest report in the usual step time."""
 
 
 def record_joined(transition: Transition, trainer: TrainerView) -> None:
     """A rank connected, for the first time or again."""
     state = transition.state
     others = tuple(
-        t for t in state.trainers if t.pid != trainer.pid and not _is_of_other_job(t, trainer)
+        t for t in state.ranks.trainers if t.pid != trainer.pid and not _is_of_other_job(t, trainer)
     )
     process = (trainer.pid, trainer.process_start)
-    known = next((t for t in state.trainers if (t.pid, t.process_start) == process), None)
+    known = next((t for t in state.ranks.trainers if (t.pid, t.process_start) == process), None)
     if known is not None:
         trainer = replace(
             trainer,
             start_step=known.start_step,
             start_id=trainer.start_id or known.start_id,
         )
-    if not state.connected:
-        transition.state = replace(transition.state, joined_mono_s=transition.now)
-    transition.state = replace(transition.state, trainers=(*others, trainer))
-    if state.last_complete is not None:  # perhaps committed while the rank was not connected
-        transition.do(TellCommitted(state.last_complete, (trainer.connection,)))
-    starts.record_joined(transition, trainer)
-    request.record_joined(transition, trainer.connection, trainer.rank)
+    joined_mono_s = state.ranks.joined_mono_s if state.connected else transition.now
+    _put(
+        transition,
+        replace(state.ranks, trainers=(*others, trainer), joined_mono_s=joined_mono_s),
+    )
+    if (
+        state.commits.last_complete is not None
+    ):  # perhaps committed while the rank was not connected
+        transition.do(TellCommitted(state.commits.last_complete, (trainer.connection,)))
 
 
 def _is_of_other_job(other: TrainerView, trainer: TrainerView) -> bool:
@@ -55,29 +56,21 @@ def _is_of_other_job(other: TrainerView, trainer: TrainerView) -> bool:
 
 def record_refused(transition: Transition, reason: str) -> None:
     """A process was refused because another one has its rank."""
-    transition.state = replace(
-        transition.state,
-        ranks_refused=transition.state.ranks_refused + 1,
-        refused_why=reason,
-        refused_mono_s=transition.now,
-    )
+    ranks = transition.state.ranks
+    refused = RefusedRanks(ranks.refused.count + 1, reason, transition.now)
+    _put(transition, replace(ranks, refused=refused))
 
 
 def record_left(transition: Transition, event: TrainerLeft) -> None:
     """The connection of a rank ended, perhaps with its process."""
-    state = transition.state
-    gone = next((t for t in state.trainers if t.connection == event.connection), None)
+    ranks = transition.state.ranks
+    gone = ranks.on(event.connection)
     if gone is None:
         return
-    others = tuple(t for t in state.trainers if t.connection != event.connection)
+    left = [trainer for trainer in ranks.trainers if trainer is not gone]
     if not event.exited:
-        away = replace(gone, is_connected=False, left_mono_s=transition.now)
-        transition.state = replace(state, trainers=(*others, away))
-        return
-    transition.state = replace(transition.state, trainers=others)
-    if event.is_goodbye:
-        starts.record_ended(transition, gone)
-    emergency.record_rank_ended(transition, gone.rank)
+        left.append(replace(gone, is_connected=False, left_mono_s=transition.now))
+    _put(transition, replace(ranks, trainers=tuple(left)))
 
 
 def record_progress(transition: Transition, event: TrainerProgress) -> None:
@@ -88,24 +81,40 @@ def record_progress(transition: Transition, event: TrainerProgress) -> None:
 
 def _record_start(transition: Transition, event: TrainerProgress) -> None:
     """The first report of a connection, and each report of another start, has the first step of training."""
-    trainer = next((t for t in transition.state.trainers if t.connection == event.connection), None)
+    trainer = transition.state.ranks.on(event.connection)
     is_placed = trainer is not None and trainer.start_step >= 0
     if trainer is None or event.step < 0 or (is_placed and not event.start_id):
         return
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
         placed = replace(placed, start_id=event.start_id, parent=event.parent, step=event.step)
-    others = (t for t in transition.state.trainers if t is not trainer)
-    transition.state = replace(transition.state, trainers=(*others, placed))
-    if event.start_id:
-        starts.record_member(transition, placed)
-        starts.record_started(transition, event.start_id)
+    _move_to_end(transition, [placed])
+
+
+def record_named(transition: Transition, connections: Set[int], start_id: str) -> None:
+    """These ranks were told the start to which they belong."""
+    trainers = transition.state.ranks.trainers
+    named = [replace(t, start_id=start_id) for t in trainers if t.connection in connections]
+    _move_to_end(transition, named)
+
+
+def record_begun(transition: Transition, connection: int, start_id: str) -> None:
+    """A rank belongs to a start that begins now, and has yet to report what it loads."""
+    trainer = transition.state.ranks.on(connection)
+    if trainer is not None:
+        _update(transition, replace(trainer, start_id=start_id, parent=UNKNOWN_PARENT))
+
+
+def record_stalled(transition: Transition, connections: Set[int]) -> None:
+    """Exactly the ranks with these connections make no progress."""
+    ranks = transition.state.ranks
+    marked = tuple(replace(t, is_stalled=t.connection in connections) for t in ranks.trainers)
+    _put(transition, replace(ranks, trainers=marked))
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:
     """Update the measurements of a rank; a value that the event lacks stays as it was."""
-    trainers = transition.state.trainers
-    trainer = next((t for t in trainers if t.connection == event.connection), None)
+    trainer = transition.state.ranks.on(event.connection)
     if trainer is None:
         return
     newest = trainer if event.loss_is_finite is None else event
@@ -115,36 +124,85 @@ def record_measures(transition: Transition, event: TrainerProgress) -> None:
         save_s=trainer.save_s if event.save_s is None else event.save_s,
         save_bytes=trainer.save_bytes if event.save_bytes is None else event.save_bytes,
         snapshot_s=trainer.snapshot_s if event.snapshot_s is None else event.snapshot_s,
-        step_s=stall.usual_step_s(trainer.step_s, event.step_s),
+        step_s=usual_step_s(trainer.step_s, event.step_s),
         loss=newest.loss,
         loss_is_finite=newest.loss_is_finite,
         reported_mono_s=transition.now,
     )
     if event.loss_is_finite is False and trainer.loss_is_finite is not False:
         transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
-    everyone = tuple(updated if t is trainer else t for t in trainers)
-    transition.state = replace(transition.state, trainers=everyone)
+    _update(transition, updated)
+
+
+def usual_step_s(known_s: float | None, reported_s: float | None) -> float | None:
+    """The usual time of a step after one more report."""
+    if reported_s is None or known_s is None:
+        return known_s if reported_s is None else reported_s
+    return known_s + SMOOTHING * (reported_s - known_s)
 
 
 def record_save_failed(transition: Transition, event: TrainerFailed) -> None:
     """Count and log a checkpoint that failed, once although each of its ranks reports it."""
     if event.failed_step is None:
         return
-    before = transition.state.failed_saves
-    rank = next(
-        (t.rank for t in transition.state.trainers if t.connection == event.connection), None
-    )
+    ranks = transition.state.ranks
+    trainer, before = ranks.on(event.connection), ranks.failed_saves
     failed = FailedSaves(
-        before.count + 1, event.request_id, event.failed_step, rank, event.reason, transition.now
+        before.count + 1,
+        event.request_id,
+        event.failed_step,
+        None if trainer is None else trainer.rank,
+        event.reason,
+        transition.now,
     )
     if (failed.request_id, failed.step) == (before.request_id, before.step):
         return
-    transition.state = replace(transition.state, failed_saves=failed)
+    _put(transition, replace(ranks, failed_saves=failed))
     transition.log(
         "warning",
         "save_failed",
-        rank=rank,
+        rank=failed.rank,
         step=failed.step,
         reason=failed.reason,
         failed_saves=failed.count,
     )
+
+
+def forget_reports(transition: Transition) -> None:
+    """Forget what the ranks have reported; their processes are known from the kernel."""
+    ranks = transition.state.ranks
+    _put(
+        transition,
+        replace(ranks, trainers=tuple(_without_reports(each) for each in ranks.trainers)),
+    )
+
+
+def _without_reports(trainer: TrainerView) -> TrainerView:
+    return replace(
+        trainer,
+        save_s=None,
+        save_bytes=None,
+        snapshot_s=None,
+        step_s=None,
+        loss=None,
+        loss_is_finite=None,
+        reported_mono_s=None,
+        is_stalled=False,
+    )
+
+
+def _update(transition: Transition, trainer: TrainerView) -> None:
+    ranks = transition.state.ranks
+    everyone = (trainer if t.connection == trainer.connection else t for t in ranks.trainers)
+    _put(transition, replace(ranks, trainers=tuple(everyone)))
+
+
+def _move_to_end(transition: Transition, changed: Sequence[TrainerView]) -> None:
+    ranks = transition.state.ranks
+    connections = {trainer.connection for trainer in changed}
+    others = (trainer for trainer in ranks.trainers if trainer.connection not in connections)
+    _put(transition, replace(ranks, trainers=(*others, *changed)))
+
+
+def _put(transition: Transition, ranks: RankState) -> None:
+    transition.state = replace(transition.state, ranks=ranks)

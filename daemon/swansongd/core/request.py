@@ -1,20 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""One checkpoint request, from the ranks that get it to their common step, or to its failure.
+"""One checkpoint request, from the ranks that get it to the set that answers it, or to its failure.
 
 The request of an evacuation (:mod:`swansongd.core.emergency`), its follow-ups
 (:mod:`swansongd.core.followup`) and the periodic one (:mod:`swansongd.core.periodic`) take this path.  Each
 rank that accepts stops at its next step boundary and reports the step.  When all have accepted, the target is
 the greatest of these steps plus one.  Over several VMs the ranks agree on the target among themselves and
-report it.
+report it.  A scan finds the set that answers the request.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from swansongd.core.events import AskTrainers, SendTarget, WithdrawRequest
-from swansongd.core.state import CheckpointRequest
+from swansong import protocol
+
+from swansongd.core import course, learning
+from swansongd.core.events import (
+    AskTrainers,
+    Rescan,
+    Scanned,
+    SendTarget,
+    TrainerLeft,
+    WithdrawRequest,
+)
+from swansongd.core.state import CheckpointRequest, RequestState
 from swansongd.core.transition import Transition
+from swansongd.model import CheckpointId, CommitRef, Staged
 
 
 def send(transition: Transition, request: CheckpointRequest, connections: tuple[int, ...]) -> None:
@@ -38,14 +49,14 @@ def record_joined(transition: Transition, connection: int, rank: int) -> None:
     for request in transition.waiting_requests:
         if not request.by_signal and (request.target is None or rank in request.ranks):
             asked = replace(request, ranks=request.ranks | {rank})
-            transition.update_request(asked)
+            _update(transition, asked)
             send(transition, asked, (connection,))
 
 
 def record_accepted(transition: Transition, connection: int, request_id: str, step: int) -> None:
     """A rank stands at the boundary after ``step`` and waits for the target."""
     request = transition.waiting_request(request_id)
-    trainer = next((t for t in transition.state.trainers if t.connection == connection), None)
+    trainer = transition.state.ranks.on(connection)
     if trainer is None or request is None:
         return
     if request.target is not None:  # a rank that reconnected: the target is decided
@@ -53,9 +64,7 @@ def record_accepted(transition: Transition, connection: int, request_id: str, st
     elif trainer.rank in request.ranks:
         if trainer.rank not in request.accepted and not request.is_periodic:
             transition.mark("accepted", rank=trainer.rank, step=step)
-        transition.update_request(
-            replace(request, accepted={**request.accepted, trainer.rank: step})
-        )
+        _update(transition, replace(request, accepted={**request.accepted, trainer.rank: step}))
 
 
 def record_agreed(transition: Transition, request_id: str, step: int) -> None:
@@ -106,7 +115,7 @@ def reconcile_target(transition: Transition, request: CheckpointRequest) -> None
 
 
 def _set_target(transition: Transition, request: CheckpointRequest, step: int) -> None:
-    transition.update_request(replace(request, target=step))
+    _update(transition, replace(request, target=step))
     if not request.is_periodic:  # the timeline shows evacuations only
         transition.mark("target", step=step)
 
@@ -119,13 +128,13 @@ def fail(transition: Transition, request: CheckpointRequest, reason: str) -> Non
     """
     if request.is_periodic:
         transition.log("warning", "periodic_checkpoint_missed", reason=reason)
-        transition.state = replace(transition.state, periodic=None)
+        end_periodic(transition)
     else:
         if request.is_follow_up:
             transition.mark("follow_up_failed", reason=reason)
         else:
             transition.mark("request_failed", reason=reason)
-        transition.update_request(replace(request, failure=reason, failed_mono_s=transition.now))
+        _update(transition, replace(request, failure=reason, failed_mono_s=transition.now))
     if not request.by_signal:
         withdraw(transition, request, reason)
 
@@ -133,3 +142,212 @@ def fail(transition: Transition, request: CheckpointRequest, reason: str) -> Non
 def withdraw(transition: Transition, request: CheckpointRequest, reason: str) -> None:
     """Release the ranks that wait for the target of this request."""
     transition.do(WithdrawRequest(request.request_id, reason))
+
+
+def record_periodic(transition: Transition, request: CheckpointRequest) -> None:
+    """A periodic request is made."""
+    made_mono_s = request.asked_mono_s
+    _put(transition, RequestState(periodic=request, periodic_mono_s=made_mono_s))
+
+
+def end_periodic(transition: Transition) -> None:
+    """The periodic request has its answer, or gets none; the next interval brings the next one."""
+    _put(transition, replace(transition.state.requests, periodic=None))
+
+
+def record_rolled_back(transition: Transition) -> None:
+    """The training returned to an earlier step: the hooks save at the next step without a request."""
+    _put(transition, RequestState(periodic=None, periodic_mono_s=transition.now))
+
+
+def record_lateness(
+    transition: Transition, request: CheckpointRequest, *, is_too_late: bool
+) -> None:
+    """By the numbers the set cannot, or can, be stored in time."""
+    since_mono_s = transition.now if request.too_late_mono_s is None else request.too_late_mono_s
+    too_late_mono_s = since_mono_s if is_too_late else None
+    if too_late_mono_s != request.too_late_mono_s:
+        _update(transition, replace(request, too_late_mono_s=too_late_mono_s))
+
+
+def rescan(transition: Transition, request: CheckpointRequest) -> None:
+    """Look for early shards of the set that the ranks write."""
+    _update(transition, replace(request, rescan_mono_s=transition.now))
+    transition.do(Rescan())
+
+
+def record_sealed(transition: Transition, request_id: str, step: int) -> None:
+    """A rank reports that it has sealed its part: a scan will find the set."""
+    _record_reported_step(transition, request_id, step)
+    transition.do(Rescan())
+
+
+def _record_reported_step(transition: Transition, request_id: str, step: int) -> None:
+    """A step that the ranks had left behind when the request was made does not answer it."""
+    request = transition.waiting_request(request_id)
+    if request is None or request.is_periodic:
+        return
+    stood_at = max(request.accepted.values(), default=request.from_step)
+    if step < stood_at:
+        reason = (
+            f"the trainer answered with step {step}, the request was made after step {stood_at}"
+        )
+        fail(transition, request, reason)
+    else:
+        _update(transition, replace(request, reported_step=step))
+
+
+def record_signalled(transition: Transition, request_id: str, pid: int) -> None:
+    """The signal was sent, perhaps to a process that started after the request was made."""
+    request = transition.waiting_request(request_id)
+    if request is not None:
+        process = transition.state.starts.process or request.start_id
+        _update(transition, replace(request, start_id=process))
+        transition.mark("accepted", pid=pid)
+
+
+def record_signal_refused(transition: Transition, request_id: str, reason: str) -> None:
+    """No process got the signal; the timeline has each reason once, however often it is tried."""
+    request = transition.waiting_request(request_id)
+    if request is None:
+        return
+    if request.is_follow_up:
+        fail(transition, request, reason)
+        return
+    if reason != transition.evacuation.refusal:
+        transition.mark("request_failed", reason=reason)
+    refused = replace(request, failure=reason, is_unsent=True, failed_mono_s=transition.now)
+    _update(transition, refused)
+    course.record_refused(transition, reason)
+
+
+def record_process_ended(transition: Transition, request_id: str) -> None:
+    """The process that got the signal ended: a scan that begins now decides whether it had sealed."""
+    evacuation = transition.state.evacuation
+    for request in () if evacuation is None else evacuation.requests_made:
+        if request.request_id == request_id:
+            _record_lost(transition, request)
+
+
+def record_left(transition: Transition, event: TrainerLeft) -> None:
+    """A rank's process ended, perhaps right after it had sealed: a scan that begins now decides."""
+    trainer = transition.state.ranks.on(event.connection)
+    if trainer is None or not event.exited:
+        return
+    for request in transition.waiting_requests:
+        if trainer.rank in request.ranks and not request.is_periodic:
+            _record_lost(transition, request)
+
+
+def _record_lost(transition: Transition, request: CheckpointRequest) -> None:
+    _update(transition, replace(request, lost_mono_s=transition.now))
+    transition.do(Rescan())
+
+
+def record_scan(transition: Transition, event: Scanned, *, is_first: bool) -> None:
+    """Whether a set answers a request, or none ever will."""
+    evacuation = transition.state.evacuation
+    if evacuation is None:
+        return
+    if is_first and evacuation.request is not None and evacuation.request.by_signal:
+        # Sets of the first scan are old, even if the notice came before the scan.
+        known = frozenset(staged.id for staged in event.staged)
+        _update(transition, replace(evacuation.request, known=known))
+    for request in transition.evacuation.requests_made:
+        if request.is_waiting:
+            _record_outcome(transition, event, request)
+
+
+def _record_outcome(transition: Transition, event: Scanned, request: CheckpointRequest) -> None:
+    state = transition.state
+    usable = state.staging.usable
+    answer = next((s for s in usable if _answers(s, request)), None)
+    if answer is None and state.is_finished:
+        ends = (s for s in usable if s.id.is_final and s.id.step >= request.at_step)
+        answer = next(ends, None)
+    unsound = next((why for name, why in event.rejected if _is_reported(name, request)), None)
+    if answer is not None:
+        _record_answer(transition, request, answer)
+    elif request.reported_step is not None and _is_committed(transition, request.reported_step):
+        _record_committed(transition, request, request.reported_step)
+    elif unsound is not None:
+        fail(transition, request, f"the sealed set is not sound: {unsound}")
+    elif (
+        request.lost_mono_s is not None
+        and event.started_mono_s >= request.lost_mono_s
+        and not (request.by_signal and event.pending)  # its last files may still have to settle
+    ):
+        fail(transition, request, "the trainer's process ended before it had sealed a checkpoint")
+
+
+def _record_answer(transition: Transition, request: CheckpointRequest, answer: Staged) -> None:
+    _update(transition, replace(request, sealed=answer.id, sealed_mono_s=transition.now))
+    learning.record_sealed(transition, request)
+    transition.mark("sealed", step=answer.id.step, size_bytes=answer.size_bytes)
+
+
+def record_if_committed(transition: Transition, request: CheckpointRequest) -> None:
+    """A set that the ranks reported may be committed, and deleted, before the daemon was restarted."""
+    step = request.reported_step
+    if step is not None and _is_committed(transition, step):
+        _record_committed(transition, request, step)
+
+
+def _record_committed(transition: Transition, request: CheckpointRequest, step: int) -> None:
+    if request.is_waiting:  # the nonce of the set is not known any more
+        answered = CheckpointId(step, "", start=request.start_id)
+        _update(transition, replace(request, sealed=answered))
+
+
+def _is_committed(transition: Transition, step: int) -> bool:
+    """Whether this generation has a commit of the step: made and pruned before the daemon was restarted."""
+    last = transition.state.commits.last
+    return last is not None and last.generation == transition.state.generation and last.step >= step
+
+
+def _answers(staged: Staged, request: CheckpointRequest) -> bool:
+    if request.by_signal:
+        # A save that had begun before the signal is no answer: the process still writes the real one.
+        seen_mono_s = staged.seen_mono_s
+        is_earlier = seen_mono_s is not None and seen_mono_s < request.asked_mono_s
+        process = request.start_id.partition("~")[0]
+        is_of_process = not process or staged.id.start.partition("~")[0] == process
+        return staged.id not in request.known and not is_earlier and is_of_process
+    if request.start_id not in ("", staged.id.start):
+        return False
+    # A set that was sealed before the request, of the very step that the trainer is at, is as good.
+    return staged.request_id == request.request_id or (
+        staged.framework == "swansong" and staged.id.step == request.reported_step
+    )
+
+
+def _is_reported(directory: str, request: CheckpointRequest) -> bool:
+    """Whether the trainer reported this set as the answer to the request."""
+    name = protocol.parse_sealed_name(directory)
+    return name is not None and name[0] == request.reported_step
+
+
+def record_whole(transition: Transition, ref: CommitRef) -> None:
+    """The checkpoint is committed, with the parts of all VMs: compare the forecast of its request."""
+    state = transition.state
+    if state.evacuation is None:
+        return
+    answers = (state.follow_up, state.follow_up_answer), (state.evacuation.request, state.answer)
+    for request, answer in answers:
+        is_new = request is not None and request.took_s is None
+        if request is not None and is_new and answer is not None and state.ref_of(answer) == ref:
+            took_s = max(0.0, transition.now - request.asked_mono_s)
+            _update(transition, replace(request, took_s=took_s))
+            learning.record_error(transition, request, took_s)
+
+
+def _update(transition: Transition, request: CheckpointRequest) -> None:
+    """The request of the evacuation, its follow-up request or the periodic one has come further."""
+    if request.is_periodic:
+        _put(transition, replace(transition.state.requests, periodic=request))
+    else:
+        course.update_request(transition, request)
+
+
+def _put(transition: Transition, requests: RequestState) -> None:
+    transition.state = replace(transition.state, requests=requests)

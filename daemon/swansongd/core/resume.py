@@ -35,22 +35,22 @@ def why_no_prefetch(state: State, newest: CommitRef | None) -> str:
     Args:
         newest: the newest whole commit of the run.
     """
-    if state.fenced_by is not None:
-        return f"generation {state.fenced_by} has taken the run over"
-    if any(trainer.start_step >= 0 for trainer in state.trainers):
+    if state.starts.fenced_by is not None:
+        return f"generation {state.starts.fenced_by} has taken the run over"
+    if any(trainer.start_step >= 0 for trainer in state.ranks.trainers):
         return "training has begun"
-    known = state.last_complete
+    known = state.commits.last_complete
     if known is not None and known.generation == state.generation and known != newest:
         return "this VM has committed a newer checkpoint"
     if newest is None:
-        return "the run has no commit" if state.is_run_read else ""
+        return "the run has no commit" if state.commits.is_run_read else ""
     local = newest_local(state, newest)
     return "" if local is None else f"step {local.id.step} is in staging"
 
 
 def newest_known(state: State, listed: CommitRef | None) -> CommitRef | None:
     """The newest whole commit: an earlier VM may have committed between the listing and our claim."""
-    known = state.last_complete
+    known = state.commits.last_complete
     if known is None or known.generation == state.generation:
         return listed
     return known if listed is None else max(listed, known)
@@ -65,23 +65,25 @@ def may_download(state: State, *, is_asked: bool) -> bool:
     """
     if state.evacuation is None:
         return True
-    is_sending = state.flight is not None or bool(state.stored) or bool(state.uncommitted)
+    is_sending = (
+        state.flush.flight is not None or bool(state.commits.stored) or bool(state.uncommitted)
+    )
     return is_asked and not is_sending
 
 
 def newest_local(state: State, newest: CommitRef | None) -> Staged | None:
     """The newest usable set in staging; None without one, and if the newest commit is newer."""
-    return _newest(state, state.staged, newest)
+    return _newest(state, state.staging.usable, newest)
 
 
 def newest_healthy_local(state: State, before_step: int, newest: CommitRef | None) -> Staged | None:
     """The newest healthy set of an earlier step; None without one, and if that commit is newer."""
-    healthy = (s for s in state.staged if s.id.step < before_step and is_healthy(s.health))
+    healthy = (s for s in state.staging.usable if s.id.step < before_step and is_healthy(s.health))
     return _newest(state, healthy, newest)
 
 
 def _newest(state: State, sets: Iterable[Staged], newest: CommitRef | None) -> Staged | None:
-    usable = [s for s in sets if s.id not in state.unusable and s.nodes == 1]
+    usable = [s for s in sets if s.nodes == 1]
     unclaimed = [s for s in usable if _will_be_newest(state, s)]
     if unclaimed:
         return max(unclaimed, key=lambda staged: state.order(staged.id))
@@ -96,4 +98,4 @@ def _will_be_newest(state: State, staged: Staged) -> bool:
     """Whether the start of this set has yet to claim its generation, which is then the newest one."""
     start = state.start_of(staged.id.start)
     is_unclaimed = start is not None and start.is_open and start.generation is None
-    return is_unclaimed and state.is_run_read
+    return is_unclaimed and state.commits.is_run_read

@@ -7,82 +7,62 @@ a few unsent sets and deletes the others: an outage of the store must not fill t
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, replace
 
-from swansongd.core import emergency, flight, gpus, learning, starts
-from swansongd.core.events import (
-    Prune,
-    Scanned,
-)
-from swansongd.core.state import (
-    DroppedSets,
-    State,
-)
+from swansong import bounds
+
+from swansongd.core.events import Prune, Scanned, SetAside
+from swansongd.core.state import DroppedSets, StagingState, State
 from swansongd.core.transition import Transition
 from swansongd.model import (
+    GPU_IS_SOUND,
     CheckpointId,
     CheckpointKind,
+    CommitRef,
     Staged,
     is_healthy,
 )
 
 NEWEST = 2
 """The newest unsent set, and a fallback if that one is torn or changed."""
+ASIDE_MAX = 2
+"""Sets of earlier starts over several VMs that are kept for the restore of the next one."""
 
 
-def record_scan(transition: Transition, event: Scanned) -> None:
-    """A scan of staging ended."""
-    before = {staged.id for staged in transition.state.staged}
-    is_first = transition.state.first_scan_mono_s is None
-    unknown = [staged for staged in event.staged if staged.id not in before]
-    starts.record_found(transition, unknown, is_first=is_first)
-    event = replace(
-        event, staged=tuple(starts.named_by(transition.state, each) for each in event.staged)
-    )
-    new = [staged for staged in event.staged if staged.id not in before]
-    _record_found(transition, event, new, is_first=is_first)
-    _forget_absent(transition, event)
-    if is_first:
-        _first_look(transition, event.staged)
-    transition.state = replace(transition.state, scanned_mono_s=event.started_mono_s)
-    present = frozenset(staged.id for staged in event.staged)
-    flight.record_absent(transition, present)
-    emergency.record_scan(transition, event)
-
-
-def _record_found(
+def record_scan(
     transition: Transition, event: Scanned, new: Sequence[Staged], *, is_first: bool
 ) -> None:
-    seen = dict(transition.state.seen)
-    for staged in event.staged:
-        first_mono_s = event.started_mono_s if staged.seen_mono_s is None else staged.seen_mono_s
-        seen.setdefault(staged.id, first_mono_s)
+    """A scan of staging ended.
+
+    Args:
+        event: the scan.
+        new: the sets that no earlier scan has found, with their starts.
+    """
+    staging = transition.state.staging
     for directory, reason in event.rejected:
-        if (directory, reason) not in transition.state.rejected:
+        if (directory, reason) not in staging.rejected:
             transition.log("error", "sealed_set_rejected", directory=directory, reason=reason)
-    if is_first:
-        transition.state = replace(transition.state, first_scan_mono_s=event.started_mono_s)
-    else:
-        _note_signalled(transition, new)
-    doubtful = gpus.doubtful(transition.state, new, is_first=is_first)
-    transition.state = replace(transition.state, suspect=transition.state.suspect | doubtful)
-    by_signal, suspect = transition.state.by_signal, transition.state.suspect
-    staged_now = tuple(
-        replace(s, kind=CheckpointKind.EMERGENCY) if s.id in by_signal else s for s in event.staged
+    if not is_first:
+        new = _signalled(transition, new)
+    known = {staged.id: staged for staged in (*staging.staged, *new)}
+    staged_now = tuple(_recognised(known[staged.id], staged) for staged in event.staged)
+    _put(
+        transition,
+        replace(
+            staging,
+            staged=staged_now,
+            pending=event.pending,
+            growing=event.growing,
+            rejected=frozenset(event.rejected),
+            unusable=staging.unusable & {staged.id for staged in event.staged},
+            first_scan_mono_s=event.started_mono_s if is_first else staging.first_scan_mono_s,
+            scanned_mono_s=event.started_mono_s,
+            saved_mono_s=transition.now if new else staging.saved_mono_s,
+        ),
     )
-    staged_now = tuple(gpus.marked(s) if s.id in suspect else s for s in staged_now)
-    learning.record_found(transition, new, is_first=is_first)
     new_ids = {staged.id for staged in new}
-    transition.state = replace(
-        transition.state,
-        staged=staged_now,
-        pending=event.pending,
-        growing=event.growing,
-        rejected=frozenset(event.rejected),
-        seen=seen,
-        saved_mono_s=transition.now if new else transition.state.saved_mono_s,
-    )
     for staged in (s for s in staged_now if s.id in new_ids):
         transition.log(
             "info",
@@ -92,52 +72,30 @@ def _record_found(
             size_bytes=staged.size_bytes,
             kind=staged.kind.value,
         )
+    if is_first:
+        _doubt_undurable(transition)
 
 
-def _note_signalled(transition: Transition, new: Sequence[Staged]) -> None:
+def _recognised(known: Staged, staged: Staged) -> Staged:
+    """The set as this scan shows it, with what the daemon has added to it: start, kind and mark."""
+    return replace(staged, id=known.id, kind=known.kind, health=known.health)
+
+
+def _signalled(transition: Transition, new: Sequence[Staged]) -> Sequence[Staged]:
     """Sets of other frameworks do not name their kind: those that answer a signal are for an emergency."""
     if not any(r.by_signal and r.is_urgent for r in transition.waiting_requests):
-        return
-    adopted = frozenset(staged.id for staged in new if staged.framework != "swansong")
-    transition.state = replace(transition.state, by_signal=transition.state.by_signal | adopted)
+        return new
+    kind = CheckpointKind.EMERGENCY
+    return [s if s.framework == "swansong" else replace(s, kind=kind) for s in new]
 
 
-def _forget_absent(transition: Transition, event: Scanned) -> None:
-    """Forget sets that disappeared: another set may get the name."""
-    state = transition.state
-    present = frozenset(staged.id for staged in event.staged)
-    written = {staged.id for staged in event.growing}
-    transition.state = replace(
-        state,
-        adopted={id_: start for id_, start in state.adopted.items() if id_ in present},
-        by_signal=state.by_signal & present,
-        suspect=state.suspect & present,
-        unusable=state.unusable & present,
-        stored_bytes={
-            id_: size for id_, size in state.stored_bytes.items() if id_ in present | written
-        },
-        seen={id_: seen_mono_s for id_, seen_mono_s in state.seen.items() if id_ in present},
-    )
-
-
-def _first_look(transition: Transition, present: tuple[Staged, ...]) -> None:
-    """Sets of the first scan are old, even if a notice came before the scan."""
-    _doubt_undurable(transition, present)
-    evacuation = transition.state.evacuation
-    request = evacuation.request if evacuation is not None else None
-    if request is not None and request.by_signal:
-        known = frozenset(staged.id for staged in present)
-        transition.update_request(replace(request, known=known))
-
-
-def _doubt_undurable(transition: Transition, present: tuple[Staged, ...]) -> None:
+def _doubt_undurable(transition: Transition) -> None:
     """The power may have been cut before these sets were flushed to the disk."""
     state = transition.state
     doubtful = [
         s
-        for s in present
+        for s in state.staging.usable
         if not _is_durable(s)
-        and s.id not in state.unusable
         and max((f.mtime_ns for f in s.files), default=0) < state.settings.booted_wall_ns
     ]
     for staged in doubtful:
@@ -148,8 +106,106 @@ def _doubt_undurable(transition: Transition, present: tuple[Staged, ...]) -> Non
             step=staged.id.step,
             reason="it was not flushed to the disk before the last boot, and may be torn",
         )
-    unusable = transition.state.unusable | {staged.id for staged in doubtful}
-    transition.state = replace(transition.state, unusable=unusable)
+    give_up(transition, {staged.id for staged in doubtful})
+
+
+def give_up(transition: Transition, ids: Set[CheckpointId]) -> None:
+    """Make no commit of these sets any more."""
+    staging = transition.state.staging
+    _put(transition, replace(staging, unusable=staging.unusable | ids))
+
+
+def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:
+    """Suspect training has sealed these sets."""
+    staging = transition.state.staging
+    staged = tuple(marked(each) if each.id in ids else each for each in staging.staged)
+    _put(transition, replace(staging, staged=staged))
+
+
+def marked(staged: Staged) -> Staged:
+    """The set with the mark of suspect training, which enters its manifest in place of the last metric."""
+    names = sorted(staged.health, key=lambda name: not name.startswith("loss"))
+    kept = {name: staged.health[name] for name in names[: bounds.METRICS_MAX - 1]}
+    return replace(staged, health={**kept, GPU_IS_SOUND: 0.0})
+
+
+def record_whole(transition: Transition, ref: CommitRef) -> None:
+    """A checkpoint is committed, with the parts of all VMs: older sets are dispensable."""
+    state = transition.state
+    if _may_be_loaded(state, ref):
+        return
+    # Sets of other frameworks are not ours to delete.  The newest committed set stays for a quick restore.
+    dispensable = tuple(
+        staged.directory
+        for staged in state.staging.staged
+        if staged.framework == "swansong"
+        and staged != state.pinned
+        and _comes_before(state, staged, ref)
+    )
+    if dispensable or state.staging.has_aside:
+        _put(transition, replace(state.staging, has_aside=False))
+        transition.do(Prune(dispensable))
+
+
+def _may_be_loaded(state: State, ref: CommitRef) -> bool:
+    """Whether a later start than that of the commit runs: a rollback may be loading an older set.
+
+    The first commit of that start replaces these sets.
+    """
+    start = state.start
+    return start is not None and start.is_live and start.id != state.owner_of(ref)
+
+
+def _comes_before(state: State, staged: Staged, ref: CommitRef) -> bool:
+    """Whether a set is older than the commit, or the end of the run replaces it."""
+    owner = state.owner_of(ref)
+    committed = CheckpointId(ref.step, "", ref.is_final, owner)
+    if staged.id.start == owner:
+        return (staged.id.step, staged.id.is_final) < (ref.step, ref.is_final)
+    return bool(owner) and state.order(staged.id) < state.order(committed)
+
+
+def set_aside(transition: Transition, start_id: str, newest_part: CommitRef | None) -> None:
+    """A start over several VMs has begun: keep only the sets that it may restore from.
+
+    Args:
+        start_id: the start.
+        newest_part: newest commit of this VM's part of a checkpoint of the starts before.
+    """
+    staging = transition.state.staging
+    own = [s for s in staging.staged if s.framework == "swansong" and s.id.start != start_id]
+    wanted = _resumable(own, transition.state.commits.last_complete, newest_part)
+    dispensable = tuple(staged.directory for staged in own if staged not in wanted)
+    if dispensable:
+        transition.do(Prune(dispensable, keeps_aside=True))
+    if wanted:
+        _put(transition, replace(staging, has_aside=True))
+        transition.do(SetAside(tuple(staged.directory for staged in wanted)))
+
+
+def _resumable(
+    sets: Sequence[Staged], whole: CommitRef | None, newest_part: CommitRef | None
+) -> list[Staged]:
+    """The sets of which the next start may read the same bytes: those of the newest whole checkpoint.
+
+    A newer one of which this VM's part is committed may have become whole since.  They are set aside, and
+    the next commit deletes them; meanwhile a download copies them.
+    """
+    first = -1 if whole is None else whole.step
+    last = math.inf if newest_part is None else newest_part.step
+    may_count = [staged for staged in sets if first <= staged.id.step <= last]
+    return sorted(may_count, key=lambda staged: staged.id)[-ASIDE_MAX:]
+
+
+def forget(transition: Transition) -> None:
+    """Forget the scans: the next one is like the first one of a restarted daemon."""
+    staging = transition.state.staging
+    _put(
+        transition,
+        StagingState(
+            unusable=staging.unusable, dropped=staging.dropped, has_aside=staging.has_aside
+        ),
+    )
 
 
 def _is_durable(staged: Staged) -> bool:
@@ -169,7 +225,7 @@ class Unsent:
 def unsent(state: State) -> Unsent:
     """The sealed sets and bytes that wait for the store."""
     waiting = state.uncommitted
-    left = sum(max(0, s.size_bytes - state.stored_bytes.get(s.id, 0)) for s in waiting)
+    left = sum(max(0, s.size_bytes - state.flush.stored_bytes.get(s.id, 0)) for s in waiting)
     return Unsent(len(waiting), left)
 
 
@@ -178,7 +234,7 @@ def reconcile(transition: Transition) -> None:
     evacuation = transition.state.evacuation
     if evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None:
         return
-    if len(transition.state.staged) <= NEWEST:
+    if len(transition.state.staging.staged) <= NEWEST:
         return
     wanted = _wanted(transition.state)
     superseded = [
@@ -196,14 +252,10 @@ def reconcile(transition: Transition) -> None:
             size_bytes=staged.size_bytes,
             hint="newer sets supersede it, and the store takes sets more slowly than they are sealed",
         )
-    dropped = transition.state.dropped
-    transition.state = replace(
-        transition.state,
-        unusable=transition.state.unusable | {staged.id for staged in superseded},
-        dropped=DroppedSets(
-            dropped.count + len(superseded), max(s.id.step for s in superseded), transition.now
-        ),
-    )
+    give_up(transition, {staged.id for staged in superseded})
+    staging = transition.state.staging
+    count, step = staging.dropped.count + len(superseded), max(s.id.step for s in superseded)
+    _put(transition, replace(staging, dropped=DroppedSets(count, step, transition.now)))
     transition.do(Prune(tuple(staged.directory for staged in superseded)))
 
 
@@ -213,12 +265,16 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
     wanted = {staged.id for staged in newest_first[:NEWEST]}
     healthy = next((staged for staged in newest_first if is_healthy(staged.health)), None)
     wanted.update(staged.id for staged in (healthy, state.pinned) if staged is not None)
-    if state.flight is not None:
-        wanted.add(state.flight.staged.id)
-    wanted.update(item.staged.id for item in state.stored)
+    if state.flush.flight is not None:
+        wanted.add(state.flush.flight.staged.id)
+    wanted.update(item.staged.id for item in state.commits.stored)
     answers = (state.answer, state.follow_up_answer)
     wanted.update(id_ for id_ in answers if id_ is not None)
-    partly = [staged for staged in newest_first if state.stored_bytes.get(staged.id)]
+    partly = [staged for staged in newest_first if state.flush.stored_bytes.get(staged.id)]
     if partly:
-        wanted.add(max(partly, key=lambda staged: state.stored_bytes[staged.id]).id)
+        wanted.add(max(partly, key=lambda staged: state.flush.stored_bytes[staged.id]).id)
     return frozenset(wanted)
+
+
+def _put(transition: Transition, staging: StagingState) -> None:
+    transition.state = replace(transition.state, staging=staging)

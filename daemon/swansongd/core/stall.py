@@ -6,33 +6,22 @@ The daemon cannot fix a stall.  It reports stalls in the log, in the status and 
 
 from __future__ import annotations
 
-from dataclasses import replace
-
+from swansongd.core import ranks
 from swansongd.core.transition import Transition
 from swansongd.model import TrainerView
-
-SMOOTHING = 0.2
-"""Weight of the newest report in the usual step time."""
-
-
-def usual_step_s(known_s: float | None, reported_s: float | None) -> float | None:
-    """The usual time of a step after one more report."""
-    if reported_s is None or known_s is None:
-        return known_s if reported_s is None else reported_s
-    return known_s + SMOOTHING * (reported_s - known_s)
 
 
 def reconcile(transition: Transition) -> None:
     """Report each rank that stalls, and each that resumes, once."""
     state = transition.state
     stalled_now = frozenset(t.connection for t in state.connected if _is_stalled(transition, t))
-    if stalled_now == state.stalled:
+    if stalled_now == state.ranks.stalled:
         return
-    resumed = [t.rank for t in state.connected if t.connection in state.stalled - stalled_now]
-    transition.state = replace(transition.state, stalled=stalled_now)
+    resumed = [t.rank for t in state.connected if t.connection in state.ranks.stalled - stalled_now]
+    ranks.record_stalled(transition, stalled_now)
     if resumed:
         transition.log("info", "stall_over", ranks=resumed)
-    news = stalled_now - state.stalled
+    news = stalled_now - state.ranks.stalled
     if news:
         _mark(transition, news)
         transition.log("warning", "stall", **_facts(transition, news))
@@ -40,8 +29,8 @@ def reconcile(transition: Transition) -> None:
 
 def mark(transition: Transition) -> None:
     """An evacuation has opened: its timeline shows the ranks that stalled before it."""
-    if transition.state.stalled:
-        _mark(transition, transition.state.stalled)
+    if transition.state.ranks.stalled:
+        _mark(transition, transition.state.ranks.stalled)
 
 
 def _is_stalled(transition: Transition, trainer: TrainerView) -> bool:

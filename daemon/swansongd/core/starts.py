@@ -28,29 +28,24 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from swansongd.core import request
+from swansongd.core import commits, course, flight, notices, ranks, request, staged_sets
 from swansongd.core.events import (
-    CancelFlush,
     CheckFence,
     ClaimGeneration,
-    Exit,
     FenceFound,
     GenerationClaimed,
     ProcessFound,
-    Prune,
     Rescan,
-    SetAside,
-    TellCommitted,
     TellFenced,
     TellFinished,
     TellStart,
+    TrainerLeft,
+    TrainerProgress,
 )
-from swansongd.core.state import Finishing, State
+from swansongd.core.state import Finishing, StartState, State
 from swansongd.core.transition import EXIT_FENCED, Transition
 from swansongd.model import (
     PROCESS_PREFIX,
-    UNKNOWN_PARENT,
-    CommitRef,
     Staged,
     Start,
     TrainerView,
@@ -65,8 +60,6 @@ FINISH_S = 30.0
 """A start over several VMs waits at most this long for the commits of earlier starts ..."""
 FINISH_S_MAX = 90.0
 """... and, while a VM of the job is being evacuated, until its deadline, but no longer than this."""
-ASIDE_MAX = 2
-"""Sets of earlier starts over several VMs that are kept for the restore of the next one."""
 
 
 # ---------------------------------------------------------------- starts that become known
@@ -79,13 +72,14 @@ def see(transition: Transition, start_id: str) -> None:
     if known is not None and known.is_live:
         return
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
-    others = tuple(start for start in state.starts if start.id != start_id)
+    others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
         _set_starts(transition, (*others, seen))
         transition.log("info", "start_seen", start=start_id)
         _end_requests(transition, start_id)
     else:
-        transition.state = replace(state, starts=tuple(sorted((*others, seen), key=_place)))
+        in_order = tuple(sorted((*others, seen), key=_place))
+        _put(transition, replace(state.starts, known=in_order))
 
 
 def _place(start: Start) -> float:
@@ -97,13 +91,13 @@ def _place(start: Start) -> float:
 
 def update(transition: Transition, start: Start) -> None:
     """Replace what is known of a start."""
-    starts = tuple(start if each.id == start.id else each for each in transition.state.starts)
-    transition.state = replace(transition.state, starts=starts)
+    starts = tuple(start if each.id == start.id else each for each in transition.state.starts.known)
+    _put(transition, replace(transition.state.starts, known=starts))
 
 
 def _set_starts(transition: Transition, starts: Sequence[Start]) -> None:
     close(transition, (start.id for start in starts[:-STARTS_MAX]))
-    transition.state = replace(transition.state, starts=tuple(starts[-STARTS_MAX:]))
+    _put(transition, replace(transition.state.starts, known=tuple(starts[-STARTS_MAX:])))
 
 
 def _end_requests(transition: Transition, start_id: str) -> None:
@@ -113,17 +107,21 @@ def _end_requests(transition: Transition, start_id: str) -> None:
             request.fail(transition, waiting, "the training was started again")
 
 
-def record_joined(transition: Transition, trainer: TrainerView) -> None:
+def record_joined(transition: Transition, connection: int) -> None:
     """A rank connected."""
+    trainer = transition.state.ranks.on(connection)
+    assert trainer is not None
     _forget_process(transition, trainer.pid)
     if trainer.start_id:
         is_alone = trainer.nodes == 1 and transition.state.start_of(trainer.start_id) is None
-        if is_alone and any(start.is_open and start.nodes > 1 for start in transition.state.starts):
+        if is_alone and any(
+            start.is_open and start.nodes > 1 for start in transition.state.starts.known
+        ):
             record_finish_asked(transition, trainer.start_id)  # the job has only this VM left
-        record_member(transition, trainer)
+        _record_member(transition, trainer)
 
 
-def record_member(transition: Transition, trainer: TrainerView) -> None:
+def _record_member(transition: Transition, trainer: TrainerView) -> None:
     """A rank belongs to a start."""
     see(transition, trainer.start_id)
     start = transition.state.start_of(trainer.start_id)
@@ -150,11 +148,11 @@ def _give_start(transition: Transition) -> None:
     if all(trainer.start_id for trainer in state.connected):
         return
     named = {t.start_id: t for t in state.connected if t.rank == 0 and t.start_id and t.nodes == 1}
-    start = next((start for start in reversed(state.starts) if start.id in named), None)
+    start = next((start for start in reversed(state.starts.known) if start.id in named), None)
     if start is None:
         return
     first = named[start.id]
-    told = []
+    unnamed = []
     for trainer in state.connected:
         process = (trainer.pid, trainer.process_start)
         is_alike = (trainer.world_size, trainer.nodes) == (first.world_size, first.nodes)
@@ -164,33 +162,38 @@ def _give_start(transition: Transition) -> None:
             and start.members.get(trainer.rank, process) == process
             and trainer.rank not in start.ended
         ):
-            told.append(replace(trainer, start_id=start.id))
-    if not told:
+            unnamed.append(trainer.connection)
+    if not unnamed:
         return
-    connections = {trainer.connection for trainer in told}
-    others = (t for t in state.trainers if t.connection not in connections)
-    transition.state = replace(state, trainers=(*others, *told))
-    for trainer in told:
-        record_member(transition, trainer)
-    transition.do(TellStart(start.id, tuple(sorted(connections))))
+    ranks.record_named(transition, set(unnamed), start.id)
+    for connection in unnamed:
+        record_begun(transition, connection)
+    transition.do(TellStart(start.id, tuple(sorted(unnamed))))
 
 
-def record_begun(transition: Transition, connection: int, start_id: str) -> None:
+def record_begun(transition: Transition, connection: int) -> None:
     """A rank belongs to a start that begins now."""
-    state = transition.state
-    trainer = next((t for t in state.trainers if t.connection == connection), None)
-    if trainer is None:
+    trainer = transition.state.ranks.on(connection)
+    if trainer is not None:
+        _record_member(transition, trainer)
+
+
+def record_progress(transition: Transition, event: TrainerProgress) -> None:
+    """A rank has loaded its checkpoint, and trains from here on."""
+    trainer = transition.state.ranks.on(event.connection)
+    if trainer is None or event.step < 0 or not event.start_id:
         return
-    moved = replace(trainer, start_id=start_id, parent=UNKNOWN_PARENT)
-    everyone = tuple(moved if t is trainer else t for t in transition.state.trainers)
-    transition.state = replace(transition.state, trainers=everyone)
-    record_member(transition, moved)
-
-
-def record_ended(transition: Transition, trainer: TrainerView) -> None:
-    """A rank said goodbye: the step that it has reported is its last one."""
-    start = transition.state.start_of(trainer.start_id)
+    _record_member(transition, trainer)
+    start = transition.state.start_of(event.start_id)
     if start is not None:
+        update(transition, replace(start, is_restoring=False))
+
+
+def record_left(transition: Transition, event: TrainerLeft) -> None:
+    """A rank said goodbye: the step that it has reported is its last one."""
+    trainer = transition.state.ranks.on(event.connection)
+    start = None if trainer is None else transition.state.start_of(trainer.start_id)
+    if trainer is not None and start is not None and event.exited and event.is_goodbye:
         ended = {**start.ended, trainer.rank: trainer.step}
         update(transition, replace(start, ended=ended))
 
@@ -198,16 +201,11 @@ def record_ended(transition: Transition, trainer: TrainerView) -> None:
 def record_restoring(transition: Transition, start_id: str) -> None:
     """A rank asked for the checkpoint to resume from, and trains nothing before it has reported its start."""
     start = transition.state.start_of(start_id)
-    begun = any(t.start_id == start_id and t.start_step >= 0 for t in transition.state.trainers)
+    begun = any(
+        t.start_id == start_id and t.start_step >= 0 for t in transition.state.ranks.trainers
+    )
     if start is not None and not begun:
         update(transition, replace(start, is_restoring=True))
-
-
-def record_started(transition: Transition, start_id: str) -> None:
-    """A rank has loaded its checkpoint, and trains from here on."""
-    start = transition.state.start_of(start_id)
-    if start is not None:
-        update(transition, replace(start, is_restoring=False))
 
 
 def record_process(transition: Transition, event: ProcessFound) -> None:
@@ -215,7 +213,7 @@ def record_process(transition: Transition, event: ProcessFound) -> None:
     state = transition.state
     if any(trainer.pid == event.pid for trainer in state.connected):
         return
-    transition.state = replace(state, process=event.start_id)
+    _put(transition, replace(state.starts, process=event.start_id))
     if event.start_id:
         see(transition, event.start_id)
         start = transition.state.start_of(event.start_id)
@@ -227,54 +225,52 @@ def record_process(transition: Transition, event: ProcessFound) -> None:
 def _forget_process(transition: Transition, pid: int) -> None:
     """The process was found before its hooks connected: it is no start of its own."""
     state = transition.state
-    found = state.start_of(state.process)
+    found = state.start_of(state.starts.process)
     if found is not None and found.generation is None and found.members.get(0, (0, 0))[0] == pid:
-        others = tuple(start for start in state.starts if start is not found)
-        transition.state = replace(state, starts=others, process="")
+        others = tuple(start for start in state.starts.known if start is not found)
+        _put(transition, replace(state.starts, known=others, process=""))
 
 
 # ---------------------------------------------------------------- sets
 
 
-def record_found(transition: Transition, new: Sequence[Staged], *, is_first: bool) -> None:
+def record_found(
+    transition: Transition, new: Sequence[Staged], *, is_first: bool
+) -> tuple[Staged, ...]:
     """A scan found these sets: learn the starts that they name, and give one to each adopted set.
 
     Adopted sets that the first scan has seen are of earlier lives of the daemon, although they settle later.
+
+    Returns:
+        The sets with their starts.
     """
-    named = sorted((staged for staged in new if staged.framework == "swansong"), key=_written_ns)
-    for staged in named:
+    for staged in sorted((s for s in new if s.framework == "swansong"), key=_written_ns):
         if transition.state.start_of(staged.id.start) is None:
             _see_staged(transition, staged)
-    adopted = [s for s in new if s.framework != "swansong" and s.id not in transition.state.adopted]
-    known = [s for s in transition.state.staged if s.framework != "swansong"]
+    known = [s for s in transition.state.staging.staged if s.framework != "swansong"]
+    adopted = (s for s in new if s.framework != "swansong")
     in_order = sorted(adopted, key=lambda each: (_written_ns(each), each.id))
     early = [each for each in in_order if is_first or _is_early(transition.state, each)]
     late = [each for each in in_order if each not in early]
+    named = {}
     for staged in (*reversed(early), *late):
         start_id = _adopting(transition, staged, known, is_early=staged in early)
-        adopted_now = {**transition.state.adopted, staged.id: start_id}
-        transition.state = replace(transition.state, adopted=adopted_now)
-        known.append(named_by(transition.state, staged))
+        named[staged.id] = replace(staged, id=replace(staged.id, start=start_id))
+        known.append(named[staged.id])
+    return tuple(named.get(staged.id, staged) for staged in new)
 
 
 def _is_early(state: State, staged: Staged) -> bool:
     """Whether the first scan has seen this set."""
-    first_mono_s, seen_mono_s = state.first_scan_mono_s, staged.seen_mono_s
+    first_mono_s, seen_mono_s = state.staging.first_scan_mono_s, staged.seen_mono_s
     return first_mono_s is not None and seen_mono_s is not None and seen_mono_s <= first_mono_s
-
-
-def named_by(state: State, staged: Staged) -> Staged:
-    """The set, with the start that it has been given."""
-    if staged.framework == "swansong":
-        return staged
-    return replace(staged, id=replace(staged.id, start=state.adopted.get(staged.id, "")))
 
 
 def _see_staged(transition: Transition, staged: Staged) -> None:
     """A start that is known from its sets only is older than those whose processes run."""
     state = transition.state
     is_of_boot = _written_ns(staged) >= state.settings.booted_wall_ns
-    live = tuple(start for start in state.starts if start.is_live)
+    live = tuple(start for start in state.starts.known if start.is_live)
     is_overtaken = any(start.generation is not None for start in live)
     found = Start(
         id=staged.id.start,
@@ -282,7 +278,7 @@ def _see_staged(transition: Transition, staged: Staged) -> None:
         is_of_boot=is_of_boot,
         is_open=is_of_boot and not is_overtaken,
     )
-    _set_starts(transition, (*(s for s in state.starts if not s.is_live), found, *live))
+    _set_starts(transition, (*(s for s in state.starts.known if not s.is_live), found, *live))
 
 
 def _written_ns(staged: Staged) -> int:
@@ -302,10 +298,10 @@ def _adopting(
     if written_ns < state.settings.booted_wall_ns:
         return ""
     live = state.start
-    may_be_beside = bool(state.connected) or (is_early and not state.process)
+    may_be_beside = bool(state.connected) or (is_early and not state.starts.process)
     if live is not None and live.has_hooks and may_be_beside:
         return live.id  # the framework saves as well as our hooks, whose ranks may still reconnect
-    own = [start for start in state.starts if not start.has_hooks and start.is_of_boot]
+    own = [start for start in state.starts.known if not start.has_hooks and start.is_of_boot]
     ids = [start.id for start in own if start.process_ns <= written_ns]
     if len(ids) < len(own):  # written before the newest process began
         return ids[-1] if ids else ""
@@ -349,7 +345,7 @@ def _is_back(state: State, staged: Staged, start_id: str, known: Sequence[Staged
     """Whether a set was written after all others of this start, and is not of a later step."""
     sealed = [each for each in known if each.id.start == start_id]
     steps = [each.id.step for each in sealed]
-    start, last = state.start_of(start_id), state.last_commit
+    start, last = state.start_of(start_id), state.commits.last
     if start is not None and last is not None and last.generation == start.generation:
         steps.append(last.step)
     is_latest = _begun_ns(staged) > max((_written_ns(each) for each in sealed), default=-1)
@@ -362,16 +358,11 @@ def record_rolled_back(transition: Transition, step: int) -> None:
     later = [s for s in state.uncommitted if s.id.step > step]
     transition.log("warning", "rolled_back", to_step=step, sets_dropped=len(later))
     ids = frozenset(staged.id for staged in later)
-    if state.flight is not None and state.flight.staged.id in ids:
-        transition.do(CancelFlush(state.flight.flush_id))
-        transition.state = replace(transition.state, flight=None)
-    transition.state = replace(
-        transition.state,
-        unusable=transition.state.unusable | ids,
-        stored=tuple(item for item in transition.state.stored if item.staged.id not in ids),
-        periodic=None,
-        periodic_mono_s=transition.now,  # the hooks save at the next step without a request
-    )
+    if state.flush.flight is not None and state.flush.flight.staged.id in ids:
+        flight.stop(transition)
+    staged_sets.give_up(transition, ids)
+    commits.drop(transition, ids)
+    request.record_rolled_back(transition)
 
 
 # ---------------------------------------------------------------- claims
@@ -381,30 +372,26 @@ def reconcile(transition: Transition) -> None:
     """Name the start of each rank, let a start over several VMs begin, and order the claim that is due."""
     _give_start(transition)
     _finish(transition)
-    due = _due(transition.state)
-    if (
-        due is None
-        or due.id == transition.state.claiming
-        or _is_finishing(transition.state, due.id)
-    ):
+    state = transition.state
+    due, finishing = _due(state), state.starts.finishing
+    if due is None or due.id == state.starts.claiming or not _may_claim(transition):
         return
-    if not _may_claim(transition):
-        return
-    transition.state = replace(
-        transition.state,
-        claiming=due.id,
-        claims_mono_s=(*_recent(transition), transition.now),
-    )
+    if finishing is not None and finishing.start_id == due.id and not finishing.is_done:
+        return  # the sets of earlier starts are committed first
+    claims = (*_recent(transition), (due.id, transition.now))
+    _put(transition, replace(transition.state.starts, claims=claims))
     transition.do(ClaimGeneration(due.id, due.nodes, due.process_ns))
 
 
 def _due(state: State) -> Start | None:
     """The oldest start that needs a generation and has none; the first scan may find older ones."""
-    if state.first_scan_mono_s is None or (state.fenced_by is not None and not state.spans_vms):
+    if state.staging.first_scan_mono_s is None or (
+        state.starts.fenced_by is not None and not state.spans_vms
+    ):
         return None
     with_sets = {staged.id.start for staged in state.uncommitted}
-    for start in state.starts:
-        is_newest = start is state.starts[-1] and start.is_live
+    for start in state.starts.known:
+        is_newest = start is state.starts.known[-1] and start.is_live
         is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
         is_wanted = (is_newest and is_needed) or start.id in with_sets
         if start.generation is None and start.is_of_boot and start.is_open and is_wanted:
@@ -416,66 +403,38 @@ def _may_claim(transition: Transition) -> bool:
     recent = _recent(transition)
     if len(recent) < CLAIMS_MAX:
         return True
-    evacuation = transition.state.evacuation
-    return evacuation is not None and recent[-1] < evacuation.opened_mono_s
+    evacuation, (_, last_mono_s) = transition.state.evacuation, recent[-1]
+    return evacuation is not None and last_mono_s < evacuation.opened_mono_s
 
 
-def _recent(transition: Transition) -> tuple[float, ...]:
-    return tuple(
-        made for made in transition.state.claims_mono_s if transition.now - made < WINDOW_S
-    )
+def _recent(transition: Transition) -> tuple[tuple[str, float], ...]:
+    claims = transition.state.starts.claims
+    return tuple(claim for claim in claims if transition.now - claim[1] < WINDOW_S)
 
 
 def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
     """A start has its generation, and the newest commit of the run is known."""
     start = transition.state.start_of(event.start_id)
-    fenced_by = transition.state.fenced_by
+    fenced_by = transition.state.starts.fenced_by
     if start is not None:
         # The claim of an earlier boot is confirmed only while it is the newest one of the run.
         # A fence with this number was the claim of the same start, made by another VM of its job.
         is_open = start.is_open or not start.is_of_boot or event.generation == fenced_by
         update(transition, replace(start, generation=event.generation, is_open=is_open))
         _close_overtaken(transition, event.start_id)
-    claiming = transition.state.claiming
-    transition.state = replace(
-        transition.state,
-        claiming="" if claiming == event.start_id else claiming,
-        fenced_by=None if event.generation >= (fenced_by or 0) else fenced_by,
-        healthy_commit=None,
-    )
-    record_newest(transition, event.newest, event.newest_start)
+    if event.generation >= (fenced_by or 0):
+        _put(transition, replace(transition.state.starts, fenced_by=None))
+    commits.record_claimed(transition, event)
 
 
 def _close_overtaken(transition: Transition, start_id: str) -> None:
     """An earlier start without a generation gets none: it would be greater than the one of this start."""
-    starts = transition.state.starts
+    starts = transition.state.starts.known
     place = [start.id for start in starts].index(start_id)
     close(transition, (start.id for start in starts[:place] if start.generation is None))
 
 
-def record_newest(transition: Transition, newest: CommitRef | None, start_id: str) -> None:
-    """The newest whole commit in the store, of any start."""
-    state = transition.state
-    is_known = newest == state.last_complete
-    transition.state = replace(
-        state,
-        last_commit=newest,
-        last_complete=newest,
-        last_commit_mono_s=state.last_commit_mono_s if is_known else None,
-        newest_start=start_id,
-        is_run_read=True,
-    )
-    if newest is not None:
-        transition.do(TellCommitted(newest))
-
-
 # ---------------------------------------------------------------- starts over several VMs
-
-
-def _is_finishing(state: State, start_id: str) -> bool:
-    """Whether this start waits for the commits of earlier ones."""
-    finishing = state.finishing
-    return finishing is not None and finishing.start_id == start_id and not finishing.is_done
 
 
 def record_finish_asked(transition: Transition, start_id: str) -> None:
@@ -485,7 +444,7 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
     after the claim.
     """
     state = transition.state
-    finishing = state.finishing
+    finishing = state.starts.finishing
     is_known = finishing is not None and finishing.start_id == start_id
     if state.start_of(start_id) is not None or (is_known and finishing and finishing.is_done):
         transition.do(TellFinished(start_id))  # to a rank that connected late or again
@@ -494,12 +453,8 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
         return
     is_evacuating = state.evacuation is not None and not state.evacuation.is_precaution
     limit_s = min(max(FINISH_S, transition.left_s if is_evacuating else 0.0), FINISH_S_MAX)
-    transition.state = replace(
-        transition.state,
-        finishing=Finishing(
-            start_id, asked_mono_s=transition.now, by_mono_s=transition.now + limit_s
-        ),
-    )
+    asked = Finishing(start_id, asked_mono_s=transition.now, by_mono_s=transition.now + limit_s)
+    _put(transition, replace(state.starts, finishing=asked))
     transition.do(Rescan())
     if _has_more(state):
         transition.log("info", "finishing", sets=len(state.uncommitted), limit_s=round(limit_s, 1))
@@ -507,22 +462,22 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
 
 def _has_more(state: State) -> bool:
     """Whether a sealed set may still become a checkpoint."""
-    return bool(state.uncommitted) or bool(state.stored) or state.part is not None
+    return bool(state.uncommitted) or bool(state.commits.stored) or state.part is not None
 
 
 def _finish(transition: Transition) -> None:
     """Answer the ranks of the next start when nothing is left to commit, or when time is up."""
     state = transition.state
-    finishing = state.finishing
+    finishing = state.starts.finishing
     if finishing is None or finishing.is_done:
         return
-    has_scanned = (state.scanned_mono_s or 0.0) >= finishing.asked_mono_s
+    has_scanned = state.staging.scanned_mono_s >= finishing.asked_mono_s
     # Ranks that do not query a checkpoint may train already.
-    trains = any(staged.id.start == finishing.start_id for staged in state.staged)
+    trains = any(staged.id.start == finishing.start_id for staged in state.staging.staged)
     has_more = not has_scanned or _has_more(state)
     if has_more and not trains and transition.now < finishing.by_mono_s:
         return
-    transition.state = replace(transition.state, finishing=replace(finishing, is_done=True))
+    _put(transition, replace(state.starts, finishing=replace(finishing, is_done=True)))
     transition.do(TellFinished(finishing.start_id))
     if state.start_of(finishing.start_id) is not None:
         _close_earlier(transition, finishing.start_id)
@@ -531,20 +486,14 @@ def _finish(transition: Transition) -> None:
 def _close_earlier(transition: Transition, start_id: str) -> None:
     """A start over several VMs has begun: nothing of an earlier start is committed any more."""
     state = transition.state
-    earlier = {start.id for start in state.starts if start.is_open and start.id != start_id}
-    is_first = state.finishing is not None and state.finishing.start_id == start_id
-    if state.starts[-1].id != start_id or not (earlier or is_first):
+    earlier = {start.id for start in state.starts.known if start.is_open and start.id != start_id}
+    is_first = state.starts.finishing is not None and state.starts.finishing.start_id == start_id
+    if state.starts.known[-1].id != start_id or not (earlier or is_first):
         return
-    transition.state = replace(state, peer_end_mono_s=None, finishing=None)
+    notices.forget_peer_end(transition)
+    _put(transition, replace(state.starts, finishing=None))
     close(transition, earlier)
-    own = [s for s in state.staged if s.framework == "swansong" and s.id.start != start_id]
-    wanted = _resumable(state, own)
-    dispensable = tuple(staged.directory for staged in own if staged not in wanted)
-    if dispensable:
-        transition.do(Prune(dispensable, keeps_aside=True))
-    if wanted:
-        transition.state = replace(transition.state, has_aside=True)
-        transition.do(SetAside(tuple(staged.directory for staged in wanted)))
+    staged_sets.set_aside(transition, start_id, state.commits.last)
 
 
 def close(transition: Transition, start_ids: Iterable[str]) -> None:
@@ -553,33 +502,12 @@ def close(transition: Transition, start_ids: Iterable[str]) -> None:
     state = transition.state
     if not closed:
         return
-    if state.flight is not None and state.flight.staged.id.start in closed:
-        transition.do(CancelFlush(state.flight.flush_id))
-        transition.state = replace(transition.state, flight=None)
-    last, incomplete = state.last_commit, state.incomplete
-    generations = {start.generation for start in state.starts if start.id in closed}
-    if last is not None and last.generation in generations:
-        last, incomplete = state.last_complete, None
-    transition.state = replace(
-        transition.state,
-        starts=tuple(replace(s, is_open=s.is_open and s.id not in closed) for s in state.starts),
-        stored=tuple(item for item in state.stored if item.staged.id.start not in closed),
-        last_commit=last,
-        incomplete=incomplete,
-        periodic=None,
-    )
-
-
-def _resumable(state: State, sets: Sequence[Staged]) -> list[Staged]:
-    """The sets of which the next start may read the same bytes: those of the newest whole checkpoint.
-
-    A newer one of which this VM's part is committed may have become whole since.  They are set aside, and
-    the next commit deletes them; meanwhile a download copies them.
-    """
-    first = -1 if state.last_complete is None else state.last_complete.step
-    last = math.inf if state.last_commit is None else state.last_commit.step
-    may_count = [staged for staged in sets if first <= staged.id.step <= last]
-    return sorted(may_count, key=lambda staged: staged.id)[-ASIDE_MAX:]
+    if state.flush.flight is not None and state.flush.flight.staged.id.start in closed:
+        flight.stop(transition)
+    commits.close_starts(transition, closed)
+    request.end_periodic(transition)
+    known = tuple(replace(s, is_open=s.is_open and s.id not in closed) for s in state.starts.known)
+    _put(transition, replace(transition.state.starts, known=known))
 
 
 # ---------------------------------------------------------------- claims of other VMs
@@ -597,18 +525,22 @@ def record_fence(transition: Transition, event: FenceFound) -> None:
         close(transition, (refused.id,))
         transition.log("warning", "start_overtaken", start=refused.id, newer_generation=generation)
         return
-    if not event.is_news(max(state.generation or 0, state.fenced_by or 0)):
+    if not event.is_news(max(state.generation or 0, state.starts.fenced_by or 0)):
         return
-    close(transition, (start.id for start in state.starts))
+    close(transition, (start.id for start in state.starts.known))
     transition.log("error", "fenced", generation=state.generation, newer_generation=generation)
     transition.do(TellFenced(generation))
-    transition.state = replace(transition.state, fenced_by=generation)
+    _put(transition, replace(transition.state.starts, fenced_by=generation))
     if event.in_mirror or not state.spans_vms:
-        transition.do(Exit(EXIT_FENCED, f"generation {generation} has taken the run over"))
-        transition.state = replace(transition.state, is_leaving=True)
+        reason = f"generation {generation} has taken the run over"
+        course.leave(transition, EXIT_FENCED, reason)
 
 
 def record_woke_up(transition: Transition, slept_s: float) -> None:
     """The VM was suspended: another VM may have taken the run over meanwhile."""
     transition.log("warning", "woke_up", slept_s=round(slept_s, 1))
     transition.do(CheckFence())
+
+
+def _put(transition: Transition, starts: StartState) -> None:
+    transition.state = replace(transition.state, starts=starts)

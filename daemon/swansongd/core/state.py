@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -12,6 +13,7 @@ from swansongd.core.pace import UNKNOWN, Pace
 from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
 from swansongd.core.request_ids import are_of_one
 from swansongd.model import (
+    GPU_IS_SOUND,
     CheckpointId,
     CommitRef,
     GpuRecord,
@@ -153,6 +155,15 @@ class Finishing:
 
 
 @dataclass(frozen=True, slots=True)
+class RefusedRanks:
+    """Processes that were refused because another one has their rank: number and last one."""
+
+    count: int = 0
+    reason: str = ""
+    mono_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
 class FailedSaves:
     """Checkpoints that the trainer failed to write since the daemon started: number and last one."""
 
@@ -261,7 +272,6 @@ class Evacuation:
     foretold: tuple[Verdict, CommitRef | None] | None = None
     """Verdict and commit of the farewell that was written before the wait for a trainer."""
     verdict: Verdict | None = None
-    verdict_commit: CommitRef | None = None
     part_reported: CommitRef | None = None
     """A farewell reports this VM's part of this checkpoint."""
     follow_up: CheckpointRequest | None = None
@@ -292,23 +302,11 @@ class Concluded:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class State:
-    settings: Settings
+class NoticeState:
+    """The notices, and limits of what they cause; written by :mod:`~swansongd.core.notices`."""
+
     sources: Mapping[str, SourceStatus] = field(default_factory=dict)
-    gpus: Mapping[str, GpuStatus] = field(default_factory=dict)
-    """Health of the GPUs, by their address on the bus; empty without a GPU."""
-    suspect_starts: frozenset[str] = frozenset()
-    """Processes that trained when a GPU failed, by the id of their first start: none of them is asked for a
-    checkpoint."""
-    suspect: frozenset[CheckpointId] = frozenset()
-    """Sets of these starts that appeared after the failure: they count as unhealthy."""
-    doubtful_commits: tuple[CommitRef, ...] = ()
-    """Newest commits of these sets, or this VM's parts of them, the newest last."""
-    gpus_before: GpuRecord | None = None
-    """The record of the previous life of this daemon in this boot; None without one."""
-    gpu_log_number: int | None = None
-    """See :class:`~swansongd.core.events.GpusRead`."""
-    notices: Mapping[str, Notice] = field(default_factory=dict)
+    live: Mapping[str, Notice] = field(default_factory=dict)
     """Live notices: by their source, which shows one at a time, or by identity if given by hand."""
     rates_mono_s: Mapping[str, float] = field(default_factory=dict)
     """By source: when its rate of evacuations is unused again; see :mod:`swansongd.core.notices`."""
@@ -320,64 +318,164 @@ class State:
     """Identities of notices for which a precaution was taken, or was not worth it."""
     precaution_mono_s: float | None = None
     """When the last precaution was taken."""
+    peers_mono_s: tuple[float, ...] = ()
+    """When the last requests of other VMs became notices."""
+    peer_end_mono_s: float | None = None
+    """Earliest end of another VM of this job start, as its request stated it."""
+
+    @property
+    def in_force(self) -> tuple[Notice, ...]:
+        """Live notices that the VM has not outlived."""
+        return tuple(n for n in self.live.values() if n.identity not in self.concluded)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GpuState:
+    """The GPUs, and what a failed one makes doubtful; written by :mod:`~swansongd.core.gpus`."""
+
+    status: Mapping[str, GpuStatus] = field(default_factory=dict)
+    """Health of the GPUs, by their address on the bus; empty without a GPU."""
+    log_number: int | None = None
+    """See :class:`~swansongd.core.events.GpusRead`."""
+    before: GpuRecord | None = None
+    """The record of the previous life of this daemon in this boot; None without one."""
+    suspect_starts: frozenset[str] = frozenset()
+    """Processes that trained when a GPU failed, by the id of their first start: none of them is asked for a
+    checkpoint."""
+    inherited: frozenset[CheckpointId] = frozenset()
+    """Sets of the first scan, which predate this life of the daemon."""
+    doubtful_commits: tuple[CommitRef, ...] = ()
+    """Newest commits of suspect sets, or this VM's parts of them, the newest last."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankState:
+    """The ranks of the trainer on this VM; written by :mod:`~swansongd.core.ranks`."""
+
     trainers: tuple[TrainerView, ...] = ()
-    ranks_refused: int = 0
-    """Number of processes that were refused because another one has their rank."""
-    refused_why: str = ""
-    """Reason of the last refusal."""
-    refused_mono_s: float = 0.0
+    refused: RefusedRanks = RefusedRanks()
+    joined_mono_s: float | None = None
+    """When the first of the connected ranks connected."""
+    failed_saves: FailedSaves = FailedSaves()
+
+    @property
+    def stalled(self) -> frozenset[int]:
+        """Connections of stalled ranks."""
+        return frozenset(trainer.connection for trainer in self.trainers if trainer.is_stalled)
+
+    def on(self, connection: int) -> TrainerView | None:
+        """The rank with this connection, if it is known."""
+        return next((t for t in self.trainers if t.connection == connection), None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartState:
+    """The starts of the training and their claims; written by :mod:`~swansongd.core.starts`."""
+
+    known: tuple[Start, ...] = ()
+    """The starts of the training that are known here, the newest last."""
+    process: str = ""
+    """The start of the trainer without hooks whose process runs; empty without one."""
+    claims: tuple[tuple[str, float], ...] = ()
+    """The last claims that were ordered, the newest last: the start, and when."""
     fenced_by: int | None = None
     """The generation that has taken the run over."""
-    first_scan_mono_s: float | None = None
-    """When the first scan of this life began; None before."""
-    scanned_mono_s: float | None = None
-    """When the newest walk over staging began; None before the first."""
+    finishing: Finishing | None = None
+    """The next start of a job over several VMs, while this VM still commits sets of the last one."""
+
+    @property
+    def is_finishing(self) -> bool:
+        """Whether another start waits for the commits of the last one."""
+        return self.finishing is not None and not self.finishing.is_done
+
+    @property
+    def newest(self) -> Start | None:
+        """The newest known start, also one of an earlier boot."""
+        return self.known[-1] if self.known else None
+
+    @property
+    def claiming(self) -> str:
+        """The start whose claim is in flight; empty without one."""
+        start_id = self.claims[-1][0] if self.claims else ""
+        is_claimed = any(s.id == start_id and s.generation is not None for s in self.known)
+        return "" if is_claimed else start_id
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagingState:
+    """The sets in staging; written by :mod:`~swansongd.core.staged_sets`."""
+
     staged: tuple[Staged, ...] = ()
     pending: tuple[str, ...] = ()
     growing: tuple[Staged, ...] = ()
     """Sets that are being written, with the files in them that are final."""
-    stored_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
-    """Bytes of each set that are stored, by this flush or an earlier one."""
     rejected: frozenset[tuple[str, str]] = frozenset()
     """(directory, reason) of sealed sets that are not sound; each is logged once."""
-    seen: Mapping[CheckpointId, float] = field(default_factory=dict)
-    """When the scan began that first found each set."""
-    by_signal: frozenset[CheckpointId] = frozenset()
-    """Sets of a trainer without hooks that appeared while it had a signal to answer."""
-    adopted: Mapping[CheckpointId, str] = field(default_factory=dict)
-    """The start of each set that a trainer without hooks has sealed."""
+    first_scan_mono_s: float | None = None
+    """When the first scan of this life began; None before."""
+    scanned_mono_s: float = -math.inf
+    """When the newest walk over staging began."""
+    saved_mono_s: float | None = None
+    """When a scan last found a sealed set of any kind."""
     unusable: frozenset[CheckpointId] = frozenset()
     """Sets that changed, were unreadable, lost a conflict, were dropped, or are of a start that is over."""
     dropped: DroppedSets = DroppedSets()
-    starts: tuple[Start, ...] = ()
-    """The starts of the training that are known here, the newest last."""
-    process: str = ""
-    """The start of the trainer without hooks whose process runs; empty without one."""
     has_aside: bool = False
     """Sets were set aside, for the next commit to delete."""
+
+    @property
+    def usable(self) -> tuple[Staged, ...]:
+        """The sealed sets of which a commit may still be made, or was made."""
+        return tuple(staged for staged in self.staged if staged.id not in self.unusable)
+
+    @property
+    def suspect(self) -> frozenset[CheckpointId]:
+        """Sets of suspect training that appeared after the failure of its GPU: they count as unhealthy."""
+        return frozenset(s.id for s in self.staged if s.health.get(GPU_IS_SOUND) == 0.0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FlushState:
+    """The flush in flight, and the backoff; written by :mod:`~swansongd.core.flight`."""
+
     flight: Flight | None = None
-    stored: tuple[StoredSet, ...] = ()
-    last_commit: CommitRef | None = None
-    """Newest commit of the run, of any generation.  Over several VMs perhaps only this VM's part of it."""
-    last_complete: CommitRef | None = None
-    """Newest whole commit: all its VMs have committed their parts."""
-    is_run_read: bool = False
-    """Whether the newest commit of the run is known."""
-    newest_start: str = ""
-    """The start whose generation ``last_complete`` has, if it is not one of ``starts``."""
-    incomplete: Incomplete | None = None
-    finishing: Finishing | None = None
-    """The next start of a job over several VMs, while this VM still commits sets of the last one."""
-    last_commit_mono_s: float | None = None
-    """When ``last_complete`` became whole; None for a commit that the claim found."""
-    found_commit: CommitRef | None = None
-    """Newest commit that a claim found, once its manifest is read."""
-    found_commit_mono_s: float = 0.0
-    """When it was created, by the wall clocks of two VMs: for status only."""
+    flushes: int = 0
+    stored_bytes: Mapping[CheckpointId, int] = field(default_factory=dict)
+    """Bytes of each set that are stored, by this flush or an earlier one."""
+    failures: int = 0
     retry_mono_s: float = 0.0
     """End of the backoff after a failure of the store."""
-    failures: int = 0
-    flushes: int = 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommitState:
+    """The commits of the run, and the manifests that are due; written by :mod:`~swansongd.core.commits`."""
+
+    stored: tuple[StoredSet, ...] = ()
+    last_complete: CommitRef | None = None
+    """Newest whole commit of the run, of any generation: all its VMs have committed their parts."""
+    complete_mono_s: float | None = None
+    """When ``last_complete`` became whole.  For a commit that a claim found it is known once its manifest is
+    read, by the wall clocks of two VMs."""
+    newest_start: str = ""
+    """The start whose generation ``last_complete`` has, if it is not a known one."""
+    is_run_read: bool = False
+    """Whether the newest commit of the run is known."""
+    incomplete: Incomplete | None = None
+    healthy: CommitRef | None = None
+    """Newest commit of this generation that is not unhealthy."""
+
+    @property
+    def last(self) -> CommitRef | None:
+        """Newest commit of the run.  Over several VMs perhaps only this VM's part of it."""
+        refs = () if self.incomplete is None else self.incomplete.refs[:1]
+        return max((ref for ref in (self.last_complete, *refs) if ref is not None), default=None)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Learned:
+    """Measurements and history of the run; written by :mod:`~swansongd.core.learning`."""
+
     bandwidth_bytes_per_s: float | None = None
     pace: Pace = UNKNOWN
     last_share: float = 1.0
@@ -385,54 +483,64 @@ class State:
     signal_save_s: float | None = None
     """From the last signal to its sealed set, settling included."""
     history: History = field(default_factory=History)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RequestState:
+    """The periodic requests; written by :mod:`~swansongd.core.request`."""
+
     periodic: CheckpointRequest | None = None
     """The periodic request that is not answered yet."""
     periodic_mono_s: float | None = None
     """When the last one was requested."""
-    saved_mono_s: float | None = None
-    """When a scan last found a sealed set of any kind."""
-    joined_mono_s: float | None = None
-    """When the first of the connected ranks connected."""
-    failed_saves: FailedSaves = FailedSaves()
-    stalled: frozenset[int] = frozenset()
-    """Connections of stalled ranks."""
-    healthy_commit: CommitRef | None = None
-    """Newest commit of this generation that is not unhealthy."""
-    evacuation: Evacuation | None = None
-    claiming: str = ""
-    """The start for which a claim was ordered last."""
-    claims_mono_s: tuple[float, ...] = ()
-    """When the last claims were ordered."""
-    peers_mono_s: tuple[float, ...] = ()
-    """When the last requests of other VMs became notices."""
-    peer_end_mono_s: float | None = None
-    """Earliest end of another VM of this job start, as its request stated it."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CourseState:
+    """The evacuations of this life of the daemon; written by :mod:`~swansongd.core.course`."""
+
     opened: tuple[str, ...] = ()
     """Ids of the last evacuations."""
-    evacuations: int = 0
-    """Number of evacuations so far."""
     last_verdict: Concluded | None = None
     is_leaving: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class State:
+    """The whole state; each part is written by one module of the core."""
+
+    settings: Settings
+    notices: NoticeState = NoticeState()
+    gpus: GpuState = GpuState()
+    ranks: RankState = RankState()
+    starts: StartState = StartState()
+    staging: StagingState = StagingState()
+    flush: FlushState = FlushState()
+    commits: CommitState = CommitState()
+    learned: Learned = Learned()
+    requests: RequestState = RequestState()
+    course: CourseState = CourseState()
+    evacuation: Evacuation | None = None
+    """The open evacuation; written by :mod:`~swansongd.core.course`."""
 
     @property
     def phase(self) -> Phase | Verdict:
         """Derived, so that it cannot disagree with the facts."""
-        if self.fenced_by is not None:
+        if self.starts.fenced_by is not None:
             return Phase.FENCED
         evacuation = self.evacuation
         if evacuation is None or evacuation.is_precaution:
-            is_armed = any(n.identity not in self.concluded for n in self.notices.values())
-            return Phase.ARMED if is_armed else Phase.IDLE
+            return Phase.ARMED if self.notices.in_force else Phase.IDLE
         if evacuation.verdict is Verdict.SAFE:
             return evacuation.verdict  # whatever follows
         request = evacuation.request
         if request is not None and request.is_waiting and evacuation.verdict is None:
             return Phase.CHECKPOINTING
-        if self.flight is not None:
+        if self.flush.flight is not None:
             return Phase.FLUSHING
-        if self.stored:
+        if self.commits.stored:
             return Phase.COMMITTING
-        if evacuation.verdict is None and self.incomplete is not None:
+        if evacuation.verdict is None and self.commits.incomplete is not None:
             return Phase.WAITING_FOR_PEERS
         if evacuation.verdict is None and evacuation.awaits_trainer:
             return Phase.WAITING_FOR_TRAINER
@@ -441,17 +549,17 @@ class State:
     @property
     def start(self) -> Start | None:
         """The newest start of the training since the VM booted; None before the first."""
-        newest = self.starts[-1] if self.starts else None
+        newest = self.starts.newest
         return newest if newest is not None and newest.is_of_boot else None
 
     def start_of(self, start_id: str) -> Start | None:
         """The start with this id, if it is known."""
-        return next((start for start in self.starts if start.id == start_id), None)
+        return next((start for start in self.starts.known if start.id == start_id), None)
 
     def owner_of(self, ref: CommitRef) -> str:
         """Id of the start that wrote this commit; empty if it is unknown."""
-        own = next((s.id for s in self.starts if s.generation == ref.generation), "")
-        return own or (self.newest_start if ref == self.last_complete else "")
+        own = next((s.id for s in self.starts.known if s.generation == ref.generation), "")
+        return own or (self.commits.newest_start if ref == self.commits.last_complete else "")
 
     @property
     def generation(self) -> int | None:
@@ -461,17 +569,17 @@ class State:
     @property
     def newest_generation(self) -> int | None:
         """The newest generation of a start since the VM booted; None before the first claim."""
-        own = (start.generation for start in self.starts if start.is_of_boot)
+        own = (start.generation for start in self.starts.known if start.is_of_boot)
         return max((each for each in own if each is not None), default=None)
 
     def order(self, checkpoint: CheckpointId) -> tuple[int, CheckpointId]:
         """The place of a set among all sets in staging: by start, then by step."""
-        numbers = {start.id: number for number, start in enumerate(self.starts)}
+        numbers = {start.id: number for number, start in enumerate(self.starts.known)}
         return numbers.get(checkpoint.start, -1), checkpoint
 
     @property
     def connected(self) -> tuple[TrainerView, ...]:
-        return tuple(trainer for trainer in self.trainers if trainer.is_connected)
+        return tuple(trainer for trainer in self.ranks.trainers if trainer.is_connected)
 
     @property
     def pinned(self) -> Staged | None:
@@ -483,12 +591,12 @@ class State:
 
     @property
     def _last_start(self) -> str:
-        return self.starts[-1].id if self.starts else ""
+        return "" if self.starts.newest is None else self.starts.newest.id
 
     @property
     def _newest_first(self) -> list[Staged]:
-        usable = (s for s in self.staged if s.id not in self.unusable)
-        numbers = {start.id: number for number, start in enumerate(self.starts)}
+        numbers = {start.id: number for number, start in enumerate(self.starts.known)}
+        usable = self.staging.usable
         return sorted(usable, key=lambda s: (numbers.get(s.id.start, -1), s.id), reverse=True)
 
     @property
@@ -498,25 +606,27 @@ class State:
         pinned_id = (
             pinned.id
             if pinned is not None
-            and (self.healthy_commit is None or self.healthy_commit.step < pinned.id.step)
+            and (self.commits.healthy is None or self.commits.healthy.step < pinned.id.step)
             else None
         )
-        open_ids = {start.id for start in self.starts if start.is_open}
+        open_ids = {start.id for start in self.starts.known if start.is_open}
         return tuple(
             s
             for s in self._newest_first
             if s.id.start in open_ids
-            and (s.nodes == 1 or s.id.start == self._last_start or self.finishing is not None)
+            and (
+                s.nodes == 1 or s.id.start == self._last_start or self.starts.finishing is not None
+            )
             and (s.id == pinned_id or not self.is_covered(s.id))
         )
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
         """Whether a commit at or after this place in the order of readers exists; this VM's part suffices."""
-        return self._covers(self.last_commit, checkpoint)
+        return self._covers(self.commits.last, checkpoint)
 
     def is_whole(self, checkpoint: CheckpointId) -> bool:
         """Whether a whole commit at or after this place in the order of readers exists."""
-        return self._covers(self.last_complete, checkpoint)
+        return self._covers(self.commits.last_complete, checkpoint)
 
     def _covers(self, last: CommitRef | None, checkpoint: CheckpointId) -> bool:
         if last is None:
@@ -534,7 +644,7 @@ class State:
     @property
     def part(self) -> VmPart | None:
         """The newest checkpoint of which this VM's part is committed, until it is whole."""
-        incomplete = self.incomplete
+        incomplete = self.commits.incomplete
         if incomplete is None:
             return None
         return VmPart(incomplete.refs[0], incomplete.nodes, incomplete.committed)
@@ -542,15 +652,17 @@ class State:
     @property
     def candidates(self) -> tuple[Candidate, ...]:
         """Sealed sets that are still worth storing: none older than a stored set, except the pinned one."""
-        newest_stored = max((self.order(item.staged.id) for item in self.stored), default=None)
+        newest_stored = max(
+            (self.order(item.staged.id) for item in self.commits.stored), default=None
+        )
         result = []
-        pinned, stored = self.pinned, {item.staged.id for item in self.stored}
+        pinned, stored = self.pinned, {item.staged.id for item in self.commits.stored}
         for staged in self.uncommitted:
             is_pinned = staged == pinned and staged.id not in stored
             is_newer = newest_stored is None or self.order(staged.id) > newest_stored
             if self.ref_of(staged.id) is not None and (is_newer or is_pinned):
-                left = max(0, staged.size_bytes - self.stored_bytes.get(staged.id, 0))
-                is_sound = staged.id not in self.suspect
+                left = max(0, staged.size_bytes - self.flush.stored_bytes.get(staged.id, 0))
+                is_sound = staged.health.get(GPU_IS_SOUND) != 0.0
                 result.append(
                     Candidate(
                         id=staged.id,
@@ -576,7 +688,7 @@ class State:
         is_led = self.spans_vms and evacuation.verdict is not None
         answering = (
             staged
-            for staged in self.growing
+            for staged in self.staging.growing
             if staged.files
             and (
                 staged.request_id in ids
@@ -593,12 +705,12 @@ class State:
         early = self.early
         if early is None:
             return size_bytes
-        return max(0, max(size_bytes, early.size_bytes) - self.stored_bytes.get(early.id, 0))
+        return max(0, max(size_bytes, early.size_bytes) - self.flush.stored_bytes.get(early.id, 0))
 
     @property
     def answer(self) -> CheckpointId | None:
         """The set in staging that answers the request of this evacuation, while it is sound."""
-        return None if self.evacuation is None else self._answer_to(self.evacuation.request)
+        return self._answer_to(None if self.evacuation is None else self.evacuation.request)
 
     @property
     def follow_up(self) -> CheckpointRequest | None:
@@ -612,57 +724,55 @@ class State:
 
     def _answer_to(self, request: CheckpointRequest | None) -> CheckpointId | None:
         """The trainer may delete it, or write it again: no other set waits for it then."""
-        usable = (staged.id for staged in self.staged if staged.id not in self.unusable)
-        return next((id_ for id_ in usable if request is not None and id_ == request.sealed), None)
+        ids = (staged.id for staged in self.staging.usable)
+        return next((id_ for id_ in ids if request is not None and id_ == request.sealed), None)
 
     @property
     def is_finished(self) -> bool:
         """Whether the newest start has sealed the end of the run, or committed it."""
-        start, last = self.start, self.last_complete
+        start, last = self.start, self.commits.last_complete
         if start is None:
             return False
-        is_sealed = any(
-            s.id.is_final and s.id.start == start.id
-            for s in self.staged
-            if s.id not in self.unusable
-        )
+        usable = self.staging.usable
+        is_sealed = any(s.id.is_final and s.id.start == start.id for s in usable)
         is_committed = last is not None and last.is_final and last.generation == start.generation
         return is_sealed or is_committed
 
     @property
     def spans_vms(self) -> bool:
         """Whether the job has ranks on other VMs: the ranks then agree among themselves."""
-        start = self.starts[-1] if self.starts else None
-        return any(t.nodes > 1 for t in self.trainers) or (start is not None and start.nodes > 1)
+        start = self.starts.newest
+        has_others = start is not None and start.nodes > 1
+        return has_others or any(t.nodes > 1 for t in self.ranks.trainers)
 
     @property
     def local_world_size(self) -> int:
         """Number of ranks of this VM, connected or not, as reported by the ranks."""
-        return max((trainer.local_world_size for trainer in self.trainers), default=1)
+        return max((trainer.local_world_size for trainer in self.ranks.trainers), default=1)
 
     @property
     def measured(self) -> Measurements:
         """Bandwidth, the save time of the slowest rank, and the size of the newest set."""
-        save_s = [t.save_s for t in self.trainers if t.save_s is not None]
-        if not self.trainers and self.signal_save_s is not None:
-            save_s = [self.signal_save_s]
+        save_s = [t.save_s for t in self.ranks.trainers if t.save_s is not None]
+        if not self.ranks.trainers and self.learned.signal_save_s is not None:
+            save_s = [self.learned.signal_save_s]
         steps_s = [t.step_s for t in self.connected if t.step_s is not None]
-        newest = max((s for s in self.staged), key=lambda s: self.order(s.id), default=None)
+        newest = max((s for s in self.staging.staged), key=lambda s: self.order(s.id), default=None)
         reported = [t.save_bytes for t in self.connected if t.save_bytes is not None]
         save_bytes = newest.size_bytes if newest else (sum(reported) if reported else None)
-        earlier = self.pace  # of an earlier VM, where this one has no numbers yet
+        earlier = self.learned.pace  # of an earlier VM, where this one has no numbers yet
         if save_bytes is None and earlier.size_bytes is not None:
             save_bytes = round(earlier.size_bytes.mean)
         if not save_s and earlier.save_s is not None:
             save_s = [earlier.save_s.mean]
         return Measurements(
-            bandwidth_bytes_per_s=self.bandwidth_bytes_per_s,
+            bandwidth_bytes_per_s=self.learned.bandwidth_bytes_per_s,
             save_s=max(save_s, default=None),
             save_bytes=save_bytes,
             step_s=max(steps_s, default=0.0) if self.connected else None,
-            last_share=self.last_share,
-            is_sending=self.flight is not None or self.failures > 0,
-            pace=self.pace,
+            last_share=self.learned.last_share,
+            is_sending=self.flush.flight is not None or self.flush.failures > 0,
+            pace=self.learned.pace,
         )
 
     @property
@@ -692,9 +802,5 @@ class State:
                 return is_near or notice.identity in answered
             return notice.severity >= Severity.IMMINENT
 
-        live = (
-            notice
-            for notice in self.notices.values()
-            if notice.identity not in self.concluded and is_urgent(notice)
-        )
+        live = filter(is_urgent, self.notices.in_force)
         return tuple(sorted(live, key=lambda n: (-n.severity, n.deadline_mono_s)))

@@ -3,8 +3,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from swansongd.core.events import Action, Log, Mark
 from swansongd.core.state import CheckpointRequest, Evacuation, State
 from swansongd.errors import FencedError
@@ -12,6 +10,8 @@ from swansongd.errors import FencedError
 LOGIND_SOURCE = "logind"
 HOST_SOURCE = "host"
 """Source of the notice that the service itself raises when the host's SIGTERM reaches it."""
+PEER_SOURCE = "peer"
+"""Source of the notices that follow from the requests of other VMs of the job."""
 
 EXIT_STOPPED = 0
 EXIT_FENCED = FencedError.exit_code
@@ -31,30 +31,17 @@ class Transition:
         assert self.state.evacuation is not None
         return self.state.evacuation
 
-    @evacuation.setter
-    def evacuation(self, evacuation: Evacuation) -> None:
-        self.state = replace(self.state, evacuation=evacuation)
-
     @property
     def waiting_requests(self) -> tuple[CheckpointRequest, ...]:
         """The requests whose checkpoints may still come."""
         evacuation = self.state.evacuation
         made = () if evacuation is None else evacuation.requests_made
-        periodic = () if self.state.periodic is None else (self.state.periodic,)
+        periodic = () if self.state.requests.periodic is None else (self.state.requests.periodic,)
         return tuple(request for request in (*made, *periodic) if request.is_waiting)
 
     def waiting_request(self, request_id: str) -> CheckpointRequest | None:
         """The waiting request with this id."""
         return next((r for r in self.waiting_requests if r.request_id == request_id), None)
-
-    def update_request(self, request: CheckpointRequest) -> None:
-        """Replace the request of the evacuation, its follow-up request, or the periodic one."""
-        if request.is_periodic:
-            self.state = replace(self.state, periodic=request)
-        elif request.is_follow_up:
-            self.evacuation = replace(self.evacuation, follow_up=request)
-        else:
-            self.evacuation = replace(self.evacuation, request=request)
 
     @property
     def left_s(self) -> float:

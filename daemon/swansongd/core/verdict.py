@@ -6,15 +6,10 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from swansong import protocol
 
-from swansongd.core import arrival, emergency, notices, planner, proof
-from swansongd.core.events import (
-    Conclude,
-    Exit,
-)
+from swansongd.core import arrival, course, emergency, notices, planner, proof
+from swansongd.core.events import Conclude
 from swansongd.core.state import (
     Concluded,
     Evacuation,
@@ -53,17 +48,15 @@ def reconcile(transition: Transition) -> None:
 def _may_improve(transition: Transition, evacuation: Evacuation) -> bool:
     """Whether the trainer may still seal a set, or sealed sets may still become commits."""
     state, request = transition.state, evacuation.request
-    if state.fenced_by is not None:
+    if state.starts.fenced_by is not None:
         return False
-    has_scanned = (
-        state.scanned_mono_s is not None and state.scanned_mono_s >= evacuation.opened_mono_s
-    )
+    has_scanned = state.staging.scanned_mono_s >= evacuation.opened_mono_s
     return (
         (request is not None and request.is_waiting)
         or (not evacuation.is_precaution and emergency.will_repeat(transition))
         or not has_scanned
         or bool(state.uncommitted)
-        or bool(state.stored)
+        or bool(state.commits.stored)
         or _settles(state, evacuation, transition.now)
         or _claims(state)
         or (state.part is not None and not evacuation.is_precaution)
@@ -73,13 +66,15 @@ def _may_improve(transition: Transition, evacuation: Evacuation) -> bool:
 def _settles(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
     """Whether a set of a trainer without hooks may settle soon; one that is torn never does."""
     is_new = now_mono_s < evacuation.opened_mono_s + SETTLE_S
-    return is_new and any(protocol.parse_partial_name(name) is None for name in state.pending)
+    return is_new and any(
+        protocol.parse_partial_name(name) is None for name in state.staging.pending
+    )
 
 
 def _claims(state: State) -> bool:
     """Whether the newest commit is not known yet, or the newest start waits for its generation."""
     start = state.start
-    return not state.is_run_read or (
+    return not state.commits.is_run_read or (
         start is not None and start.is_live and start.generation is None
     )
 
@@ -98,11 +93,11 @@ def _explained(transition: Transition, verdict: Verdict, reason: str) -> str:
 
 def _leave_host(transition: Transition) -> None:
     """The host shuts down: end the daemon, unless a newer set can still become a commit in time."""
-    if HOST_SOURCE not in transition.state.notices or _still_saves(transition):
+    if HOST_SOURCE not in transition.state.notices.live or _still_saves(transition):
         return
     verdict = transition.evacuation.verdict
-    transition.state = replace(transition.state, is_leaving=True)
-    transition.do(Exit(EXIT_STOPPED, f"the host shuts down; {verdict.value if verdict else ''}"))
+    reason = f"the host shuts down; {verdict.value if verdict else ''}"
+    course.leave(transition, EXIT_STOPPED, reason)
 
 
 def _still_saves(transition: Transition) -> bool:
@@ -111,9 +106,9 @@ def _still_saves(transition: Transition) -> bool:
     if transition.left_s <= 0:
         return False
     data_left_s = transition.left_s - state.settings.reserve_s
-    bandwidth = state.bandwidth_bytes_per_s
+    bandwidth = state.learned.bandwidth_bytes_per_s
     return (
-        bool(state.stored)
+        bool(state.commits.stored)
         or (request is not None and request.is_waiting)
         or any(planner.fits(candidate, data_left_s, bandwidth) for candidate in state.candidates)
     )
@@ -124,32 +119,15 @@ def _conclude(
 ) -> None:
     """Announce a verdict that is new and not worse than the last one."""
     state, before = transition.state, evacuation.verdict
-    commit = state.last_complete
+    commit, last = state.commits.last_complete, state.course.last_verdict
     verdict, reason = _remembered(state, evacuation, verdict, reason)
     is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
-    if is_worse or (verdict is before and commit == evacuation.verdict_commit):
+    if is_worse or (last is not None and verdict is before and commit == last.commit):
         return
-    transition.evacuation = replace(transition.evacuation, verdict=verdict, verdict_commit=commit)
-    position = proof.position_of(state)
-    start = position.start if isinstance(position, proof.Position) else state.start
-    notices.record_verdict(transition, verdict, "" if start is None else start.id)
-    slack_s = round(transition.left_s, 2)
     expected_s, took_s = _times(evacuation)
-    transition.do(
-        Conclude(
-            evacuation.id,
-            verdict,
-            reason,
-            commit,
-            slack_s,
-            state.part,
-            expected_s=expected_s,
-            took_s=took_s,
-        )
-    )
-    transition.state = replace(
-        transition.state,
-        last_verdict=Concluded(
+    course.record_verdict(
+        transition,
+        Concluded(
             evacuation_id=evacuation.id,
             verdict=verdict,
             reason=reason,
@@ -159,6 +137,21 @@ def _conclude(
             expected_s=expected_s,
             took_s=took_s,
         ),
+    )
+    position = proof.position_of(state)
+    start = position.start if isinstance(position, proof.Position) else state.start
+    notices.record_verdict(transition, verdict, "" if start is None else start.id)
+    transition.do(
+        Conclude(
+            evacuation.id,
+            verdict,
+            reason,
+            commit,
+            round(transition.left_s, 2),
+            state.part,
+            expected_s=expected_s,
+            took_s=took_s,
+        )
     )
 
 
@@ -192,10 +185,10 @@ def _foretell(
     transition: Transition, evacuation: Evacuation, verdict: Verdict, reason: str
 ) -> None:
     """Write a farewell for the case that the power is cut during the wait for a trainer."""
-    commit = transition.state.last_complete
+    commit = transition.state.commits.last_complete
     if evacuation.foretold == (verdict, commit):
         return
-    transition.evacuation = replace(transition.evacuation, foretold=(verdict, commit))
+    course.record_foretold(transition, verdict, commit)
     slack_s = round(transition.left_s, 2)
     reason = f"{reason}; waiting for a trainer to connect"
     transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_final=False))
@@ -209,7 +202,7 @@ def _report_part(transition: Transition, evacuation: Evacuation) -> None:
         return
     if evacuation.part_reported == part.ref:
         return
-    transition.evacuation = replace(transition.evacuation, part_reported=part.ref)
+    course.record_part_reported(transition, part.ref)
     transition.mark(
         "waiting_for_peers",
         generation=part.ref.generation,
@@ -220,10 +213,18 @@ def _report_part(transition: Transition, evacuation: Evacuation) -> None:
     verdict, reason = proof.prove(state)
     slack_s = round(transition.left_s, 2)
     transition.do(
-        Conclude(evacuation.id, verdict, reason, state.last_complete, slack_s, part, is_final=False)
+        Conclude(
+            evacuation.id,
+            verdict,
+            reason,
+            state.commits.last_complete,
+            slack_s,
+            part,
+            is_final=False,
+        )
     )
 
 
 def _end_precaution(transition: Transition, evacuation: Evacuation, reason: str) -> None:
     transition.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
-    transition.state = replace(transition.state, evacuation=None)
+    course.end(transition)

@@ -24,7 +24,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.evacuation import DRILL, is_drill
 from swansongd.core.ledger import LastReport, Resumption
-from swansongd.core.peers import PEER_SOURCE
+from swansongd.core.transition import PEER_SOURCE
 from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge
 from swansongd.exporter.figures import CommitFacts, FarewellFacts
 from swansongd.exporter.listing import Listing

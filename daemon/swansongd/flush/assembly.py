@@ -160,7 +160,7 @@ class Storage:
             small_store,
             self.keys,
             is_urgent=lambda: limits.is_undecided(state()),
-            is_fenced=lambda: state().fenced_by is not None,
+            is_fenced=lambda: state().starts.fenced_by is not None,
         )
         self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
         sweeps = partial(Sweeper, keys=self.keys, is_urgent=is_urgent, stop=stop)

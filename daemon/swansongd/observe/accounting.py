@@ -143,7 +143,7 @@ class Accounting:
         Raises:
             Exception: a fault of ours.  The facts so far are dropped, since they may have caused it.
         """
-        if before.is_leaving:
+        if before.course.is_leaving:
             return
         try:
             self._record_start(after)
@@ -163,8 +163,8 @@ class Accounting:
         now_mono_s: float,
     ) -> None:
         """Record a resume once, and write the last farewell of an evacuation when it is due."""
-        is_ending = isinstance(event, StopRequested) or after.fenced_by is not None
-        if before.is_leaving or is_ending:
+        is_ending = isinstance(event, StopRequested) or after.starts.fenced_by is not None
+        if before.course.is_leaving or is_ending:
             return
         self._report_resume(after)
         self._report_end(after, actions, now_mono_s)
@@ -192,7 +192,7 @@ class Accounting:
                 if connection == _first_connection(state):
                     self._trains(is_saving=True)
             case TrainerLeft():
-                self._trains(is_over=self.training.step >= 0 and not state.trainers)
+                self._trains(is_over=self.training.step >= 0 and not state.ranks.trainers)
             case _:
                 pass
 
@@ -258,7 +258,7 @@ class Accounting:
             self._reached(first_step=step, first_step_mono_s=now_mono_s)
 
     def _record_ranks(self, state: State) -> None:
-        trainers = state.trainers
+        trainers = state.ranks.trainers
         if not trainers:
             return
         known_s = [t.step_s for t in trainers if t.step_s is not None]
@@ -331,7 +331,7 @@ class Accounting:
 
     def _last_conclusion(self, state: State, now_mono_s: float) -> Conclude | None:
         """The conclusion of a last farewell that is due now; None if none is due."""
-        evacuation, last = state.evacuation, state.last_verdict
+        evacuation, last = state.evacuation, state.course.last_verdict
         if evacuation is None or evacuation.verdict is None or last is None:
             return None
         is_repeated = evacuation.id == self._last_farewell.evacuation_id
@@ -341,14 +341,14 @@ class Accounting:
         # In the reserve no further checkpoint begins, so no manifest can wait behind this farewell.
         is_near = left_s <= min(LAST_FAREWELL_LEAD_S, state.settings.reserve_s)
         is_waiting = any(request.is_waiting for request in evacuation.requests_made)
-        is_busy = state.flight is not None or bool(state.stored) or is_waiting
-        if is_busy or not (is_near or HOST_SOURCE in state.notices):
+        is_busy = state.flush.flight is not None or bool(state.commits.stored) or is_waiting
+        if is_busy or not (is_near or HOST_SOURCE in state.notices.live):
             return None
         return Conclude(
             evacuation.id,
             evacuation.verdict,
             last.reason,
-            state.last_complete,
+            state.commits.last_complete,
             round(left_s, 2),
             state.part,
             is_final=False,
@@ -376,7 +376,7 @@ def last_report(
         ranks=training.ranks,
         saves_s=training.saves_s,
         stall_s=training.stall_s,
-        is_over=training.is_over or HOST_SOURCE in state.notices,
+        is_over=training.is_over or HOST_SOURCE in state.notices.live,
         deadline_wall_s=None if evacuation is None else evacuation.deadline_mono_s + offset_s,
     )
 
@@ -397,7 +397,7 @@ def _backdated(milestones: Milestones, step_s: float | None) -> Milestones:
 
 def _first_connection(state: State) -> int:
     """The connection of the first rank of this VM, which stands for all: they train in lockstep."""
-    first = min(state.trainers, key=lambda trainer: trainer.rank, default=None)
+    first = min(state.ranks.trainers, key=lambda trainer: trainer.rank, default=None)
     return -1 if first is None else first.connection
 
 
@@ -405,7 +405,7 @@ def _holding_ranks(state: State) -> CheckpointRequest | None:
     """The request whose target the ranks wait for."""
     evacuation = state.evacuation
     made = [] if evacuation is None else list(evacuation.requests_made)
-    if state.periodic is not None:
-        made.append(state.periodic)
+    if state.requests.periodic is not None:
+        made.append(state.requests.periodic)
     holding = (r for r in made if r.is_waiting and r.accepted and r.target is None)
     return next(holding, None)

@@ -63,7 +63,7 @@ def conditions(state: State, step: int) -> dict[str, Condition]:
 
 def _blind(state: State) -> dict[str, Condition]:
     found = {}
-    for name, status in state.sources.items():
+    for name, status in state.notices.sources.items():
         if status.health is Health.DEGRADED:
             continue
         is_store, holds = name == STORE_HEALTH, status.health is Health.BLIND
@@ -84,8 +84,8 @@ def _blind(state: State) -> dict[str, Condition]:
 
 
 def _stall(state: State, step: int) -> Condition | None:
-    if state.stalled:
-        ranks = sorted(t.rank for t in state.connected if t.connection in state.stalled)
+    if state.ranks.stalled:
+        ranks = sorted(t.rank for t in state.connected if t.connection in state.ranks.stalled)
         shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
         return Condition(
             kind=Kind.STALL,

@@ -83,10 +83,13 @@ class Counters:
         now_mono_s: float,
     ) -> None:
         """Count one decision."""
-        if after.notices is not before.notices:
+        if after.notices.live is not before.notices.live:
             self._count_notices(before, after)
-        if after.last_verdict is not None and after.last_verdict is not before.last_verdict:
-            self._record_verdict(after.last_verdict)
+        if (
+            after.course.last_verdict is not None
+            and after.course.last_verdict is not before.course.last_verdict
+        ):
+            self._record_verdict(after.course.last_verdict)
         match event:
             case FlushProgress() | Flushed():
                 self._count_flush(before, after, event)
@@ -104,8 +107,8 @@ class Counters:
                     self._conclude(action, now_mono_s)
 
     def _count_notices(self, before: State, after: State) -> None:
-        known = {notice.identity for notice in before.notices.values()}
-        for notice in after.notices.values():
+        known = {notice.identity for notice in before.notices.live.values()}
+        for notice in after.notices.live.values():
             if notice.identity not in known:
                 self.notices = _plus_one(self.notices, notice.source)
 
@@ -119,20 +122,22 @@ class Counters:
         self.last_verdicts = {**others, is_drill(last.notices): last}
 
     def _count_flush(self, before: State, after: State, event: FlushProgress | Flushed) -> None:
-        flight = before.flight
+        flight = before.flush.flight
         if flight is None or flight.flush_id != event.flush_id:
             return
         sent: int | None = None
         if isinstance(event, Flushed):
             left = flight.staged.size_bytes - max(flight.bytes_before, event.bytes_referenced)
             sent = left if event.bytes_sent is None else event.bytes_sent
-        elif after.flight is not None and after.flight.flush_id == event.flush_id:
-            sent = after.flight.bytes_sent
+        elif after.flush.flight is not None and after.flush.flight.flush_id == event.flush_id:
+            sent = after.flush.flight.bytes_sent
         if sent is not None:
             self.flush_bytes += max(0, sent - flight.bytes_sent)
 
     def _count_commit(self, before: State, event: CommitDone) -> None:
-        stored = next((item for item in before.stored if item.flush_id == event.flush_id), None)
+        stored = next(
+            (item for item in before.commits.stored if item.flush_id == event.flush_id), None
+        )
         if stored is not None:
             self.commits = _plus_one(self.commits, stored.staged.kind.value)
 

@@ -59,15 +59,15 @@ def why_silent(
     """
     if now_mono_s - decided_mono_s > DECIDED_S:
         return "the decision loop hangs"
-    if state.fenced_by is not None:
-        return f"generation {state.fenced_by} has taken the run over"
-    store = state.sources.get(STORE_HEALTH)
+    if state.starts.fenced_by is not None:
+        return f"generation {state.starts.fenced_by} has taken the run over"
+    store = state.notices.sources.get(STORE_HEALTH)
     if store is None or store.health is not Health.OK:
         return "the store is not reached yet" if store is None else f"store: {store.reason}"
-    blind = sorted(name for name, s in state.sources.items() if s.health is Health.BLIND)
+    blind = sorted(name for name, s in state.notices.sources.items() if s.health is Health.BLIND)
     if blind:
         return f"source {blind[0]} is blind"
-    if state.stalled:
+    if state.ranks.stalled:
         return "the trainer is stalled"
     return _why_stale(state, stretch, now_mono_s, heartbeat_interval_s)
 
@@ -85,9 +85,9 @@ def _why_stale(
         return ""
     seen = stretch.state
     is_planned = any(trainer.takes_periodic for trainer in seen.connected)
-    if not (is_planned or seen.uncommitted or seen.stored):
+    if not (is_planned or seen.uncommitted or seen.commits.stored):
         return ""
     until_mono_s = now_mono_s if state.connected else stretch.seen_mono_s
-    age_s = until_mono_s - max(stretch.began_mono_s, state.last_commit_mono_s or 0.0)
+    age_s = until_mono_s - max(stretch.began_mono_s, state.commits.complete_mono_s or 0.0)
     limit_s = max(heartbeat_interval_s, INTERVALS * periodic.interval_s(seen))
     return "" if age_s <= limit_s else f"no commit for {age_s:.0f} s"

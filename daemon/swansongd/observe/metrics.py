@@ -18,9 +18,8 @@ from swansongd.config.config import MetricsConfig
 from swansongd.core import periodic, staged_sets
 from swansongd.core.margin import Margin, margins
 from swansongd.core.notices import BY_HAND
-from swansongd.core.peers import PEER_SOURCE
 from swansongd.core.state import Phase, State
-from swansongd.core.transition import HOST_SOURCE
+from swansongd.core.transition import HOST_SOURCE, PEER_SOURCE
 from swansongd.model import GpuHealth, Health, Severity, Verdict
 from swansongd.observe import report
 from swansongd.observe.counters import Counters
@@ -138,7 +137,7 @@ class DaemonCollector:
 
     def _put_commits(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state, now, counters = snapshot.state, snapshot.now_mono_s, self._counters
-        last, last_mono_s = state.last_complete, report.last_commit_mono_s(state)
+        last, last_mono_s = state.commits.last_complete, state.commits.complete_mono_s
         self._put_instant(sheet, "swansong_last_commit_timestamp_seconds", snapshot, last_mono_s)
         sheet.put("swansong_last_commit_step", None if last is None else last.step)
         for kind, count in counters.commits.items():
@@ -151,17 +150,17 @@ class DaemonCollector:
         sheet.put("swansong_checkpoint_interval_seconds", periodic.interval_s(state))
         sheet.put("swansong_checkpoint_size_bytes", state.measured.save_bytes)
         sheet.put("swansong_unsent_sets", staged_sets.unsent(state).sets)
-        sheet.put("swansong_dropped_sets_total", state.dropped.count)
-        sheet.put("swansong_save_failures_total", state.failed_saves.count)
+        sheet.put("swansong_dropped_sets_total", state.staging.dropped.count)
+        sheet.put("swansong_save_failures_total", state.ranks.failed_saves.count)
 
     def _put_flush(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state = snapshot.state
         sheet.put("swansong_flush_bytes_total", self._counters.flush_bytes)
         sheet.put("swansong_flush_referenced_bytes_total", snapshot.bytes_referenced)
-        sheet.put("swansong_flush_bandwidth_bytes_per_second", state.bandwidth_bytes_per_s)
+        sheet.put("swansong_flush_bandwidth_bytes_per_second", state.learned.bandwidth_bytes_per_s)
         sheet.put("swansong_flush_failures_total", self._counters.flush_failures)
-        sheet.put("swansong_flush_consecutive_failures", state.failures)
-        store = state.sources.get(report.STORE_HEALTH)
+        sheet.put("swansong_flush_consecutive_failures", state.flush.failures)
+        store = state.notices.sources.get(report.STORE_HEALTH)
         sheet.put("swansong_store_up", store is not None and store.health is Health.OK)
         for kind, count in snapshot.store_errors.items():
             sheet.put("swansong_store_errors_total", count, kind=kind)
@@ -170,7 +169,7 @@ class DaemonCollector:
 
     def _put_sources(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state = snapshot.state
-        known = {n: s for n, s in state.sources.items() if n != report.STORE_HEALTH}
+        known = {n: s for n, s in state.notices.sources.items() if n != report.STORE_HEALTH}
         for name in sorted({*known, *snapshot.sources}):
             health = known[name].health if name in known else None
             if health is not Health.UNSUPPORTED:
@@ -181,7 +180,7 @@ class DaemonCollector:
         for source in _may_notify(snapshot, self._counters.notices):
             count = self._counters.notices.get(source, 0)
             sheet.put("swansong_notices_total", count, source=source)
-        in_force = [notice.severity for notice in state.notices.values()]
+        in_force = [notice.severity for notice in state.notices.live.values()]
         for severity in Severity:
             count = in_force.count(severity)
             sheet.put("swansong_notices_in_force", count, severity=severity.name.lower())
@@ -193,7 +192,7 @@ class DaemonCollector:
 
     def _put_evacuations(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state, counters = snapshot.state, self._counters
-        evacuation, last = state.evacuation, state.last_verdict
+        evacuation, last = state.evacuation, state.course.last_verdict
         if evacuation is not None and evacuation.is_precaution:
             evacuation = None
         sheet.put("swansong_evacuation_open", evacuation is not None)
@@ -229,11 +228,11 @@ class DaemonCollector:
         state, training = snapshot.state, snapshot.training
         unhealthy = sum(trainer.loss_is_finite is False for trainer in state.connected)
         sheet.put("swansong_trainers_connected", len(state.connected))
-        name, joined = "swansong_trainers_joined_timestamp_seconds", state.joined_mono_s
+        name, joined = "swansong_trainers_joined_timestamp_seconds", state.ranks.joined_mono_s
         self._put_instant(sheet, name, snapshot, joined if state.connected else None)
-        sheet.put("swansong_trainers_stalled", len(state.stalled))
+        sheet.put("swansong_trainers_stalled", len(state.ranks.stalled))
         sheet.put("swansong_trainers_unhealthy", unhealthy)
-        sheet.put("swansong_trainers_refused_total", state.ranks_refused)
+        sheet.put("swansong_trainers_refused_total", state.ranks.refused.count)
         sheet.put("swansong_trainer_step", None if training.step < 0 else training.step)
         sheet.put("swansong_trainer_step_seconds", training.step_s)
         sheet.put("swansong_trainer_save_seconds", state.measured.save_s)
@@ -271,7 +270,7 @@ class DaemonCollector:
         sheet.put("swansong_prune_kept_bytes", prune.kept_bytes)
 
     def _put_gpus(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        gpus = list(snapshot.state.gpus.values())[:GPUS_MAX]
+        gpus = list(snapshot.state.gpus.status.values())[:GPUS_MAX]
         sheet.put("swansong_gpus", len(gpus))
         names = [health.value for health in GpuHealth]
         for name, gpu in {str(g.index) if g.index >= 0 else g.pci: g for g in gpus}.items():
@@ -306,7 +305,7 @@ def _stall_s(state: State, now_mono_s: float) -> float:
     """Time since the last report of the rank that has stalled longest; 0 without a stall."""
     reported_s = (
         trainer.reported_mono_s
-        for trainer in state.trainers
-        if trainer.connection in state.stalled and trainer.reported_mono_s is not None
+        for trainer in state.ranks.trainers
+        if trainer.connection in state.ranks.stalled and trainer.reported_mono_s is not None
     )
     return max((now_mono_s - at_s for at_s in reported_s), default=0.0)

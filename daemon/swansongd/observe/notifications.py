@@ -14,8 +14,8 @@ from enum import StrEnum
 
 from swansongd.core.evacuation import is_drill as is_of_drills
 from swansongd.core.events import Action, Conclude
-from swansongd.core.peers import PEER_SOURCE
 from swansongd.core.state import State
+from swansongd.core.transition import PEER_SOURCE
 from swansongd.model import Notice, Severity, Verdict
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.util.printable import printable
@@ -151,7 +151,10 @@ def caused(
         step: newest one that training has completed.
     """
     found = []
-    if before.notices is not after.notices or before.concluded is not after.concluded:
+    if (
+        before.notices.live is not after.notices.live
+        or before.notices.concluded is not after.notices.concluded
+    ):
         found += _of_notices(before, after, step, now_mono_s, wall_s)
     for action in actions:
         if isinstance(action, Conclude) and action.is_final and not _is_of_peers(after):
@@ -179,9 +182,7 @@ def _of_notices(
 def _live(state: State) -> dict[str, Notice]:
     """Notices in force about this VM, by identity."""
     return {
-        notice.identity: notice
-        for notice in state.notices.values()
-        if notice.identity not in state.concluded and notice.source != PEER_SOURCE
+        notice.identity: notice for notice in state.notices.in_force if notice.source != PEER_SOURCE
     }
 
 
@@ -218,7 +219,7 @@ def _of_notice(
 
 
 def _notice_over(notice: Notice, state: State, step: int, wall_s: float) -> Notification:
-    is_outlived = notice.identity in state.concluded
+    is_outlived = notice.identity in state.notices.concluded
     reason = "the VM has outlived the deadline" if is_outlived else "the notice was withdrawn"
     is_drill = notice.source == DRILL
     return Notification(
@@ -281,7 +282,9 @@ def _is_of_peers(state: State) -> bool:
     evacuation = state.evacuation
     if evacuation is None:
         return False
-    answered = [n.source for n in state.notices.values() if n.identity in evacuation.identities]
+    answered = [
+        n.source for n in state.notices.live.values() if n.identity in evacuation.identities
+    ]
     return bool(answered) and all(source == PEER_SOURCE for source in answered)
 
 

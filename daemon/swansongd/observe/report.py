@@ -71,23 +71,25 @@ def _prune(figures: PruneFigures | None, now_mono_s: float) -> dict[str, object]
 
 def status_report(state: State, now_mono_s: float) -> dict[str, object]:
     """The report on the decisions, as plain JSON values."""
-    health = {name: _health(name, status, now_mono_s) for name, status in state.sources.items()}
+    health = {
+        name: _health(name, status, now_mono_s) for name, status in state.notices.sources.items()
+    }
     store = health.pop(STORE_HEALTH, None)
     return {
         "generation": state.generation,
         "state": state.phase.value,
-        "newer_generation": state.fenced_by,
+        "newer_generation": state.starts.fenced_by,
         "verdict": _verdict(state),
         "last_verdict": _last_verdict(state, now_mono_s),
         "sources": list(health.values()),
         "store": store,
-        "gpus": [_gpu(gpu, now_mono_s) for gpu in state.gpus.values()],
-        "notices": [_notice(notice, now_mono_s) for notice in state.notices.values()],
+        "gpus": [_gpu(gpu, now_mono_s) for gpu in state.gpus.status.values()],
+        "notices": [_notice(notice, now_mono_s) for notice in state.notices.live.values()],
         "trainers": [
-            _trainer(state, trainer, now_mono_s) for trainer in state.trainers[:TRAINERS_MAX]
+            _trainer(state, trainer, now_mono_s) for trainer in state.ranks.trainers[:TRAINERS_MAX]
         ],
-        "failed_saves": _failed_saves(state.failed_saves, now_mono_s),
-        "trainers_not_shown": max(0, len(state.trainers) - TRAINERS_MAX),
+        "failed_saves": _failed_saves(state.ranks.failed_saves, now_mono_s),
+        "trainers_not_shown": max(0, len(state.ranks.trainers) - TRAINERS_MAX),
         "trainers_refused": _refused(state, now_mono_s),
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
         "last_commit": _last_commit(state, now_mono_s),
@@ -96,7 +98,7 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "pending_bytes": pending_bytes(state),
         "flush": _flush(state, now_mono_s),
         "unsent": _unsent(state, now_mono_s),
-        "bandwidth_bytes_per_s": state.bandwidth_bytes_per_s,
+        "bandwidth_bytes_per_s": state.learned.bandwidth_bytes_per_s,
         "evacuation": _evacuation(state, now_mono_s),
         "margins": [_margin(each) for each in margins(state)],
     }
@@ -195,14 +197,18 @@ def _rounded(seconds: float | None) -> float | None:
 
 def status_line(state: State, now_mono_s: float) -> str:
     """A summary in one line, for ``systemctl status``."""
-    last = f"last commit {state.last_complete}" if state.last_complete else "nothing committed yet"
+    last = (
+        f"last commit {state.commits.last_complete}"
+        if state.commits.last_complete
+        else "nothing committed yet"
+    )
     if state.part is not None:
         last += f"; {state.part}"
-    if state.fenced_by is not None:
-        last += f"; generation {state.fenced_by} has taken the run over"
-    if state.stalled:
+    if state.starts.fenced_by is not None:
+        last += f"; generation {state.starts.fenced_by} has taken the run over"
+    if state.ranks.stalled:
         last += "; the trainer is stalled"
-    store = state.sources.get(STORE_HEALTH)
+    store = state.notices.sources.get(STORE_HEALTH)
     if store is not None and store.health is not Health.OK:
         last += f"; the store is {store.health.value}: {store.reason:.200}"
     if state.evacuation is None:
@@ -218,22 +224,22 @@ def status_line(state: State, now_mono_s: float) -> str:
 
 def _stalled_s(state: State, trainer: TrainerView, now_mono_s: float) -> float | None:
     """Seconds since the last report of a rank that is stalled; None for any other rank."""
-    if trainer.connection not in state.stalled or trainer.reported_mono_s is None:
+    if trainer.connection not in state.ranks.stalled or trainer.reported_mono_s is None:
         return None
     return round(now_mono_s - trainer.reported_mono_s, 1)
 
 
 def _verdict(state: State) -> str | None:
     """The verdict of the open evacuation, None while it is undecided; otherwise the last verdict."""
-    decided = state.evacuation or state.last_verdict
+    decided = state.evacuation or state.course.last_verdict
     is_precaution = state.evacuation is not None and state.evacuation.is_precaution
     if is_precaution:
-        decided = state.last_verdict
+        decided = state.course.last_verdict
     return None if decided is None or decided.verdict is None else decided.verdict.value
 
 
 def _last_verdict(state: State, now_mono_s: float) -> dict[str, object] | None:
-    last = state.last_verdict
+    last = state.course.last_verdict
     if last is None:
         return None
     return {
@@ -250,7 +256,7 @@ def _last_verdict(state: State, now_mono_s: float) -> dict[str, object] | None:
 
 
 def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
-    last = state.last_complete
+    last = state.commits.last_complete
     if last is None:
         return None
     return {
@@ -262,45 +268,40 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
 
 
 def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
-    since = last_commit_mono_s(state)
+    since = state.commits.complete_mono_s
     return None if since is None else round(now_mono_s - since, 1)
 
 
-def last_commit_mono_s(state: State) -> float | None:
-    """When the last commit was made; None until the manifest of a commit found at the start was read."""
-    since = state.last_commit_mono_s
-    if since is None and state.found_commit == state.last_complete is not None:
-        since = state.found_commit_mono_s
-    return since
-
-
 def _refused(state: State, now_mono_s: float) -> dict[str, object]:
-    age_s = round(now_mono_s - state.refused_mono_s, 1) if state.ranks_refused else None
-    return {"count": state.ranks_refused, "last": state.refused_why or None, "age_s": age_s}
+    refused = state.ranks.refused
+    age_s = round(now_mono_s - refused.mono_s, 1) if refused.count else None
+    return {"count": refused.count, "last": refused.reason or None, "age_s": age_s}
 
 
 def _flush(state: State, now_mono_s: float) -> dict[str, object] | None:
     """The set that is being sent."""
-    flight = state.flight
+    flight = state.flush.flight
     if flight is None:
         return None
     return {
         "step": flight.staged.id.step,
         "size_bytes": flight.staged.size_bytes,
-        "stored_bytes": state.stored_bytes.get(flight.staged.id, 0),
+        "stored_bytes": state.flush.stored_bytes.get(flight.staged.id, 0),
         "for_s": round(now_mono_s - flight.started_mono_s, 1),
     }
 
 
 def _unsent(state: State, now_mono_s: float) -> dict[str, object]:
     """Sealed sets that wait for their upload, and the number of those that newer sets replaced."""
-    waiting, dropped = staged_sets.unsent(state), state.dropped
-    is_retried = bool(state.failures) and state.flight is None
+    waiting, dropped = staged_sets.unsent(state), state.staging.dropped
+    is_retried = bool(state.flush.failures) and state.flush.flight is None
     return {
         "sets": waiting.sets,
         "bytes": waiting.bytes_left,
-        "failures": state.failures,
-        "retry_in_s": round(max(0.0, state.retry_mono_s - now_mono_s), 1) if is_retried else None,
+        "failures": state.flush.failures,
+        "retry_in_s": round(max(0.0, state.flush.retry_mono_s - now_mono_s), 1)
+        if is_retried
+        else None,
         "dropped": {
             "count": dropped.count,
             "step": dropped.step,
@@ -330,7 +331,7 @@ def _lag(state: State, now_mono_s: float) -> dict[str, object]:
 def lag_steps(state: State) -> int:
     """Steps that a power cut would lose now."""
     committed = _kept_step(state)
-    ahead = max((trainer.step for trainer in state.trainers), default=committed)
+    ahead = max((trainer.step for trainer in state.ranks.trainers), default=committed)
     newest = max((staged.id.step for staged in state.uncommitted), default=committed)
     if state.part is not None:
         newest = max(newest, state.part.ref.step)
@@ -339,7 +340,7 @@ def lag_steps(state: State) -> int:
 
 def _kept_step(state: State) -> int:
     """The step of this start that a power cut leaves: of its commit, or else of the state that it loaded."""
-    start, last = state.start, state.last_complete
+    start, last = state.start, state.commits.last_complete
     if start is None or last is None or last.generation == start.generation:
         return 0 if last is None else last.step
     return start.parent.step if start.parent.is_known else last.step

@@ -40,8 +40,8 @@ class FlushSamples:
         if evacuation.id != self._evacuation_id:
             self._begin(evacuation.id, evacuation.opened_mono_s, before)
         for state in (before, after):
-            if state.flight is not None:
-                self._count(state.flight.flush_id, state.flight.bytes_sent)
+            if state.flush.flight is not None:
+                self._count(state.flush.flight.flush_id, state.flush.flight.bytes_sent)
         if isinstance(event, Flushed) and event.bytes_sent is not None:
             self._count(event.flush_id, event.bytes_sent)
         self._sample(now_mono_s)
@@ -57,7 +57,7 @@ class FlushSamples:
     def _begin(self, evacuation_id: str, opened_mono_s: float, before: State) -> None:
         self._evacuation_id, self._opened_mono_s = evacuation_id, opened_mono_s
         self._interval_s, self._samples, self._bytes_sent = INTERVAL_S, [(0.0, 0)], 0
-        flight = before.flight
+        flight = before.flush.flight
         self._flush_id = "" if flight is None else flight.flush_id
         self._flush_bytes = 0 if flight is None else flight.bytes_sent
 

@@ -57,7 +57,7 @@ def recorded(
     if evacuation is not None and evacuation.id == timeline.evacuation_id:
         deadline_s = round(evacuation.deadline_mono_s - timeline.opened_mono_s, 3)
         answered = evacuation.identities
-    notices = (notice for notice in state.notices.values() if notice.identity in answered)
+    notices = (notice for notice in state.notices.live.values() if notice.identity in answered)
     return EvacuationRecord(
         opened_wall_s=timeline.opened_mono_s + offset_s,
         deadline_s=deadline_s,

@@ -85,7 +85,7 @@ class LocalFiles:
     def rank_directories(self) -> frozenset[str]:
         """The directories of the ranks in the newest set of this VM, each with a slash at its end."""
         aside = _listed(self._run.own_fd, scan.sets_aside(self._run.own_fd))
-        sets = [(s.id.step, {file.path for file in s.files}) for s in self._state().staged]
+        sets = [(s.id.step, {file.path for file in s.files}) for s in self._state().staging.staged]
         sets += [(each.step, set(each.files)) for each in aside]
         _, newest = max(sets, key=lambda each: each[0], default=(0, set[str]()))
         first = (path.split("/", 1)[0] for path in newest if "/" in path)
@@ -102,7 +102,7 @@ class LocalFiles:
 
     def _sets(self, stack: ExitStack) -> Iterator[_Set]:
         """All sets; first those in staging, which may be set aside meanwhile."""
-        for staged in self._state().staged:
+        for staged in self._state().staging.staged:
             files = {file.path: file for file in staged.files}
             yield _Set(self._run.fd, staged.directory, staged.id.step, files)
         yield from _listed(self._run.own_fd, scan.sets_aside(self._run.own_fd))

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from swansongd.config.config import Config
 from swansongd.core import machine, resume
-from swansongd.core.state import Settings, State
+from swansongd.core.state import CommitState, Settings, StartState, State
 from swansongd.errors import StagingError
 from swansongd.flush.claim_record import read_record
 from swansongd.model import CommitRef, Staged
@@ -62,7 +62,11 @@ def newest_local(
         signals_trainer=False,
         booted_wall_ns=booted_wall_ns(),
     )
-    state = State(settings=settings, starts=record.known_starts(""), last_commit=newest)
+    state = State(
+        settings=settings,
+        starts=StartState(known=record.known_starts("")),
+        commits=CommitState(last_complete=newest),
+    )
     state, _ = machine.step(state, scanned, time.monotonic())
     found = resume.newest_local(state, newest)
     return None if found is None else (found, run_directory / found.directory)

@@ -155,7 +155,7 @@ class Prefetch:
             self._is_listed = True
         state = self._state()
         self._newest = resume.newest_known(state, self._newest)
-        if self._newest is None or state.first_scan_mono_s is None or self._is_over():
+        if self._newest is None or state.staging.first_scan_mono_s is None or self._is_over():
             return
         if self._done == self._newest:
             return

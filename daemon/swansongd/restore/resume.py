@@ -239,7 +239,7 @@ class Resume:
         rescan()
         while self._monotonic() - begun_mono_s < _SCAN_TIMEOUT_S:
             state = self._state()
-            if state.scanned_mono_s is not None and state.scanned_mono_s >= begun_mono_s:
+            if state.staging.scanned_mono_s >= begun_mono_s:
                 return state
             if self._stop.wait(_LOOK_INTERVAL_S):
                 break

@@ -71,7 +71,7 @@ def test_the_wait_leaves_the_time_that_a_checkpoint_takes() -> None:
     story.notice(in_s=60)
     story.scan()
     wait_s = arrival.wait_s(story.state, story.now)
-    assert story.state.bandwidth_bytes_per_s == pytest.approx(10 * MIB)
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(10 * MIB)
     assert wait_s == pytest.approx(60 - 10 - 5)
 
 
@@ -230,7 +230,7 @@ def test_a_fenced_vm_and_a_precaution_wait_for_no_trainer() -> None:
     story = Story()
     story.notice()
     assert arrival.wait_s(story.state, story.now) is not None
-    fenced = replace(story.state, fenced_by=7)
+    fenced = replace(story.state, starts=replace(story.state.starts, fenced_by=7))
     assert arrival.wait_s(fenced, story.now) is None
     assert story.state.evacuation is not None
     precaution = replace(story.state.evacuation, is_precaution=True)

@@ -32,7 +32,7 @@ def test_the_end_is_committed_beside_a_checkpoint_of_its_step() -> None:
     story.store_all()
     story.seal(9, "end", is_final=True, start_id=START)
     story.store_all()
-    assert story.state.last_complete == CommitRef(2, 9, is_final=True)
+    assert story.state.commits.last_complete == CommitRef(2, 9, is_final=True)
     assert story.last(CommitManifest).staged.kind is CheckpointKind.FINAL
     assert story.last(Prune).directories == (periodic.directory,)
 
@@ -43,7 +43,7 @@ def test_the_end_precedes_a_checkpoint_of_its_step_that_is_not_stored() -> None:
     story.scan()
     story.store_all()
     assert story.flushes[-1] == 9
-    assert story.state.last_complete == CommitRef(2, 9, is_final=True)
+    assert story.state.commits.last_complete == CommitRef(2, 9, is_final=True)
 
 
 def test_a_notice_after_the_end_is_safe_at_once() -> None:

@@ -11,7 +11,7 @@ from enum import Enum
 import pytest
 from swansong.protocol import Hello
 from swansongd import sources
-from swansongd.core import followup, gpus, peers
+from swansongd.core import followup, gpus
 from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
@@ -33,6 +33,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
+from swansongd.core.transition import PEER_SOURCE
 from swansongd.model import (
     CommitRef,
     DeadlineQuality,
@@ -112,7 +113,7 @@ def test_follow_ups_are_committed_until_no_more_fits() -> None:
     assert all(ask.is_urgent for ask in asks(story))
     assert [word.split()[0] for word in story.verdicts] == ["SAFE"] * (1 + len(asks(story)))
     last = story.all(Conclude)[-1]
-    assert last.commit == story.state.last_commit
+    assert last.commit == story.state.commits.last
     assert 5.0 < last.slack_s < 7.5, "as late as is safe: reserve, save, send and a step"
     assert last.commit is not None
     assert last_step - last.commit.step < 20
@@ -143,7 +144,7 @@ def test_each_follow_up_is_compared_with_its_forecast() -> None:
     assert first.took_s == 1.0
     assert [end.took_s for end in others] == [1.5] * len(asks(story))
     assert all(end.expected_s is not None for end in others)
-    learned = story.state.pace.error_square
+    learned = story.state.learned.pace.error_square
     assert learned is not None
     assert learned.samples >= len(others)
 
@@ -159,7 +160,7 @@ def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
     story.accept(60)
     assert story.state.phase is Verdict.SAFE
     story.answer(61)
-    assert story.state.flight is not None
+    assert story.state.flush.flight is not None
     assert story.state.phase is Verdict.SAFE
     story.flushed()
     assert story.state.phase is Verdict.SAFE
@@ -177,7 +178,7 @@ def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
     while not asks(story):
         story.wait(TICK_S)
     story.accept(60)
-    before, commit = story.verdicts, story.state.last_complete
+    before, commit = story.verdicts, story.state.commits.last_complete
     if end == "declined":
         story.tell(TrainerFailed(1, story.request_id, "declined: no room"))
     elif end == "process":
@@ -190,7 +191,7 @@ def test_a_follow_up_that_fails_changes_no_verdict(end: str) -> None:
         story.notice(source="logind", in_s=20.0, severity=Severity.SHUTTING_DOWN)
         assert FOLLOW_UP not in story.request_id, "the shutdown has a request of its own"
     assert story.verdicts == before
-    assert story.state.last_complete == commit
+    assert story.state.commits.last_complete == commit
     assert asks(story)[0].request_id in {order.request_id for order in story.all(WithdrawRequest)}
 
 
@@ -220,11 +221,11 @@ def test_the_flush_of_a_follow_up_stops_at_the_reserve() -> None:
         report(story, 60)
     story.accept(60)
     story.answer(61)
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     while story.now < deadline_mono_s - 1.0:
         story.wait(TICK_S)
-        if story.state.flight is not None:
+        if story.state.flush.flight is not None:
             story.tell(FlushProgress(flight.flush_id, MIB, MIB))
             assert story.now < deadline_mono_s - 5.0 + TICK_S
     assert story.all(CancelFlush)
@@ -276,7 +277,7 @@ FOLLOWED = {
 
 def sources_of_the_code() -> list[str]:
     """The names of all sources: those of the classes with ``run``, and the constants of the other modules."""
-    found = {peers.PEER_SOURCE, gpus.SOURCE}
+    found = {PEER_SOURCE, gpus.SOURCE}
     for each in pkgutil.iter_modules(sources.__path__):
         values = vars(importlib.import_module(f"{sources.__name__}.{each.name}"))
         names = [values.get(name) for name in ("NAME", "MANUAL", "DRILL")]
@@ -374,7 +375,7 @@ def test_none_while_a_set_is_sent() -> None:
     story = safe()
     report(story, 60)
     story.seal(60, "own")
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     for step in range(60, 80):
         report(story, step)
@@ -398,8 +399,8 @@ def test_a_newer_set_waits_until_the_follow_up_is_committed() -> None:
     story.answer(61)
     story.seal(65, "own")
     story.wait(1.0)
-    assert story.state.flight is not None
-    assert story.state.flight.staged.id.step == 61
+    assert story.state.flush.flight is not None
+    assert story.state.flush.flight.staged.id.step == 61
     story.flushed()
     story.committed()
     assert story.verdicts[-1] == "SAFE generation 2 step 61"
@@ -444,8 +445,8 @@ def test_early_shards_of_a_follow_up_are_sent_during_the_save() -> None:
     story.accept(60)
     growing = a_set(61, "grow", request_id=story.request_id)
     story.scan(growing=(growing,))
-    assert story.state.flight is not None
-    assert not story.state.flight.is_sealed
+    assert story.state.flush.flight is not None
+    assert not story.state.flush.flight.is_sealed
 
 
 def test_the_earliest_end_of_any_vm_counts() -> None:
@@ -499,11 +500,11 @@ def test_only_the_daemon_of_rank_0_leads_and_the_others_take_part() -> None:
         story.wait(1.0)
     assert not asks(story)
     led = f"peer-a{FOLLOW_UP}123.456"
-    opened = story.state.evacuations
+    opened = story.state.course.opened
     story.tell(PeerRequested(led, "gone", 50.0))
-    assert story.state.evacuations == opened
+    assert story.state.course.opened == opened
     story.scan(growing=(a_set(91, "led", request_id=led),))
-    assert story.state.flight is not None, (
+    assert story.state.flush.flight is not None, (
         "early shards, also of a request that another daemon made"
     )
     story.staging.append(a_set(91, "led", request_id=led))
@@ -557,7 +558,7 @@ def test_a_rank_that_dies_in_a_follow_up_changes_no_verdict() -> None:
     step = train_until_asked(story, (1, 2))
     for connection in (1, 2):
         story.accept(step, connection)
-    before, commit = story.verdicts, story.state.last_complete
+    before, commit = story.verdicts, story.state.commits.last_complete
     story.leave(2)
     story.scan()
     request = story.state.follow_up
@@ -566,7 +567,7 @@ def test_a_rank_that_dies_in_a_follow_up_changes_no_verdict() -> None:
     assert request.request_id in {order.request_id for order in story.all(WithdrawRequest)}
     train_until_asked(story, (1,))
     assert len(asks(story)) == 1
-    assert (story.verdicts, story.state.last_complete) == (before, commit)
+    assert (story.verdicts, story.state.commits.last_complete) == (before, commit)
     assert story.state.phase is Verdict.SAFE
 
 
@@ -575,7 +576,11 @@ def test_a_notice_that_is_withdrawn_between_two_follow_ups_ends_them() -> None:
     """Nothing is in progress, the trainer trains on: nothing more is requested, and the verdict stands."""
     story = safe()
     step = train(story, story.now + 60.0)
-    asked, before, commit = story.all(AskTrainers), story.verdicts, story.state.last_complete
+    asked, before, commit = (
+        story.all(AskTrainers),
+        story.verdicts,
+        story.state.commits.last_complete,
+    )
     assert len(asks(story)) >= 2, "two follow-ups, and more would come"
     assert not followup.is_under_way(story.state)
     assert followup.wait_s(story.state, story.now) is not None
@@ -583,9 +588,9 @@ def test_a_notice_that_is_withdrawn_between_two_follow_ups_ends_them() -> None:
     train(story, story.now + 120.0, step=step)
     assert story.all(AskTrainers) == asked
     assert story.state.evacuation is None
-    assert (story.verdicts, story.state.last_complete) == (before, commit)
-    assert story.state.last_verdict is not None
-    assert story.state.last_verdict.verdict is Verdict.SAFE
+    assert (story.verdicts, story.state.commits.last_complete) == (before, commit)
+    assert story.state.course.last_verdict is not None
+    assert story.state.course.last_verdict.verdict is Verdict.SAFE
 
 
 def signalled() -> Story:
@@ -681,7 +686,11 @@ def test_an_unknown_bandwidth_is_measured_by_an_early_follow_up() -> None:
     assert evacuation is not None
     assert evacuation.request is not None
     unmeasured = replace(evacuation, request=replace(evacuation.request, took_s=None))
-    story.state = replace(story.state, bandwidth_bytes_per_s=None, evacuation=unmeasured)
+    story.state = replace(
+        story.state,
+        evacuation=unmeasured,
+        learned=replace(story.state.learned, bandwidth_bytes_per_s=None),
+    )
     report(story, 60)
     story.wait(INTERVAL_MIN_S)
     assert asks(story)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong import bounds
-from swansongd.core import arrival
+from swansongd.core import arrival, machine
 from swansongd.core.events import (
     AskTrainers,
     CommitManifest,
@@ -21,8 +21,9 @@ from swansongd.core.events import (
     SignalTrainer,
     WithdrawRequest,
 )
-from swansongd.core.gpus import KNOWN_MAX, SOURCE, marked
+from swansongd.core.gpus import KNOWN_MAX, SOURCE
 from swansongd.core.planner import choose
+from swansongd.core.staged_sets import marked
 from swansongd.core.state import Phase
 from swansongd.model import (
     GPU_IS_SOUND,
@@ -192,7 +193,7 @@ def test_a_request_in_progress_ends_when_a_gpu_fails() -> None:
     answered = story.answer(6)
     story.store_all()
     story.wait(1)
-    assert answered.id in story.state.suspect
+    assert answered.id in story.state.staging.suspect
     assert all(verdict.startswith("PARTIAL") for verdict in story.verdicts)
     assert len(story.all(AskTrainers)) == 1
 
@@ -203,12 +204,26 @@ def test_sets_after_the_failure_are_committed_and_unhealthy() -> None:
     story.seal(4, start_id="first")
     read(story, GpuHealth.DYING, GpuHealth.OK)
     story.seal(5, "late", start_id="first")
-    late = next(s for s in story.state.staged if s.id.step == 5)
+    late = next(s for s in story.state.staging.staged if s.id.step == 5)
     assert is_healthy(late.health) is False
     assert story.state.pinned is not None
     assert story.state.pinned.id.step == 4
     story.store_all()
     assert {4, 5} <= set(story.flushes)
+
+
+def test_a_rebuilt_state_recognises_the_same_suspect_sets() -> None:
+    """Its next scan is a first scan, and the record of this life takes the place of the earlier one."""
+    story = trained()
+    story.seal(4, start_id="first")
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, "late", start_id="first")
+    suspect = story.state.staging.suspect
+    assert len(suspect) == 1
+    story.state = machine.rebuilt(story.state)
+    assert not story.state.staging.staged
+    story.scan()
+    assert story.state.staging.suspect == suspect
 
 
 def test_adopted_sets_are_suspect_while_a_gpu_has_failed() -> None:
@@ -218,7 +233,7 @@ def test_adopted_sets_are_suspect_while_a_gpu_has_failed() -> None:
     story.seal(4, framework="adopted")
     read(story, GpuHealth.OK)
     story.seal(5, "b", framework="adopted")
-    marks = {s.id.step: s.health.get(GPU_IS_SOUND) for s in story.state.staged}
+    marks = {s.id.step: s.health.get(GPU_IS_SOUND) for s in story.state.staging.staged}
     assert marks == {4: 0.0, 5: None}
 
 
@@ -227,7 +242,7 @@ def test_sets_of_the_first_scan_are_not_suspect() -> None:
     story = Story(claimed=False)
     read(story, GpuHealth.LOST)
     story.seal(4)
-    assert not story.state.suspect
+    assert not story.state.staging.suspect
 
 
 @pytest.mark.parametrize("is_known", [True, False])
@@ -265,8 +280,8 @@ def test_a_degraded_gpu_causes_a_precaution() -> None:
     story.answer(6)
     story.store_all()
     assert story.verdicts == []
-    assert story.state.last_complete is not None
-    assert story.state.last_complete.step == 6
+    assert story.state.commits.last_complete is not None
+    assert story.state.commits.last_complete.step == 6
 
 
 def test_changes_are_logged_once() -> None:
@@ -369,7 +384,7 @@ def test_a_restart_confuses_no_sets() -> None:
     story.seal(5, "late", start_id="first")
     story.staging.append(a_set(6, "gap", start_id="first"))
     after = restarted(restarted(story, claimed=False))
-    found = {staged.id.step: is_healthy(staged.health) for staged in after.state.staged}
+    found = {staged.id.step: is_healthy(staged.health) for staged in after.state.staging.staged}
     assert found == {3: None, 4: None, 5: False, 6: False}
 
 
@@ -380,7 +395,7 @@ def test_a_restart_raises_no_verdict() -> None:
     read(story, GpuHealth.DYING, GpuHealth.OK)
     story.seal(5, start_id="first")
     story.store_all()
-    after = restarted(restarted(story, claimed=False), newest=story.state.last_complete)
+    after = restarted(restarted(story, claimed=False), newest=story.state.commits.last_complete)
     after.join(step=5, start_id="first")
     after.notice(SPOT_S)
     after.scan()
@@ -484,7 +499,7 @@ def test_a_set_of_the_time_without_a_daemon_is_doubtful_in_any_order(scans_first
     else:
         read(story, GpuHealth.DYING, GpuHealth.OK)
         story.scan()
-    story.tell(RunRead(before.state.last_complete, "first"))
+    story.tell(RunRead(before.state.commits.last_complete, "first"))
     story.notice(SPOT_S)
     story.store_all()
     story.wait(12)
@@ -502,7 +517,9 @@ def test_a_set_that_is_sent_when_the_failure_is_read_is_marked(is_stored: bool) 
     story = restarted(before)
     assert story.flushes == [6]
     if is_stored:
-        story.state = replace(story.state, retry_mono_s=story.now + 5)  # the manifest waits
+        story.state = replace(
+            story.state, flush=replace(story.state.flush, retry_mono_s=story.now + 5)
+        )  # the manifest waits
         story.flushed()
     read(story, GpuHealth.DYING, GpuHealth.OK)
     if not is_stored:
@@ -519,6 +536,6 @@ def test_the_list_of_suspect_starts_is_bounded() -> None:
         story.join(number + 1, pid=number + 1, start_id=f"start-{number}")
         read(story, GpuHealth.OK)
         read(story, GpuHealth.LOST)
-    starts = story.state.suspect_starts
+    starts = story.state.gpus.suspect_starts
     assert len(starts) == KNOWN_MAX
     assert f"start-{2 * KNOWN_MAX - 1}" in starts

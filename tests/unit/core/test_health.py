@@ -72,7 +72,7 @@ def test_a_healthy_set_is_committed_although_a_newer_unhealthy_one_is() -> None:
     story.scan()
     story.store_all()
     assert [order.staged.id.step for order in story.all(CommitManifest)] == [30, 20]
-    assert story.state.last_commit == CommitRef(2, 30)
+    assert story.state.commits.last == CommitRef(2, 30)
     assert not story.state.uncommitted
     assert not pruned(story)
 
@@ -85,9 +85,9 @@ def test_a_healthy_set_is_retried_although_the_newer_one_is_committed() -> None:
     story.scan()
     story.flushed()
     story.committed()
-    assert story.state.last_commit == CommitRef(2, 30)
-    assert story.state.flight is not None
-    story.tell(FlushFailed(story.state.flight.flush_id, "503", void=False))
+    assert story.state.commits.last == CommitRef(2, 30)
+    assert story.state.flush.flight is not None
+    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503", void=False))
     story.wait(60)
     story.store_all()
     assert [order.staged.id.step for order in story.all(CommitManifest)] == [30, 20]
@@ -114,7 +114,7 @@ def gone_back() -> Story:
         seal(story, step, health)
         story.store_all()
     seal(story, 40, BAD)
-    assert story.state.flight is not None
+    assert story.state.flush.flight is not None
     story.tell(StartBegun(1, "a~1"))
     story.tell(RolledBack(20))
     story.starts(20, start_id="a~1", parent=Parent("a", 20))
@@ -139,7 +139,7 @@ def test_the_same_steps_again_are_committed_under_the_new_generation(gone_back: 
     """Steps before the discarded ones count again, and no discarded state returns."""
     for step in (21, 30):
         seal_again(gone_back, step)
-        assert gone_back.state.last_commit == CommitRef(3, step)
+        assert gone_back.state.commits.last == CommitRef(3, step)
     generations = [(o.staged.id.step, o.generation) for o in gone_back.all(CommitManifest)]
     assert generations == [(20, 2), (30, 2), (21, 3), (30, 3)]
 
@@ -172,6 +172,6 @@ def test_a_notice_during_a_rollback_waits_for_the_claim() -> None:
 def test_our_own_new_generation_does_not_fence_us(gone_back: Story) -> None:
     """Only a newer one does."""
     gone_back.tell(FenceFound(3))
-    assert gone_back.state.fenced_by is None
+    assert gone_back.state.starts.fenced_by is None
     gone_back.tell(FenceFound(4))
-    assert gone_back.state.fenced_by == 4
+    assert gone_back.state.starts.fenced_by == 4

@@ -89,7 +89,7 @@ class Life:
         owner = "" if newest is None else self.commits[newest][0]
         self.story.scan()
         self.story.tell(RunRead(newest, owner))
-        own = [start for start in self.story.state.starts if start.generation is not None]
+        own = [start for start in self.story.state.starts.known if start.generation is not None]
         if own:
             generation = own[-1].generation or 0
             self.story.tell(GenerationClaimed(own[-1].id, generation, newest, owner))
@@ -107,7 +107,7 @@ class Life:
         self.start_id, self.step, self.loaded = f"start{self.number}", -1, FRESH
         self.join(is_new=True)
         self.story.tell(RestoreAsked(self.start_id))
-        if self.story.state.first_scan_mono_s is None:
+        if self.story.state.staging.first_scan_mono_s is None:
             self.read_store()
         while not resume.may_answer(self.story.state, RestoreQuery("q", start_id=self.start_id)):
             self.wait(5.0)
@@ -329,7 +329,7 @@ class Life:
         return [each for each in made if isinstance(each, Conclude) and each.is_final]
 
     def resume_notice(self, source: str) -> None:
-        notice = self.story.state.notices[source]
+        notice = self.story.state.notices.live[source]
         self.restart_daemon(scans=False)
         self.story.tell(NoticeRaised(notice))
         self.read_store()

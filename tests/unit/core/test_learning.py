@@ -114,18 +114,18 @@ def test_early_shards_in_the_buffers_of_the_kernel_do_not_make_the_link_appear_s
     growing = replace(a_set(42, "emg", request_id=story.request_id), directory="42.partial")
     file = growing.files[0]
     story.scan(growing=(replace(growing, files=(replace(file, size_bytes=30 * MIB),)),))
-    early = story.state.flight
+    early = story.state.flush.flight
     assert early is not None
     story.now += 1.0
     story.tell(FlushProgress(early.flush_id, 0, 30 * MIB))
     story.answer(42)
-    sealed = story.state.flight
+    sealed = story.state.flush.flight
     assert sealed is not None
     assert sealed.is_sealed
     story.now += 9.0
     story.tell(FlushProgress(sealed.flush_id, 100 * MIB, 70 * MIB))
     story.tell(Flushed(sealed.flush_id, shards_of(sealed.staged), bytes_sent=70 * MIB))
-    figure = story.state.pace.send_s_per_byte
+    figure = story.state.learned.pace.send_s_per_byte
     assert figure is not None
     assert figure.mean * 100 * MIB == pytest.approx(10.0)
 
@@ -149,7 +149,7 @@ def test_bytes_that_an_earlier_commit_has_are_not_planned() -> None:
     story.join(step=1)
     for step in (1, 2):
         story.seal(step, f"n{step}")
-        flight = story.state.flight
+        flight = story.state.flush.flight
         assert flight is not None
         story.now += 1.0
         story.tell(
@@ -211,8 +211,8 @@ def test_a_rebuilt_state_forgets_the_pace() -> None:
     """The figures come from reports of trainers, which may have caused the fault."""
     vm = PacedVm(SMALL, 1)
     vm.periodic()
-    assert vm.state.pace != pace.UNKNOWN
-    assert machine.rebuilt(vm.state).pace == pace.UNKNOWN
+    assert vm.state.learned.pace != pace.UNKNOWN
+    assert machine.rebuilt(vm.state).learned.pace == pace.UNKNOWN
     assert vm.state.phase is Phase.IDLE
     assert a_set(1).size_bytes
 
@@ -222,19 +222,19 @@ def test_the_completion_of_uploads_does_not_lower_the_bandwidth() -> None:
     story = Story()
     story.join(step=1)
     staged = story.seal(1)
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     size_bytes = staged.size_bytes
     for second in range(1, 11):
         story.wait(1.0)
         sent = size_bytes * second // 10
         story.tell(FlushProgress(flight.flush_id, sent, sent))
-    before = story.state.bandwidth_bytes_per_s
+    before = story.state.learned.bandwidth_bytes_per_s
     assert before == pytest.approx(10 * MIB, rel=0.1)
     for _ in range(8):
         story.wait(1.0)
     story.flushed()
-    assert story.state.bandwidth_bytes_per_s == pytest.approx(before, rel=0.01)
-    assert story.state.pace.completion_ratio is not None
-    assert story.state.pace.send_s_per_byte is not None
-    assert story.state.pace.send_s_per_byte.mean * size_bytes == pytest.approx(10.0)
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(before, rel=0.01)
+    assert story.state.learned.pace.completion_ratio is not None
+    assert story.state.learned.pace.send_s_per_byte is not None
+    assert story.state.learned.pace.send_s_per_byte.mean * size_bytes == pytest.approx(10.0)

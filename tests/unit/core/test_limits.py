@@ -64,7 +64,7 @@ def test_ranks_that_wait_for_the_flush_lift_the_limit(is_done: bool, rate: float
     """While another start of the job is held until the flush is done, no training needs the link."""
     story = a_story()
     finishing = Finishing("next", asked_mono_s=story.now, by_mono_s=story.now, is_done=is_done)
-    story.state = replace(story.state, finishing=finishing)
+    story.state = replace(story.state, starts=replace(story.state.starts, finishing=finishing))
     assert limits.rate_bytes_per_s(story.state) == rate
 
 

@@ -100,7 +100,7 @@ def test_an_advisory_notice_takes_one_more_checkpoint_without_urgency() -> None:
     story.store_all()
     assert story.state.phase is Phase.ARMED
     assert story.state.evacuation is None
-    assert story.state.last_commit == CommitRef(2, 10)
+    assert story.state.commits.last == CommitRef(2, 10)
     story.wait(60)
     assert len(story.all(AskTrainers)) == 1, "once for each notice"
     assert not story.verdicts
@@ -318,7 +318,10 @@ def test_the_answer_to_a_signal_is_an_emergency_checkpoint() -> None:
         (8, "emergency"),
     ]
     story.scan()
-    assert {s.id.step: s.kind.value for s in story.state.staged} == {4: "periodic", 8: "emergency"}
+    assert {s.id.step: s.kind.value for s in story.state.staging.staged} == {
+        4: "periodic",
+        8: "emergency",
+    }
 
 
 def test_a_signalled_save_is_measured() -> None:
@@ -340,7 +343,7 @@ def test_a_withdrawn_notice_withdraws_the_request() -> None:
     assert story.state.phase is Phase.IDLE
     assert not story.all(CancelFlush)
     story.store_all()
-    assert story.state.last_commit == CommitRef(2, 10)
+    assert story.state.commits.last == CommitRef(2, 10)
     assert not story.verdicts
 
 
@@ -436,7 +439,7 @@ def test_without_a_trainer_the_sealed_sets_are_committed() -> None:
     story.notice()
     story.scan()
     story.store_all()
-    assert story.state.last_complete == CommitRef(2, 10)
+    assert story.state.commits.last_complete == CommitRef(2, 10)
     story.wait(WAITED_S)
     assert not story.all(AskTrainers)
     assert story.verdicts == ["PARTIAL generation 2 step 10"]
@@ -531,7 +534,7 @@ def test_the_bandwidth_drops_during_a_flush() -> None:
     sent: dict[str, int] = {}
     for _ in range(35):
         story.now += 1
-        flight = story.state.flight
+        flight = story.state.flush.flight
         if flight is None:
             break
         sent[flight.flush_id] = sent.get(flight.flush_id, 0) + 10 * MIB  # a tenth
@@ -543,7 +546,7 @@ def test_the_bandwidth_drops_during_a_flush() -> None:
     assert story.flushes[:3] == [5, 20, 10]
     assert story.flushes.count(20) <= 2
     story.committed()
-    assert story.state.last_commit == CommitRef(2, 10)
+    assert story.state.commits.last == CommitRef(2, 10)
 
 
 def test_the_reserve_is_never_spent_on_data() -> None:
@@ -565,7 +568,7 @@ def test_the_reserve_is_never_spent_on_data() -> None:
 def test_a_void_set_is_not_tried_again() -> None:
     """A set that changed during its flush is not flushed again; an older one replaces it."""
     story = Story(staged=[a_set(9), a_set(10)])
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     story.tell(FlushFailed(flight.flush_id, "changed", void=True))
     story.wait(100)
@@ -586,7 +589,7 @@ def test_a_set_that_disappears_after_the_notice_is_not_safe() -> None:
     story.accept(11)
     lost = story.answer(12)
     story.lose(lost)
-    assert story.state.flight is None
+    assert story.state.flush.flight is None
     assert story.all(CancelFlush)
     assert story.verdicts == ["PARTIAL generation 2 step 10"]
 
@@ -598,39 +601,39 @@ def test_retries_back_off_and_are_frequent_during_an_evacuation() -> None:
     story.seal(10)
     waits = []
     for _ in range(8):
-        flight = story.state.flight
+        flight = story.state.flush.flight
         assert flight is not None
         story.tell(FlushFailed(flight.flush_id, "503", void=False))
-        waits.append(story.state.retry_mono_s - story.now)
-        assert story.state.flight is None
-        story.now = story.state.retry_mono_s
+        waits.append(story.state.flush.retry_mono_s - story.now)
+        assert story.state.flush.flight is None
+        story.now = story.state.flush.retry_mono_s
         story.tell(Tick())
     assert waits == [1, 2, 4, 8, 10, 10, 10, 10]
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     story.tell(FlushFailed(flight.flush_id, "503", void=False))
     story.notice()
-    assert story.state.flight is not None, "the backoff of earlier failures ends"
-    story.tell(FlushFailed(story.state.flight.flush_id, "503", void=False))
+    assert story.state.flush.flight is not None, "the backoff of earlier failures ends"
+    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503", void=False))
     story.wait(RETRY_URGENT_S)
-    assert story.state.flight is not None
+    assert story.state.flush.flight is not None
 
 
 def test_late_events_of_a_replaced_flush_are_ignored() -> None:
     """Only events of the flush in flight count."""
     story = Story()
     story.seal(10)
-    old = story.state.flight
+    old = story.state.flush.flight
     assert old is not None
     story.tell(FlushFailed(old.flush_id, "503", void=False))
     story.wait(60)
     story.tell(FlushFailed(old.flush_id, "changed", void=True))
     story.tell(FlushProgress(old.flush_id, 10**9))
     story.tell(Flushed(old.flush_id, ()))
-    assert not story.state.stored
-    assert story.state.flight is not None
-    assert not story.state.stored_bytes
-    assert not story.state.unusable
+    assert not story.state.commits.stored
+    assert story.state.flush.flight is not None
+    assert not story.state.flush.stored_bytes
+    assert not story.state.staging.unusable
 
 
 # ---------------------------------------------------------------------------- commit
@@ -658,7 +661,7 @@ def test_a_conflict_ends_that_set_only() -> None:
     assert len(story.all(CommitManifest)) == 1
     story.seal(11)
     story.store_all()
-    assert story.state.last_commit == CommitRef(2, 11)
+    assert story.state.commits.last == CommitRef(2, 11)
 
 
 @pytest.mark.fault("G05")
@@ -714,7 +717,7 @@ def test_another_vm_with_our_number_fences_as_a_newer_one_does() -> None:
     assert own is not None
     story.tell(FenceFound(own))
     story.tell(FenceFound(own - 1, is_same_number=True))
-    assert story.state.fenced_by is None
+    assert story.state.starts.fenced_by is None
     story.tell(FenceFound(own, is_same_number=True))
     assert story.last(Exit).code == transition.EXIT_FENCED
 
@@ -789,7 +792,7 @@ def test_sigterm_of_a_host_shutdown_ends_with_the_verdict() -> None:
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 5"]
     assert story.last(Exit).code == transition.EXIT_STOPPED
-    assert story.state.is_leaving
+    assert story.state.course.is_leaving
 
 
 @pytest.mark.fault("H03")
@@ -863,7 +866,7 @@ def test_the_health_of_a_source_is_logged_and_opens_no_evacuation() -> None:
     (line,) = story.tell(SourceChanged(status))
     assert isinstance(line, Log)
     assert line.level == "warning"
-    assert story.state.sources["aws.spot"] is status
+    assert story.state.notices.sources["aws.spot"] is status
     assert story.state.phase is Phase.IDLE
 
 
@@ -876,7 +879,7 @@ def test_a_trainer_may_continue_or_end_after_sealing() -> None:
     story.accept(4)
     story.answer(5)
     story.leave()
-    assert story.state.flight is not None
+    assert story.state.flush.flight is not None
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 5"]
 

@@ -25,8 +25,8 @@ from testkit.story import MIB, Story, a_set, shards_of
 
 
 def flight_of(story: Story) -> Flight:
-    assert story.state.flight is not None, "nothing is in flight"
-    return story.state.flight
+    assert story.state.flush.flight is not None, "nothing is in flight"
+    return story.state.flush.flight
 
 
 def sends(story: Story, rate_bytes_per_s: float, seconds: float, *, every_s: float = 0.25) -> None:
@@ -101,7 +101,7 @@ def test_a_growing_set_that_is_ordered_again_shows_the_same_bandwidth() -> None:
             flight = flight_of(story)
             story.tell(FlushProgress(flight.flush_id, sent_bytes, sent_bytes - before_bytes))
     assert len(story.all(StartFlush)) == 10
-    assert story.state.bandwidth_bytes_per_s == pytest.approx(10 * MIB, rel=0.3)
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(10 * MIB, rel=0.3)
 
 
 def test_an_unsealed_flush_never_leads_to_a_commit() -> None:
@@ -109,7 +109,7 @@ def test_an_unsealed_flush_never_leads_to_a_commit() -> None:
     story = asked()
     story.scan(growing=(growing(story, MIB),))
     story.tell(Flushed(flight_of(story).flush_id, ()))
-    assert not story.state.stored
+    assert not story.state.commits.stored
 
 
 def test_sealed_sets_that_fit_are_sent_first() -> None:
@@ -173,8 +173,8 @@ def test_a_torn_save_ends_its_early_shards() -> None:
     started = flight_of(story)
     story.scan()
     assert [order.flush_id for order in story.all(CancelFlush)] == [started.flush_id]
-    assert story.state.flight is None
-    assert not story.state.stored_bytes
+    assert story.state.flush.flight is None
+    assert not story.state.flush.stored_bytes
 
 
 def test_a_withdrawn_notice_ends_early_shards() -> None:
@@ -183,7 +183,7 @@ def test_a_withdrawn_notice_ends_early_shards() -> None:
     story.scan(growing=(growing(story, 100 * MIB),))
     story.withdraw()
     assert story.all(CancelFlush)
-    assert story.state.flight is None
+    assert story.state.flush.flight is None
 
 
 @pytest.mark.fault("D03", "D09")
@@ -194,7 +194,7 @@ def test_a_growing_set_that_cannot_be_read_waits_for_its_seal() -> None:
     story.scan(growing=(part,))
     story.tell(FlushFailed(flight_of(story).flush_id, "no such file", void=True))
     story.wait(RETRY_URGENT_S / 2)
-    assert story.state.flight is None, "it is not retried until it is sealed"
+    assert story.state.flush.flight is None, "it is not retried until it is sealed"
     story.answer(9)
     story.wait(RETRY_URGENT_S / 2)
     story.store_all()
@@ -243,9 +243,9 @@ def test_stored_bytes_are_forgotten_with_their_set() -> None:
     story = Story(reserve_s=5)
     lost = story.seal(10)
     story.tell(FlushProgress(flight_of(story).flush_id, MIB, MIB))
-    assert story.state.stored_bytes == {lost.id: MIB}
+    assert story.state.flush.stored_bytes == {lost.id: MIB}
     story.lose(lost)
-    assert not story.state.stored_bytes
+    assert not story.state.flush.stored_bytes
 
 
 # ---------------------------------------------------------------------------- bandwidth
@@ -260,7 +260,7 @@ def measured_at(rate_bytes_per_s: float, **facts: float) -> Story:
     story.seal(2, size_bytes=10_000 * MIB)
     story.notice(in_s=facts.get("in_s", 300.0))
     sends(story, rate_bytes_per_s, 5)
-    assert story.state.bandwidth_bytes_per_s == pytest.approx(rate_bytes_per_s, rel=0.1)
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(rate_bytes_per_s, rel=0.1)
     return story
 
 
@@ -269,8 +269,8 @@ def test_a_drop_shows_within_two_seconds() -> None:
     """The bandwidth drops to a tenth: the estimate is down to a quarter, and falls further."""
     story = measured_at(100 * MIB)
     sends(story, 10 * MIB, 2)
-    assert story.state.bandwidth_bytes_per_s is not None
-    assert story.state.bandwidth_bytes_per_s < 25 * MIB
+    assert story.state.learned.bandwidth_bytes_per_s is not None
+    assert story.state.learned.bandwidth_bytes_per_s < 25 * MIB
 
 
 @pytest.mark.fault("O02", "O03")
@@ -279,8 +279,8 @@ def test_a_flush_without_progress_shows_by_ticks_alone() -> None:
     story = measured_at(100 * MIB)
     for _ in range(20):
         story.wait(0.1)
-    assert story.state.bandwidth_bytes_per_s is not None
-    assert story.state.bandwidth_bytes_per_s < 25 * MIB
+    assert story.state.learned.bandwidth_bytes_per_s is not None
+    assert story.state.learned.bandwidth_bytes_per_s < 25 * MIB
 
 
 def test_a_slow_start_does_not_lower_the_bandwidth() -> None:
@@ -288,10 +288,10 @@ def test_a_slow_start_does_not_lower_the_bandwidth() -> None:
     story = measured_at(100 * MIB)
     story.seal(3, size_bytes=1000 * MIB)
     assert story.flushes[-1] == 3
-    before = story.state.bandwidth_bytes_per_s
+    before = story.state.learned.bandwidth_bytes_per_s
     for _ in range(9):
         story.wait(0.1)
-    assert story.state.bandwidth_bytes_per_s == before
+    assert story.state.learned.bandwidth_bytes_per_s == before
 
 
 def test_waiting_for_the_last_responses_does_not_lower_the_bandwidth() -> None:
@@ -300,9 +300,9 @@ def test_waiting_for_the_last_responses_does_not_lower_the_bandwidth() -> None:
     flight = flight_of(story)
     story.tell(FlushProgress(flight.flush_id, 10_000 * MIB, 10_000 * MIB))
     story.wait(0.3)
-    before = story.state.bandwidth_bytes_per_s
+    before = story.state.learned.bandwidth_bytes_per_s
     story.wait(10)
-    assert story.state.bandwidth_bytes_per_s == before
+    assert story.state.learned.bandwidth_bytes_per_s == before
 
 
 def test_bytes_that_were_not_sent_are_not_measured() -> None:
@@ -313,7 +313,7 @@ def test_bytes_that_were_not_sent_are_not_measured() -> None:
     flight = flight_of(story)
     story.tell(FlushProgress(flight.flush_id, 9_999 * MIB, 0))
     story.tell(Flushed(flight.flush_id, (), bytes_referenced=9_999 * MIB, bytes_sent=MIB))
-    assert story.state.bandwidth_bytes_per_s is None
+    assert story.state.learned.bandwidth_bytes_per_s is None
 
 
 def test_the_background_limit_is_not_taken_for_the_bandwidth() -> None:
@@ -323,12 +323,12 @@ def test_the_background_limit_is_not_taken_for_the_bandwidth() -> None:
     story.state = replace(story.state, settings=limited)
     story.seal(1, size_bytes=1000 * MIB)
     sends(story, 50 * MIB, 5)
-    assert story.state.bandwidth_bytes_per_s is None
+    assert story.state.learned.bandwidth_bytes_per_s is None
     sends(story, 10 * MIB, 5)
-    assert story.state.bandwidth_bytes_per_s == pytest.approx(10 * MIB, rel=0.1)
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(10 * MIB, rel=0.1)
     story.notice(in_s=100)
     sends(story, 200 * MIB, 4 * BANDWIDTH_MEMORY_S)
-    assert story.state.bandwidth_bytes_per_s == pytest.approx(200 * MIB, rel=0.1)
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(200 * MIB, rel=0.1)
 
 
 def test_a_short_drop_of_bandwidth_does_not_end_the_wait_for_the_trainer() -> None:
@@ -365,13 +365,13 @@ def test_two_sets_do_not_alternate() -> None:
     story.notice(in_s=60)
     story.scan()
     for second in range(54):
-        if story.state.flight is None or flight_of(story).bytes_unsent == 0:
+        if story.state.flush.flight is None or flight_of(story).bytes_unsent == 0:
             break
         sends(story, (60 if second % 2 else 130) * MIB, 1)
     assert len(story.flushes) <= 4, story.flushes
     story.store_all()
-    assert story.state.last_commit is not None
-    assert story.state.last_commit >= CommitRef(2, 10)
+    assert story.state.commits.last is not None
+    assert story.state.commits.last >= CommitRef(2, 10)
 
 
 # ---------------------------------------------------------------------------- deltas
@@ -382,7 +382,7 @@ def test_comparing_does_not_lower_the_measured_bandwidth() -> None:
     story = asked()
     story.seal(5)
     sends(story, 10 * MIB, 5)
-    known = story.state.bandwidth_bytes_per_s
+    known = story.state.learned.bandwidth_bytes_per_s
     flight = flight_of(story)
     for step in range(1, 41):
         story.now += 0.25
@@ -394,9 +394,11 @@ def test_comparing_does_not_lower_the_measured_bandwidth() -> None:
                 bytes_compared=step * MIB,
             )
         )
-    assert story.state.bandwidth_bytes_per_s == known
+    assert story.state.learned.bandwidth_bytes_per_s == known
     story.wait(5)
-    assert (story.state.bandwidth_bytes_per_s or 0) < (known or 0) / 10, "the link stands still"
+    assert (story.state.learned.bandwidth_bytes_per_s or 0) < (known or 0) / 10, (
+        "the link stands still"
+    )
 
 
 def test_a_short_flush_after_a_comparison_measures_only_the_sending() -> None:
@@ -410,7 +412,7 @@ def test_a_short_flush_after_a_comparison_measures_only_the_sending() -> None:
     referenced = staged.size_bytes - 20 * MIB
     story.now += 0.5
     story.tell(Flushed(flight.flush_id, shards_of(staged), bytes_referenced=referenced))
-    assert story.state.bandwidth_bytes_per_s == pytest.approx(40 * MIB)
+    assert story.state.learned.bandwidth_bytes_per_s == pytest.approx(40 * MIB)
 
 
 def test_a_set_with_obsolete_references_is_flushed_again() -> None:
@@ -424,5 +426,5 @@ def test_a_set_with_obsolete_references_is_flushed_again() -> None:
     assert story.flushes == [5, 5]
     story.flushed(after_s=1)
     story.committed()
-    assert story.state.last_commit is not None
-    assert story.state.last_commit.step == 5
+    assert story.state.commits.last is not None
+    assert story.state.commits.last.step == 5

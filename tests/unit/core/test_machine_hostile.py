@@ -33,7 +33,7 @@ from swansongd.core.events import (
     TrainerLeft,
     TrainerProgress,
 )
-from swansongd.core.peers import REQUESTS_MAX
+from swansongd.core.notices import PEER_REQUESTS_MAX
 from swansongd.core.starts import CLAIMS_MAX, STARTS_MAX, WINDOW_S
 from swansongd.model import CommitRef, TrainerView
 from swansongd.observe.report import status_line, status_report
@@ -150,15 +150,15 @@ def happen(story: Story, what: str, *facts: Any) -> None:  # noqa: PLR0915 - one
         case "wait", seconds:
             story.wait(seconds)
         case ("store",):
-            if story.state.flight is not None and story.state.flight.is_sealed:
+            if story.state.flush.flight is not None and story.state.flush.flight.is_sealed:
                 story.flushed()
-            if any(item.is_asked for item in story.state.stored):
+            if any(item.is_asked for item in story.state.commits.stored):
                 story.committed()
         case "send", sent_bytes:
-            if story.state.flight is not None:
-                story.tell(FlushProgress(story.state.flight.flush_id, sent_bytes, sent_bytes))
+            if story.state.flush.flight is not None:
+                story.tell(FlushProgress(story.state.flush.flight.flush_id, sent_bytes, sent_bytes))
         case ("fail",):
-            if any(item.is_asked for item in story.state.stored):
+            if any(item.is_asked for item in story.state.commits.stored):
                 story.commit_fails()
         case ("withdraw",):
             story.withdraw()
@@ -168,8 +168,8 @@ def happen(story: Story, what: str, *facts: Any) -> None:  # noqa: PLR0915 - one
             story.tell(RolledBack(step))
         case "claims", grants:
             story.grants = grants
-            if grants and story.state.claiming:
-                story.grant(story.state.claiming)
+            if grants and story.state.starts.claiming:
+                story.grant(story.state.starts.claiming)
         case "restoring", start_id:
             story.tell(RestoreAsked(start_id))
         case "process", start_id:
@@ -239,7 +239,7 @@ def test_a_flood_of_starts_makes_a_handful_of_claims_and_the_last_one_counts(nod
     assert [order.start_id for order in story.all(ClaimGeneration)] == [
         f"start-{number}" for number in range(CLAIMS_MAX)
     ]
-    assert len(story.state.starts) == STARTS_MAX
+    assert len(story.state.starts.known) == STARTS_MAX
     story.wait(WINDOW_S)
     assert [order.start_id for order in story.all(ClaimGeneration)][CLAIMS_MAX:] == ["start-299"]
 
@@ -255,8 +255,8 @@ def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() 
         story.tell(PeerRequested(f"forged-{number}", "made up", 0.0 if number % 2 else 1e9))
         story.scan()
     asked = {action.request_id for action in story.all(AskTrainers)}
-    assert len(asked) <= REQUESTS_MAX
-    assert len(story.all(Conclude)) - before <= 2 * REQUESTS_MAX
+    assert len(asked) <= PEER_REQUESTS_MAX
+    assert len(story.all(Conclude)) - before <= 2 * PEER_REQUESTS_MAX
     assert not story.all(SignalTrainer)
     assert not story.all(Exit)
     story.wait(3700.0)
@@ -335,7 +335,7 @@ def test_a_rebuilt_state_evacuates_again_with_the_same_request() -> None:
     story.notice(100.0)
     request_id = story.request_id
     story.accept(7)
-    flushes = story.state.flushes
+    flushes = story.state.flush.flushes
     story.state = machine.rebuilt(story.state)
     assert story.state.evacuation is None
     assert story.state.generation == 2
@@ -345,7 +345,7 @@ def test_a_rebuilt_state_evacuates_again_with_the_same_request() -> None:
     story.answer(8)
     story.store_all()
     assert story.verdicts[-1].startswith("SAFE")
-    assert not story.all(Prune) or story.state.last_complete is not None
+    assert not story.all(Prune) or story.state.commits.last_complete is not None
     flush_ids = [action.flush_id for action in story.all(StartFlush)]
     assert len(flush_ids) == len(set(flush_ids)), "an old flush must not count as a new one"
-    assert story.state.flushes > flushes
+    assert story.state.flush.flushes > flushes

@@ -128,7 +128,7 @@ def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
     node.begin_again()
     node.seal_part(11)
     assert node.last(StartFlush).generation == 4
-    assert node.state.fenced_by is None
+    assert node.state.starts.fenced_by is None
 
 
 @pytest.mark.fault("H01", "G17")
@@ -141,7 +141,7 @@ def test_the_claim_of_another_vm_for_the_same_start_is_no_fence() -> None:
     node.tell(GenerationClaimed("second", 4, newest=None))
     node.seal_part(11)
     assert node.last(StartFlush).generation == 4
-    assert node.state.fenced_by is None
+    assert node.state.starts.fenced_by is None
 
 
 @pytest.mark.fault("G17")
@@ -154,7 +154,7 @@ def test_a_claim_that_is_confirmed_late_ends_no_newer_fence() -> None:
     node.tell(GenerationClaimed("second", 4, newest=None))
     node.seal_part(11)
     assert not node.all(StartFlush)
-    assert node.state.fenced_by == 5
+    assert node.state.starts.fenced_by == 5
 
 
 @pytest.mark.fault("N09")
@@ -181,7 +181,7 @@ def test_our_own_request_from_another_rank_is_not_a_notice() -> None:
     node.begin()
     raised = node.notice()
     node.tell(PeerRequested(node.request_id, "the same", 60.0))
-    assert set(node.state.notices) == {raised.source}
+    assert set(node.state.notices.live) == {raised.source}
 
 
 def test_the_deadline_of_another_vm_does_not_replace_ours() -> None:
@@ -230,7 +230,7 @@ def test_a_failed_request_is_repeated_while_a_checkpoint_fits() -> None:
     node.wait(0.6)
     assert node.request_id not in ("", first)
     node.tell(PeerRequested(node.request_id, "the same", 50.0))
-    assert "peer" not in node.state.notices, "another rank reports our own request"
+    assert "peer" not in node.state.notices.live, "another rank reports our own request"
     node.tell(TrainerAgreed(node.request_id, 9))
     node.seal_part(9, request_id=node.request_id)
     node.counted(node.commit_own_part(), 2)
@@ -516,7 +516,7 @@ def test_another_start_waits_for_a_limited_time(in_s: float | None, limit_s: flo
     assert finished(node) == ["second"]
     node.tell(StartBegun(1, "second"))
     assert node.all(CancelFlush)
-    assert node.state.flight is None
+    assert node.state.flush.flight is None
     assert not node.state.candidates
 
 
@@ -545,7 +545,7 @@ def test_a_job_with_one_vm_left_finishes_first_and_then_begins() -> None:
     assert len(node.all(ClaimGeneration)) == 1
     node.counted(node.commit_own_part(), 2)
     assert node.last(ClaimGeneration) == ClaimGeneration("alone")
-    assert node.state.last_complete == CommitRef(3, 9)
+    assert node.state.commits.last_complete == CommitRef(3, 9)
 
 
 def test_a_part_that_is_not_whole_in_time_ends_with_its_job() -> None:
@@ -559,7 +559,7 @@ def test_a_part_that_is_not_whole_in_time_ends_with_its_job() -> None:
     assert node.all(CancelFlush)
     node.seal(2, "own", start_id="alone")
     node.store_all()
-    assert node.state.last_complete == CommitRef(4, 2)
+    assert node.state.commits.last_complete == CommitRef(4, 2)
 
 
 def test_sets_of_a_new_start_are_never_committed_under_the_old_generation() -> None:
@@ -679,7 +679,7 @@ def test_a_part_that_is_written_late_is_not_whole(how: str) -> None:
     else:
         node.tell(StartBegun(1, "second") if how == "another start" else FenceFound(4))
     node.tell(CommitDone(order.flush_id, CommitRef(3, 20)))
-    assert node.state.last_complete == CommitRef(3, 8)
+    assert node.state.commits.last_complete == CommitRef(3, 8)
 
 
 @pytest.mark.parametrize("says", [True, False])

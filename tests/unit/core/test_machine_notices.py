@@ -46,7 +46,7 @@ def test_a_notice_that_is_evacuated_again_has_another_id_after_a_restart() -> No
     assert story.state.evacuation is None
     restarted = trained(30)
     restarted.now = story.now
-    for kept in story.state.notices.values():
+    for kept in story.state.notices.live.values():
         restarted.tell(NoticeRaised(kept))
     assert restarted.request_id != story.request_id
 
@@ -57,7 +57,7 @@ def test_an_open_evacuation_is_resumed_under_the_same_id() -> None:
     story = trained(4)
     story.notice()
     restarted = trained(30)
-    for kept in story.state.notices.values():
+    for kept in story.state.notices.live.values():
         restarted.tell(NoticeRaised(kept))
     assert restarted.request_id == story.request_id
     restarted.answer(5)
@@ -122,7 +122,7 @@ def test_the_last_verdict_is_remembered() -> None:
     story.store_all()
     story.withdraw()
     assert story.state.evacuation is None
-    last = story.state.last_verdict
+    last = story.state.course.last_verdict
     assert last is not None
     assert (last.verdict, last.notices) == (Verdict.SAFE, {raised.identity})
 
@@ -246,7 +246,7 @@ def test_an_event_that_is_put_off_before_its_evacuation_moves() -> None:
     story = trained()
     for in_s in (3600, 7200, 1800):
         story.notice(in_s=in_s, source="aws.scheduled", severity=Severity.SCHEDULED)
-        (notice,) = story.state.notices.values()
+        (notice,) = story.state.notices.live.values()
         assert notice.deadline_mono_s == story.now + in_s
     assert lines(story, "notice") == 1
 
@@ -298,7 +298,7 @@ def test_notices_by_hand_with_the_same_end_are_one() -> None:
             story.store_all()
     assert len(story.all(AskTrainers)) == 1
     assert story.verdicts == ["SAFE generation 2 step 4"]
-    last = story.state.last_verdict
+    last = story.state.course.last_verdict
     assert last is not None
     assert last.notices == {f"manual:{number}" for number in range(10)}
 
@@ -311,14 +311,14 @@ def test_a_later_call_by_hand_is_a_new_request() -> None:
         story.accept(3 + number)
         story.answer(4 + number, f"n{number}")
         story.store_all()
-        last = story.state.last_verdict
+        last = story.state.course.last_verdict
         assert last is not None
         assert raised.identity in last.notices
         assert last.commit is not None
         assert last.commit.step == 4 + number
         story.progress(4 + number)
         story.wait(0.5)
-    assert len(story.state.notices) <= notices.BY_HAND_MAX
+    assert len(story.state.notices.live) <= notices.BY_HAND_MAX
 
 
 def test_of_notices_by_hand_the_earliest_end_counts_and_none_is_forgotten() -> None:
@@ -332,9 +332,9 @@ def test_of_notices_by_hand_the_earliest_end_counts_and_none_is_forgotten() -> N
     story.wait(1)
     assert story.state.evacuation is not None
     assert story.state.evacuation.deadline_mono_s > story.now + 50
-    assert list(story.state.notices) == ["manual:far"]
+    assert list(story.state.notices.live) == ["manual:far"]
     story.withdraw("manual")
-    assert not story.state.notices
+    assert not story.state.notices.live
 
 
 def test_notices_by_hand_are_limited_in_number() -> None:
@@ -342,8 +342,8 @@ def test_notices_by_hand_are_limited_in_number() -> None:
     story = Story()
     for number in range(100):
         story.notice(source="manual", in_s=60 + 10 * number, identity=f"manual:{number}")
-    assert len(story.state.notices) == notices.BY_HAND_MAX
-    assert "manual:0" in story.state.notices
+    assert len(story.state.notices.live) == notices.BY_HAND_MAX
+    assert "manual:0" in story.state.notices.live
     assert lines(story, "notice_ignored") == 100 - notices.BY_HAND_MAX
 
 
@@ -362,7 +362,7 @@ def test_periodic_checkpoints_continue_during_a_long_notice() -> None:
     assert story.verdicts == ["SAFE generation 2 step 10"]
     for _ in range(1800):
         story.wait(1)
-        if story.state.periodic is not None:
+        if story.state.requests.periodic is not None:
             break
     assert story.request_id.startswith("periodic-")
     story.seal(500)

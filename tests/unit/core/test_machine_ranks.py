@@ -218,7 +218,7 @@ def test_a_save_that_failed_is_counted_and_logged_once() -> None:
         (0, 10, "torn"),
     ]
     assert [line["failed_saves"] for line in lines] == [1, 2, 3]
-    assert story.state.failed_saves.count == 3
+    assert story.state.ranks.failed_saves.count == 3
 
 
 @pytest.mark.fault("T06")
@@ -259,7 +259,7 @@ def test_the_answer_is_recognised_after_a_restart() -> None:
     before.staging.append(answer)
     story = before.restarted()
     story.join()
-    story.tell(NoticeRaised(before.state.notices["aws.spot"]))
+    story.tell(NoticeRaised(before.state.notices.live["aws.spot"]))
     story.scan()
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9"]

@@ -66,8 +66,11 @@ def measured(*, commit_s: float | None = None) -> Story:
     story = with_kinds(Story(reserve_s=5.0))
     story.join(step=3, save_s=2.0, save_bytes=100 * MIB)
     commit = None if commit_s is None else Figure(commit_s, samples=8)
-    known = replace(story.state.pace, commit_s=commit)
-    story.state = replace(story.state, bandwidth_bytes_per_s=10.0 * MIB, pace=known)
+    known = replace(story.state.learned.pace, commit_s=commit)
+    story.state = replace(
+        story.state,
+        learned=replace(story.state.learned, bandwidth_bytes_per_s=10.0 * MIB, pace=known),
+    )
     return story
 
 
@@ -101,14 +104,16 @@ def test_without_a_trainer_the_rest_of_the_sealed_set_and_the_commit_count() -> 
         story.leave()
         assert [m.spare_s for m in margins(story.state)][-1] == 120.0 - 10.0 - manifest_s
     story.flushed()
-    assert story.state.stored
+    assert story.state.commits.stored
     assert [m.spare_s for m in margins(story.state)][-1] == 120.0 - 7.0
 
 
 def test_an_end_that_is_known_hours_ahead_counts_from_the_begin_of_its_evacuation() -> None:
     """It begins at least twice the checkpoint and the reserve before the end."""
     story = measured()
-    story.state = replace(story.state, bandwidth_bytes_per_s=1.0 * MIB)
+    story.state = replace(
+        story.state, learned=replace(story.state.learned, bandwidth_bytes_per_s=1.0 * MIB)
+    )
     end = next(m for m in margins(story.state) if m.source == "deadline")
     assert end.grace_s == 2 * (2.0 + 100.0) + 5.0
 

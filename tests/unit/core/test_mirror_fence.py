@@ -24,7 +24,7 @@ def test_a_foreign_claim_ends_the_daemon(nodes: int, number: int) -> None:
     story.join(nodes=nodes)
     story.tell(FenceFound(number, in_mirror=True))
     assert story.last(Exit) == Exit(EXIT_FENCED, f"generation {number} has taken the run over")
-    assert story.state.fenced_by == number
+    assert story.state.starts.fenced_by == number
 
 
 def test_an_old_claim_of_the_store_fences_no_vm() -> None:
@@ -32,7 +32,7 @@ def test_an_old_claim_of_the_store_fences_no_vm() -> None:
     story = Story(generation=7)
     story.join()
     story.tell(FenceFound(3))
-    assert story.state.fenced_by is None
+    assert story.state.starts.fenced_by is None
     assert not story.all(Exit)
 
 
@@ -52,6 +52,8 @@ def test_copies_give_way_to_checkpoints(
     """They pause for a flush and until the verdict; after it they have no limit of the rate."""
     decided = None if verdict == "open" else verdict
     evacuation = None if verdict is None else SimpleNamespace(verdict=decided)
-    state: Any = SimpleNamespace(evacuation=evacuation, flight=object() if is_sending else None)
+    state: Any = SimpleNamespace(
+        evacuation=evacuation, flush=SimpleNamespace(flight=object() if is_sending else None)
+    )
     assert limits.may_mirror(state) is may_copy
     assert limits.mirror_rate_bytes_per_s(state, 5.0) == rate

@@ -49,7 +49,7 @@ def test_training_that_was_ahead_is_remembered(how: str) -> None:
     if how == "rebuilt":
         story.state = machine.rebuilt(story.state)
     else:
-        raised = story.state.notices[LOGIND_SOURCE]
+        raised = story.state.notices.live[LOGIND_SOURCE]
         story = story.restarted()
         story.tell(NoticeRaised(raised))
     assert set(story.conclude()) == {"PARTIAL generation 2 step 6"}
@@ -118,4 +118,4 @@ def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:
     story.scan()
     story.wait(0.1)
     assert story.all(Exit)
-    assert story.state.last_complete == CommitRef(2, 880)
+    assert story.state.commits.last_complete == CommitRef(2, 880)

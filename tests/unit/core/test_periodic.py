@@ -75,7 +75,7 @@ def test_a_checkpoint_that_is_due_is_requested_without_urgency() -> None:
     assert story.last(SendTarget) == SendTarget(ask.request_id, 21, (1,))
     story.seal(21, request_id=ask.request_id)
     story.store_all()
-    assert story.state.last_commit == CommitRef(2, 21)
+    assert story.state.commits.last == CommitRef(2, 21)
     assert story.state.evacuation is None
     assert not story.all(WithdrawRequest)
     story.wait(INTERVAL_S - 1)
@@ -116,8 +116,8 @@ def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None
     accept(story, 20)
     story.tell(TrainerAgreed(ask.request_id, 23))
     assert not story.all(SendTarget)
-    assert story.state.periodic is not None
-    assert story.state.periodic.target == 23
+    assert story.state.requests.periodic is not None
+    assert story.state.requests.periodic.target == 23
 
 
 def test_a_trainer_with_another_schedule_gets_no_request() -> None:

@@ -187,9 +187,9 @@ def answered_before_a_restart(*, reconnects: bool) -> Story:
     story.accept(460)
     story.answer(461)
     after = story.restarted(claimed=False)
-    after.tell(NoticeRaised(story.state.notices[raised.source]))
+    after.tell(NoticeRaised(story.state.notices.live[raised.source]))
     after.scan()
-    after.tell(RunRead(story.state.last_complete, "a"))
+    after.tell(RunRead(story.state.commits.last_complete, "a"))
     if reconnects:
         after.join(step=470)
     after.store_all()

@@ -30,7 +30,9 @@ def test_the_newer_of_set_and_commit_wins_and_a_tie_stays_on_this_vm() -> None:
 def test_an_unusable_set_is_not_a_candidate() -> None:
     story = Story()
     older, torn = story.seal(50), story.seal(60)
-    state = replace(story.state, unusable=frozenset({torn.id}))
+    state = replace(
+        story.state, staging=replace(story.state.staging, unusable=frozenset({torn.id}))
+    )
     assert resume.newest_local(state, None) == older
 
 

@@ -24,8 +24,8 @@ def dropped_steps(story: Story) -> set[int]:
 
 
 def store_refuses(story: Story) -> None:
-    assert story.state.flight is not None
-    story.tell(FlushFailed(story.state.flight.flush_id, "503 SlowDown", void=False))
+    assert story.state.flush.flight is not None
+    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503 SlowDown", void=False))
 
 
 def with_health(staged: Staged, *, is_finite: bool) -> Staged:
@@ -38,7 +38,7 @@ def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
     story = Story(newest=CommitRef(1, 5))
     for step in range(10, 210, 10):
         story.seal(step)
-        if story.state.flight is not None:
+        if story.state.flush.flight is not None:
             store_refuses(story)
         story.wait(1)
         assert len(story.state.uncommitted) <= UNSENT_MAX
@@ -50,21 +50,21 @@ def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
     assert len(logged) == 18
     story.wait(60)
     story.store_all()
-    assert story.state.last_commit == CommitRef(2, 200)
+    assert story.state.commits.last == CommitRef(2, 200)
 
 
 def test_the_set_in_flight_and_a_partly_stored_one_stay() -> None:
     """A slow flush is not cut short by newer sets, and bytes that the store has are not wasted."""
     story = Story()
     story.seal(10)
-    assert story.state.flight is not None
-    story.tell(FlushProgress(story.state.flight.flush_id, 60 * MIB, 60 * MIB))
+    assert story.state.flush.flight is not None
+    story.tell(FlushProgress(story.state.flush.flight.flush_id, 60 * MIB, 60 * MIB))
     store_refuses(story)
     for step in (20, 30, 40, 50):
         story.seal(step)
         story.wait(60)
-    assert story.state.flight is not None
-    in_flight = story.state.flight.staged.id.step
+    assert story.state.flush.flight is not None
+    in_flight = story.state.flush.flight.staged.id.step
     assert {s.id.step for s in story.state.uncommitted} == {10, in_flight, 40, 50}
 
 
@@ -107,8 +107,8 @@ def test_status_shows_the_flush_and_the_pressure() -> None:
     """The set in flight, the sets that wait with their bytes, the next attempt, and the dropped sets."""
     story = Story()
     story.seal(10)
-    assert story.state.flight is not None
-    story.tell(FlushProgress(story.state.flight.flush_id, 25 * MIB, 25 * MIB))
+    assert story.state.flush.flight is not None
+    story.tell(FlushProgress(story.state.flush.flight.flush_id, 25 * MIB, 25 * MIB))
     story.wait(16)
     report = status_report(story.state, story.now)
     assert report["flush"] == {
@@ -136,4 +136,4 @@ def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed() -> None
     story.scan()
     story.tell(GenerationClaimed("a", 2, None))
     story.store_all()
-    assert story.state.last_commit == CommitRef(2, 50)
+    assert story.state.commits.last == CommitRef(2, 50)

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.core.events import Log, Mark, TrainerProgress
-from swansongd.core.stall import usual_step_s
+from swansongd.core.ranks import usual_step_s
 from swansongd.observe.report import status_line, status_report
 
 from testkit.story import Story
@@ -42,7 +42,7 @@ def test_no_progress_for_long_is_a_stall_and_reported_once(step_s: float, limit_
     assert "stalled" in status_line(story.state, story.now)
     story.progress(41)
     assert story.last(Log).event == "stall_over"
-    assert not story.state.stalled
+    assert not story.state.ranks.stalled
     assert "stalled" not in status_line(story.state, story.now)
 
 

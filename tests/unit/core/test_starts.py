@@ -37,7 +37,7 @@ def claims(story: Story) -> list[str]:
 
 
 def generations(story: Story) -> dict[str, int | None]:
-    return {start.id: start.generation for start in story.state.starts}
+    return {start.id: start.generation for start in story.state.starts.known}
 
 
 def manifests(story: Story) -> list[tuple[int, int]]:
@@ -100,7 +100,7 @@ def test_sets_of_an_earlier_start_are_committed_in_its_generation() -> None:
     story.seal(5, "new", start_id="b")
     story.store_all()
     assert manifests(story) == [(2, 9), (3, 5)]
-    assert story.state.last_complete == CommitRef(3, 5)
+    assert story.state.commits.last_complete == CommitRef(3, 5)
 
 
 @pytest.mark.parametrize("joins_first", [True, False])
@@ -135,7 +135,7 @@ def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
     assert not story.state.uncommitted
     story.seal(1, start_id="b")
     story.store_all()
-    assert story.state.last_complete == CommitRef(2, 1)
+    assert story.state.commits.last_complete == CommitRef(2, 1)
 
 
 @pytest.mark.fault("H01")
@@ -153,7 +153,7 @@ def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
     story.seal(41, "def", start_id="new")
     story.store_all()
     assert claims(story) == ["old", "new"]
-    assert story.state.last_complete == CommitRef(4, 41)
+    assert story.state.commits.last_complete == CommitRef(4, 41)
 
 
 def test_a_crash_loop_claims_a_bounded_number() -> None:
@@ -165,7 +165,7 @@ def test_a_crash_loop_claims_a_bounded_number() -> None:
     assert len(claims(story)) < 100 * 5 * CLAIMS_MAX / WINDOW_S + recent
     story.wait(WINDOW_S)
     assert claims(story)[-1] == "start-99"
-    assert len(story.state.starts) == STARTS_MAX
+    assert len(story.state.starts.known) == STARTS_MAX
 
 
 def test_an_evacuation_exceeds_the_limit_by_one() -> None:
@@ -193,8 +193,8 @@ def test_any_number_of_starts_forgets_the_oldest_with_its_sets() -> None:
     for number in range(2 * STARTS_MAX):
         story.tell(StartBegun(1, f"a~{number}"))
     story.wait(60)
-    assert len(story.state.starts) == STARTS_MAX
-    assert not story.state.stored
+    assert len(story.state.starts.known) == STARTS_MAX
+    assert not story.state.commits.stored
 
 
 def test_rank_0_gives_its_start_to_each_rank_once() -> None:
@@ -263,8 +263,8 @@ def test_over_several_vms_nothing_of_an_earlier_start_is_committed() -> None:
     story.wait(60)
     assert story.flushes == [10]
     scan(story, parts(3, start_id="second"))
-    assert story.state.flight is not None
-    assert story.state.ref_of(story.state.flight.staged.id) == CommitRef(3, 3)
+    assert story.state.flush.flight is not None
+    assert story.state.ref_of(story.state.flush.flight.staged.id) == CommitRef(3, 3)
 
 
 def test_the_newest_checkpoint_is_set_aside_and_the_others_are_removed() -> None:
@@ -272,7 +272,10 @@ def test_the_newest_checkpoint_is_set_aside_and_the_others_are_removed() -> None
     story = node()
     sets = parts(43, 44, 45)
     scan(story, sets)
-    story.state = replace(story.state, last_complete=CommitRef(2, 44), last_commit=CommitRef(2, 44))
+    story.state = replace(
+        story.state,
+        commits=replace(story.state.commits, last_complete=CommitRef(2, 44)),
+    )
     story.tell(StartBegun(1, "second"))
     assert story.last(SetAside).directories == (sets[1].directory,)
     assert story.last(Prune) == Prune((sets[0].directory, sets[2].directory), keeps_aside=True)
@@ -324,7 +327,7 @@ def test_a_connected_rank_is_no_process_without_hooks() -> None:
     after.process("process-a", pid=900)  # before the rank connects again
     after.join(pid=900)
     assert generations(after) == {"a": 2}
-    assert after.state.process == ""
+    assert after.state.starts.process == ""
 
 
 def test_a_framework_that_saves_as_well_as_the_hooks_is_no_other_start() -> None:
@@ -337,7 +340,7 @@ def test_a_framework_that_saves_as_well_as_the_hooks_is_no_other_start() -> None
     after = story.restarted()
     after.store_all()
     assert list(generations(after)) == ["a"]
-    assert after.state.last_complete == CommitRef(2, 11)
+    assert after.state.commits.last_complete == CommitRef(2, 11)
 
 
 @pytest.mark.parametrize(("written_ns", "is_rewound"), [(1000, True), (1, False)])
@@ -351,7 +354,9 @@ def test_an_earlier_step_that_is_written_later_is_another_start(
     scan(story, [adopted(350, written_ns)])
     story.store_all()
     assert claims(story) == ["process-vm", "process-vm~1"][: 1 + is_rewound]
-    assert story.state.last_complete == (CommitRef(3, 350) if is_rewound else CommitRef(2, 500))
+    assert story.state.commits.last_complete == (
+        CommitRef(3, 350) if is_rewound else CommitRef(2, 500)
+    )
 
 
 @pytest.mark.parametrize("has_process", [True, False])
@@ -368,10 +373,10 @@ def test_a_restarted_daemon_gives_adopted_sets_to_the_same_starts(*, has_process
     story.store_all()
     story = story.restarted()
     story.store_all()
-    assert story.state.last_complete == CommitRef(3, 350)
+    assert story.state.commits.last_complete == CommitRef(3, 350)
     scan(story, [adopted(360, 1100)])
     story.store_all()
-    assert story.state.last_complete == CommitRef(3, 360)
+    assert story.state.commits.last_complete == CommitRef(3, 360)
 
 
 @pytest.mark.fault("H01")
@@ -387,7 +392,7 @@ def test_an_adopted_set_that_a_restarted_daemon_has_seen_at_once_is_no_new_start
     scan(story, [replace(adopted(300, 300), seen_mono_s=first_mono_s)])
     story.store_all()
     assert claims(story) == []
-    assert story.state.last_complete == CommitRef(2, 500)
+    assert story.state.commits.last_complete == CommitRef(2, 500)
 
 
 def test_a_rebuilt_state_gives_adopted_sets_to_the_same_start() -> None:
@@ -399,7 +404,7 @@ def test_a_rebuilt_state_gives_adopted_sets_to_the_same_start() -> None:
     story.scan()
     story.store_all()
     assert claims(story) == ["process-vm"]
-    assert story.state.last_complete == CommitRef(2, 500)
+    assert story.state.commits.last_complete == CommitRef(2, 500)
 
 
 # ---------------------------------------------------------------- restarts of the daemon
@@ -417,7 +422,7 @@ def test_a_restarted_daemon_shares_the_generation_of_its_start() -> None:
     story.join(2, pid=102, start_id="b")
     story.store_all()
     assert claims(story) == []
-    assert story.state.last_complete == CommitRef(3, 5)
+    assert story.state.commits.last_complete == CommitRef(3, 5)
     story.grants = False
     again(story, "c")
     killed = story.restarted()

@@ -34,7 +34,7 @@ class Rig:
     def __init__(self) -> None:
         self.primary, self.mirror = MemoryStore(), MemoryStore()
         self.mirror.url = "memory://mirror"
-        self.state = SimpleNamespace(evacuation=None, flight=None)
+        self.state = SimpleNamespace(evacuation=None, flush=SimpleNamespace(flight=None))
         self.stop = threading.Event()
         self.events: list[Event] = []
         self.claimed = commit.claim_generation(self.primary, KEYS, identity={}, start_id="vm1")
@@ -211,15 +211,19 @@ def test_a_promoted_mirror_fences_the_daemon(rig: Rig) -> None:
 def test_nothing_is_copied_while_a_checkpoint_needs_the_link(rig: Rig, reason: str) -> None:
     """Copies pause for the evacuation and for each flush; after the verdict they continue."""
     if reason == "undecided":
-        rig.state = SimpleNamespace(evacuation=SimpleNamespace(verdict=None), flight=None)
+        rig.state = SimpleNamespace(
+            evacuation=SimpleNamespace(verdict=None), flush=SimpleNamespace(flight=None)
+        )
     else:
         evacuation = SimpleNamespace(verdict=Verdict.SAFE)
-        rig.state = SimpleNamespace(evacuation=evacuation, flight=object())
+        rig.state = SimpleNamespace(evacuation=evacuation, flush=SimpleNamespace(flight=object()))
     rig.mirroring.committed(rig.commit(100))
     rig.mirroring.start()
     until(lambda: rig.mirroring._gate.is_closed, what="the pause")
     assert not rig.mirror.requests
-    rig.state = SimpleNamespace(evacuation=SimpleNamespace(verdict=Verdict.SAFE), flight=None)
+    rig.state = SimpleNamespace(
+        evacuation=SimpleNamespace(verdict=Verdict.SAFE), flush=SimpleNamespace(flight=None)
+    )
     rig.until_state(MirrorState.OK)
     assert rig.steps() == [100]
 
@@ -228,7 +232,9 @@ def test_the_farewell_reaches_the_mirror_before_the_vm_ends(rig: Rig) -> None:
     """After the verdict the records are copied at once, not at their usual interval."""
     rig.mirroring.start()
     rig.until_state(MirrorState.OK)
-    rig.state = SimpleNamespace(evacuation=SimpleNamespace(verdict=Verdict.SAFE), flight=None)
+    rig.state = SimpleNamespace(
+        evacuation=SimpleNamespace(verdict=Verdict.SAFE), flush=SimpleNamespace(flight=None)
+    )
     rig.primary.put("r/farewells/00000001-x.json", b"{}")
     rig.mirroring.check_fence()
     until(lambda: "r/farewells/00000001-x.json" in rig.mirror.objects, what="the farewell")

@@ -68,7 +68,11 @@ class Watched(Story):
     def restart(self, *, keeps_notices: bool = True) -> None:
         """The next daemon gets the starts and the notices, and the ranks connect again."""
         self.look()
-        kept = [n for n in self.state.notices.values() if n.identity not in self.state.concluded]
+        kept = [
+            n
+            for n in self.state.notices.live.values()
+            if n.identity not in self.state.notices.concluded
+        ]
         earlier = self.state
         after = self.restarted()
         self.state, self.now = after.state, after.now
@@ -88,8 +92,10 @@ class Watched(Story):
     @property
     def in_force(self) -> list[Notice]:
         """Notices of this VM, without drills."""
-        live = self.state.notices.values()
-        return [n for n in live if n.identity not in self.state.concluded and n.source != DRILL]
+        live = self.state.notices.live.values()
+        return [
+            n for n in live if n.identity not in self.state.notices.concluded and n.source != DRILL
+        ]
 
     @property
     def is_answered(self) -> bool:

@@ -300,7 +300,7 @@ def test_the_last_farewell_has_a_late_step(in_s: float) -> None:
     (last,) = story.farewells
     assert story.training.step == 90
     assert not last.is_final
-    assert last.verdict == story.state.last_verdict.verdict  # type: ignore[union-attr]
+    assert last.verdict == story.state.course.last_verdict.verdict  # type: ignore[union-attr]
     assert story.verdicts == verdicts
 
 
@@ -338,7 +338,7 @@ def test_the_last_farewell_waits_for_a_commit() -> None:
     story = evacuated()
     story.seal(70, start_id="s1")
     story.flushed()
-    assert story.state.stored
+    assert story.state.commits.stored
     left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
     story.wait(left_s - LAST_FAREWELL_LEAD_S / 2)
     assert not story.farewells
@@ -354,7 +354,7 @@ def test_a_shutdown_of_the_host_has_a_last_farewell() -> None:
     story.progress(80)
     story.notice(in_s=30.0, source="host", severity=Severity.SHUTTING_DOWN)
     assert len(story.farewells) == 1
-    assert story.state.is_leaving
+    assert story.state.course.is_leaving
     found = last_report(story.training, story.state, now_mono_s=story.now, now_wall_s=5000.0)
     assert found is not None
     assert found.is_over  # no further step follows
@@ -390,7 +390,7 @@ def test_nothing_is_reported_once_the_daemon_is_fenced() -> None:
     left_s = story.state.evacuation.deadline_mono_s - story.now  # type: ignore[union-attr]
     story.now += left_s - LAST_FAREWELL_LEAD_S / 2
     story.tell(FenceFound(9))
-    assert story.state.fenced_by == 9
+    assert story.state.starts.fenced_by == 9
     assert not story.farewells
 
 

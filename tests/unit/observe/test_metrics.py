@@ -368,7 +368,10 @@ def test_a_drill_neither_fires_nor_hides_an_alert() -> None:
             mono_s=story.now,
             notices=frozenset(identities),
         )
-        before, story.state = story.state, replace(story.state, last_verdict=last)
+        before, story.state = (
+            story.state,
+            replace(story.state, course=replace(story.state.course, last_verdict=last)),
+        )
         story.counters.observe(before, story.state, Tick(), (), story.now)
         assert verdicts(story) == newest
     times = {
@@ -432,7 +435,7 @@ def test_the_bytes_of_a_flush_count_once() -> None:
     """Progress and the end of a flush add up to its bytes, and referenced bytes are not sent."""
     story = Watched()
     story.seal(10)
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     for sent in (10, 30, 20):
         story.tell(FlushProgress(flight.flush_id, sent * MIB, bytes_sent=sent * MIB))
@@ -448,7 +451,7 @@ def test_failures_are_counted() -> None:
     story = Watched()
     for void in (True, False):
         story.seal(10 + void)
-        flight = story.state.flight
+        flight = story.state.flush.flight
         assert flight is not None
         story.tell(FlushFailed(flight.flush_id, "why", void=void))
     found = story.scrape()
@@ -640,7 +643,7 @@ def test_counting_a_decision_costs_microseconds() -> None:
     """Measured in CPU time of this thread, for the events that are frequent."""
     story = Watched()
     story.seal(10)
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     event = FlushProgress(flight.flush_id, MIB, bytes_sent=MIB)
     rounds = 20_000

@@ -80,7 +80,7 @@ def test_a_repeated_notice_and_a_further_commit_of_the_same_verdict_have_the_sam
 def test_a_restarted_daemon_finds_the_same_keys() -> None:
     """Notice and evacuation id come from the file descriptor store, so the record knows both keys."""
     first = evacuated()
-    (stored,) = first.state.notices.values()
+    (stored,) = first.state.notices.live.values()
     second = Told()
     second.now = first.now + 1
     second.join(step=42)
@@ -286,7 +286,9 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
     )
     story.state = replace(story.state, settings=settings)
     story.join(step=40, save_s=100.0, save_bytes=10**9)
-    story.state = replace(story.state, bandwidth_bytes_per_s=1e8)
+    story.state = replace(
+        story.state, learned=replace(story.state.learned, bandwidth_bytes_per_s=1e8)
+    )
     watch = Watch(settle_s=15.0)
     (begun,) = look(watch, story.state, 0.0, 15.0)
     assert (begun.kind, begun.source) == (Kind.MARGIN, "gcp.preempted")
@@ -298,10 +300,10 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
 def test_a_stall_is_told_with_its_ranks() -> None:
     story = Story()
     story.join(step=40)
-    view = replace(story.state.trainers[0], step_s=0.1, reported_mono_s=story.now)
-    story.state = replace(story.state, trainers=(view,))
+    view = replace(story.state.ranks.trainers[0], step_s=0.1, reported_mono_s=story.now)
+    story.state = replace(story.state, ranks=replace(story.state.ranks, trainers=(view,)))
     story.wait(600)
-    assert story.state.stalled
+    assert story.state.ranks.stalled
     (begun,) = look(Watch(settle_s=15.0), story.state, 0.0, 15.0)
     assert (begun.kind, begun.importance) == (Kind.STALL, "error")
     assert begun.summary.endswith(f"since step {STEP}: rank 0")
@@ -370,8 +372,8 @@ class Trained(Story):
     def train(self, *, takes_periodic: bool = True) -> None:
         """A trainer connects."""
         self.join(step=40)
-        view = replace(self.state.trainers[0], takes_periodic=takes_periodic)
-        self.state = replace(self.state, trainers=(view,))
+        view = replace(self.state.ranks.trainers[0], takes_periodic=takes_periodic)
+        self.state = replace(self.state, ranks=replace(self.state.ranks, trainers=(view,)))
         self.tell(Tick())
 
     def crash(self, *, after_s: float) -> None:
@@ -381,7 +383,9 @@ class Trained(Story):
 
     def commit(self) -> None:
         """A commit of an earlier set becomes whole."""
-        self.state = replace(self.state, last_commit_mono_s=self.now)
+        self.state = replace(
+            self.state, commits=replace(self.state.commits, complete_mono_s=self.now)
+        )
 
     def silent(self, *, after_s: float = 0.0) -> str:
         self.now += after_s

@@ -86,7 +86,7 @@ def test_the_lag_is_the_work_that_a_power_cut_would_lose() -> None:
     story.now += 30
     assert shown(story)["replication_lag"] == {"steps": 7, "seconds": 30.0, "bytes": 0}
     story.seal(20)
-    flight = story.state.flight
+    flight = story.state.flush.flight
     assert flight is not None
     story.tell(FlushProgress(flight.flush_id, 60 * MIB))
     assert shown(story)["replication_lag"] == {"steps": 10, "seconds": 30.0, "bytes": 40 * MIB}

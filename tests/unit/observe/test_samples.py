@@ -27,7 +27,7 @@ def flying(state: State, flush_id: str, bytes_sent: int) -> State:
         sampled_mono_s=OPENED_S,
         bytes_sent=bytes_sent,
     )
-    return replace(state, flight=flight)
+    return replace(state, flush=replace(state.flush, flight=flight))
 
 
 def opened(state: State, evacuation_id: str = "e1", at_s: float = OPENED_S) -> State:
@@ -55,7 +55,7 @@ def test_bytes_count_from_the_opening_over_all_flushes() -> None:
     assert samples.taken("e1", OPENED_S) == ()
     further = flying(after, "f1", 150)
     samples.observe(after, further, sent("f1", 150), (), OPENED_S + 1)
-    done = replace(further, flight=None)
+    done = replace(further, flush=replace(further.flush, flight=None))
     samples.observe(further, done, Flushed("f1", (), bytes_sent=170), (), OPENED_S + 2)
     second = flying(done, "f2", 30)
     samples.observe(done, second, sent("f2", 30), (), OPENED_S + 3)

@@ -21,7 +21,7 @@ from swansong import protocol
 from swansongd import doctor, errors, sources
 from swansongd.cli import finished, ls, main, notify
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, section_keys
-from swansongd.core import evacuation, notices, peers, starts, state
+from swansongd.core import notices, starts, state, transition
 from swansongd.core.planner import PlanKind
 from swansongd.doctor import store
 from swansongd.doctor.findings import Finding, Level
@@ -187,7 +187,7 @@ def options(command: str) -> set[str]:
 
 def notice_sources() -> set[str]:
     """The names of all sources of notices."""
-    found = {peers.PEER_SOURCE}
+    found = {transition.PEER_SOURCE}
     for info in pkgutil.iter_modules(sources.__path__):
         module = import_module(f"swansongd.sources.{info.name}")
         found |= {
@@ -405,7 +405,7 @@ STATED = [
     ("notices", f"A time above {state.SCHEDULED_LEAD_S:.0f} s is a scheduled end"),
     ("notices", f'"When the time is near" is {state.SCHEDULED_LEAD_S:.0f} s before'),
     ("notices", f"one every {notices.EVERY_S:.0f} s"),
-    ("notices", f"at most one extra checkpoint every {evacuation.PRECAUTION_EVERY_S / 60:.0f} min"),
+    ("notices", f"at most one extra checkpoint every {notices.PRECAUTION_EVERY_S / 60:.0f} min"),
     ("notices", f"Up to {notices.BY_HAND_MAX} notices by hand"),
     ("notices", f"ends differ by {notices.SAME_END_S:g} s or less"),
     ("notices", f"has outlived them by {notices.OUTLIVED_S:.0f} s"),
@@ -422,7 +422,7 @@ STATED = [
     ("trainer", f"a status query counts as {admission.STATUS_COST:.0f}"),
     ("trainer", f"{protocol.MAX_MESSAGE_BYTES / 2**10:.0f} KiB each"),
     ("trainer", f"{admission.QUERIES_MAX} of one connection"),
-    ("trainer", f"{peers.REQUESTS_MAX} a minute"),
+    ("trainer", f"{notices.PEER_REQUESTS_MAX} a minute"),
     ("trainer", f"{starts.CLAIMS_MAX} in {starts.WINDOW_S:.0f} s"),
     ("shutdown", f"{unit('TimeoutStopSec').removesuffix('s')} s, and longer"),
     ("shutdown", f"restarts the daemon {unit('RestartSec').removesuffix('s')} s after"),

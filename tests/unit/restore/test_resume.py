@@ -224,7 +224,7 @@ def test_an_unusable_set_is_not_used(vm: Vm) -> None:
     vm.commit(100)
     torn = a_set(200)
     vm.knows(torn, newest=CommitRef(1, 100))
-    vm.state = replace(vm.state, unusable=frozenset({torn.id}))
+    vm.state = replace(vm.state, staging=replace(vm.state.staging, unusable=frozenset({torn.id})))
     assert vm.ask().step == 100
 
 

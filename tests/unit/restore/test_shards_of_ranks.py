@@ -67,7 +67,9 @@ class Vm:
         self.story.staging = [replace(made, files=files)]
         self.story.scan()
         ref = CommitRef(1, 100)
-        self.story.state = replace(self.story.state, last_commit=ref, last_complete=ref)
+        self.story.state = replace(
+            self.story.state, commits=replace(self.story.state.commits, last_complete=ref)
+        )
 
     def begin(self, start_id: str, *, generation: int, newest: CommitRef | None) -> None:
         """The rank of this VM connects as a rank of this start, which claims this generation."""

@@ -103,7 +103,7 @@ def test_an_event_that_raises_is_dropped_and_the_state_stays(loop: Loop, faulty:
     (line,) = loop.lines("decision_fault")
     assert isinstance(line["exc_info"], ValueError)
     loop.tell(TrainerProgress(1, 8))
-    assert loop.decisions.state.trainers[0].step == 8
+    assert loop.decisions.state.ranks.trainers[0].step == 8
     asked = loop.tell(NoticeRaised(a_notice(deadline_mono_s=1100.0)))
     assert any(isinstance(action, AskTrainers) for action in asked)
 
@@ -125,7 +125,7 @@ def test_a_corrupt_state_is_rebuilt_and_the_notice_is_evacuated(loop: Loop, faul
     """A trainer's report makes every step raise: the report is forgotten, and nothing else."""
 
     def is_spoiled(state: State, event: Event) -> bool:
-        return any(trainer.save_s == 1e308 for trainer in state.trainers)
+        return any(trainer.save_s == 1e308 for trainer in state.ranks.trainers)
 
     loop.tell(NoticeRaised(a_notice("aws.rebalance", deadline_mono_s=9000.0)))
     loop.tell(TrainerProgress(1, 4, save_s=1e308))
@@ -135,8 +135,8 @@ def test_a_corrupt_state_is_rebuilt_and_the_notice_is_evacuated(loop: Loop, faul
     assert asked.connections == (1,)
     assert Rescan() in actions
     state = loop.decisions.state
-    assert set(state.notices) == {"aws.rebalance", "aws.spot"}
-    assert [trainer.step for trainer in state.trainers] == [4]
+    assert set(state.notices.live) == {"aws.rebalance", "aws.spot"}
+    assert [trainer.step for trainer in state.ranks.trainers] == [4]
     (line,) = loop.lines("state_rebuilt")
     assert "NoticeRaised" in line["cause"]
     loop.tell(Tick())
@@ -196,7 +196,11 @@ connections = 1
 
 def with_generation(state: State) -> State:
     """The state after a start of the training has claimed generation 2."""
-    return replace(state, starts=(Start(id="a", generation=2, is_live=True),), is_run_read=True)
+    return replace(
+        state,
+        starts=replace(state.starts, known=(Start(id="a", generation=2, is_live=True),)),
+        commits=replace(state.commits, is_run_read=True),
+    )
 
 
 def report(service: Service) -> dict[str, Any]:
@@ -237,7 +241,9 @@ def test_the_service_survives_an_action_that_raises(
 
     staged = a_set(5)
     state = with_generation(service._state)
-    service._decisions.state = replace(state, scanned_mono_s=0.0, staged=(staged,))
+    service._decisions.state = replace(
+        state, staging=replace(state.staging, scanned_mono_s=0.0, staged=(staged,))
+    )
     monkeypatch.setattr(service._flush, "start", fails)
     scans: list[int] = []
     monkeypatch.setattr(service._observer, "rescan", lambda: scans.append(1))
@@ -245,10 +251,10 @@ def test_the_service_survives_an_action_that_raises(
     service._turn()
     assert "StartFlush: RuntimeError" in report(service)["decision_faults"]["last"]
     assert scans
-    assert service._state.flight is not None
+    assert service._state.flush.flight is not None
     service._turn()  # the failure of the flush
-    assert service._state.flight is None
-    assert service._state.failures == 1
+    assert service._state.flush.flight is None
+    assert service._state.flush.failures == 1
 
 
 def test_a_farewell_has_the_step_of_the_event_that_caused_it(

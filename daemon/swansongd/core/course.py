@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The course of the open evacuation, and of those before it in this life of the daemon.
+
+:mod:`swansongd.core.evacuation` opens and ends it, :mod:`swansongd.core.emergency` makes its requests, and
+:mod:`swansongd.core.verdict` concludes it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from swansongd.core.events import Exit
+from swansongd.core.planner import Plan
+from swansongd.core.state import CheckpointRequest, Concluded, CourseState, Evacuation
+from swansongd.core.transition import Transition
+from swansongd.model import CommitRef, Notice, Verdict
+
+OPENED_MAX = 64
+
+
+def begin(transition: Transition, evacuation: Evacuation) -> None:
+    """An evacuation opens, perhaps in place of another one."""
+    course = transition.state.course
+    opened = (*course.opened, evacuation.id)[-OPENED_MAX:]
+    _put_course(transition, replace(course, opened=opened))
+    _put(transition, evacuation)
+
+
+def end(transition: Transition) -> None:
+    """The evacuation ends."""
+    _put(transition, None)
+
+
+def move_deadline(transition: Transition, deadline_mono_s: float) -> None:
+    """The evacuation has another deadline."""
+    _put(transition, replace(transition.evacuation, deadline_mono_s=deadline_mono_s))
+
+
+def record_answered(transition: Transition, notices: tuple[Notice, ...]) -> None:
+    """The evacuation answers these notices, and no others."""
+    identities = frozenset(notice.identity for notice in notices)
+    _put(transition, replace(transition.evacuation, identities=identities))
+
+
+def record_plan(transition: Transition, plan: Plan) -> None:
+    """Another plan replaces the first one."""
+    _put(transition, replace(transition.evacuation, plan=plan))
+
+
+def record_made(transition: Transition, request: CheckpointRequest) -> None:
+    """A request, or a follow-up request, is made."""
+    evacuation = transition.evacuation
+    if request.is_follow_up:
+        evacuation = replace(evacuation, follow_ups=evacuation.follow_ups + 1)
+    else:
+        evacuation = replace(evacuation, requests=evacuation.requests + 1)
+    _put(transition, evacuation)
+    update_request(transition, request)
+
+
+def update_request(transition: Transition, request: CheckpointRequest) -> None:
+    """The request, or the follow-up request, has come further."""
+    evacuation = transition.evacuation
+    if request.is_follow_up:
+        _put(transition, replace(evacuation, follow_up=request))
+    else:
+        _put(transition, replace(evacuation, request=request))
+
+
+def record_refused(transition: Transition, reason: str) -> None:
+    """No process got the signal."""
+    _put(transition, replace(transition.evacuation, refusal=reason))
+
+
+def record_wait(transition: Transition, *, awaits_trainer: bool) -> None:
+    """The verdict starts or stops to wait for a trainer."""
+    _put(transition, replace(transition.evacuation, awaits_trainer=awaits_trainer))
+
+
+def record_foretold(transition: Transition, verdict: Verdict, commit: CommitRef | None) -> None:
+    """A farewell with this verdict is written before the wait for a trainer."""
+    _put(transition, replace(transition.evacuation, foretold=(verdict, commit)))
+
+
+def record_part_reported(transition: Transition, ref: CommitRef) -> None:
+    """A farewell reports this VM's part of this checkpoint."""
+    _put(transition, replace(transition.evacuation, part_reported=ref))
+
+
+def record_verdict(transition: Transition, made: Concluded) -> None:
+    """The verdict is announced."""
+    _put(transition, replace(transition.evacuation, verdict=made.verdict))
+    _put_course(transition, replace(transition.state.course, last_verdict=made))
+
+
+def record_repeated(transition: Transition, notice: Notice, repeated: Notice) -> None:
+    """A notice is repeated: the verdict that answers it answers both."""
+    course = transition.state.course
+    last = course.last_verdict
+    if last is not None and notice.identity in last.notices:
+        answered = replace(last, notices=last.notices | {repeated.identity})
+        _put_course(transition, replace(course, last_verdict=answered))
+
+
+def leave(transition: Transition, exit_code: int, reason: str) -> None:
+    """End the daemon: it decides nothing any more."""
+    transition.do(Exit(exit_code, reason))
+    _put_course(transition, replace(transition.state.course, is_leaving=True))
+
+
+def forget(transition: Transition) -> None:
+    """Forget the open evacuation: its notices open it again, with the same id."""
+    _put(transition, None)
+    _put_course(transition, replace(transition.state.course, opened=()))
+
+
+def _put(transition: Transition, evacuation: Evacuation | None) -> None:
+    transition.state = replace(transition.state, evacuation=evacuation)
+
+
+def _put_course(transition: Transition, course: CourseState) -> None:
+    transition.state = replace(transition.state, course=course)
