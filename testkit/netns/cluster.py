@@ -20,8 +20,10 @@ from testkit import TRAINERS
 from testkit.clouds import Aws
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Process, Vm
+from testkit.strict_bucket import ACCOUNT, Strict
 
 METADATA_ADDRESS = "169.254.169.254"
+STORE_ADDRESS = "10.77.0.254"
 TRAINER = TRAINERS / "gloo_trainer.py"
 RENDEZVOUS_PORT = 29400
 _CLONE_NEWNET = 0x40000000
@@ -57,7 +59,9 @@ class Namespace:
 class Machine:
     """One VM of a cluster."""
 
-    def __init__(self, number: int, directory: Path, shelf: Path, started: ExitStack) -> None:
+    def __init__(
+        self, number: int, directory: Path, store: dict[str, str], started: ExitStack
+    ) -> None:
         self.number = number
         self.address = f"10.77.0.{number + 1}"
         self.namespace = Namespace()
@@ -76,7 +80,6 @@ class Machine:
                 "testkit.emulators.aws_imds", "--host", "0.0.0.0", "--port", "80"
             )
             started.enter_context(emulator)
-        store = {"url": f"file://{shelf}"}
         vm = Vm(disk, store, metadata=("aws", None))
         self.vm = started.enter_context(vm)
         started.callback(self.power_off)  # before the VM kills torchrun and orphans its workers
@@ -85,14 +88,31 @@ class Machine:
         """Start the daemon; after a power-off on an empty disk."""
         self.vm.staging.mkdir(exist_ok=True)
         with self.namespace.inside():
-            return self.vm.start_daemon()
+            return self.vm.start_daemon(**ACCOUNT)
 
     def notice(self, *, in_s: float) -> None:
         """Give a notice of EC2 to this VM."""
         with self.namespace.inside():
             Aws("http://127.0.0.1").notice(in_s=in_s)
 
-    def torchrun(self, *arguments: str, nodes: str, endpoint: str, restarts: int = 0) -> Process:
+    def lose_store(self) -> None:
+        """Drop all packets to the S3 server silently."""
+        rule = f"type filter hook output priority 0; ip daddr {STORE_ADDRESS} drop;"
+        with self.namespace.inside():
+            _run("nft", f"table ip way {{ chain output {{ {rule} }}; }}")
+
+    def find_store(self) -> None:
+        with self.namespace.inside():
+            _run("nft", "flush", "ruleset")
+
+    def torchrun(
+        self,
+        *arguments: str,
+        nodes: str,
+        endpoint: str,
+        restarts: int = 0,
+        script: Path = TRAINER,
+    ) -> Process:
         """Start this VM's part of the job."""
         settings = {
             "is_host": int(endpoint == self.address),
@@ -107,7 +127,7 @@ class Machine:
             *(f"--rdzv-endpoint={endpoint}:{RENDEZVOUS_PORT}", "--rdzv-id=job"),
             *(f"--local-addr={self.address}", "--monitor-interval=0.2"),
             f"--rdzv-conf={rendezvous}",
-            *(str(TRAINER), *arguments),
+            *(str(script), *arguments),
         ]
         with self.namespace.inside():
             return self.vm.spawn(
@@ -127,9 +147,15 @@ class Machine:
 
 
 class Cluster:
-    """Several VMs on one switch, in the namespace of the caller."""
+    """Several VMs on one switch, in the namespace of the caller.
 
-    def __init__(self, directory: Path, started: ExitStack) -> None:
+    Args:
+        directory: for the disks of the VMs, and for the store unless it is S3.
+        started: ends what this starts.
+        has_s3: whether the store is an S3 server at the switch, instead of a directory.
+    """
+
+    def __init__(self, directory: Path, started: ExitStack, *, has_s3: bool = False) -> None:
         self._directory = directory
         self._started = started
         self._shelf = directory / "shelf"
@@ -137,11 +163,19 @@ class Cluster:
         self.machines: list[Machine] = []
         _run("ip", "link", "add", "switch", "type", "bridge")
         _run("ip", "link", "set", "switch", "up")
+        self.store = {"url": f"file://{self._shelf}"}
+        if has_s3:
+            _run("ip", "address", "add", f"{STORE_ADDRESS}/24", "dev", "switch")
+            server = EmulatorProcess(
+                "testkit.emulators.s3_strict", "--host", STORE_ADDRESS, "--bucket", "ckpt"
+            )
+            self.bucket = Strict(started.enter_context(server).url, "job")
+            self.store = self.bucket.table()
 
     def add(self, count: int) -> list[Machine]:
         """Add VMs and start a daemon on each."""
         new = [
-            Machine(len(self.machines) + number, self._directory, self._shelf, self._started)
+            Machine(len(self.machines) + number, self._directory, self.store, self._started)
             for number in range(count)
         ]
         self.machines += new
@@ -159,6 +193,7 @@ class Cluster:
         *arguments: str,
         nodes: str = "",
         restarts: int = 0,
+        script: Path = TRAINER,
     ) -> list[Process]:
         """Start a job on these VMs; the first one hosts the rendezvous."""
         return [
@@ -167,6 +202,7 @@ class Cluster:
                 nodes=nodes or str(len(machines)),
                 endpoint=machines[0].address,
                 restarts=restarts,
+                script=script,
             )
             for machine in machines
         ]

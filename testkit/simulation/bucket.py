@@ -382,16 +382,13 @@ class Committer:
         self._add(count, 0.3)
 
     def _counted(self, order: CheckComplete) -> PartsCounted:
-        committed = 0
         try:
-            for ref in order.refs:
-                found = commit.parts_committed(self._store, KEYS, ref, order.nodes)
-                committed = found if ref == order.refs[0] else committed
-                if found == order.nodes:
-                    return PartsCounted(order.refs[0], committed, ref)
+            committed, whole = commit.parts_committed(
+                self._store, KEYS, order.newest, order.nodes, after=order.after
+            )
         except StoreError:
-            pass
-        return PartsCounted(order.refs[0], committed, None)
+            committed, whole = 0, None
+        return PartsCounted(order.newest, committed, whole)
 
     def _newest(self) -> tuple[CommitRef | None, str]:
         near = self.claimant.recorded_generation

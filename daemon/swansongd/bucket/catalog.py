@@ -110,20 +110,27 @@ class Commit:
 
 
 def list_commits(
-    store: ObjectStore, keys: RunKeys, ref: CommitRef | None = None, *, since: int = 0
+    store: ObjectStore,
+    keys: RunKeys,
+    ref: CommitRef | None = None,
+    *,
+    since: int = 0,
+    since_step: CommitRef | None = None,
 ) -> list[Commit]:
     """The commits of the run, complete or not, newest first by (generation, step).
 
     Args:
         ref: only this one; costs one small request.
         since: only those of this generation and of newer ones; older ones cost no request.
+        since_step: only those of this commit's step and of later ones; earlier ones cost no request.
 
     Raises:
         CorruptError: a listed object has a key that no writer formats; the message names it.
         StoreError: the listing failed.
     """
     prefix = keys.commits if ref is None else keys.parts(ref)
-    found, foreign = _listed(store, prefix, keys.parse_commit, after=keys.commits_before(since))
+    after = keys.commits_before(since) if since_step is None else keys.parts_before(since_step)
+    found, foreign = _listed(store, prefix, keys.parse_commit, after=after)
     if foreign:
         if keys.signer is None or not (found or since):
             raise _foreign(store, foreign)

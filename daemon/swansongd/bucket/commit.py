@@ -163,22 +163,45 @@ def newest_whole_commit(
     return None
 
 
-def parts_committed(store: ObjectStore, keys: RunKeys, ref: CommitRef, nodes: int) -> int:
-    """The number of nodes that have committed their parts of this checkpoint; ``nodes`` if it is whole.
+def parts_committed(
+    store: ObjectStore,
+    keys: RunKeys,
+    newest: CommitRef,
+    nodes: int,
+    *,
+    after: CommitRef | None = None,
+) -> tuple[int, CommitRef | None]:
+    """The number of nodes with a part of the newest checkpoint, and the newest whole one.
 
-    With a signing key, a checkpoint with an unsigned part is not whole: no reader would accept it.
+    Costs one listing of the commits since ``after``.  With a signing key, a checkpoint with an unsigned part
+    is not whole: no reader would accept it.
+
+    Args:
+        newest: the newest checkpoint of which this VM has committed its part.
+        nodes: number of VMs of the job.
+        after: the newest checkpoint that is known to be whole; older ones do not count.
+
+    Returns:
+        ``nodes`` and ``newest`` if that checkpoint is whole.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
             return a part.
         StoreError: a request to the store failed.
     """
-    for found in catalog.list_commits(store, keys, ref):
-        if found.nodes != nodes:
+    first = CommitRef(newest.generation, 0)
+    if after is not None:
+        first = max(first, after)
+    committed = 0
+    for found in catalog.list_commits(store, keys, since_step=first):
+        if found.nodes != nodes or not first <= found.ref <= newest or found.ref == after:
             continue
-        is_sound = not found.is_complete or keys.signer is None or _is_signed(store, keys, found)
-        return len(found.manifest_keys) if is_sound else nodes - 1
-    return 0
+        is_whole = found.is_complete and (keys.signer is None or _is_signed(store, keys, found))
+        if found.ref == newest:
+            committed = nodes if is_whole else min(len(found.manifest_keys), nodes - 1)
+        if is_whole:
+            return committed, found.ref
+    return committed, None
 
 
 def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:

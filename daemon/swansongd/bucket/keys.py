@@ -117,6 +117,10 @@ class RunKeys:
         """
         return f"{self.commits}{_generation(generation - 1)}" if generation > 1 else ""
 
+    def parts_before(self, ref: CommitRef) -> str:
+        """A key after those of all manifests of earlier steps, and before those of this step."""
+        return f"{self.commits}{_generation(ref.generation)}/{_step(ref.step)}"
+
     def claims_before(self, generation: int) -> str:
         """A key after those of all claims of earlier generations, except for the one just before."""
         return f"{self.generations}{_generation(generation - 1)}" if generation > 1 else ""

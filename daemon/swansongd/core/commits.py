@@ -23,8 +23,6 @@ from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy
 
 LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
-PARTS_MAX = 4
-"""This VM's parts that wait for the other VMs, which flush their newest set first and may skip others."""
 
 
 def record_flushed(transition: Transition, event: Flushed) -> None:
@@ -99,10 +97,11 @@ def _record_part(transition: Transition, ref: CommitRef, staged: Staged | None) 
         _record_whole(transition, ref)
     elif commits.last_complete is None or ref > commits.last_complete:
         before = commits.incomplete
-        others = () if before is None else before.refs
-        refs = tuple(sorted({ref, *others}, reverse=True)[:PARTS_MAX])
+        newest = ref if before is None else max(ref, before.newest)
         is_asked = before is not None and before.is_asked
-        incomplete = Incomplete(refs, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked)
+        incomplete = Incomplete(
+            newest, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked
+        )
         _put(transition, replace(commits, incomplete=incomplete))
 
 
@@ -112,7 +111,7 @@ def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
     incomplete = commits.incomplete
     if incomplete is None:
         return
-    is_newest = event.newest == incomplete.refs[0]
+    is_newest = event.newest == incomplete.newest
     counted = replace(
         incomplete,
         is_asked=False,
@@ -120,7 +119,9 @@ def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
         committed=max(incomplete.committed, event.committed if is_newest else 0),
     )
     _put(transition, replace(commits, incomplete=counted))
-    if event.whole in incomplete.refs:
+    last = commits.last_complete
+    is_of_start = event.newest.generation == incomplete.newest.generation
+    if event.whole is not None and is_of_start and (last is None or event.whole > last):
         _record_whole(transition, event.whole)
 
 
@@ -130,8 +131,8 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
     incomplete = commits.incomplete
     if incomplete is not None:
         transition.mark("complete", generation=ref.generation, step=ref.step)
-        refs = tuple(part for part in incomplete.refs if part > ref)
-        commits = replace(commits, incomplete=replace(incomplete, refs=refs) if refs else None)
+        is_newest = incomplete.newest <= ref
+        commits = replace(commits, incomplete=None if is_newest else incomplete)
     if commits.last_complete is None or ref > commits.last_complete:
         commits = replace(commits, last_complete=ref, complete_mono_s=transition.now)
     _put(transition, commits)
@@ -257,7 +258,7 @@ def _look_for_parts(transition: Transition) -> None:
         is_urgent and incomplete.wait_s > LOOK_FIRST_S
     ):
         return
-    transition.do(CheckComplete(incomplete.refs, incomplete.nodes))
+    transition.do(CheckComplete(incomplete.newest, incomplete.nodes, state.commits.last_complete))
     wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
     asked = replace(incomplete, wait_s=wait_s, is_asked=True)
     _put(transition, replace(state.commits, incomplete=asked))

@@ -341,11 +341,11 @@ class PartsCounted:
     """The answer to CheckComplete, also when the store could not be read."""
 
     newest: CommitRef
-    """First of the refs in the question."""
+    """That of the question."""
     committed: int
     """Number of VMs whose part of ``newest`` is committed; 0 if unknown."""
     whole: CommitRef | None
-    """Newest of the refs of which all VMs have committed their parts."""
+    """The newest checkpoint of which all VMs have committed their parts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -524,9 +524,11 @@ class ClaimGeneration:
 class CheckComplete:
     """Count the VMs whose parts are committed; always answered with PartsCounted."""
 
-    refs: tuple[CommitRef, ...]
-    """Newest first."""
+    newest: CommitRef
+    """The newest checkpoint of which this VM's part is committed."""
     nodes: int
+    after: CommitRef | None = None
+    """The newest checkpoint that is known to be whole."""
 
 
 @dataclass(frozen=True, slots=True)

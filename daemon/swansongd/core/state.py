@@ -131,8 +131,8 @@ class StoredSet:
 class Incomplete:
     """Checkpoints of which this VM's part is committed, and not yet the parts of all other VMs."""
 
-    refs: tuple[CommitRef, ...]
-    """Newest first; the other VMs may skip some of them."""
+    newest: CommitRef
+    """A slower VM may skip it, and commit its part of an older one later."""
     nodes: int
     look_mono_s: float
     """The next look for the other parts is not before this instant."""
@@ -468,8 +468,8 @@ class CommitState:
     @property
     def last(self) -> CommitRef | None:
         """Newest commit of the run.  Over several VMs perhaps only this VM's part of it."""
-        refs = () if self.incomplete is None else self.incomplete.refs[:1]
-        return max((ref for ref in (self.last_complete, *refs) if ref is not None), default=None)
+        own = None if self.incomplete is None else self.incomplete.newest
+        return max((ref for ref in (self.last_complete, own) if ref is not None), default=None)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -647,7 +647,7 @@ class State:
         incomplete = self.commits.incomplete
         if incomplete is None:
             return None
-        return VmPart(incomplete.refs[0], incomplete.nodes, incomplete.committed)
+        return VmPart(incomplete.newest, incomplete.nodes, incomplete.committed)
 
     @property
     def candidates(self) -> tuple[Candidate, ...]:

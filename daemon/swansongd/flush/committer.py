@@ -398,16 +398,13 @@ class Committer:
     def _check_complete(self, request: CheckComplete) -> None:
         committed, whole = 0, None
         try:
-            for ref in request.refs:
-                found = commit.parts_committed(self._store, self._keys, ref, request.nodes)
-                committed = found if ref == request.refs[0] else committed
-                if found == request.nodes:
-                    whole = ref
-                    break
+            committed, whole = commit.parts_committed(
+                self._store, self._keys, request.newest, request.nodes, after=request.after
+            )
         except SwansongError as error:  # the core requests the check again
             self._health.failed(_COMMIT, error.line())
         finally:
-            self._post(PartsCounted(request.refs[0], committed, whole))
+            self._post(PartsCounted(request.newest, committed, whole))
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")

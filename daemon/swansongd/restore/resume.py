@@ -35,7 +35,8 @@ from swansongd.errors import (
     Transient,
     UnreadableError,
 )
-from swansongd.model import CommitRef, Staged
+from swansongd.model import CommitRef, Health, Staged
+from swansongd.observe.report import STORE_HEALTH
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
 from swansongd.restore.refusals import Refusals
@@ -211,9 +212,8 @@ class Resume:
     def _find(self, ticket: _Ticket) -> Restored:
         query = ticket.query
         if not resume.may_answer(self._state(), query):
-            reason = self._context.claim_refusal() or "the store failed, or it was started again"
             raise StagingError(
-                f"no generation for this start of the training: {reason}",
+                f"no generation for this start of the training: {self._why_unclaimed()}",
                 hint="See: swansong status",
             )
         if query.generation >= 0:
@@ -229,6 +229,16 @@ class Resume:
         if query.rollback:
             return self._rollback(query, ticket.post)
         return self._newest(query.start_id)
+
+    def _why_unclaimed(self) -> str:
+        """Why this start has no generation, for the log of the trainer."""
+        refusal, store = (
+            self._context.claim_refusal(),
+            self._state().notices.sources.get(STORE_HEALTH),
+        )
+        if refusal or store is None or store.health is Health.OK:
+            return refusal or "it was started again"
+        return store.reason
 
     def _scanned(self) -> State:
         """The state after a scan that begins now, which finds sets sealed just before the query."""

@@ -16,10 +16,10 @@ import pytest
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
-from swansongd.core.events import Event, RolledBack
+from swansongd.core.events import Event, RolledBack, SourceChanged
 from swansongd.core.state import State
 from swansongd.errors import Permanent
-from swansongd.model import CommitRef, Staged
+from swansongd.model import CommitRef, Health, SourceStatus, Staged
 from swansongd.restore import resume as resume_module
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import BUDGET_S, Resume
@@ -427,6 +427,25 @@ def test_a_query_for_a_start_that_never_begins_times_out(vm: Vm) -> None:
     resume.ask(query, answers.put, lambda _: None)
     now_s[0] = BUDGET_S + 1
     assert "started again" in vm.answer(answers).error
+
+
+@pytest.mark.fault("O07")
+def test_the_error_of_a_start_without_a_generation_names_the_problem_of_the_store(vm: Vm) -> None:
+    """One VM of a job lacks credentials: the log of its trainer has to name the cause."""
+    vm.story.grants = False
+    status = SourceStatus(
+        source="store", health=Health.BLIND, reason="no credentials for S3", since_mono_s=0.0
+    )
+    vm.story.tell(SourceChanged(status))
+    vm.begins("a", nodes=2)
+    now_s = [0.0]
+    resume = Resume(vm.context(monotonic=lambda: now_s[0]))
+    answers: queue.Queue[Message] = queue.Queue()
+    resume.ask(RestoreQuery("q1", start_id="a"), answers.put, lambda _: None)
+    now_s[0] = BUDGET_S + 1
+    error = vm.answer(answers).error
+    assert "no generation" in error
+    assert "no credentials for S3" in error
 
 
 # ---------------------------------------------------------------- hostile trainers
