@@ -34,13 +34,12 @@ MUTANTS = (
     Mutant("proof", "return newest.step >= position.step", "return newest.step >= position.step - 1"),
     Mutant("proof", "return newest.step >= position.step", "return True"),
     Mutant("proof", "if newest.generation == start.generation:\n        return newest.step",
-           "if newest.generation >= start.generation:\n        return newest.step"),
+           "if newest.generation >= (start.generation or 0):\n        return newest.step"),
     Mutant("proof", "return not state.uncommitted", "return True"),
     Mutant("proof", "return is_loaded and position.step <= newest.step", "return is_loaded"),
     Mutant("proof", "is_loaded = bool(start.parent.start_id) and loaded ==", "is_loaded = loaded[1:] =="),
     Mutant("proof", "    step = max(steps)", "    step = min(steps)"),
     Mutant("proof", "            unknown.append(rank)", "            continue"),
-    Mutant("proof", "return min(answers, default=None)", "return max(answers, default=None)"),
     Mutant("proof", "    if start.is_live:  # otherwise", "    if True:  # otherwise"),
     Mutant("proof", "    if doubt:\n", "    if False:\n"),
     Mutant("proof", "step = max(step, request.target - 1)", "pass"),
@@ -63,11 +62,11 @@ MUTANTS = (
            "start = state.start"),
     Mutant("verdict", "        or _claims(state)\n", ""),
     Mutant("verdict", "        or bool(state.uncommitted)\n", ""),
-    Mutant("emergency", "seen_mono_s is not None and seen_mono_s < request.asked_mono_s", "False"),
-    Mutant("emergency", "    if step < stood_at:", "    if False:"),
+    Mutant("request", "seen_mono_s is not None and seen_mono_s < request.asked_mono_s", "False"),
+    Mutant("request", "    if step < stood_at:", "    if False:"),
     Mutant("emergency", "plan.fits and not is_safe", "False"),
     Mutant("commits", "if staged is None or staged.nodes == 1:", "if True:"),
-    Mutant("commits", "return start is not None and start.is_live and start.id != state.owner_of(ref)",
+    Mutant("staged_sets", "return start is not None and start.is_live and start.id != state.owner_of(ref)",
            "return False"),
 )  # fmt: skip
 
@@ -104,7 +103,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def finds(seeds: int, number: int) -> str:
-    """What finds this mutant; empty if nothing does.  For a process that has not imported the core."""
+    """The first history that finds this mutant, or nothing.  For a process that has not imported the core."""
     sys.meta_path.insert(0, _Finder(MUTANTS[number]))
     import structlog
 

@@ -1474,11 +1474,15 @@ class World:
     def _check_safe(self, conclusion: Conclude) -> None:
         """S: what a fresh reader of the bucket restores is the newest training on this VM."""
         made = restored(self.store)
-        if made is not None and made.nonce == OTHER:  # which no daemon could know at once
+        if (
+            made is not None and made.nonce == OTHER and self._placed
+        ):  # no daemon could know it at once
             made = self._manifest_of(max(ref for ref, _ in self._placed))
         if made is not None and made.nonce in self.suspect_sets:
             raise Broken(f"S: SAFE at {made.ref}, which suspect training has sealed")
-        read = None if made is None else self.witness.sets[made.nonce]
+        read = None
+        if made is not None:
+            read = self.witness.sets.get(made.nonce, Point(OTHER, made.step))
         loadable = [] if self._has_lost_record else self._loadable()
         self.witness.judge_safe(conclusion.evacuation_id, self.life, read, loadable)
         trainer = self.trainer

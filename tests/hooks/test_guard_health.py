@@ -184,7 +184,7 @@ def test_after_a_rollback_the_same_step_is_saved_again(
 
 
 @pytest.mark.fault("T09")
-def test_a_request_that_was_answered_before_a_rollback_is_answered_anew(
+def test_a_request_that_was_answered_before_a_rollback_is_answered_again(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:
     """A restarted daemon asks again: the answer of the earlier start would be SAFE for this one."""

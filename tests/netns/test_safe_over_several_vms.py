@@ -86,7 +86,7 @@ def refuse_manifests(job: Job) -> Callable[[], object]:
 
 def never_answer_manifests(job: Job) -> Callable[[], object]:
     facts = {"method": "PUT", "match": OF_FIRST_VM, "times": 10**6}
-    job.cluster.bucket.order("break", kind="stall", at="before_answer", **facts)
+    job.cluster.bucket.order("break", kind="stall", at="body_start", **facts)
     return lambda: job.cluster.bucket.order("clear")
 
 

@@ -208,6 +208,10 @@ def _change_flight(transition: Transition) -> None:
     state = transition.state
     flying = state.flush.flight
     flight = flying if flying is not None and flying.is_sealed else None
+    reserve_s = state.settings.reserve_s
+    if state.evacuation is not None and 0 < transition.left_s <= reserve_s:
+        _spare_the_reserve(transition)
+        return
     if transition.now < state.flush.retry_mono_s or not state.commits.is_run_read:
         return  # before the run is read, a set in staging may be committed already
     candidates = state.candidates
@@ -217,10 +221,7 @@ def _change_flight(transition: Transition) -> None:
         ):  # without a notice, a flush finishes before the next begins
             _start_flush(transition, max(candidates, key=lambda each: each.order).id)
         return
-    data_left_s = transition.left_s - state.settings.reserve_s
-    if transition.left_s > 0 >= data_left_s:
-        _spare_the_reserve(transition)
-        return
+    data_left_s = transition.left_s - reserve_s
     if transition.left_s <= 0:  # the VM has outlived its deadline: whatever still arrives counts
         data_left_s = math.inf
     answer = state.answer if state.evacuation.verdict is None else state.follow_up_answer

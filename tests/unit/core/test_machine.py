@@ -12,6 +12,7 @@ from swansongd.core.events import (
     AskTrainers,
     CancelFlush,
     CheckFence,
+    CommitFailed,
     CommitManifest,
     Conclude,
     Exit,
@@ -562,6 +563,21 @@ def test_the_reserve_is_never_spent_on_data() -> None:
     story.now += 6
     story.flushed()
     assert len(story.all(CommitManifest)) == 1
+
+
+@pytest.mark.fault("O03")
+def test_a_pause_after_an_error_of_the_store_spares_the_reserve() -> None:
+    """The manifest of a set fails while the next one is sent: that flush still ends before the reserve."""
+    story = Story(reserve_s=5)
+    story.seal(10)
+    story.notice(in_s=10)
+    story.flushed()
+    story.seal(11, "def")
+    assert story.state.flush.flight is not None
+    story.wait(4.8)
+    story.tell(CommitFailed(story.last(CommitManifest).flush_id, "503", conflict=False))
+    story.wait(0.4)
+    assert story.state.flush.flight is None
 
 
 @pytest.mark.fault("D09", "D03")
