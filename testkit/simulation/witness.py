@@ -130,7 +130,7 @@ class Witness:
             Broken: the verdict is false.
         """
         asked, now = self.newest_at_request(evacuation_id), self.newest_now(life)
-        lines = [line for line in (asked, now) if line is not None]
+        lines = [line for line in (asked, self._between(asked, read, now), now) if line is not None]
         if read is None or not lines:
             raise Broken(f"S: SAFE, a reader restores {read}, and training is {lines}")
         process_id = lines[-1].id.partition("~")[0]
@@ -144,6 +144,13 @@ class Witness:
         if all(why):
             raise Broken(f"S: SAFE at {read}, and {why[0]}")
         self.safe.setdefault(evacuation_id, (read, process_id))
+
+    def _between(self, asked: Line | None, read: Point | None, now: Line | None) -> Line | None:
+        """The line of the restored state, if it took the place of the one asked and is over by now."""
+        line = None if read is None else self.lines.get(read.line)
+        if asked is None or line is None or now is None:
+            return None
+        return line if asked.number < line.number < now.number else None
 
     def _what_is_lost(self, evacuation_id: str, line: Line, read: Point, newest: Point) -> str:
         """Why the training of this line is not what a reader restores; empty if it is."""

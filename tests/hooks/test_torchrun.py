@@ -38,7 +38,7 @@ if len(sys.argv) > 2:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
 guard = swansong.attach(save=save, load=load)
 guard.restore()
-print(json.dumps({"pid": os.getpid(), "rank": os.environ["RANK"]}), flush=True)
+print(json.dumps({"pid": os.getpid(), "rank": os.environ["RANK"]}) + "\\n", end="", flush=True)
 pause = threading.Event()
 while True:
     pause.wait(0.01)
@@ -50,7 +50,10 @@ while True:
 
 
 class Torchrun:
-    """``torchrun`` with two ranks of a trainer that does not use torch itself."""
+    """``torchrun`` with two ranks of a trainer that does not use torch itself.
+
+    torchrun starts Python unbuffered, so a rank must write its line and the line's end at once.
+    """
 
     def __init__(
         self,
@@ -179,7 +182,7 @@ import torch.distributed as dist
 dist.init_process_group("gloo")
 guard = swansong.attach(save=lambda d: (d / "x").write_text("x"), load=lambda d: None)
 guard.restore()
-print(json.dumps({"pid": os.getpid(), "world": dist.get_world_size()}), flush=True)
+print(json.dumps({"pid": os.getpid(), "world": dist.get_world_size()}) + "\\n", end="", flush=True)
 value, step = torch.zeros(1), 0
 while True:
     dist.all_reduce(value)

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import pytest
 from swansongd.core import resume
 from swansongd.core.events import Prune, SignalSent, SignalTrainer, StartBegun
 from swansongd.model import CommitRef, Start
@@ -45,6 +46,22 @@ def test_the_process_that_got_the_signal_answers() -> None:
     story.seal(12, "new", framework="transformers", written_ns=2)
     story.store_all()
     assert story.verdicts == ["SAFE generation 3 step 12"]
+
+
+@pytest.mark.fault("H01")
+def test_a_verdict_is_recorded_for_the_start_that_it_is_about() -> None:
+    """A restarted daemon must not repeat it for a process that was started since the signal."""
+    story = Story(signals_trainer=True)
+    story.process("process-a", pid=900)
+    story.notice()
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
+    story.wait(2)
+    story.seal(12, framework="transformers")
+    story.process("process-b", pid=901)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 12"]
+    (notice,) = story.state.notices.live.values()
+    assert notice.verdict_start == "process-a"
 
 
 def test_a_set_whose_start_has_yet_to_claim_is_the_newest() -> None:

@@ -215,6 +215,27 @@ def test_rank_0_gives_its_start_to_each_rank_once() -> None:
     assert len(story.all(TellStart)) == 3
 
 
+def test_a_rank_gets_the_start_of_the_newest_rank_0() -> None:
+    """The processes of the last start hang, and rank 0 of the next one is not the first that is connected."""
+    story = Story()
+    story.join(1, rank=0, ranks=2, start_id="a")
+    story.join(2, rank=1, ranks=2, start_id="")
+    story.join(3, rank=1, ranks=2, pid=777, start_id="")
+    story.join(4, rank=0, ranks=2, pid=776, start_id="b")
+    assert story.all(TellStart) == [TellStart("a", (2,)), TellStart("b", (3,))]
+
+
+@pytest.mark.fault("H01")
+def test_a_start_that_runs_is_newer_than_a_recorded_one_without_a_generation() -> None:
+    """The record names last the start whose claim was requested last, which may be of old sets."""
+    story = Story(claimed=False, recorded=(Start(id="b", generation=2), Start(id="a")))
+    story.scan()
+    story.tell(RunRead(CommitRef(2, 10), "b"))
+    story.join(start_id="b")
+    assert story.state.start is not None
+    assert story.state.start.id == "b"
+
+
 def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start() -> None:
     """A script calls ``finish()`` and ``attach()`` again: rank 1 may be faster than rank 0."""
     story = Story()
@@ -343,20 +364,20 @@ def test_a_framework_that_saves_as_well_as_the_hooks_is_no_other_start() -> None
     assert after.state.commits.last_complete == CommitRef(2, 11)
 
 
+@pytest.mark.parametrize("step", [350, 500])
 @pytest.mark.parametrize(("written_ns", "is_rewound"), [(1000, True), (1, False)])
-def test_an_earlier_step_that_is_written_later_is_another_start(
-    written_ns: int, is_rewound: bool
+def test_no_greater_step_that_is_written_later_is_another_start(
+    step: int, written_ns: int, is_rewound: bool
 ) -> None:
     """Without a pid file the sets alone show it; a set that has settled late is not one."""
     story = Story()
     scan(story, [adopted(300, 300), adopted(500, 500)])
     story.store_all()
-    scan(story, [adopted(350, written_ns)])
+    scan(story, [a_set(step, "again", framework="checkpoint-n", written_ns=written_ns)])
     story.store_all()
     assert claims(story) == ["process-vm", "process-vm~1"][: 1 + is_rewound]
-    assert story.state.commits.last_complete == (
-        CommitRef(3, 350) if is_rewound else CommitRef(2, 500)
-    )
+    expected = CommitRef(3, step) if is_rewound else CommitRef(2, 500)
+    assert story.state.commits.last_complete == expected
 
 
 @pytest.mark.parametrize("has_process", [True, False])
@@ -377,6 +398,20 @@ def test_a_restarted_daemon_gives_adopted_sets_to_the_same_starts(*, has_process
     scan(story, [adopted(360, 1100)])
     story.store_all()
     assert story.state.commits.last_complete == CommitRef(3, 360)
+
+
+@pytest.mark.fault("H01")
+def test_a_set_is_of_no_process_that_began_after_it() -> None:
+    """Also once that process is gone, and the daemon knows it from its record only."""
+    recorded = (
+        Start(id="process-a", generation=1, process_ns=10),
+        Start(id="process-b", generation=2, process_ns=600),
+    )
+    story = Story(newest=CommitRef(1, 310), recorded=recorded)
+    scan(story, [adopted(300, 300)])
+    story.store_all()
+    assert story.flushes == []
+    assert story.state.commits.last_complete == CommitRef(1, 310)
 
 
 @pytest.mark.fault("H01")

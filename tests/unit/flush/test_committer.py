@@ -328,6 +328,14 @@ def test_the_starts_are_recorded_in_order(rig: CommitterRig) -> None:
         assert not any(start.is_of_boot for start in committer.starts[:-1])
 
 
+def test_a_claim_that_is_found_late_is_recorded_at_its_place(rig: CommitterRig) -> None:
+    """The record of an earlier start was lost, and its sets are still in staging."""
+    assert [rig.claimed("before"), rig.claimed()] == [1, 2]
+    rig.record(RecordedStart(START, "boot-1", 2))
+    assert rig.claimed("before") == 1
+    assert [each.id for each in rig.recorded()] == ["before", START]
+
+
 @pytest.mark.fault("G05")
 def test_a_daemon_that_was_killed_during_its_claim_finds_it(rig: CommitterRig) -> None:
     """The claim was made, and recorded as requested only: the next request finds it, and uses up no number.
