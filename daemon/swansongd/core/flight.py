@@ -216,9 +216,7 @@ def _change_flight(transition: Transition) -> None:
         return  # before the run is read, a set in staging may be committed already
     candidates = state.candidates
     if state.evacuation is None:
-        if (
-            flight is None and candidates
-        ):  # without a notice, a flush finishes before the next begins
+        if flight is None and candidates:  # a flush finishes before the next one begins
             _start_flush(transition, max(candidates, key=lambda each: each.order).id)
         return
     data_left_s = transition.left_s - reserve_s

@@ -56,10 +56,8 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
     start = position.start
     if newest.generation == start.generation:
         return newest.step >= position.step
-    if (
-        position.step < 0 and start.is_restoring
-    ):  # it loads the newest set, which may be sealed only
-        return not state.uncommitted
+    if position.step < 0 and start.is_restoring:
+        return not state.uncommitted  # it loads the newest set, which may be sealed only
     loaded = (start.parent.start_id, start.parent.step)
     is_loaded = bool(start.parent.start_id) and loaded == (state.owner_of(newest), newest.step)
     return is_loaded and position.step <= newest.step

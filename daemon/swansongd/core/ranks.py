@@ -39,10 +39,9 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
         transition,
         replace(state.ranks, trainers=(*others, trainer), joined_mono_s=joined_mono_s),
     )
-    if (
-        state.commits.last_complete is not None
-    ):  # perhaps committed while the rank was not connected
-        transition.do(TellCommitted(state.commits.last_complete, (trainer.connection,)))
+    newest = state.commits.last_complete
+    if newest is not None:  # perhaps committed while the rank was not connected
+        transition.do(TellCommitted(newest, (trainer.connection,)))
 
 
 def _is_of_other_job(other: TrainerView, trainer: TrainerView) -> bool:
