@@ -360,6 +360,7 @@ class Fleet:
         self.vms: list[Vm] = []
         self.sealed: dict[tuple[int, str], Start] = {}
         self.parts: dict[tuple[CommitRef, int], set[int]] = {}
+        self.wholes: set[CommitRef] = set()
         """Nodes whose manifests are in the bucket, by checkpoint and number of nodes."""
         self.asked_at: dict[str, dict[int, int]] = {}
         """By the id of the evacuation: the step of each start at its first request, by its number."""
@@ -587,15 +588,13 @@ class Fleet:
 
     def whole(self) -> CommitRef | None:
         """The commit that a restore would return now."""
-        return max(
-            (ref for (ref, nodes), parts in self.parts.items() if len(parts) == nodes), default=None
-        )
+        return max(self.wholes, default=None)
 
     def check(self) -> None:
         self._check_new()
         for vm in self.vms:
             last = vm.state.commits.last_complete
-            if vm.is_alive and last is not None and not self._is_whole(last):
+            if vm.is_alive and last is not None and last not in self.wholes:
                 raise Broken(f"F4: vm{vm.number} reports {last}, which is not whole")
 
     def _check_new(self) -> None:
@@ -605,11 +604,6 @@ class Fleet:
             if KEYS.parse_commit(key) is not None:
                 self._check_manifest(key)
 
-    def _is_whole(self, ref: CommitRef) -> bool:
-        return any(
-            found == ref and len(parts) == nodes for (found, nodes), parts in self.parts.items()
-        )
-
     def _check_manifest(self, key: str) -> None:
         made = manifest.decode(self.bucket.objects[key])
         for stored in made.objects:
@@ -618,7 +612,10 @@ class Fleet:
         start = self.sealed.get((made.step, made.nonce))
         if start is None:
             raise Broken(f"F1: {key} is of no sealed set")
-        self.parts.setdefault((made.ref, made.nodes), set()).add(made.node)
+        parts = self.parts.setdefault((made.ref, made.nodes), set())
+        parts.add(made.node)
+        if len(parts) == made.nodes:
+            self.wholes.add(made.ref)
         self.start_of[made.ref] = start
         generation = self._start_of(made.generation)
         if generation is not None and generation is not start:
@@ -649,7 +646,7 @@ class Fleet:
         commit_ref, restored = conclusion.commit, self.whole()
         if conclusion.verdict is not Verdict.SAFE:
             return
-        if commit_ref is None or not self._is_whole(commit_ref):
+        if commit_ref not in self.wholes:
             raise Broken(f"F5: SAFE at {commit_ref}, which is not whole")
         evacuation = vm.state.evacuation
         assert evacuation is not None

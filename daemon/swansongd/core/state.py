@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from functools import cached_property
 
 from swansongd.core.cadence import History
 from swansongd.core.pace import UNKNOWN, Pace
@@ -401,7 +402,7 @@ class StartState:
         return "" if is_claimed else start_id
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class StagingState:
     """The sets in staging; written by :mod:`~swansongd.core.staged_sets`."""
 
@@ -423,7 +424,7 @@ class StagingState:
     has_aside: bool = False
     """Sets were set aside, for the next commit to delete."""
 
-    @property
+    @cached_property
     def usable(self) -> tuple[Staged, ...]:
         """The sealed sets of which a commit may still be made, or was made."""
         return tuple(staged for staged in self.staged if staged.id not in self.unusable)
@@ -447,7 +448,7 @@ class FlushState:
     """End of the backoff after a failure of the store."""
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class CommitState:
     """The commits of the run, and the manifests that are due; written by :mod:`~swansongd.core.commits`."""
 
@@ -465,7 +466,7 @@ class CommitState:
     healthy: CommitRef | None = None
     """Newest commit of this generation that is not unhealthy."""
 
-    @property
+    @cached_property
     def last(self) -> CommitRef | None:
         """Newest commit of the run.  Over several VMs perhaps only this VM's part of it."""
         own = None if self.incomplete is None else self.incomplete.newest
@@ -505,9 +506,12 @@ class CourseState:
     is_leaving: bool = False
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class State:
-    """The whole state; each part is written by one module of the core."""
+    """The whole state; each part is written by one module of the core.
+
+    The state does not change, so each value that is computed from it is computed once.
+    """
 
     settings: Settings
     notices: NoticeState = NoticeState()
@@ -523,7 +527,7 @@ class State:
     evacuation: Evacuation | None = None
     """The open evacuation; written by :mod:`~swansongd.core.course`."""
 
-    @property
+    @cached_property
     def phase(self) -> Phase | Verdict:
         """Derived, so that it cannot disagree with the facts."""
         if self.starts.fenced_by is not None:
@@ -546,7 +550,7 @@ class State:
             return Phase.WAITING_FOR_TRAINER
         return evacuation.verdict or Phase.FLUSHING
 
-    @property
+    @cached_property
     def start(self) -> Start | None:
         """The newest start of the training since the VM booted; None before the first."""
         newest = self.starts.newest
@@ -566,7 +570,7 @@ class State:
         """The generation of the newest start; None until it is claimed."""
         return None if self.start is None else self.start.generation
 
-    @property
+    @cached_property
     def newest_generation(self) -> int | None:
         """The newest generation of a start since the VM booted; None before the first claim."""
         own = (start.generation for start in self.starts.known if start.is_of_boot)
@@ -574,14 +578,17 @@ class State:
 
     def order(self, checkpoint: CheckpointId) -> tuple[int, CheckpointId]:
         """The place of a set among all sets in staging: by start, then by step."""
-        numbers = {start.id: number for number, start in enumerate(self.starts.known)}
-        return numbers.get(checkpoint.start, -1), checkpoint
+        return self._numbers.get(checkpoint.start, -1), checkpoint
 
-    @property
+    @cached_property
+    def _numbers(self) -> dict[str, int]:
+        return {start.id: number for number, start in enumerate(self.starts.known)}
+
+    @cached_property
     def connected(self) -> tuple[TrainerView, ...]:
         return tuple(trainer for trainer in self.ranks.trainers if trainer.is_connected)
 
-    @property
+    @cached_property
     def pinned(self) -> Staged | None:
         """The newest set that is not unhealthy, while all newer ones are: committed and kept."""
         newest_first = [s for s in self._newest_first if s.id.start == self._last_start]
@@ -589,17 +596,15 @@ class State:
             return None
         return next((s for s in newest_first if is_healthy(s.health) is not False), None)
 
-    @property
+    @cached_property
     def _last_start(self) -> str:
         return "" if self.starts.newest is None else self.starts.newest.id
 
-    @property
+    @cached_property
     def _newest_first(self) -> list[Staged]:
-        numbers = {start.id: number for number, start in enumerate(self.starts.known)}
-        usable = self.staging.usable
-        return sorted(usable, key=lambda s: (numbers.get(s.id.start, -1), s.id), reverse=True)
+        return sorted(self.staging.usable, key=lambda s: self.order(s.id), reverse=True)
 
-    @property
+    @cached_property
     def uncommitted(self) -> tuple[Staged, ...]:
         """Sealed sets that should still be committed, newest first."""
         pinned = self.pinned
@@ -641,7 +646,7 @@ class State:
             return None
         return CommitRef(start.generation, checkpoint.step, checkpoint.is_final)
 
-    @property
+    @cached_property
     def part(self) -> VmPart | None:
         """The newest checkpoint of which this VM's part is committed, until it is whole."""
         incomplete = self.commits.incomplete
@@ -649,7 +654,7 @@ class State:
             return None
         return VmPart(incomplete.newest, incomplete.nodes, incomplete.committed)
 
-    @property
+    @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
         """Sealed sets that are still worth storing: none older than a stored set, except the pinned one."""
         newest_stored = max(
@@ -673,7 +678,7 @@ class State:
                 )
         return tuple(result)
 
-    @property
+    @cached_property
     def early(self) -> Staged | None:
         """The growing set that answers an urgent request, once a file of it is final.
 
@@ -727,7 +732,7 @@ class State:
         ids = (staged.id for staged in self.staging.usable)
         return next((id_ for id_ in ids if request is not None and id_ == request.sealed), None)
 
-    @property
+    @cached_property
     def is_finished(self) -> bool:
         """Whether the newest start has sealed the end of the run, or committed it."""
         start, last = self.start, self.commits.last_complete
@@ -738,7 +743,7 @@ class State:
         is_committed = last is not None and last.is_final and last.generation == start.generation
         return is_sealed or is_committed
 
-    @property
+    @cached_property
     def spans_vms(self) -> bool:
         """Whether the job has ranks on other VMs: the ranks then agree among themselves."""
         start = self.starts.newest
@@ -750,14 +755,14 @@ class State:
         """Number of ranks of this VM, connected or not, as reported by the ranks."""
         return max((trainer.local_world_size for trainer in self.ranks.trainers), default=1)
 
-    @property
+    @cached_property
     def measured(self) -> Measurements:
         """Bandwidth, the save time of the slowest rank, and the size of the newest set."""
         save_s = [t.save_s for t in self.ranks.trainers if t.save_s is not None]
         if not self.ranks.trainers and self.learned.signal_save_s is not None:
             save_s = [self.learned.signal_save_s]
         steps_s = [t.step_s for t in self.connected if t.step_s is not None]
-        newest = max((s for s in self.staging.staged), key=lambda s: self.order(s.id), default=None)
+        newest = max(self.staging.staged, key=lambda s: self.order(s.id), default=None)
         reported = [t.save_bytes for t in self.connected if t.save_bytes is not None]
         save_bytes = newest.size_bytes if newest else (sum(reported) if reported else None)
         earlier = self.learned.pace  # of an earlier VM, where this one has no numbers yet
@@ -775,12 +780,12 @@ class State:
             pace=self.learned.pace,
         )
 
-    @property
+    @cached_property
     def forecast(self) -> Forecast:
         """The forecast of a checkpoint that is requested now."""
         return forecast(self.measured)
 
-    @property
+    @cached_property
     def lead_s(self) -> float:
         """Time between the last checkpoint and a scheduled end."""
         return max(SCHEDULED_LEAD_S, 2 * take_s(self.measured) + self.settings.reserve_s)
@@ -794,11 +799,10 @@ class State:
         evacuation = self.evacuation
         is_open = evacuation is not None and not evacuation.is_precaution
         answered = evacuation.identities if evacuation is not None and is_open else frozenset()
-        lead_s = self.lead_s
 
         def is_urgent(notice: Notice) -> bool:
             if notice.severity is Severity.SCHEDULED:
-                is_near = notice.deadline_mono_s - now_mono_s <= lead_s
+                is_near = notice.deadline_mono_s - now_mono_s <= self.lead_s
                 return is_near or notice.identity in answered
             return notice.severity >= Severity.IMMINENT
 
