@@ -13,6 +13,8 @@ from enum import IntEnum, StrEnum
 from functools import total_ordering
 from math import inf
 
+from swansong.protocol import PROCESS_PREFIX
+
 
 class Severity(IntEnum):
     """How certain and how near the termination is; the most severe notice in force counts."""
@@ -174,9 +176,6 @@ class Parent:
 
 
 UNKNOWN_PARENT = Parent()
-
-PROCESS_PREFIX = "process-"
-"""Start of the id of a start without hooks, which the daemon draws."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -15,7 +15,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from swansong.protocol import RestoreQuery
+from swansong.protocol import PROCESS_PREFIX, RestoreQuery
 from swansongd.bucket import claim as claims
 from swansongd.bucket import commit, manifest
 from swansongd.bucket.claim import ClaimObject
@@ -66,7 +66,6 @@ from swansongd.core.state import Settings, StartState, State
 from swansongd.errors import StoreError
 from swansongd.flush.claim_record import ClaimRecord
 from swansongd.model import (
-    PROCESS_PREFIX,
     UNKNOWN_PARENT,
     CheckpointId,
     CommitRef,

@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Self
 
 import pytest
+from swansong.protocol import PROCESS_PREFIX
 from swansongd.core.events import Event, ProcessFound, SignalledExited, SignalRefused, SignalSent
 from swansongd.errors import ConfigError
-from swansongd.model import PROCESS_PREFIX
 from swansongd.trainers import peers, users
 from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, _program
 

@@ -37,6 +37,8 @@ SOCKET_ENV = "SWANSONG_SOCKET"
 
 PARENT_NONE = "none"
 PARENT_UNKNOWN = "unknown"
+PROCESS_PREFIX = "process-"
+"""Start of the id of a start without hooks, which only the daemon draws."""
 
 Step = int
 """Number of completed optimizer steps; -1 if unknown."""
@@ -55,6 +57,8 @@ Seconds = float
 Metric = float
 Flag = bool
 Id = str
+StartId = str
+"""An :data:`Id` that is not one of a process without hooks, which only the daemon draws."""
 """At most 128 characters of letters, digits and ``_ . : / ~ @ + -``."""
 Text = str
 """Text for people; at most 4,096 characters."""
@@ -100,7 +104,7 @@ class Hello(Message):
     """``periodic``: takes periodic checkpoints at the daemon's request, and schedules none itself.
     ``follow_ups``: trains on after an emergency checkpoint, and takes further ones."""
     step: Step = -1
-    start_id: Id = ""
+    start_id: StartId = ""
     """Id of the start of the training, which rank 0 draws; also in rank manifests.  Empty while this rank
     does not know it: see :class:`Start` and :class:`Begin`."""
     parent: Id = PARENT_UNKNOWN
@@ -125,7 +129,7 @@ class Progress(Message):
     save_bytes: Bytes | None = None
     snapshot_s: Seconds | None = None
     """Part of ``save_s`` for which the save blocked the training loop."""
-    start_id: Id = ""
+    start_id: StartId = ""
     """Id of a start of the training from ``step``; empty if training only continues."""
     parent: Id = PARENT_UNKNOWN
     """With ``start_id``: see :class:`Hello`."""
@@ -172,7 +176,7 @@ class Finish(Message):
     """
 
     TYPE: ClassVar[str] = "finish"
-    start_id: Id
+    start_id: StartId
     """Id of the start that will begin."""
 
 
@@ -185,7 +189,7 @@ class Begin(Message):
     """
 
     TYPE: ClassVar[str] = "begin"
-    start_id: Id
+    start_id: StartId
 
 
 @dataclass(frozen=True)
@@ -237,7 +241,7 @@ class RestoreQuery(Message):
     """With ``generation``: exactly this commit, which rank 0 has chosen."""
     refused: Text = ""
     """With ``generation``: the reason why the ranks refuse this commit; the answer is an older commit."""
-    start_id: Id = ""
+    start_id: StartId = ""
     """Start of this rank.  The daemon answers under the generation of this start, and gives all its ranks on
     this VM the same answer."""
     prefixes: Prefixes = field(default_factory=list)
@@ -347,7 +351,7 @@ class Finished(Message):
     """Answer to :class:`Finish`: nothing on this VM prevents the start."""
 
     TYPE: ClassVar[str] = "finished"
-    start_id: Id
+    start_id: StartId
 
 
 @dataclass(frozen=True)
@@ -355,7 +359,7 @@ class Start(Message):
     """The start of a job on one VM, as its rank 0 has drawn it: for the other ranks."""
 
     TYPE: ClassVar[str] = "start"
-    start_id: Id
+    start_id: StartId
 
 
 @dataclass(frozen=True)
@@ -671,7 +675,7 @@ class RankManifest:
     node: Node = 0
     nodes: Nodes = 1
     request_id: Id = ""
-    start_id: Id = ""
+    start_id: StartId = ""
     """Id of the start of the training that wrote the set; see :class:`Hello`."""
     framework: Id = "swansong"
     health: Metrics = field(default_factory=dict)
@@ -746,6 +750,15 @@ def _cut(text: str, max_chars: int) -> str:
     return text[:max_chars].encode(errors="replace").decode()
 
 
+def _check_start_id(value: Any, name: str) -> str:
+    start_id = bounds.identifier(value, name)
+    if start_id.startswith(PROCESS_PREFIX):
+        raise BoundsError(
+            f"{name} is {bounds.shown(value)}, and only the daemon draws {PROCESS_PREFIX}*"
+        )
+    return start_id
+
+
 def _check_capabilities(value: Any, name: str) -> list[str]:
     found = bounds.items(value, name, _CAPABILITIES_MAX)
     return [bounds.identifier(each, f"{name}[{number}]") for number, each in enumerate(found)]
@@ -793,6 +806,7 @@ _FIELD_TYPES = {
     "Metric": _clamped_number(-bounds.METRIC_MAX, bounds.METRIC_MAX),
     "Flag": _FieldType(bounds.boolean),
     "Id": _FieldType(bounds.identifier),
+    "StartId": _FieldType(_check_start_id),
     "Text": _clamped_text(bounds.TEXT_CHARS_MAX),
     "PathText": _clamped_text(bounds.TEXT_CHARS_MAX),
     "ShardPath": _FieldType(bounds.path),

@@ -28,6 +28,8 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
+from swansong.protocol import PROCESS_PREFIX
+
 from swansongd.core import commits, course, flight, notices, ranks, request, staged_sets
 from swansongd.core.events import (
     CheckFence,
@@ -45,7 +47,6 @@ from swansongd.core.events import (
 from swansongd.core.state import Finishing, StartState, State
 from swansongd.core.transition import EXIT_FENCED, Transition
 from swansongd.model import (
-    PROCESS_PREFIX,
     Staged,
     Start,
     TrainerView,

@@ -28,6 +28,8 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePath
 
+from swansong.protocol import PROCESS_PREFIX
+
 from swansongd.config.config import TrainerConfig
 from swansongd.config.values import signal_number
 from swansongd.core.events import (
@@ -38,7 +40,6 @@ from swansongd.core.events import (
     SignalSent,
 )
 from swansongd.errors import ConfigError
-from swansongd.model import PROCESS_PREFIX
 from swansongd.trainers import peers, users
 from swansongd.util.boot import booted_wall_ns
 

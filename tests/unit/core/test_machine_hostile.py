@@ -54,6 +54,7 @@ EDGES: dict[str, st.SearchStrategy[Any]] = {
     "Text": st.sampled_from(["", "why", "x" * bounds.TEXT_CHARS_MAX]),
     "PathText": st.just("step-1"),
     "Id": st.sampled_from(IDS),
+    "StartId": st.sampled_from(IDS),
 }
 SAID = (
     protocol.Progress,
@@ -90,7 +91,7 @@ def hellos(draw: st.DrawFn) -> protocol.Hello:
         nodes=draw(st.sampled_from([1, 2, bounds.NODES_MAX])),
         capabilities=draw(st.sampled_from([[], ["periodic"]])),
         step=draw(EDGES["Step"]),
-        start_id=draw(EDGES["Id"]),
+        start_id=draw(EDGES["StartId"]),
     )
 
 
