@@ -246,7 +246,13 @@ class Vm:
         for process in self.processes:
             process.kill()
         if not keep_disk:
-            shutil.rmtree(self.staging)
+            self.lose_staging()
+
+    def lose_staging(self) -> None:
+        """Remove the staging directory at one moment, whatever still writes to it."""
+        lost = self.staging.with_name("lost")
+        self.staging.rename(lost)
+        shutil.rmtree(lost, ignore_errors=True)
 
     def __enter__(self) -> Self:
         return self

@@ -128,7 +128,7 @@ def test_a_good_installation_on_gcp_has_no_failure(new_vm: NewVm, gcp: Gcp, tmp_
 
 def test_people_get_lines_with_failures_last(vm: Vm) -> None:
     """Findings are grouped by family, without colors; failures come last, with their fixes."""
-    shutil.rmtree(vm.staging)
+    vm.lose_staging()
     done = run_doctor(vm)
     assert done.returncode == 12
     lines = done.stdout.splitlines()
@@ -408,7 +408,7 @@ def with_daemon(vm: Vm) -> None:
 
 def test_staging_missing(vm: Vm) -> None:
     """A missing staging directory is the only failure, with the command that creates it."""
-    shutil.rmtree(vm.staging)
+    vm.lose_staging()
     finding = only_failure(examine(vm), "staging")
     assert str(vm.staging) in finding["fix"]
 
