@@ -311,8 +311,8 @@ class Staged:
     nodes: int = 1
     request_id: str = ""
     """The checkpoint request that it answers; empty for a periodic or an adopted one."""
-    seen_mono_s: float | None = None
-    """Start of the scan that first found these files of an adopted set, which must settle after that."""
+    begun_mono_s: float | None = None
+    """When the first file of an adopted set was created, or an earlier scan that found these files."""
     health: Mapping[str, float] = field(default_factory=dict)
     """Loss and metrics, as reported by the trainer."""
     trainer: Mapping[str, object] = field(default_factory=dict)

@@ -203,15 +203,6 @@ class Trainer:
         return self.start_id.partition("~")[0]
 
 
-@dataclass
-class Adopted:
-    """A set of a trainer without hooks."""
-
-    staged: Staged
-    whole_s: float
-    """Its last file was written then."""
-
-
 class World:
     """One VM with a daemon and a trainer, a store, and perhaps a second VM.
 
@@ -246,7 +237,7 @@ class World:
         self.store = SimStore(self.chance, lambda s, happens: self.at(self.delay_s(s), happens))
         self.witness = Witness()
         self.staging: list[Staged] = []
-        self.adopted: list[Adopted] = []
+        self.adopted: list[Staged] = []
         """Sets of a trainer without hooks; ``staging`` has those of the hooks."""
         self.writing = ""
         """Directory that a trainer without hooks is writing."""
@@ -558,12 +549,12 @@ class World:
     def _scan_result(self) -> Scanned:
         growing = () if self.hides_growing else tuple(self.growing)
         settled, pending = list(self.staging), [self.writing] if self.writing else []
-        for each in self.adopted:
-            first_s = self._settling.setdefault(each.staged.id.nonce, self.now)
+        for staged in self.adopted:
+            first_s = self._settling.setdefault(staged.id.nonce, self.now)
             if self.now >= first_s + SETTLE_S:
-                settled.append(replace(each.staged, seen_mono_s=min(first_s, each.whole_s)))
+                settled.append(staged)
             else:
-                pending.append(each.staged.directory)
+                pending.append(staged.directory)
         return Scanned(self.now, tuple(settled), growing=growing, pending=tuple(pending))
 
     def _new_set(
@@ -614,7 +605,7 @@ class World:
 
     def _loadable(self) -> list[Point]:
         """The states that a start on this VM may load from staging."""
-        here = [*self.staging, *(each.staged for each in self.adopted)]
+        here = [*self.staging, *self.adopted]
         nonces = [staged.id.nonce for staged in here]
         return [self.witness.sets[nonce] for nonce in nonces if nonce not in self.rejected]
 
@@ -935,7 +926,7 @@ class World:
         step, begun_s = trainer.step, self.now
         trainer.is_saving = True
         self.writing = f"checkpoint-{step}"
-        kept = [each for each in self.adopted if each.staged.id.step != step]
+        kept = [staged for staged in self.adopted if staged.id.step != step]
         self.adopted = kept[-self.keeps :]
 
         def done() -> None:
@@ -943,8 +934,8 @@ class World:
                 return
             trainer.is_saving, self.writing = False, ""
             trainer.has_saved = True
-            staged = self._new_set(step, begun_s=begun_s)
-            self.adopted.append(Adopted(staged, self.now))
+            staged = replace(self._new_set(step, begun_s=begun_s), begun_mono_s=begun_s)
+            self.adopted.append(staged)
             self._record_sealed(staged)
             for delay_s in (0.1, SETTLE_S + 0.2):
                 self.at(delay_s, lambda: self.post(self._scan_result, 0.1))
@@ -1302,11 +1293,10 @@ class World:
         """The files of a set are not those of its seal any more: it is no set from now on."""
         self.rejected.add(staged.id.nonce)
         self.staging = [other for other in self.staging if other.id != staged.id]
-        self.adopted = [other for other in self.adopted if other.staged.id != staged.id]
+        self.adopted = [other for other in self.adopted if other.id != staged.id]
 
     def _is_there(self, staged: Staged) -> bool:
-        here = [*self.staging, *(each.staged for each in self.adopted)]
-        return any(other.id == staged.id for other in here)
+        return any(other.id == staged.id for other in (*self.staging, *self.adopted))
 
     def _may_begin(self) -> bool:
         """The limit that the retrying store applies."""

@@ -154,9 +154,7 @@ def record_found(transition: Transition, new: Sequence[Staged], *, is_first: boo
     """A scan found these sets: those of suspect training get its mark."""
     staging, gpus = transition.state.staging, transition.state.gpus
     staged_sets.mark_suspect(transition, doubtful(transition.state, new, is_first=is_first))
-    inherited = {
-        staged.id for staged in new if is_first or staged.seen_mono_s == staging.first_scan_mono_s
-    }
+    inherited = {staged.id for staged in new if is_first or staging.predates(staged)}
     present = {staged.id for staged in staging.staged}
     _put(transition, replace(gpus, inherited=(gpus.inherited | inherited) & present))
 

@@ -308,8 +308,8 @@ def _is_committed(transition: Transition, step: int) -> bool:
 def _answers(staged: Staged, request: CheckpointRequest) -> bool:
     if request.by_signal:
         # A save that had begun before the signal is no answer: the process still writes the real one.
-        seen_mono_s = staged.seen_mono_s
-        is_earlier = seen_mono_s is not None and seen_mono_s < request.asked_mono_s
+        begun_mono_s = staged.begun_mono_s
+        is_earlier = begun_mono_s is not None and begun_mono_s < request.asked_mono_s
         process = request.start_id.partition("~")[0]
         is_of_process = not process or staged.id.start.partition("~")[0] == process
         return staged.id not in request.known and not is_earlier and is_of_process

@@ -251,7 +251,7 @@ def record_found(
     known = [s for s in transition.state.staging.staged if s.framework != "swansong"]
     adopted = (s for s in new if s.framework != "swansong")
     in_order = sorted(adopted, key=lambda each: (_written_ns(each), each.id))
-    early = [each for each in in_order if is_first or _is_early(transition.state, each)]
+    early = [each for each in in_order if is_first or transition.state.staging.predates(each)]
     late = [each for each in in_order if each not in early]
     named = {}
     for staged in (*reversed(early), *late):
@@ -259,12 +259,6 @@ def record_found(
         named[staged.id] = replace(staged, id=replace(staged.id, start=start_id))
         known.append(named[staged.id])
     return tuple(named.get(staged.id, staged) for staged in new)
-
-
-def _is_early(state: State, staged: Staged) -> bool:
-    """Whether the first scan has seen this set."""
-    first_mono_s, seen_mono_s = state.staging.first_scan_mono_s, staged.seen_mono_s
-    return first_mono_s is not None and seen_mono_s is not None and seen_mono_s <= first_mono_s
 
 
 def _see_staged(transition: Transition, staged: Staged) -> None:

@@ -429,6 +429,13 @@ class StagingState:
         """The sealed sets of which a commit may still be made, or was made."""
         return tuple(staged for staged in self.staged if staged.id not in self.unusable)
 
+    def predates(self, staged: Staged) -> bool:
+        """Whether this adopted set was begun before the first scan."""
+        first_mono_s, begun_mono_s = self.first_scan_mono_s, staged.begun_mono_s
+        return (
+            first_mono_s is not None and begun_mono_s is not None and begun_mono_s <= first_mono_s
+        )
+
     @property
     def suspect(self) -> frozenset[CheckpointId]:
         """Sets of suspect training that appeared after the failure of its GPU: they count as unhealthy."""

@@ -16,6 +16,7 @@ import hashlib
 import os
 import signal
 import stat
+import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -28,6 +29,7 @@ from swansongd.core.events import Scanned
 from swansongd.errors import StagingError
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile, merged_health
 from swansongd.staging import scan
+from swansongd.util import birth
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +256,8 @@ class Scanner:
                 return replace(seen, outcome=_sealed(run_fd, self.run_directory.name, name, files))
             if now_mono_s - seen.since_mono_s < self.settle_s or is_written(run_fd, name, files):
                 return seen
-            adopted = replace(_adopted(name, layout, files), seen_mono_s=seen.scan_mono_s)
+            begun_mono_s = min(seen.scan_mono_s, now_mono_s - _age_s(run_fd, name, files))
+            adopted = replace(_adopted(name, layout, files), begun_mono_s=begun_mono_s)
             return replace(seen, outcome=adopted)
         except StagingError as error:
             if isinstance(error.__cause__, FileNotFoundError):
@@ -286,6 +289,18 @@ def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFil
         finally:
             os.close(fd)
     return False
+
+
+def _age_s(run_directory: int | Path, directory: str, files: tuple[StagedFile, ...]) -> float:
+    """Time since the oldest file of the set was created, or last written if the file system tells no more."""
+    created_wall_ns: list[int] = []
+    for file in files:
+        fd = scan.open_file(run_directory, directory, file)
+        try:
+            created_wall_ns.append(min(birth.created_wall_ns(fd) or file.mtime_ns, file.mtime_ns))
+        finally:
+            os.close(fd)
+    return (time.time_ns() - min(created_wall_ns, default=time.time_ns())) / 1e9
 
 
 def _identity(run_fd: int, name: str) -> tuple[int, int] | None:

@@ -94,7 +94,7 @@ def test_a_save_from_before_the_notice_is_no_answer(*, signals_trainer: bool) ->
     story.wait(0.1)
     assert story.verdicts == []
     half = a_set(500, "half", framework="hf", written_ns=2)
-    story.staging.append(replace(half, seen_mono_s=began_mono_s))
+    story.staging.append(replace(half, begun_mono_s=began_mono_s))
     story.scan()
     story.store_all()
     assert story.conclude() == ["PARTIAL generation 2 step 500"]

@@ -424,7 +424,7 @@ def test_an_adopted_set_that_a_restarted_daemon_has_seen_at_once_is_no_new_start
     story = story.restarted()
     first_mono_s = story.now
     story.wait(2)
-    scan(story, [replace(adopted(300, 300), seen_mono_s=first_mono_s)])
+    scan(story, [replace(adopted(300, 300), begun_mono_s=first_mono_s)])
     story.store_all()
     assert claims(story) == []
     assert story.state.commits.last_complete == CommitRef(2, 500)

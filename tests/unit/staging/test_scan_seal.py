@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -23,6 +24,7 @@ from swansongd.core.events import Scanned
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.staging import scan, seal
 from swansongd.staging.seal import Scanner
+from swansongd.util import birth
 
 from testkit.staged import ME, Clock, write_files, write_set
 
@@ -473,6 +475,34 @@ def test_every_change_restarts_the_settle_time(run: Path, scanner: Scanner, cloc
     (after,) = settled(scanner, clock)
     assert before.id.step == after.id.step
     assert before.id.nonce != after.id.nonce
+
+
+@pytest.mark.parametrize("moved_s", [-50, +50])
+def test_an_adopted_set_began_with_its_oldest_file(
+    run: Path, scanner: Scanner, clock: Clock, moved_s: int
+) -> None:
+    """Neither a later write nor a late scan makes a save look younger, which decides whether it answers."""
+    write_files(run / "checkpoint-5", {"a": b"1", "b": b"2"})
+    moved_ns = time.time_ns() + moved_s * 10**9
+    os.utime(run / "checkpoint-5" / "a", ns=(moved_ns, moved_ns))
+    first_s = clock.now_s
+    (found,) = settled(scanner, clock)
+    assert found.begun_mono_s is not None
+    assert found.begun_mono_s <= first_s + min(0, moved_s) + scanner.settle_s
+
+
+def test_the_creation_of_a_file_is_not_its_last_write(tmp_path: Path) -> None:
+    """A save of one file is as old as the file, however late its last byte is written."""
+    before_ns = time.time_ns() - 10**8  # the clock of files ticks less often
+    path = tmp_path / "file"
+    path.write_bytes(b"1")
+    after_ns = time.time_ns()
+    os.utime(path, ns=(after_ns + 10**12, after_ns + 10**12))
+    with open(path, "ab") as file:
+        created_ns = birth.created_wall_ns(file.fileno())
+    if created_ns is None:
+        pytest.skip("no creation times on this file system")
+    assert before_ns <= created_ns <= after_ns
 
 
 def can_lease(directory: Path) -> bool:
