@@ -270,6 +270,36 @@ def test_goodbye_is_the_last_event(running: RunningChannel) -> None:
     assert [left.exited for left in running.of(TrainerLeft)] == [True, False]
 
 
+def test_last_messages_arrive_though_the_process_left_some_unread(running: RunningChannel) -> None:
+    """A goodbye is no crash because a message of the daemon was not read."""
+    script = """
+join()
+s.recv(1, socket.MSG_PEEK)
+send(type="progress", step=100)
+send(type="bye")
+s.close()
+"""
+    with PeerProcess(running.path, script):
+        (joined,) = running.wait(TrainerJoined)
+        running.channel.send((joined.trainer.connection,), protocol.Committed(2, 90))
+        assert running.wait(TrainerLeft)[0].is_goodbye
+    assert [event.step for event in running.of(TrainerProgress)] == [100]
+
+
+def test_last_messages_arrive_though_a_message_found_the_end_closed() -> None:
+    """A message to a process that has just closed its end does not cost its goodbye."""
+    with HeldChannel() as running, running.connect() as other:
+        trainer = running.joined()
+        running.hold(other)
+        running.channel.send((trainer.number,), protocol.Committed(2, 90))  # is handled first
+        trainer.send(protocol.Progress(step=100))
+        trainer.send(protocol.Bye())
+        trainer.close()
+        running.release()
+        assert running.wait(TrainerLeft)[0].is_goodbye
+        assert [event.step for event in running.of(TrainerProgress)] == [100]
+
+
 @pytest.mark.fault("T09")
 def test_a_process_that_reconnects_is_one_process(running: RunningChannel) -> None:
     """After a reconnect only the newest connection posts the exit of the process."""

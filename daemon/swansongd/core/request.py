@@ -230,11 +230,17 @@ def record_process_ended(transition: Transition, request_id: str) -> None:
 
 
 def record_left(transition: Transition, event: TrainerLeft) -> None:
-    """A rank's process ended, perhaps right after it had sealed: a scan that begins now decides."""
+    """A rank's process ended, perhaps right after it had sealed: a scan that begins now decides.
+
+    After a goodbye its part is written, so the other ranks still seal the set.
+    """
     trainer = transition.state.ranks.on(event.connection)
     if trainer is None or not event.exited:
         return
+    others = {other.rank for other in transition.state.connected if other is not trainer}
     for request in transition.waiting_requests:
+        if event.is_goodbye and request.ranks & others:
+            continue
         if trainer.rank in request.ranks and not request.is_periodic:
             _record_lost(transition, request)
 

@@ -295,7 +295,7 @@ def _adopting(
     live = state.start
     may_be_beside = bool(state.connected) or (is_early and not state.starts.process)
     if live is not None and live.has_hooks and may_be_beside:
-        return live.id  # the framework saves as well as our hooks, whose ranks may still reconnect
+        return ""  # the framework saves beside our hooks, which cannot load it
     own = [start for start in state.starts.known if not start.has_hooks and start.is_of_boot]
     ids = [start.id for start in own if start.process_ns <= written_ns]
     if len(ids) < len(own):  # written before the newest process began

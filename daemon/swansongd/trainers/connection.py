@@ -74,9 +74,12 @@ class PeerConnection:
         """
         assert self.socket is not None
         # The buffer fits only the credentials, so the kernel drops descriptors that a peer may pass.
-        data, ancillary, flags, _ = self.socket.recvmsg(
-            MAX_MESSAGE_BYTES, socket.CMSG_SPACE(CREDENTIALS_BYTES), socket.MSG_CMSG_CLOEXEC
-        )
+        limits = MAX_MESSAGE_BYTES, socket.CMSG_SPACE(CREDENTIALS_BYTES), socket.MSG_CMSG_CLOEXEC
+        try:
+            data, ancillary, flags, _ = self.socket.recvmsg(*limits)
+        except ConnectionResetError:
+            # It closed with messages of ours unread.  The kernel says so once; its own last ones follow.
+            data, ancillary, flags, _ = self.socket.recvmsg(*limits)
         pid = 0
         for level, kind, content in ancillary:
             if (level, kind) == (socket.SOL_SOCKET, socket.SCM_CREDENTIALS):
@@ -104,7 +107,9 @@ class PeerConnection:
         return True
 
     def flush(self) -> None:
-        """Send as much as the socket takes now.
+        """Send as much as the socket takes now; nothing to a peer that has closed its end.
+
+        The last messages of such a peer, and then the end, are still to be received.
 
         Raises:
             OSError: the connection is broken.
@@ -112,7 +117,8 @@ class PeerConnection:
         with suppress(BlockingIOError):
             while self._outgoing and self.socket is not None:
                 message, fd = self._outgoing[0]
-                _send(self.socket, message, fd)
+                with suppress(BrokenPipeError, ConnectionResetError):
+                    _send(self.socket, message, fd)
                 self._outgoing.popleft()
                 self._outgoing_bytes -= len(message)
                 _close(fd)

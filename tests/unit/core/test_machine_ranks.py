@@ -237,6 +237,42 @@ def test_a_rejected_set_ends_the_wait() -> None:
     assert story.last(WithdrawRequest).reason == "the sealed set is not sound: short file"
 
 
+def test_a_rank_that_says_goodbye_has_written_its_part() -> None:
+    """With ``stop_after_save`` a fast rank is gone while the others write: their set is the answer."""
+    story = Story()
+    for rank in range(2):
+        story.join(rank, rank=rank, ranks=2, step=8)
+    story.notice()
+    for rank in range(2):
+        story.accept(8, rank)
+    answer = a_set(9, "emg", request_id=story.request_id)
+    story.scan(growing=(answer,))
+    story.leave(1, is_goodbye=True)
+    story.scan(growing=(answer,))
+    assert not story.all(WithdrawRequest)
+    story.staging.append(answer)
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 9"]
+
+
+@pytest.mark.fault("T02")
+def test_the_last_rank_that_leaves_without_a_set_ends_the_wait() -> None:
+    """After every rank's goodbye no process is left to seal the set."""
+    story = Story()
+    story.seal(5)
+    for rank in range(2):
+        story.join(rank, rank=rank, ranks=2, step=8)
+    story.notice()
+    for rank in range(2):
+        story.accept(8, rank)
+    for rank in range(2):
+        story.leave(rank, is_goodbye=True)
+    story.scan()
+    story.store_all()
+    assert story.verdicts == ["PARTIAL generation 2 step 5"]
+
+
 def test_a_set_of_the_reported_step_answers() -> None:
     """A trainer that has just saved this step reports it, and need not save it twice."""
     story = Story()

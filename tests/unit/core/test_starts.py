@@ -481,3 +481,23 @@ def test_sets_of_an_earlier_boot_are_committed_only_if_nothing_is_newer(*, has_n
     story.next_generation = 4
     story.join(start_id="b")
     assert claims(story) == ["b"]
+
+
+@pytest.mark.fault("T12")
+def test_a_framework_that_saves_beside_our_hooks_proves_nothing() -> None:
+    """The hooks of the next VM cannot load its directory, so it is not committed in the start's line."""
+    story = Story()
+    story.join(step=100)
+    story.seal(100)
+    story.store_all()
+    story.progress(149)
+    story.seal(150, "hf", framework="checkpoint-n", written_ns=10**9)
+    story.store_all()
+    assert story.state.commits.last == CommitRef(2, 100)
+    story.progress(150)
+    story.notice()
+    story.accept(150)
+    assert "SAFE generation 2 step 150" not in story.verdicts
+    story.answer(151)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 151"]
