@@ -22,7 +22,7 @@ from swansongd.core.request import (
 from swansongd.core.request_ids import AGAIN, FOLLOW_UP
 from swansongd.core.state import CheckpointRequest, Evacuation, State
 from swansongd.core.transition import PEER_SOURCE, Transition
-from swansongd.model import Verdict
+from swansongd.model import CheckpointId, Verdict
 
 AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""
@@ -131,6 +131,8 @@ def attend(transition: Transition, request: CheckpointRequest) -> None:
     """Bring the ranks to one step, and stop waiting for their set when it is too late for it."""
     if transition.evacuation.is_resumed:
         record_if_committed(transition, request)  # the claim may come after the trainer's answer
+    if request.sealed is not None and not request.failure:
+        _fail_if_unusable(transition, request, request.sealed)
     waiting = transition.waiting_request(request.request_id)
     if waiting is not None:
         reconcile_target(transition, waiting)
@@ -198,6 +200,16 @@ def will_repeat(transition: Transition) -> bool:
     plan = planned(transition, left_s=transition.left_s)
     is_safe = proof.prove(state)[0] is Verdict.SAFE
     return plan.kind is PlanKind.TAKE and plan.fits and not is_safe
+
+
+def _fail_if_unusable(
+    transition: Transition, request: CheckpointRequest, answer: CheckpointId
+) -> None:
+    """The answer cannot be read, vanished, was written again or rolled back before it was committed."""
+    state = transition.state
+    is_usable = any(staged.id == answer for staged in state.staging.usable)
+    if not is_usable and not state.is_covered(answer):
+        fail(transition, request, "the set that answered it cannot be committed")
 
 
 def _fail_if_too_late(transition: Transition, request: CheckpointRequest) -> None:

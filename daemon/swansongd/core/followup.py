@@ -78,9 +78,10 @@ def is_under_way(state: State) -> bool:
 def reconcile(transition: Transition) -> None:
     """Request a follow-up that is due, or attend to the one in progress."""
     request = transition.state.follow_up
-    if request is not None and request.is_waiting:
+    if request is not None:
         emergency.attend(transition, request)
-        return
+        if request.is_waiting:
+            return
     due_s = wait_s(transition.state, transition.now)
     if due_s is not None and due_s <= 0:
         emergency.make_follow_up(transition)

@@ -721,8 +721,8 @@ class State:
 
     @property
     def answer(self) -> CheckpointId | None:
-        """The set in staging that answers the request of this evacuation, while it is sound."""
-        return self._answer_to(None if self.evacuation is None else self.evacuation.request)
+        """The set that answers the request of this evacuation: usable, or committed."""
+        return None if self.evacuation is None else _answer_to(self.evacuation.request)
 
     @property
     def follow_up(self) -> CheckpointRequest | None:
@@ -731,13 +731,8 @@ class State:
 
     @property
     def follow_up_answer(self) -> CheckpointId | None:
-        """The set in staging that answers the follow-up request, while it is sound."""
-        return self._answer_to(self.follow_up)
-
-    def _answer_to(self, request: CheckpointRequest | None) -> CheckpointId | None:
-        """The trainer may delete it, or write it again: no other set waits for it then."""
-        ids = (staged.id for staged in self.staging.usable)
-        return next((id_ for id_ in ids if request is not None and id_ == request.sealed), None)
+        """The set that answers the follow-up request: usable, or committed."""
+        return _answer_to(self.follow_up)
 
     @cached_property
     def is_finished(self) -> bool:
@@ -815,3 +810,7 @@ class State:
 
         live = filter(is_urgent, self.notices.in_force)
         return tuple(sorted(live, key=lambda n: (-n.severity, n.deadline_mono_s)))
+
+
+def _answer_to(request: CheckpointRequest | None) -> CheckpointId | None:
+    return None if request is None or request.failure else request.sealed

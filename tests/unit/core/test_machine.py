@@ -596,8 +596,8 @@ def test_a_void_set_is_not_tried_again() -> None:
     assert story.verdicts == ["PARTIAL generation 2 step 9"]
 
 
-def test_a_set_that_disappears_after_the_notice_is_not_safe() -> None:
-    """SAFE is about the newest sealed set, even if the set was deleted since."""
+def test_a_set_that_disappears_after_the_notice_is_requested_again() -> None:
+    """A set that is deleted before its commit proves nothing, and another one is requested in time."""
     story = Story(staged=[a_set(10)])
     story.store_all()
     story.join(step=11)
@@ -607,7 +607,13 @@ def test_a_set_that_disappears_after_the_notice_is_not_safe() -> None:
     story.lose(lost)
     assert story.state.flush.flight is None
     assert story.all(CancelFlush)
-    assert story.verdicts == ["PARTIAL generation 2 step 10"]
+    assert story.verdicts == []
+    story.wait(2.0)
+    assert story.request_id.endswith(".again-1")
+    story.accept(12)
+    story.answer(13)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 13"]
 
 
 @pytest.mark.fault("O04")
