@@ -75,6 +75,7 @@ from swansongd.observe.observer import Observer
 from swansongd.observe.report import full_report, status_line
 from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.tally import Tally
 from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
@@ -136,6 +137,7 @@ class Service:
         self._decision_log = DecisionLog()
         self._samples = FlushSamples()
         self._accounting = Accounting(self._record_resume, self._conclude)
+        self._tally = Tally()
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -241,7 +243,13 @@ class Service:
         counters = None if self._metrics is None else self._metrics.counters
         self._observers: tuple[Observer, ...] = tuple(
             observer
-            for observer in (self._accounting, self._samples, self._notifications, counters)
+            for observer in (
+                self._accounting,
+                self._tally,
+                self._samples,
+                self._notifications,
+                counters,
+            )
             if observer is not None
         )
 
@@ -495,6 +503,7 @@ class Service:
             now_wall_s=time.time(),
             state=self._state,
             training=self._accounting.training,
+            tally=self._tally.figures,
             decision_faults=faults.faults,
             last_fault=faults.last_fault,
             sources=tuple(source.name for source in self._sources),

@@ -472,7 +472,9 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
     vm = new_vm("a", {"url": store.as_uri()})
     vm.start_daemon().lines.wait(event="health", source="store", health="ok")
     # With the record of the daemon, doctor would report the empty disk as another store.
-    (vm.run_directory / ".swansongd" / "claim.json").unlink()
+    record = vm.run_directory / ".swansongd" / "claim.json"
+    until(record.exists, what="the record")
+    record.unlink()
     for size, number, fix in (
         ("size=2m", " MB free in ", "df -h "),
         ("nr_inodes=60", " more files", "df -i "),

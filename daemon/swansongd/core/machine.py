@@ -112,8 +112,6 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             ranks.record_joined(transition, trainer)
             starts.record_joined(transition, trainer.connection)
             request.record_joined(transition, trainer.connection, trainer.rank)
-        case TrainerRefused(_, reason):
-            ranks.record_refused(transition, reason)
         case TrainerLeft():
             starts.record_left(transition, event)
             request.record_left(transition, event)
@@ -143,14 +141,18 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             request.record_failed(transition, request_id, reason)
         case RestoreAsked(start_id):
             starts.record_restoring(transition, start_id)
-        case DownloadStarted() | DownloadEnded() | RestoreAnswered():
+        case (
+            DownloadStarted()
+            | DownloadEnded()
+            | RestoreAnswered()
+            | TrainerRefused()
+            | NewestDated()
+        ):
             pass  # only observers use them
         case RolledBack(to_step):
             starts.record_rolled_back(transition, to_step)
         case RunRead(newest, newest_start):
             commits.record_newest(transition, newest, newest_start)
-        case NewestDated():
-            commits.record_dated(transition, event)
         case PaceRead():
             learning.record_read(transition, event)
         case HistoryRead():

@@ -155,39 +155,6 @@ class Finishing:
     is_done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedRanks:
-    """Processes that were refused because another one has their rank: number and last one."""
-
-    count: int = 0
-    reason: str = ""
-    mono_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FailedSaves:
-    """Checkpoints that the trainer failed to write since the daemon started: number and last one."""
-
-    count: int = 0
-    request_id: str = ""
-    """Empty for a checkpoint of the trainer's own schedule."""
-    step: int | None = None
-    rank: int | None = None
-    """The first rank that reported the failure."""
-    reason: str = ""
-    mono_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedSets:
-    """Sealed sets that were deleted unsent since the daemon started, because newer ones supersede them."""
-
-    count: int = 0
-    step: int | None = None
-    """Step of the newest one."""
-    mono_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRequest:
     """A checkpoint request to the trainer, of an evacuation or periodic, and how far it has come."""
@@ -310,24 +277,14 @@ class NoticeState:
     live: Mapping[str, Notice] = field(default_factory=dict)
     """Live notices: by their source, which shows one at a time, or by identity if given by hand."""
     rates_mono_s: Mapping[str, float] = field(default_factory=dict)
-    """By source: when its rate of evacuations is unused again; see :mod:`swansongd.core.notices`."""
-    held: frozenset[str] = frozenset()
-    """Sources whose next evacuation waits for that rate."""
-    concluded: tuple[str, ...] = ()
-    """Identities of notices that the VM has outlived; they have no further effect."""
-    prepared: tuple[str, ...] = ()
-    """Identities of notices for which a precaution was taken, or was not worth it."""
-    precaution_mono_s: float | None = None
-    """When the last precaution was taken."""
-    peers_mono_s: tuple[float, ...] = ()
-    """When the last requests of other VMs became notices."""
+    """By source, or kind of effect: when its rate is unused again; see :mod:`swansongd.core.notices`."""
     peer_end_mono_s: float | None = None
     """Earliest end of another VM of this job start, as its request stated it."""
 
     @property
     def in_force(self) -> tuple[Notice, ...]:
         """Live notices that the VM has not outlived."""
-        return tuple(n for n in self.live.values() if n.identity not in self.concluded)
+        return tuple(notice for notice in self.live.values() if not notice.is_outlived)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,10 +311,6 @@ class RankState:
     """The ranks of the trainer on this VM; written by :mod:`~swansongd.core.ranks`."""
 
     trainers: tuple[TrainerView, ...] = ()
-    refused: RefusedRanks = RefusedRanks()
-    joined_mono_s: float | None = None
-    """When the first of the connected ranks connected."""
-    failed_saves: FailedSaves = FailedSaves()
 
     @property
     def stalled(self) -> frozenset[int]:
@@ -410,8 +363,6 @@ class StagingState:
     pending: tuple[str, ...] = ()
     growing: tuple[Staged, ...] = ()
     """Sets that are being written, with the files in them that are final."""
-    rejected: frozenset[tuple[str, str]] = frozenset()
-    """(directory, reason) of sealed sets that are not sound; each is logged once."""
     first_scan_mono_s: float | None = None
     """When the first scan of this life began; None before."""
     scanned_mono_s: float = -math.inf
@@ -420,9 +371,6 @@ class StagingState:
     """When a scan last found a sealed set of any kind."""
     unusable: frozenset[CheckpointId] = frozenset()
     """Sets that changed, were unreadable, lost a conflict, were dropped, or are of a start that is over."""
-    dropped: DroppedSets = DroppedSets()
-    has_aside: bool = False
-    """Sets were set aside, for the next commit to delete."""
 
     @cached_property
     def usable(self) -> tuple[Staged, ...]:
@@ -462,9 +410,6 @@ class CommitState:
     stored: tuple[StoredSet, ...] = ()
     last_complete: CommitRef | None = None
     """Newest whole commit of the run, of any generation: all its VMs have committed their parts."""
-    complete_mono_s: float | None = None
-    """When ``last_complete`` became whole.  For a commit that a claim found it is known once its manifest is
-    read, by the wall clocks of two VMs."""
     newest_start: str = ""
     """The start whose generation ``last_complete`` has, if it is not a known one."""
     is_run_read: bool = False
@@ -594,6 +539,11 @@ class State:
     @cached_property
     def connected(self) -> tuple[TrainerView, ...]:
         return tuple(trainer for trainer in self.ranks.trainers if trainer.is_connected)
+
+    @cached_property
+    def joined_mono_s(self) -> float | None:
+        """When the first of the connected ranks connected; None without any."""
+        return min((trainer.greeted_mono_s for trainer in self.connected), default=None)
 
     @cached_property
     def pinned(self) -> Staged | None:

@@ -137,7 +137,7 @@ class DaemonCollector:
 
     def _put_commits(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state, now, counters = snapshot.state, snapshot.now_mono_s, self._counters
-        last, last_mono_s = state.commits.last_complete, state.commits.complete_mono_s
+        last, last_mono_s = state.commits.last_complete, snapshot.tally.committed_mono_s
         self._put_instant(sheet, "swansong_last_commit_timestamp_seconds", snapshot, last_mono_s)
         sheet.put("swansong_last_commit_step", None if last is None else last.step)
         for kind, count in counters.commits.items():
@@ -150,8 +150,8 @@ class DaemonCollector:
         sheet.put("swansong_checkpoint_interval_seconds", periodic.interval_s(state))
         sheet.put("swansong_checkpoint_size_bytes", state.measured.save_bytes)
         sheet.put("swansong_unsent_sets", staged_sets.unsent(state).sets)
-        sheet.put("swansong_dropped_sets_total", state.staging.dropped.count)
-        sheet.put("swansong_save_failures_total", state.ranks.failed_saves.count)
+        sheet.put("swansong_dropped_sets_total", snapshot.tally.dropped.count)
+        sheet.put("swansong_save_failures_total", snapshot.tally.failed_saves.count)
 
     def _put_flush(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state = snapshot.state
@@ -228,11 +228,11 @@ class DaemonCollector:
         state, training = snapshot.state, snapshot.training
         unhealthy = sum(trainer.loss_is_finite is False for trainer in state.connected)
         sheet.put("swansong_trainers_connected", len(state.connected))
-        name, joined = "swansong_trainers_joined_timestamp_seconds", state.ranks.joined_mono_s
-        self._put_instant(sheet, name, snapshot, joined if state.connected else None)
+        name, joined = "swansong_trainers_joined_timestamp_seconds", state.joined_mono_s
+        self._put_instant(sheet, name, snapshot, joined)
         sheet.put("swansong_trainers_stalled", len(state.ranks.stalled))
         sheet.put("swansong_trainers_unhealthy", unhealthy)
-        sheet.put("swansong_trainers_refused_total", state.ranks.refused.count)
+        sheet.put("swansong_trainers_refused_total", snapshot.tally.refused.count)
         sheet.put("swansong_trainer_step", None if training.step < 0 else training.step)
         sheet.put("swansong_trainer_step_seconds", training.step_s)
         sheet.put("swansong_trainer_save_seconds", state.measured.save_s)

@@ -299,7 +299,7 @@ def test_the_report_lists_the_gpus() -> None:
     story = trained()
     read(story, GpuHealth.LOST)
     story.now += 5
-    rows = status_report(story.state, story.now)["gpus"]
+    rows = status_report(story.state, story.tally.figures, story.now)["gpus"]
     assert isinstance(rows, list)
     assert [(row["index"], row["health"], row["xids"]) for row in rows] == [
         (0, "lost", {"dying": 1})

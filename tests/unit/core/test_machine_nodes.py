@@ -314,7 +314,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     second = CommitRef(3, 9)
     node.tell(CommitDone(order.flush_id, second))
     assert node.final == []
-    report = status_report(node.state, node.now)
+    report = status_report(node.state, node.tally.figures, node.now)
     assert (report["state"], report["verdict"]) == ("WAITING_FOR_PEERS", None)
     assert report["last_commit"] == {"generation": 3, "step": 5, "is_final": False, "age_s": 0.0}
     assert report["part"] == {"generation": 3, "step": 9, "nodes": 2, "nodes_committed": 1}
@@ -322,7 +322,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     line = status_line(node.state, node.now)
     assert "last commit generation 3 step 5; this VM's part of generation 3 step 9" in line
     assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
-    assert not node.all(Prune)
+    assert not any(prune.directories for prune in node.all(Prune))
     node.counted(second, 1)
     assert node.state.phase is Phase.WAITING_FOR_PEERS
     node.wait(0.3)
@@ -331,7 +331,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     assert node.last(Conclude).part is None
     assert node.last(TellCommitted).ref == second
     assert len(node.last(Prune).directories) == 1
-    assert status_report(node.state, node.now)["part"] is None
+    assert status_report(node.state, node.tally.figures, node.now)["part"] is None
     node.wait(5)
     assert node.final == ["SAFE generation 3 step 9"]
 
@@ -620,7 +620,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     node = Node()
     node.begin()
     node.tell(FenceFound(4))
-    report = status_report(node.state, node.now)
+    report = status_report(node.state, node.tally.figures, node.now)
     assert (report["state"], report["newer_generation"]) == ("FENCED", 4)
     assert "generation 4" in status_line(node.state, node.now)
     node.notice(in_s=60)
@@ -633,7 +633,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     fences = [line for line in node.all(Log) if line.event == "fenced"]
     assert len(fences) == 1
     node.begin_again()
-    assert status_report(node.state, node.now)["newer_generation"] is None
+    assert status_report(node.state, node.tally.figures, node.now)["newer_generation"] is None
     assert node.state.phase is not Phase.FENCED
 
 

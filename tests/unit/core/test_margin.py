@@ -38,7 +38,7 @@ def with_kinds(story: Story) -> Story:
 
 def lines(story: Story, capsys: pytest.CaptureFixture[str]) -> str:
     """The output of ``swansong status`` for this state, on one line."""
-    print_report(status_report(story.state, story.now))
+    print_report(status_report(story.state, story.tally.figures, story.now))
     return " ".join(capsys.readouterr().out.split())
 
 

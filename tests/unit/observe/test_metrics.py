@@ -122,6 +122,7 @@ class Watched(Story):
                 "now_wall_s": 1.8e9 + self.now + self.drift_s,
                 "state": self.state,
                 "training": self.accounting.training,
+                "tally": self.tally.figures,
                 "sources": SOURCES,
                 **self.figures,
             }

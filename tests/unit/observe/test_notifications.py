@@ -12,7 +12,7 @@ import pytest
 from swansongd.core import machine
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged, Tick
 from swansongd.core.state import State
-from swansongd.model import Health, NoticeKind, Severity, SourceStatus
+from swansongd.model import CommitRef, Health, NoticeKind, Severity, SourceStatus
 from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 from swansongd.observe.conditions import Watch
@@ -383,9 +383,10 @@ class Trained(Story):
 
     def commit(self) -> None:
         """A commit of an earlier set becomes whole."""
-        self.state = replace(
-            self.state, commits=replace(self.state.commits, complete_mono_s=self.now)
-        )
+        last = self.state.commits.last_complete
+        newest = CommitRef(1, 1 if last is None else last.step + 1)
+        self.state = replace(self.state, commits=replace(self.state.commits, last_complete=newest))
+        self.tell(Tick())
 
     def silent(self, *, after_s: float = 0.0) -> str:
         self.now += after_s

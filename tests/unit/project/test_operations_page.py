@@ -422,7 +422,7 @@ STATED = [
     ("trainer", f"a status query counts as {admission.STATUS_COST:.0f}"),
     ("trainer", f"{protocol.MAX_MESSAGE_BYTES / 2**10:.0f} KiB each"),
     ("trainer", f"{admission.QUERIES_MAX} of one connection"),
-    ("trainer", f"{notices.PEER_REQUESTS_MAX} a minute"),
+    ("trainer", f"{notices.AT_ONCE}, then one every {notices.EVERY_S:.0f} s"),
     ("trainer", f"{starts.CLAIMS_MAX} in {starts.WINDOW_S:.0f} s"),
     ("shutdown", f"{unit('TimeoutStopSec').removesuffix('s')} s, and longer"),
     ("shutdown", f"restarts the daemon {unit('RestartSec').removesuffix('s')} s after"),
