@@ -72,6 +72,7 @@ from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
+from swansongd.observe.phase import phase_of
 from swansongd.observe.report import full_report, status_line
 from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
@@ -302,7 +303,7 @@ class Service:
                 self._turn()
         except Exception:
             # The restarted daemon continues from its records.  First a commit in flight may finish.
-            _log.exception("decision_loop_fault", state=self._state.phase.value)
+            _log.exception("decision_loop_fault", state=phase_of(self._state).value)
             self._committer.drain(_EXIT_DRAIN_S)
             return 1
         return self._leave(self._exit)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from swansong import bounds
 
@@ -198,22 +198,6 @@ def forget(transition: Transition) -> None:
 def _is_durable(staged: Staged) -> bool:
     """Whether the hooks flushed it to the disk before they sealed it."""
     return staged.framework == "swansong" and staged.kind is not CheckpointKind.EMERGENCY
-
-
-@dataclass(frozen=True, slots=True)
-class Unsent:
-    """Sealed sets without a commit."""
-
-    sets: int
-    bytes_left: int
-    """Bytes of these sets that are not in the store."""
-
-
-def unsent(state: State) -> Unsent:
-    """The sealed sets and bytes that wait for the store."""
-    waiting = state.uncommitted
-    left = sum(max(0, s.size_bytes - state.flush.stored_bytes.get(s.id, 0)) for s in waiting)
-    return Unsent(len(waiting), left)
 
 
 def reconcile(transition: Transition) -> None:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 
 from swansongd.core.cadence import History
@@ -34,21 +33,6 @@ from swansongd.model import (
 
 SCHEDULED_LEAD_S = 120.0
 """A scheduled end is evacuated this long before, or earlier if the checkpoint takes longer."""
-
-
-class Phase(StrEnum):
-    """The daemon's state as ``swansong status`` shows it; a verdict replaces it once there is one."""
-
-    IDLE = "IDLE"
-    ARMED = "ARMED"
-    CHECKPOINTING = "CHECKPOINTING"
-    FLUSHING = "FLUSHING"
-    COMMITTING = "COMMITTING"
-    WAITING_FOR_TRAINER = "WAITING_FOR_TRAINER"
-    """No trainer is connected, and one that connects now is asked for a checkpoint."""
-    WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
-    """This VM's part is committed, and not all other VMs have committed theirs."""
-    FENCED = "FENCED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -237,11 +221,9 @@ class Evacuation:
     """Verdict of an earlier life of the daemon, and the start of the training to which it applies."""
     awaits_trainer: bool = False
     """The verdict waits for a trainer to connect, or to become ready for its signal."""
-    foretold: tuple[Verdict, CommitRef | None] | None = None
-    """Verdict and commit of the farewell that was written before the wait for a trainer."""
+    foretold: tuple[Verdict, CommitRef | None, CommitRef | None] | None = None
+    """Verdict, commit and this VM's part of the newest farewell before the verdict."""
     verdict: Verdict | None = None
-    part_reported: CommitRef | None = None
-    """A farewell reports this VM's part of this checkpoint."""
     follow_up: CheckpointRequest | None = None
     """The newest follow-up request.  ``request`` stays, with the verdict that it led to."""
     follow_ups: int = 0
@@ -478,29 +460,6 @@ class State:
     course: CourseState = CourseState()
     evacuation: Evacuation | None = None
     """The open evacuation; written by :mod:`~swansongd.core.course`."""
-
-    @cached_property
-    def phase(self) -> Phase | Verdict:
-        """Derived, so that it cannot disagree with the facts."""
-        if self.starts.fenced_by is not None:
-            return Phase.FENCED
-        evacuation = self.evacuation
-        if evacuation is None or evacuation.is_precaution:
-            return Phase.ARMED if self.notices.in_force else Phase.IDLE
-        if evacuation.verdict is Verdict.SAFE:
-            return evacuation.verdict  # whatever follows
-        request = evacuation.request
-        if request is not None and request.is_waiting and evacuation.verdict is None:
-            return Phase.CHECKPOINTING
-        if self.flush.flight is not None:
-            return Phase.FLUSHING
-        if self.commits.stored:
-            return Phase.COMMITTING
-        if evacuation.verdict is None and self.commits.incomplete is not None:
-            return Phase.WAITING_FOR_PEERS
-        if evacuation.verdict is None and evacuation.awaits_trainer:
-            return Phase.WAITING_FOR_TRAINER
-        return evacuation.verdict or Phase.FLUSHING
 
     @cached_property
     def start(self) -> Start | None:

@@ -15,10 +15,9 @@ from itertools import groupby
 from prometheus_client import Metric
 
 from swansongd.config.config import MetricsConfig
-from swansongd.core import periodic, staged_sets
-from swansongd.core.margin import Margin, margins
+from swansongd.core import periodic
 from swansongd.core.notices import BY_HAND
-from swansongd.core.state import Phase, State
+from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE, PEER_SOURCE
 from swansongd.model import GpuHealth, Health, Severity, Verdict
 from swansongd.observe import report
@@ -27,6 +26,8 @@ from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import Exposition, Textfile, registry_of
 from swansongd.observe.families import Sheet
 from swansongd.observe.loss import LOST
+from swansongd.observe.margin import Margin, margins
+from swansongd.observe.phase import Phase, phase_of
 from swansongd.observe.snapshot import MirrorState, Snapshot
 
 _SOURCES_UP = (Health.OK, Health.DEGRADED)
@@ -130,7 +131,7 @@ class DaemonCollector:
         sheet.put("swansong_build_info", 1.0, version=version, python=python)
         self._put_instant(sheet, "swansong_start_timestamp_seconds", snapshot, snapshot.born_mono_s)
         names = (*(phase.value for phase in Phase), *(verdict.value for verdict in Verdict))
-        sheet.put_one_of("swansong_state", "state", names, state.phase.value)
+        sheet.put_one_of("swansong_state", "state", names, phase_of(state).value)
         sheet.put("swansong_generation", state.generation)
         sheet.put("swansong_decision_faults_total", snapshot.decision_faults)
         sheet.put("swansong_log_lines_dropped_total", snapshot.log_lines_dropped)
@@ -149,7 +150,7 @@ class DaemonCollector:
         sheet.put("swansong_replication_lag_bytes", report.pending_bytes(state))
         sheet.put("swansong_checkpoint_interval_seconds", periodic.interval_s(state))
         sheet.put("swansong_checkpoint_size_bytes", state.measured.save_bytes)
-        sheet.put("swansong_unsent_sets", staged_sets.unsent(state).sets)
+        sheet.put("swansong_unsent_sets", report.unsent(state).sets)
         sheet.put("swansong_dropped_sets_total", snapshot.tally.dropped.count)
         sheet.put("swansong_save_failures_total", snapshot.tally.failed_saves.count)
 

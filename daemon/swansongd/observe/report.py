@@ -3,10 +3,13 @@
 
 from __future__ import annotations
 
-from swansongd.core import arrival, followup, periodic, staged_sets
-from swansongd.core.margin import Margin, margins
+from dataclasses import dataclass
+
+from swansongd.core import arrival, followup, periodic
 from swansongd.core.state import State
 from swansongd.model import GpuStatus, Health, Notice, SourceStatus, TrainerView
+from swansongd.observe.margin import Margin, margins
+from swansongd.observe.phase import phase_of
 from swansongd.observe.snapshot import MirrorFigures, PruneFigures, Snapshot
 from swansongd.observe.tally import DroppedSets, FailedSaves, Figures, RefusedRanks
 
@@ -80,7 +83,7 @@ def status_report(state: State, tally: Figures, now_mono_s: float) -> dict[str, 
     age_s = None if since_mono_s is None else round(now_mono_s - since_mono_s, 1)
     return {
         "generation": state.generation,
-        "state": state.phase.value,
+        "state": phase_of(state).value,
         "newer_generation": state.starts.fenced_by,
         "verdict": _verdict(state),
         "last_verdict": _last_verdict(state, now_mono_s),
@@ -166,7 +169,7 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
         "seconds_left": round(evacuation.deadline_mono_s - now_mono_s, 1),
         "plan": evacuation.plan.kind.value,
         "why": evacuation.plan.reason,
-        "phase": state.phase.value,
+        "phase": phase_of(state).value,
         "trainer_wait_s": None if wait_s is None else round(wait_s, 1),
         "follow_ups": _follow_ups(state, now_mono_s),
         "expected_s": _rounded(request.expected_s if request else None),
@@ -215,14 +218,14 @@ def status_line(state: State, now_mono_s: float) -> str:
     if store is not None and store.health is not Health.OK:
         last += f"; the store is {store.health.value}: {store.reason:.200}"
     if state.evacuation is None:
-        return f"{state.phase.value}; {last}"
+        return f"{phase_of(state).value}; {last}"
     left_s = state.evacuation.deadline_mono_s - now_mono_s
     wait_s = arrival.wait_s(state, now_mono_s)
     if followup.is_under_way(state):
         last = f"a follow-up checkpoint is under way; {last}"
     if wait_s is not None:
         last = f"waiting for a trainer to connect, {wait_s:.0f} s left; {last}"
-    return f"{state.phase.value}; {left_s:.0f} s left; {last}"
+    return f"{phase_of(state).value}; {left_s:.0f} s left; {last}"
 
 
 def _stalled_s(state: State, trainer: TrainerView, now_mono_s: float) -> float | None:
@@ -288,9 +291,25 @@ def _flush(state: State, now_mono_s: float) -> dict[str, object] | None:
     }
 
 
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Sealed sets without a commit."""
+
+    sets: int
+    bytes_left: int
+    """Bytes of these sets that are not in the store."""
+
+
+def unsent(state: State) -> Unsent:
+    """The sealed sets and bytes that wait for the store."""
+    waiting = state.uncommitted
+    left = sum(max(0, s.size_bytes - state.flush.stored_bytes.get(s.id, 0)) for s in waiting)
+    return Unsent(len(waiting), left)
+
+
 def _unsent(state: State, dropped: DroppedSets, now_mono_s: float) -> dict[str, object]:
     """Sealed sets that wait for their upload, and the number of those that newer sets replaced."""
-    waiting = staged_sets.unsent(state)
+    waiting = unsent(state)
     is_retried = bool(state.flush.failures) and state.flush.flight is None
     return {
         "sets": waiting.sets,

@@ -27,7 +27,7 @@ from swansongd.doctor import store
 from swansongd.doctor.findings import Finding, Level
 from swansongd.flush.store_health import FAILING_AFTER_S
 from swansongd.model import DeadlineQuality, Health, Severity, Verdict
-from swansongd.observe import report
+from swansongd.observe import phase, report
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
@@ -286,7 +286,7 @@ def test_every_nested_field_of_the_status_is_named() -> None:
 @pytest.mark.parametrize(
     ("page", "title", "known"),
     [
-        ("status", "States", list(state.Phase)),
+        ("status", "States", list(phase.Phase)),
         ("status", "Plans", list(PlanKind)),
         ("status", "Severity", [f"`{severity.name.lower()}`" for severity in Severity]),
         ("notices", "Health of a source", [f"`{health}`" for health in Health]),
