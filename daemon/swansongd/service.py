@@ -16,7 +16,6 @@ import time
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
@@ -97,7 +96,7 @@ from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
 from swansongd.trainers.translate import message_of
-from swansongd.util.boot import booted_wall_ns
+from swansongd.util import boot
 from swansongd.util.threads import Worker
 
 if TYPE_CHECKING:
@@ -113,7 +112,6 @@ _EXIT_COMMAND_S = 4.0
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
 _JUDGEMENTS_MAX = 4
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = structlog.get_logger(__name__)
 
@@ -143,7 +141,7 @@ class Service:
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
-        boot_id = _BOOT_ID.read_text().strip()
+        boot_id = boot.boot_id()
         self._notifier = SystemdNotifier(os.environ)
         self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
         self._staging = prepare(config.staging.path, config.run.name)
@@ -585,7 +583,7 @@ def _first_state(
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         vm=vm,
-        booted_wall_ns=booted_wall_ns(),
+        booted_wall_ns=boot.booted_wall_ns(),
     )
     return State(settings=settings, starts=StartState(known=committer.starts))
 
