@@ -2,8 +2,8 @@
 """One rank of a job over several VMs, started by torchrun; prints JSON lines.
 
 Every optimizer step adds one to each weight, so the step determines the restored weights.  With
-``--die-in-save N --die-node K`` the ranks of that VM are killed half-way through their save at step N of a fresh
-run; its restart does not die again.
+``--die-in-save N --die-node K`` the ranks of that VM are killed half-way through their save at step N of a
+fresh run; its restart does not die again.
 With ``--bad-from N --bad-rank K`` the loss of that rank, and with it the mean loss, is NaN from step N on;
 after the second such step all ranks roll back together.
 """

@@ -492,12 +492,16 @@ def test_a_start_begins_when_no_daemon_has_anything_to_finish(
 def test_a_start_waits_only_for_the_share_of_a_vm_that_left_the_job(
     connect: Callable[[], JobStore], is_left: bool
 ) -> None:
-    """All VMs of the earlier start have answered: nothing more can come.  One has not: its share still may."""
+    """If all VMs of the earlier start have answered, no share is missing; an absent VM may still send one."""
     job = Job(connect, nodes=2, local=2)
     for rank in job.ranks:
         node = rank.ranks.node
         rank.daemon_answer = functools.partial(
-            Finished, earlier="first", first_rank=2 * node, nodes=3 if is_left else 2, waits=node == 0
+            Finished,
+            earlier="first",
+            first_rank=2 * node,
+            nodes=3 if is_left else 2,
+            waits=node == 0,
         )
     with job:
         if is_left:

@@ -88,11 +88,15 @@ def test_a_vm_that_dies_during_a_save_leaves_the_older_checkpoint_to_all(cluster
 
 @pytest.mark.fault("G17", "T03")
 def test_no_vm_waits_for_the_share_of_a_rank_that_died_in_its_save(cluster: Cluster) -> None:
-    """torchrun starts the job again on the same VMs, whose daemons have committed all that they have sealed."""
+    """torchrun starts the job again on the same VMs, whose daemons have committed all their sets."""
     machines = cluster.add(2)
     arguments = ("--every-steps", "10", "--die-in-save", "30", "--die-node", "1")
     trainers = cluster.start(machines, *arguments, restarts=3)
-    until(lambda: any("/000000000030/" in name for name in cluster.parts()), timeout_s=90, what="a share")
+    until(
+        lambda: any("/000000000030/" in name for name in cluster.parts()),
+        timeout_s=90,
+        what="a share",
+    )
     died_mono_s = time.monotonic()
     for trainer in trainers:
         assert trainer.lines.wait(90, event="resumed", from_step=20)["world"] == 2

@@ -172,8 +172,8 @@ class PeerRequest(Message):
 class Finish(Message):
     """All ranks of a new start over several VMs have met: commit what earlier starts have sealed.
 
-    The daemon replies with :class:`Finished` after its own commits.  If another VM's share is missing then, it
-    replies again once the checkpoint is whole, or after its time limit.
+    The daemon replies with :class:`Finished` after its own commits.  If another VM's share is missing then,
+    it replies again once the checkpoint is whole, or after its time limit.
     """
 
     TYPE: ClassVar[str] = "finish"
@@ -351,8 +351,8 @@ class Fenced(Message):
 class Finished(Message):
     """Answer to :class:`Finish`: this VM has committed all that it has sealed.
 
-    It also names the VM within the earlier start.  When all VMs of that start have answered, no share of it is
-    still to come.
+    It also names the VM within the earlier start.  When all VMs of that start have answered, no share of it
+    is still to come.
     """
 
     TYPE: ClassVar[str] = "finished"

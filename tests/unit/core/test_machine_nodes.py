@@ -503,7 +503,7 @@ def test_sealed_sets_are_committed_before_another_start_begins() -> None:
 
 
 def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
-    """It names its place in the earlier start, so the ranks know whether all VMs of that start have answered."""
+    """It names its place in the earlier start: the ranks know whether all VMs of that start have answered."""
     node = Node()
     node.begin()
     node.seal_part(9)

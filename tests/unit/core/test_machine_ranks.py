@@ -7,8 +7,7 @@ import pytest
 from swansong.protocol import sealed_name
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S
-from swansongd.core.emergency import REQUESTS_MAX
-from swansongd.core.emergency import SIGNAL_AGAIN_S
+from swansongd.core.emergency import REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
@@ -371,7 +370,7 @@ def test_a_signalled_process_that_ends_may_have_saved() -> None:
 
 
 def test_a_process_that_starts_during_the_evacuation_is_signalled_too() -> None:
-    """The one that got the signal died: the next one gets it while a checkpoint still fits, also after the verdict."""
+    """The signalled one died: the next one is signalled while a checkpoint fits, also after the verdict."""
     story = Story(signals_trainer=True)
     story.process("process-a", 900)
     story.notice(in_s=60)

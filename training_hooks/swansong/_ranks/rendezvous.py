@@ -230,7 +230,7 @@ def has_all_shares(answers: list[dict[str, Any]]) -> bool:
     """Whether no share of an earlier start is still to come: all its VMs have committed what they sealed.
 
     Args:
-        answers: the fields of :class:`Finished` of each rank.  A VM is known by its lowest rank in that start.
+        answers: the fields of :class:`Finished` of each rank.  The lowest rank in that start identifies a VM.
     """
 
     def answered(earlier: str) -> int:
