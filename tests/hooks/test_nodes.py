@@ -53,7 +53,7 @@ class Rank:
         """Set while the daemon has nothing of an earlier start to commit."""
         self.may_begin.set()
         self.daemon_answer: Callable[[str], Finished] = Finished
-        """What the daemon answers about the sets of earlier starts, by the id of the next start."""
+        """Returns the answer of the daemon about the sets of earlier starts, by the id of the next start."""
         self.is_stuck = threading.Event()
         self.stop = threading.Event()
         self._random = random.Random(seed)
