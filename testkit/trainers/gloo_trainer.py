@@ -2,7 +2,8 @@
 """One rank of a job over several VMs, started by torchrun; prints JSON lines.
 
 Every optimizer step adds one to each weight, so the step determines the restored weights.  With
-``--die-in-save N --die-node K`` the ranks of that VM are killed half-way through their save at step N.
+``--die-in-save N --die-node K`` the ranks of that VM are killed half-way through their save at step N of a
+fresh run; its restart does not die again.
 With ``--bad-from N --bad-rank K`` the loss of that rank, and with it the mean loss, is NaN from step N on;
 after the second such step all ranks roll back together.
 """
@@ -63,10 +64,10 @@ def main() -> None:
     ddp = DistributedDataParallel(model)
     optimizer = torch.optim.SGD(ddp.parameters(), lr=1.0)
     state = DyingState(ddp, optimizer)
-    if os.environ["GROUP_RANK"] == str(options.die_node):
-        state.step_to_die_in = options.die_in_save
     guard = swansong.attach(state, every_steps=options.every_steps)
     first = guard.restore()
+    if first == 0 and os.environ["GROUP_RANK"] == str(options.die_node):
+        state.step_to_die_in = options.die_in_save
     weights = model.weight.detach().unique().tolist()
     emit(event="resumed", from_step=first, weights=weights, world=dist.get_world_size())
     assert weights == [float(first)], weights

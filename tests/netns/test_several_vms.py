@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import pytest
+from swansongd.core.starts import FINISH_S
 
 from testkit.netns.cluster import Cluster, part
 from testkit.waiting import until
@@ -82,6 +84,26 @@ def test_a_vm_that_dies_during_a_save_leaves_the_older_checkpoint_to_all(cluster
     dying.boot()
     for trainer in cluster.start([survivor, dying]):
         assert trainer.lines.wait(90, event="resumed")["from_step"] == 20
+
+
+@pytest.mark.fault("G17", "T03")
+def test_no_vm_waits_for_the_share_of_a_rank_that_died_in_its_save(cluster: Cluster) -> None:
+    """torchrun starts the job again on the same VMs, whose daemons have committed all their sets."""
+    machines = cluster.add(2)
+    arguments = ("--every-steps", "10", "--die-in-save", "30", "--die-node", "1")
+    trainers = cluster.start(machines, *arguments, restarts=3)
+    until(
+        lambda: any("/000000000030/" in name for name in cluster.parts()),
+        timeout_s=90,
+        what="a share",
+    )
+    died_mono_s = time.monotonic()
+    for trainer in trainers:
+        assert trainer.lines.wait(90, event="resumed", from_step=20)["world"] == 2
+        trainer.lines.wait(90, step=21)
+    took_s = time.monotonic() - died_mono_s
+    print(f"the job trained again {took_s:.1f} s after the death")
+    assert took_s < FINISH_S - 5
 
 
 @pytest.mark.fault("T12")

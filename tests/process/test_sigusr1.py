@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from typing import Any
 
@@ -53,6 +54,33 @@ def test_a_signalled_trainer_saves_slowly_and_its_whole_checkpoint_is_committed(
     resumed = elsewhere.start_trainer("--resume", str(place), "--steps", "200", script=SCRIPT)
     assert resumed.wait() == 0
     assert resumed.lines.all()[-1] == {"weights_sha256": weights_after(200)}
+
+
+def test_a_trainer_that_starts_again_after_its_signal_is_signalled_again(
+    aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Any
+) -> None:
+    """The process is killed in its save; the next one gets the request of the same notice, and SAFE."""
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=with_signal(tmp_path / "vm"))
+    daemon = vm.start_daemon()
+
+    def start(file_delay_s: str) -> Any:
+        trainer = vm.start_trainer(
+            *("--checkpoints", str(vm.run_directory), "--pid-file", str(vm.pid_file)),
+            *("--steps", "100000", "--step-delay-s", "0.01", "--file-delay-s", file_delay_s),
+            script=SCRIPT,
+        )
+        trainer.lines.wait(step=10)
+        return trainer
+
+    first = start("60")
+    aws.notice(in_s=90)
+    daemon.lines.wait(event="evacuation", phase="accepted", pid=first.pid)
+    os.kill(first.pid, signal.SIGKILL)
+    first.wait()
+    second = start("0.01")
+    daemon.lines.wait(event="evacuation", phase="accepted", pid=second.pid)
+    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
+    assert verdict["step"] >= 10
 
 
 @pytest.mark.fault("S11", "T10")

@@ -172,7 +172,8 @@ class PeerRequest(Message):
 class Finish(Message):
     """All ranks of a new start over several VMs have met: commit what earlier starts have sealed.
 
-    The daemon replies with :class:`Finished` after the commits, or after its time limit.
+    The daemon replies with :class:`Finished` after its own commits.  If another VM's share is missing then,
+    it replies again once the checkpoint is whole, or after its time limit.
     """
 
     TYPE: ClassVar[str] = "finish"
@@ -348,10 +349,22 @@ class Fenced(Message):
 
 @dataclass(frozen=True)
 class Finished(Message):
-    """Answer to :class:`Finish`: nothing on this VM prevents the start."""
+    """Answer to :class:`Finish`: this VM has committed all that it has sealed.
+
+    It also names the VM within the earlier start.  When all VMs of that start have answered, no share of it
+    is still to come.
+    """
 
     TYPE: ClassVar[str] = "finished"
     start_id: StartId
+    earlier: StartId = ""
+    """Id of the newest earlier start whose ranks ran on this VM; empty if none did."""
+    first_rank: Step = -1
+    """The lowest rank of that start on this VM."""
+    nodes: Nodes = 1
+    """Number of VMs of that start."""
+    waits: Flag = False
+    """The daemon waits for the share of another VM of that start, and will send another answer."""
 
 
 @dataclass(frozen=True)

@@ -151,10 +151,8 @@ def _make_missing(transition: Transition) -> None:
     """
     evacuation = transition.evacuation
     request = evacuation.request
-    is_first = bool(transition.state.connected) and (
-        request is None or request.is_unsent or _is_of_earlier_start(transition.state, request)
-    )
-    if is_first or _is_repeat_due(transition):
+    is_first = bool(transition.state.connected) and (request is None or request.is_unsent)
+    if is_first or _is_to_another_start(transition.state, request) or _is_repeat_due(transition):
         plan = planned(transition, left_s=transition.left_s)
         is_worth_it = plan.fits or (
             evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
@@ -167,13 +165,17 @@ def _make_missing(transition: Transition) -> None:
 
 def _is_repeat_due(transition: Transition) -> bool:
     request = transition.evacuation.request
-    if transition.evacuation.awaits_trainer and request is not None:  # for its signal
+    if request is not None and request.is_unsent:  # the trainer may not be ready for its signal
         return transition.now >= request.failed_mono_s + SIGNAL_AGAIN_S
     return will_repeat(transition) and transition.now >= _repeat_mono_s(transition.evacuation)
 
 
-def _is_of_earlier_start(state: State, request: CheckpointRequest) -> bool:
-    return bool(request.failure) and state.start is not None and request.start_id != state.start.id
+def _is_to_another_start(state: State, request: CheckpointRequest | None) -> bool:
+    """The training was started again after a request that failed; without hooks, its process is known."""
+    if request is None or not request.failure or request.is_unsent:
+        return False
+    can_answer = state.connected or (request.by_signal and state.starts.process)
+    return bool(can_answer) and state.start is not None and request.start_id != state.start.id
 
 
 def _repeat_mono_s(evacuation: Evacuation) -> float:

@@ -465,9 +465,15 @@ class TellFenced:
 
 @dataclass(frozen=True, slots=True)
 class TellFinished:
-    """All sets of earlier starts are committed: this start may begin."""
+    """This VM has committed all that earlier starts have sealed here."""
 
     start_id: str
+    earlier: str = ""
+    """The newest earlier start, its lowest rank on this VM, and its number of VMs."""
+    first_rank: int = -1
+    nodes: int = 1
+    waits: bool = False
+    """The shares of other VMs of that start are missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -441,10 +441,12 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
     state = transition.state
     finishing = state.starts.finishing
     is_known = finishing is not None and finishing.start_id == start_id
-    if state.start_of(start_id) is not None or (is_known and finishing and finishing.is_done):
+    if state.start_of(start_id) is not None:
         transition.do(TellFinished(start_id))  # to a rank that connected late or again
         return
-    if is_known:
+    if is_known and finishing:
+        if finishing.waits is not None:
+            _tell_finished(transition, finishing)
         return
     is_evacuating = state.evacuation is not None and not state.evacuation.is_precaution
     limit_s = min(max(FINISH_S, transition.left_s if is_evacuating else 0.0), FINISH_S_MAX)
@@ -456,12 +458,16 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
 
 
 def _has_more(state: State) -> bool:
-    """Whether a sealed set may still become a checkpoint."""
-    return bool(state.uncommitted) or bool(state.commits.stored) or state.part is not None
+    """Whether this VM still commits a set that it has sealed."""
+    return bool(state.uncommitted) or bool(state.commits.stored)
 
 
 def _finish(transition: Transition) -> None:
-    """Answer the ranks of the next start when nothing is left to commit, or when time is up."""
+    """Answer the ranks of the next start when nothing is left to commit here, or when time is up.
+
+    A share of another VM can still arrive if that VM has left the job.  Only the ranks together know whether
+    it has: the start begins without that share once all VMs of the earlier start have answered.
+    """
     state = transition.state
     finishing = state.starts.finishing
     if finishing is None or finishing.is_done:
@@ -469,13 +475,26 @@ def _finish(transition: Transition) -> None:
     has_scanned = state.staging.scanned_mono_s >= finishing.asked_mono_s
     # Ranks that do not query a checkpoint may train already.
     trains = any(staged.id.start == finishing.start_id for staged in state.staging.staged)
-    has_more = not has_scanned or _has_more(state)
-    if has_more and not trains and transition.now < finishing.by_mono_s:
+    is_over = trains or transition.now >= finishing.by_mono_s
+    if not is_over and (not has_scanned or _has_more(state)):
         return
-    _put(transition, replace(state.starts, finishing=replace(finishing, is_done=True)))
-    transition.do(TellFinished(finishing.start_id))
-    if state.start_of(finishing.start_id) is not None:
+    answered = replace(finishing, waits=state.part is not None and not is_over)
+    if answered == finishing:
+        return
+    _put(transition, replace(state.starts, finishing=answered))
+    _tell_finished(transition, answered)
+    if answered.is_done and state.start_of(finishing.start_id) is not None:
         _close_earlier(transition, finishing.start_id)
+
+
+def _tell_finished(transition: Transition, finishing: Finishing) -> None:
+    known = transition.state.starts.known
+    earlier = next((s for s in reversed(known) if s.nodes > 1 and s.id != finishing.start_id), None)
+    answer = TellFinished(finishing.start_id, waits=bool(finishing.waits))
+    if earlier is not None and earlier.members:
+        first_rank = min(earlier.members)
+        answer = replace(answer, earlier=earlier.id, first_rank=first_rank, nodes=earlier.nodes)
+    transition.do(answer)
 
 
 def _close_earlier(transition: Transition, start_id: str) -> None:

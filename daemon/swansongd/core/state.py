@@ -136,7 +136,12 @@ class Finishing:
     asked_mono_s: float
     by_mono_s: float
     """The start begins at this instant at the latest."""
-    is_done: bool = False
+    waits: bool | None = None
+    """The last answer to its ranks: whether shares of other VMs are missing; None before the first."""
+
+    @property
+    def is_done(self) -> bool:
+        return self.waits is False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from swansong import protocol
 from swansong.protocol import Message
 
@@ -205,7 +207,7 @@ def message_of(action: ToTrainers, now_mono_s: float) -> tuple[tuple[int, ...] |
             return connections, protocol.Committed(ref.generation, ref.step, ref.is_final)
         case TellFenced(generation):
             return None, protocol.Fenced(generation=generation)
-        case TellFinished(start_id):
-            return None, protocol.Finished(start_id=start_id)
+        case TellFinished():
+            return None, protocol.Finished(**dataclasses.asdict(action))
         case TellStart(start_id, connections):
             return connections, protocol.Start(start_id=start_id)

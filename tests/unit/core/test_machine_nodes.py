@@ -3,6 +3,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from swansongd.core import machine
 from swansongd.core.emergency import REQUESTS_MAX
@@ -465,7 +467,8 @@ def test_looks_for_parts_do_not_overlap() -> None:
 
 
 def finished(node: Node) -> list[str]:
-    return [told.start_id for told in node.all(TellFinished)]
+    """The starts that may begin: no share of another VM is waited for."""
+    return [told.start_id for told in node.all(TellFinished) if not told.waits]
 
 
 @pytest.mark.fault("N09", "G17")
@@ -497,6 +500,26 @@ def test_sealed_sets_are_committed_before_another_start_begins() -> None:
     )
     node.tell(StartBegun(1, "second"))
     assert node.last(ClaimGeneration) == ClaimGeneration("second", nodes=2)
+
+
+def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
+    """It names its place in the earlier start: the ranks know whether all VMs of that start have answered."""
+    node = Node()
+    node.begin()
+    node.seal_part(9)
+    node.leave()
+    node.now += 1
+    node.tell(FinishAsked("second"))
+    node.scan()
+    assert not node.all(TellFinished), "its own share is not committed"
+    ref = node.commit_own_part()
+    first = node.state.starts.known[-1].id
+    waits = TellFinished("second", earlier=first, first_rank=0, nodes=2, waits=True)
+    assert node.all(TellFinished) == [waits]
+    node.tell(FinishAsked("second"))
+    assert node.all(TellFinished) == [waits, waits], "a rank that connected late"
+    node.counted(ref, 2)
+    assert node.last(TellFinished) == replace(waits, waits=False)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ import pytest
 from swansong.protocol import sealed_name
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S
-from swansongd.core.emergency import REQUESTS_MAX
+from swansongd.core.emergency import REQUESTS_MAX, SIGNAL_AGAIN_S
 from swansongd.core.events import (
     AskTrainers,
     Conclude,
@@ -367,3 +367,42 @@ def test_a_signalled_process_that_ends_may_have_saved() -> None:
     gone.tell(SignalledExited(gone.last(SignalTrainer).request_id, 55))
     gone.scan()
     assert gone.verdicts == ["LOST None"]
+
+
+def test_a_process_that_starts_during_the_evacuation_is_signalled_too() -> None:
+    """The signalled one died: the next one is signalled while a checkpoint fits, also after the verdict."""
+    story = Story(signals_trainer=True)
+    story.process("process-a", 900)
+    story.notice(in_s=60)
+    first = story.last(SignalTrainer).request_id
+    story.tell(SignalSent(first, 900))
+    story.tell(SignalledExited(first, 900))
+    story.process("")
+    story.scan()
+    assert story.verdicts == ["LOST None"]
+    story.process("process-b", 901)
+    second = story.last(SignalTrainer).request_id
+    assert second != first
+    story.tell(SignalRefused(second, "no handler"))  # it still imports its libraries
+    story.wait(SIGNAL_AGAIN_S)
+    third = story.last(SignalTrainer).request_id
+    assert third not in (first, second)
+    story.tell(SignalSent(third, 901))
+    story.wait(5)
+    assert story.last(SignalTrainer).request_id == third, "one signal is enough"
+    story.seal(9, framework="checkpoint-n")
+    story.store_all()
+    assert story.verdicts[-1].startswith("SAFE")
+
+
+def test_a_process_that_starts_too_late_for_a_checkpoint_is_not_signalled() -> None:
+    story = Story(signals_trainer=True)
+    story.process("process-a", 900)
+    story.notice(in_s=20)
+    first = story.last(SignalTrainer).request_id
+    story.tell(SignalSent(first, 900))
+    story.tell(SignalledExited(first, 900))
+    story.scan()
+    story.wait(19)
+    story.process("process-b", 901)
+    assert [action.request_id for action in story.all(SignalTrainer)] == [first]

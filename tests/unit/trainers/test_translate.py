@@ -39,6 +39,11 @@ def test_a_request_states_its_urgency_and_the_seconds_left(is_urgent: bool, urge
         (TellCommitted(CommitRef(2, 7), (4,)), (4,), protocol.Committed(2, 7)),
         (TellFenced(3), None, protocol.Fenced(3)),
         (TellFinished("start-1"), None, protocol.Finished("start-1")),
+        (
+            TellFinished("start-2", earlier="start-1", first_rank=4, nodes=3, waits=True),
+            None,
+            protocol.Finished("start-2", earlier="start-1", first_rank=4, nodes=3, waits=True),
+        ),
         (TellStart("start-1", (2, 3)), (2, 3), protocol.Start("start-1")),
     ],
 )

@@ -183,7 +183,7 @@ class DaemonSession:
                 self.start.learn(message.start_id)
         elif isinstance(message, Finished):
             if self.rendezvous is not None:
-                self.rendezvous.finished(message.start_id)
+                self.rendezvous.finished(message)
         elif isinstance(message, Committed):
             # A healthy checkpoint can be committed after newer ones.
             self.last_committed = max(message, self.last_committed or message, key=_place)

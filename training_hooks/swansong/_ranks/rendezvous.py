@@ -5,16 +5,20 @@ Rank 0 draws a random id for each rendezvous.  All later keys in the store begin
 outlives a start of the job therefore holds nothing that the next start could mistake for its own.
 
 After the ranks have met, every daemon first commits the sets that earlier starts have sealed.  Only then does
-the new start begin, because its claim fences those sets off.
+the new start begin, because its claim fences those sets off.  A daemon whose checkpoint lacks the share of
+another VM waits for it, unless all VMs of that start have answered: then no share is still to come.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 import secrets
 import threading
 import time
 from collections.abc import Callable
+from typing import Any
 
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.job_store import (
@@ -24,7 +28,7 @@ from swansong._ranks.job_store import (
     open_job_store,
     wait_for_key,
 )
-from swansong.protocol import Finish, Message
+from swansong.protocol import Finish, Finished, Message
 
 FINISH_LIMIT_S = 100.0
 """Longest wait of a start for all daemons to commit what earlier starts have sealed.  A daemon stops
@@ -70,8 +74,8 @@ class Rendezvous:
         """Id of the rendezvous, from the moment when all ranks have met."""
         self._id: str | None = None
         """The same id, from the moment when all daemons have finished the sets of earlier starts."""
-        self._finished_id: str | None = None
-        """Id of the last rendezvous for which the daemon of this VM has finished those sets."""
+        self._answer: Finished | None = None
+        """Last answer of the daemon of this VM about those sets."""
         self._problem = f"they have not all arrived yet; {_INIT_FIRST}"
         self._is_hopeless = False
         """Whether a rank has no daemon, so that waiting gains nothing."""
@@ -144,10 +148,10 @@ class Rendezvous:
         if self._met_id is not None and self._id is None:
             self.send(Finish(self._met_id))
 
-    def finished(self, rendezvous_id: str) -> None:
-        """Record that the daemon of this VM has committed what earlier starts have sealed."""
+    def finished(self, answer: Finished) -> None:
+        """Record that the daemon of this VM has committed what earlier starts have sealed here."""
         with self._changed:
-            self._finished_id = rendezvous_id
+            self._answer = answer
             self._changed.notify_all()
 
     def store_failed(self, reason: str) -> None:
@@ -195,13 +199,48 @@ class Rendezvous:
         self.send(Finish(met_id))
         with self._changed:
             self._changed.wait_for(
-                lambda: self._finished_id == met_id or self.closed.is_set(), FINISH_LIMIT_S
+                lambda: self._answer_for(met_id) is not None or self.closed.is_set(), FINISH_LIMIT_S
             )
-        all_finished = f"{met_id}/finished/all"
-        if store.add(f"{met_id}/finished", 1) == self.ranks.world_size:
-            store.set(all_finished, "")
-        limit_s = give_up_mono_s - time.monotonic()
-        wait_for_key(store, all_finished, self.closed, every_s=self.poll_s, limit_s=limit_s)
+        first = self._answer_for(met_id) or Finished(met_id)
+        store.set(f"{met_id}/answer/{self.ranks.rank}", json.dumps(dataclasses.asdict(first)))
+        may_begin = f"{met_id}/may_begin"
+        if self._is_last(store, f"{met_id}/answered"):
+            keys = [f"{met_id}/answer/{rank}" for rank in range(self.ranks.world_size)]
+            if has_all_shares([json.loads(answer) for answer in store.multi_get(keys)]):
+                store.set(may_begin, "")
+        is_counted = False
+        while not store.check([may_begin]) and time.monotonic() < give_up_mono_s:
+            answer = self._answer_for(met_id)
+            if not is_counted and answer is not None and not answer.waits:
+                is_counted = True
+                if self._is_last(store, f"{met_id}/finished"):
+                    store.set(may_begin, "")
+            if self.closed.wait(self.poll_s):
+                return
+
+    def _answer_for(self, met_id: str) -> Finished | None:
+        answer = self._answer
+        return answer if answer is not None and answer.start_id == met_id else None
+
+    def _is_last(self, store: JobStore, counter: str) -> bool:
+        return store.add(counter, 1) == self.ranks.world_size
+
+
+def has_all_shares(answers: list[dict[str, Any]]) -> bool:
+    """Whether no share of an earlier start is still to come: all its VMs have committed what they sealed.
+
+    Args:
+        answers: the fields of :class:`Finished` of each rank.  The lowest rank in that start identifies a VM.
+    """
+
+    def answered(earlier: str) -> int:
+        return len({each["first_rank"] for each in answers if each["earlier"] == earlier})
+
+    return all(
+        each["earlier"] and answered(each["earlier"]) == each["nodes"]
+        for each in answers
+        if each["waits"]
+    )
 
 
 def rendezvous(
