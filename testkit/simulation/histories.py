@@ -56,9 +56,10 @@ def live(seed: int) -> World:
     for _ in range(weather.choice((0, 0, 1, 2))):
         _happens(world, weather)
         world.run(world.now + weather.choice(SOON_S))
-    if weather.random() < 0.5:
-        _awaits_a_save(world, weather)
+    weather.choice((_awaits_a_save, _awaits_a_load, _awaits_nothing))(world, weather)
     world.raise_notice(weather.choice((2.0, 10.0, 30.0, 60.0)))
+    if weather.random() < 0.2:
+        _restarts_after_safe(world, weather)
     for _ in range(weather.choice((0, 1, 2, 4))):
         world.run(world.now + weather.choice(SOON_S))
         _happens(world, weather)
@@ -77,6 +78,37 @@ def _awaits_a_save(world: World, weather: random.Random) -> None:
     while len(world.sealed) == sealed and world.now < until_s:
         world.run(world.now + 0.2)
     world.run(world.now + weather.choice((0.0, 0.5, 2.0)))
+
+
+def _awaits_a_load(world: World, weather: random.Random) -> None:
+    """The training starts again, often from an older state; run until just after it has loaded one."""
+    if weather.random() < 0.5:
+        _awaits_a_save(world, weather)
+    world.restart_trainer(is_behind=weather.random() < 0.8)
+    until_s = world.now + 5.0
+    while world.trainer is not None and world.trainer.is_loading and world.now < until_s:
+        world.run(world.now + 0.05)
+    world.run(world.now + weather.choice((0.0, 0.1, 1.0)))
+
+
+def _awaits_nothing(world: World, weather: random.Random) -> None:
+    del world, weather
+
+
+def _restarts_after_safe(world: World, weather: random.Random) -> None:
+    """Run until SAFE, or until none comes; then the daemon and the training start again."""
+    known, until_s = len(world.conclusions), world.now + 20.0
+    while world.now < until_s and not any(
+        each.verdict is Verdict.SAFE for each in world.conclusions[known:]
+    ):
+        world.run(world.now + 0.2)
+    world.run(world.now + weather.choice((0.0, 0.3, 2.0)))
+    for is_daemon in weather.sample((True, False), 2):
+        if is_daemon:
+            world.stop_daemon()
+        else:
+            world.restart_trainer(is_behind=True)
+        world.run(world.now + weather.choice((0.0, 0.3, 2.0)))
 
 
 def honest(seed: int) -> World:
@@ -133,24 +165,31 @@ def honest(seed: int) -> World:
 
 def _happens(world: World, weather: random.Random) -> None:
     """One of the things that happen before the last notice."""
-    match weather.randrange(12):
-        case 0 | 1:
+    match weather.randrange(24):
+        case 0 | 1 | 2:
             severity = weather.choice((Severity.IMMINENT, Severity.ADVISORY))
             in_s = weather.choice((2.0, 10.0, 30.0, 60.0))
             world.raise_notice(in_s, severity, weather.choice(SOURCES))
-        case 2:
-            world.withdraw_notice()
         case 3 | 4:
-            world.stop_daemon(weather.choice((0.0, 0.0, 1.0, 10.0)))
+            world.withdraw_notice()
         case 5 | 6 | 7:
+            world.stop_daemon(weather.choice((0.0, 0.0, 1.0, 10.0)))
+        case 8 | 9 | 10:
             world.restart_trainer(is_behind=weather.random() < 0.5)
-        case 8 if world.gpu is not None:
+        case 11 | 12 if world.gpu is not None:
             world.gpu_becomes(weather.choice(tuple(GpuHealth)))
-        case 9:  # both at once: the daemon may learn of neither
+        case 13 | 14:  # both at once: the daemon may learn of neither
             world.stop_daemon(weather.choice((0.0, 1.0)))
             world.restart_trainer(is_behind=weather.random() < 0.7)
-        case 10:
+        case 15 | 16:
             _awaits_a_save(world, weather)
+        case 17 | 18:  # its last set has not settled yet
+            _awaits_a_save(world, weather)
+            world.restart_trainer(is_behind=weather.random() < 0.7)
+        case 19:  # a crash loop, with more starts than generations are claimed
+            for _ in range(9):
+                world.restart_trainer()
+                world.run(world.now + 1.5)
         case _:
             world.rolls_back()
 

@@ -113,14 +113,14 @@ LOAD_S = 2.0
 """Longest time to load a checkpoint."""
 OTHER = "other"
 """The start of the second VM, and the nonce of its set."""
-TRAINERS = ("one rank", "two ranks", "process")
+TRAINERS = ("one rank", "two ranks", "two ranks", "process", "process")
 ASKING = ("newest", "asks, then older")
 """Trainers that ask the daemon from which checkpoint they resume."""
 FAULTS = (
     "lost_reply", "late_write", "refused", "restart", "trainer_death", "dies_slowly", "disconnects",
     "withdrawn", "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
     "claim_lost", "notices_lost", "vanishes", "starts_behind", "rolls_back", "ends", "loads_slowly",
-    "uneven", "orphan",
+    "orphan",
 )  # fmt: skip
 
 
@@ -299,9 +299,8 @@ class World:
         self.report_s: float = self.random.choice(REPORTS_S)
         self.skew = 0.0
         """Part of a step by which one of two ranks is ahead of the other."""
-        if self.world_size > 1 and "uneven" in self.faults:
-            self.fired.add("uneven")
-            self.skew = self.random.choice((0.3, 0.8))
+        if self.world_size > 1:
+            self.skew = self.random.choice((0.0, 0.3, 0.8))
         self.overwrites = self.random.random() < 0.5
         """A trainer without hooks has one directory for each step, or one for each process and step."""
         self.hangs = 0
