@@ -56,7 +56,7 @@ def live(seed: int) -> World:
     for _ in range(weather.choice((0, 0, 1, 2))):
         _happens(world, weather)
         world.run(world.now + weather.choice(SOON_S))
-    moments = [_awaits_a_save, _awaits_a_load, _awaits_a_twin, _awaits_nothing]
+    moments = [_awaits_a_save, _awaits_a_load, _awaits_a_load, _awaits_a_twin, _awaits_nothing]
     if world.world_size > 1:
         moments += [_awaits_uneven_ranks, _awaits_uneven_ranks]
     weather.choice(moments)(world, weather)
@@ -88,8 +88,7 @@ def _awaits_a_save(world: World, weather: random.Random) -> None:
 
 def _awaits_a_load(world: World, weather: random.Random) -> None:
     """The training starts again, often from an older state; run until just after it has loaded one."""
-    if weather.random() < 0.5:
-        _awaits_a_save(world, weather)
+    weather.choice((_awaits_a_save, _awaits_a_twin, _awaits_a_twin))(world, weather)
     world.restart_trainer(is_behind=weather.random() < 0.8)
     until_s = world.now + 5.0
     while world.trainer is not None and world.trainer.is_loading and world.now < until_s:
@@ -100,7 +99,8 @@ def _awaits_a_load(world: World, weather: random.Random) -> None:
 def _awaits_a_twin(world: World, weather: random.Random) -> None:
     """The training loads an older state, and comes again to the step of its newest set."""
     _awaits_a_save(world, weather)
-    if weather.random() < 0.5:
+    _awaits_a_save(world, weather)
+    if world.has_hooks and weather.random() < 0.5:
         world.restart_trainer(is_behind=True)
     else:
         world.rolls_back()
@@ -110,7 +110,7 @@ def _awaits_a_twin(world: World, weather: random.Random) -> None:
         if not world.trainer.is_loading and world.trainer.step >= newest - 1:
             break
         world.run(world.now + 0.1)
-    world.run(world.now + weather.choice((0.0, 0.3 * world.boundary_s, world.boundary_s)))
+    world.run(world.now + weather.choice((0.0, 0.3, 0.7, 1.0)) * world.boundary_s)
 
 
 def _awaits_uneven_ranks(world: World, weather: random.Random) -> None:

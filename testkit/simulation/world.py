@@ -118,7 +118,7 @@ ASKING = ("newest", "asks, then older")
 """Trainers that ask the daemon from which checkpoint they resume."""
 FAULTS = (
     "lost_reply", "late_write", "refused", "restart", "trainer_death", "dies_slowly", "disconnects",
-    "withdrawn", "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
+    "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
     "claim_lost", "notices_lost", "vanishes", "starts_behind", "rolls_back", "ends", "loads_slowly",
     "orphan",
 )  # fmt: skip
@@ -703,7 +703,7 @@ class World:
         """A state that was sealed some time ago, often one of the step of the newest commit."""
         sealed = self.sealed
         newest = max((ref for ref, _ in self._placed), default=None)
-        if newest is not None and self.random.random() < 0.5:
+        if newest is not None and self.random.random() < 0.7:
             sealed = [each for each in sealed if each.id.step == newest.step] or sealed
         return self.witness.sets[self.random.choice(sealed).id.nonce]
 
@@ -913,7 +913,7 @@ class World:
         knows = all(rank.is_connected and rank.knows_start for rank in trainer.ranks)
         if trainer.has_hooks and not knows:
             return
-        chosen = own[-2] if len(own) > 1 and self.random.random() < 0.4 else self.random.choice(own)
+        chosen = own[-2] if len(own) > 1 and self.random.random() < 0.6 else self.random.choice(own)
         point = self.witness.sets[chosen.id.nonce]
         trainer.further += 1
         trainer.start_id = f"{trainer.process_id}~{trainer.further}"
