@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from swansongd.bucket.farewell import Entry, RecordedEvacuation
-from swansongd.core.ledger import LastReport, NoticeRecord
+from swansongd.loss_records import LastReport, NoticeRecord
 from swansongd.model import CommitRef, Verdict, VmPart
 from swansongd.observe.loss import PARTS, Interruption
 from swansongd.util.printable import printable

@@ -16,8 +16,8 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import Ending, EvacuationRecord, LastReport, NoticeRecord, Resumption
 from swansongd.digests import DIGEST_BYTES, part_count
+from swansongd.loss_records import Ending, EvacuationRecord, LastReport, NoticeRecord, Resumption
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,

@@ -57,6 +57,7 @@ from swansongd.model import (
     StoredShard,
     TrainerView,
 )
+from swansongd.observe.tally import Tally
 
 from testkit.committed import named_shard
 
@@ -157,6 +158,7 @@ class Story:
     ) -> None:
         settings = Settings(reserve_s=reserve_s, signals_trainer=signals_trainer, vm="vm")
         self.state = State(settings=settings, starts=StartState(known=tuple(recorded)))
+        self.tally = Tally()
         self.now = 1000.0
         self.actions: list[Action] = []
         self.staging = list(staged)
@@ -213,7 +215,9 @@ class Story:
 
     def tell(self, event: Event) -> list[Action]:
         """Post one event; returns the actions."""
-        self.state, actions = machine.step(self.state, event, self.now)
+        before = self.state
+        self.state, actions = machine.step(before, event, self.now)
+        self.tally.observe(before, self.state, event, actions, self.now)
         self.actions += actions
         told = list(actions)
         for action in actions:

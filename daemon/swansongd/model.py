@@ -91,6 +91,10 @@ class Notice:
     """The start of the training to which that verdict applies."""
     repeats: tuple[str, ...] = ()
     """Identities of later notices by hand with the same deadline, which count as this notice."""
+    is_prepared: bool = False
+    """A precaution was taken for it, or was not worth it."""
+    is_outlived: bool = False
+    """The VM has outlived its deadline: it has no further effect."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ import time
 from collections import deque
 from contextlib import suppress
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, assert_never
 
 import structlog
@@ -72,9 +71,11 @@ from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
+from swansongd.observe.phase import phase_of
 from swansongd.observe.report import full_report, status_line
 from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.tally import Tally
 from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
@@ -95,7 +96,7 @@ from swansongd.trainers import users
 from swansongd.trainers.channel import TrainerChannel
 from swansongd.trainers.signals import open_sender
 from swansongd.trainers.translate import message_of
-from swansongd.util.boot import booted_wall_ns
+from swansongd.util import boot
 from swansongd.util.threads import Worker
 
 if TYPE_CHECKING:
@@ -111,7 +112,6 @@ _EXIT_COMMAND_S = 4.0
 _STOP_EXTENSION_S = 10.0
 """Longer than one pass of the decision loop, and longer than the end of the daemon takes."""
 _JUDGEMENTS_MAX = 4
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 _log = structlog.get_logger(__name__)
 
@@ -136,11 +136,12 @@ class Service:
         self._decision_log = DecisionLog()
         self._samples = FlushSamples()
         self._accounting = Accounting(self._record_resume, self._conclude)
+        self._tally = Tally()
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
         self._exit: Exit | None = None
-        boot_id = _BOOT_ID.read_text().strip()
+        boot_id = boot.boot_id()
         self._notifier = SystemdNotifier(os.environ)
         self._fdstore = FdStore(self._notifier, os.environ, boot_id=boot_id)
         self._staging = prepare(config.staging.path, config.run.name)
@@ -241,7 +242,13 @@ class Service:
         counters = None if self._metrics is None else self._metrics.counters
         self._observers: tuple[Observer, ...] = tuple(
             observer
-            for observer in (self._accounting, self._samples, self._notifications, counters)
+            for observer in (
+                self._accounting,
+                self._tally,
+                self._samples,
+                self._notifications,
+                counters,
+            )
             if observer is not None
         )
 
@@ -294,7 +301,7 @@ class Service:
                 self._turn()
         except Exception:
             # The restarted daemon continues from its records.  First a commit in flight may finish.
-            _log.exception("decision_loop_fault", state=self._state.phase.value)
+            _log.exception("decision_loop_fault", state=phase_of(self._state).value)
             self._committer.drain(_EXIT_DRAIN_S)
             return 1
         return self._leave(self._exit)
@@ -495,6 +502,7 @@ class Service:
             now_wall_s=time.time(),
             state=self._state,
             training=self._accounting.training,
+            tally=self._tally.figures,
             decision_faults=faults.faults,
             last_fault=faults.last_fault,
             sources=tuple(source.name for source in self._sources),
@@ -575,7 +583,7 @@ def _first_state(
         stall_steps=config.trainer.stall_steps,
         stall_min_s=config.trainer.stall_min_s,
         vm=vm,
-        booted_wall_ns=booted_wall_ns(),
+        booted_wall_ns=boot.booted_wall_ns(),
     )
     return State(settings=settings, starts=StartState(known=committer.starts))
 

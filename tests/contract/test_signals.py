@@ -19,7 +19,7 @@ from swansong.protocol import PROCESS_PREFIX
 from swansongd.core.events import Event, ProcessFound, SignalledExited, SignalRefused, SignalSent
 from swansongd.errors import ConfigError
 from swansongd.trainers import peers, users
-from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, _program
+from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, program
 
 from testkit.waiting import until
 
@@ -360,7 +360,7 @@ def test_launchers_are_refused_by_name(events: list[Event], tmp_path: Path) -> N
 
 
 @pytest.mark.parametrize(
-    ("command", "program"),
+    ("command", "name"),
     [
         ("/usr/bin/python3 /usr/local/bin/torchrun --nproc 4 train.py", "torchrun"),
         ("python -u -m torch.distributed.run train.py", "torch.distributed.run"),
@@ -371,9 +371,9 @@ def test_launchers_are_refused_by_name(events: list[Event], tmp_path: Path) -> N
         ("", ""),
     ],
 )
-def test_the_program_is_found_in_the_command_line(command: str, program: str) -> None:
+def test_the_program_is_found_in_the_command_line(command: str, name: str) -> None:
     """The script or module counts, and neither Python nor the arguments of the script."""
-    assert _program(command.split()) == program
+    assert program(command.split()) == name
 
 
 def test_the_main_process_of_a_unit_is_signalled(

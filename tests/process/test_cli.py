@@ -625,10 +625,12 @@ def daemon_that_answers(path: Path, *answers: bytes) -> Iterator[list[Message]]:
 
 
 def test_status_as_json_is_the_report(place: Place) -> None:
-    """The JSON is the daemon's report, even if the daemon sends a Welcome first."""
+    """The JSON is the daemon's report, even if the daemon sends a Welcome first, and a search of this VM."""
     welcome = encode(Welcome(run="r", staging="/x"))
     with daemon_that_answers(place.socket, welcome, encode(Status(REPORT))) as received:
-        assert place.run_json("status") == REPORT
+        status = place.run_json("status")
+    assert set(status.pop("unconnected")) == {"processes", "complete"}
+    assert status == REPORT
     assert received == [StatusQuery()]
 
 

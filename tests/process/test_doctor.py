@@ -21,6 +21,7 @@ from typing import Any
 import pytest
 from swansongd.stores.file.tree import MARKER
 
+from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket, Gcp
 from testkit.emulators import tls
 from testkit.emulators.process import EmulatorProcess
@@ -33,6 +34,7 @@ SECRET = "a-secret-that-is-never-printed"
 ELSEWHERE = "# with rights on the account: "
 """Prefix of a command that needs rights on the cloud account."""
 NewVm = Callable[..., Vm]
+WITNESS = str(TRAINERS / "witness.py")
 Findings = dict[str, dict[str, str]]
 
 
@@ -472,7 +474,9 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
     vm = new_vm("a", {"url": store.as_uri()})
     vm.start_daemon().lines.wait(event="health", source="store", health="ok")
     # With the record of the daemon, doctor would report the empty disk as another store.
-    (vm.run_directory / ".swansongd" / "claim.json").unlink()
+    record = vm.run_directory / ".swansongd" / "claim.json"
+    until(record.exists, what="the record")
+    record.unlink()
     for size, number, fix in (
         ("size=2m", " MB free in ", "df -h "),
         ("nr_inodes=60", " more files", "df -i "),
@@ -506,6 +510,38 @@ def test_an_invalid_configuration_lists_all_problems(vm: Vm, arguments: list[str
     ]  # fmt: skip
     (fix,) = {finding["fix"] for finding in found}
     assert fix.endswith(f" {vm.config}")
+
+
+def test_a_trainer_that_never_reached_the_daemon_is_named(
+    new_vm: NewVm, bucket: Bucket, aws: Aws
+) -> None:
+    """Doctor and status name the configured process with a fix until it connects, and then not any more."""
+    vm = new_vm("a", bucket.store, metadata=aws.metadata)
+    vm.config.write_text(
+        vm.config.read_text().replace("[trainer]", f'[trainer]\npid_file = "{vm.pid_file}"')
+    )
+    vm.start_daemon()
+    with subprocess.Popen(["sleep", "600"]) as trainer:
+        vm.pid_file.write_text(str(trainer.pid))
+        vm.pid_file.chmod(0o600)
+        try:
+            code, findings = examine(vm)
+            assert (code, findings["unconnected trainers"]["level"]) == (0, "warning")
+            assert f"process {trainer.pid} (sleep)" in findings["unconnected trainers"]["found"]
+            assert "swansong.attach()" in findings["unconnected trainers"]["fix"]
+            (named,) = vm.status()["unconnected"]["processes"]
+            assert (named["pid"], named["seen"]) == (
+                trainer.pid, "is the process of trainer.pid_file",
+            )  # fmt: skip
+            words = " ".join(vm.swansong("status").stdout.split())
+            assert f"not connected process {trainer.pid} (sleep) of user" in words
+        finally:
+            trainer.kill()
+    connected = vm.start_trainer(script=WITNESS)
+    connected.lines.wait(step=5)
+    vm.pid_file.write_text(str(connected.pid))
+    assert not vm.status()["unconnected"]["processes"]
+    assert examine(vm)[1]["unconnected trainers"]["level"] in ("ok", "skipped")
 
 
 def test_missing_configuration(vm: Vm) -> None:

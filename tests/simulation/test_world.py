@@ -24,9 +24,9 @@ from swansongd.core.events import (
     StartFlush,
 )
 from swansongd.core.request_ids import FOLLOW_UP
-from swansongd.core.state import Phase
 from swansongd.core.transition import Transition
 from swansongd.model import GpuHealth, Verdict
+from swansongd.observe.phase import Phase, phase_of
 
 from testkit.simulation.bucket import restored
 from testkit.simulation.histories import failure_of, live
@@ -217,7 +217,7 @@ def test_once_the_faults_stop_everything_sealed_is_committed() -> None:
             world.run(1060.0 + 30 + notices.OUTLIVED_S + 2000)
             state = world.state
             assert world.exit is None
-            assert state.phase is Phase.IDLE, state.phase
+            assert phase_of(state) is Phase.IDLE, phase_of(state)
             assert not state.uncommitted, state.uncommitted
             assert not state.commits.stored
         except AssertionError as error:

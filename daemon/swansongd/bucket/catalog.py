@@ -52,9 +52,11 @@ EXAMINE_CPU_S = 60.0
 WITNESSES_MAX = 5
 """Number of claims that :func:`refused` reads, besides that of the generation itself."""
 HISTORY_MAX = 8
-"""Number of earlier generations in the history."""
-HISTORY_CLAIMS_MAX = 40
-"""Number of newest generations among which the history looks for valid claims."""
+"""Number of earlier VMs in the history."""
+HISTORY_LISTED_MAX = 40
+"""Number of newest generations whose claims the history lists; older ones are read by their number."""
+HISTORY_CLAIMS_MAX = 100
+"""Number of claims that the history reads, besides our own."""
 FENCE_CLAIMS_MAX = 20
 """Number of newest claims whose signature the fence verifies.  Safety does not depend on the fence."""
 _LIFE_S_MAX = 366 * 24 * 3600.0
@@ -385,7 +387,8 @@ def history(
 ) -> History:
     """Observed time of the run's earlier VMs, and the number of those without a SAFE farewell.
 
-    The times are from wall clocks: the result is an estimate, and is never used for an order.
+    A VM is a boot id in the claims, however often the training was started there.  The VM of ``generation``
+    does not count.  Times are from wall clocks: the result is an estimate, and is never used for an order.
 
     Args:
         generation: our own; the newest ones before it are read.
@@ -394,37 +397,129 @@ def history(
     Raises:
         CorruptError, StoreError: as for :func:`claimed` and :func:`list_commits`.
     """
-    recent = claimed(store, keys, since=max(0, generation - HISTORY_CLAIMS_MAX))
-    numbers = [number for number in recent if number < generation]
-    # A bucket writer can plant any number of claims.
-    earlier = counting_claims(
-        store, keys, numbers, enough=HISTORY_MAX, examined_max=HISTORY_CLAIMS_MAX
-    )
-    if not earlier:
+    since = max(1, generation - HISTORY_LISTED_MAX)
+    listed = [number for number in claimed(store, keys, since=since) if number < generation]
+    if not listed:
+        return History()
+    own_boot = _identity(claim_of(store, keys, generation)).get("boot_id")
+    found = _Claims(store, keys, since, listed, is_cancelled).vms(own_boot)
+    vms = list(islice(found, HISTORY_MAX))
+    if not vms or is_cancelled():
         return History()
     newest: dict[int, Commit] = {}
-    for commit in list_commits(store, keys, since=earlier[-1][0]):
-        newest.setdefault(commit.ref.generation, commit)
-    next_boot = _identity(claim_of(store, keys, generation)).get("boot_id")
+    for commit in list_commits(store, keys, since=vms[-1].first):
+        for vm in vms:
+            if vm.first <= commit.ref.generation <= vm.last:
+                newest.setdefault(vm.last, commit)
     observed_s, uncovered = 0.0, 0
-    for number, claim in earlier:
-        identity = _identity(claim)
-        verdicts = _verdicts(store, keys, number, is_cancelled)
+    for vm in vms:
+        verdicts = _verdicts(store, keys, vm.last, is_cancelled)
         if is_cancelled():
             return History()
-        last, kind = _last_commit(store, keys, newest.get(number))
-        ends = [instant_s(last), *(instant_s(written) for _, written in verdicts)]
-        begun_s = instant_s(identity.get("claimed", ""))
-        ended_s = max((end for end in ends if end is not None), default=None)
+        last = newest.get(vm.last)
+        created, kind = _last_commit(store, keys, last)
+        signs = [
+            instant_s(text) for text in (vm.last_claimed, created, *(at for _, at in verdicts))
+        ]
+        begun_s = instant_s(vm.first_claimed)
+        ended_s = max((sign for sign in signs if sign is not None), default=None)
         if begun_s is not None and ended_s is not None:
             observed_s += min(max(0.0, ended_s - begun_s), _LIFE_S_MAX)
         is_covered = any(verdict == Verdict.SAFE for verdict, _ in verdicts)
-        # The same boot twice is a rollback, or a daemon that lost its claim.  A final commit ends the run.
-        is_same_vm = next_boot is not None and identity.get("boot_id") == next_boot
-        if not (is_covered or is_same_vm or kind is CheckpointKind.FINAL):
-            uncovered += 1
-        next_boot = identity.get("boot_id")
+        is_of_last_start = last is not None and last.ref.generation == vm.last
+        has_ended = is_of_last_start and kind is CheckpointKind.FINAL  # the end of the run
+        uncovered += not (is_covered or has_ended)
     return History(observed_s, uncovered)
+
+
+@dataclass(frozen=True, slots=True)
+class _Vm:
+    """The generations that one boot of a VM has claimed."""
+
+    first: int
+    last: int
+    first_claimed: str
+    last_claimed: str
+
+
+class _Claims:
+    """Finds the VMs of these claims with few reads: the claims of one VM are neighbours.
+
+    The place of a claim is its index in the numbers below ``since``, some of which have no claim, followed by
+    the listed numbers.
+
+    Args:
+        since: the lowest number that was listed.
+        listed: numbers of the claims from there, ascending.
+        is_cancelled: called before each read; once it returns True, nothing is read.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        keys: RunKeys,
+        since: int,
+        listed: Sequence[int],
+        is_cancelled: Callable[[], bool],
+    ) -> None:
+        self._store, self._keys, self._listed = store, keys, listed
+        self._below = since - 1
+        self._is_cancelled = is_cancelled
+        self._read: dict[int, ClaimObject | None] = {}
+
+    def vms(self, own_boot: str | None) -> Iterator[_Vm]:
+        """The VMs, newest first, without the one of ``own_boot``.
+
+        A listed claim without a boot id counts as a VM; with a signing key, an unsigned claim does not count.
+        """
+        seen = set() if own_boot is None else {own_boot}
+        place = self._below + len(self._listed) - 1
+        while place >= 0 and self._may_read:
+            last, boot = place, self._boot(place)
+            if boot is not None:
+                place = self._first(place, boot)
+            is_listed = last >= self._below and self._keys.signer is None
+            is_counted = is_listed or self._claim(last) is not None
+            if boot not in seen and is_counted:
+                yield _Vm(
+                    first=self._number(place),
+                    last=self._number(last),
+                    first_claimed=self._claimed(place),
+                    last_claimed=self._claimed(last),
+                )
+            if boot is not None:
+                seen.add(boot)
+            place -= 1
+
+    @property
+    def _may_read(self) -> bool:
+        # A bucket writer can plant any number of claims.
+        return len(self._read) < HISTORY_CLAIMS_MAX and not self._is_cancelled()
+
+    def _number(self, place: int) -> int:
+        return place + 1 if place < self._below else self._listed[place - self._below]
+
+    def _first(self, last: int, boot: str) -> int:
+        """The place of the oldest claim of this boot: a search with doubled steps, then by halves."""
+        first, step = last, 1
+        while self._may_read and first >= step and self._boot(first - step) == boot:
+            first, step = first - step, 2 * step
+        other = max(-1, first - step)
+        while self._may_read and first - other > 1:
+            middle = (first + other) // 2
+            first, other = (middle, other) if self._boot(middle) == boot else (first, middle)
+        return first
+
+    def _claim(self, place: int) -> ClaimObject | None:
+        if place not in self._read:
+            self._read[place] = claim_of(self._store, self._keys, self._number(place))
+        return self._read[place]
+
+    def _boot(self, place: int) -> str | None:
+        return _identity(self._claim(place)).get("boot_id")
+
+    def _claimed(self, place: int) -> str:
+        return _identity(self._claim(place)).get("claimed", "")
 
 
 def _identity(claim: ClaimObject | None) -> Mapping[str, str]:

@@ -15,8 +15,8 @@ from swansong.bounds import BoundsError
 
 from swansongd.bucket import wall
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import EvacuationRecord, LastReport, NoticeRecord
 from swansongd.errors import CorruptError
+from swansongd.loss_records import EvacuationRecord, LastReport, NoticeRecord
 from swansongd.model import CommitRef, Verdict, VmPart
 from swansongd.util.printable import printable
 

@@ -24,8 +24,8 @@ from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.core.ledger import Ending, LastReport, Life, Point, Resumption, ended_by, ending
 from swansongd.errors import CorruptError, NotFound, TooLarge
+from swansongd.loss_records import Ending, LastReport, Life, Point, Resumption, ended_by, ending
 from swansongd.stores.base import ObjectStore
 from swansongd.util.threads import parallel
 
@@ -141,7 +141,7 @@ def earlier_ending(
     """The end of the newest generation before this one that trained; None for the first one of a run.
 
     Args:
-        ended_by_s: see :func:`swansongd.core.ledger.ending`.
+        ended_by_s: see :func:`swansongd.loss_records.ending`.
 
     Raises:
         CorruptError: the listing contains an object that no swansong wrote.

@@ -16,8 +16,8 @@ from swansong.bounds import BoundsError
 
 from swansongd.bucket import wall
 from swansongd.bucket.signing import Signer
-from swansongd.core.ledger import Ending, Resumption
 from swansongd.errors import CorruptError
+from swansongd.loss_records import Ending, Resumption
 from swansongd.model import CommitRef
 
 FORMAT = "swansong-resumption"

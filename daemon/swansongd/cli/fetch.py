@@ -18,7 +18,7 @@ from swansongd.cli.progress import Progress
 from swansongd.cli.restore import link, report_fresh
 from swansongd.errors import NothingToRestore, Transient
 from swansongd.model import CommitRef
-from swansongd.restore.local_sets import newest_local
+from swansongd.restore import local_sets
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import RestoreResult, Selection, Wanted, healthy, restore
 from swansongd.restore.target import RestoreTarget
@@ -41,16 +41,18 @@ def run(args: argparse.Namespace, destination: Path) -> int:
         run_name = here.keys.run
         if args.local and run_name == here.config.run.name:
             newest = newest_whole_commit(here.store, here.keys)
-            local = newest_local(here.config, here.store.url, newest)
-            if local is not None:
-                staged, path = local
+            local = local_sets.find(here.config, here.store.url, newest)
+            if local.unordered:
+                hint = "to use it, check it and start the training from its directory"
+                note(f"{local.unordered}; {hint}")
+            if local.newest is not None:
                 facts = {
                     "run": run_name,
                     "seconds": 0.0,
                     "generation": None,
-                    "step": staged.id.step,
+                    "step": local.newest.id.step,
                 }
-                link(destination, path, facts, as_json=args.json)
+                link(destination, local.path, facts, as_json=args.json)
                 return 0
         selection = Selection(step=args.step, wanted=_wanted(args), skipped=on_skipped)
         options = ReadOptions(

@@ -21,9 +21,9 @@ from swansongd.config.config import Config
 from swansongd.core import pace
 from swansongd.core.cadence import History, expected_mtbf_s
 from swansongd.core.learning import last_share
-from swansongd.core.ledger import Life
 from swansongd.core.planner import Measurements
 from swansongd.errors import CorruptError, NothingToRestore
+from swansongd.loss_records import Life
 from swansongd.model import CheckpointKind, NoticeKind, StoredObject, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import Setup

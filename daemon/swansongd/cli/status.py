@@ -10,6 +10,7 @@ from swansongd.cli.common import add_json, print_json
 from swansongd.config.config import load
 from swansongd.config.values import InvalidValue, duration
 from swansongd.errors import ConfigError
+from swansongd.trainers import unconnected
 
 EXAMPLES = {
     "Show the state, the last commit and the replication lag.": "swansong status",
@@ -51,13 +52,14 @@ def _interval(text: str) -> float:
 def run(args: argparse.Namespace) -> int:
     if args.interval is not None and not args.watch:
         raise ConfigError(["--interval has an effect only with --watch"])
-    socket = load(args.config).trainer.socket
+    trainer = load(args.config).trainer
     if args.watch:
         from swansongd.cli.view.watch import watch  # noqa: PLC0415 - slow to import
 
-        return watch(socket, args.interval or _INTERVAL_S)
-    with DaemonClient(socket) as daemon:
-        report = daemon.report()
+        return watch(trainer.socket, args.interval or _INTERVAL_S)
+    with DaemonClient(trainer.socket) as daemon:
+        report, uid = daemon.report(), daemon.peer_uid()
+    report["unconnected"] = unconnected.search(trainer, report, uid).facts()
     if args.json:
         print_json(report)
         return 0

@@ -28,7 +28,7 @@ class History:
     """Interruptions of the run's earlier VMs, from the claims and farewells in the bucket."""
 
     observed_s: float = 0.0
-    """From the run's first claim to our own."""
+    """Time for which these VMs lived."""
     uncovered: int = 0
     """Interruptions in that time without a SAFE farewell."""
 

@@ -13,7 +13,6 @@ from swansongd.core.events import (
     CommitManifest,
     Flushed,
     GenerationClaimed,
-    NewestDated,
     PartsCounted,
     TellCommitted,
 )
@@ -134,7 +133,7 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
         is_newest = incomplete.newest <= ref
         commits = replace(commits, incomplete=None if is_newest else incomplete)
     if commits.last_complete is None or ref > commits.last_complete:
-        commits = replace(commits, last_complete=ref, complete_mono_s=transition.now)
+        commits = replace(commits, last_complete=ref)
     _put(transition, commits)
     request.record_whole(transition, ref)
     transition.do(TellCommitted(ref))
@@ -144,17 +143,8 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
 def record_newest(transition: Transition, newest: CommitRef | None, start_id: str) -> None:
     """The newest whole commit in the store is known, and the start that wrote it."""
     commits = transition.state.commits
-    is_known = newest == commits.last_complete
-    _put(
-        transition,
-        replace(
-            commits,
-            last_complete=newest,
-            complete_mono_s=commits.complete_mono_s if is_known else None,
-            newest_start=start_id,
-            is_run_read=True,
-        ),
-    )
+    read = replace(commits, last_complete=newest, newest_start=start_id, is_run_read=True)
+    _put(transition, read)
     if newest is not None:
         transition.do(TellCommitted(newest))
 
@@ -163,13 +153,6 @@ def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
     """A start has its generation: no commit of it exists yet, and the newest one of the run is known."""
     _put(transition, replace(transition.state.commits, healthy=None))
     record_newest(transition, event.newest, event.newest_start)
-
-
-def record_dated(transition: Transition, event: NewestDated) -> None:
-    """The manifest of the newest commit is read."""
-    commits = transition.state.commits
-    if commits.last_complete == event.ref and commits.complete_mono_s is None:
-        _put(transition, replace(commits, complete_mono_s=transition.now - event.age_s))
 
 
 def close_starts(transition: Transition, start_ids: Set[str]) -> None:

@@ -77,14 +77,11 @@ def record_wait(transition: Transition, *, awaits_trainer: bool) -> None:
     _put(transition, replace(transition.evacuation, awaits_trainer=awaits_trainer))
 
 
-def record_foretold(transition: Transition, verdict: Verdict, commit: CommitRef | None) -> None:
-    """A farewell with this verdict is written before the wait for a trainer."""
-    _put(transition, replace(transition.evacuation, foretold=(verdict, commit)))
-
-
-def record_part_reported(transition: Transition, ref: CommitRef) -> None:
-    """A farewell reports this VM's part of this checkpoint."""
-    _put(transition, replace(transition.evacuation, part_reported=ref))
+def record_foretold(
+    transition: Transition, foretold: tuple[Verdict, CommitRef | None, CommitRef | None]
+) -> None:
+    """A farewell with this verdict, commit and part is written before the verdict."""
+    _put(transition, replace(transition.evacuation, foretold=foretold))
 
 
 def record_verdict(transition: Transition, made: Concluded) -> None:

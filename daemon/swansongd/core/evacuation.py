@@ -123,7 +123,7 @@ def _steer_precaution(transition: Transition) -> None:
             _withdraw(transition, state.evacuation, "every notice was withdrawn")
         return
     for notice in early:
-        if notice.identity in state.notices.prepared or not state.connected:
+        if notice.is_prepared or not state.connected:
             continue
         if notices.admits_precaution(transition, notice):
             _open(transition, notice, notice.deadline_mono_s, is_precaution=True)

@@ -28,6 +28,7 @@ from swansongd.core import (
     course,
     emergency,
     evacuation,
+    events,
     flight,
     followup,
     gpus,
@@ -41,50 +42,7 @@ from swansongd.core import (
     starts,
     verdict,
 )
-from swansongd.core.events import (
-    Action,
-    CommitDone,
-    CommitFailed,
-    DownloadEnded,
-    DownloadStarted,
-    Event,
-    FenceFound,
-    FinishAsked,
-    Flushed,
-    FlushFailed,
-    FlushProgress,
-    GenerationClaimed,
-    GpusRead,
-    HistoryRead,
-    NewestDated,
-    NoticeRaised,
-    NoticeWithdrawn,
-    PaceRead,
-    PartsCounted,
-    PeerRequested,
-    ProcessFound,
-    RestoreAnswered,
-    RestoreAsked,
-    RolledBack,
-    RunRead,
-    Scanned,
-    SignalledExited,
-    SignalRefused,
-    SignalSent,
-    SourceChanged,
-    StartBegun,
-    StopRequested,
-    Tick,
-    TrainerAccepted,
-    TrainerAgreed,
-    TrainerFailed,
-    TrainerJoined,
-    TrainerLeft,
-    TrainerProgress,
-    TrainerRefused,
-    TrainerSealed,
-    WokeUp,
-)
+from swansongd.core.events import Action, Event
 from swansongd.core.state import State
 from swansongd.core.transition import EXIT_STOPPED, Transition
 
@@ -100,97 +58,101 @@ def step(state: State, event: Event, now_mono_s: float) -> tuple[State, tuple[Ac
 
 def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - one case for each event
     match event:
-        case NoticeRaised(notice):
+        case events.NoticeRaised(notice):
             notices.record_raised(transition, notice)
-        case NoticeWithdrawn(source, reason):
+        case events.NoticeWithdrawn(source, reason):
             notices.record_withdrawn(transition, source, reason)
-        case SourceChanged(status):
+        case events.SourceChanged(status):
             notices.record_source(transition, status)
-        case GpusRead():
+        case events.GpusRead():
             gpus.record_read(transition, event)
-        case TrainerJoined(trainer):
+        case events.TrainerJoined(trainer):
             ranks.record_joined(transition, trainer)
             starts.record_joined(transition, trainer.connection)
             request.record_joined(transition, trainer.connection, trainer.rank)
-        case TrainerRefused(_, reason):
-            ranks.record_refused(transition, reason)
-        case TrainerLeft():
+        case events.TrainerLeft():
             starts.record_left(transition, event)
             request.record_left(transition, event)
             ranks.record_left(transition, event)
-        case TrainerProgress():
+        case events.TrainerProgress():
             ranks.record_progress(transition, event)
             starts.record_progress(transition, event)
-        case TrainerAccepted(connection, request_id, at_step):
+        case events.TrainerAccepted(connection, request_id, at_step):
             request.record_accepted(transition, connection, request_id, at_step)
-        case TrainerAgreed(request_id, at_step):
+        case events.TrainerAgreed(request_id, at_step):
             request.record_agreed(transition, request_id, at_step)
-        case PeerRequested(request_id, reason, seconds_left):
+        case events.PeerRequested(request_id, reason, seconds_left):
             notices.record_peer(transition, request_id, reason, seconds_left)
-        case FinishAsked(start_id):
+        case events.FinishAsked(start_id):
             starts.record_finish_asked(transition, start_id)
-        case StartBegun(connection, start_id):
+        case events.StartBegun(connection, start_id):
             ranks.record_begun(transition, connection, start_id)
             starts.record_begun(transition, connection)
-        case ProcessFound():
+        case events.ProcessFound():
             starts.record_process(transition, event)
-        case TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
+        case events.TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
             request.record_sealed(transition, request_id, at_step)
-            measured = TrainerProgress(connection, at_step, save_s=save_s, save_bytes=size_bytes)
+            measured = events.TrainerProgress(
+                connection, at_step, save_s=save_s, save_bytes=size_bytes
+            )
             ranks.record_measures(transition, measured)
-        case TrainerFailed(_, request_id, reason):
+        case events.TrainerFailed(_, request_id, reason):
             ranks.record_save_failed(transition, event)
             request.record_failed(transition, request_id, reason)
-        case RestoreAsked(start_id):
+        case events.RestoreAsked(start_id):
             starts.record_restoring(transition, start_id)
-        case DownloadStarted() | DownloadEnded() | RestoreAnswered():
+        case (
+            events.DownloadStarted()
+            | events.DownloadEnded()
+            | events.RestoreAnswered()
+            | events.TrainerRefused()
+            | events.NewestDated()
+        ):
             pass  # only observers use them
-        case RolledBack(to_step):
+        case events.RolledBack(to_step):
             starts.record_rolled_back(transition, to_step)
-        case RunRead(newest, newest_start):
+        case events.RunRead(newest, newest_start):
             commits.record_newest(transition, newest, newest_start)
-        case NewestDated():
-            commits.record_dated(transition, event)
-        case PaceRead():
+        case events.PaceRead():
             learning.record_read(transition, event)
-        case HistoryRead():
+        case events.HistoryRead():
             learning.record_history(transition, event)
-        case SignalSent(request_id, pid):
+        case events.SignalSent(request_id, pid):
             request.record_signalled(transition, request_id, pid)
-        case SignalRefused(request_id, reason):
+        case events.SignalRefused(request_id, reason):
             request.record_signal_refused(transition, request_id, reason)
-        case SignalledExited(request_id, _):
+        case events.SignalledExited(request_id, _):
             request.record_process_ended(transition, request_id)
-        case Scanned():
+        case events.Scanned():
             _record_scan(transition, event)
-        case GenerationClaimed():
+        case events.GenerationClaimed():
             starts.record_claimed(transition, event)
-        case FlushProgress():
+        case events.FlushProgress():
             flight.record_progress(transition, event)
-        case Flushed():
+        case events.Flushed():
             commits.record_flushed(transition, event)
-        case FlushFailed():
+        case events.FlushFailed():
             flight.record_failed(transition, event)
-        case CommitDone(flush_id, ref):
+        case events.CommitDone(flush_id, ref):
             gpus.record_commit(transition, flush_id, ref)
             commits.record_done(transition, flush_id, ref)
-        case PartsCounted():
+        case events.PartsCounted():
             commits.record_parts_counted(transition, event)
-        case CommitFailed():
+        case events.CommitFailed():
             commits.record_failed(transition, event)
-        case FenceFound():
+        case events.FenceFound():
             starts.record_fence(transition, event)
-        case WokeUp(slept_s):
+        case events.WokeUp(slept_s):
             starts.record_woke_up(transition, slept_s)
-        case StopRequested(reason):
+        case events.StopRequested(reason):
             course.leave(transition, EXIT_STOPPED, reason)
-        case Tick():
+        case events.Tick():
             flight.sample_bandwidth(transition)
         case _ as unreachable:
             assert_never(unreachable)
 
 
-def _record_scan(transition: Transition, event: Scanned) -> None:
+def _record_scan(transition: Transition, event: events.Scanned) -> None:
     """A scan of staging ended: its sets get their starts, and then may answer requests."""
     staging = transition.state.staging
     is_first = staging.first_scan_mono_s is None

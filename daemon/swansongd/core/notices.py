@@ -23,7 +23,6 @@ from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceSta
 
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not terminated: watch again."""
-CONCLUDED_MAX = 64
 AT_ONCE = 3
 EVERY_S = 20.0
 BY_HAND = ("manual", "drill")
@@ -32,14 +31,13 @@ BY_HAND_MAX = 16
 SAME_END_S = 0.3
 """Notices by hand with deadlines this close are one notice: simultaneous calls, or a retried call."""
 REPEATS_MAX = 16
+PRECAUTION = "precaution"
 PRECAUTION_EVERY_S = 600.0
 """Advisory notices can come in storms; at most one in this time causes a checkpoint."""
-PREPARED_MAX = 64
 PEER_LONGEST_S = 3600.0
 """The longest notice that a cloud gives: host maintenance."""
-PEER_REQUESTS_MAX = 3
-PEER_WINDOW_S = 60.0
-"""No more than PEER_REQUESTS_MAX requests of other VMs within this time become notices."""
+PEER_REQUEST = "peer-request"
+"""Requests of other VMs become notices at the rate of one source."""
 
 
 def record_source(transition: Transition, status: SourceStatus) -> None:
@@ -66,33 +64,25 @@ def record_raised(transition: Transition, notice: Notice) -> None:
     if notice.source in BY_HAND and _is_repeated(transition, notice):
         return
     _put_live(transition, {_key(notice): notice})
-    if notice.identity not in transition.state.notices.concluded:
-        _log(transition, notice)
+    _log(transition, notice)
+    if notice.severity >= Severity.SCHEDULED and not _is_within_rate(transition, notice):
+        hint = "too many in a short time"
+        transition.log("warning", "evacuation_held", source=notice.source, hint=hint)
 
 
 def record_withdrawn(transition: Transition, source: str, reason: str) -> None:
     """A source no longer shows its notice.  The same notice later is a new one."""
     notices = transition.state.notices
-    gone = {key: notice for key, notice in notices.live.items() if notice.source == source}
-    if not gone:
+    left = {key: notice for key, notice in notices.live.items() if notice.source != source}
+    if left == notices.live:
         return
-    identities = {notice.identity for notice in gone.values()}
-    _put(
-        transition,
-        replace(
-            notices,
-            live={key: notice for key, notice in notices.live.items() if key not in gone},
-            concluded=tuple(i for i in notices.concluded if i not in identities),
-            prepared=tuple(i for i in notices.prepared if i not in identities),
-        ),
-    )
+    _put(transition, replace(notices, live=left))
     transition.log("warning", "notice_withdrawn", source=source, reason=reason)
 
 
 def record_outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
     """The VM has outlived its deadline, and each of these notices whose own deadline has passed."""
-    notices = transition.state.notices
-    left_live, concluded = dict(notices.live), list(notices.concluded)
+    left_live = dict(transition.state.notices.live)
     for notice in live:
         # Its next evacuation gets another id, in this life of the daemon and in the next one.
         left = replace(notice, evacuation_id="")
@@ -101,12 +91,11 @@ def record_outlived(transition: Transition, live: tuple[Notice, ...]) -> None:
             if later_s is not None and later_s > transition.now:
                 left = replace(left, deadline_mono_s=later_s, later_mono_s=None)
             else:
-                concluded.append(notice.identity)
+                left = replace(left, is_outlived=True)
         left_live[_key(notice)] = left
-        if notice.source in BY_HAND and notice.identity in concluded:
+        if notice.source in BY_HAND and left.is_outlived:
             del left_live[_key(notice)]  # no source withdraws it
-    newest = tuple(concluded[-CONCLUDED_MAX:])
-    _put(transition, replace(notices, live=left_live, concluded=newest))
+    _put(transition, replace(transition.state.notices, live=left_live))
 
 
 def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
@@ -144,36 +133,36 @@ def identities(state: State, answered: frozenset[str]) -> frozenset[str]:
 
 def admitted(transition: Transition, news: tuple[Notice, ...]) -> tuple[Notice, ...]:
     """The notices whose sources may cause one more evacuation now."""
-    notices = transition.state.notices
-    admitted = tuple(n for n in news if _is_within_rate(transition, n))
-    held = {notice.source for notice in news} - {notice.source for notice in admitted}
-    for source in sorted(held - notices.held):
-        transition.log("warning", "evacuation_held", source=source, hint="too many in a short time")
-    _put(transition, replace(notices, held=notices.held | held))
-    return admitted
+    return tuple(notice for notice in news if _is_within_rate(transition, notice))
 
 
 def record_opened(transition: Transition, source: str) -> None:
     """An evacuation opens because of this source."""
-    notices = transition.state.notices
-    until_s = max(transition.now, notices.rates_mono_s.get(source, transition.now)) + EVERY_S
-    rates_mono_s = {**notices.rates_mono_s, source: until_s}
-    _put(transition, replace(notices, rates_mono_s=rates_mono_s, held=notices.held - {source}))
+    _count(transition, source, EVERY_S)
 
 
 def admits_precaution(transition: Transition, notice: Notice) -> bool:
     """Whether this advisory notice causes a checkpoint; it may do so once."""
-    notices = transition.state.notices
-    prepared = (*notices.prepared, notice.identity)[-PREPARED_MAX:]
-    last = notices.precaution_mono_s
-    if last is not None and transition.now - last < PRECAUTION_EVERY_S:
-        _put(transition, replace(notices, prepared=prepared))
-        transition.log(
-            "info", "precaution_skipped", source=notice.source, reason="one was just taken"
-        )
+    _put_live(transition, {_key(notice): replace(notice, is_prepared=True)})
+    if not _has_room(transition, PRECAUTION, at_once=1, every_s=PRECAUTION_EVERY_S):
+        reason = "one was just taken"
+        transition.log("info", "precaution_skipped", source=notice.source, reason=reason)
         return False
-    _put(transition, replace(notices, prepared=prepared, precaution_mono_s=transition.now))
+    _count(transition, PRECAUTION, PRECAUTION_EVERY_S)
     return True
+
+
+def _has_room(transition: Transition, name: str, *, at_once: int, every_s: float) -> bool:
+    """Whether a rate of ``at_once`` in a row, and one more each ``every_s``, has room for one now."""
+    until_s = transition.state.notices.rates_mono_s.get(name, transition.now)
+    return until_s - transition.now <= (at_once - 1) * every_s
+
+
+def _count(transition: Transition, name: str, every_s: float) -> None:
+    """Use one of a rate."""
+    notices = transition.state.notices
+    until_s = max(transition.now, notices.rates_mono_s.get(name, transition.now)) + every_s
+    _put(transition, replace(notices, rates_mono_s={**notices.rates_mono_s, name: until_s}))
 
 
 def record_peer(transition: Transition, request_id: str, reason: str, seconds_left: float) -> None:
@@ -197,15 +186,14 @@ def record_peer(transition: Transition, request_id: str, reason: str, seconds_le
     is_known = any(name and are_of_one(request_id, name) for name in names)
     if is_known or not state.spans_vms:
         return
-    recent = tuple(made for made in notices.peers_mono_s if transition.now - made < PEER_WINDOW_S)
-    if len(recent) >= PEER_REQUESTS_MAX:
-        transition.log("warning", "peer_request_ignored", reason=f"over {len(recent)} in a minute")
+    if not _has_room(transition, PEER_REQUEST, at_once=AT_ONCE, every_s=EVERY_S):
+        transition.log("warning", "peer_request_ignored", reason="too many in a short time")
         return
+    _count(transition, PEER_REQUEST, EVERY_S)
     deadline_mono_s = transition.now + min(max(0.0, seconds_left), PEER_LONGEST_S)
     ends = (notices.peer_end_mono_s, deadline_mono_s)
     end_mono_s = min(end for end in ends if end is not None)
-    peers_mono_s = (*recent, transition.now)
-    _put(transition, replace(notices, peers_mono_s=peers_mono_s, peer_end_mono_s=end_mono_s))
+    _put(transition, replace(transition.state.notices, peer_end_mono_s=end_mono_s))
     of_peer = Notice(
         source=PEER_SOURCE,
         kind="reclaim",
@@ -228,8 +216,7 @@ def _is_within_rate(transition: Transition, notice: Notice) -> bool:
         return True  # from this host or its operator
     if notice.evacuation_id and notice.evacuation_id not in transition.state.course.opened:
         return True  # it was open before a restart
-    until_s = transition.state.notices.rates_mono_s.get(notice.source, transition.now)
-    return until_s - transition.now <= (AT_ONCE - 1) * EVERY_S
+    return _has_room(transition, notice.source, at_once=AT_ONCE, every_s=EVERY_S)
 
 
 def _key(notice: Notice) -> str:
@@ -248,7 +235,7 @@ def _overdue(transition: Transition, notice: Notice) -> Notice:
 def _record_again(transition: Transition, known: Notice, notice: Notice) -> None:
     """The source shows a notice that is in force, perhaps nearer, more severe or put off."""
     state = transition.state
-    if notice.identity in state.notices.concluded:
+    if known.is_outlived:
         _record_put_off(transition, known, notice)
         return
     evacuation = state.evacuation
@@ -274,9 +261,6 @@ def _record_put_off(transition: Transition, known: Notice, notice: Notice) -> No
     is_further = notice.deadline_mono_s > known.deadline_mono_s + OUTLIVED_S
     if notice.deadline_quality is DeadlineQuality.ASSUMED or is_guess or not is_further:
         return
-    notices = transition.state.notices
-    concluded = tuple(i for i in notices.concluded if i != notice.identity)
-    _put(transition, replace(notices, concluded=concluded))
     _put_live(transition, {_key(notice): notice})
     _log(transition, notice)
 

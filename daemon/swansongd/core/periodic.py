@@ -79,12 +79,8 @@ def _is_due(transition: Transition) -> bool:
         return False
     if not all(t.takes_periodic and t.step > 0 for t in state.connected):
         return False
-    moments = (
-        state.staging.saved_mono_s,
-        state.ranks.joined_mono_s,
-        state.requests.periodic_mono_s,
-    )
-    last = max((moment for moment in moments if moment is not None), default=transition.now)
+    moments = (state.joined_mono_s, state.staging.saved_mono_s, state.requests.periodic_mono_s)
+    last = max(moment for moment in moments if moment is not None)
     return transition.now - last >= interval_s(state)
 
 

@@ -12,7 +12,7 @@ from swansongd.core.events import (
     TrainerLeft,
     TrainerProgress,
 )
-from swansongd.core.state import FailedSaves, RankState, RefusedRanks
+from swansongd.core.state import RankState
 from swansongd.core.transition import Transition
 from swansongd.model import UNKNOWN_PARENT, TrainerView
 
@@ -34,11 +34,7 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
             start_step=known.start_step,
             start_id=trainer.start_id or known.start_id,
         )
-    joined_mono_s = state.ranks.joined_mono_s if state.connected else transition.now
-    _put(
-        transition,
-        replace(state.ranks, trainers=(*others, trainer), joined_mono_s=joined_mono_s),
-    )
+    _put(transition, replace(state.ranks, trainers=(*others, trainer)))
     newest = state.commits.last_complete
     if newest is not None:  # perhaps committed while the rank was not connected
         transition.do(TellCommitted(newest, (trainer.connection,)))
@@ -51,13 +47,6 @@ def _is_of_other_job(other: TrainerView, trainer: TrainerView) -> bool:
     """
     is_other = (other.world_size, other.nodes) != (trainer.world_size, trainer.nodes)
     return is_other and not other.is_connected
-
-
-def record_refused(transition: Transition, reason: str) -> None:
-    """A process was refused because another one has its rank."""
-    ranks = transition.state.ranks
-    refused = RefusedRanks(ranks.refused.count + 1, reason, transition.now)
-    _put(transition, replace(ranks, refused=refused))
 
 
 def record_left(transition: Transition, event: TrainerLeft) -> None:
@@ -141,30 +130,13 @@ def usual_step_s(known_s: float | None, reported_s: float | None) -> float | Non
 
 
 def record_save_failed(transition: Transition, event: TrainerFailed) -> None:
-    """Count and log a checkpoint that failed, once although each of its ranks reports it."""
-    if event.failed_step is None:
-        return
-    ranks = transition.state.ranks
-    trainer, before = ranks.on(event.connection), ranks.failed_saves
-    failed = FailedSaves(
-        before.count + 1,
-        event.request_id,
-        event.failed_step,
-        None if trainer is None else trainer.rank,
-        event.reason,
-        transition.now,
-    )
-    if (failed.request_id, failed.step) == (before.request_id, before.step):
-        return
-    _put(transition, replace(ranks, failed_saves=failed))
-    transition.log(
-        "warning",
-        "save_failed",
-        rank=failed.rank,
-        step=failed.step,
-        reason=failed.reason,
-        failed_saves=failed.count,
-    )
+    """Log a checkpoint that failed: each of its ranks may report another reason."""
+    if event.failed_step is not None:
+        trainer = transition.state.ranks.on(event.connection)
+        rank = None if trainer is None else trainer.rank
+        transition.log(
+            "warning", "save_failed", rank=rank, step=event.failed_step, reason=event.reason
+        )
 
 
 def forget_reports(transition: Transition) -> None:

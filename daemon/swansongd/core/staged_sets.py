@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence, Set
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from swansong import bounds
 
 from swansongd.core.events import Prune, Scanned, SetAside
-from swansongd.core.state import DroppedSets, StagingState, State
+from swansongd.core.state import StagingState, State
 from swansongd.core.transition import Transition
 from swansongd.model import (
     GPU_IS_SOUND,
@@ -41,9 +41,6 @@ def record_scan(
         new: the sets that no earlier scan has found, with their starts.
     """
     staging = transition.state.staging
-    for directory, reason in event.rejected:
-        if (directory, reason) not in staging.rejected:
-            transition.log("error", "sealed_set_rejected", directory=directory, reason=reason)
     if not is_first:
         new = _signalled(transition, new)
     known = {staged.id: staged for staged in (*staging.staged, *new)}
@@ -55,7 +52,6 @@ def record_scan(
             staged=staged_now,
             pending=event.pending,
             growing=event.growing,
-            rejected=frozenset(event.rejected),
             unusable=staging.unusable & {staged.id for staged in event.staged},
             first_scan_mono_s=event.started_mono_s if is_first else staging.first_scan_mono_s,
             scanned_mono_s=event.started_mono_s,
@@ -142,9 +138,7 @@ def record_whole(transition: Transition, ref: CommitRef) -> None:
         and staged != state.pinned
         and _comes_before(state, staged, ref)
     )
-    if dispensable or state.staging.has_aside:
-        _put(transition, replace(state.staging, has_aside=False))
-        transition.do(Prune(dispensable))
+    transition.do(Prune(dispensable))  # with the sets that were set aside
 
 
 def _may_be_loaded(state: State, ref: CommitRef) -> bool:
@@ -179,7 +173,6 @@ def set_aside(transition: Transition, start_id: str, newest_part: CommitRef | No
     if dispensable:
         transition.do(Prune(dispensable, keeps_aside=True))
     if wanted:
-        _put(transition, replace(staging, has_aside=True))
         transition.do(SetAside(tuple(staged.directory for staged in wanted)))
 
 
@@ -199,34 +192,12 @@ def _resumable(
 
 def forget(transition: Transition) -> None:
     """Forget the scans: the next one is like the first one of a restarted daemon."""
-    staging = transition.state.staging
-    _put(
-        transition,
-        StagingState(
-            unusable=staging.unusable, dropped=staging.dropped, has_aside=staging.has_aside
-        ),
-    )
+    _put(transition, StagingState(unusable=transition.state.staging.unusable))
 
 
 def _is_durable(staged: Staged) -> bool:
     """Whether the hooks flushed it to the disk before they sealed it."""
     return staged.framework == "swansong" and staged.kind is not CheckpointKind.EMERGENCY
-
-
-@dataclass(frozen=True, slots=True)
-class Unsent:
-    """Sealed sets without a commit."""
-
-    sets: int
-    bytes_left: int
-    """Bytes of these sets that are not in the store."""
-
-
-def unsent(state: State) -> Unsent:
-    """The sealed sets and bytes that wait for the store."""
-    waiting = state.uncommitted
-    left = sum(max(0, s.size_bytes - state.flush.stored_bytes.get(s.id, 0)) for s in waiting)
-    return Unsent(len(waiting), left)
 
 
 def reconcile(transition: Transition) -> None:
@@ -244,7 +215,7 @@ def reconcile(transition: Transition) -> None:
     ]
     if not superseded:
         return
-    for staged in superseded:
+    for staged in reversed(superseded):  # the newest one last
         transition.log(
             "warning",
             "unsent_set_dropped",
@@ -253,9 +224,6 @@ def reconcile(transition: Transition) -> None:
             hint="newer sets supersede it, and the store takes sets more slowly than they are sealed",
         )
     give_up(transition, {staged.id for staged in superseded})
-    staging = transition.state.staging
-    count, step = staging.dropped.count + len(superseded), max(s.id.step for s in superseded)
-    _put(transition, replace(staging, dropped=DroppedSets(count, step, transition.now)))
     transition.do(Prune(tuple(staged.directory for staged in superseded)))
 
 

@@ -6,7 +6,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from enum import StrEnum
 from functools import cached_property
 
 from swansongd.core.cadence import History
@@ -34,21 +33,6 @@ from swansongd.model import (
 
 SCHEDULED_LEAD_S = 120.0
 """A scheduled end is evacuated this long before, or earlier if the checkpoint takes longer."""
-
-
-class Phase(StrEnum):
-    """The daemon's state as ``swansong status`` shows it; a verdict replaces it once there is one."""
-
-    IDLE = "IDLE"
-    ARMED = "ARMED"
-    CHECKPOINTING = "CHECKPOINTING"
-    FLUSHING = "FLUSHING"
-    COMMITTING = "COMMITTING"
-    WAITING_FOR_TRAINER = "WAITING_FOR_TRAINER"
-    """No trainer is connected, and one that connects now is asked for a checkpoint."""
-    WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
-    """This VM's part is committed, and not all other VMs have committed theirs."""
-    FENCED = "FENCED"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -155,39 +139,6 @@ class Finishing:
     is_done: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class RefusedRanks:
-    """Processes that were refused because another one has their rank: number and last one."""
-
-    count: int = 0
-    reason: str = ""
-    mono_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class FailedSaves:
-    """Checkpoints that the trainer failed to write since the daemon started: number and last one."""
-
-    count: int = 0
-    request_id: str = ""
-    """Empty for a checkpoint of the trainer's own schedule."""
-    step: int | None = None
-    rank: int | None = None
-    """The first rank that reported the failure."""
-    reason: str = ""
-    mono_s: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
-class DroppedSets:
-    """Sealed sets that were deleted unsent since the daemon started, because newer ones supersede them."""
-
-    count: int = 0
-    step: int | None = None
-    """Step of the newest one."""
-    mono_s: float = 0.0
-
-
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CheckpointRequest:
     """A checkpoint request to the trainer, of an evacuation or periodic, and how far it has come."""
@@ -270,11 +221,9 @@ class Evacuation:
     """Verdict of an earlier life of the daemon, and the start of the training to which it applies."""
     awaits_trainer: bool = False
     """The verdict waits for a trainer to connect, or to become ready for its signal."""
-    foretold: tuple[Verdict, CommitRef | None] | None = None
-    """Verdict and commit of the farewell that was written before the wait for a trainer."""
+    foretold: tuple[Verdict, CommitRef | None, CommitRef | None] | None = None
+    """Verdict, commit and this VM's part of the newest farewell before the verdict."""
     verdict: Verdict | None = None
-    part_reported: CommitRef | None = None
-    """A farewell reports this VM's part of this checkpoint."""
     follow_up: CheckpointRequest | None = None
     """The newest follow-up request.  ``request`` stays, with the verdict that it led to."""
     follow_ups: int = 0
@@ -310,24 +259,14 @@ class NoticeState:
     live: Mapping[str, Notice] = field(default_factory=dict)
     """Live notices: by their source, which shows one at a time, or by identity if given by hand."""
     rates_mono_s: Mapping[str, float] = field(default_factory=dict)
-    """By source: when its rate of evacuations is unused again; see :mod:`swansongd.core.notices`."""
-    held: frozenset[str] = frozenset()
-    """Sources whose next evacuation waits for that rate."""
-    concluded: tuple[str, ...] = ()
-    """Identities of notices that the VM has outlived; they have no further effect."""
-    prepared: tuple[str, ...] = ()
-    """Identities of notices for which a precaution was taken, or was not worth it."""
-    precaution_mono_s: float | None = None
-    """When the last precaution was taken."""
-    peers_mono_s: tuple[float, ...] = ()
-    """When the last requests of other VMs became notices."""
+    """By source, or kind of effect: when its rate is unused again; see :mod:`swansongd.core.notices`."""
     peer_end_mono_s: float | None = None
     """Earliest end of another VM of this job start, as its request stated it."""
 
     @property
     def in_force(self) -> tuple[Notice, ...]:
         """Live notices that the VM has not outlived."""
-        return tuple(n for n in self.live.values() if n.identity not in self.concluded)
+        return tuple(notice for notice in self.live.values() if not notice.is_outlived)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -354,10 +293,6 @@ class RankState:
     """The ranks of the trainer on this VM; written by :mod:`~swansongd.core.ranks`."""
 
     trainers: tuple[TrainerView, ...] = ()
-    refused: RefusedRanks = RefusedRanks()
-    joined_mono_s: float | None = None
-    """When the first of the connected ranks connected."""
-    failed_saves: FailedSaves = FailedSaves()
 
     @property
     def stalled(self) -> frozenset[int]:
@@ -410,8 +345,6 @@ class StagingState:
     pending: tuple[str, ...] = ()
     growing: tuple[Staged, ...] = ()
     """Sets that are being written, with the files in them that are final."""
-    rejected: frozenset[tuple[str, str]] = frozenset()
-    """(directory, reason) of sealed sets that are not sound; each is logged once."""
     first_scan_mono_s: float | None = None
     """When the first scan of this life began; None before."""
     scanned_mono_s: float = -math.inf
@@ -420,9 +353,6 @@ class StagingState:
     """When a scan last found a sealed set of any kind."""
     unusable: frozenset[CheckpointId] = frozenset()
     """Sets that changed, were unreadable, lost a conflict, were dropped, or are of a start that is over."""
-    dropped: DroppedSets = DroppedSets()
-    has_aside: bool = False
-    """Sets were set aside, for the next commit to delete."""
 
     @cached_property
     def usable(self) -> tuple[Staged, ...]:
@@ -462,9 +392,6 @@ class CommitState:
     stored: tuple[StoredSet, ...] = ()
     last_complete: CommitRef | None = None
     """Newest whole commit of the run, of any generation: all its VMs have committed their parts."""
-    complete_mono_s: float | None = None
-    """When ``last_complete`` became whole.  For a commit that a claim found it is known once its manifest is
-    read, by the wall clocks of two VMs."""
     newest_start: str = ""
     """The start whose generation ``last_complete`` has, if it is not a known one."""
     is_run_read: bool = False
@@ -535,29 +462,6 @@ class State:
     """The open evacuation; written by :mod:`~swansongd.core.course`."""
 
     @cached_property
-    def phase(self) -> Phase | Verdict:
-        """Derived, so that it cannot disagree with the facts."""
-        if self.starts.fenced_by is not None:
-            return Phase.FENCED
-        evacuation = self.evacuation
-        if evacuation is None or evacuation.is_precaution:
-            return Phase.ARMED if self.notices.in_force else Phase.IDLE
-        if evacuation.verdict is Verdict.SAFE:
-            return evacuation.verdict  # whatever follows
-        request = evacuation.request
-        if request is not None and request.is_waiting and evacuation.verdict is None:
-            return Phase.CHECKPOINTING
-        if self.flush.flight is not None:
-            return Phase.FLUSHING
-        if self.commits.stored:
-            return Phase.COMMITTING
-        if evacuation.verdict is None and self.commits.incomplete is not None:
-            return Phase.WAITING_FOR_PEERS
-        if evacuation.verdict is None and evacuation.awaits_trainer:
-            return Phase.WAITING_FOR_TRAINER
-        return evacuation.verdict or Phase.FLUSHING
-
-    @cached_property
     def start(self) -> Start | None:
         """The newest start of the training since the VM booted; None before the first."""
         newest = self.starts.newest
@@ -594,6 +498,11 @@ class State:
     @cached_property
     def connected(self) -> tuple[TrainerView, ...]:
         return tuple(trainer for trainer in self.ranks.trainers if trainer.is_connected)
+
+    @cached_property
+    def joined_mono_s(self) -> float | None:
+        """When the first of the connected ranks connected; None without any."""
+        return min((trainer.greeted_mono_s for trainer in self.connected), default=None)
 
     @cached_property
     def pinned(self) -> Staged | None:

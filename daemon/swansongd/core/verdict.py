@@ -35,11 +35,12 @@ def reconcile(transition: Transition) -> None:
     if evacuation.is_precaution:
         if not (transition.left_s > 0 and _may_improve(transition, evacuation)):
             _end_precaution(transition, evacuation, reason)
-    elif is_open and arrival.wait_s(transition.state, transition.now) is not None:
-        if not _may_improve(transition, evacuation):
-            _foretell(transition, evacuation, verdict, reason)
     elif is_open and _may_improve(transition, evacuation):
-        _report_part(transition, evacuation)
+        if _awaits_peers(transition.state, evacuation):
+            _foretell(transition, evacuation, verdict, reason)
+    elif is_open and arrival.wait_s(transition.state, transition.now) is not None:
+        reason = f"{reason}; waiting for a trainer to connect"
+        _foretell(transition, evacuation, verdict, reason)
     else:
         _conclude(transition, evacuation, verdict, _explained(transition, verdict, reason))
         _leave_host(transition)
@@ -181,48 +182,31 @@ def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:
     )
 
 
+def _awaits_peers(state: State, evacuation: Evacuation) -> bool:
+    """Whether this VM's part is committed as it should be, and those of other VMs are not."""
+    is_wanted = state.answer is None or state.is_covered(state.answer)
+    return state.part is not None and is_wanted and evacuation.verdict is None
+
+
 def _foretell(
     transition: Transition, evacuation: Evacuation, verdict: Verdict, reason: str
 ) -> None:
-    """Write a farewell for the case that the power is cut during the wait for a trainer."""
-    commit = transition.state.commits.last_complete
-    if evacuation.foretold == (verdict, commit):
+    """Write a farewell for the case that the power is cut during a wait for a trainer or for other VMs."""
+    commit, part = transition.state.commits.last_complete, transition.state.part
+    foretold = verdict, commit, None if part is None else part.ref
+    if evacuation.foretold == foretold:
         return
-    course.record_foretold(transition, verdict, commit)
-    slack_s = round(transition.left_s, 2)
-    reason = f"{reason}; waiting for a trainer to connect"
-    transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, is_final=False))
-
-
-def _report_part(transition: Transition, evacuation: Evacuation) -> None:
-    """Write a farewell with this VM's part: the power may be cut before the other VMs have committed."""
-    state, part = transition.state, transition.state.part
-    is_wanted = state.answer is None or state.is_covered(state.answer)
-    if part is None or not is_wanted or evacuation.is_precaution or evacuation.verdict is not None:
-        return
-    if evacuation.part_reported == part.ref:
-        return
-    course.record_part_reported(transition, part.ref)
-    transition.mark(
-        "waiting_for_peers",
-        generation=part.ref.generation,
-        step=part.ref.step,
-        vms_committed=part.committed,
-        vms=part.nodes,
-    )
-    verdict, reason = proof.prove(state)
-    slack_s = round(transition.left_s, 2)
-    transition.do(
-        Conclude(
-            evacuation.id,
-            verdict,
-            reason,
-            state.commits.last_complete,
-            slack_s,
-            part,
-            is_final=False,
+    course.record_foretold(transition, foretold)
+    if part is not None:
+        transition.mark(
+            "waiting_for_peers",
+            generation=part.ref.generation,
+            step=part.ref.step,
+            vms_committed=part.committed,
+            vms=part.nodes,
         )
-    )
+    slack_s = round(transition.left_s, 2)
+    transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, part, is_final=False))
 
 
 def _end_precaution(transition: Transition, evacuation: Evacuation, reason: str) -> None:

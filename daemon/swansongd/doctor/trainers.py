@@ -18,10 +18,13 @@ from swansongd.doctor.accounts import TRAINER_GROUP, Account, account, has_group
 from swansongd.doctor.daemon import FetchReport
 from swansongd.doctor.findings import Check, Judgement, failure, ok, skipped, warning
 from swansongd.doctor.sandbox import properties
+from swansongd.trainers import unconnected
 from swansongd.trainers.signals import SignalRefusal, SignalSender
 from swansongd.trainers.users import may_be_signalled
 
 FAMILY = "trainers"
+_SHOWN = 3
+"""Processes that one finding names."""
 
 _UNIT_DIRECTORIES = tuple(
     Path(place, "systemd", "system")
@@ -70,6 +73,12 @@ def checks(
     )
     yield Check(
         family=FAMILY, name="signal", judge=lambda: _signal(config, daemon), fix=fixes.edit(path)
+    )
+    yield Check(
+        family=FAMILY,
+        name="unconnected trainers",
+        judge=lambda: _unconnected(config, fetch_report(config.trainer.socket)),
+        needs="daemon",
     )
 
 
@@ -190,3 +199,17 @@ def _signal(config: Config, daemon: Account) -> Judgement:
     except SignalRefusal as refusal:
         return failure(str(refusal), f"systemctl status {trainer.unit or 'swansongd'}")
     return ok(f"process {pid} handles {trainer.signal}")
+
+
+def _unconnected(config: Config, report: Mapping[str, Any]) -> Judgement:
+    search = unconnected.search(config.trainer, report, int(report["peer_uid"]))
+    if search.found:
+        shown = [each.line for each in search.found[:_SHOWN]]
+        more = [f"{len(search.found) - _SHOWN} more"] if len(search.found) > _SHOWN else []
+        remedies = dict.fromkeys(each.fix for each in search.found)
+        return warning(
+            "; ".join([*shown, *more]), f"# if it trains this run: {'; '.join(remedies)}"
+        )
+    if search.is_complete:
+        return ok("every process that holds a GPU is known to the daemon, or none holds one")
+    return skipped("not all processes could be examined: this requires root on the daemon's host")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from swansongd.core.ledger import Ending, LastReport, Life, Resumption
+from swansongd.loss_records import Ending, LastReport, Life, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.cost import Costs

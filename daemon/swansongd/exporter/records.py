@@ -23,11 +23,11 @@ from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.evacuation import DRILL, is_drill
-from swansongd.core.ledger import LastReport, Resumption
 from swansongd.core.transition import PEER_SOURCE
 from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge
 from swansongd.exporter.figures import CommitFacts, FarewellFacts
 from swansongd.exporter.listing import Listing
+from swansongd.loss_records import LastReport, Resumption
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
 

@@ -39,11 +39,11 @@ from swansongd.core.events import (
     PartsCounted,
     RunRead,
 )
-from swansongd.core.ledger import EvacuationRecord, LastReport
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.store_health import StoreHealth
+from swansongd.loss_records import EvacuationRecord, LastReport
 from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 

@@ -19,8 +19,8 @@ import structlog
 from swansongd.bucket import lives
 from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.ledger import Resumption, ended_by
 from swansongd.errors import Exists, SwansongError
+from swansongd.loss_records import Resumption, ended_by
 from swansongd.observe import loss
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.observe.snapshot import LossFigures

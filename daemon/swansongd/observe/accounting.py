@@ -28,9 +28,9 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.core.ledger import LastReport
 from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import HOST_SOURCE
+from swansongd.loss_records import LastReport
 from swansongd.model import CommitRef
 
 LAST_FAREWELL_LEAD_S = 2.0

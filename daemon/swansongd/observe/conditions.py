@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from swansongd.core.margin import margins
 from swansongd.core.state import State
 from swansongd.model import Health
+from swansongd.observe.margin import margins
 from swansongd.observe.notifications import Importance, Kind, Notification, text
 from swansongd.observe.report import STORE_HEALTH
 

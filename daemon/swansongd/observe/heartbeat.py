@@ -7,11 +7,11 @@ only after success: silence raises the alarm, whether a checkpoint, the daemon o
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from swansongd.core import periodic
 from swansongd.core.state import State
-from swansongd.model import Health
+from swansongd.model import CommitRef, Health
 from swansongd.observe.report import STORE_HEALTH
 
 DECIDED_S = 10.0
@@ -32,15 +32,22 @@ class Stretch:
     """When a rank was connected last."""
     state: State
     """The state at that time."""
+    newest: CommitRef | None
+    """The newest whole commit, also one that was made between two trainers."""
+    newest_mono_s: float
+    """When it was made; or when the stretch began."""
 
 
 def continued(stretch: Stretch | None, state: State, now_mono_s: float) -> Stretch | None:
     """The stretch of training after one more decision; None before the first trainer."""
-    if not state.connected:
-        return stretch
-    if stretch is None or now_mono_s - stretch.seen_mono_s > GAP_S:
-        return Stretch(now_mono_s, now_mono_s, state)
-    return Stretch(stretch.began_mono_s, now_mono_s, state)
+    newest = state.commits.last_complete
+    if state.connected and (stretch is None or now_mono_s - stretch.seen_mono_s > GAP_S):
+        return Stretch(now_mono_s, now_mono_s, state, newest, now_mono_s)
+    if stretch is None:
+        return None
+    if newest != stretch.newest:
+        stretch = replace(stretch, newest=newest, newest_mono_s=now_mono_s)
+    return replace(stretch, seen_mono_s=now_mono_s, state=state) if state.connected else stretch
 
 
 def why_silent(
@@ -88,6 +95,6 @@ def _why_stale(
     if not (is_planned or seen.uncommitted or seen.commits.stored):
         return ""
     until_mono_s = now_mono_s if state.connected else stretch.seen_mono_s
-    age_s = until_mono_s - max(stretch.began_mono_s, state.commits.complete_mono_s or 0.0)
+    age_s = until_mono_s - stretch.newest_mono_s
     limit_s = max(heartbeat_interval_s, INTERVALS * periodic.interval_s(seen))
     return "" if age_s <= limit_s else f"no commit for {age_s:.0f} s"

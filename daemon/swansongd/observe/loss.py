@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swansongd.core.ledger import Ending, Life, Resumption
+from swansongd.loss_records import Ending, Life, Resumption
 
 HOUR_S = 3600.0
 WINDOWS_MAX = 48

@@ -15,10 +15,9 @@ from itertools import groupby
 from prometheus_client import Metric
 
 from swansongd.config.config import MetricsConfig
-from swansongd.core import periodic, staged_sets
-from swansongd.core.margin import Margin, margins
+from swansongd.core import periodic
 from swansongd.core.notices import BY_HAND
-from swansongd.core.state import Phase, State
+from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE, PEER_SOURCE
 from swansongd.model import GpuHealth, Health, Severity, Verdict
 from swansongd.observe import report
@@ -27,6 +26,8 @@ from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import Exposition, Textfile, registry_of
 from swansongd.observe.families import Sheet
 from swansongd.observe.loss import LOST
+from swansongd.observe.margin import Margin, margins
+from swansongd.observe.phase import Phase, phase_of
 from swansongd.observe.snapshot import MirrorState, Snapshot
 
 _SOURCES_UP = (Health.OK, Health.DEGRADED)
@@ -130,14 +131,14 @@ class DaemonCollector:
         sheet.put("swansong_build_info", 1.0, version=version, python=python)
         self._put_instant(sheet, "swansong_start_timestamp_seconds", snapshot, snapshot.born_mono_s)
         names = (*(phase.value for phase in Phase), *(verdict.value for verdict in Verdict))
-        sheet.put_one_of("swansong_state", "state", names, state.phase.value)
+        sheet.put_one_of("swansong_state", "state", names, phase_of(state).value)
         sheet.put("swansong_generation", state.generation)
         sheet.put("swansong_decision_faults_total", snapshot.decision_faults)
         sheet.put("swansong_log_lines_dropped_total", snapshot.log_lines_dropped)
 
     def _put_commits(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state, now, counters = snapshot.state, snapshot.now_mono_s, self._counters
-        last, last_mono_s = state.commits.last_complete, state.commits.complete_mono_s
+        last, last_mono_s = state.commits.last_complete, snapshot.tally.committed_mono_s
         self._put_instant(sheet, "swansong_last_commit_timestamp_seconds", snapshot, last_mono_s)
         sheet.put("swansong_last_commit_step", None if last is None else last.step)
         for kind, count in counters.commits.items():
@@ -149,9 +150,9 @@ class DaemonCollector:
         sheet.put("swansong_replication_lag_bytes", report.pending_bytes(state))
         sheet.put("swansong_checkpoint_interval_seconds", periodic.interval_s(state))
         sheet.put("swansong_checkpoint_size_bytes", state.measured.save_bytes)
-        sheet.put("swansong_unsent_sets", staged_sets.unsent(state).sets)
-        sheet.put("swansong_dropped_sets_total", state.staging.dropped.count)
-        sheet.put("swansong_save_failures_total", state.ranks.failed_saves.count)
+        sheet.put("swansong_unsent_sets", report.unsent(state).sets)
+        sheet.put("swansong_dropped_sets_total", snapshot.tally.dropped.count)
+        sheet.put("swansong_save_failures_total", snapshot.tally.failed_saves.count)
 
     def _put_flush(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state = snapshot.state
@@ -228,11 +229,11 @@ class DaemonCollector:
         state, training = snapshot.state, snapshot.training
         unhealthy = sum(trainer.loss_is_finite is False for trainer in state.connected)
         sheet.put("swansong_trainers_connected", len(state.connected))
-        name, joined = "swansong_trainers_joined_timestamp_seconds", state.ranks.joined_mono_s
-        self._put_instant(sheet, name, snapshot, joined if state.connected else None)
+        name, joined = "swansong_trainers_joined_timestamp_seconds", state.joined_mono_s
+        self._put_instant(sheet, name, snapshot, joined)
         sheet.put("swansong_trainers_stalled", len(state.ranks.stalled))
         sheet.put("swansong_trainers_unhealthy", unhealthy)
-        sheet.put("swansong_trainers_refused_total", state.ranks.refused.count)
+        sheet.put("swansong_trainers_refused_total", snapshot.tally.refused.count)
         sheet.put("swansong_trainer_step", None if training.step < 0 else training.step)
         sheet.put("swansong_trainer_step_seconds", training.step_s)
         sheet.put("swansong_trainer_save_seconds", state.measured.save_s)

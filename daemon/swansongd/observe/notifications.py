@@ -14,6 +14,7 @@ from enum import StrEnum
 
 from swansongd.core.evacuation import is_drill as is_of_drills
 from swansongd.core.events import Action, Conclude
+from swansongd.core.notices import OUTLIVED_S
 from swansongd.core.state import State
 from swansongd.core.transition import PEER_SOURCE
 from swansongd.model import Notice, Severity, Verdict
@@ -151,10 +152,7 @@ def caused(
         step: newest one that training has completed.
     """
     found = []
-    if (
-        before.notices.live is not after.notices.live
-        or before.notices.concluded is not after.notices.concluded
-    ):
+    if before.notices.live is not after.notices.live:
         found += _of_notices(before, after, step, now_mono_s, wall_s)
     for action in actions:
         if isinstance(action, Conclude) and action.is_final and not _is_of_peers(after):
@@ -172,7 +170,7 @@ def _of_notices(
         if identity not in live_before or live_before[identity].severity < notice.severity
     ]
     found += [
-        _notice_over(notice, after, step, wall_s)
+        _notice_over(notice, after, step, now_mono_s, wall_s)
         for identity, notice in live_before.items()
         if identity not in live_after
     ]
@@ -218,8 +216,10 @@ def _of_notice(
     )
 
 
-def _notice_over(notice: Notice, state: State, step: int, wall_s: float) -> Notification:
-    is_outlived = notice.identity in state.notices.concluded
+def _notice_over(
+    notice: Notice, state: State, step: int, now_mono_s: float, wall_s: float
+) -> Notification:
+    is_outlived = now_mono_s > notice.deadline_mono_s + OUTLIVED_S
     reason = "the VM has outlived the deadline" if is_outlived else "the notice was withdrawn"
     is_drill = notice.source == DRILL
     return Notification(

@@ -3,11 +3,15 @@
 
 from __future__ import annotations
 
-from swansongd.core import arrival, followup, periodic, staged_sets
-from swansongd.core.margin import Margin, margins
-from swansongd.core.state import FailedSaves, State
+from dataclasses import dataclass
+
+from swansongd.core import arrival, followup, periodic
+from swansongd.core.state import State
 from swansongd.model import GpuStatus, Health, Notice, SourceStatus, TrainerView
+from swansongd.observe.margin import Margin, margins
+from swansongd.observe.phase import phase_of
 from swansongd.observe.snapshot import MirrorFigures, PruneFigures, Snapshot
+from swansongd.observe.tally import DroppedSets, FailedSaves, Figures, RefusedRanks
 
 STORE_HEALTH = "store"
 """Name under which :attr:`State.sources` holds the health of the store."""
@@ -31,7 +35,7 @@ def full_report(snapshot: Snapshot) -> dict[str, object]:
         "mirror": _mirror(snapshot.mirror, snapshot.mirror_objects_taken),
         "prune": _prune(snapshot.prune, now_mono_s),
         "notifications": snapshot.notifications and dict(snapshot.notifications),
-        **status_report(snapshot.state, now_mono_s),
+        **status_report(snapshot.state, snapshot.tally, now_mono_s),
     }
 
 
@@ -69,15 +73,17 @@ def _prune(figures: PruneFigures | None, now_mono_s: float) -> dict[str, object]
     }
 
 
-def status_report(state: State, now_mono_s: float) -> dict[str, object]:
+def status_report(state: State, tally: Figures, now_mono_s: float) -> dict[str, object]:
     """The report on the decisions, as plain JSON values."""
     health = {
         name: _health(name, status, now_mono_s) for name, status in state.notices.sources.items()
     }
     store = health.pop(STORE_HEALTH, None)
+    since_mono_s = tally.committed_mono_s
+    age_s = None if since_mono_s is None else round(now_mono_s - since_mono_s, 1)
     return {
         "generation": state.generation,
-        "state": state.phase.value,
+        "state": phase_of(state).value,
         "newer_generation": state.starts.fenced_by,
         "verdict": _verdict(state),
         "last_verdict": _last_verdict(state, now_mono_s),
@@ -88,16 +94,16 @@ def status_report(state: State, now_mono_s: float) -> dict[str, object]:
         "trainers": [
             _trainer(state, trainer, now_mono_s) for trainer in state.ranks.trainers[:TRAINERS_MAX]
         ],
-        "failed_saves": _failed_saves(state.ranks.failed_saves, now_mono_s),
+        "failed_saves": _failed_saves(tally.failed_saves, now_mono_s),
         "trainers_not_shown": max(0, len(state.ranks.trainers) - TRAINERS_MAX),
-        "trainers_refused": _refused(state, now_mono_s),
+        "trainers_refused": _refused(tally.refused, now_mono_s),
         "checkpoint_interval_s": round(periodic.interval_s(state), 1),
-        "last_commit": _last_commit(state, now_mono_s),
+        "last_commit": _last_commit(state, age_s),
         "part": None if state.part is None else state.part.facts(),
-        "replication_lag": _lag(state, now_mono_s),
+        "replication_lag": _lag(state, age_s),
         "pending_bytes": pending_bytes(state),
         "flush": _flush(state, now_mono_s),
-        "unsent": _unsent(state, now_mono_s),
+        "unsent": _unsent(state, tally.dropped, now_mono_s),
         "bandwidth_bytes_per_s": state.learned.bandwidth_bytes_per_s,
         "evacuation": _evacuation(state, now_mono_s),
         "margins": [_margin(each) for each in margins(state)],
@@ -163,7 +169,7 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
         "seconds_left": round(evacuation.deadline_mono_s - now_mono_s, 1),
         "plan": evacuation.plan.kind.value,
         "why": evacuation.plan.reason,
-        "phase": state.phase.value,
+        "phase": phase_of(state).value,
         "trainer_wait_s": None if wait_s is None else round(wait_s, 1),
         "follow_ups": _follow_ups(state, now_mono_s),
         "expected_s": _rounded(request.expected_s if request else None),
@@ -212,14 +218,14 @@ def status_line(state: State, now_mono_s: float) -> str:
     if store is not None and store.health is not Health.OK:
         last += f"; the store is {store.health.value}: {store.reason:.200}"
     if state.evacuation is None:
-        return f"{state.phase.value}; {last}"
+        return f"{phase_of(state).value}; {last}"
     left_s = state.evacuation.deadline_mono_s - now_mono_s
     wait_s = arrival.wait_s(state, now_mono_s)
     if followup.is_under_way(state):
         last = f"a follow-up checkpoint is under way; {last}"
     if wait_s is not None:
         last = f"waiting for a trainer to connect, {wait_s:.0f} s left; {last}"
-    return f"{state.phase.value}; {left_s:.0f} s left; {last}"
+    return f"{phase_of(state).value}; {left_s:.0f} s left; {last}"
 
 
 def _stalled_s(state: State, trainer: TrainerView, now_mono_s: float) -> float | None:
@@ -255,7 +261,7 @@ def _last_verdict(state: State, now_mono_s: float) -> dict[str, object] | None:
     }
 
 
-def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
+def _last_commit(state: State, age_s: float | None) -> dict[str, object] | None:
     last = state.commits.last_complete
     if last is None:
         return None
@@ -263,17 +269,11 @@ def _last_commit(state: State, now_mono_s: float) -> dict[str, object] | None:
         "generation": last.generation,
         "step": last.step,
         "is_final": last.is_final,
-        "age_s": _last_commit_age_s(state, now_mono_s),
+        "age_s": age_s,
     }
 
 
-def _last_commit_age_s(state: State, now_mono_s: float) -> float | None:
-    since = state.commits.complete_mono_s
-    return None if since is None else round(now_mono_s - since, 1)
-
-
-def _refused(state: State, now_mono_s: float) -> dict[str, object]:
-    refused = state.ranks.refused
+def _refused(refused: RefusedRanks, now_mono_s: float) -> dict[str, object]:
     age_s = round(now_mono_s - refused.mono_s, 1) if refused.count else None
     return {"count": refused.count, "last": refused.reason or None, "age_s": age_s}
 
@@ -291,9 +291,25 @@ def _flush(state: State, now_mono_s: float) -> dict[str, object] | None:
     }
 
 
-def _unsent(state: State, now_mono_s: float) -> dict[str, object]:
+@dataclass(frozen=True, slots=True)
+class Unsent:
+    """Sealed sets without a commit."""
+
+    sets: int
+    bytes_left: int
+    """Bytes of these sets that are not in the store."""
+
+
+def unsent(state: State) -> Unsent:
+    """The sealed sets and bytes that wait for the store."""
+    waiting = state.uncommitted
+    left = sum(max(0, s.size_bytes - state.flush.stored_bytes.get(s.id, 0)) for s in waiting)
+    return Unsent(len(waiting), left)
+
+
+def _unsent(state: State, dropped: DroppedSets, now_mono_s: float) -> dict[str, object]:
     """Sealed sets that wait for their upload, and the number of those that newer sets replaced."""
-    waiting, dropped = staged_sets.unsent(state), state.staging.dropped
+    waiting = unsent(state)
     is_retried = bool(state.flush.failures) and state.flush.flight is None
     return {
         "sets": waiting.sets,
@@ -320,10 +336,10 @@ def _failed_saves(failed: FailedSaves, now_mono_s: float) -> dict[str, object]:
     return {"count": failed.count, "last": last if failed.count else None}
 
 
-def _lag(state: State, now_mono_s: float) -> dict[str, object]:
+def _lag(state: State, age_s: float | None) -> dict[str, object]:
     return {
         "steps": lag_steps(state),
-        "seconds": _last_commit_age_s(state, now_mono_s),
+        "seconds": age_s,
         "bytes": pending_bytes(state),
     }
 

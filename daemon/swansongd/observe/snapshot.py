@@ -14,6 +14,7 @@ from enum import StrEnum
 from swansongd.core.state import State
 from swansongd.model import CommitRef
 from swansongd.observe.accounting import Training
+from swansongd.observe.tally import Figures
 
 
 class MirrorState(StrEnum):
@@ -90,6 +91,7 @@ class Snapshot:
     """The same moment by the wall clock, in seconds since 1970."""
     state: State
     training: Training = field(default_factory=Training)
+    tally: Figures = field(default_factory=Figures)
     decision_faults: int = 0
     last_fault: str | None = None
     sources: tuple[str, ...] = ()

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from swansongd.core.events import Mark
-from swansongd.core.ledger import EvacuationRecord, NoticeRecord
 from swansongd.core.state import State
+from swansongd.loss_records import EvacuationRecord, NoticeRecord
 from swansongd.model import Notice
 
 ENTRIES_MAX = 500

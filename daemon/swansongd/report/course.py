@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from swansongd.bucket.farewell import Entry, RecordedEvacuation
-from swansongd.core.ledger import Resumption
+from swansongd.loss_records import Resumption
 from swansongd.observe.loss import Interruption
 from swansongd.util.units import human_bytes, human_span
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.history import RunHistory, last_evacuation
 from swansongd.bucket.lives import Lives
-from swansongd.core.ledger import Resumption
+from swansongd.loss_records import Resumption
 from swansongd.model import Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss

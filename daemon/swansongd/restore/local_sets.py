@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from swansongd.config.config import Config
@@ -20,13 +21,23 @@ from swansongd.model import CommitRef, Staged
 from swansongd.staging.scan import OWN_DIRECTORY
 from swansongd.staging.seal import Scanner
 from swansongd.trainers import users
-from swansongd.util.boot import booted_wall_ns
+from swansongd.util.boot import boot_id, booted_wall_ns
 
 
-def newest_local(
-    config: Config, store_url: str, newest: CommitRef | None
-) -> tuple[Staged, Path] | None:
-    """The newest sealed set in staging, and its path; None if the newest whole commit is newer.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LocalSets:
+    """The sets in staging that concern a restore."""
+
+    newest: Staged | None = None
+    """The newest set; None if the newest whole commit is newer."""
+    path: Path = Path()
+    """Directory of that set."""
+    unordered: str = ""
+    """A set that may be newer, and why it is not taken; empty without one."""
+
+
+def find(config: Config, store_url: str, newest: CommitRef | None) -> LocalSets:
+    """The newest sealed set in staging, by the record of starts.
 
     Args:
         store_url: of the configured store.
@@ -38,7 +49,7 @@ def newest_local(
     """
     run_directory = config.staging.path / config.run.name
     if not run_directory.is_dir():
-        return None
+        return LocalSets()
     own = run_directory / OWN_DIRECTORY
     try:
         owner = own.stat().st_uid if own.is_dir() else os.geteuid()
@@ -64,9 +75,31 @@ def newest_local(
     )
     state = State(
         settings=settings,
-        starts=StartState(known=record.known_starts("")),
+        starts=StartState(known=record.known_starts(boot_id())),
         commits=CommitState(last_complete=newest),
     )
     state, _ = machine.step(state, scanned, time.monotonic())
     found = resume.newest_local(state, newest)
-    return None if found is None else (found, run_directory / found.directory)
+    return LocalSets(
+        newest=found,
+        path=run_directory / (found.directory if found is not None else ""),
+        unordered=_unordered(state, newest if found is None else state.ref_of(found.id)),
+    )
+
+
+def _unordered(state: State, chosen: CommitRef | None) -> str:
+    """The set of the greatest step above the chosen checkpoint whose order or state is unknown."""
+    step = -1 if chosen is None else chosen.step
+    unusable = state.staging.unusable
+    doubtful = (s for s in state.staging.staged if s.id in unusable or state.ref_of(s.id) is None)
+    found = max((s for s in doubtful if s.nodes == 1 and s.id.step > step), key=_step, default=None)
+    if found is None:
+        return ""
+    reason = "the record of starts in staging does not name the start that wrote it"
+    if max((file.mtime_ns for file in found.files), default=0) < state.settings.booted_wall_ns:
+        reason = "it was written before this VM booted, and may be torn"
+    return f"{found.directory} in staging is not restored, although it may be newer: {reason}"
+
+
+def _step(staged: Staged) -> int:
+    return staged.id.step

@@ -100,6 +100,10 @@ class StagingObserver:
             return
         self._trouble = ""
         if is_requested or self._last is None or _content(scanned) != _content(self._last):
+            known = () if self._last is None else self._last.rejected
+            for directory, reason in scanned.rejected:
+                if (directory, reason) not in known:
+                    self._log.error("sealed_set_rejected", directory=directory, reason=reason)
             self._last = scanned
             self._before()
             self._post(scanned)

@@ -226,10 +226,10 @@ class SignalSender:
                 f"process {pid} belongs to user id {named}, which is not in trainer.users: "
                 "add that user if the process is the trainer"
             )
-        program = _program(peers.command_line(pid))
-        if _LAUNCHERS.fullmatch(program):
+        name = program(peers.command_line(pid))
+        if _LAUNCHERS.fullmatch(name):
             raise SignalRefusal(
-                f"process {pid} is the launcher {program}, which would die or end the job: "
+                f"process {pid} is the launcher {name}, which would die or end the job: "
                 "let the training script write its own pid to trainer.pid_file"
             )
         if not peers.catches_signal(pid, self._number):
@@ -239,40 +239,54 @@ class SignalSender:
             )
 
     def _resolve(self) -> int:
-        if self._pid_file is not None:
-            return self._pid_from_file(self._pid_file)
-        if self._unit is not None:
-            return _main_pid(self._unit)
-        raise SignalRefusal(
-            "the trainer's process is unknown: set trainer.pid_file or trainer.unit"
-        )
+        return configured_process(self._pid_file, self._unit, self._allowed_uids)
 
-    def _pid_from_file(self, path: Path) -> int:
-        try:
-            # Do not follow a link, and do not block on a FIFO.
-            fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-        except OSError as error:
+
+def configured_process(
+    pid_file: Path | None, unit: str | None, allowed_uids: frozenset[int]
+) -> int:
+    """The pid in ``trainer.pid_file``, or the main process of ``trainer.unit``.
+
+    Args:
+        pid_file: file with the pid; takes precedence over ``unit``.
+        unit: systemd unit.
+        allowed_uids: users other than root that may own the pid file.
+
+    Raises:
+        SignalRefusal: neither names a process.
+    """
+    if pid_file is not None:
+        return _pid_from_file(pid_file, allowed_uids | {users.ROOT})
+    if unit is not None:
+        return _main_pid(unit)
+    raise SignalRefusal("the trainer's process is unknown: set trainer.pid_file or trainer.unit")
+
+
+def _pid_from_file(path: Path, owners: frozenset[int]) -> int:
+    try:
+        # Do not follow a link, and do not block on a FIFO.
+        fd = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
+    except OSError as error:
+        raise SignalRefusal(
+            f"the pid file {path} cannot be opened ({error.strerror}): the training script "
+            "writes it when it starts"
+        ) from None
+    try:
+        facts = os.fstat(fd)
+        if not stat.S_ISREG(facts.st_mode):
+            raise SignalRefusal(f"the pid file {path} is not a regular file")
+        if facts.st_uid not in owners or facts.st_mode & _WRITABLE_BY_OTHERS:
             raise SignalRefusal(
-                f"the pid file {path} cannot be opened ({error.strerror}): the training script "
-                "writes it when it starts"
-            ) from None
-        try:
-            facts = os.fstat(fd)
-            if not stat.S_ISREG(facts.st_mode):
-                raise SignalRefusal(f"the pid file {path} is not a regular file")
-            owners = self._allowed_uids | {users.ROOT}
-            if facts.st_uid not in owners or facts.st_mode & _WRITABLE_BY_OTHERS:
-                raise SignalRefusal(
-                    f"the pid file {path} (owner {facts.st_uid}, mode {facts.st_mode & 0o777:o}) "
-                    "must belong to root or one of trainer.users, and only its owner may write to it: "
-                    f"chown it, or chmod 644 {path}"
-                )
-            match = _PID_FILE.fullmatch(os.read(fd, 64))
-        finally:
-            os.close(fd)
-        if match is None:
-            raise SignalRefusal(f"the pid file {path} does not contain exactly one number")
-        return int(match[1])
+                f"the pid file {path} (owner {facts.st_uid}, mode {facts.st_mode & 0o777:o}) "
+                "must belong to root or one of trainer.users, and only its owner may write to it: "
+                f"chown it, or chmod 644 {path}"
+            )
+        match = _PID_FILE.fullmatch(os.read(fd, 64))
+    finally:
+        os.close(fd)
+    if match is None:
+        raise SignalRefusal(f"the pid file {path} does not contain exactly one number")
+    return int(match[1])
 
 
 def _not_sent(pid: int, error: OSError) -> str:
@@ -304,7 +318,7 @@ def _main_pid(unit: str) -> int:
     return pid
 
 
-def _program(arguments: list[str]) -> str:
+def program(arguments: list[str]) -> str:
     """Name of the program, or of the script or module that Python runs."""
     if not arguments:
         return ""

@@ -12,20 +12,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
-from swansongd.bucket import catalog, claim, manifest
+from swansongd.bucket import catalog, claim, manifest, wall
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.cadence import History
 from swansongd.errors import CorruptError, Permanent
 from swansongd.model import CheckpointKind, CommitRef
-from swansongd.stores.base import ObjectInfo
+from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, object_path
+from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
 SIGNER = Signer(b"k" * 32)
@@ -362,14 +363,14 @@ def test_a_key_that_disagrees_with_the_kind_is_refused(store: FileStore) -> None
 # ---------------------------------------------------------------- what became of earlier VMs
 
 
-def put_claim(store: FileStore, generation: int, claimed: str, boot: str = "") -> None:
+def put_claim(store: ObjectStore, generation: int, claimed: str, boot: str = "") -> None:
     identity = {"claimed": claimed, "boot_id": boot or f"boot-{generation}"}
     store.put(
         KEYS.generation(generation), claim.encode(replace(a_claim(generation), identity=identity))
     )
 
 
-def farewell(store: FileStore, generation: int, verdict: str, written: str) -> None:
+def farewell(store: ObjectStore, generation: int, verdict: str, written: str) -> None:
     body = {"verdict": verdict, "written": written}
     store.put(KEYS.farewell(generation, written.replace(":", "")), json.dumps(body).encode())
 
@@ -394,7 +395,46 @@ def test_a_rollback_and_a_final_commit_are_not_interruptions(store: FileStore) -
     put_claim(store, 2, "2030-01-01T01:00:00Z", "same")
     commit(store, {"a": b"1"}, generation=2, kind=CheckpointKind.FINAL)
     put_claim(store, 3, "2030-01-05T00:00:00Z")
-    assert catalog.history(store, KEYS, 3) == History(0.0, 0)
+    assert catalog.history(store, KEYS, 3) == History(3600.0, 0)
+
+
+lived = st.tuples(
+    st.integers(1, 60),  # starts of the training
+    st.sampled_from(["SAFE", "PARTIAL", "commit"]),  # the last object of the VM
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(lived, min_size=1, max_size=4), st.integers(0, 200))
+@example([(1, "PARTIAL"), (1, "SAFE")], 2000)
+def test_restarts_of_a_trainer_change_no_mtbf_and_a_lost_vm_does(
+    vms: list[tuple[int, str]], own: int
+) -> None:
+    """The history counts VMs: however often the training was started on each of them and on this VM, the
+    lost VMs and the time of all earlier VMs are the same."""
+
+    def history(starts: list[int], own: int) -> History:
+        store, generation = MemoryStore(), 0
+        for number, (count, (_, last)) in enumerate(zip(starts, vms, strict=True)):
+            begun_s = 10_000 * number
+            for start in range(count):
+                generation += 1
+                claimed = wall.text(begun_s + 1000 * start / count)
+                put_claim(store, generation, claimed or "", f"vm-{number}")
+            ended = wall.text(begun_s + 2000) or ""
+            if last == "commit":
+                commit(store, {"a": b"1"}, generation=generation, created=ended)
+            else:
+                farewell(store, generation, last, ended)
+        for _ in range(own + 1):
+            generation += 1
+            put_claim(store, generation, "2030-01-01T00:00:00Z", "own")
+        return catalog.history(store, KEYS, generation)
+
+    lost = sum(last != "SAFE" for _, last in vms)
+    expected = History(2000.0 * len(vms), lost)
+    assert history([1] * len(vms), 0) == expected
+    assert history([count for count, _ in vms], own) == expected
 
 
 def test_a_malformed_history_raises_nothing(store: FileStore, tmp_path: Path) -> None:
@@ -445,7 +485,7 @@ def test_planted_claims_and_farewells_do_not_delay_the_first_commit(tmp_path: Pa
     for generation in range(2, 302):
         store.put(KEYS.generation(generation), b"{}")
     assert catalog.history(store, SIGNED, 302) == History()
-    assert store.gets <= catalog.HISTORY_CLAIMS_MAX
+    assert store.gets <= catalog.HISTORY_CLAIMS_MAX + 1  # our own claim
     for number in range(50):
         store.put(KEYS.farewell(301, f"x{number}"), b"{}")
     store.gets = 0

@@ -18,8 +18,8 @@ from swansongd.bucket.farewell import (
     verdict_and_time,
 )
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import EvacuationRecord, LastReport, NoticeRecord
 from swansongd.errors import CorruptError
+from swansongd.loss_records import EvacuationRecord, LastReport, NoticeRecord
 from swansongd.model import CommitRef, Verdict, VmPart
 
 WRITTEN = "2030-01-01T00:00:00Z"

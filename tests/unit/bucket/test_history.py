@@ -16,7 +16,7 @@ from swansongd.bucket import history, manifest
 from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import EvacuationRecord
+from swansongd.loss_records import EvacuationRecord
 from swansongd.model import CommitRef, Verdict
 
 from testkit import committed

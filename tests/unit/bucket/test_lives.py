@@ -17,7 +17,7 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import Farewell, encode
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import Ending, EvacuationRecord, LastReport
+from swansongd.loss_records import Ending, EvacuationRecord, LastReport
 from swansongd.model import CommitRef, Verdict
 from swansongd.observe.loss import loss
 

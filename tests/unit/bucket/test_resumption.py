@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.bucket.resumption import BYTES_MAX, decode, encode
 from swansongd.bucket.signing import Signer
-from swansongd.core.ledger import Ending, Resumption
 from swansongd.errors import CorruptError
+from swansongd.loss_records import Ending, Resumption
 from swansongd.model import CommitRef
 
 ENDING = Ending(

@@ -26,7 +26,7 @@ from swansongd.cli import advise as command
 from swansongd.cli import advise_text, main, measured
 from swansongd.config.config import parse
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import EvacuationRecord, LastReport, Life, NoticeRecord
+from swansongd.loss_records import EvacuationRecord, LastReport, Life, NoticeRecord
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import advise

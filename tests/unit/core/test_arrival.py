@@ -19,9 +19,9 @@ from swansongd.core.events import (
     SignalTrainer,
 )
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.core.state import Phase
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
 from swansongd.model import CommitRef, Parent, Severity, Verdict
+from swansongd.observe.phase import Phase, phase_of
 
 from testkit.story import MIB, Story
 
@@ -34,11 +34,11 @@ def test_a_trainer_that_connects_in_time_is_asked() -> None:
     story.notice(in_s=15)
     story.scan()
     story.wait(1)
-    assert story.state.phase is Phase.WAITING_FOR_TRAINER
+    assert phase_of(story.state) is Phase.WAITING_FOR_TRAINER
     assert not story.verdicts
     story.join(step=-1)
     story.progress(0)
-    assert story.state.phase is Phase.CHECKPOINTING
+    assert phase_of(story.state) is Phase.CHECKPOINTING
     story.accept(3)
     story.answer(4)
     story.store_all()

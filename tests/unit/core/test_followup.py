@@ -43,6 +43,7 @@ from swansongd.model import (
     Start,
     Verdict,
 )
+from swansongd.observe.phase import phase_of
 from swansongd.trainers.translate import view_of
 
 from testkit.story import MIB, Story, a_notice, a_set
@@ -69,7 +70,7 @@ def safe(in_s: float = 120.0, *, source: str = "aws.spot", takes_follow_ups: boo
     story.accept(41)
     story.answer(42)
     story.store_all(after_s=1.0)
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
     return story
 
 
@@ -158,12 +159,12 @@ def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
         story.wait(TICK_S)
     assert followup.is_under_way(story.state)
     story.accept(60)
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
     story.answer(61)
     assert story.state.flush.flight is not None
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
     story.flushed()
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
     assert followup.is_under_way(story.state)
     story.committed()
     assert not followup.is_under_way(story.state)
@@ -568,7 +569,7 @@ def test_a_rank_that_dies_in_a_follow_up_changes_no_verdict() -> None:
     train_until_asked(story, (1,))
     assert len(asks(story)) == 1
     assert (story.verdicts, story.state.commits.last_complete) == (before, commit)
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
 
 
 @pytest.mark.fault("T21")
@@ -601,7 +602,7 @@ def signalled() -> Story:
     story.now += 1.0
     story.seal(42, framework="dcp")
     story.store_all(after_s=1.0)
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
     return story
 
 
@@ -630,7 +631,7 @@ def test_a_process_is_signalled_again_only_10_s_after_its_save() -> None:
     story.seal(42, framework="dcp")
     saved_mono_s = story.now
     story.store_all(after_s=0.1)
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
     while len(story.all(SignalTrainer)) < 2:
         story.wait(TICK_S)
         assert story.now < saved_mono_s + 60.0

@@ -24,7 +24,6 @@ from swansongd.core.events import (
 from swansongd.core.gpus import KNOWN_MAX, SOURCE
 from swansongd.core.planner import choose
 from swansongd.core.staged_sets import marked
-from swansongd.core.state import Phase
 from swansongd.model import (
     GPU_IS_SOUND,
     CommitRef,
@@ -34,6 +33,7 @@ from swansongd.model import (
     is_healthy,
     merged_health,
 )
+from swansongd.observe.phase import Phase, phase_of
 from swansongd.observe.report import status_report
 
 from testkit.story import Story, a_set
@@ -265,7 +265,7 @@ def test_the_verdict_does_not_wait_for_a_trainer() -> None:
     story.notice(DYING_S, SOURCE)
     story.scan()
     story.wait(1)
-    assert story.state.phase is not Phase.WAITING_FOR_TRAINER
+    assert phase_of(story.state) is not Phase.WAITING_FOR_TRAINER
     assert story.verdicts
 
 
@@ -299,7 +299,7 @@ def test_the_report_lists_the_gpus() -> None:
     story = trained()
     read(story, GpuHealth.LOST)
     story.now += 5
-    rows = status_report(story.state, story.now)["gpus"]
+    rows = status_report(story.state, story.tally.figures, story.now)["gpus"]
     assert isinstance(rows, list)
     assert [(row["index"], row["health"], row["xids"]) for row in rows] == [
         (0, "lost", {"dying": 1})

@@ -12,7 +12,7 @@ from swansong.bounds import SECONDS_MAX
 from swansongd.core import machine, pace, planner
 from swansongd.core.events import Conclude, Flushed, FlushProgress, Mark, PaceRead
 from swansongd.core.planner import Measurements, PlanKind
-from swansongd.core.state import Phase
+from swansongd.observe.phase import Phase, phase_of
 
 from testkit.paced import PacedVm, Physics
 from testkit.story import MIB, Story, a_set, shards_of
@@ -213,7 +213,7 @@ def test_a_rebuilt_state_forgets_the_pace() -> None:
     vm.periodic()
     assert vm.state.learned.pace != pace.UNKNOWN
     assert machine.rebuilt(vm.state).learned.pace == pace.UNKNOWN
-    assert vm.state.phase is Phase.IDLE
+    assert phase_of(vm.state) is Phase.IDLE
     assert a_set(1).size_bytes
 
 

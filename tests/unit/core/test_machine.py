@@ -35,7 +35,6 @@ from swansongd.core.events import (
     WokeUp,
 )
 from swansongd.core.flight import RETRY_URGENT_S
-from swansongd.core.state import Phase
 from swansongd.model import (
     CommitRef,
     DeadlineQuality,
@@ -45,6 +44,7 @@ from swansongd.model import (
     Start,
     Verdict,
 )
+from swansongd.observe.phase import Phase, phase_of
 
 from testkit.story import MIB, Story, a_notice, a_set
 
@@ -56,17 +56,17 @@ def test_notice_to_safe() -> None:
     """A notice leads through checkpoint, flush and commit to SAFE, and each phase shows."""
     story = Story()
     story.join(step=40)
-    assert story.state.phase is Phase.IDLE
+    assert phase_of(story.state) is Phase.IDLE
     story.notice(in_s=120)
-    assert story.state.phase is Phase.CHECKPOINTING
+    assert phase_of(story.state) is Phase.CHECKPOINTING
     story.accept(41)
     story.answer(42)
-    assert story.state.phase is Phase.FLUSHING
+    assert phase_of(story.state) is Phase.FLUSHING
     story.flushed(after_s=3)
-    assert story.state.phase is Phase.COMMITTING
+    assert phase_of(story.state) is Phase.COMMITTING
     assert not story.verdicts, "nothing is safe before the store has confirmed it"
     story.committed()
-    assert story.state.phase is Verdict.SAFE
+    assert phase_of(story.state) is Verdict.SAFE
     assert story.verdicts == ["SAFE generation 2 step 42"]
     assert story.last(Conclude).slack_s == 117.0
 
@@ -94,19 +94,19 @@ def test_an_advisory_notice_takes_one_more_checkpoint_without_urgency() -> None:
     story = Story()
     story.join(step=9)
     story.notice(source="aws.rebalance", severity=Severity.ADVISORY, in_s=3600)
-    assert story.state.phase is Phase.ARMED
+    assert phase_of(story.state) is Phase.ARMED
     assert not story.last(AskTrainers).is_urgent
     story.accept(9)
     story.answer(10)
     story.store_all()
-    assert story.state.phase is Phase.ARMED
+    assert phase_of(story.state) is Phase.ARMED
     assert story.state.evacuation is None
     assert story.state.commits.last == CommitRef(2, 10)
     story.wait(60)
     assert len(story.all(AskTrainers)) == 1, "once for each notice"
     assert not story.verdicts
     story.withdraw("aws.rebalance")
-    assert story.state.phase is Phase.IDLE
+    assert phase_of(story.state) is Phase.IDLE
 
 
 @pytest.mark.fault("N14")
@@ -152,9 +152,9 @@ def test_a_scheduled_end_is_evacuated_when_it_is_near() -> None:
     story.answer(10)
     story.store_all()
     story.wait(3600 - 125)
-    assert story.state.phase is Phase.ARMED
+    assert phase_of(story.state) is Phase.ARMED
     story.wait(10)
-    assert story.state.phase is Phase.CHECKPOINTING
+    assert phase_of(story.state) is Phase.CHECKPOINTING
     assert story.last(AskTrainers).is_urgent
 
 
@@ -341,7 +341,7 @@ def test_a_withdrawn_notice_withdraws_the_request() -> None:
     story.seal(10)
     story.notice()
     assert [a.request_id for a in story.withdraw() if isinstance(a, WithdrawRequest)]
-    assert story.state.phase is Phase.IDLE
+    assert phase_of(story.state) is Phase.IDLE
     assert not story.all(CancelFlush)
     story.store_all()
     assert story.state.commits.last == CommitRef(2, 10)
@@ -354,7 +354,7 @@ def test_only_the_source_that_raised_a_notice_withdraws_it() -> None:
     story.join()
     story.notice(source="aws.spot")
     story.withdraw("aws.rebalance")
-    assert story.state.phase is Phase.CHECKPOINTING
+    assert phase_of(story.state) is Phase.CHECKPOINTING
     assert not story.all(WithdrawRequest)
 
 
@@ -725,7 +725,7 @@ def test_a_fenced_daemon_ends() -> None:
     assert [type(a).__name__ for a in actions] == ["CancelFlush", "Log", "TellFenced", "Exit"]
     assert story.last(TellFenced).generation == 7
     assert story.last(Exit).code == transition.EXIT_FENCED
-    assert story.state.phase is Phase.FENCED
+    assert phase_of(story.state) is Phase.FENCED
     story.seal(11)
     assert story.wait(10) == []
 
@@ -768,13 +768,13 @@ def test_a_vm_that_outlives_its_deadline_watches_again() -> None:
     story.wait(30)
     assert story.verdicts == ["LOST None"]
     story.wait(notices.OUTLIVED_S + 0.1)
-    assert story.state.phase is Phase.IDLE
+    assert phase_of(story.state) is Phase.IDLE
     assert story.all(WithdrawRequest)
     story.tell(NoticeRaised(raised))
     story.wait(1)
-    assert story.state.phase is Phase.IDLE
+    assert phase_of(story.state) is Phase.IDLE
     story.notice(in_s=30, identity="b")
-    assert story.state.phase is Phase.CHECKPOINTING
+    assert phase_of(story.state) is Phase.CHECKPOINTING
 
 
 @pytest.mark.fault("N17")
@@ -799,7 +799,7 @@ def test_a_withdrawn_notice_that_returns_counts_again() -> None:
     story.withdraw("gcp.preempted")
     story.join()
     story.notice(in_s=30, source="gcp.preempted")
-    assert story.state.phase is Phase.CHECKPOINTING
+    assert phase_of(story.state) is Phase.CHECKPOINTING
 
 
 @pytest.mark.fault("H03")
@@ -889,7 +889,7 @@ def test_the_health_of_a_source_is_logged_and_opens_no_evacuation() -> None:
     assert isinstance(line, Log)
     assert line.level == "warning"
     assert story.state.notices.sources["aws.spot"] is status
-    assert story.state.phase is Phase.IDLE
+    assert phase_of(story.state) is Phase.IDLE
 
 
 @pytest.mark.fault("T15", "T16")
@@ -913,7 +913,7 @@ def test_a_report_of_sealing_counts_after_the_scan() -> None:
     story.notice()
     story.accept(4)
     story.tell(TrainerSealed(1, story.request_id, 5, 1.0, 10))
-    assert story.state.phase is Phase.CHECKPOINTING
+    assert phase_of(story.state) is Phase.CHECKPOINTING
     assert not story.all(StartFlush)
 
 

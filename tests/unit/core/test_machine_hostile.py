@@ -33,7 +33,7 @@ from swansongd.core.events import (
     TrainerLeft,
     TrainerProgress,
 )
-from swansongd.core.notices import PEER_REQUESTS_MAX
+from swansongd.core.notices import AT_ONCE
 from swansongd.core.starts import CLAIMS_MAX, STARTS_MAX, WINDOW_S
 from swansongd.model import CommitRef, TrainerView
 from swansongd.observe.report import status_line, status_report
@@ -188,7 +188,7 @@ def test_no_sequence_of_messages_raises(steps: list[tuple[Any, ...]]) -> None:
     story = Story()
     for step in steps:
         happen(story, *step)
-        report = protocol.Status(status_report(story.state, story.now))
+        report = protocol.Status(status_report(story.state, story.tally.figures, story.now))
         assert protocol.decode(protocol.encode(report)) == report
         assert status_line(story.state, story.now)
     assert not story.all(SignalTrainer)
@@ -211,7 +211,7 @@ def test_the_report_of_many_trainers_fits_into_a_message() -> None:
                 10**9 + pid, bounds.STEP_MAX, 1 / 3, 1, 1 / 3, 1 / 3, -1.2345678901234567e300, True
             )
         )
-    report = status_report(story.state, story.now)
+    report = status_report(story.state, story.tally.figures, story.now)
     assert report["trainers_not_shown"] == 900
     protocol.encode(protocol.Status(report))
 
@@ -256,8 +256,8 @@ def test_forged_requests_of_other_vms_cost_a_few_checkpoints_and_never_a_kill() 
         story.tell(PeerRequested(f"forged-{number}", "made up", 0.0 if number % 2 else 1e9))
         story.scan()
     asked = {action.request_id for action in story.all(AskTrainers)}
-    assert len(asked) <= PEER_REQUESTS_MAX
-    assert len(story.all(Conclude)) - before <= 2 * PEER_REQUESTS_MAX
+    assert len(asked) <= AT_ONCE
+    assert len(story.all(Conclude)) - before <= 2 * AT_ONCE
     assert not story.all(SignalTrainer)
     assert not story.all(Exit)
     story.wait(3700.0)

@@ -38,7 +38,7 @@ from swansongd.core.events import (
     WithdrawRequest,
 )
 from swansongd.core.starts import FINISH_S, FINISH_S_MAX
-from swansongd.core.state import Phase, Settings, State
+from swansongd.core.state import Settings, State
 from swansongd.model import (
     UNKNOWN_PARENT,
     CommitRef,
@@ -49,6 +49,7 @@ from swansongd.model import (
     Start,
     VmPart,
 )
+from swansongd.observe.phase import Phase, phase_of
 from swansongd.observe.report import status_line, status_report
 
 from testkit.story import Story, a_notice, a_set
@@ -314,7 +315,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     second = CommitRef(3, 9)
     node.tell(CommitDone(order.flush_id, second))
     assert node.final == []
-    report = status_report(node.state, node.now)
+    report = status_report(node.state, node.tally.figures, node.now)
     assert (report["state"], report["verdict"]) == ("WAITING_FOR_PEERS", None)
     assert report["last_commit"] == {"generation": 3, "step": 5, "is_final": False, "age_s": 0.0}
     assert report["part"] == {"generation": 3, "step": 9, "nodes": 2, "nodes_committed": 1}
@@ -322,16 +323,16 @@ def test_safe_means_the_whole_checkpoint() -> None:
     line = status_line(node.state, node.now)
     assert "last commit generation 3 step 5; this VM's part of generation 3 step 9" in line
     assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
-    assert not node.all(Prune)
+    assert not any(prune.directories for prune in node.all(Prune))
     node.counted(second, 1)
-    assert node.state.phase is Phase.WAITING_FOR_PEERS
+    assert phase_of(node.state) is Phase.WAITING_FOR_PEERS
     node.wait(0.3)
     node.counted(second, 2)
     assert node.final == ["SAFE generation 3 step 9"]
     assert node.last(Conclude).part is None
     assert node.last(TellCommitted).ref == second
     assert len(node.last(Prune).directories) == 1
-    assert status_report(node.state, node.now)["part"] is None
+    assert status_report(node.state, node.tally.figures, node.now)["part"] is None
     node.wait(5)
     assert node.final == ["SAFE generation 3 step 9"]
 
@@ -620,7 +621,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     node = Node()
     node.begin()
     node.tell(FenceFound(4))
-    report = status_report(node.state, node.now)
+    report = status_report(node.state, node.tally.figures, node.now)
     assert (report["state"], report["newer_generation"]) == ("FENCED", 4)
     assert "generation 4" in status_line(node.state, node.now)
     node.notice(in_s=60)
@@ -633,8 +634,8 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     fences = [line for line in node.all(Log) if line.event == "fenced"]
     assert len(fences) == 1
     node.begin_again()
-    assert status_report(node.state, node.now)["newer_generation"] is None
-    assert node.state.phase is not Phase.FENCED
+    assert status_report(node.state, node.tally.figures, node.now)["newer_generation"] is None
+    assert phase_of(node.state) is not Phase.FENCED
 
 
 @pytest.mark.fault("G18")
@@ -645,9 +646,9 @@ def test_another_start_with_our_number_fences_too() -> None:
     own = node.state.generation
     assert own is not None
     node.tell(FenceFound(own))
-    assert node.state.phase is not Phase.FENCED
+    assert phase_of(node.state) is not Phase.FENCED
     node.tell(FenceFound(own, is_same_number=True))
-    assert node.state.phase is Phase.FENCED
+    assert phase_of(node.state) is Phase.FENCED
 
 
 def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
@@ -656,7 +657,7 @@ def test_a_vm_that_finds_its_start_overtaken_is_fenced() -> None:
     node.grants = False
     node.begin()
     node.tell(FenceFound(7))
-    assert node.state.phase is Phase.FENCED
+    assert phase_of(node.state) is Phase.FENCED
 
 
 def with_a_part_on_its_way() -> Node:

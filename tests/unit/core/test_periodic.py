@@ -50,7 +50,7 @@ def join(
         capabilities=["periodic"] if periodic else [],
         version=VERSION,
     )
-    story.tell(TrainerJoined(view_of(1 + rank, 100 + rank, hello, greeted_mono_s=0.0)))
+    story.tell(TrainerJoined(view_of(1 + rank, 100 + rank, hello, greeted_mono_s=story.now)))
 
 
 def asks(story: Story) -> list[AskTrainers]:
@@ -110,7 +110,7 @@ def test_over_several_vms_the_ranks_agree_on_the_step_among_themselves() -> None
         run="r", rank=0, world_size=2, local_world_size=1, step=7, nodes=2, start_id="a",
         capabilities=["periodic"], version=VERSION,
     )  # fmt: skip
-    story.tell(TrainerJoined(view_of(1, 100, hello, greeted_mono_s=0.0)))
+    story.tell(TrainerJoined(view_of(1, 100, hello, greeted_mono_s=story.now)))
     story.wait(INTERVAL_S + 1)
     (ask,) = asks(story)
     accept(story, 20)

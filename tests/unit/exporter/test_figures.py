@@ -8,9 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
-from swansongd.core.ledger import Ending, Resumption
 from swansongd.exporter import figures
 from swansongd.exporter.figures import CommitFacts, FarewellFacts, MirrorLag
+from swansongd.loss_records import Ending, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 
 from tests.unit.bucket.test_resumption import RESUMPTION

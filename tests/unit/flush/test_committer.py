@@ -34,7 +34,6 @@ from swansongd.core.events import (
     RunRead,
     SourceChanged,
 )
-from swansongd.core.ledger import EvacuationRecord
 from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
 from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart
@@ -43,6 +42,7 @@ from swansongd.flush.committer import Committer
 from swansongd.flush.journal import UploadJournal
 from swansongd.flush.records import ShardRecord
 from swansongd.flush.store_health import StoreHealth
+from swansongd.loss_records import EvacuationRecord
 from swansongd.model import CheckpointId, CommitRef, Health, StagedFile, Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore

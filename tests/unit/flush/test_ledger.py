@@ -12,10 +12,10 @@ import pytest
 from structlog.testing import capture_logs
 from swansongd.bucket import resumption
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.ledger import Resumption
 from swansongd.errors import Transient
 from swansongd.flush import ledger as ledgers
 from swansongd.flush.ledger import Ledger
+from swansongd.loss_records import Resumption
 from swansongd.observe import loss
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 

@@ -68,11 +68,7 @@ class Watched(Story):
     def restart(self, *, keeps_notices: bool = True) -> None:
         """The next daemon gets the starts and the notices, and the ranks connect again."""
         self.look()
-        kept = [
-            n
-            for n in self.state.notices.live.values()
-            if n.identity not in self.state.notices.concluded
-        ]
+        kept = self.state.notices.in_force
         earlier = self.state
         after = self.restarted()
         self.state, self.now = after.state, after.now
@@ -92,10 +88,7 @@ class Watched(Story):
     @property
     def in_force(self) -> list[Notice]:
         """Notices of this VM, without drills."""
-        live = self.state.notices.live.values()
-        return [
-            n for n in live if n.identity not in self.state.notices.concluded and n.source != DRILL
-        ]
+        return [n for n in self.state.notices.in_force if n.source != DRILL]
 
     @property
     def is_answered(self) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.core.ledger import Ending, Life, Resumption
+from swansongd.loss_records import Ending, Life, Resumption
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import (
     GOODPUT,

@@ -32,7 +32,7 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerRefused,
 )
-from swansongd.core.state import Concluded, Phase
+from swansongd.core.state import Concluded
 from swansongd.model import (
     CommitRef,
     GpuHealth,
@@ -50,6 +50,7 @@ from swansongd.observe.exposition import registry_of
 from swansongd.observe.families import BUCKETS_S, Histogram
 from swansongd.observe.loss import LOST
 from swansongd.observe.metrics import DaemonCollector
+from swansongd.observe.phase import Phase
 from swansongd.observe.report import STORE_HEALTH, full_report
 from swansongd.observe.snapshot import (
     LossFigures,
@@ -122,6 +123,7 @@ class Watched(Story):
                 "now_wall_s": 1.8e9 + self.now + self.drift_s,
                 "state": self.state,
                 "training": self.accounting.training,
+                "tally": self.tally.figures,
                 "sources": SOURCES,
                 **self.figures,
             }

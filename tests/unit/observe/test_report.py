@@ -21,7 +21,7 @@ from testkit.story import MIB, Story
 
 def shown(story: Story) -> dict[str, Any]:
     """The report, after a round trip through JSON."""
-    report = status_report(story.state, story.now)
+    report = status_report(story.state, story.tally.figures, story.now)
     reported: dict[str, Any] = json.loads(json.dumps(report, allow_nan=False))
     assert reported == report, "plain JSON values"
     return reported

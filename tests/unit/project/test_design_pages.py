@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 from swansongd.core.planner import PlanKind
-from swansongd.core.state import Phase
 from swansongd.model import Verdict
+from swansongd.observe.phase import Phase
 
 from testkit import REPOSITORY
 

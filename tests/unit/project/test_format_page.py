@@ -19,9 +19,9 @@ from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.keys import PACKS_MAX, RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
-from swansongd.core.ledger import EvacuationRecord, LastReport, NoticeRecord
 from swansongd.digests import PART_SIZE_BYTES_MAX
 from swansongd.flush.ledger import YIELD_S
+from swansongd.loss_records import EvacuationRecord, LastReport, NoticeRecord
 from swansongd.model import (
     CheckpointId,
     CheckpointKind,

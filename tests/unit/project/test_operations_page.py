@@ -27,7 +27,7 @@ from swansongd.doctor import store
 from swansongd.doctor.findings import Finding, Level
 from swansongd.flush.store_health import FAILING_AFTER_S
 from swansongd.model import DeadlineQuality, Health, Severity, Verdict
-from swansongd.observe import report
+from swansongd.observe import phase, report
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
@@ -274,7 +274,7 @@ def test_every_default_of_the_configuration_is_true() -> None:
 def test_every_field_of_the_status_is_explained() -> None:
     """Each top-level field of ``swansong status --json`` has a row, and each row a field."""
     explained = [name.removesuffix("[]") for name in first_cells(section("status", "Fields"))]
-    assert sorted(explained) == sorted(fields())
+    assert sorted(explained) == sorted({*fields(), "unconnected"})  # added by the command
 
 
 def test_every_nested_field_of_the_status_is_named() -> None:
@@ -286,7 +286,7 @@ def test_every_nested_field_of_the_status_is_named() -> None:
 @pytest.mark.parametrize(
     ("page", "title", "known"),
     [
-        ("status", "States", list(state.Phase)),
+        ("status", "States", list(phase.Phase)),
         ("status", "Plans", list(PlanKind)),
         ("status", "Severity", [f"`{severity.name.lower()}`" for severity in Severity]),
         ("notices", "Health of a source", [f"`{health}`" for health in Health]),
@@ -422,7 +422,7 @@ STATED = [
     ("trainer", f"a status query counts as {admission.STATUS_COST:.0f}"),
     ("trainer", f"{protocol.MAX_MESSAGE_BYTES / 2**10:.0f} KiB each"),
     ("trainer", f"{admission.QUERIES_MAX} of one connection"),
-    ("trainer", f"{notices.PEER_REQUESTS_MAX} a minute"),
+    ("trainer", f"{notices.AT_ONCE}, then one every {notices.EVERY_S:.0f} s"),
     ("trainer", f"{starts.CLAIMS_MAX} in {starts.WINDOW_S:.0f} s"),
     ("shutdown", f"{unit('TimeoutStopSec').removesuffix('s')} s, and longer"),
     ("shutdown", f"restarts the daemon {unit('RestartSec').removesuffix('s')} s after"),

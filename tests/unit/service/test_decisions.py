@@ -31,10 +31,10 @@ from swansongd.core.events import (
     TrainerJoined,
     TrainerProgress,
 )
-from swansongd.core.ledger import LastReport
 from swansongd.core.state import Settings, State
 from swansongd.decisions import UNDECIDED_MAX, Decisions
 from swansongd.errors import StagingError
+from swansongd.loss_records import LastReport
 from swansongd.model import CommitRef, Start, TrainerView, Verdict
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.service import Service

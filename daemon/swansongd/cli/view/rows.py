@@ -69,6 +69,8 @@ def rows(report: dict[str, Any], *, is_brief: bool = False) -> Iterator[Row]:
         yield Row("failed saves", _failed_saves(failed), BAD, 13)
     for line in _problems(report.get("trainers")):
         yield Row("problem", line, BAD, 10)
+    for each in tables(table(report.get("unconnected")).get("processes")):
+        yield Row("not connected", _unconnected(each), WARNING, 15)
     faults = table(report.get("decision_faults"))
     if faults.get("count"):
         shown = f"{word(faults['count'])}, the last one: {word(faults.get('last'))}"
@@ -169,6 +171,14 @@ def _problems(trainers: Any) -> list[str]:
         if trainer.get("loss_is_finite") is False:
             lines.append(f"{where} reports a loss that is not finite")
     return lines
+
+
+def _unconnected(process: dict[str, Any]) -> str:
+    return (
+        f"process {word(process.get('pid'))} ({word(process.get('program'))}) of user "
+        f"{word(process.get('uid'))} {word(process.get('seen'))}; if it trains this run: "
+        f"{word(process.get('fix'))}"
+    )
 
 
 def _failed_saves(failed: dict[str, Any]) -> str:

@@ -13,9 +13,9 @@ from hypothesis import strategies as st
 from swansongd.cli.view.once import print_report
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import SourceChanged
-from swansongd.core.margin import margins
 from swansongd.core.pace import Figure
 from swansongd.model import Health, NoticeKind, SourceStatus
+from swansongd.observe.margin import margins
 from swansongd.observe.report import status_report
 from swansongd.sources.opening import notice_kinds, open_sources
 
@@ -38,7 +38,7 @@ def with_kinds(story: Story) -> Story:
 
 def lines(story: Story, capsys: pytest.CaptureFixture[str]) -> str:
     """The output of ``swansong status`` for this state, on one line."""
-    print_report(status_report(story.state, story.now))
+    print_report(status_report(story.state, story.tally.figures, story.now))
     return " ".join(capsys.readouterr().out.split())
 
 

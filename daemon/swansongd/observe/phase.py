@@ -1,0 +1,47 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The daemon's state in one word, as ``swansong status`` shows it."""
+
+from __future__ import annotations
+
+from enum import StrEnum
+
+from swansongd.core.state import State
+from swansongd.model import Verdict
+
+
+class Phase(StrEnum):
+    """The daemon's state as ``swansong status`` shows it; a verdict replaces it once there is one."""
+
+    IDLE = "IDLE"
+    ARMED = "ARMED"
+    CHECKPOINTING = "CHECKPOINTING"
+    FLUSHING = "FLUSHING"
+    COMMITTING = "COMMITTING"
+    WAITING_FOR_TRAINER = "WAITING_FOR_TRAINER"
+    """No trainer is connected, and one that connects now is asked for a checkpoint."""
+    WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
+    """This VM's part is committed, and not all other VMs have committed theirs."""
+    FENCED = "FENCED"
+
+
+def phase_of(state: State) -> Phase | Verdict:
+    """Derived, so that it cannot disagree with the facts."""
+    if state.starts.fenced_by is not None:
+        return Phase.FENCED
+    evacuation = state.evacuation
+    if evacuation is None or evacuation.is_precaution:
+        return Phase.ARMED if state.notices.in_force else Phase.IDLE
+    if evacuation.verdict is Verdict.SAFE:
+        return evacuation.verdict  # whatever follows
+    request = evacuation.request
+    if request is not None and request.is_waiting and evacuation.verdict is None:
+        return Phase.CHECKPOINTING
+    if state.flush.flight is not None:
+        return Phase.FLUSHING
+    if state.commits.stored:
+        return Phase.COMMITTING
+    if evacuation.verdict is None and state.commits.incomplete is not None:
+        return Phase.WAITING_FOR_PEERS
+    if evacuation.verdict is None and evacuation.awaits_trainer:
+        return Phase.WAITING_FOR_TRAINER
+    return evacuation.verdict or Phase.FLUSHING
