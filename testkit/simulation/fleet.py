@@ -73,12 +73,12 @@ from swansongd.model import (
 from swansongd.stores.base import ObjectInfo
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, start_of
-from testkit.simulation.world import MIB, is_no_worse
+from testkit.simulation.world import MIB, TICK_QUIET_S, TICK_S, is_no_worse
 from testkit.story import a_notice, a_set, objects_of, shards_of
 
-TICK_S = 0.5
 FINISH_LIMIT_S = 100.0
 EVERY_STEPS = 20
+REPORT_STEPS = 4
 FAULTS = (
     "store_lost", "lost_reply", "daemon_dies", "lags", "vm_lost", "round_fails", "crash", "grows",
     "late_scan", "survives", "not_pruned",
@@ -156,6 +156,7 @@ class Vm:
         self.connection = 0
         self.verdicts: list[Conclude] = []
         self._flush_id = ""
+        self._stepped_s = 0.0
         self.start_daemon()
 
     def reach(self) -> None:
@@ -237,6 +238,7 @@ class Vm:
         self.fleet.at(after_s + self.fleet.delay_s(delay_up_to_s), happens)
 
     def step(self, event: Event) -> None:
+        self._stepped_s = self.fleet.now
         self.state, actions = machine.step(self.state, event, self.fleet.now)
         for action in actions:
             self._carry_out(action)
@@ -255,9 +257,12 @@ class Vm:
         life = self.life
 
         def happens() -> None:
-            if self.is_alive and life == self.life:
+            if not self.is_alive or life != self.life:
+                return
+            tick_s = TICK_QUIET_S if self.state.evacuation is None else TICK_S
+            if self.fleet.now > self._stepped_s + tick_s - 0.001:
                 self.step(Tick())
-                self.fleet.at(TICK_S, happens)
+            self.fleet.at(TICK_S, happens)
 
         self.fleet.at(TICK_S, happens)
 
@@ -501,7 +506,8 @@ class Fleet:
         step = start.step
         asked = next((id_ for id_, target in start.targets.items() if target == step), "")
         for vm in start.members:
-            vm.post(partial(TrainerProgress, vm.connection, step), 0.1)
+            if step % REPORT_STEPS == 0:
+                vm.post(partial(TrainerProgress, vm.connection, step), 0.1)
             if asked or step % EVERY_STEPS == 0:
                 self.at(self.delay_s(2.0), partial(self._seals, vm, start, step, asked))
         if self.chance("crash", 0.002):
@@ -585,6 +591,12 @@ class Fleet:
             self.restart(self.delay_s(15.0))
 
     # ------------------------------------------------------------------ the invariants
+
+    def whole_sets(self, start: Start) -> set[int]:
+        """Steps of the sets that all VMs of this start have sealed and still have."""
+        steps = [{s.id.step for s in vm.staging if s.id.start == start.job_start_id}
+                 for vm in start.members]
+        return set.intersection(*steps)
 
     def whole(self) -> CommitRef | None:
         """The commit that a restore would return now."""

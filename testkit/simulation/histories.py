@@ -31,28 +31,117 @@ CLAIM_S = 3.0
 """A claim without faults, with those of earlier starts before it."""
 MARGIN = 1.3
 """More time than the planner needs: its figures change until the request."""
-QUIET_S = 100.0
-"""After this time without an evacuation, the next notice is not one too many."""
+QUIET_S = 30.0
+"""The daemon is idle by then, or still has much to send."""
+SOON_S = (0.05, 0.3, 1.0, 3.0, 10.0)
+"""Times between two things that happen."""
+CRASHES_MAX = 5
+"""Starts within two minutes after which the training may start twice more."""
+AGAIN_S = 8.0
+"""Longest pause before a request is repeated."""
 
 
 def live(seed: int) -> World:
-    """Training for a while, a notice, an evacuation, and the deadline passed, with faults to the end."""
+    """Training for a while, a notice, an evacuation, and the deadline passed, with faults to the end.
+
+    The things that happen are as close together as they can be: within seconds of the notice, of a save, or
+    of each other.
+    """
+    weather = random.Random(f"live {seed}")
     world = World(seed, trainer=None)
-    world.run(1000 + world.delay_s(200))
-    if world.chance("second_vm", 0.3):
-        world.second_vm()
-    if world.random.random() < 0.3:
-        world.raise_notice(300, Severity.ADVISORY, "aws.rebalance")
-    world.raise_notice(world.random.choice((2.0, 30.0, 120.0)))
-    world.run(world.now + world.delay_s(40))
-    if world.chance("withdrawn", 0.5):
-        world.withdraw_notice()
-    if world.chance("second_vm", 0.3):
-        world.second_vm()
-    if world.random.random() < 0.3:
+    world.every_steps = weather.choice((2, 3, 10))
+    if weather.random() < 0.35:
+        world.gpu_becomes(GpuHealth.OK, within_s=0.01)
+    world.run(1000 + world.delay_s(40))
+    for _ in range(weather.choice((0, 0, 1, 2))):
+        _happens(world, weather)
+        world.run(world.now + weather.choice(SOON_S))
+    moments = [_awaits_a_save, _awaits_a_load, _awaits_a_load, _awaits_a_twin, _awaits_nothing]
+    if world.world_size > 1:
+        moments += [_awaits_uneven_ranks, _awaits_uneven_ranks]
+    weather.choice(moments)(world, weather)
+    world.raise_notice(weather.choice((2.0, 10.0, 30.0, 60.0)))
+    if world.gpu is not None and weather.random() < 0.5:
+        world.run(world.now + 0.2 + weather.choice(SOON_S))
+        world.gpu_becomes(GpuHealth.LOST, within_s=0.1)
+    if weather.random() < 0.2:
+        _restarts_after_safe(world, weather)
+    for _ in range(weather.choice((0, 1, 2, 4))):
+        world.run(world.now + weather.choice(SOON_S))
+        _happens(world, weather)
+        if world.chance("second_vm", 0.2):
+            world.second_vm()
+    if weather.random() < 0.1:
         world.raise_notice(20.0, Severity.SHUTTING_DOWN, "logind")
-    world.run(world.now + 200)
+    deadline_s = 0.0 if world.notice is None else world.notice.deadline_mono_s
+    world.run(max(deadline_s, world.now) + weather.choice((1.0, 10.0)))
     return world
+
+
+def _awaits_a_save(world: World, weather: random.Random) -> None:
+    """Run until just after the next set, or until none comes."""
+    sealed, until_s = len(world.sealed), world.now + 30.0
+    while len(world.sealed) == sealed and world.now < until_s:
+        world.run(world.now + 0.2)
+    world.run(world.now + weather.choice((0.0, 0.5, 2.0)))
+
+
+def _awaits_a_load(world: World, weather: random.Random) -> None:
+    """The training starts again, often from an older state; run until just after it has loaded one."""
+    weather.choice((_awaits_a_save, _awaits_a_twin, _awaits_a_twin))(world, weather)
+    world.restart_trainer(is_behind=weather.random() < 0.8)
+    until_s = world.now + 5.0
+    while world.trainer is not None and world.trainer.is_loading and world.now < until_s:
+        world.run(world.now + 0.05)
+    world.run(world.now + weather.choice((0.0, 0.1, 1.0)))
+
+
+def _awaits_a_twin(world: World, weather: random.Random) -> None:
+    """The training loads an older state, and comes again to the step of its newest set."""
+    _awaits_a_save(world, weather)
+    _awaits_a_save(world, weather)
+    if world.has_hooks and weather.random() < 0.5:
+        world.restart_trainer(is_behind=True)
+    else:
+        world.rolls_back()
+    newest = max((staged.id.step for staged in world.sealed), default=0)
+    until_s = world.now + 30.0
+    while world.now < until_s and world.trainer is not None:
+        if not world.trainer.is_loading and world.trainer.step >= newest - 1:
+            break
+        world.run(world.now + 0.1)
+    world.run(world.now + weather.choice((0.0, 0.3, 0.7, 1.0)) * world.boundary_s)
+
+
+def _awaits_uneven_ranks(world: World, weather: random.Random) -> None:
+    """One rank has completed a step more than the other, which is at a step that is saved."""
+    del weather
+    until_s = world.now + 20.0
+    while world.now < until_s and world.trainer is not None:
+        steps = [rank.step for rank in world.trainer.ranks]
+        if max(steps) > min(steps) and min(steps) % world.every_steps == 0:
+            return
+        world.run(world.now + 0.05)
+
+
+def _awaits_nothing(world: World, weather: random.Random) -> None:
+    del world, weather
+
+
+def _restarts_after_safe(world: World, weather: random.Random) -> None:
+    """Run until SAFE, or until none comes; then the daemon and the training start again."""
+    known, until_s = len(world.conclusions), world.now + 20.0
+    while world.now < until_s and not any(
+        each.verdict is Verdict.SAFE for each in world.conclusions[known:]
+    ):
+        world.run(world.now + 0.2)
+    world.run(world.now + weather.choice((0.0, 0.3, 2.0)))
+    for is_daemon in weather.sample((True, False), 2):
+        if is_daemon:
+            world.stop_daemon()
+        else:
+            world.restart_trainer(is_behind=True)
+        world.run(world.now + weather.choice((0.0, 0.3, 2.0)))
 
 
 def honest(seed: int) -> World:
@@ -60,52 +149,82 @@ def honest(seed: int) -> World:
 
     The history has restarts of everything, GPU failures, rewinds, rollbacks, withdrawn notices and a store
     that fails within its contract.  Then the faults stop, and a notice comes with time enough by the
-    planner's formula.
+    planner's formula.  The training may still be started again, and a rank may decline the first requests.
 
     Raises:
-        Broken: an invariant is violated, or the last verdict is not SAFE.
+        Broken: an invariant is violated, or a verdict of the last evacuation is not SAFE.
     """
     weather = random.Random(f"honest {seed}")
     world = World(seed, trainer=None)
+    world.every_steps = weather.choice((2, 3, 10))
     world.faults -= {"never_answers", "second_vm"}
     if not world.has_hooks:
         world.faults -= {"claim_lost"}  # the daemon's record is all that names its earlier starts
     if weather.random() < 0.3:
         world.gpu_becomes(GpuHealth.OK, within_s=0.01)
-    world.is_calm_from_s = 1000 + weather.uniform(20, 250)
-    while world.now < world.is_calm_from_s:
-        world.run(min(world.is_calm_from_s, world.now + weather.uniform(1, 60)))
+    world.run(1000 + world.delay_s(20))
+    for _ in range(weather.choice((1, 2, 4, 8))):
         _happens(world, weather)
+        world.run(world.now + weather.choice(SOON_S))
+    world.is_calm_from_s = world.now
     _calm(world, weather)
+    may_crash = world.has_hooks and len(_recent_starts(world)) < CRASHES_MAX
+    restarts = weather.choice((0, 0, 0, 1, 2)) if may_crash else 0
+    world.hangs = weather.choice((0, 0, 1, 2)) if world.has_hooks else 0
     needed_s = _needed_s(world)
+    needed_s += restarts * (3 * LOAD_S + 2 * world.boundary_s) + 2 * world.hangs * AGAIN_S
+    is_shutdown = not restarts and world.has_hooks and weather.random() < 0.3
+    if is_shutdown:
+        world.run(world.now + 1.5)  # a host that shuts down waits for no trainer to connect
     before = len(world.conclusions)
-    world.raise_notice(needed_s, source="deadline")
-    world.run(world.now + needed_s + 0.3)
+    world.raise_notice(needed_s, source="host" if is_shutdown else "deadline")
+    ends_s = world.now + needed_s + 0.3
+    for _ in range(restarts):
+        world.run(world.now + weather.choice((0.3, 1.0)))
+        world.restart_trainer()
+    world.run(ends_s)
     told = [each for each in world.conclusions[before:] if each.is_final]
-    if world.exit is not None:
+    if not told:
+        reason = "no verdict" if world.exit is None else world.exit.reason
+        raise Broken(f"H: {reason}")
+    # Any other verdict waits until nothing can improve it, but for no start after one that has crashed.
+    wrong = told[-1] if restarts else told[0]
+    if wrong.verdict is not Verdict.SAFE:
+        raise Broken(f"H: {wrong.verdict.value}: {wrong.reason}; then {told[-1].verdict.value}")
+    if world.exit is not None and not is_shutdown:
         raise Broken(f"H: the daemon has ended: {world.exit.reason}")
-    if not told or told[-1].verdict is not Verdict.SAFE:
-        raise Broken(f"H: {told[-1].verdict.value}: {told[-1].reason}" if told else "H: no verdict")
     return world
 
 
 def _happens(world: World, weather: random.Random) -> None:
     """One of the things that happen before the last notice."""
-    match weather.randrange(10):
+    match weather.randrange(24):
         case 0 | 1 | 2:
             severity = weather.choice((Severity.IMMINENT, Severity.ADVISORY))
-            in_s = weather.choice((2.0, 10.0, 30.0, 120.0))
+            in_s = weather.choice((2.0, 10.0, 30.0, 60.0))
             world.raise_notice(in_s, severity, weather.choice(SOURCES))
         case 3 | 4:
             world.withdraw_notice()
-        case 5:
-            world.stop_daemon(weather.choice((0.0, 10.0)))
-        case 6:
+        case 5 | 6 | 7:
+            world.stop_daemon(weather.choice((0.0, 0.0, 1.0, 10.0)))
+        case 8 | 9 | 10:
             world.restart_trainer(is_behind=weather.random() < 0.5)
-        case 7 if world.gpu is not None:
+        case 11 | 12 if world.gpu is not None:
             world.gpu_becomes(weather.choice(tuple(GpuHealth)))
+        case 13 | 14:  # both at once: the daemon may learn of neither
+            world.stop_daemon(weather.choice((0.0, 1.0)))
+            world.restart_trainer(is_behind=weather.random() < 0.7)
+        case 15 | 16:
+            _awaits_a_save(world, weather)
+        case 17 | 18:  # its last set has not settled yet
+            _awaits_a_save(world, weather)
+            world.restart_trainer(is_behind=weather.random() < 0.7)
+        case 19:  # a crash loop, with more starts than generations are claimed
+            for _ in range(9):
+                world.restart_trainer()
+                world.run(world.now + 1.5)
         case _:
-            pass
+            world.rolls_back()
 
 
 def _calm(world: World, weather: random.Random) -> None:
@@ -116,15 +235,22 @@ def _calm(world: World, weather: random.Random) -> None:
         world.withdraw_notice(source)
     if world.gpu is not None:
         world.gpu_becomes(GpuHealth.OK, within_s=0.1)
-    world.run(world.now + QUIET_S + weather.uniform(0, 60))
+    report_s, every_steps = world.report_s, world.every_steps
+    world.report_s, world.every_steps = 10.0, 10**9  # nothing happens for a while
+    world.run(world.now + QUIET_S + weather.uniform(0, 20))
     while any(notice.source == "gpu" for notice in world.state.notices.live.values()):
         world.run(world.now + 10.0)  # it stays in force for minutes, and its end comes first
+    world.report_s, world.every_steps = report_s, every_steps
     if world.trainer is not None and world.trainer.process_id in world.suspect_starts:
         world.restart_trainer()
     if world.trainer is None:
         world.start_trainer()
     # The daemon has found a process without hooks by then, and any hello may still come.
     world.run(world.now + weather.choice((0.3 if world.has_hooks else 1.5, 3.0, 20.0)))
+
+
+def _recent_starts(world: World) -> list[str]:
+    return [id_ for id_, at_s in world.launched_s.items() if at_s > world.now - 120.0]
 
 
 def _needed_s(world: World) -> float:
@@ -155,7 +281,7 @@ def _fits(world: World, left_s: float) -> bool:
 
 
 def live_fleet(seed: int) -> Fleet:
-    """Several VMs: notices, losses and restarts for a quarter of an hour, then training without faults.
+    """Several VMs: notices, losses and restarts for some minutes, then training without faults.
 
     Raises:
         Broken: an invariant is violated, or the job does not train and commit in the end.
@@ -163,21 +289,36 @@ def live_fleet(seed: int) -> Fleet:
     fleet = Fleet(seed)
     fleet.run(1010.0)
     fleet.trouble()
-    for _ in range(fleet.random.choice((2, 4, 6))):
-        fleet.run(fleet.now + fleet.delay_s(120.0))
+    for _ in range(fleet.random.choice((1, 2, 4))):
+        fleet.run(fleet.now + fleet.delay_s(40.0))
         alive = [vm for vm in fleet.vms if vm.is_alive]
         if alive:
             fleet.take(fleet.random.choice(alive), fleet.random.choice((8.0, 30.0, 60.0, 120.0)))
-        fleet.run(fleet.now + fleet.delay_s(60.0))
+        fleet.run(fleet.now + fleet.delay_s(40.0))
     fleet.faults.clear()
-    fleet.run(fleet.now + 200.0)
+    fleet.run(fleet.now + 130.0)  # each deadline is over, and each VM reaches the store
     newest = fleet.whole()
-    fleet.run(fleet.now + 300.0)
+    fleet.run_until(lambda: fleet.whole() != newest, 370.0)
     if fleet.start is None or not fleet.start.trains:
         raise Broken("the job does not train")
-    if fleet.whole() == newest:
-        raise Broken(f"{newest} is still the newest whole checkpoint")
+    _hands_over(fleet)
     return fleet
+
+
+def _hands_over(fleet: Fleet) -> None:
+    """F6: without faults, the next start resumes from the set that all VMs have sealed just before it."""
+    start = fleet.start
+    assert start is not None
+    for vm in fleet.vms:
+        vm.slow = 1.0
+    newest = max(fleet.whole_sets(start), default=-1)
+    fleet.run_until(lambda: max(fleet.whole_sets(start), default=-1) > newest, 120.0)
+    step = max(fleet.whole_sets(start))
+    fleet.restart(0.5)
+    fleet.run_until(lambda: fleet.start is not None and fleet.start.trains, 120.0)
+    resumed = None if fleet.start is None else fleet.start.resumed
+    if resumed is None or resumed.step < step:
+        raise Broken(f"F6: all VMs had sealed step {step}, and the next start resumes from {resumed}")
 
 
 HISTORIES: dict[str, Callable[[int], object]] = {

@@ -90,14 +90,19 @@ MIB = 2**20
 RESERVE_S = 5.0
 PART_BYTES = 16 * MIB
 LINK_S = 0.5
-"""Interval at which the progress of the link is looked at."""
+"""Interval at which the progress of the link is looked at during an evacuation ..."""
+LINK_QUIET_S = 2.0
+"""... and without one."""
 LINK_START_S = 0.05
 """From the order of a flush to its first byte."""
 TICK_S = 0.5
+"""During an evacuation the core runs at least at this interval ..."""
+TICK_QUIET_S = 2.0
+"""... and without one at this interval; any event runs it."""
 FILES = 4
 """Number of files of each set; those of an emergency save become final one after the other."""
-REPORT_S = 1.0
-"""Interval of a rank's reports."""
+REPORTS_S = (0.0, 1.0, 5.0)
+"""Intervals of a rank's reports."""
 AGREEMENT_S = 5.0
 """A rank that has accepted a request waits this long for the target."""
 SETTLE_S = 2.0
@@ -108,14 +113,19 @@ LOAD_S = 2.0
 """Longest time to load a checkpoint."""
 OTHER = "other"
 """The start of the second VM, and the nonce of its set."""
-TRAINERS = ("one rank", "two ranks", "process")
+TRAINERS = ("one rank", "two ranks", "two ranks", "process", "process")
+ASKING = ("newest", "asks, then older")
+"""Trainers that ask the daemon from which checkpoint they resume."""
 FAULTS = (
     "lost_reply", "late_write", "refused", "restart", "trainer_death", "dies_slowly", "disconnects",
-    "withdrawn", "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
+    "second_vm", "void", "slow_network", "torn_save", "never_answers", "late_scan",
     "claim_lost", "notices_lost", "vanishes", "starts_behind", "rolls_back", "ends", "loads_slowly",
+    "orphan",
 )  # fmt: skip
 
 
+_MOMENTS = (AskTrainers, ClaimGeneration, CommitManifest, Conclude, SendTarget, SignalTrainer)
+"""A daemon dies most often right after one of these."""
 _MERIT = (Verdict.NO_TRAINING, Verdict.LOST, Verdict.PARTIAL, Verdict.SAFE)
 
 
@@ -173,12 +183,15 @@ class Trainer:
     has_hooks: bool
     loads: str
     """``newest``: asks the daemon.  ``older``: a directory that names its start.  ``unnamed``: one that names
-    none.  ``silent``: without a report, because the script does not call ``restore()``."""
+    none.  ``silent``: without a report, because the script does not call ``restore()``.  ``asks, then
+    older``: cannot load what the daemon answers, and loads another directory that names its start."""
     launched_s: float
     parent: Parent = UNKNOWN_PARENT
     """The step that the ranks report as loaded."""
     first_step: int = -1
     is_loading: bool = True
+    reading: str = ""
+    """Nonce of the set in staging that a rollback loads."""
     is_saving: bool = False
     has_saved: bool = False
     """A save has ended within this step."""
@@ -252,6 +265,8 @@ class World:
         self.asks: set[tuple[str, int]] = set()
         self.verdict: Conclude | None = None
         self.exit: Exit | None = None
+        self._stepped_s = 0.0
+        """When the core ran last."""
         self._woken_s = 0.0
         """The newest instant of an extra tick."""
         self.is_over = False
@@ -281,6 +296,21 @@ class World:
         self.interval_s: float = self.random.choice((7.0, 40.0))
         self.every_steps = 10
         """The trainer saves at this interval by itself."""
+        self.report_s: float = self.random.choice(REPORTS_S)
+        self.skew = 0.0
+        """Part of a step by which one of two ranks is ahead of the other."""
+        if self.world_size > 1:
+            self.skew = self.random.choice((0.0, 0.3, 0.8))
+        self.overwrites = self.random.random() < 0.5
+        """A trainer without hooks has one directory for each step, or one for each process and step."""
+        self.hangs = 0
+        """This number of requests is declined, by a rank that hangs for a moment."""
+        self._dying: list[tuple[Trainer, Rank, float]] = []
+        """Ranks of trainers that are over, whose processes run until then."""
+        self.launched_s: dict[str, float] = {}
+        """When each start was launched."""
+        self._written_s: dict[str, float] = {}
+        """When the last file of each set was written, by its nonce."""
         # A trainer that takes none shows the other outcomes.
         self.takes_follow_ups = takes_follow_ups or self.random.random() < 0.7
         self.follow_ups: dict[str, float] = {}
@@ -293,7 +323,7 @@ class World:
         """Number of sets that a trainer without hooks keeps while it writes the next one."""
         self.boundary_s: float = self.random.choice((0.2, 1.0, 5.0))
         self.save_s: float = self.random.choice((0.1, 2.0, 20.0))
-        self.size_bytes: int = self.random.choice((MIB, 100 * MIB, 3000 * MIB))
+        self.size_bytes: int = self.random.choice((MIB, 100 * MIB, 800 * MIB))
         self.bandwidth: int = self.random.choice((20, 200)) * MIB
         self.gpu: GpuStatus | None = None
         """The GPU of the VM; None without one."""
@@ -385,6 +415,9 @@ class World:
         if self.notice is not None:
             notice = self.notice
             self.post(lambda: NoticeRaised(notice), 1.0)
+        for trainer, rank, until_s in self._dying:
+            if until_s > self.now:
+                self._joins_late(trainer, rank, until_s)
         for gone in {each.source for each in known} & self._withdrawn_sources:
             self.post(lambda gone=gone: NoticeWithdrawn(gone, "gone"), 1.0)  # type: ignore[misc]
 
@@ -450,11 +483,13 @@ class World:
         if self.exit is not None:
             return
         self._note(event)
+        self._stepped_s = self.now
         self.state, actions = machine.step(self.state, event, self.now)
         for action in actions:
             self._carry_out(action)
         self._wake_in_time()
-        if self.chance("restart", 0.01):
+        is_moment = any(isinstance(action, _MOMENTS) for action in actions)
+        if self.chance("restart", 0.05 if is_moment else 0.01):
             self.stop_daemon(self.random.choice((0.0, 0.0, self.delay_s(15.0))))
 
     def _note(self, event: Event) -> None:
@@ -488,10 +523,14 @@ class World:
         life = self.life
 
         def happens() -> None:
-            if life == self.life and self.exit is None:
+            if life != self.life or self.exit is not None:
+                return
+            tick_s = TICK_QUIET_S if self.state.evacuation is None else TICK_S
+            if self.now > self._stepped_s + tick_s - 0.001:
                 self.step(Tick())
+            if self.gpu is not None:
                 self._look_at_gpu()
-                self.at(TICK_S, happens)
+            self.at(TICK_S, happens)
 
         self.at(TICK_S, happens)
 
@@ -566,6 +605,7 @@ class World:
         is_final: bool = False,
     ) -> Staged:
         nonce = f"{self.random.getrandbits(32):08x}"
+        self._written_s[nonce] = self.now
         start_id = "" if self.trainer is None else self.trainer.start_id
         whole = a_set(
             step,
@@ -617,6 +657,11 @@ class World:
             self._end(self.trainer)
         self._trainer_starts(is_behind=is_behind)
 
+    def rolls_back(self) -> None:
+        """The trainer loads an older state in the same process, if it has one and is idle."""
+        if self.trainer is not None and not self.trainer.is_loading:
+            self._rolls_back(self.trainer)
+
     @property
     def take_s(self) -> float:
         """Longest time from a request to the commit of its checkpoint, without faults."""
@@ -632,7 +677,8 @@ class World:
         if self.is_over or self.trainer is not None:
             return
         is_behind = bool(self.sealed) and (is_behind or self.chance("starts_behind", 0.5))
-        loads = self.random.choice(("older", "unnamed", "silent")) if is_behind else "newest"
+        rules = ("older", "unnamed", "silent", "asks, then older")
+        loads = self.random.choice(rules) if is_behind else "newest"
         self._count += 1
         number = self._count
         start_id = f"start-{number}" if self.has_hooks else f"{PROCESS_PREFIX}{number}"
@@ -643,6 +689,7 @@ class World:
         line = self.witness.begins(start_id)
         trainer = Trainer(number, start_id, line, ranks, self.has_hooks, loads, self.now)
         self.trainer = trainer
+        self.launched_s[start_id] = self.now
         for rank in ranks if self.has_hooks else ():
             self._connect(rank)
         if loads == "newest":
@@ -653,8 +700,12 @@ class World:
         self._trains(trainer)
 
     def _older(self) -> Point:
-        """A state that was sealed some time ago."""
-        return self.witness.sets[self.random.choice(self.sealed).id.nonce]
+        """A state that was sealed some time ago, often one of the step of the newest commit."""
+        sealed = self.sealed
+        newest = max((ref for ref, _ in self._placed), default=None)
+        if newest is not None and self.random.random() < 0.7:
+            sealed = [each for each in sealed if each.id.step == newest.step] or sealed
+        return self.witness.sets[self.random.choice(sealed).id.nonce]
 
     def _asks(self, trainer: Trainer) -> None:
         """Resume by the daemon's rule, as soon as the start may: production code decides both."""
@@ -700,11 +751,11 @@ class World:
         """It has loaded this state, and trains from here."""
         if trainer is not self.trainer or not trainer.is_loading:
             return
-        trainer.is_loading = False
+        trainer.is_loading, trainer.reading = False, ""
         trainer.line.loaded = point
         trainer.line.step = point.step
         trainer.first_step = point.step
-        if trainer.loads in ("newest", "older"):
+        if trainer.loads in ("newest", "older", "asks, then older"):
             trainer.parent = Parent(point.line, point.step)
         for rank in trainer.ranks:
             rank.step = point.step
@@ -731,6 +782,46 @@ class World:
             is_slow = self.reconnects_slowly and rank.life and self.random.random() < 0.5
             self._connect(rank, within_s=60.0 if is_slow else 1.0)
 
+    def _joins_late(self, trainer: Trainer, rank: Rank, until_s: float) -> None:
+        """A rank whose trainer is over connects to the next daemon before its process ends."""
+        life = self.life
+        view = self._view(trainer, rank)
+
+        def joins() -> None:
+            if life != self.life or not self.is_up or self.exit is not None:
+                return
+            if any(each.rank == rank.number for each in self.state.ranks.trainers):
+                return  # it is refused
+            self._count += 1
+            connection = self._count
+            self.fired.add("orphan")
+            self.step(TrainerJoined(replace(view, connection=connection, greeted_mono_s=self.now)))
+            left = TrainerLeft(connection, exited=True, reason="x")
+            life_then = self.life
+            self.at(
+                max(0.001, until_s - self.now),
+                lambda: self.step(left) if life_then == self.life and self.is_up else None,
+            )
+
+        self.at(self.delay_s(1.0), joins)
+
+    def _view(self, trainer: Trainer, rank: Rank) -> TrainerView:
+        return TrainerView(
+            connection=rank.connection,
+            pid=rank.pid,
+            process_start=rank.pid,
+            rank=rank.number,
+            world_size=self.world_size,
+            local_world_size=self.world_size,
+            step=rank.step,
+            save_s=trainer.saved_s,
+            takes_periodic=self.takes_periodic,
+            takes_follow_ups=self.takes_follow_ups,
+            start_id=trainer.start_id if rank.knows_start else "",
+            parent=trainer.parent,
+            greeted_mono_s=self.now,
+        )
+
     def _connect(self, rank: Rank, *, within_s: float = 1.0) -> None:
         life, trainer = self.life, self.trainer
         assert trainer is not None
@@ -742,21 +833,7 @@ class World:
                 return
             self._count += 1
             rank.connection, rank.is_connected, rank.life = self._count, True, life
-            view = TrainerView(
-                connection=rank.connection,
-                pid=rank.pid,
-                process_start=rank.pid,
-                rank=rank.number,
-                world_size=self.world_size,
-                local_world_size=self.world_size,
-                step=rank.step,
-                save_s=trainer.saved_s,
-                takes_periodic=self.takes_periodic,
-                takes_follow_ups=self.takes_follow_ups,
-                start_id=trainer.start_id if rank.knows_start else "",
-                parent=trainer.parent,
-                greeted_mono_s=self.now,
-            )
+            view = self._view(trainer, rank)
             self.step(TrainerJoined(view))
             if life == self.life and rank.is_connected:
                 self._repeats(trainer, rank)
@@ -766,7 +843,7 @@ class World:
     def _repeats(self, trainer: Trainer, rank: Rank) -> None:
         """Right after the hello: the report of the start, the query, and the last answer."""
         self._report_start(rank)
-        if trainer.is_loading and trainer.loads == "newest" and rank.knows_start:
+        if trainer.is_loading and trainer.loads in ASKING and rank.knows_start:
             self.post(lambda: RestoreAsked(trainer.start_id), 0.01)
         if rank.standing and rank.target is None:
             accepted = TrainerAccepted(rank.connection, rank.standing, rank.accepted)
@@ -792,6 +869,10 @@ class World:
         self.writing = ""
         self.growing = []
         within_s = 3.0 if self.chance("dies_slowly", 0.5) else 0.1
+        if "orphan" in self.faults and trainer.has_hooks and not is_goodbye:
+            until_s = self.now + self.delay_s(10.0)
+            # One of rank 0 would name the ranks of the next start: the daemon cannot know whose they are.
+            self._dying = [(trainer, rank, until_s) for rank in trainer.ranks[1:]]
         for rank in trainer.ranks if trainer.has_hooks else ():
             if rank.life == self.life:
                 says_so = is_goodbye and rank.is_connected
@@ -832,7 +913,8 @@ class World:
         knows = all(rank.is_connected and rank.knows_start for rank in trainer.ranks)
         if trainer.has_hooks and not knows:
             return
-        point = self.witness.sets[self.random.choice(own).id.nonce]
+        chosen = own[-2] if len(own) > 1 and self.random.random() < 0.6 else self.random.choice(own)
+        point = self.witness.sets[chosen.id.nonce]
         trainer.further += 1
         trainer.start_id = f"{trainer.process_id}~{trainer.further}"
         trainer.line = self.witness.begins(trainer.start_id)
@@ -844,9 +926,10 @@ class World:
         for rank in trainer.ranks:
             begun = StartBegun(rank.connection, trainer.start_id)
             self.post(lambda begun=begun: begun, 0.05)  # type: ignore[misc]
-        self.at(0.1, lambda: self._rolled_back(trainer, point, self.now + 60.0))
+        nonce, give_up_s = chosen.id.nonce, self.now + 60.0
+        self.at(0.1, lambda: self._rolled_back(trainer, point, nonce, give_up_s))
 
-    def _rolled_back(self, trainer: Trainer, point: Point, give_up_s: float) -> None:
+    def _rolled_back(self, trainer: Trainer, point: Point, chosen: str, give_up_s: float) -> None:
         """The daemon answers under the generation of the new start, and the state is loaded."""
         if trainer is not self.trainer:
             return
@@ -855,10 +938,12 @@ class World:
             if self.now > give_up_s:
                 self._dies(trainer)
             else:
-                self.at(0.3, lambda: self._rolled_back(trainer, point, give_up_s))
+                self.at(0.3, lambda: self._rolled_back(trainer, point, chosen, give_up_s))
             return
         later = [s.id.nonce for s in self.staging if s.id.step > point.step]
         self.rejected.update(later)
+        here = [s.id.nonce for s in self.staging]
+        trainer.reading = chosen if chosen in here else ""
         self.step(RolledBack(point.step))
         self.at(self.delay_s(LOAD_S), lambda: self._begins(trainer, point))
 
@@ -876,22 +961,34 @@ class World:
             has_saved, trainer.has_saved = trainer.has_saved, False
             if trainer.is_loading or trainer.is_saving or has_saved:
                 return  # a step takes its whole time, also after a save
-            before = last = min(rank.step for rank in trainer.ranks)
-            for rank in trainer.ranks:
-                if not rank.standing and rank.step == last:  # no rank is two steps ahead
-                    rank.step += 1
-            trainer.line.step = trainer.step
-            for rank in trainer.ranks:
-                self._reports(rank)
-            last = min(rank.step for rank in trainer.ranks)
-            if last > before and last % self.every_steps == 0 and self._is_even(trainer):
-                self._saves_by_itself(trainer)
+            first = trainer.ranks[trainer.number % len(trainer.ranks)]
+            if self.skew:
+                self._completes(trainer, [first])
+                others = [rank for rank in trainer.ranks if rank is not first]
+                self.at(self.skew * self.boundary_s, lambda: self._completes(trainer, others))
+            else:
+                self._completes(trainer, trainer.ranks)
             self._trouble(trainer)
 
         self.at(self.boundary_s, happens)
 
+    def _completes(self, trainer: Trainer, ranks: list[Rank]) -> None:
+        """These ranks complete a step, unless they stand for a request; none is two steps ahead."""
+        if trainer is not self.trainer or trainer.is_loading or trainer.is_saving:
+            return
+        before = min(rank.step for rank in trainer.ranks)
+        for rank in ranks:
+            if not rank.standing and rank.step == before:
+                rank.step += 1
+        trainer.line.step = trainer.step
+        for rank in ranks:
+            self._reports(rank)
+        last = min(rank.step for rank in trainer.ranks)
+        if last > before and last % self.every_steps == 0 and self._is_even(trainer):
+            self._saves_by_itself(trainer)
+
     def _reports(self, rank: Rank) -> None:
-        if rank.is_connected and self.now >= rank.reported_s + REPORT_S:
+        if rank.is_connected and self.now >= rank.reported_s + self.report_s:
             rank.reported_s = self.now
             report = TrainerProgress(rank.connection, rank.step, step_s=self.boundary_s)
             self.post(lambda: report, 0.1)
@@ -926,7 +1023,7 @@ class World:
         step, begun_s = trainer.step, self.now
         trainer.is_saving = True
         self.writing = f"checkpoint-{step}"
-        kept = [staged for staged in self.adopted if staged.id.step != step]
+        kept = [s for s in self.adopted if s.id.step != step or not self.overwrites]
         self.adopted = kept[-self.keeps :]
 
         def done() -> None:
@@ -956,6 +1053,10 @@ class World:
         if not is_periodic:
             self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
         rank.asked = request_id
+        if self.hangs and rank.number == self.world_size - 1:
+            self.hangs -= 1
+            self.at(0.2, lambda: self._declines(rank, request_id))
+            return
         if "never_answers" in self.faults and rank.number == self.world_size - 1:
             self.fired.add("never_answers")
             return
@@ -1166,8 +1267,12 @@ class World:
 
     def _prune(self, directories: tuple[str, ...]) -> None:
         self.check_new()
+        trainer = self.trainer
         newest = max((place for _, place in self._placed), default=(0, -1))
         for staged in self.staging:
+            is_read = trainer is not None and staged.id.nonce == trainer.reading
+            if staged.directory in directories and is_read:
+                raise Broken(f"I18: {staged.directory} is deleted, and a rollback loads it")
             if staged.directory in directories and self._place(staged) > newest:
                 self._expect_superseded(staged, directories)
         self.staging = [s for s in self.staging if s.directory not in directories]
@@ -1266,7 +1371,8 @@ class World:
             """When the link is looked at again: at the end of the last part, if it is near."""
             left_bytes = sum(part[2] for part in left) - self._link.into_part
             start_s = max(0.0, self._link.used_until_s - self.now)
-            return min(LINK_S, start_s + left_bytes / rate) if rate else LINK_S
+            look_s = LINK_QUIET_S if self.state.evacuation is None else LINK_S
+            return min(look_s, start_s + left_bytes / rate) if rate else LINK_S
 
         def ends() -> None:
             if not self._is_there(staged):
@@ -1383,14 +1489,14 @@ class World:
         """I16: the daemon reports no commit that does not exist."""
         self.check_new()
         last = self.state.commits.last
-        if not self.is_up:
+        if not self.is_up or self.exit is not None:
             return
         if last is not None and last not in self._refs:
             raise Broken(f"I16: the daemon reports {last}, which the store does not contain")
         evacuation = self.state.evacuation
         if evacuation is not None and self.state.flush.flight is not None:
             left_s = evacuation.deadline_mono_s - self.now
-            if 0 < left_s < RESERVE_S - TICK_S:
+            if 0 < left_s < RESERVE_S - 2 * TICK_S:
                 raise Broken("V4: a flush is under way in the reserve")
 
     def check_new(self) -> None:
@@ -1417,6 +1523,9 @@ class World:
             raise Broken(f"I4: {key} under a generation that is not ours")
         if self.has_hooks and point is not None and claimed_by != point.line:
             raise Broken(f"I4: {key} is of {point.line}, and {claimed_by} has its generation")
+        is_older = self._written_s[made.nonce] < self.launched_s.get(claimed_by, 0.0)
+        if not self.has_hooks and is_older and not self._has_lost_record:
+            raise Broken(f"I4: {key} was written before {claimed_by} was launched")
         if not any((made.step, made.nonce) == (x.id.step, x.id.nonce) for x in self.sealed):
             raise Broken(f"I5: {key} is of no sealed set")
         assert point is not None
@@ -1446,6 +1555,9 @@ class World:
             line = self.witness.newest_now(self.life)
             if line is not None:
                 raise Broken(f"I7: NO_TRAINING, and {line.id} has reached the daemon")
+        is_early = conclusion.is_final and conclusion.slack_s > 0 and "late_write" not in self.fired
+        if conclusion.verdict is Verdict.LOST and is_early and self._placed:
+            raise Broken(f"I19: LOST with {conclusion.slack_s} s left, and {self._placed[-1]} exists")
         if conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) and conclusion.commit is None:
             if self.state.commits.last is not None:
                 raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")
