@@ -73,7 +73,7 @@ MUTANTS = (
     Mutant("proof", "step = start.ended.get(rank)\n", "step = None\n"),
     Mutant("request", "max(request.accepted.values()) + 1", "max(request.accepted.values())"),
     Mutant("request", "max(len(request.ranks), transition.state.local_world_size)", "len(request.ranks)"),
-    Mutant("request", "if request.start_id not in (\"\", staged.id.start):", "if False:"),
+    Mutant("request", 'if request.start_id not in ("", staged.id.start):', "if False:"),
     Mutant("request", "not is_earlier and is_of_process", "not is_earlier"),
     Mutant("request", "last is not None and last.generation == transition.state.generation and last.step", "last is not None and last.step"),
     Mutant("starts", "start.is_of_boot and start.is_open and is_wanted", "start.is_of_boot and is_wanted"),

@@ -20,9 +20,10 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
+from swansong._ranks.rendezvous import has_all_shares
 from swansong.protocol import RestoreQuery
 from swansongd.bucket import commit, manifest
 from swansongd.core import machine, resume
@@ -115,6 +116,7 @@ class Start:
     number: int
     members: list[Vm]
     job_start_id: str
+    first_answers: dict[Vm, TellFinished] = field(default_factory=dict)
     finished: set[Vm] = field(default_factory=set)
     has_begun: bool = False
     resumed: CommitRef | None = None
@@ -132,6 +134,14 @@ class Start:
     @property
     def is_alone(self) -> bool:
         return len(self.members) == 1
+
+    @property
+    def may_begin(self) -> bool:
+        """Whether nothing of an earlier start is still to come, by the rule of the hooks."""
+        if len(self.finished) == len(self.members):
+            return True
+        answers = [asdict(answer) for answer in self.first_answers.values()]
+        return len(answers) == len(self.members) and has_all_shares(answers)
 
     def is_ready(self, state: State) -> bool:
         """Whether the daemon of rank 0 may choose a checkpoint, by the production rule."""
@@ -280,8 +290,8 @@ class Vm:
             case AskTrainers(request_id, _, deadline_mono_s, connections):
                 if self.connection in connections:
                     self.fleet.asked(self, request_id, deadline_mono_s)
-            case TellFinished(job_start_id):
-                self.fleet.finished(self, job_start_id)
+            case TellFinished():
+                self.fleet.finished(self, action)
             case StartFlush():
                 self._flush(action)
             case CancelFlush(flush_id):
@@ -450,15 +460,17 @@ class Fleet:
 
         self.at(delay_s, happens)
 
-    def finished(self, vm: Vm, job_start_id: str) -> None:
+    def finished(self, vm: Vm, answer: TellFinished) -> None:
         start = self.start
-        if start is not None and start.job_start_id == job_start_id:
-            start.finished.add(vm)
+        if start is not None and start.job_start_id == answer.start_id:
+            start.first_answers.setdefault(vm, answer)
+            if not answer.waits:
+                start.finished.add(vm)
 
     def _await_finished(self, start: Start, give_up_s: float) -> None:
         if start is not self.start or start.is_over:
             return
-        if start.is_alone or len(start.finished) == len(start.members) or self.now > give_up_s:
+        if start.is_alone or start.may_begin or self.now > give_up_s:
             start.has_begun = True
             for vm in start.members:
                 vm.begins(start)
@@ -594,8 +606,10 @@ class Fleet:
 
     def whole_sets(self, start: Start) -> set[int]:
         """Steps of the sets that all VMs of this start have sealed and still have."""
-        steps = [{s.id.step for s in vm.staging if s.id.start == start.job_start_id}
-                 for vm in start.members]
+        steps = [
+            {s.id.step for s in vm.staging if s.id.start == start.job_start_id}
+            for vm in start.members
+        ]
         return set.intersection(*steps)
 
     def whole(self) -> CommitRef | None:
