@@ -75,7 +75,8 @@ MUTANTS = (
     Mutant("request", "max(len(request.ranks), transition.state.local_world_size)", "len(request.ranks)"),
     Mutant("request", 'if request.start_id not in ("", staged.id.start):', "if False:"),
     Mutant("request", "not is_earlier and is_of_process", "not is_earlier"),
-    Mutant("request", "last is not None and last.generation == transition.state.generation and last.step", "last is not None and last.step"),
+    Mutant("request", "last is not None and last.generation == transition.state.generation and last.step",
+           "last is not None and last.step"),
     Mutant("starts", "start.is_of_boot and start.is_open and is_wanted", "start.is_of_boot and is_wanted"),
     Mutant("starts", "is_open=is_of_boot and not is_overtaken", "is_open=is_of_boot"),
     Mutant("starts", "start.ended.items() if rank != trainer.rank}", "start.ended.items()}"),
@@ -88,10 +89,10 @@ MUTANTS = (
     Mutant("verdict", "        or _settles(state, evacuation, transition.now)\n", ""),
     Mutant("verdict", "        or not has_scanned\n", ""),
     Mutant("verdict", "if is_worse or (last", "if (last"),
-    Mutant("emergency", "request is None or request.is_unsent or _is_of_earlier_start(transition.state, request)",
-           "request is None or request.is_unsent"),
+    Mutant("emergency", "is_unsent or _is_of_earlier_start(transition.state, request)", "is_unsent"),
     Mutant("emergency", "if not is_usable and not state.is_covered(answer):", "if False:"),
-    Mutant("state", "return ref is not None and ref <= last", "return ref is not None and ref.step <= last.step"),
+    Mutant("state", "return ref is not None and ref <= last",
+           "return ref is not None and ref.step <= last.step"),
 )  # fmt: skip
 
 

@@ -1159,7 +1159,7 @@ class World:
             self.growing = [item for item in self.growing if item.id != whole.id]
             if trainer is not self.trainer or (final > 1 and not is_begun):
                 return
-            if self.chance("torn_save", 0.05):
+            if self.chance("torn_save", 0.1):
                 self.post(self._scan_result, 0.1)
                 return
             part = replace(whole, directory=f"{whole.directory}.partial", files=whole.files[:final])
