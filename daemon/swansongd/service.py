@@ -260,12 +260,13 @@ class Service:
         """
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             signal.signal(number, lambda number, _frame: self._signals.append(number))
-        for notice in self._fdstore.notices(time.monotonic()):
-            self._post(NoticeRaised(notice))
         self._prefetch.start()  # first: a trainer may wait for every byte of it
         self._sigterm_judge.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
+        # After the process of a trainer without hooks: it may be suspect since a GPU failed.
+        for notice in self._fdstore.notices(time.monotonic()):
+            self._post(NoticeRaised(notice))
         self._channel.start()
         if self._notifier.has_systemd:
             self._fdstore.store_listener(self._channel.share_listener())

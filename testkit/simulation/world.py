@@ -1217,7 +1217,7 @@ class World:
                 if life == self.life:
                     self.at(LOOK_S, happens)
 
-        self.at(self.delay_s(0.1), happens)
+        self.at(0.0, happens)  # before the notices of the earlier life
 
     def _signal(self, request_id: str) -> None:
         life = self.life

@@ -45,6 +45,7 @@ def evacuated(seed: int, job: Job) -> World:
     world.faults.clear()
     world.accept_s, world.every_steps, world.interval_s = 0.01, 10**9, job.interval_s
     world.boundary_s, world.save_s = job.step_s, job.save_s
+    world.report_s = 1.0  # as the hooks report
     world.bandwidth = 20 * MIB
     world.size_bytes = round(job.send_s * world.bandwidth)
     world.run(1025.0)
