@@ -594,8 +594,10 @@ class Fleet:
 
     def whole_sets(self, start: Start) -> set[int]:
         """Steps of the sets that all VMs of this start have sealed and still have."""
-        steps = [{s.id.step for s in vm.staging if s.id.start == start.job_start_id}
-                 for vm in start.members]
+        steps = [
+            {s.id.step for s in vm.staging if s.id.start == start.job_start_id}
+            for vm in start.members
+        ]
         return set.intersection(*steps)
 
     def whole(self) -> CommitRef | None:

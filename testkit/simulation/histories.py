@@ -318,7 +318,9 @@ def _hands_over(fleet: Fleet) -> None:
     fleet.run_until(lambda: fleet.start is not None and fleet.start.trains, 120.0)
     resumed = None if fleet.start is None else fleet.start.resumed
     if resumed is None or resumed.step < step:
-        raise Broken(f"F6: all VMs had sealed step {step}, and the next start resumes from {resumed}")
+        raise Broken(
+            f"F6: all VMs had sealed step {step}, and the next start resumes from {resumed}"
+        )
 
 
 HISTORIES: dict[str, Callable[[int], object]] = {

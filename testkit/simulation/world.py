@@ -1557,7 +1557,9 @@ class World:
                 raise Broken(f"I7: NO_TRAINING, and {line.id} has reached the daemon")
         is_early = conclusion.is_final and conclusion.slack_s > 0 and "late_write" not in self.fired
         if conclusion.verdict is Verdict.LOST and is_early and self._placed:
-            raise Broken(f"I19: LOST with {conclusion.slack_s} s left, and {self._placed[-1]} exists")
+            raise Broken(
+                f"I19: LOST with {conclusion.slack_s} s left, and {self._placed[-1]} exists"
+            )
         if conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) and conclusion.commit is None:
             if self.state.commits.last is not None:
                 raise Broken(f"I16: {conclusion.verdict} without a commit, and a commit stands")
