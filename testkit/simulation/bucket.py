@@ -339,8 +339,7 @@ class Committer:
         def claim() -> bool:
             if self._wanted != request.start_id:
                 return True
-            start_id, nodes, process_ns = request.start_id, request.nodes, request.process_ns
-            return self._claims(lambda: self.claimant.claim(start_id, nodes, process_ns), start_id)
+            return self._claims(lambda: self.claimant.claim(request), request.start_id)
 
         self._add(claim, 1.0)
 

@@ -1523,7 +1523,8 @@ class World:
             raise Broken(f"I4: {key} under a generation that is not ours")
         if self.has_hooks and point is not None and claimed_by != point.line:
             raise Broken(f"I4: {key} is of {point.line}, and {claimed_by} has its generation")
-        is_older = self._written_s[made.nonce] < self.launched_s.get(claimed_by, 0.0)
+        launched_s = self.launched_s.get(claimed_by, 0.0) - 0.01  # the kernel counts in such ticks
+        is_older = self._written_s[made.nonce] < launched_s
         if not self.has_hooks and is_older and not self._has_lost_record:
             raise Broken(f"I4: {key} was written before {claimed_by} was launched")
         if not any((made.step, made.nonce) == (x.id.step, x.id.nonce) for x in self.sealed):

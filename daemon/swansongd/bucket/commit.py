@@ -39,7 +39,7 @@ from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 
 _CLAIM_ATTEMPTS_MAX = 100
-_LOOK_BACK = 5
+LOOK_BACK = 5
 """Number of newest claims that are searched for that of a job start."""
 
 _log = structlog.get_logger(__name__)
@@ -67,6 +67,7 @@ def claim_generation(
     identity: Mapping[str, str],
     own: Collection[str] = (),
     gap: int = 0,
+    look_back: int = LOOK_BACK,
 ) -> Claim:
     """Claim the next generation for a start, or find the claim that it has; after a lost race, a later one.
 
@@ -78,6 +79,7 @@ def claim_generation(
         identity: boot and host name of this VM, and the time; informational.
         own: further starts of this VM, whose newer claims fence nothing.
         gap: numbers to leave free above the newest claim.
+        look_back: number of newest claims among which the start may have one.
 
     Raises:
         FencedError: the start has a generation, and a newer one has taken the run over.
@@ -86,7 +88,7 @@ def claim_generation(
         StoreError: the store failed, or the race was lost too often.
     """
     numbers = catalog.claimed(store, keys)
-    recent = catalog.counting_claims(store, keys, numbers, enough=_LOOK_BACK)
+    recent = catalog.counting_claims(store, keys, numbers, enough=look_back)
     newest = recent[0][0] if recent else 0
     for number, found in recent:
         if found is not None and found.start == start_id:

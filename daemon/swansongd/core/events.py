@@ -524,6 +524,8 @@ class ClaimGeneration:
     """Number of VMs of the job."""
     process_ns: int = 0
     """For the record; see :class:`~swansongd.model.Start`."""
+    is_live: bool = True
+    """False for a start that is known from its sets only: it may have claimed long ago."""
 
 
 @dataclass(frozen=True, slots=True)

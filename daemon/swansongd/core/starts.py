@@ -375,7 +375,7 @@ def reconcile(transition: Transition) -> None:
         return  # the sets of earlier starts are committed first
     claims = (*_recent(transition), (due.id, transition.now))
     _put(transition, replace(transition.state.starts, claims=claims))
-    transition.do(ClaimGeneration(due.id, due.nodes, due.process_ns))
+    transition.do(ClaimGeneration(due.id, due.nodes, due.process_ns, due.is_live))
 
 
 def _due(state: State) -> Start | None:

@@ -14,6 +14,7 @@ import structlog
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
+from swansongd.core.events import ClaimGeneration
 from swansongd.errors import FencedError
 from swansongd.flush.claim_record import STARTS_MAX, RecordedStart, read_record
 from swansongd.model import Start
@@ -99,7 +100,8 @@ class Claimant:
                 hint="The store has no such claim, or the claim of another VM",
             )
             self._forget_generations()
-            return self.claim(last.id, last.nodes, last.process_ns) if is_of_boot else None
+            again = ClaimGeneration(last.id, last.nodes, last.process_ns)
+            return self.claim(again) if is_of_boot else None
         try:
             commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
         except FencedError:
@@ -117,19 +119,26 @@ class Claimant:
                 return None  # it may have begun on other VMs: the sets of earlier starts are over
         return None
 
-    def claim(self, start_id: str, nodes: int = 1, process_ns: int = 0) -> ClaimObject:
-        """Claim the next generation for this start, or find the claim that it has.
+    def claim(self, request: ClaimGeneration) -> ClaimObject:
+        """Claim the next generation for a start, or find the claim that it has.
 
         A start over several VMs takes the run over.  One on this VM alone does not take it back from another
         VM: a trainer in a crash loop would do so without end.
         """
+        start_id, nodes = request.start_id, request.nodes
         if nodes == 1:
             self._ensure_not_overtaken(start_id)
-        start = RecordedStart(start_id, self._boot_id, nodes=nodes, process_ns=process_ns)
+        start = RecordedStart(start_id, self._boot_id, nodes=nodes, process_ns=request.process_ns)
         self._note(start)
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
-            self._store, self._keys, start_id=start_id, identity=identity, own=self.own
+            self._store,
+            self._keys,
+            start_id=start_id,
+            identity=identity,
+            own=self.own,
+            # With the record lost, an early start of this boot would get a second generation.
+            look_back=commit.LOOK_BACK if request.is_live else STARTS_MAX,
         )
         if not claim.honours_if_absent:
             _log.error(

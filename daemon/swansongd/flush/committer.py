@@ -224,8 +224,7 @@ class Committer:
 
     def _claim_for(self, request: ClaimGeneration) -> None:
         def claim() -> None:
-            claimed = self._claimant.claim(request.start_id, request.nodes, request.process_ns)
-            self._post_claimed(claimed)
+            self._post_claimed(self._claimant.claim(request))
 
         self._retried(claim, lambda: self._wanted != request.start_id, request.start_id)
 

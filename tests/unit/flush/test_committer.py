@@ -222,6 +222,19 @@ def test_each_start_claims_a_generation(rig: CommitterRig) -> None:
     assert stored(rig, KEYS.generations) == [KEYS.generation(1), KEYS.generation(2)]
 
 
+def test_without_its_record_an_early_start_gets_no_second_generation(rig: CommitterRig) -> None:
+    """A start that is known from its sets only may have claimed long ago: it would be the newest otherwise."""
+    with rig.committer() as committer:
+        for number in range(1, 11):
+            assert rig.claim(committer, f"start-{number}").generation == number
+    (rig.own / "claim.json").unlink()
+    with rig.committer() as committer:
+        committer.claim(ClaimGeneration("start-1", is_live=False))
+        assert rig.next() == FenceFound(10, start_id="start-1")
+        assert rig.claim(committer, "start-10").generation == 10
+    assert len(stored(rig, KEYS.generations)) == 10
+
+
 @pytest.mark.parametrize("nodes", [1, 2])
 def test_only_a_job_over_several_vms_takes_the_run_back(rig: CommitterRig, nodes: int) -> None:
     """A trainer that starts again on an overtaken VM is fenced, so two VMs never take turns."""
