@@ -1589,7 +1589,9 @@ class World:
         read = None
         if made is not None:
             read = self.witness.sets.get(made.nonce, Point(OTHER, made.step))
-        loadable = [] if self._has_lost_record else self._loadable()
+        # Sets of this VM are older than a commit of the VM that has taken the run over.
+        is_overtaken = made is not None and made.nonce == OTHER
+        loadable = [] if self._has_lost_record or is_overtaken else self._loadable()
         self.witness.judge_safe(conclusion.evacuation_id, self.life, read, loadable)
         trainer = self.trainer
         evacuation = self.state.evacuation
