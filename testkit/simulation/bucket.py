@@ -343,13 +343,14 @@ class Committer:
 
         self._add(claim, 1.0)
 
-    def _claims(self, attempt: Callable[[], ClaimObject | None], start_id: str = "") -> bool:
+    def _claims(self, attempt: Callable[[], commit.Claim | None], start_id: str = "") -> bool:
         """Whether the attempt is over: it has a claim, or none is possible."""
         try:
             claim = attempt()
             if claim is not None:
                 newest, owner = self._newest()
-                self._post(GenerationClaimed(claim.start, claim.generation, newest, owner))
+                start_id, number = claim.content.start, claim.generation
+                self._post(GenerationClaimed(start_id, number, newest, owner, claim.is_found))
         except FencedError as error:
             self._post(fence_found(error, start_id))
         except StoreError:

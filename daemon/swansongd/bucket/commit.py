@@ -53,6 +53,8 @@ class Claim:
     """Content of the claim in the store; over several VMs another VM may have created it."""
     honours_if_absent: bool
     """Whether the store refused to create the claim a second time."""
+    is_found: bool = False
+    """It was made earlier, by this VM or another one of the start."""
 
     @property
     def generation(self) -> int:
@@ -94,7 +96,7 @@ def claim_generation(
         if found is not None and found.start == start_id:
             if number < newest and not _is_of(recent[0][1], own):
                 raise FencedError(number, newest)
-            return Claim(found, honours_if_absent=True)
+            return Claim(found, honours_if_absent=True, is_found=True)
     taken = set(numbers)
     generation = newest + gap
     for _ in range(_CLAIM_ATTEMPTS_MAX):

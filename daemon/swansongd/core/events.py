@@ -270,6 +270,8 @@ class GenerationClaimed:
     """Newest whole commit in the store, of any generation, listed after the claim."""
     newest_start: str = ""
     """See RunRead."""
+    is_found: bool = False
+    """It was claimed earlier: a start without a generation may be newer."""
 
 
 @dataclass(frozen=True, slots=True)

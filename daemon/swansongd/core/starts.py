@@ -416,10 +416,18 @@ def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
         # A fence with this number was the claim of the same start, made by another VM of its job.
         is_open = start.is_open or not start.is_of_boot or event.generation == fenced_by
         update(transition, replace(start, generation=event.generation, is_open=is_open))
-        _close_overtaken(transition, event.start_id)
+        if event.is_found and start.nodes == 1:
+            _put_in_order(transition)  # a process of it may have connected after a later start
+        else:
+            _close_overtaken(transition, event.start_id)
     if event.generation >= (fenced_by or 0):
         _put(transition, replace(transition.state.starts, fenced_by=None))
     commits.record_claimed(transition, event)
+
+
+def _put_in_order(transition: Transition) -> None:
+    starts = transition.state.starts
+    _put(transition, replace(starts, known=tuple(sorted(starts.known, key=_place))))
 
 
 def _close_overtaken(transition: Transition, start_id: str) -> None:

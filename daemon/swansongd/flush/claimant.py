@@ -79,7 +79,7 @@ class Claimant:
         of_boot = (each for each in self._record.starts if each.boot_id == self._boot_id)
         return max((each.generation for each in of_boot), default=0)
 
-    def resume(self) -> ClaimObject | None:
+    def resume(self) -> commit.Claim | None:
         """The claim of the newest recorded start, if its sets may still be committed; None without one.
 
         A claim that was only requested is left to the ranks of its start.
@@ -109,7 +109,7 @@ class Claimant:
                 raise
             return None  # another VM has continued the run since this disk was used
         self.newest = claim
-        return claim
+        return commit.Claim(claim, honours_if_absent=True, is_found=True)
 
     def _newest_claimed(self) -> RecordedStart | None:
         for each in reversed(self._record.starts):
@@ -119,7 +119,7 @@ class Claimant:
                 return None  # it may have begun on other VMs: the sets of earlier starts are over
         return None
 
-    def claim(self, request: ClaimGeneration) -> ClaimObject:
+    def claim(self, request: ClaimGeneration) -> commit.Claim:
         """Claim the next generation for a start, or find the claim that it has.
 
         A start over several VMs takes the run over.  One on this VM alone does not take it back from another
@@ -149,7 +149,7 @@ class Claimant:
         self._note(replace(start, generation=claim.generation))
         if self.newest is None or self.newest.generation < claim.generation:
             self.newest = claim.content
-        return claim.content
+        return claim
 
     def _ensure_not_overtaken(self, start_id: str) -> None:
         """Check that no other VM has taken the run over from an earlier start of this boot."""

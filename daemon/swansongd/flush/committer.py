@@ -18,7 +18,7 @@ from swansong.bounds import BoundsError
 
 from swansongd.bucket import catalog, commit
 from swansongd.bucket import farewell as farewells
-from swansongd.bucket.claim import ClaimObject
+from swansongd.bucket.commit import Claim
 from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
@@ -228,9 +228,11 @@ class Committer:
 
         self._retried(claim, lambda: self._wanted != request.start_id, request.start_id)
 
-    def _post_claimed(self, claim: ClaimObject) -> None:
+    def _post_claimed(self, claim: Claim) -> None:
         newest, owner = self._newest()  # after the claim: with every commit of earlier starts
-        self._post(GenerationClaimed(claim.start, claim.generation, newest, owner))
+        start_id = claim.content.start
+        event = GenerationClaimed(start_id, claim.generation, newest, owner, claim.is_found)
+        self._post(event)
         self._learn_from(newest)
 
     def _newest(self) -> tuple[CommitRef | None, str]:

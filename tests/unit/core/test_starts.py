@@ -139,6 +139,21 @@ def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
 
 
 @pytest.mark.fault("H01")
+def test_a_rank_of_an_earlier_start_that_connects_late_ends_no_later_start() -> None:
+    """A restarted daemon without its record sees a dying rank of the start before after the new rank 0."""
+    story = Story(claimed=False)
+    story.grants = False
+    story.scan()
+    story.join(1, start_id="new", ranks=2)
+    story.join(2, rank=1, ranks=2, pid=50, step=48, start_id="old")
+    story.tell(GenerationClaimed("old", 1, CommitRef(1, 14), "old", is_found=True))
+    story.leave(2)
+    assert story.last(ClaimGeneration).start_id == "new"
+    story.tell(GenerationClaimed("new", 2, CommitRef(1, 14), "old"))
+    assert story.state.start == story.state.start_of("new")
+    assert story.state.start.is_open
+
+
 def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
     """The record of the claims was lost, and a later start of this VM, unknown by now, has overtaken it."""
     story = Story(claimed=False, staged=[a_set(40, start_id="old")])
