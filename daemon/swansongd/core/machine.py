@@ -69,7 +69,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case events.TrainerJoined(trainer):
             ranks.record_joined(transition, trainer)
             starts.record_joined(transition, trainer.connection)
-            request.record_joined(transition, trainer.connection, trainer.rank)
+            if not gpus.objection(transition.state, transition.now):
+                request.record_joined(transition, trainer.connection, trainer.rank)
         case events.TrainerLeft():
             starts.record_left(transition, event)
             request.record_left(transition, event)

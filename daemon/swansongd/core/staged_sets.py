@@ -201,8 +201,10 @@ def _is_durable(staged: Staged) -> bool:
 
 
 def reconcile(transition: Transition) -> None:
-    """Drop the sets that newer ones supersede, unless an evacuation may still choose one of them."""
-    evacuation = transition.state.evacuation
+    """Drop the sets that newer ones supersede, unless an evacuation or a restore may choose one of them."""
+    evacuation, start = transition.state.evacuation, transition.state.start
+    if start is not None and start.is_restoring:
+        return
     if evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None:
         return
     if len(transition.state.staging.staged) <= NEWEST:

@@ -163,6 +163,18 @@ def test_a_spot_notice_asks_suspect_training_for_nothing() -> None:
     assert not story.all(AskTrainers)
 
 
+def test_suspect_training_that_reconnects_during_a_request_is_not_asked() -> None:
+    """A rank of another start was asked first; the request is not passed on to the suspect one."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    (first,) = story.state.connected
+    story.leave(first.connection, exited=False)
+    story.join(5, rank=1, ranks=2, pid=70, start_id="other")
+    story.notice(SPOT_S)
+    story.join(6, ranks=2, pid=first.pid, start_id="first")
+    assert {each for order in story.all(AskTrainers) for each in order.connections} == {5}
+
+
 def test_a_gpu_that_recovers_leaves_the_training_suspect() -> None:
     """The state of that training stays in doubt."""
     story = trained()

@@ -6,7 +6,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from swansongd.core.events import FlushFailed, FlushProgress, GenerationClaimed, Log, Prune
+from swansongd.core.events import (
+    FlushFailed,
+    FlushProgress,
+    GenerationClaimed,
+    Log,
+    Prune,
+    RestoreAsked,
+)
 from swansongd.core.staged_sets import NEWEST
 from swansongd.model import CommitRef, Staged, Start
 from swansongd.observe.report import status_report
@@ -92,6 +99,20 @@ def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
     assert len(story.state.uncommitted) == 4
     story.withdraw()
     assert len(story.state.uncommitted) <= NEWEST + 1
+
+
+def test_no_set_is_dropped_while_a_start_loads_one() -> None:
+    """The answer to its query may be an older set in staging, as after a rollback."""
+    story = Story()
+    story.seal(10)
+    store_refuses(story)
+    story.join(step=10)
+    story.tell(RestoreAsked("a"))
+    for step in (20, 30, 40):
+        story.seal(step)
+    assert not story.all(Prune)
+    story.starts(10)
+    assert story.all(Prune)
 
 
 def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
