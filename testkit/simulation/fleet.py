@@ -20,10 +20,11 @@ from __future__ import annotations
 import heapq
 import random
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
-from swansong.protocol import RestoreQuery
+from swansong._ranks.rendezvous import has_all_shares
+from swansong.protocol import Finished, RestoreQuery
 from swansongd.bucket import commit, manifest
 from swansongd.core import machine, resume
 from swansongd.core.events import (
@@ -115,7 +116,8 @@ class Start:
     number: int
     members: list[Vm]
     job_start_id: str
-    finished: set[Vm] = field(default_factory=set)
+    finished: dict[Vm, Finished] = field(default_factory=dict)
+    """The last answer of each daemon about earlier starts."""
     has_begun: bool = False
     resumed: CommitRef | None = None
     step: int = 0
@@ -275,8 +277,8 @@ class Vm:
             case AskTrainers(request_id, _, deadline_mono_s, connections):
                 if self.connection in connections:
                     self.fleet.asked(self, request_id, deadline_mono_s)
-            case TellFinished(job_start_id):
-                self.fleet.finished(self, job_start_id)
+            case TellFinished():
+                self.fleet.finished(self, action)
             case StartFlush():
                 self._flush(action)
             case CancelFlush(flush_id):
@@ -445,15 +447,17 @@ class Fleet:
 
         self.at(delay_s, happens)
 
-    def finished(self, vm: Vm, job_start_id: str) -> None:
+    def finished(self, vm: Vm, action: TellFinished) -> None:
         start = self.start
-        if start is not None and start.job_start_id == job_start_id:
-            start.finished.add(vm)
+        if start is not None and start.job_start_id == action.start_id:
+            start.finished[vm] = Finished(**asdict(action))
 
     def _await_finished(self, start: Start, give_up_s: float) -> None:
         if start is not self.start or start.is_over:
             return
-        if start.is_alone or len(start.finished) == len(start.members) or self.now > give_up_s:
+        have_answered = len(start.finished) == len(start.members)
+        is_ready = have_answered and has_all_shares(list(start.finished.values()))
+        if start.is_alone or is_ready or self.now > give_up_s:
             start.has_begun = True
             for vm in start.members:
                 vm.begins(start)
