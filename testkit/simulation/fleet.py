@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 
 from swansong._ranks.rendezvous import has_all_shares
-from swansong.protocol import RestoreQuery
+from swansong.protocol import Finished, RestoreQuery
 from swansongd.bucket import commit, manifest
 from swansongd.core import machine, resume
 from swansongd.core.events import (
@@ -116,8 +116,8 @@ class Start:
     number: int
     members: list[Vm]
     job_start_id: str
-    first_answers: dict[Vm, TellFinished] = field(default_factory=dict)
-    finished: set[Vm] = field(default_factory=set)
+    finished: dict[Vm, Finished] = field(default_factory=dict)
+    """The last answer of each daemon about earlier starts."""
     has_begun: bool = False
     resumed: CommitRef | None = None
     step: int = 0
@@ -134,14 +134,6 @@ class Start:
     @property
     def is_alone(self) -> bool:
         return len(self.members) == 1
-
-    @property
-    def may_begin(self) -> bool:
-        """Whether nothing of an earlier start is still to come, by the rule of the hooks."""
-        if len(self.finished) == len(self.members):
-            return True
-        answers = [asdict(answer) for answer in self.first_answers.values()]
-        return len(answers) == len(self.members) and has_all_shares(answers)
 
     def is_ready(self, state: State) -> bool:
         """Whether the daemon of rank 0 may choose a checkpoint, by the production rule."""
@@ -460,17 +452,17 @@ class Fleet:
 
         self.at(delay_s, happens)
 
-    def finished(self, vm: Vm, answer: TellFinished) -> None:
+    def finished(self, vm: Vm, action: TellFinished) -> None:
         start = self.start
-        if start is not None and start.job_start_id == answer.start_id:
-            start.first_answers.setdefault(vm, answer)
-            if not answer.waits:
-                start.finished.add(vm)
+        if start is not None and start.job_start_id == action.start_id:
+            start.finished[vm] = Finished(**asdict(action))
 
     def _await_finished(self, start: Start, give_up_s: float) -> None:
         if start is not self.start or start.is_over:
             return
-        if start.is_alone or start.may_begin or self.now > give_up_s:
+        have_answered = len(start.finished) == len(start.members)
+        is_ready = have_answered and has_all_shares(list(start.finished.values()))
+        if start.is_alone or is_ready or self.now > give_up_s:
             start.has_begun = True
             for vm in start.members:
                 vm.begins(start)

@@ -8,6 +8,7 @@ import random
 import socket
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,7 @@ import swansong
 from swansong._ranks.agreement import Agreement, Ranks
 from swansong._ranks.choice import RestoreChoice
 from swansong._ranks.job_store import JobStore, open_job_store
-from swansong._ranks.rendezvous import Rendezvous, report_absence
+from swansong._ranks.rendezvous import Rendezvous, _parsed, has_all_shares, report_absence
 from swansong._ranks.rounds import Decision, RoundRunner, take_part
 from swansong._ranks.start import TrainingStart
 from swansong.protocol import (
@@ -28,6 +29,7 @@ from swansong.protocol import (
     PeerRequest,
     Request,
     Sealed,
+    encode,
 )
 
 from testkit.job_store import MemoryJobStore
@@ -508,11 +510,24 @@ def test_a_start_waits_only_for_the_share_of_a_vm_that_left_the_job(
             store = connect()
             until(lambda: all(rank.rendezvous._answer is not None for rank in job.ranks))
             met_id = str(job.ranks[0].rendezvous._met_id)
-            until(lambda: store.add(f"{met_id}/finished", 0) == 2)
+            answers = [f"{met_id}/answer/{rank.ranks.rank}" for rank in job.ranks]
+            until(lambda: store.check(answers))
             assert not any(rank.training_start.id for rank in job.ranks)
             for rank in job.ranks:
                 rank.rendezvous.finished(Finished(met_id))
         until(lambda: all(rank.training_start.id for rank in job.ranks), timeout_s=20)
+
+
+def test_an_invalid_answer_proves_no_absence_of_shares() -> None:
+    """A start waits within its limit if a rank publishes garbage, or two VMs claim one place."""
+    waiting = Finished("second", earlier="first", first_rank=0, nodes=2, waits=True)
+    other = Finished("second", earlier="first", first_rank=1, nodes=2)
+    assert has_all_shares([waiting, other])
+    assert not has_all_shares([waiting, other, None])
+    assert not has_all_shares([waiting, replace(other, first_rank=0)])
+    assert not has_all_shares([waiting, replace(other, earlier="another")])
+    for garbage in (b"", b"{}", encode(other).replace(b"1", b"[]"), encode(Finish("second"))):
+        assert _parsed(garbage) is None
 
 
 @pytest.mark.parametrize("absent", [0, 1])

@@ -11,14 +11,11 @@ another VM waits for it, unless all VMs of that start have answered: then no sha
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import logging
 import secrets
 import threading
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
 
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.job_store import (
@@ -28,7 +25,7 @@ from swansong._ranks.job_store import (
     open_job_store,
     wait_for_key,
 )
-from swansong.protocol import Finish, Finished, Message
+from swansong.protocol import Finish, Finished, Message, ProtocolError, decode, encode
 
 FINISH_LIMIT_S = 100.0
 """Longest wait of a start for all daemons to commit what earlier starts have sealed.  A daemon stops
@@ -194,52 +191,60 @@ class Rendezvous:
             self._changed.notify_all()
 
     def _wait_for_daemons(self, store: JobStore, met_id: str) -> None:
+        """Publish each answer of the daemon until the start may begin, which rank 0 decides."""
         give_up_mono_s = time.monotonic() + FINISH_LIMIT_S
         self._problem = "their daemons still commit what an earlier start has sealed"
         self.send(Finish(met_id))
-        with self._changed:
-            self._changed.wait_for(
-                lambda: self._answer_for(met_id) is not None or self.closed.is_set(), FINISH_LIMIT_S
-            )
-        first = self._answer_for(met_id) or Finished(met_id)
-        store.set(f"{met_id}/answer/{self.ranks.rank}", json.dumps(dataclasses.asdict(first)))
         may_begin = f"{met_id}/may_begin"
-        if self._is_last(store, f"{met_id}/answered"):
-            keys = [f"{met_id}/answer/{rank}" for rank in range(self.ranks.world_size)]
-            if has_all_shares([json.loads(answer) for answer in store.multi_get(keys)]):
-                store.set(may_begin, "")
-        is_counted = False
+        answers = [f"{met_id}/answer/{rank}" for rank in range(self.ranks.world_size)]
+        published: Finished | None = None
+
+        def has_news() -> bool:
+            is_new = self._answer is not None and self._answer != published
+            return self.closed.is_set() or (is_new and self._answer_for(met_id) is not None)
+
         while not store.check([may_begin]) and time.monotonic() < give_up_mono_s:
-            answer = self._answer_for(met_id)
-            if not is_counted and answer is not None and not answer.waits:
-                is_counted = True
-                if self._is_last(store, f"{met_id}/finished"):
-                    store.set(may_begin, "")
-            if self.closed.wait(self.poll_s):
+            with self._changed:
+                self._changed.wait_for(has_news, self.poll_s)
+                answer = self._answer_for(met_id)
+            if self.closed.is_set():
                 return
+            if answer is not None and answer != published:
+                store.set(answers[self.ranks.rank], encode(answer).decode())
+                published = answer
+            if self.ranks.rank != 0 or not store.check(answers):
+                continue
+            if has_all_shares([_parsed(data) for data in store.multi_get(answers)]):
+                store.set(may_begin, "")
 
     def _answer_for(self, met_id: str) -> Finished | None:
         answer = self._answer
         return answer if answer is not None and answer.start_id == met_id else None
 
-    def _is_last(self, store: JobStore, counter: str) -> bool:
-        return store.add(counter, 1) == self.ranks.world_size
+
+def _parsed(data: bytes) -> Finished | None:
+    """The answer of a daemon that another rank has published; None if it is invalid."""
+    try:
+        message = decode(data)
+    except ProtocolError:
+        return None
+    return message if isinstance(message, Finished) else None
 
 
-def has_all_shares(answers: list[dict[str, Any]]) -> bool:
+def has_all_shares(answers: Sequence[Finished | None]) -> bool:
     """Whether no share of an earlier start is still to come: all its VMs have committed what they sealed.
 
     Args:
-        answers: the fields of :class:`Finished` of each rank.  The lowest rank in that start identifies a VM.
+        answers: the last answer of each rank's daemon; None for an invalid one, which proves nothing.  The
+            lowest rank in that start identifies a VM.
     """
+    valid = [each for each in answers if each is not None]
 
     def answered(earlier: str) -> int:
-        return len({each["first_rank"] for each in answers if each["earlier"] == earlier})
+        return len({each.first_rank for each in valid if each.earlier == earlier})
 
-    return all(
-        each["earlier"] and answered(each["earlier"]) == each["nodes"]
-        for each in answers
-        if each["waits"]
+    return len(valid) == len(answers) and all(
+        each.earlier != "" and answered(each.earlier) == each.nodes for each in valid if each.waits
     )
 
 
