@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Returns the state of a rank to its last ``guard.step()``, after a collective of the next step has failed.
+
+Between two calls of ``guard.step()``, the optimizer changes the weights last.  Until then, the forward pass
+has moved only the position of the loader, buffers such as the statistics of ``BatchNorm``, and generators.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from swansong._torch.generators import is_generator
+from swansong._torch.loader import ResumableLoader
+from swansong._torch.order import counters_of
+
+MOST_BYTES = 2**20
+"""Largest size of the buffers that are copied at each ``guard.step()``."""
+
+
+class LastBoundary:
+    """What the forward pass of a step changes, as it was at the last ``guard.step()``.
+
+    The generators are not kept: a checkpoint without a rank never continues to the bit.
+
+    Args:
+        objects: of the training state, by name.
+        values: plain values of the training state.
+    """
+
+    def __init__(self, objects: Mapping[str, Any], values: dict[str, Any]) -> None:
+        self._values = values
+        self._loaders = [item for item in objects.values() if isinstance(item, ResumableLoader)]
+        self._others: dict[str, Any] = {}
+        """Objects that count their changes."""
+        self._unseen: list[str] = []
+        """Names of the objects of which a change cannot be seen."""
+        self._buffers: list[torch.Tensor] = []
+        optimizers = []
+        for name, item in objects.items():
+            if isinstance(item, torch.nn.Module):
+                self._buffers += [each for each in item.buffers() if not each.is_inference()]
+            elif isinstance(item, torch.optim.Optimizer):
+                optimizers.append(item)
+            elif isinstance(item, ResumableLoader) or is_generator(item):
+                pass
+            elif counters_of(item):
+                self._others[name] = item
+            else:
+                self._unseen.append(name)
+        size_bytes = sum(each.nbytes for each in self._buffers)
+        self._copies = [each.clone() for each in self._buffers if size_bytes <= MOST_BYTES]
+        self._versions = self._buffer_versions()
+        self._begun = "no step is complete since the start"
+        """Why the state of the last :meth:`note` does not exist; empty while it does."""
+        self._is_last = False
+        self._lock = threading.Lock()
+        self._never = threading.Event()
+        self._handles = [each.register_step_pre_hook(self._begin_step) for each in optimizers]
+
+    def end(self) -> None:
+        """Remove the hooks of the optimizers."""
+        for handle in self._handles:
+            handle.remove()
+
+    def note(self) -> None:
+        """Remember the present state."""
+        self._noted_values = dict(self._values)
+        self._places = [loader.place() for loader in self._loaders]
+        self._counted = {name: counters_of(item) for name, item in self._others.items()}
+        versions = self._buffer_versions()
+        if self._copies and versions != self._versions:
+            torch._foreach_copy_(self._copies, self._buffers)  # noqa: SLF001 - one call for all
+        self._versions = versions
+        self._begun = ""
+
+    def return_to(self) -> None:
+        """Return to the state of the last :meth:`note`.
+
+        In the thread of the training loop, or while that thread is blocked: it begins no step any more.
+
+        Raises:
+            RuntimeError: that state does not exist any more, or this cannot be seen; contains the cause.
+        """
+        with self._lock:
+            if self._begun:
+                raise RuntimeError(self._begun)
+            self._is_last = True
+        changed = [
+            name for name, item in self._others.items() if counters_of(item) != self._counted[name]
+        ]
+        if changed or self._unseen:
+            names = " and ".join(sorted(changed + self._unseen))
+            raise RuntimeError(f"the next step may have changed {names}")
+        if self._buffer_versions() != self._versions:
+            if not self._copies:
+                raise RuntimeError(
+                    f"the next step has changed buffers of over {MOST_BYTES} bytes, which are not copied"
+                )
+            with torch.no_grad():
+                torch._foreach_copy_(self._buffers, self._copies)  # noqa: SLF001
+        for loader, place in zip(self._loaders, self._places, strict=True):
+            loader.return_to(place)
+        self._values.clear()
+        self._values.update(self._noted_values)
+
+    def _begin_step(self, *_: Any) -> None:
+        with self._lock:
+            self._begun = "the optimizer had begun the next step"
+            is_last = self._is_last
+        if is_last:  # another thread saves the state and then ends the process
+            self._never.wait()
+
+    def _buffer_versions(self) -> int:
+        return sum(each._version for each in self._buffers)  # noqa: SLF001 - torch documents no other counter
