@@ -32,7 +32,7 @@ from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
 from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
 from swansong._ranks.environment import PositionError
-from swansong._ranks.job_store import open_job_store, warn_about_shared_store
+from swansong._ranks.job_store import warn_about_shared_store
 from swansong._ranks.position import check_ranks, find_ranks
 from swansong._ranks.start import Loaded
 from swansong._ranks.survivors import is_loss_of_a_peer
@@ -642,7 +642,6 @@ class Guard:
             self._agreement,
             staging,
             self._session.naming_secret,
-            open_job_store,
         )
 
     def _end(self, reason: str) -> None:

@@ -16,10 +16,13 @@ from typing import Protocol
 
 from swansong._checkpoint.saver import Saver
 from swansong._ranks.agreement import Agreement, Due, Ranks
-from swansong._ranks.job_store import JobStore, first_line
-from swansong._ranks.survivors import agree, named
+from swansong._ranks.directory_store import STORE_PREFIX, DirectoryStore
+from swansong._ranks.job_store import JobStore, first_line, open_job_store
+from swansong._ranks.survivors import Survivors, agree, named
 from swansong.protocol import Failed, RankManifest
 
+CONNECT_LIMIT_S = 5.0
+"""Longest wait for the job's store, which may have ended with a lost VM."""
 _NAMES_MAX = 5
 
 log = logging.getLogger("swansong")
@@ -44,7 +47,6 @@ def save_without_lost_ranks(
     agreement: Agreement,
     staging: str,
     secret: str,
-    open_store: Callable[[], JobStore],
 ) -> bool:
     """Save the state of the last step together with all other living ranks; raises nothing.
 
@@ -54,8 +56,7 @@ def save_without_lost_ranks(
         manifest: all of the rank manifest but ``files``, as for a save with all ranks.
         agreement: of this rank; gets the result.
         staging: staging directory of the run.
-        secret: for the name of the set.
-        open_store: opens a connection to the job's store.
+        secret: for the names of the set and of the store.
 
     Returns:
         True if this rank's part is in staging.
@@ -64,8 +65,7 @@ def save_without_lost_ranks(
     due = Due(manifest.kind, manifest.request_id)
     try:
         state.return_to_boundary()
-        store = open_store()
-        found = agree(store, f"{start_id}/survivors", ranks, step, threading.Event())
+        found = _agree(ranks, start_id, step, staging, secret)
         if found is None or ranks.rank not in found.nodes:
             why = "all ranks are alive" if found is None else "the others have decided without it"
             log.info("rank %s does not save its last step %s: %s", ranks.rank, step, why)
@@ -94,6 +94,23 @@ def save_without_lost_ranks(
     return Saver(lambda: write, in_background=False).save(
         agreement, staging, nonce, due, manifest
     )
+
+
+def _agree(
+    ranks: Ranks, start_id: str, step: int, staging: str, secret: str
+) -> Survivors | None:
+    """Agree with the living ranks of all VMs or, if the job's store is lost, with those of this VM."""
+    if ranks.nodes > 1:
+        try:
+            store: JobStore = open_job_store(CONNECT_LIMIT_S)
+            return agree(store, f"{start_id}/survivors", ranks, step, threading.Event())
+        except Exception as error:
+            log.warning(
+                "the store of the job is lost, too: %s; only the ranks of this VM agree",
+                first_line(error),
+            )
+    name = f"{STORE_PREFIX}{ranks.nonce(start_id, 0, 'survivors', secret)}"
+    return agree(DirectoryStore(staging, name), "survivors", ranks, step, threading.Event())
 
 
 def _refusal(lost: list[int], missing: list[str]) -> str:
