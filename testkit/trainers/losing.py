@@ -100,7 +100,7 @@ def main() -> None:
             optimizer.step()
             step += 1
             guard.step(step)
-            emit(step=step, digest=digest(model, optimizer), batches=loader.batches)
+            emit(step=step, world=dist.get_world_size(), digest=digest(model, optimizer))
 
 
 if __name__ == "__main__":
