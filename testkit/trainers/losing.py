@@ -2,17 +2,21 @@
 """One rank of a job that loses a rank, started by torchrun; prints JSON lines.
 
 The model has ``BatchNorm``, whose buffers change in the forward pass.  With ``--die-at N --die-rank K`` that rank
-is killed in the forward pass of the step after N, in a start that began at step 0.
+is killed before the forward pass of the step after N, in a start that began at step 0.  With ``--block`` the other
+ranks wait there in Python code, and otherwise in the first collective of that step.  With ``--managed`` the guard
+is a context manager.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import hashlib
 import json
 import os
 import signal
 import threading
+from datetime import timedelta
 from typing import Any
 
 import swansong
@@ -61,8 +65,11 @@ def main() -> None:
     parser.add_argument("--die-rank", type=int, default=-1)
     parser.add_argument("--every-steps", type=int, default=1000)
     parser.add_argument("--resize", action="store_true")
+    parser.add_argument("--timeout-s", type=float, default=1800.0)
+    parser.add_argument("--block", action="store_true")
+    parser.add_argument("--managed", action="store_true")
     options = parser.parse_args()
-    dist.init_process_group("gloo")
+    dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout_s))
     torch.set_num_threads(1)
     seed_all(7)
     norm: list[nn.Module] = [nn.BatchNorm1d(SIZE)] if options.how == "ddp" else []
@@ -90,17 +97,19 @@ def main() -> None:
     )
     is_doomed = options.die_rank == dist.get_rank() and first == 0
     pause = threading.Event()
-    while True:
-        for (batch,) in loader:
-            if is_doomed and step == options.die_at:
-                os.kill(os.getpid(), signal.SIGKILL)
-            pause.wait(0.02)
-            optimizer.zero_grad()
-            model(batch).square().mean().backward()
-            optimizer.step()
-            step += 1
-            guard.step(step)
-            emit(step=step, world=dist.get_world_size(), digest=digest(model, optimizer))
+    with guard if options.managed else contextlib.nullcontext():
+        while True:
+            for (batch,) in loader:
+                if is_doomed and step == options.die_at:
+                    os.kill(os.getpid(), signal.SIGKILL)
+                blocks = options.block and step == options.die_at and first == 0
+                pause.wait(600.0 if blocks else 0.02)
+                optimizer.zero_grad()
+                model(batch).square().mean().backward()
+                optimizer.step()
+                step += 1
+                guard.step(step)
+                emit(step=step, world=dist.get_world_size(), digest=digest(model, optimizer))
 
 
 if __name__ == "__main__":

@@ -232,7 +232,9 @@ def _table(rows: list[dict[str, Any]], columns: list[_Column]) -> Table:
 
 def _narrow(rows: list[dict[str, Any]], metric: str) -> list[_Column]:
     """The columns that fit into 80, with WHOLE only if a commit is not whole."""
-    is_whole = all(row["complete"] and row["nodes"] == 1 for row in rows)
+    is_whole = all(
+        row["complete"] and row["nodes"] == 1 and row["without_ranks"] is None for row in rows
+    )
     return [
         _Column("GEN", lambda row: row["generation"], is_right=True),
         _Column("STEP", lambda row: row["step"], is_right=True),
