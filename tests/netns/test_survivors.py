@@ -48,7 +48,8 @@ def test_a_vm_that_disappears_costs_the_job_no_step(cluster: Cluster, how: str) 
     resumed_s = time.monotonic() - gone_mono_s
     trainer.lines.wait(60, step=resumed["from_step"] + 1, world=1)
     trained_s = time.monotonic() - gone_mono_s
-    print(f"{how}: committed {committed_s:.1f}, resumed {resumed_s:.1f}, trained {trained_s:.1f} s")
+    figures = f"committed {committed_s:.1f}, resumed {resumed_s:.1f}, trained {trained_s:.1f} s"
+    print(f"{how}: {figures} after the loss")
     steps = [line for line in trainer.lines.all(world=2) if "step" in line]
     assert committed["without_ranks"] == str(1 - rank)
     assert resumed["from_step"] == committed["step"] == steps[-1]["step"] >= 20

@@ -110,8 +110,13 @@ def test_ranks_that_a_launcher_ends_save_nothing_while_all_are_alive(job: Job) -
 
 
 def test_replicas_of_a_sharded_job_save_the_shards_of_a_dead_rank(job: Job) -> None:
-    """With two replicas of each shard, the other holder of a dead rank's shard writes it."""
+    """With two replicas of each shard, the other holder of a dead rank's shard writes it.
+
+    The launcher ends the living ranks: one of them is blocked in a collective of living ranks only.
+    """
     digests = job.lose(4, 1, "--how", "hsdp")
+    for rank in (0, 2, 3):
+        os.kill(job.ranks[rank].pid, signal.SIGTERM)
     assert job.daemon.lines.wait(event="committed")["without_ranks"] == "1"
     resumed = job.resumed(4, "--how", "hsdp")
     assert [(line["from_step"], line["digest"]) for line in resumed] == [

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.job_store import JobStore
 
-QUIET_S = 1.0
+QUIET_S = 2.0
 """Time without a further answer, after which the ranks that have not answered count as dead."""
 LIMIT_S = 10.0
 """Longest wait for a decision."""

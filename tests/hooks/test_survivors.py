@@ -1,0 +1,109 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agreement of the living ranks, and the return to the last step."""
+
+from __future__ import annotations
+
+import random
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from swansong._ranks import survivors
+from swansong._ranks.agreement import Ranks
+from swansong._ranks.directory_store import DirectoryStore
+from swansong._ranks.job_store import JobStore
+from swansong._ranks.survivors import Survivors, agree, is_loss_of_a_peer, named
+
+from testkit.job_store import MemoryJobStore
+
+torch = pytest.importorskip("torch")
+KEY = "start/survivors"
+
+
+def ranks_of(rank: int, world_size: int, local: int = 2) -> Ranks:
+    return Ranks(
+        rank=rank,
+        local_rank=rank % local,
+        world_size=world_size,
+        local_world_size=local,
+        node=rank // local,
+        nodes=world_size // local,
+    )
+
+
+def stores(kind: str, directory: Path, count: int) -> list[JobStore]:
+    """Connections to one store."""
+    if kind == "memory":
+        return [MemoryJobStore(0.002).connect()] * count
+    return [DirectoryStore(str(directory), ".survivors.x") for _ in range(count)]
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory"])
+def test_all_survivors_read_one_decision_of_the_greatest_step(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever ranks answer, and in whatever order, exactly those at the greatest step are named."""
+    monkeypatch.setattr(survivors, "QUIET_S", 0.3)
+    for seed in range(3 if kind == "directory" else 8):
+        chosen = random.Random(seed)
+        steps = {rank: chosen.choice([7, 8]) for rank in range(8) if rank not in (2, 5)}
+        place = tmp_path / str(seed)
+        place.mkdir()
+        with ThreadPoolExecutor(len(steps)) as pool:
+            jobs = [
+                pool.submit(agree, store, KEY, ranks_of(rank, 8), step, threading.Event())
+                for store, (rank, step) in zip(stores(kind, place, 6), steps.items(), strict=True)
+            ]
+            found = [job.result(20) for job in jobs]
+        greatest = max(steps.values())
+        nodes = {rank: rank // 2 for rank, step in steps.items() if step == greatest}
+        assert found == [Survivors(greatest, nodes)] * len(steps)
+
+
+def test_a_job_without_a_dead_rank_has_no_survivors(tmp_path: Path) -> None:
+    """When all ranks answer, none is lost, and none saves."""
+    with ThreadPoolExecutor(4) as pool:
+        jobs = [
+            pool.submit(agree, store, KEY, ranks_of(rank, 4), 7, threading.Event())
+            for rank, store in enumerate(stores("directory", tmp_path, 4))
+        ]
+        assert [job.result(20) for job in jobs] == [None] * 4
+
+
+def test_a_rank_that_returns_finds_the_decision_and_is_not_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hung rank that comes back changes nothing, also if it is a step ahead."""
+    monkeypatch.setattr(survivors, "QUIET_S", 0.05)
+    store = MemoryJobStore()
+    first = agree(store, KEY, ranks_of(0, 2), 7, threading.Event())
+    late = agree(store, KEY, ranks_of(1, 2), 8, threading.Event())
+    assert first == late == Survivors(7, {0: 0})
+
+
+def test_survivors_are_counted_without_gaps() -> None:
+    """Ranks and VMs of the smaller job are numbered from 0, each VM with its own number of ranks."""
+    found = Survivors(7, {0: 0, 2: 1, 6: 3, 7: 3})
+    places = [found.place_of(rank) for rank in (0, 2, 6, 7)]
+    assert [(p.rank, p.local_rank, p.local_world_size, p.node) for p in places] == [
+        (0, 0, 1, 0), (1, 0, 1, 1), (2, 0, 2, 2), (3, 1, 2, 2),
+    ]  # fmt: skip
+    assert {(p.world_size, p.nodes) for p in places} == {(4, 3)}
+    assert named(found.without(8)) == "1, 3-5"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+        (None, False),
+    ],
+)
+def test_only_a_failed_collective_is_a_loss(error: BaseException | None, expected: bool) -> None:
+    """A mistake of the script never leads to a checkpoint without the other ranks."""
+    assert is_loss_of_a_peer(error) is expected
