@@ -52,7 +52,9 @@ def wrapped(how: str, model: nn.Module) -> nn.Module:
     if how == "ddp":
         return DistributedDataParallel(model)
     size = dist.get_world_size()
-    shape, names = ((2, size // 2), ("replicate", "shard")) if how == "hsdp" else ((size,), ("all",))
+    shape, names = (
+        ((2, size // 2), ("replicate", "shard")) if how == "hsdp" else ((size,), ("all",))
+    )
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
     fully_shard(model, mesh=mesh)
     return model

@@ -629,7 +629,11 @@ class Guard:
 
     def _save_last_step(self) -> None:
         """Save the last step without the ranks that are lost; they do not answer any more."""
-        staging, start_id, step = self._session.staging, self._session.start.id, int(self._agreement.step)
+        staging, start_id, step = (
+            self._session.staging,
+            self._session.start.id,
+            int(self._agreement.step),
+        )
         if staging is None or not start_id or step < 0 or self._session.is_fenced:
             return
         self._saver.wait(CLOSE_PATIENCE_S)

@@ -269,8 +269,9 @@ class TrainingState:
         return self.snapshot(), missing
 
     def _held_by_one_rank(self) -> list[str]:
-        """Names of the parameters that are neither equal on all ranks nor sharded: each rank trains its own."""
-        common, found = self._common_memory(), {}
+        """Names of the parameters that are neither equal on all ranks nor sharded."""
+        common = self._common_memory()
+        found: dict[str, torch.Tensor] = {}
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
                 found.update({f"{name}.{key}": each for key, each in item.named_parameters()})
@@ -364,9 +365,7 @@ class TrainingState:
         is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
     ) -> Collector:
         ranks = self.ranks
-        return Collector(
-            group, ranks.rank, ranks.world_size, is_common=is_common, lost=self._lost
-        )
+        return Collector(group, ranks.rank, ranks.world_size, is_common=is_common, lost=self._lost)
 
     def _common_memory(self) -> set[int]:
         # DDP keeps parameters equal on all ranks.  Each rank saves all other tensors itself.

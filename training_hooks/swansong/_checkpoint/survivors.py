@@ -91,14 +91,10 @@ def save_without_lost_ranks(
         without_ranks=named(lost),
     )
     nonce = ranks.nonce(start_id, step, f"without {named(lost)}", secret)
-    return Saver(lambda: write, in_background=False).save(
-        agreement, staging, nonce, due, manifest
-    )
+    return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, due, manifest)
 
 
-def _agree(
-    ranks: Ranks, start_id: str, step: int, staging: str, secret: str
-) -> Survivors | None:
+def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) -> Survivors | None:
     """Agree with the living ranks of all VMs or, if the job's store is lost, with those of this VM."""
     if ranks.nodes > 1:
         try:

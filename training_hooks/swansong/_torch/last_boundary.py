@@ -73,7 +73,7 @@ class LastBoundary:
         self._counted = {name: counters_of(item) for name, item in self._others.items()}
         versions = self._buffer_versions()
         if self._copies and versions != self._versions:
-            torch._foreach_copy_(self._copies, self._buffers)  # noqa: SLF001 - one call for all
+            torch._foreach_copy_(self._copies, self._buffers)
         self._versions = versions
         self._begun = ""
 
@@ -101,7 +101,7 @@ class LastBoundary:
                     f"the next step has changed buffers of over {MOST_BYTES} bytes, which are not copied"
                 )
             with torch.no_grad():
-                torch._foreach_copy_(self._buffers, self._copies)  # noqa: SLF001
+                torch._foreach_copy_(self._buffers, self._copies)
         for loader, place in zip(self._loaders, self._places, strict=True):
             loader.return_to(place)
         self._values.clear()
