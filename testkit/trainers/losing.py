@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """One rank of a job that loses a rank, started by torchrun; prints JSON lines.
 
-The model has ``BatchNorm``, whose buffers change in the forward pass.  With ``--die-at N --die-rank K`` that rank
-is killed before the forward pass of the step after N, in a start that began at step 0.  With ``--block`` the other
-ranks wait there in Python code, and otherwise in the first collective of that step.  With ``--managed`` the guard
-is a context manager.
+The model has ``BatchNorm``, whose buffers change in the forward pass.  With ``--die-at N --die-rank K`` that
+rank is killed before the forward pass of the step after N, in a start that began at step 0.  With ``--block``
+the other ranks wait there in Python code, and otherwise in the first collective of that step.  With
+``--managed`` the guard is a context manager.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the last ``guard.step()`` after a forward pass that has failed, or the reason why it is gone."""
+"""The state of the last ``guard.step()`` after a failed forward pass, or the reason why it is gone."""
 
 from __future__ import annotations
 

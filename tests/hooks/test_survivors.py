@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import random
 import threading
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -39,6 +38,27 @@ def stores(kind: str, directory: Path, count: int) -> list[JobStore]:
     return [DirectoryStore(str(directory), ".survivors.x") for _ in range(count)]
 
 
+def agreed(
+    connections: list[JobStore], steps: dict[int, int], world_size: int
+) -> list[Survivors | None]:
+    """The results of ranks that agree at the same time, by their steps."""
+    found: dict[int, Survivors | None] = {}
+
+    def take_part(rank: int, store: JobStore) -> None:
+        ranks = ranks_of(rank, world_size)
+        found[rank] = agree(store, KEY, ranks, steps[rank], threading.Event())
+
+    threads = [
+        threading.Thread(target=take_part, args=each, daemon=True)
+        for each in zip(steps, connections, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[rank] for rank in steps]
+
+
 @pytest.mark.parametrize("kind", ["memory", "directory"])
 def test_all_survivors_read_one_decision_of_the_greatest_step(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -50,12 +70,7 @@ def test_all_survivors_read_one_decision_of_the_greatest_step(
         steps = {rank: chosen.choice([7, 8]) for rank in range(8) if rank not in (2, 5)}
         place = tmp_path / str(seed)
         place.mkdir()
-        with ThreadPoolExecutor(len(steps)) as pool:
-            jobs = [
-                pool.submit(agree, store, KEY, ranks_of(rank, 8), step, threading.Event())
-                for store, (rank, step) in zip(stores(kind, place, 6), steps.items(), strict=True)
-            ]
-            found = [job.result(20) for job in jobs]
+        found = agreed(stores(kind, place, 6), steps, 8)
         greatest = max(steps.values())
         nodes = {rank: rank // 2 for rank, step in steps.items() if step == greatest}
         assert found == [Survivors(greatest, nodes)] * len(steps)
@@ -63,12 +78,8 @@ def test_all_survivors_read_one_decision_of_the_greatest_step(
 
 def test_a_job_without_a_dead_rank_has_no_survivors(tmp_path: Path) -> None:
     """When all ranks answer, none is lost, and none saves."""
-    with ThreadPoolExecutor(4) as pool:
-        jobs = [
-            pool.submit(agree, store, KEY, ranks_of(rank, 4), 7, threading.Event())
-            for rank, store in enumerate(stores("directory", tmp_path, 4))
-        ]
-        assert [job.result(20) for job in jobs] == [None] * 4
+    connections = stores("directory", tmp_path, 4)
+    assert agreed(connections, dict.fromkeys(range(4), 7), 4) == [None] * 4
 
 
 def test_a_rank_that_returns_finds_the_decision_and_is_not_in_it(

@@ -26,7 +26,7 @@ from typing import Any
 from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
-from swansong._checkpoint.survivors import save_without_lost_ranks
+from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
 from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
@@ -168,7 +168,7 @@ class Guard:
         self._pauses = PauseWatch()
         self._session.channel.start()
         self._termination: Termination | None = None
-        if ranks.world_size > 1 and hasattr(state, "snapshot_without"):
+        if ranks.world_size > 1 and isinstance(state, Divisible):
             self._termination = Termination(self._terminated)
             self._termination.start()
         _guards.add(self)
@@ -639,14 +639,15 @@ class Guard:
         self._saver.wait(CLOSE_PATIENCE_S)
         request = self._agreement.current
         due = Due("emergency", "" if request is None else request.id)
-        save_without_lost_ranks(
-            self._state,  # type: ignore[arg-type] - checked before the termination was set up
-            self._ranks,
-            self._manifest(due, step, start_id),
-            self._agreement,
-            staging,
-            self._session.naming_secret,
-        )
+        if isinstance(self._state, Divisible):
+            save_without_lost_ranks(
+                self._state,
+                self._ranks,
+                self._manifest(due, step, start_id),
+                self._agreement,
+                staging=staging,
+                secret=self._session.naming_secret,
+            )
 
     def _end(self, reason: str) -> None:
         if not self._closed:

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The last checkpoint of a job that has lost ranks, written by the others.
 
-The daemons, the bucket and a restore see the set of a smaller job: its ranks and VMs are counted without gaps,
-and it is whole when they have all written.  Only the field ``without_ranks`` names the ranks that are missing.
+The daemons, the bucket and a restore see the set of a smaller job: its ranks and VMs are counted without
+gaps, and it is whole when they have all written.  The field ``without_ranks`` names the missing ranks.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from swansong._checkpoint.saver import Saver
 from swansong._ranks.agreement import Agreement, Due, Ranks
@@ -20,6 +20,7 @@ from swansong._ranks.directory_store import STORE_PREFIX, DirectoryStore
 from swansong._ranks.job_store import JobStore, first_line, open_job_store
 from swansong._ranks.survivors import Survivors, agree, named
 from swansong.protocol import Failed, RankManifest
+from swansong.state import Snapshots
 
 CONNECT_LIMIT_S = 5.0
 """Longest wait for the job's store, which may have ended with a lost VM."""
@@ -28,7 +29,8 @@ _NAMES_MAX = 5
 log = logging.getLogger("swansong")
 
 
-class Divisible(Protocol):
+@runtime_checkable
+class Divisible(Snapshots, Protocol):
     """A state whose tensors some of the ranks can save for all."""
 
     def return_to_boundary(self) -> None:
@@ -37,7 +39,7 @@ class Divisible(Protocol):
     def snapshot_without(
         self, lost: Collection[int], ranks: Ranks
     ) -> tuple[Callable[[Path], object], list[str]]:
-        """Return a function that writes this rank's part, and the names of the tensors that nobody holds."""
+        """Return a function that writes this rank's part, and the names of the tensors that no rank holds."""
 
 
 def save_without_lost_ranks(
@@ -45,6 +47,7 @@ def save_without_lost_ranks(
     ranks: Ranks,
     manifest: RankManifest,
     agreement: Agreement,
+    *,
     staging: str,
     secret: str,
 ) -> bool:

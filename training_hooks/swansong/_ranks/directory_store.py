@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """A key-value store of the living ranks of one VM: files in a directory that all of them can reach.
 
-It needs no process.  The job's own store may have ended with the rank, or with the VM, that the others have lost.
+It needs no process.  The job's own store may have ended with the lost rank, or with its VM.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """The living ranks of a job agree on a checkpoint without the dead ones.
 
-A rank whose training loop has lost a peer stands at its last completed step.  It writes this step into a store
-that the living ranks share.  When no further rank answers, the first one to see it decides: the ranks with the
+A rank whose training loop has lost a peer stands at its last completed step.  It writes this step into a
+store that the living ranks share.  When no further rank answers, one of them decides: the ranks with the
 greatest step save it together, and all other ranks take no part.  Only the first decision counts, by
-compare-and-set.  A rank that comes later finds itself left out, and writes nothing.
+compare-and-set.  A rank that answers later is left out, and writes nothing.
 """
 
 from __future__ import annotations
