@@ -15,7 +15,7 @@ import time
 from swansong import openat
 
 STORE_PREFIX = ".survivors."
-"""Of the names of these directories in staging."""
+"""Beginning of the names of these directories in staging."""
 _WAIT_S = 5.0
 _MAX_BYTES = 2**20
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGTERM in a job of several ranks: one last function call before the process ends.
 
-A launcher such as torchrun sends SIGTERM to the living ranks of a VM within a tenth of a second after one
-rank has died.  Their training loops may be blocked in a collective with the dead rank, where no Python code of the
-main thread can run.  So another thread does the work.
+A launcher such as torchrun sends SIGTERM to the living ranks of a VM within 0.1 s after one rank has died.
+Their training loops may be blocked in a collective with the dead rank, where the main thread can run no Python
+code.  So another thread does the work.
 """
 
 from __future__ import annotations

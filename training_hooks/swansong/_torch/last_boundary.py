@@ -22,7 +22,7 @@ MOST_BYTES = 2**20
 
 
 class LastBoundary:
-    """What the forward pass of a step changes, as it was at the last ``guard.step()``.
+    """Keeps the objects that a forward pass changes, as they were at the last ``guard.step()``.
 
     The generators are not kept: a checkpoint without a rank never continues to the bit.
 
