@@ -167,6 +167,7 @@ class Guard:
         """Held while a start is reported: a tick must not report a step of the start before as one of it."""
         self._pauses = PauseWatch()
         self._session.channel.start()
+        self._has_left = False
         self._termination: Termination | None = None
         if ranks.world_size > 1 and isinstance(state, Divisible):
             self._termination = Termination(self._terminated)
@@ -636,7 +637,10 @@ class Guard:
         )
         if staging is None or not start_id or step < 0 or self._session.is_fenced:
             return
-        self._saver.wait(CLOSE_PATIENCE_S)
+        if self._has_left:
+            return
+        self._has_left = True
+        self._saver.wait(LEAVE_PATIENCE_S)
         request = self._agreement.current
         due = Due("emergency", "" if request is None else request.id)
         if isinstance(self._state, Divisible):

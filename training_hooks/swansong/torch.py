@@ -62,7 +62,7 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
-from swansong._torch.sharding import is_sharded, writers
+from swansong._torch.sharding import is_sharded, reshard, writers
 from swansong.protocol import PREFIXES_MAX, rank_directory
 from swansong.state import decode_tree
 
@@ -262,6 +262,9 @@ class TrainingState:
             The function, and the names of the tensors that the others do not hold: with such a tensor the
             checkpoint is no state of the job.
         """
+        for item in self._objects.values():
+            if isinstance(item, torch.nn.Module):
+                reshard(item)
         missing = self._held_by_one_rank()
         self._lost, self.ranks = frozenset(lost), ranks
         _, collectors = self._gather()

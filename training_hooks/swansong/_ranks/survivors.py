@@ -22,8 +22,9 @@ QUIET_S = 2.0
 LIMIT_S = 10.0
 """Longest wait for a decision."""
 _POLL_S = 0.02
-_GLOO = ("gloo/", "gloo::", "by peer", "pair closure", "Timed out waiting")
-"""Gloo raises RuntimeError, and only the text shows the cause."""
+_GLOO = "/gloo/"
+"""Gloo raises RuntimeError, and only the source file in its text shows the cause."""
+_BACKEND = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
 
 @dataclass(frozen=True)
@@ -109,8 +110,8 @@ def is_loss_of_a_peer(error: BaseException | None) -> bool:
     if error is None:
         return False
     names = {each.__qualname__ for each in type(error).__mro__}
-    is_of_backend = "DistError" in names or (
-        isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO)
+    is_of_backend = not names.isdisjoint(_BACKEND) or (
+        isinstance(error, RuntimeError) and _GLOO in str(error)
     )
     return is_of_backend or is_loss_of_a_peer(error.__cause__ or error.__context__)
 

@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """SIGTERM in a job of several ranks: one last function call before the process ends.
 
-A launcher such as torchrun sends SIGTERM to the living ranks of a VM within 0.1 s after one rank has died.
-Their training loops may be blocked in a collective with the dead rank, where the main thread can run no Python
-code.  So another thread does the work.
+A launcher such as torchrun sends SIGTERM to the living ranks of a VM within 0.1 s after one rank died.
+Their training loops may be blocked in a collective with the dead rank, where the main thread can run no
+Python code.  So another thread does the work.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from types import FrameType
 EXIT_CODE = 128 + signal.SIGTERM
 STOP_LIMIT_S = 0.5
 """Longest wait for the main thread to stop; one that is blocked in a collective cannot."""
+SAVE_LIMIT_S = 25.0
+"""Longest time from the signal to the end of the process; torchrun sends SIGKILL after 30 s."""
 
 
 class Termination:
@@ -89,15 +91,19 @@ class Termination:
     def _stop(self, _number: int, _frame: FrameType | None) -> None:
         if self._fds is not None and not self._is_held:
             self._has_stopped.set()
+            # If another handler has replaced this one and calls it, the thread has ignored the signal.
+            os.write(self._fds[1], bytes([signal.SIGTERM]))
             self._never.wait()
 
     def _watch(self, read_fd: int) -> None:
         while number := os.read(read_fd, 1):
             is_ours = signal.getsignal(signal.SIGTERM) == self._stop
+            is_ours |= self._has_stopped.is_set()
             if number[0] == signal.SIGTERM and is_ours and not self._is_held:
                 self._has_stopped.wait(STOP_LIMIT_S)
-                try:
-                    self._save()
-                finally:
-                    os._exit(EXIT_CODE)
+                # Not in this thread: the stopped main thread may hold a lock that the save needs.
+                saving = threading.Thread(target=self._save, name="swansong-last", daemon=True)
+                saving.start()
+                saving.join(SAVE_LIMIT_S)
+                os._exit(EXIT_CODE)
         os.close(read_fd)

@@ -137,6 +137,11 @@ class Collector:
         entry = self.entries[key] = {"shape": list(tensor.shape)}
         if self._lost and (ranks := ranks_of_lost_parts(tensor, self._lost)):
             self.missing.append(f"{self.group}.{key} of rank {', '.join(map(str, ranks))}")
+        if self._lost and shards < self._world_size + len(self._lost):
+            # The lost ranks may have held tensors that no rank of this mesh knows, as in a pipeline.
+            self.missing.append(
+                f"the counterpart of {self.group}.{key} on the ranks outside its mesh"
+            )
         if not is_written_here(tensor, self._lost):
             return  # no part is on this rank, or another rank writes the same part
         part, offsets = own_part(tensor)

@@ -49,6 +49,14 @@ def is_written_here(tensor: Any, lost: Collection[int] = ()) -> bool:
     return here == next((rank for rank in equal.flatten().tolist() if rank not in lost), None)
 
 
+def reshard(module: torch.nn.Module) -> None:
+    """Free the whole parameters that ``fully_shard`` gathers during a step, so that the shards remain."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    for each in module.modules() if fsdp is not None else ():
+        if isinstance(each, fsdp.FSDPModule):
+            each.reshard()
+
+
 def ranks_of_lost_parts(tensor: Any, lost: Collection[int]) -> list[int]:
     """Return those of the ``lost`` ranks whose part of a DTensor no other rank holds."""
     ranks = tensor.device_mesh.mesh
