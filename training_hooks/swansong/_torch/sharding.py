@@ -52,7 +52,9 @@ def is_written_here(tensor: Any, lost: Collection[int] = ()) -> bool:
 def reshard(module: torch.nn.Module) -> None:
     """Free the whole parameters that ``fully_shard`` gathers during a step, so that the shards remain."""
     fsdp = sys.modules.get("torch.distributed.fsdp")
-    for each in module.modules() if fsdp is not None else ():
+    if fsdp is None:
+        return
+    for each in module.modules():
         if isinstance(each, fsdp.FSDPModule):
             each.reshard()
 
