@@ -265,11 +265,13 @@ class TrainingState:
         for item in self._objects.values():
             if isinstance(item, torch.nn.Module):
                 reshard(item)
-        missing = self._held_by_one_rank()
+        missing = self._held_by_one_rank() + self._held_by_subgroups()
         self._lost, self.ranks = frozenset(lost), ranks
-        _, collectors = self._gather()
-        missing += [name for collector in collectors for name in collector.missing]
-        return self.snapshot(), missing
+        assert self._last_boundary is not None
+        with self._last_boundary.free_streams():
+            _, collectors = self._gather()
+            missing += [name for collector in collectors for name in collector.missing]
+            return self.snapshot(), missing
 
     def _held_by_one_rank(self) -> list[str]:
         """Names of the parameters that are neither equal on all ranks nor sharded."""
@@ -284,6 +286,17 @@ class TrainingState:
             name
             for name, each in found.items()
             if each.numel() and not is_sharded(each) and each.data_ptr() not in common
+        ]
+
+    def _held_by_subgroups(self) -> list[str]:
+        """Names of the DDP modules of fewer ranks than the job: the lost ranks may have held other modules."""
+        return [
+            f"the counterpart of {name} on the ranks outside its process group"
+            for name, item in self._objects.items()
+            if isinstance(item, torch.nn.Module)
+            for module in item.modules()
+            if isinstance(module, DistributedDataParallel)
+            and module.process_group.size() != self.ranks.world_size
         ]
 
     def _rehearse(self, but: Collection[str] = ()) -> None:

@@ -7,8 +7,11 @@ has moved only the position of the loader, buffers such as the statistics of ``B
 
 from __future__ import annotations
 
+import contextlib
+import os
 import threading
-from collections.abc import Mapping
+import time
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -19,6 +22,9 @@ from swansong._torch.order import counters_of
 
 MOST_BYTES = 2**20
 """Largest size of the buffers that are copied at each ``guard.step()``."""
+GPU_LIMIT_S = 2.0
+"""Longest wait for a GPU to complete the last step."""
+_NCCL_HANDLING = "TORCH_NCCL_ASYNC_ERROR_HANDLING"
 
 
 class LastBoundary:
@@ -54,6 +60,15 @@ class LastBoundary:
         size_bytes = sum(each.nbytes for each in self._buffers)
         self._copies = [each.clone() for each in self._buffers if size_bytes <= MOST_BYTES]
         self._versions = self._buffer_versions()
+        devices = {
+            each.device
+            for item in objects.values()
+            if isinstance(item, torch.nn.Module)
+            for each in item.parameters()
+            if each.is_cuda
+        }
+        self._completed = {device: torch.cuda.Event() for device in devices}
+        """By GPU: the end of the work of the last step.  The training loop runs ahead of a GPU."""
         self._begun = "no step is complete since the start"
         """Why the state of the last :meth:`note` does not exist; empty while it does."""
         self._is_last = False
@@ -75,6 +90,8 @@ class LastBoundary:
         if self._copies and versions != self._versions:
             torch._foreach_copy_(self._copies, self._buffers)
         self._versions = versions
+        for device, completed in self._completed.items():
+            completed.record(torch.cuda.current_stream(device))
         self._begun = ""
 
     def return_to(self) -> None:
@@ -89,6 +106,7 @@ class LastBoundary:
             if self._begun:
                 raise RuntimeError(self._begun)
             self._is_last = True
+        self._ensure_completed()
         changed = [
             name for name, item in self._others.items() if counters_of(item) != self._counted[name]
         ]
@@ -100,12 +118,34 @@ class LastBoundary:
                 raise RuntimeError(
                     f"the next step has changed buffers of over {MOST_BYTES} bytes, which are not copied"
                 )
-            with torch.no_grad():
+            with torch.no_grad(), self.free_streams():
                 torch._foreach_copy_(self._buffers, self._copies)
         for loader, place in zip(self._loaders, self._places, strict=True):
             loader.return_to(place)
         self._values.clear()
         self._values.update(self._noted_values)
+
+    @contextlib.contextmanager
+    def free_streams(self) -> Iterator[None]:
+        """Use new streams in a block: the usual ones may wait for a collective that never ends."""
+        with contextlib.ExitStack() as entered:
+            streams = [torch.cuda.Stream(device) for device in self._completed]
+            for stream in streams:
+                entered.enter_context(torch.cuda.stream(stream))
+            yield
+            for stream in streams:
+                stream.synchronize()
+
+    def _ensure_completed(self) -> None:
+        if self._completed and os.environ.get(_NCCL_HANDLING, "3") not in ("0", "3"):
+            raise RuntimeError(
+                f"{_NCCL_HANDLING} lets a GPU continue after a failed collective, with wrong gradients"
+            )
+        give_up_mono_s = time.monotonic() + GPU_LIMIT_S
+        while not all(completed.query() for completed in self._completed.values()):
+            if time.monotonic() > give_up_mono_s:
+                raise RuntimeError("a GPU has not completed the step")
+            self._never.wait(0.01)
 
     def _begin_step(self, *_: Any) -> None:
         with self._lock:
