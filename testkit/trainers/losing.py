@@ -22,6 +22,7 @@ from typing import Any
 import swansong
 import torch
 import torch.distributed as dist
+from swansong._ranks import survivors
 from swansong.torch import ResumableLoader, TrainingState, seed_all
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -70,7 +71,10 @@ def main() -> None:
     parser.add_argument("--timeout-s", type=float, default=1800.0)
     parser.add_argument("--block", action="store_true")
     parser.add_argument("--managed", action="store_true")
+    parser.add_argument("--quiet-s", type=float, default=survivors.QUIET_S)
     options = parser.parse_args()
+    survivors.QUIET_S = options.quiet_s
+    print(json.dumps({"event": "launched", "world": int(os.environ["WORLD_SIZE"])}), flush=True)
     dist.init_process_group("gloo", timeout=timedelta(seconds=options.timeout_s))
     torch.set_num_threads(1)
     seed_all(7)

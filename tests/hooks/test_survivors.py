@@ -4,6 +4,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 import threading
 from pathlib import Path
 
@@ -118,3 +120,94 @@ def test_survivors_are_counted_without_gaps() -> None:
 def test_only_a_failed_collective_is_a_loss(error: BaseException | None, expected: bool) -> None:
     """A mistake of the script never leads to a checkpoint without the other ranks."""
     assert is_loss_of_a_peer(error) is expected
+
+
+TERMINATION = """
+import os, signal, threading
+from swansong._ranks import termination
+
+def user(*_):
+    print("user", flush=True)
+    if {chained}:
+        former(signal.SIGTERM, None)
+    os._exit(3)
+
+def save():
+    print("saved", flush=True)
+    if {blocks}:
+        threading.Event().wait()
+
+termination.SAVE_LIMIT_S = 0.3
+last = termination.Termination(save)
+if {before}:
+    signal.signal(signal.SIGTERM, user)
+last.start()
+former = signal.getsignal(signal.SIGTERM)
+if {after}:
+    signal.signal(signal.SIGTERM, user)
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, (143, ["saved"])),
+        ({"blocks": True}, (143, ["saved"])),
+        ({"before": True}, (3, ["user"])),
+        ({"after": True}, (3, ["user"])),
+        ({"after": True, "chained": True}, (143, ["user", "saved"])),
+    ],
+)
+def test_sigterm_ends_the_process_and_the_scripts_handler_comes_first(
+    facts: dict[str, bool], expected: tuple[int, list[str]]
+) -> None:
+    """A script's handler runs, and may call the one of the guard; a save that blocks delays no exit."""
+    settings = {"chained": False, "blocks": False, "before": False, "after": False} | facts
+    found = run_python(TERMINATION.format(**settings))
+    assert (found.returncode, found.stdout.split()) == expected
+
+
+SUBGROUPS = """
+import torch, torch.distributed as dist
+from swansong._ranks.agreement import Ranks
+from swansong.torch import TrainingState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+model = nn.Linear(4, 4)
+{wrap}
+state = TrainingState(model)
+state.ranks = Ranks(rank=0, world_size=4)
+state.rehearse()
+state.note_boundary()
+_, missing = state.snapshot_without([2, 3], Ranks(rank=0, world_size=2))
+print(*missing, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "is_whole"),
+    [
+        ("model = DistributedDataParallel(model)", True),
+        ("model = DistributedDataParallel(model, process_group=dist.new_group([0, 1]))", False),
+        ("fully_shard(model, mesh=DeviceMesh('cpu', [0, 1]))", False),
+    ],
+)
+def test_a_model_on_some_ranks_of_the_job_is_refused(wrap: str, is_whole: bool) -> None:
+    """The lost ranks of a pipeline hold a stage that the living ranks do not know."""
+    found = run_python(SUBGROUPS.format(wrap=wrap))
+    assert not found.returncode, found.stderr
+    assert ("the counterpart of model" in found.stdout) is not is_whole
+    assert bool(found.stdout.strip()) is not is_whole
+
+
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )

@@ -51,14 +51,21 @@ class Job:
 
     def lose(self, count: int, dead: int, *arguments: str) -> list[str]:
         """Train until a rank dies after :data:`STEP`; returns the digest that each rank had then."""
-        doomed = ("--managed", "--die-at", str(STEP), "--die-rank", str(dead), *arguments)
+        doomed = (
+            "--managed",
+            "--quiet-s",
+            "5",
+            "--die-at",
+            str(STEP),
+            "--die-rank",
+            str(dead),
+            *arguments,
+        )
         self.ranks = self.start(count, *doomed)
         digests = [each.lines.wait(60, step=STEP)["digest"] for each in self.ranks]
         self.ranks[dead].wait()
         for rank, process in enumerate(self.ranks):
-            if (
-                rank != dead
-            ):  # as torchrun does; a rank may be blocked in a collective of living ranks
+            if rank != dead:  # as torchrun does; a rank may wait for other living ranks
                 os.kill(process.pid, signal.SIGTERM)
         return [str(digest) for digest in digests]
 

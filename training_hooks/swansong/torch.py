@@ -289,7 +289,7 @@ class TrainingState:
         ]
 
     def _held_by_subgroups(self) -> list[str]:
-        """Names of the DDP modules of fewer ranks than the job: the lost ranks may have held other modules."""
+        """Names of the DDP modules on a part of the ranks: the lost ranks may have held others."""
         return [
             f"the counterpart of {name} on the ranks outside its process group"
             for name, item in self._objects.items()
