@@ -323,6 +323,11 @@ class Staged:
     """World size and other facts for the restore."""
 
     @property
+    def lost_ranks(self) -> dict[str, object]:
+        """``without_ranks``, if ranks of the job took no part."""
+        return {name: value for name, value in self.trainer.items() if name == "without_ranks"}
+
+    @property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
 

@@ -587,7 +587,7 @@ def test_state_that_differs_between_ranks_needs_resize(
     for name, value in {"RANK": "1", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}.items():
         monkeypatch.setenv(name, value)
     with pytest.raises(
-        RestoreError, match=r"1 ranks saved it and this job has 2.* loader and noise and numpy"
+        RestoreError, match=r"it is of 1 ranks and this job has 2.* loader and noise and numpy"
     ):
         attach(Trainer(2).state).restore()
     asked: list[Any] = []

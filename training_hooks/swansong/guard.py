@@ -14,6 +14,7 @@ import contextlib
 import logging
 import math
 import os
+import sys
 import threading
 import time
 import weakref
@@ -25,6 +26,7 @@ from typing import Any
 from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
+from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
 from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
@@ -33,6 +35,8 @@ from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
 from swansong._ranks.position import check_ranks, find_ranks
 from swansong._ranks.start import Loaded
+from swansong._ranks.survivors import is_loss_of_a_peer
+from swansong._ranks.termination import Termination
 from swansong.protocol import Committed, RankManifest, Restored
 from swansong.state import Snapshots, state_of
 
@@ -40,6 +44,8 @@ RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
 KINDS = ("periodic", "emergency")
 FINISH_PATIENCE_S = 300.0
+LEAVE_PATIENCE_S = 10.0
+"""Longest wait for earlier copies before a save without lost ranks; torchrun sends SIGKILL after 30 s."""
 """Longest wait of :meth:`Guard.finish` for the commit of the last state."""
 _LOOK_S = 0.05
 EXIT_SAVED = 75
@@ -163,8 +169,13 @@ class Guard:
         """Held while a start is reported: a tick must not report a step of the start before as one of it."""
         self._pauses = PauseWatch()
         self._session.channel.start()
+        self._has_left = False
+        self._termination: Termination | None = None
+        if ranks.world_size > 1 and isinstance(state, Divisible):
+            self._termination = Termination(self._terminated)
+            self._termination.start()
         _guards.add(self)
-        atexit.register(self._end, "exit")
+        atexit.register(self._exit)
 
     # ------------------------------------------------------------ the training loop
 
@@ -400,7 +411,8 @@ class Guard:
     ) -> None:
         if kind is None:
             self.close()
-        else:  # the state may be torn: save nothing
+        else:
+            self._leave(error)
             self._end(kind.__name__)
 
     @property
@@ -603,9 +615,51 @@ class Guard:
 
     # ------------------------------------------------------------ the end
 
+    def _exit(self) -> None:
+        self._leave(getattr(sys, "last_value", None))
+        self._end("exit")
+
+    def _leave(self, error: BaseException | None) -> None:
+        """Save the last step if the loop has lost a peer; after another error the state may be torn."""
+        if not self._closed and self._termination is not None and is_loss_of_a_peer(error):
+            with self._termination.held():
+                self._save_last_step()
+
+    def _terminated(self) -> None:
+        if not self._closed:
+            self._save_last_step()
+            self._end("SIGTERM")
+
+    def _save_last_step(self) -> None:
+        """Save the last step without the ranks that are lost; they do not answer any more."""
+        staging, start_id, step = (
+            self._session.staging,
+            self._session.start.id,
+            int(self._agreement.step),
+        )
+        if staging is None or not start_id or step < 0 or self._session.is_fenced:
+            return
+        if self._has_left:
+            return
+        self._has_left = True
+        self._saver.wait(LEAVE_PATIENCE_S)
+        request = self._agreement.current
+        due = Due("emergency", "" if request is None else request.id)
+        if isinstance(self._state, Divisible):
+            save_without_lost_ranks(
+                self._state,
+                self._ranks,
+                self._manifest(due, step, start_id),
+                self._agreement,
+                staging=staging,
+                secret=self._session.naming_secret,
+            )
+
     def _end(self, reason: str) -> None:
         if not self._closed:
             self._closed = True
+            if self._termination is not None:
+                self._termination.close()
             if not self._saver.wait(CLOSE_PATIENCE_S):
                 log.warning(
                     "a checkpoint is not written after %.0f s; it is lost", CLOSE_PATIENCE_S
@@ -613,7 +667,7 @@ class Guard:
             self._reporter.ended(int(self._agreement.step))
             self._session.end(reason)
             self._agreement = self._session.agreement
-            atexit.unregister(self._end)
+            atexit.unregister(self._exit)
 
     def _is_of(self, socket_path: str, ranks: Ranks) -> bool:
         """Whether this guard is open, and the daemon would take another one of ``ranks`` for the same."""
@@ -623,6 +677,8 @@ class Guard:
     def _forked(self) -> None:
         # A child, such as a data loader's worker, is not a rank: it must not use the connection.
         self._closed = True
+        if self._termination is not None:
+            self._termination.forked()
         self._reporting = threading.Lock()  # a lost thread may hold the old one
         self._session.forked()
         self._agreement = self._session.agreement

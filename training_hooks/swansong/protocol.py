@@ -692,6 +692,11 @@ class RankManifest:
     """Id of the start of the training that wrote the set; see :class:`Hello`."""
     framework: Id = "swansong"
     health: Metrics = field(default_factory=dict)
+    without_ranks: Text = ""
+    """Ranks of the job that took no part, such as ``2, 8-15``; empty: all took part.
+
+    ``rank``, ``world_size``, ``node`` and ``nodes`` count only the ranks and the VMs that took part.
+    """
     version: Version = VERSION
 
     def encode(self) -> bytes:

@@ -25,7 +25,7 @@ import logging
 import random
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,7 @@ from swansong._torch.collector import Collector
 from swansong._torch.end_of_loop import EndOfLoop
 from swansong._torch.generators import is_generator, set_global, take_global
 from swansong._torch.index import FORMAT, INDEX, encode_index
+from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import unwrap, uses_fsdp1
 from swansong._torch.objects import (
@@ -61,7 +62,7 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
-from swansong._torch.sharding import is_sharded, writers
+from swansong._torch.sharding import is_sharded, reshard, writers
 from swansong.protocol import PREFIXES_MAX, rank_directory
 from swansong.state import decode_tree
 
@@ -147,6 +148,8 @@ class TrainingState:
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
         self._boundary = StepBoundary(self._objects.values())
+        self._last_boundary: LastBoundary | None = None
+        self._lost: frozenset[int] = frozenset()
         self._arrived: ArrivedTensors | None = None
 
     # ------------------------------------------------------------ before the first step
@@ -168,6 +171,10 @@ class TrainingState:
         if self._watch is not None:  # of an earlier guard
             self._watch.end()
         self._watch = OrderWatch(self._objects)
+        if self._last_boundary is not None:
+            self._last_boundary.end()
+        several = self.ranks.world_size > 1
+        self._last_boundary = LastBoundary(self._objects, self.values) if several else None
 
     def before_restore(self) -> None:
         """Warn if training has begun since attach()."""
@@ -225,13 +232,76 @@ class TrainingState:
     def note_boundary(self) -> None:
         """Remember the present state as that of the last ``guard.step()``."""
         self._boundary.note()
+        if self._last_boundary is not None:
+            self._last_boundary.note()
 
     def is_at_boundary(self) -> bool:
         """Whether the state is still that of the last ``guard.step()``, as far as it can be seen."""
         return self._boundary.is_here()
 
+    def return_to_boundary(self) -> None:
+        """Return to the state of the last ``guard.step()``, after a collective of the next step has failed.
+
+        Raises:
+            RuntimeError: that state does not exist any more; contains the cause.
+        """
+        if self._last_boundary is None:
+            raise RuntimeError("attach() has not found several ranks")
+        self._last_boundary.return_to()
+
+    def snapshot_without(
+        self, lost: Collection[int], ranks: Ranks
+    ) -> tuple[Callable[[Path], object], list[str]]:
+        """Return a function that writes this rank's part of a checkpoint without some ranks.
+
+        Args:
+            lost: ranks of the job that take no part.
+            ranks: position of this process among the others.
+
+        Returns:
+            The function, and the names of the tensors that the others do not hold: with such a tensor the
+            checkpoint is no state of the job.
+        """
+        for item in self._objects.values():
+            if isinstance(item, torch.nn.Module):
+                reshard(item)
+        missing = self._held_by_one_rank() + self._held_by_subgroups()
+        self._lost, self.ranks = frozenset(lost), ranks
+        assert self._last_boundary is not None
+        with self._last_boundary.free_streams():
+            _, collectors = self._gather()
+            missing += [name for collector in collectors for name in collector.missing]
+            return self.snapshot(), missing
+
+    def _held_by_one_rank(self) -> list[str]:
+        """Names of the parameters that are neither equal on all ranks nor sharded."""
+        common = self._common_memory()
+        found: dict[str, torch.Tensor] = {}
+        for name, item in self._objects.items():
+            if isinstance(item, torch.nn.Module):
+                found.update({f"{name}.{key}": each for key, each in item.named_parameters()})
+            elif isinstance(item, torch.optim.Optimizer):
+                found.update({f"{name}.{n}": each for n, each in enumerate(params_of(item))})
+        return [
+            name
+            for name, each in found.items()
+            if each.numel() and not is_sharded(each) and each.data_ptr() not in common
+        ]
+
+    def _held_by_subgroups(self) -> list[str]:
+        """Names of the DDP modules on a part of the ranks: the lost ranks may have held others."""
+        return [
+            f"the counterpart of {name} on the ranks outside its process group"
+            for name, item in self._objects.items()
+            if isinstance(item, torch.nn.Module)
+            for module in item.modules()
+            if isinstance(module, DistributedDataParallel)
+            and module.process_group.size() != self.ranks.world_size
+        ]
+
     def _rehearse(self, but: Collection[str] = ()) -> None:
-        index, pieces = self._gather(but)
+        index, collectors = self._gather(but)
+        pieces = _pieces(collectors)
         check_headers(pieces)
         files = {each: dict.fromkeys(tensors, 0) for each, tensors in index["tensors"].items()}
         encode_index({**index, "files": files})
@@ -246,7 +316,8 @@ class TrainingState:
         Raises:
             TypeError: a value cannot be written; names it.
         """
-        index, pieces = self._gather()
+        index, collectors = self._gather()
+        pieces = _pieces(collectors)
         arena = self._arenas.take(pieces)
         arena.fill(pieces)
         groups = dict(zip(arena.homes, (piece.group for piece in pieces), strict=True))
@@ -261,8 +332,8 @@ class TrainingState:
         self._arenas.keep_while(write, arena)
         return write
 
-    def _gather(self, but: Collection[str] = ()) -> tuple[dict[str, Any], list[Piece]]:
-        """Return the index, without its files, and the tensors to copy."""
+    def _gather(self, but: Collection[str] = ()) -> tuple[dict[str, Any], list[Collector]]:
+        """Return the index, without its files, and the collectors of the tensors to copy."""
         others = self._collector(OTHERS)
         collectors = [others]
         objects: dict[str, Any] = {}
@@ -300,14 +371,17 @@ class TrainingState:
             "objects": objects,
             "tensors": {collector.group: collector.entries for collector in collectors},
         }
-        return index, [piece for collector in collectors for piece in collector.pieces]
+        if self._lost:
+            index["without_ranks"] = sorted(self._lost)
+        return index, collectors
 
     def _collector(
         self,
         group: str,
         is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
     ) -> Collector:
-        return Collector(group, self.ranks.rank, self.ranks.world_size, is_common=is_common)
+        ranks = self.ranks
+        return Collector(group, ranks.rank, ranks.world_size, is_common=is_common, lost=self._lost)
 
     def _common_memory(self) -> set[int]:
         # DDP keeps parameters equal on all ranks.  Each rank saves all other tensors itself.
@@ -340,8 +414,9 @@ class TrainingState:
             arrived.close()
         found = None if arrived is None else arrived.checked(directory)
         found = found or CheckpointSet(directory, arrived)
-        is_resized = found.world_size != self.ranks.world_size
-        source = self.ranks.rank % found.world_size
+        is_resized = found.job_size != self.ranks.world_size
+        source = found.source_of(self.ranks.rank)
+        is_new = self.ranks.rank in found.lost or self.ranks.rank >= found.job_size
         nodes = found.indexes[source]["objects"]
         missing = self._objects.keys() - nodes.keys()
         if missing:
@@ -353,6 +428,11 @@ class TrainingState:
             )
         if is_resized:
             self._check_resize(found)
+        elif found.lost:
+            log.warning(
+                "the checkpoint was made without rank %s: training continues, but not bit by bit",
+                ", ".join(map(str, sorted(found.lost))),
+            )
         in_others = {
             name: item
             for name, item in self._objects.items()
@@ -364,10 +444,16 @@ class TrainingState:
                 load_module_from(found, source, name, item)
             elif name not in in_others:
                 load_optimizer_from(found, source, name, item)
-            elif is_resized and self._is_per_rank(name):
-                assert self._resize is not None
-                olds = [_decode(found, rank, name) for rank in range(found.world_size)]
-                state = self._resize(name, olds)
+            elif (is_resized or is_new) and self._is_per_rank(name):
+                if is_resized:
+                    assert self._resize is not None
+                    olds = [
+                        _decode(found, found.source_of(rank), name)
+                        for rank in range(found.job_size)
+                    ]
+                    state = self._resize(name, olds)
+                else:  # of a rank that took part: data-parallel ranks are at the same position
+                    state = decode_tree(nodes[name], get)
                 if isinstance(item, ResumableLoader):
                     state = {
                         **state,
@@ -380,7 +466,7 @@ class TrainingState:
         self.values.update(decode_tree(nodes[_VALUES], get))
         # Last, because loading the objects may draw random numbers.
         generators = decode_tree(nodes[_GENERATORS], get)
-        if is_resized and self.ranks.rank >= found.world_size:
+        if is_new:
             _reseed(generators, self.ranks.rank)
         else:
             set_global(generators)
@@ -398,12 +484,12 @@ class TrainingState:
         own = [name for name in self._objects if self._is_per_rank(name)]
         if own and self._resize is None:
             raise ValueError(
-                f"{found.world_size} ranks saved it and this job has {self.ranks.world_size}: each rank"
+                f"it is of {found.job_size} ranks and this job has {self.ranks.world_size}: each rank"
                 f" has its own {' and '.join(own)}; pass resize= to TrainingState to convert their states"
             )
         log.warning(
-            "%s ranks saved the checkpoint and this job has %s: training continues, but not bit by bit",
-            found.world_size,
+            "the checkpoint is of %s ranks and this job has %s: training continues, but not bit by bit",
+            found.job_size,
             self.ranks.world_size,
         )
 
@@ -449,6 +535,10 @@ def shield_worker(_worker_id: int = 0) -> None:
 
 
 # ---------------------------------------------------------------- objects
+
+
+def _pieces(collectors: Sequence[Collector]) -> list[Piece]:
+    return [piece for collector in collectors for piece in collector.pieces]
 
 
 def _check_names(objects: Mapping[str, Any]) -> None:

@@ -138,6 +138,7 @@ def _row(
         "protected": [],
         "pins": [],
         "problem": None,
+        "without_ranks": None,
     }
     if isinstance(loaded, CorruptError):
         return row | {"complete": False, "problem": loaded.line()}
@@ -146,6 +147,7 @@ def _row(
     objects = {stored for manifest in loaded for stored in manifest.objects}
     return row | {
         "kind": str(first.kind),
+        "without_ranks": first.trainer.get("without_ranks"),
         "size_bytes": sum(manifest.size_bytes for manifest in loaded),
         "added_bytes": sum(each.size_bytes for each in objects if keys.origin(each.key) == own),
         "created": first.created,
@@ -230,7 +232,9 @@ def _table(rows: list[dict[str, Any]], columns: list[_Column]) -> Table:
 
 def _narrow(rows: list[dict[str, Any]], metric: str) -> list[_Column]:
     """The columns that fit into 80, with WHOLE only if a commit is not whole."""
-    is_whole = all(row["complete"] and row["nodes"] == 1 for row in rows)
+    is_whole = all(
+        row["complete"] and row["nodes"] == 1 and row["without_ranks"] is None for row in rows
+    )
     return [
         _Column("GEN", lambda row: row["generation"], is_right=True),
         _Column("STEP", lambda row: row["step"], is_right=True),
@@ -286,13 +290,19 @@ def _nodes(row: dict[str, Any]) -> str:
 def _whole(row: dict[str, Any]) -> str:
     if row["problem"] is not None:
         return "damaged"
-    return "yes" if row["complete"] else _nodes(row)
+    return f"yes{_without(row)}" if row["complete"] else _nodes(row)
+
+
+def _without(row: dict[str, Any]) -> str:
+    """The ranks of the job that took no part, because they were lost."""
+    ranks = row["without_ranks"]
+    return "" if ranks is None else f", without rank {printable(ranks)}"
 
 
 def _complete(row: dict[str, Any]) -> str:
     if row["problem"] is not None:
         return f"no: {row['problem']}"
-    return "yes" if row["complete"] else "no"
+    return f"yes{_without(row)}" if row["complete"] else "no"
 
 
 def _reasons(row: dict[str, Any]) -> str:

@@ -50,6 +50,7 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
         generation=ref.generation,
         step=ref.step,
         size_bytes=None if staged is None else staged.size_bytes,
+        **({} if staged is None else staged.lost_ranks),
     )
     _record_part(transition, ref, staged)
 

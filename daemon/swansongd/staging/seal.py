@@ -453,6 +453,7 @@ def _of_hooks(
             "world_size": lead.world_size,
             "local_world_size": lead.local_world_size,
             "framework": lead.framework,
+            **({"without_ranks": lead.without_ranks} if lead.without_ranks else {}),
         },
     )
 
@@ -468,7 +469,7 @@ def _check_manifest(manifest: RankManifest, lead: RankManifest, run: str, step: 
     if manifest.step != step:
         raise StagingError(f"{rank}: its manifest is of step {manifest.step}")
     if _world(manifest) != _world(lead) or not 0 <= manifest.rank < manifest.world_size:
-        raise StagingError(f"{rank}: another number of ranks or nodes than in rank {lead.rank}")
+        raise StagingError(f"{rank}: other ranks or nodes took part than in rank {lead.rank}")
     if manifest.start_id != lead.start_id:
         raise StagingError(
             f"{rank}: belongs to another start of the training than rank {lead.rank}"
@@ -487,8 +488,9 @@ def _check_files(manifest: RankManifest, sizes: dict[str, int]) -> None:
             raise StagingError(f"{rank}: {entry.path} has {found} bytes, not {entry.size_bytes}")
 
 
-def _world(manifest: RankManifest) -> tuple[int, int, int, int]:
-    return manifest.world_size, manifest.local_world_size, manifest.node, manifest.nodes
+def _world(manifest: RankManifest) -> tuple[int, int, int, int, str]:
+    shape = manifest.world_size, manifest.local_world_size, manifest.node, manifest.nodes
+    return *shape, manifest.without_ranks
 
 
 def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifest:

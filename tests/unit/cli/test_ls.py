@@ -25,7 +25,7 @@ WORST = {
     "generation": 99_999, "step": 9_999_999_999, "final": False, "nodes": 128, "nodes_committed": 127,
     "complete": False, "kind": "emergency", "size_bytes": 999_400_000_000, "added_bytes": 999_400_000_000,
     "created": "2030-01-01T00:00:00Z", "loss": 1.23456e-9, "health": {"loss": 1.23456e-9},
-    "healthy": True, "age_s": 719_999, "problem": None,
+    "healthy": True, "age_s": 719_999, "problem": None, "without_ranks": None,
     "protected": ["newest", "younger than 24 h", "pin paper"],
     "pins": [{"name": "paper", "note": "\\x1b[2J 漢字 " * 9}],
 }  # fmt: skip

@@ -30,6 +30,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from swansong import bounds, openat, protocol
+from swansong._ranks.directory_store import STORE_PREFIX
 from swansong.openat import UnsafeFileError
 from swansong.protocol import FileEntry, RankManifest
 
@@ -107,6 +108,8 @@ def remove_leftovers(staging: str, rank: int) -> None:
     """
     with _held(openat.open_directory(staging)) as run_fd:
         for partial in os.listdir(run_fd):
+            if partial.startswith(STORE_PREFIX):
+                _remove_own(partial, run_fd)
             if protocol.parse_partial_name(partial) is None:
                 continue
             with contextlib.suppress(OSError):  # of another user, or already removed

@@ -35,7 +35,7 @@ class JobStore(Protocol):
     def multi_get(self, keys: list[str]) -> list[bytes]: ...
 
 
-def open_job_store() -> JobStore:
+def open_job_store(limit_s: float = _CONNECT_LIMIT_S) -> JobStore:
     """Open a new connection to the store at MASTER_ADDR and MASTER_PORT.
 
     Without these variables, to that of the process group.
@@ -59,7 +59,7 @@ def open_job_store() -> JobStore:
         port,
         is_master=False,
         wait_for_workers=False,
-        timeout=timedelta(seconds=_CONNECT_LIMIT_S),
+        timeout=timedelta(seconds=limit_s),
     )
     found: JobStore = PrefixStore("swansong", store)
     return found

@@ -111,7 +111,7 @@ class ArrivedTensors:
         """See :class:`swansong.state.Arrivals`."""
         try:
             found = CheckpointSet(directory, self, reads=self.reads)
-            if found.world_size != self._world_size:
+            if found.lost or found.world_size != self._world_size:
                 return True
             for group, entries in found.indexes[self._rank]["tensors"].items():
                 self._check_parts(found, group, entries)

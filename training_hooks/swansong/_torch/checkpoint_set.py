@@ -62,7 +62,12 @@ class CheckpointSet:
         self._early = early
         self.indexes = {rank: self._read_index(rank) for rank in sorted(reads) or (0,)}
         """By rank."""
-        self.world_size = int(next(iter(self.indexes.values()))["world_size"])
+        first = next(iter(self.indexes.values()))
+        self.world_size = int(first["world_size"])
+        self.lost = frozenset(map(int, first.get("without_ranks", ())))
+        """Ranks of the job that took no part: the others are counted from 0, without gaps."""
+        self.job_size = self.world_size + len(self.lost)
+        """Number of ranks of the job."""
         if not reads:
             self._read_other_indexes()
         self._stored = {rank: self._headers(rank) for rank in self.indexes}
@@ -72,6 +77,12 @@ class CheckpointSet:
         self._read_bytes = 0
         self.read_s = time.monotonic() - begun_mono_s
         """Time of all reads, with the checksums."""
+
+    def source_of(self, rank: int) -> int:
+        """Return the number of the rank whose state a rank of the job loads."""
+        took_part = [each for each in range(self.job_size) if each not in self.lost]
+        rank %= self.job_size
+        return took_part.index(rank) if rank in took_part else 0
 
     def arrived(self, source_rank: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
         """Return the tensor that was read early, if it is laid out as ``like``; otherwise ``like``."""

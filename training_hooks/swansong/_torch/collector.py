@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import sys
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
 
 from swansong._torch.arena import Piece
 from swansong._torch.safetensors import DTYPE_NAMES
-from swansong._torch.sharding import is_sharded, is_written_here, own_part
+from swansong._torch.sharding import is_sharded, is_written_here, own_part, ranks_of_lost_parts
 from swansong.state import encode_tree
 
 SPLIT_BYTES = 2**20
@@ -31,6 +31,7 @@ class Collector:
         rank: of this process.
         world_size: number of ranks.
         is_common: whether all ranks hold the same values in this plain tensor.
+        lost: ranks of the job that write nothing; ``rank`` and ``world_size`` count the others.
     """
 
     def __init__(
@@ -40,8 +41,11 @@ class Collector:
         world_size: int,
         *,
         is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
+        lost: Collection[int] = (),
     ) -> None:
         self.pieces: list[Piece] = []
+        self.missing: list[str] = []
+        """Names of the tensors of which only lost ranks hold a part, with these ranks."""
         self.entries: dict[str, dict[str, Any]] = {}
         """By key: ``shape`` if all ranks hold the tensor, ``offsets`` of the part that this rank writes.
 
@@ -51,6 +55,7 @@ class Collector:
         self._rank = rank
         self._world_size = world_size
         self._is_common = is_common
+        self._lost = lost
         self._may_be_sharded = True
         self._seen: dict[tuple[Any, ...], str] = {}
 
@@ -124,13 +129,20 @@ class Collector:
 
     def _add_shard(self, key: str, tensor: Any) -> None:
         shards = tensor.device_mesh.size()
-        if shards > self._world_size:
+        if shards > self._world_size + len(self._lost):
             raise ValueError(
                 f"{key} is sharded over {shards} ranks, but swansong.attach() found {self._world_size};"
                 " call it after init_process_group() and before destroy_process_group()"
             )
         entry = self.entries[key] = {"shape": list(tensor.shape)}
-        if not is_written_here(tensor):
+        if self._lost and (ranks := ranks_of_lost_parts(tensor, self._lost)):
+            self.missing.append(f"{self.group}.{key} of rank {', '.join(map(str, ranks))}")
+        if self._lost and shards < self._world_size + len(self._lost):
+            # The lost ranks may have held tensors that no rank of this mesh knows, as in a pipeline.
+            self.missing.append(
+                f"the counterpart of {self.group}.{key} on the ranks outside its mesh"
+            )
+        if not is_written_here(tensor, self._lost):
             return  # no part is on this rank, or another rank writes the same part
         part, offsets = own_part(tensor)
         if part.numel():

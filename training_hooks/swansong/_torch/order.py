@@ -126,6 +126,15 @@ def _count_or_none(item: Any) -> Any:
         return None
 
 
+def counters_of(item: Any) -> Any:
+    """Return a value that changes when a scheduler, scaler or average changes; None for other objects."""
+    names = (*_COUNTERS, *_COUNTING_TENSORS, "scheduler")
+    is_known = isinstance(item, Parts) or any(
+        name in getattr(item, "__dict__", {}) for name in names
+    )
+    return _count_or_none(item) if is_known else None
+
+
 def _count(item: Any) -> Any:
     """Return a value that changes when the object is stepped or updated."""
     if isinstance(item, torch.nn.Module):

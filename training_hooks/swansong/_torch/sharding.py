@@ -31,13 +31,42 @@ def own_part(tensor: Any) -> tuple[torch.Tensor, tuple[int, ...]]:
     return tensor.detach().to_local(), tuple(chunk.offsets)
 
 
-def is_written_here(tensor: Any) -> bool:
-    """Whether this rank writes its part of a DTensor: of equal parts, the first rank writes one."""
-    coordinate = tensor.device_mesh.get_coordinate()
-    return coordinate is not None and all(
-        place == 0 or not placement.is_replicate()
-        for placement, place in zip(tensor.placements, coordinate, strict=True)
-    )
+def is_written_here(tensor: Any, lost: Collection[int] = ()) -> bool:
+    """Whether this rank writes its part of a DTensor: of equal parts, the first living rank writes one.
+
+    Args:
+        tensor: the DTensor.
+        lost: ranks of the job that write nothing.
+    """
+    mesh, coordinate = tensor.device_mesh, tensor.device_mesh.get_coordinate()
+    if coordinate is None:
+        return False
+    each = list(zip(tensor.placements, coordinate, strict=True))
+    if not lost:
+        return all(place == 0 or not placement.is_replicate() for placement, place in each)
+    here = int(mesh.mesh[tuple(coordinate)])
+    equal = mesh.mesh[tuple(slice(None) if p.is_replicate() else at for p, at in each)]
+    return here == next((rank for rank in equal.flatten().tolist() if rank not in lost), None)
+
+
+def reshard(module: torch.nn.Module) -> None:
+    """Free the whole parameters that ``fully_shard`` gathers during a step, so that the shards remain."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    for each in module.modules():
+        if isinstance(each, fsdp.FSDPModule):
+            each.reshard()
+
+
+def ranks_of_lost_parts(tensor: Any, lost: Collection[int]) -> list[int]:
+    """Return those of the ``lost`` ranks whose part of a DTensor no other rank holds."""
+    ranks = tensor.device_mesh.mesh
+    is_lost = torch.isin(ranks, torch.tensor(sorted(lost), dtype=ranks.dtype))
+    for dimension, placement in enumerate(tensor.placements):
+        if placement.is_replicate():
+            is_lost = is_lost.all(dim=dimension, keepdim=True)
+    return [int(rank) for rank in ranks[is_lost.expand(ranks.shape)].tolist()]
 
 
 def writers(mesh: Any, placements: Collection[Any], ranks: Collection[int]) -> set[int]:

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The agreement of the living ranks, and the return to the last step."""
+
+from __future__ import annotations
+
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+from swansong._ranks import survivors
+from swansong._ranks.agreement import Ranks
+from swansong._ranks.directory_store import DirectoryStore
+from swansong._ranks.job_store import JobStore
+from swansong._ranks.survivors import Survivors, agree, is_loss_of_a_peer, named
+
+from testkit.job_store import MemoryJobStore
+
+torch = pytest.importorskip("torch")
+KEY = "start/survivors"
+
+
+def ranks_of(rank: int, world_size: int, local: int = 2) -> Ranks:
+    return Ranks(
+        rank=rank,
+        local_rank=rank % local,
+        world_size=world_size,
+        local_world_size=local,
+        node=rank // local,
+        nodes=world_size // local,
+    )
+
+
+def stores(kind: str, directory: Path, count: int) -> list[JobStore]:
+    """Connections to one store."""
+    if kind == "memory":
+        return [MemoryJobStore(0.002).connect()] * count
+    return [DirectoryStore(str(directory), ".survivors.x") for _ in range(count)]
+
+
+def agreed(
+    connections: list[JobStore], steps: dict[int, int], world_size: int
+) -> list[Survivors | None]:
+    """The results of ranks that agree at the same time, by their steps."""
+    found: dict[int, Survivors | None] = {}
+
+    def take_part(rank: int, store: JobStore) -> None:
+        ranks = ranks_of(rank, world_size)
+        found[rank] = agree(store, KEY, ranks, steps[rank], threading.Event())
+
+    threads = [
+        threading.Thread(target=take_part, args=each, daemon=True)
+        for each in zip(steps, connections, strict=True)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(20)
+    return [found[rank] for rank in steps]
+
+
+@pytest.mark.parametrize("kind", ["memory", "directory"])
+def test_all_survivors_read_one_decision_of_the_greatest_step(
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever ranks answer, and in whatever order, exactly those at the greatest step are named."""
+    monkeypatch.setattr(survivors, "QUIET_S", 0.3)
+    for seed in range(3 if kind == "directory" else 8):
+        chosen = random.Random(seed)
+        steps = {rank: chosen.choice([7, 8]) for rank in range(8) if rank not in (2, 5)}
+        place = tmp_path / str(seed)
+        place.mkdir()
+        found = agreed(stores(kind, place, 6), steps, 8)
+        greatest = max(steps.values())
+        nodes = {rank: rank // 2 for rank, step in steps.items() if step == greatest}
+        assert found == [Survivors(greatest, nodes)] * len(steps)
+
+
+def test_a_job_without_a_dead_rank_has_no_survivors(tmp_path: Path) -> None:
+    """When all ranks answer, none is lost, and none saves."""
+    connections = stores("directory", tmp_path, 4)
+    assert agreed(connections, dict.fromkeys(range(4), 7), 4) == [None] * 4
+
+
+def test_a_rank_that_returns_finds_the_decision_and_is_not_in_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A hung rank that comes back changes nothing, also if it is a step ahead."""
+    monkeypatch.setattr(survivors, "QUIET_S", 0.05)
+    store = MemoryJobStore()
+    first = agree(store, KEY, ranks_of(0, 2), 7, threading.Event())
+    late = agree(store, KEY, ranks_of(1, 2), 8, threading.Event())
+    assert first == late == Survivors(7, {0: 0})
+
+
+def test_survivors_are_counted_without_gaps() -> None:
+    """Ranks and VMs of the smaller job are numbered from 0, each VM with its own number of ranks."""
+    found = Survivors(7, {0: 0, 2: 1, 6: 3, 7: 3})
+    places = [found.place_of(rank) for rank in (0, 2, 6, 7)]
+    assert [(p.rank, p.local_rank, p.local_world_size, p.node) for p in places] == [
+        (0, 0, 1, 0), (1, 0, 1, 1), (2, 0, 2, 2), (3, 1, 2, 2),
+    ]  # fmt: skip
+    assert {(p.world_size, p.nodes) for p in places} == {(4, 3)}
+    assert named(found.without(8)) == "1, 3-5"
+
+
+@pytest.mark.parametrize(
+    ("error", "expected"),
+    [
+        (RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Connection reset by peer"), False),
+        (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
+        (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),
+        (ValueError("Connection closed by peer"), False),
+        (None, False),
+    ],
+)
+def test_only_a_failed_collective_is_a_loss(error: BaseException | None, expected: bool) -> None:
+    """A mistake of the script never leads to a checkpoint without the other ranks."""
+    assert is_loss_of_a_peer(error) is expected
+
+
+TERMINATION = """
+import os, signal, threading
+from swansong._ranks import termination
+
+def user(*_):
+    print("user", flush=True)
+    if {chained}:
+        former(signal.SIGTERM, None)
+    os._exit(3)
+
+def save():
+    print("saved", flush=True)
+    if {blocks}:
+        threading.Event().wait()
+
+termination.SAVE_LIMIT_S = 0.3
+last = termination.Termination(save)
+if {before}:
+    signal.signal(signal.SIGTERM, user)
+last.start()
+former = signal.getsignal(signal.SIGTERM)
+if {after}:
+    signal.signal(signal.SIGTERM, user)
+os.kill(os.getpid(), signal.SIGTERM)
+threading.Event().wait()
+"""
+
+
+@pytest.mark.parametrize(
+    ("facts", "expected"),
+    [
+        ({}, (143, ["saved"])),
+        ({"blocks": True}, (143, ["saved"])),
+        ({"before": True}, (3, ["user"])),
+        ({"after": True}, (3, ["user"])),
+        ({"after": True, "chained": True}, (143, ["user", "saved"])),
+    ],
+)
+def test_sigterm_ends_the_process_and_the_scripts_handler_comes_first(
+    facts: dict[str, bool], expected: tuple[int, list[str]]
+) -> None:
+    """A script's handler runs, and may call the one of the guard; a save that blocks delays no exit."""
+    settings = {"chained": False, "blocks": False, "before": False, "after": False} | facts
+    found = run_python(TERMINATION.format(**settings))
+    assert (found.returncode, found.stdout.split()) == expected
+
+
+SUBGROUPS = """
+import torch, torch.distributed as dist
+from swansong._ranks.agreement import Ranks
+from swansong.torch import TrainingState
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
+model = nn.Linear(4, 4)
+{wrap}
+state = TrainingState(model)
+state.ranks = Ranks(rank=0, world_size=4)
+state.rehearse()
+state.note_boundary()
+_, missing = state.snapshot_without([2, 3], Ranks(rank=0, world_size=2))
+print(*missing, sep="\\n")
+"""
+
+
+@pytest.mark.parametrize(
+    ("wrap", "is_whole"),
+    [
+        ("model = DistributedDataParallel(model)", True),
+        ("model = DistributedDataParallel(model, process_group=dist.new_group([0, 1]))", False),
+        ("fully_shard(model, mesh=DeviceMesh('cpu', [0, 1]))", False),
+    ],
+)
+def test_a_model_on_some_ranks_of_the_job_is_refused(wrap: str, is_whole: bool) -> None:
+    """The lost ranks of a pipeline hold a stage that the living ranks do not know."""
+    found = run_python(SUBGROUPS.format(wrap=wrap))
+    assert not found.returncode, found.stderr
+    assert ("the counterpart of model" in found.stdout) is not is_whole
+    assert bool(found.stdout.strip()) is not is_whole
+
+
+def run_python(script: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+    )

@@ -1,0 +1,87 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A VM of a job disappears without a notice: the others save the last step, and train on without it."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from testkit import TRAINERS
+from testkit.netns.cluster import Cluster, part
+from testkit.rig import Process
+
+RANK = TRAINERS / "losing.py"
+
+
+@pytest.fixture
+def cluster(network: Any, tmp_path: Path) -> Iterator[Cluster]:
+    pytest.importorskip("torch")
+    with ExitStack() as started:
+        yield Cluster(tmp_path, started)
+
+
+def first_new_step(trainer: Process, world: int) -> dict[str, Any]:
+    """The first line of a start with ``world`` VMs, once it has completed a step."""
+    trainer.lines.wait(90, event="launched", world=world)
+    print(f"launched {time.monotonic():.1f}")
+    resumed = trainer.lines.wait(90, event="resumed", world=world)
+    print(f"resumed {time.monotonic():.1f}")
+    trainer.lines.wait(60, step=resumed["from_step"] + 1, world=world)
+    print(f"trained {time.monotonic():.1f}")
+    return resumed
+
+
+def train(cluster: Cluster, count: int) -> list[Process]:
+    """Start a job on VMs that may continue with one VM less, and wait for step 20."""
+    arguments = ("--resize", "--every-steps", "100000", "--timeout-s", "10")
+    machines = cluster.add(count)
+    nodes = f"{count - 1}:{count}"
+    trainers = cluster.start(machines, *arguments, nodes=nodes, restarts=3, script=RANK)
+    for each in trainers:
+        each.lines.wait(120, step=20)
+    return trainers
+
+
+@pytest.mark.fault("N12")
+@pytest.mark.parametrize(("count", "has_network"), [(2, True), (2, False), (3, True)])
+def test_a_vm_that_disappears_costs_the_job_no_step(
+    cluster: Cluster, count: int, has_network: bool
+) -> None:
+    """The remaining VMs resume the last step that they have completed, although no checkpoint was due."""
+    trainer, *_, other = train(cluster, count)
+    staying, doomed = cluster.machines[0], cluster.machines[-1]
+    lost = other.lines.all(step=20)[0]["rank"]
+    if not has_network:
+        subprocess.run(["ip", "link", "set", f"vm{doomed.number}", "down"], check=True, timeout=20)
+    print(f"lost {time.monotonic():.1f}")
+    doomed.power_off()
+    resumed = first_new_step(trainer, count - 1)
+    committed = staying.vm.daemon.lines.wait(event="committed") if staying.vm.daemon else {}
+    steps = [line for line in trainer.lines.all(world=count) if "step" in line]
+    assert committed["without_ranks"] == str(lost)
+    assert resumed["from_step"] == committed["step"] == steps[-1]["step"] >= 20
+    assert resumed["digest"] == steps[-1]["digest"]
+    whole = {part(1, committed["step"], node, count - 1) for node in range(count - 1)}
+    assert cluster.parts() == whole
+    assert f"yes, without rank {lost}" in staying.vm.swansong("ls").stdout
+
+
+def test_after_safe_the_job_continues_without_the_vm(cluster: Cluster) -> None:
+    """A VM that ends after SAFE costs no step: the other one resumes the last step that it completed."""
+    trainer, _ = train(cluster, 2)
+    doomed = cluster.machines[-1]
+    doomed.notice(in_s=120)
+    assert doomed.vm.daemon is not None
+    safe = doomed.vm.daemon.lines.wait(60, event="verdict", verdict="SAFE")
+    print(f"lost {time.monotonic():.1f}")
+    doomed.power_off()
+    resumed = first_new_step(trainer, 1)
+    steps = [line for line in trainer.lines.all(world=2) if "step" in line]
+    assert resumed["from_step"] == steps[-1]["step"] >= safe["step"]
+    assert resumed["digest"] == steps[-1]["digest"]

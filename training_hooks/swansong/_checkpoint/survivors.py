@@ -1,0 +1,118 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The last checkpoint of a job that has lost ranks, written by the others.
+
+The daemons, the bucket and a restore see the set of a smaller job: its ranks and VMs are counted without
+gaps, and it is whole when they have all written.  The field ``without_ranks`` names the missing ranks.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Protocol, runtime_checkable
+
+from swansong._checkpoint.saver import Saver
+from swansong._ranks.agreement import Agreement, Due, Ranks
+from swansong._ranks.directory_store import STORE_PREFIX, DirectoryStore
+from swansong._ranks.job_store import JobStore, first_line, open_job_store
+from swansong._ranks.survivors import Survivors, agree, named
+from swansong.protocol import Failed, RankManifest
+from swansong.state import Snapshots
+
+CONNECT_LIMIT_S = 5.0
+"""Longest wait for the job's store, which may have ended with a lost VM."""
+_NAMES_MAX = 5
+
+log = logging.getLogger("swansong")
+
+
+@runtime_checkable
+class Divisible(Snapshots, Protocol):
+    """A state whose tensors some of the ranks can save for all."""
+
+    def return_to_boundary(self) -> None:
+        """Return to the state of the last step; RuntimeError: it does not exist any more."""
+
+    def snapshot_without(
+        self, lost: Collection[int], ranks: Ranks
+    ) -> tuple[Callable[[Path], object], list[str]]:
+        """Return a function that writes this rank's part, and the names of the tensors that no rank holds."""
+
+
+def save_without_lost_ranks(
+    state: Divisible,
+    ranks: Ranks,
+    manifest: RankManifest,
+    agreement: Agreement,
+    *,
+    staging: str,
+    secret: str,
+) -> bool:
+    """Save the state of the last step together with all other living ranks; raises nothing.
+
+    Args:
+        state: of this rank.
+        ranks: position of this process in the job.
+        manifest: all of the rank manifest but ``files``, as for a save with all ranks.
+        agreement: of this rank; gets the result.
+        staging: staging directory of the run.
+        secret: for the names of the set and of the store.
+
+    Returns:
+        True if this rank's part is in staging.
+    """
+    step, start_id = manifest.step, manifest.start_id
+    due = Due(manifest.kind, manifest.request_id)
+    try:
+        state.return_to_boundary()
+        found = _agree(ranks, start_id, step, staging, secret)
+        if found is None or ranks.rank not in found.nodes:
+            why = "all ranks are alive" if found is None else "the others have decided without it"
+            log.info("rank %s does not save its last step %s: %s", ranks.rank, step, why)
+            return False
+        lost = found.without(ranks.world_size)
+        place = found.place_of(ranks.rank)
+        write, missing = state.snapshot_without(lost, place)
+        if missing:
+            raise RuntimeError(_refusal(lost, missing))
+    except Exception as error:
+        reason = f"no checkpoint without the lost ranks: {first_line(error)}"
+        log.warning("step %s: %s", step, reason)
+        agreement.done(due, step, Failed(due.request_id, step, reason))
+        return False
+    log.warning("saving step %s without rank %s", step, named(lost))
+    manifest = dataclasses.replace(
+        manifest,
+        rank=place.rank,
+        world_size=place.world_size,
+        local_world_size=place.local_world_size,
+        node=place.node,
+        nodes=place.nodes,
+        without_ranks=named(lost),
+    )
+    nonce = ranks.nonce(start_id, step, f"without {named(lost)}", secret)
+    return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, due, manifest)
+
+
+def _agree(ranks: Ranks, start_id: str, step: int, staging: str, secret: str) -> Survivors | None:
+    """Agree with the living ranks of all VMs or, if the job's store is lost, with those of this VM."""
+    if ranks.nodes > 1:
+        try:
+            store: JobStore = open_job_store(CONNECT_LIMIT_S)
+            return agree(store, f"{start_id}/survivors", ranks, step, threading.Event())
+        except Exception as error:
+            log.warning(
+                "the store of the job is lost, too: %s; only the ranks of this VM agree",
+                first_line(error),
+            )
+    name = f"{STORE_PREFIX}{ranks.nonce(start_id, 0, 'survivors', secret)}"
+    return agree(DirectoryStore(staging, name), "survivors", ranks, step, threading.Event())
+
+
+def _refusal(lost: list[int], missing: list[str]) -> str:
+    shown = ", ".join(missing[:_NAMES_MAX])
+    more = f" and {len(missing) - _NAMES_MAX} more" if len(missing) > _NAMES_MAX else ""
+    return f"only the lost rank {named(lost)} held parts of the state: {shown}{more}"

@@ -1,0 +1,127 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The living ranks of a job agree on a checkpoint without the dead ones.
+
+A rank whose training loop has lost a peer stands at its last completed step.  It writes this step into a
+store that the living ranks share.  When no further rank answers, one of them decides: the ranks with the
+greatest step save it together, and all other ranks take no part.  Only the first decision counts, by
+compare-and-set.  A rank that answers later is left out, and writes nothing.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from dataclasses import dataclass
+
+from swansong._ranks.agreement import Ranks
+from swansong._ranks.job_store import JobStore
+
+QUIET_S = 2.0
+"""Time without a further answer, after which the ranks that have not answered count as dead."""
+LIMIT_S = 10.0
+"""Longest wait for a decision."""
+_POLL_S = 0.02
+_GLOO = "/gloo/"
+"""Gloo raises RuntimeError, and only the source file in its text shows the cause."""
+_BACKEND = {"DistBackendError", "DistNetworkError", "DistStoreError"}
+
+
+@dataclass(frozen=True)
+class Survivors:
+    """The ranks that save together."""
+
+    step: int
+    nodes: dict[int, int]
+    """By rank of the job: the VM of the rank."""
+
+    def without(self, world_size: int) -> list[int]:
+        """Return the ranks of the job that take no part."""
+        return [rank for rank in range(world_size) if rank not in self.nodes]
+
+    def place_of(self, rank: int) -> Ranks:
+        """Return the position of a rank in a job that has only these ranks."""
+        ranks, vms = sorted(self.nodes), sorted(set(self.nodes.values()))
+        own = [each for each in ranks if self.nodes[each] == self.nodes[rank]]
+        return Ranks(
+            rank=ranks.index(rank),
+            local_rank=own.index(rank),
+            world_size=len(ranks),
+            local_world_size=len(own),
+            node=vms.index(self.nodes[rank]),
+            nodes=len(vms),
+        )
+
+
+def agree(
+    store: JobStore, key: str, ranks: Ranks, step: int, stop: threading.Event
+) -> Survivors | None:
+    """Take one rank's part in the agreement of the survivors.
+
+    Args:
+        store: connection of the calling thread, to a store of the living ranks.
+        key: prefix of the keys of this agreement, the same for all ranks of the start.
+        ranks: position of this process in the job.
+        step: last completed step, whose state this rank still has.
+        stop: ends the wait.
+
+    Returns:
+        The ranks that save, perhaps without this one; None if all ranks of the job are alive.
+
+    Raises:
+        TimeoutError: no decision was made within the limit.
+        Exception: the store failed.
+    """
+    decision = f"{key}/decision"
+    store.set(f"{key}/answer/{ranks.rank}", json.dumps([step, ranks.node]))
+    answers = store.add(f"{key}/answers", 1)
+    answered_mono_s = time.monotonic()
+    give_up_mono_s = answered_mono_s + LIMIT_S
+    while not store.check([decision]):
+        now_mono_s = time.monotonic()
+        if answers == ranks.world_size or now_mono_s - answered_mono_s >= QUIET_S:
+            store.compare_set(decision, "", json.dumps(_decide(store, key, ranks.world_size)))
+            break
+        if now_mono_s >= give_up_mono_s or stop.wait(_POLL_S):
+            raise TimeoutError(f"the living ranks have not agreed within {LIMIT_S:.0f} s")
+        before, answers = answers, store.add(f"{key}/answers", 0)
+        if answers != before:
+            answered_mono_s = now_mono_s
+    decided = json.loads(store.get(decision))
+    if decided is None:
+        return None
+    return Survivors(decided["step"], {int(rank): vm for rank, vm in decided["nodes"].items()})
+
+
+def _decide(store: JobStore, key: str, world_size: int) -> dict[str, object] | None:
+    answers = {
+        rank: json.loads(store.get(f"{key}/answer/{rank}"))
+        for rank in range(world_size)
+        if store.check([f"{key}/answer/{rank}"])
+    }
+    if len(answers) == world_size:
+        return None
+    step = max(step for step, _ in answers.values())
+    return {"step": step, "nodes": {r: node for r, (at, node) in answers.items() if at == step}}
+
+
+def is_loss_of_a_peer(error: BaseException | None) -> bool:
+    """Whether an error shows that a collective has failed, and not the script of this rank."""
+    if error is None:
+        return False
+    names = {each.__qualname__ for each in type(error).__mro__}
+    is_of_backend = not names.isdisjoint(_BACKEND) or (
+        isinstance(error, RuntimeError) and _GLOO in str(error)
+    )
+    return is_of_backend or is_loss_of_a_peer(error.__cause__ or error.__context__)
+
+
+def named(ranks: list[int]) -> str:
+    """Return the numbers in their order, with ranges, such as ``2, 8-15``."""
+    ranges: list[list[int]] = []
+    for rank in sorted(ranks):
+        if ranges and rank == ranges[-1][1] + 1:
+            ranges[-1][1] = rank
+        else:
+            ranges.append([rank, rank])
+    return ", ".join(f"{low}" if low == high else f"{low}-{high}" for low, high in ranges)
