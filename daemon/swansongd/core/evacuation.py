@@ -58,8 +58,9 @@ def reconcile(transition: Transition) -> None:
     admitted = notices.admitted(transition, news) if evacuation.verdict is not None else ()
     deadline = _deadline_mono_s(live)
     if admitted:
-        _open(transition, admitted[0], deadline)
-    elif deadline < evacuation.deadline_mono_s:
+        _open_for(transition, admitted[0])
+        return
+    if deadline < evacuation.deadline_mono_s:
         course.move_deadline(transition, deadline)
         transition.mark(
             "deadline_moved", seconds_left=round(transition.left_s, 2), source=live[0].source
@@ -69,7 +70,7 @@ def reconcile(transition: Transition) -> None:
         notices.record_outlived(transition, live)
         _withdraw(transition, evacuation, "the VM has outlived its deadline")
         return
-    is_waiting = evacuation.verdict is not None and not admitted
+    is_waiting = evacuation.verdict is not None
     _answer(transition, tuple(n for n in live if not (is_waiting and n in news)))
 
 
@@ -84,9 +85,14 @@ def _begin(transition: Transition, live: tuple[Notice, ...]) -> None:
             transition.state.evacuation,
             "a notice with a deadline replaces the precaution",
         )
-    notices.extend_overdue(transition, live)
+    _open_for(transition, admitted[0])
+
+
+def _open_for(transition: Transition, cause: Notice) -> None:
+    """Open an evacuation because of this notice, which also answers notices whose deadline has passed."""
+    notices.extend_overdue(transition, transition.state.urgent_notices(transition.now))
     live = transition.state.urgent_notices(transition.now)
-    first = next(n for n in live if n.identity == admitted[0].identity)
+    first = next(notice for notice in live if notice.identity == cause.identity)
     _open(transition, first, _deadline_mono_s(live))
     _answer(transition, live)
 

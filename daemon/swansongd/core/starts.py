@@ -19,7 +19,7 @@ of the ranks, and from the sets in staging.
 - Over several VMs, a start begins after all daemons have committed what earlier starts had sealed, and the
   sets of earlier starts are not committed any more.
 - Each claim is an object that is never deleted, so the rate of claims is limited.  An evacuation may exceed
-  the limit by one.
+  the limit by two: for the start that is asked, and for one that begins meanwhile.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ STARTS_MAX = 64
 """Number of starts that are remembered, however often a trainer starts."""
 CLAIMS_MAX = 8
 WINDOW_S = 120.0
-"""No more than CLAIMS_MAX claims within this time."""
+"""No more than CLAIMS_MAX claims within this time ..."""
+EVACUATION_CLAIMS_MAX = 2
+"""... and, above that, this number in an evacuation."""
 FINISH_S = 30.0
 """A start over several VMs waits at most this long for the commits of earlier starts ..."""
 FINISH_S_MAX = 90.0
@@ -398,8 +400,10 @@ def _may_claim(transition: Transition) -> bool:
     recent = _recent(transition)
     if len(recent) < CLAIMS_MAX:
         return True
-    evacuation, (_, last_mono_s) = transition.state.evacuation, recent[-1]
-    return evacuation is not None and last_mono_s < evacuation.opened_mono_s
+    evacuation = transition.state.evacuation
+    if evacuation is None:
+        return False
+    return sum(at >= evacuation.opened_mono_s for _, at in recent) < EVACUATION_CLAIMS_MAX
 
 
 def _recent(transition: Transition) -> tuple[tuple[str, float], ...]:

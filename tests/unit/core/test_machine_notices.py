@@ -190,6 +190,21 @@ def test_a_time_that_recedes_costs_one_evacuation_each_time_it_is_outlived() -> 
     assert lines(story, "notice") == 1
 
 
+def test_a_notice_after_a_deadline_that_has_passed_gets_its_own_time() -> None:
+    """The VM was not taken at the first deadline: that one does not end the next evacuation at once."""
+    story = trained()
+    story.notice(source="aws.spot", in_s=30)
+    story.accept(3)
+    story.answer(4)
+    story.store_all()
+    story.wait(32)
+    verdicts = len(story.verdicts)
+    story.notice(source="gcp.preempted", in_s=60)
+    assert story.state.evacuation is not None
+    assert story.state.evacuation.deadline_mono_s == story.now + 60
+    assert story.verdicts[verdicts:] == []
+
+
 def test_near_notices_are_limited_by_the_rate() -> None:
     """However near each new notice is: a few evacuations in a row, then a few each minute."""
     story = trained()

@@ -183,8 +183,8 @@ def test_a_crash_loop_claims_a_bounded_number() -> None:
     assert len(story.state.starts.known) == STARTS_MAX
 
 
-def test_an_evacuation_exceeds_the_limit_by_one() -> None:
-    """A start whose checkpoint is due now does not wait for the limit."""
+def test_an_evacuation_exceeds_the_limit_by_two() -> None:
+    """A start whose checkpoint is due now does not wait for the limit, and neither does its successor."""
     story = Story()
     for number in range(CLAIMS_MAX + 1):
         story.leave(number)
@@ -192,10 +192,11 @@ def test_an_evacuation_exceeds_the_limit_by_one() -> None:
     assert len(claims(story)) == CLAIMS_MAX
     story.notice(60)
     assert claims(story)[CLAIMS_MAX:] == [f"start-{CLAIMS_MAX}"]
-    story.leave(CLAIMS_MAX + 1)
-    story.join(99, pid=99, start_id="last")
-    story.wait(1)
-    assert len(claims(story)) == CLAIMS_MAX + 1
+    for number in range(CLAIMS_MAX + 1, CLAIMS_MAX + 4):
+        story.leave(number)
+        story.join(number + 1, pid=number + 1, start_id=f"start-{number}")
+        story.wait(1)
+    assert claims(story)[CLAIMS_MAX:] == [f"start-{CLAIMS_MAX}", f"start-{CLAIMS_MAX + 1}"]
 
 
 def test_any_number_of_starts_forgets_the_oldest_with_its_sets() -> None:
