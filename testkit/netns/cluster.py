@@ -112,6 +112,7 @@ class Machine:
         endpoint: str,
         restarts: int = 0,
         script: Path = TRAINER,
+        **environment: str,
     ) -> Process:
         """Start this VM's part of the job."""
         settings = {
@@ -136,6 +137,7 @@ class Machine:
                 SWANSONG_SOCKET=str(self.vm.socket),
                 GLOO_SOCKET_IFNAME="eth0",
                 TORCH_CPP_LOG_LEVEL="ERROR",
+                **environment,
             )
 
     def power_off(self) -> None:
@@ -194,6 +196,7 @@ class Cluster:
         nodes: str = "",
         restarts: int = 0,
         script: Path = TRAINER,
+        **environment: str,
     ) -> list[Process]:
         """Start a job on these VMs; the first one hosts the rendezvous."""
         return [
@@ -203,6 +206,7 @@ class Cluster:
                 endpoint=machines[0].address,
                 restarts=restarts,
                 script=script,
+                **environment,
             )
             for machine in machines
         ]

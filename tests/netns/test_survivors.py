@@ -42,7 +42,11 @@ def train(cluster: Cluster, count: int) -> list[Process]:
     arguments = ("--resize", "--every-steps", "100000", "--timeout-s", "10")
     machines = cluster.add(count)
     nodes = f"{count - 1}:{count}"
-    trainers = cluster.start(machines, *arguments, nodes=nodes, restarts=3, script=RANK)
+    # With a shared store, gloo on three VMs finds the addresses of the earlier start.
+    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    trainers = cluster.start(
+        machines, *arguments, nodes=nodes, restarts=3, script=RANK, **own_store
+    )
     for each in trainers:
         each.lines.wait(120, step=20)
     return trainers
