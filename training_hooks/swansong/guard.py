@@ -44,9 +44,9 @@ RESTORE_ENV = "SWANSONG_RESTORE"
 """Environment variable with a directory to restore from.  It overrides the daemon."""
 KINDS = ("periodic", "emergency")
 FINISH_PATIENCE_S = 300.0
+"""Longest wait of :meth:`Guard.finish` for the commit of the last state."""
 LEAVE_PATIENCE_S = 10.0
 """Longest wait for earlier copies before a save without lost ranks; torchrun sends SIGKILL after 30 s."""
-"""Longest wait of :meth:`Guard.finish` for the commit of the last state."""
 _LOOK_S = 0.05
 EXIT_SAVED = 75
 """Exit code for a trainer that ends because :attr:`Guard.should_stop` is set: saved, restart it elsewhere.
