@@ -54,7 +54,7 @@ class Claim:
     honours_if_absent: bool
     """Whether the store refused to create the claim a second time."""
     is_found: bool = False
-    """It was made earlier, by this VM or another one of the start."""
+    """It existed already."""
 
     @property
     def generation(self) -> int:

@@ -271,7 +271,7 @@ class GenerationClaimed:
     newest_start: str = ""
     """See RunRead."""
     is_found: bool = False
-    """It was claimed earlier: a start without a generation may be newer."""
+    """It was claimed before this VM asked: a start without a generation may be newer."""
 
 
 @dataclass(frozen=True, slots=True)

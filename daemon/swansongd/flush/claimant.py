@@ -109,7 +109,7 @@ class Claimant:
                 raise
             return None  # another VM has continued the run since this disk was used
         self.newest = claim
-        return commit.Claim(claim, honours_if_absent=True, is_found=True)
+        return commit.Claim(claim, honours_if_absent=True)
 
     def _newest_claimed(self) -> RecordedStart | None:
         for each in reversed(self._record.starts):
@@ -129,6 +129,7 @@ class Claimant:
         if nodes == 1:
             self._ensure_not_overtaken(start_id)
         start = RecordedStart(start_id, self._boot_id, nodes=nodes, process_ns=request.process_ns)
+        is_recorded = any(each.id == start_id for each in self._record.starts)
         self._note(start)
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}
         claim = commit.claim_generation(
@@ -149,7 +150,8 @@ class Claimant:
         self._note(replace(start, generation=claim.generation))
         if self.newest is None or self.newest.generation < claim.generation:
             self.newest = claim.content
-        return claim
+        # After a lost reply the next attempt finds its own claim, which is no earlier one.
+        return replace(claim, is_found=claim.is_found and not is_recorded)
 
     def _ensure_not_overtaken(self, start_id: str) -> None:
         """Check that no other VM has taken the run over from an earlier start of this boot."""
