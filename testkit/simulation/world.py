@@ -1562,7 +1562,7 @@ class World:
         is_early = conclusion.is_final and conclusion.slack_s > 0 and "late_write" not in self.fired
         if conclusion.verdict is Verdict.LOST and is_early and self._placed:
             raise Broken(
-                f"I19: LOST with {conclusion.slack_s} s left, and {self._placed[-1]} exists"
+                f"I16: LOST with {conclusion.slack_s} s left, and {self._placed[-1]} exists"
             )
         if conclusion.verdict in (Verdict.LOST, Verdict.NO_TRAINING) and conclusion.commit is None:
             if self.state.commits.last is not None:

@@ -378,6 +378,7 @@ def test_ls_shows_all_commits_newest_first(place: Place) -> None:
         "protected": ["newest", *YOUNG, "last 3", *CUTS, "best loss"],
         "pins": [],
         "problem": None,
+        "without_ranks": None,
     }
     done = place.run("ls", "--wide")
     assert done.returncode == 0

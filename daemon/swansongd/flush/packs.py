@@ -79,7 +79,7 @@ class Packing:
 
     def _wanted_bytes(self, total_bytes: int) -> int:
         """The size of each pack of a sealed set."""
-        share_bytes = total_bytes // self.connections
+        share_bytes = -(-total_bytes // self.connections)
         wanted_bytes = max(1, self.pack_bytes // 8, min(self.pack_bytes, share_bytes))
         # Packs of one size: a small last pack would cost a request of its own.
         packs = max(1, -(-total_bytes // wanted_bytes))
