@@ -110,6 +110,7 @@ def test_survivors_are_counted_without_gaps() -> None:
     ("error", "expected"),
     [
         (RuntimeError("[/build/gloo/transport/tcp/pair.cc:553] Connection closed by peer"), True),
+        (RuntimeError("Application timeout caused pair closure"), True),
         (RuntimeError("Connection reset by peer"), False),
         (torch.distributed.DistBackendError("NCCL communicator was aborted"), True),
         (RuntimeError("mat1 and mat2 shapes cannot be multiplied"), False),

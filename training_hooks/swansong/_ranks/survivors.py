@@ -22,7 +22,7 @@ QUIET_S = 2.0
 LIMIT_S = 10.0
 """Longest wait for a decision."""
 _POLL_S = 0.02
-_GLOO = "/gloo/"
+_GLOO = ("/gloo/", "Application timeout caused pair closure")
 """Gloo raises RuntimeError, and only the source file in its text shows the cause."""
 _BACKEND = {"DistBackendError", "DistNetworkError", "DistStoreError"}
 
@@ -111,7 +111,7 @@ def is_loss_of_a_peer(error: BaseException | None) -> bool:
         return False
     names = {each.__qualname__ for each in type(error).__mro__}
     is_of_backend = not names.isdisjoint(_BACKEND) or (
-        isinstance(error, RuntimeError) and _GLOO in str(error)
+        isinstance(error, RuntimeError) and any(word in str(error) for word in _GLOO)
     )
     return is_of_backend or is_loss_of_a_peer(error.__cause__ or error.__context__)
 
