@@ -56,7 +56,7 @@ def test_a_forward_pass_is_undone() -> None:
 
 
 def test_a_state_that_the_optimizer_has_begun_to_change_is_refused() -> None:
-    """From the first optimizer step on, the state is not that of the last step any more."""
+    """Once the optimizer has begun a step, the state of the last step is lost."""
     loop = Loop()
     loop.step()
     loop.forward()
@@ -83,7 +83,7 @@ def test_an_object_whose_changes_cannot_be_seen_is_refused() -> None:
 
 
 def test_before_the_first_step_nothing_is_saved() -> None:
-    """A start that has completed no step has no state of its own."""
+    """A start that has completed no step is refused."""
     with pytest.raises(RuntimeError, match="no step is complete"):
         Loop().boundary.return_to()
 

@@ -183,7 +183,7 @@ def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:
 
 
 def _awaits_peers(state: State, evacuation: Evacuation) -> bool:
-    """Whether this VM's part is committed as it should be, and those of other VMs are not."""
+    """Whether this VM has committed its part, and other VMs have not."""
     is_wanted = state.answer is None or state.is_covered(state.answer)
     return state.part is not None and is_wanted and evacuation.verdict is None
 
