@@ -188,6 +188,8 @@ class Trainer:
     launched_s: float
     parent: Parent = UNKNOWN_PARENT
     """The step that the ranks report as loaded."""
+    begins_over: bool = False
+    """It could not load what the daemon answered."""
     first_step: int = -1
     is_loading: bool = True
     reading: str = ""
@@ -696,8 +698,19 @@ class World:
             self.at(self.delay_s(1.0), lambda: self._asks(trainer))
         else:
             point = self._older()
-            self.at(self.delay_s(LOAD_S), lambda: self._begins(trainer, point))
+            load_s = self.delay_s(LOAD_S)
+            if loads == "asks, then older":
+                self.at(load_s, lambda: self._begins_over(trainer))
+                load_s += 0.1 + self.delay_s(LOAD_S)
+            self.at(load_s, lambda: self._begins(trainer, point))
         self._trains(trainer)
+
+    def _begins_over(self, trainer: Trainer) -> None:
+        """It cannot load what the daemon answered, and tells it."""
+        trainer.begins_over = True
+        for rank in trainer.ranks if trainer is self.trainer else ():
+            if rank.is_connected:
+                self._repeats(trainer, rank)
 
     def _older(self) -> Point:
         """A state that was sealed some time ago, often one of the step of the newest commit."""
@@ -844,7 +857,10 @@ class World:
         """Right after the hello: the report of the start, the query, and the last answer."""
         self._report_start(rank)
         if trainer.is_loading and trainer.loads in ASKING and rank.knows_start:
-            self.post(lambda: RestoreAsked(trainer.start_id), 0.01)
+            if trainer.begins_over:
+                self.post(lambda: StartBegun(rank.connection, trainer.start_id), 0.01)
+            else:
+                self.post(lambda: RestoreAsked(trainer.start_id), 0.01)
         if rank.standing and rank.target is None:
             accepted = TrainerAccepted(rank.connection, rank.standing, rank.accepted)
             self.post(lambda: accepted, 0.02)

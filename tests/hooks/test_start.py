@@ -237,7 +237,8 @@ def test_a_rollback_that_finds_nothing_counts(daemon: FakeDaemon, attach: Attach
         with pytest.raises(swansong.RestoreError, match="no healthy checkpoint"):
             guard.rollback()
     first = daemon.wait_for(Hello).start_id
-    assert [begun.start_id for begun in daemon.all_of(Begin)] == [f"{first}~1", f"{first}~2"]
+    starts = list(dict.fromkeys(begun.start_id for begun in daemon.all_of(Begin)))
+    assert starts == [f"{first}~1", f"{first}~2"]
     assert saved(daemon, 10, guard)[1] == f"{first}~2"
     daemon.drop()
     assert parent_of(daemon.wait_for(Hello, 2)) == UNKNOWN
@@ -255,6 +256,23 @@ def test_a_second_restore_begins_the_next_start(daemon: FakeDaemon, attach: Atta
     assert [query.start_id for query in daemon.all_of(RestoreQuery)] == [first, f"{first}~1"]
     assert daemon.wait_for(Begin).start_id == f"{first}~1"
     until(lambda: starts_in(daemon)[1:] == [(10, f"{first}~1", (first, 10))])
+
+
+@pytest.mark.fault("T09")
+@pytest.mark.parametrize("reconnects", [False, True])
+def test_a_failed_restore_begins_the_start_over(
+    daemon: FakeDaemon, attach: Attach, tmp_path: Path, reconnects: bool
+) -> None:
+    """A rank that has asked counts as one that loads the newest state, until the daemon learns better."""
+    guard = attach({"counter": Counter()})
+    daemon.restorable = lambda: (tmp_path, 5)
+    with pytest.raises(swansong.RestoreError, match="cannot restore"):
+        guard.restore()
+    begun = daemon.wait_for(Begin)
+    assert begun.start_id == daemon.wait_for(RestoreQuery).start_id
+    if reconnects:
+        daemon.drop()
+        assert daemon.wait_for(Begin, 2) == begun
 
 
 def test_a_script_that_loads_an_older_state_begins_the_next_start(

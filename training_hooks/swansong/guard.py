@@ -319,12 +319,8 @@ class Guard:
         if chosen is not None:
             manifest = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
         elif not self._closed and self._session.channel.is_connected():
-            begun_mono_s = time.monotonic()
-            arrivals = self._state.arrivals()
-            answer = self._session.restore.find_newest(arrivals, self._session.channel.trusted_uids)
-            if answer.path:
-                reads = () if arrivals is None else arrivals.reads
-                manifest = self._load(answer, time.monotonic() - begun_mono_s, reads)
+            with self._loading():
+                manifest = self._load_newest()
         elif self._session.refusal:
             # A checkpoint may exist, and another process may already train from it.
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
@@ -354,10 +350,11 @@ class Guard:
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("rollback failed: the last checkpoint is still being written")
         begun_mono_s = time.monotonic()
-        answer = self._session.restore.find_healthy(
-            at_step=at_step, before_step=self._health.suspect_from(at_step)
-        )
-        manifest = self._load(answer, time.monotonic() - begun_mono_s)
+        with self._loading():
+            answer = self._session.restore.find_healthy(
+                at_step=at_step, before_step=self._health.suspect_from(at_step)
+            )
+            manifest = self._load(answer, time.monotonic() - begun_mono_s)
         log.warning("rolled back from step %s to step %s", at_step, manifest.step)
         self._health.reset()
         step = self._loaded(manifest)
@@ -518,6 +515,25 @@ class Guard:
         is_emergency = due.kind == "emergency" and not is_end
         self._should_stop |= is_taken and self._stop_after_save and is_emergency
         return is_taken
+
+    @contextlib.contextmanager
+    def _loading(self) -> Iterator[None]:
+        """Tell the daemon if nothing is loaded: the script may continue from a state of its own choice."""
+        try:
+            yield
+        except BaseException:
+            self._session.start.load_failed()
+            raise
+
+    def _load_newest(self) -> RankManifest | None:
+        """Load the newest checkpoint of the run; None if it is fresh."""
+        begun_mono_s = time.monotonic()
+        arrivals = self._state.arrivals()
+        answer = self._session.restore.find_newest(arrivals, self._session.channel.trusted_uids)
+        if not answer.path:
+            return None
+        reads = () if arrivals is None else arrivals.reads
+        return self._load(answer, time.monotonic() - begun_mono_s, reads)
 
     def _load(self, answer: Restored, fetch_s: float, reads: Collection[int] = ()) -> RankManifest:
         return load_checkpoint(

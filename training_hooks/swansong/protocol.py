@@ -186,7 +186,8 @@ class Begin(Message):
     """This rank belongs to a start that begins now; all its ranks send the same id.
 
     Over several VMs it follows the rendezvous.  On one VM it announces further starts of the same processes,
-    such as a rollback.
+    such as a rollback.  If this rank cannot load the checkpoint that it has asked for, it sends the id again:
+    the start begins over, and has loaded nothing.
     """
 
     TYPE: ClassVar[str] = "begin"

@@ -97,7 +97,8 @@ class TrainerProgress:
 
 @dataclass(frozen=True, slots=True)
 class StartBegun:
-    """A rank belongs to this start, which begins now."""
+    """A rank belongs to this start, which begins now, or begins over after a checkpoint that could not be
+    loaded."""
 
     connection: int
     start_id: str

@@ -89,6 +89,7 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case events.StartBegun(connection, start_id):
             ranks.record_begun(transition, connection, start_id)
             starts.record_begun(transition, connection)
+            starts.record_begun_over(transition, start_id)
         case events.ProcessFound():
             starts.record_process(transition, event)
         case events.TrainerSealed(connection, request_id, at_step, save_s, size_bytes):

@@ -211,6 +211,13 @@ def record_restoring(transition: Transition, start_id: str) -> None:
         update(transition, replace(start, is_restoring=True))
 
 
+def record_begun_over(transition: Transition, start_id: str) -> None:
+    """A start has loaded nothing: it begins, or a rank could not load the checkpoint from the answer."""
+    start = transition.state.start_of(start_id)
+    if start is not None:
+        update(transition, replace(start, is_restoring=False))
+
+
 def record_process(transition: Transition, event: ProcessFound) -> None:
     """The process of a trainer without hooks changed; one that is a connected rank has hooks."""
     state = transition.state

@@ -18,6 +18,7 @@ from swansongd.core.events import (
     RunRead,
     SignalSent,
     SignalTrainer,
+    StartBegun,
     TrainerFailed,
 )
 from swansongd.core.transition import LOGIND_SOURCE
@@ -111,14 +112,19 @@ def one_rank_says_goodbye() -> Story:
     return refused(story, 448)
 
 
-def restoring(*, is_sealed: bool = False) -> Story:
-    """A start waits for its checkpoint; with ``is_sealed``, that is a set which the store has not got yet."""
+def restoring(*, is_sealed: bool = False, fails: bool = False) -> Story:
+    """A start waits for its checkpoint; with ``is_sealed``, that is a set which the store has not got yet.
+
+    With ``fails`` it cannot load the checkpoint, and may load another one by itself.
+    """
     story = committed()
     if is_sealed:
         story.seal(455, "late")
     story.leave()
     story.join(2, pid=200, start_id="b")
     story.tell(RestoreAsked("b"))
+    if fails:
+        story.tell(StartBegun(2, "b"))
     story.notice(60)
     story.accept(-1, 2)
     story.tell(TrainerFailed(2, story.request_id, "restoring"))
@@ -273,6 +279,7 @@ CASES: list[Case] = [
     ("older load", lambda: refused(resumed(448, Parent("earlier", 400)), 448), "PARTIAL", "400"),
     ("other start", lambda: refused(resumed(448, Parent("x", 448)), 448), "PARTIAL", "began at"),
     ("restoring", restoring, "SAFE", ""),
+    ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
     ("restarted", restarted, "PARTIAL", "has not reconnected since the daemon's restart"),

@@ -58,6 +58,7 @@ class TrainingStart:
         is_drawn_here = ranks.rank == 0 and ranks.nodes == 1
         self._first_id = secrets.token_hex(8) if is_drawn_here else ""
         self._counted = self._number = 0
+        self._begins_over = False
         self._loaded = Loaded()
         self._refusal = ""
 
@@ -136,12 +137,17 @@ class TrainingStart:
         with self._changed:
             self._loaded = loaded
 
+    def load_failed(self) -> None:
+        """Begin over: the checkpoint that this start has asked for is not loaded, and may never be."""
+        self._begins_over = True
+        self.resend()
+
     def resend(self) -> None:
         """Send the daemon :class:`Begin`, also after a reconnect.
 
         On one VM the first start begins with the Hello of its ranks.
         """
-        if self.id and (self._nodes > 1 or self._number):
+        if self.id and (self._nodes > 1 or self._number or self._begins_over):
             self._send(Begin(self.id))
 
     def forked(self) -> None:
