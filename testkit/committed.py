@@ -12,16 +12,14 @@ from blake3 import blake3
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.digests import DIGEST_BYTES, part_count
-from swansongd.model import CheckpointId, CheckpointKind, Extent, StoredObject, StoredShard
+from swansongd.model import CheckpointKind, Chunk, Extent, StoredShard
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.checksums import crc32c
 from swansongd.stores.file.store import FileStore
 
 from testkit.memory_store import MemoryStore
 
-PART_SIZE_BYTES = 1000
-"""Small: a few kilobytes have many parts."""
+CHUNK_BYTES = 1000
+"""Small: a few kilobytes have many chunks."""
 
 
 Store = TypeVar("Store", bound=FileStore)
@@ -35,36 +33,37 @@ def file_store(directory: Path, kind: type[Store] = FileStore) -> Store:  # type
     return store
 
 
-def part_digest(data: bytes) -> bytes:
-    """Digest of one part: 32 bytes."""
-    return blake3(data).digest()
+def chunk_of(
+    data: bytes, *, run: str = "r", generation: int = 1, nonce: str = "a1", size_bytes: int = 0
+) -> Chunk:
+    """The chunk with these bytes; with ``size_bytes``, one that claims to have this size."""
+    key = RunKeys(run).chunk(generation, blake3(data).digest(), nonce)
+    return Chunk(key, size_bytes or len(data))
 
 
-def digests_of(data: bytes, part_size_bytes: int = PART_SIZE_BYTES) -> bytes:
-    """The digests of all parts."""
-    return b"".join(
-        part_digest(data[index * part_size_bytes : (index + 1) * part_size_bytes])
-        for index in range(part_count(len(data), part_size_bytes))
-    )
+def whole_shard(path: str, *chunks: Chunk) -> StoredShard:
+    """A shard that consists of whole chunks."""
+    extents = tuple(Extent.whole(chunk) for chunk in chunks)
+    size_bytes = sum(chunk.size_bytes for chunk in chunks)
+    return StoredShard(path=path, size_bytes=size_bytes, extents=extents)
 
 
 def named_shard(
     path: str,
     size_bytes: int,
-    key: str,
+    content: str = "",
     *,
-    part_size_bytes: int = PART_SIZE_BYTES,
-    digest: bytes = b"d",
+    run: str = "r",
+    generation: int = 1,
+    chunk_bytes: int = CHUNK_BYTES,
 ) -> StoredShard:
-    """A shard whose bytes do not matter: all parts have the same digest, one byte repeated."""
-    return StoredShard.of_object(
-        key,
-        path=path,
-        size_bytes=size_bytes,
-        part_size_bytes=part_size_bytes,
-        part_digests=digest * DIGEST_BYTES * part_count(size_bytes, part_size_bytes),
-        crc32c=7,
-    )
+    """A shard whose bytes do not matter; equal ``content`` and size are the same chunks."""
+    chunks = []
+    for offset in range(0, size_bytes, chunk_bytes):
+        length = min(chunk_bytes, size_bytes - offset)
+        name = f"{content or path} {offset} {length}".encode()
+        chunks.append(chunk_of(name, run=run, generation=generation, size_bytes=length))
+    return whole_shard(path, *chunks)
 
 
 def commit(
@@ -76,11 +75,11 @@ def commit(
     step: int = 100,
     node: int = 0,
     nodes: int = 1,
-    upload_nonce: str = "a1",
+    nonce: str = "a1",
     loss: float = 2.5,
     health: Mapping[str, float] | None = None,
     kind: CheckpointKind = CheckpointKind.PERIODIC,
-    part_size_bytes: int = PART_SIZE_BYTES,
+    chunk_bytes: int = CHUNK_BYTES,
     is_packed: bool = False,
     pace: Mapping[str, float] | None = None,
     created: str = "2030-01-01T00:00:00Z",
@@ -88,44 +87,28 @@ def commit(
     """Store the files as one node's part of a checkpoint, and commit the part.
 
     Args:
-        is_packed: all files share one object.
+        nonce: of the chunks and of the set.
+        is_packed: all files share one chunk.
     """
+
+    def stored(data: bytes) -> Chunk:
+        chunk = chunk_of(data, run=run, generation=generation, nonce=nonce)
+        store.put(chunk.key, data)
+        return chunk
+
     keys = RunKeys(run)
-    checkpoint = CheckpointId(step, "abc")
-    shards = []
-    pack = b"".join(files.values()) if is_packed else b""
-    pack_key = keys.pack(generation, checkpoint, upload_nonce, node, 1)
-    if pack:
-        store.put(pack_key, pack)
-    offset = 0
+    joined = b"".join(files.values())
+    pack = stored(joined) if is_packed and joined else None
+    shards, offset = [], 0
     for path, data in files.items():
-        key = keys.shard(generation, checkpoint, upload_nonce, node, path)
-        if is_packed and data:
-            extent = Extent(StoredObject(pack_key, len(pack)), offset, len(data))
+        if pack is not None:
+            extents = (Extent(pack, offset, len(data)),) if data else ()
+            shards.append(StoredShard(path=path, size_bytes=len(data), extents=extents))
             offset += len(data)
-            shards.append(
-                StoredShard(
-                    path=path,
-                    size_bytes=len(data),
-                    part_digests=digests_of(data, part_size_bytes),
-                    part_size_bytes=part_size_bytes,
-                    crc32c=crc32c(data),
-                    extents=(extent,),
-                )
-            )
-            continue
-        if data:
-            store.put(key, data)
-        shards.append(
-            StoredShard.of_object(
-                key,
-                path=path,
-                size_bytes=len(data),
-                part_digests=digests_of(data, part_size_bytes),
-                part_size_bytes=part_size_bytes,
-                crc32c=crc32c(data),
-            )
-        )
+        else:
+            starts = range(0, len(data), chunk_bytes)
+            chunks = [stored(data[start : start + chunk_bytes]) for start in starts]
+            shards.append(whole_shard(path, *chunks))
     made = Manifest(
         run=run,
         generation=generation,
@@ -133,7 +116,7 @@ def commit(
         kind=kind,
         node=node,
         nodes=nodes,
-        nonce=f"{upload_nonce}{node}",
+        nonce=f"{nonce}{node}",
         shards=tuple(shards),
         health={"loss": loss} if health is None else health,
         pace={} if pace is None else pace,
@@ -146,7 +129,7 @@ def commit(
 def stored_bytes(store: MemoryStore, shard: StoredShard) -> bytes:
     """The bytes of a shard, from its extents."""
     return b"".join(
-        store.objects[each.object.key][each.offset_bytes : each.offset_bytes + each.size_bytes]
+        store.objects[each.chunk.key][each.offset_bytes : each.offset_bytes + each.size_bytes]
         for each in shard.extents
     )
 

@@ -332,21 +332,37 @@ class Staged:
         return sum(file.size_bytes for file in self.files)
 
 
+DIGEST_BYTES = 32
+CHUNK_BYTES_MAX = 2**28
+"""Largest chunk of the format: a reader can hold one in memory."""
+
+
 @dataclass(frozen=True, slots=True)
-class StoredObject:
-    """One object of the store with bytes of shards.  It is written once and never changes."""
+class Chunk:
+    """One data object.  Its name contains the digest of its bytes, so whoever reads it verifies it."""
 
     key: str
+    """See :meth:`swansongd.bucket.keys.RunKeys.chunk`."""
     size_bytes: int
+
+    @property
+    def digest(self) -> bytes:
+        """BLAKE3 of its bytes."""
+        name = self.key.rpartition("/")[2]
+        return bytes.fromhex(name[: 2 * DIGEST_BYTES])
 
 
 @dataclass(frozen=True, slots=True)
 class Extent:
-    """A range of an object that holds bytes of a shard."""
+    """A range of a chunk that holds bytes of a shard."""
 
-    object: StoredObject
+    chunk: Chunk
     offset_bytes: int
     size_bytes: int
+
+    @classmethod
+    def whole(cls, chunk: Chunk) -> Extent:
+        return cls(chunk, 0, chunk.size_bytes)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -355,39 +371,11 @@ class StoredShard:
 
     path: str
     size_bytes: int
-    part_size_bytes: int
-    """Size of its parts; the last one may be shorter."""
-    part_digests: bytes
-    """The digests of its parts, see :mod:`swansongd.digests`."""
-    crc32c: int
-    """CRC32C of all bytes."""
     extents: tuple[Extent, ...]
     """Its bytes, from the first to the last.  An empty shard has none."""
 
-    @classmethod
-    def of_object(
-        cls,
-        key: str,
-        *,
-        path: str,
-        size_bytes: int,
-        part_size_bytes: int,
-        part_digests: bytes,
-        crc32c: int,
-    ) -> StoredShard:
-        """A shard that is an object of its own, the only one with its bytes."""
-        whole = Extent(StoredObject(key, size_bytes), 0, size_bytes)
-        return cls(
-            path=path,
-            size_bytes=size_bytes,
-            part_size_bytes=part_size_bytes,
-            part_digests=part_digests,
-            crc32c=crc32c,
-            extents=(whole,) if size_bytes else (),
-        )
-
     def __hash__(self) -> int:
-        return hash((self.path, self.part_digests))  # a large shard has thousands of extents
+        return hash((self.path, self.size_bytes))  # a large shard has thousands of extents
 
 
 @dataclass(frozen=True, slots=True, order=True)

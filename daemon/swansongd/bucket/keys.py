@@ -14,18 +14,14 @@ from swansong import bounds
 from swansong.bounds import BoundsError
 
 from swansongd.bucket.signing import Signer
-from swansongd.model import CheckpointId, CommitRef
+from swansongd.model import CommitRef
 
 _GENERATION = re.compile(r"([0-9]{8})\.json")
 _FAREWELL = re.compile(r"([0-9]{8})-[0-9A-Za-z-]{1,100}\.json")
 _FINAL = "-final"
 _COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
 _PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
-_FILE_OBJECT = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}/(.*)", re.DOTALL)
-_PACK = re.compile(r"[0-9]{8}/[A-Za-z0-9-]{1,200}/[0-9]{5}-packs/[0-9]{6}")
-_SET_DIRECTORY = re.compile(r".*?/data/[0-9]{8}/[^/]+/")
-_ORIGIN = re.compile(r"([0-9]{8})/([0-9]{12})-")
-PACKS_MAX = 10**6 - 1
+_CHUNK = re.compile(r"([0-9]{8})/([0-9a-f]{64})-[0-9a-z]{1,32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,27 +81,16 @@ class RunKeys:
     def generation(self, generation: int) -> str:
         return f"{self.generations}{_generation(generation)}.json"
 
-    def shard(
-        self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int, path: str
-    ) -> str:
-        """Key of an object with bytes of one file.
+    def chunk(self, generation: int, digest: bytes, nonce: str) -> str:
+        """Key of a data object.
 
-        Each flush has a new ``upload_nonce``, so that no key is ever written twice.
+        Args:
+            generation: of the writer.
+            digest: BLAKE3 of the bytes.
+            nonce: new for each object, so that nobody can create the key before its writer, and prune can
+                delete an object that no manifest names without a race with a flush that needs the same bytes.
         """
-        return f"{self._node_data(generation, checkpoint, upload_nonce, node)}/{path}"
-
-    def pack(
-        self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int, number: int
-    ) -> str:
-        """Key of an object with many small files."""
-        directory = self._node_data(generation, checkpoint, upload_nonce, node)
-        return f"{directory}-packs/{bounds.integer(number, 'pack', 0, PACKS_MAX):06d}"
-
-    def _node_data(
-        self, generation: int, checkpoint: CheckpointId, upload_nonce: str, node: int
-    ) -> str:
-        name = f"{_step(checkpoint.step)}-{checkpoint.nonce}-{upload_nonce}"
-        return f"{self.data}{_generation(generation)}/{name}/{_node(node, 'node')}"
+        return f"{self.data}{_generation(generation)}/{digest.hex()}-{nonce}"
 
     def commit(self, ref: CommitRef, node: int, nodes: int) -> str:
         return f"{self.parts(ref)}{_node(node, 'node')}-of-{_node(nodes, 'nodes')}.json"
@@ -172,29 +157,9 @@ class RunKeys:
         ref = CommitRef(generation, step, is_final=match[3] is not None)
         return CommitKey(ref=ref, node=node, nodes=nodes)
 
-    def origin(self, key: str) -> tuple[int, int] | None:
-        """The generation and step of the checkpoint whose flush wrote a data object; None for other keys."""
-        match = _ORIGIN.match(key.removeprefix(self.data))
-        return (int(match[1]), int(match[2])) if match and key.startswith(self.data) else None
-
     def is_data(self, key: str) -> bool:
-        """Whether a writer of this run may have stored bytes of shards under ``key``."""
-        if not key.startswith(self.data):
-            return False
-        name = key.removeprefix(self.data)
-        if match := _FILE_OBJECT.fullmatch(name):
-            try:
-                bounds.path(match[1], "path")
-            except BoundsError:
-                return False
-            return True
-        return bool(_PACK.fullmatch(name))
-
-
-def set_directory(key: str) -> str:
-    """The prefix of all objects that were sent with this data object; the key itself for any other key."""
-    match = _SET_DIRECTORY.match(key)
-    return match[0] if match else key
+        """Whether the key is that of a chunk of this run."""
+        return key.startswith(self.data) and bool(_CHUNK.fullmatch(key.removeprefix(self.data)))
 
 
 def is_pin_name(text: str) -> bool:

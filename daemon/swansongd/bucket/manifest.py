@@ -7,9 +7,7 @@ acts on its content, so ``decode`` checks every field.
 
 from __future__ import annotations
 
-import binascii
 import hashlib
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,28 +18,33 @@ from swansong.bounds import BoundsError
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import FIELD as SIGNATURE
 from swansongd.bucket.signing import Signer, canonical
-from swansongd.digests import DIGEST_BYTES, PART_SIZE_BYTES_MAX, part_count
 from swansongd.errors import CorruptError
-from swansongd.model import CheckpointKind, CommitRef, Extent, StoredObject, StoredShard
+from swansongd.model import (
+    CHUNK_BYTES_MAX,
+    CheckpointKind,
+    Chunk,
+    CommitRef,
+    Extent,
+    StoredShard,
+)
 
 FORMAT = "swansong-manifest"
 VERSION = 1
 
 BYTES_MAX = 48 * 2**20
-"""Room for bounds.FILES_MAX shards with 480 bytes each, or for a million parts.  Decoding any bytes up to
-this limit takes less than 10 s of processor time and 768 MiB of memory."""
+"""Room for bounds.FILES_MAX shards with 480 bytes each, or for 400,000 chunks.  Decoding any bytes up to this
+limit takes less than 10 s of processor time and 768 MiB of memory."""
 VALUES_MAX = 2_000_000
 """JSON values of a manifest: 20 for each of bounds.FILES_MAX shards."""
 
-OBJECTS_MAX = bounds.FILES_MAX + 1_000_000
+CHUNKS_MAX = 1_000_000
 EXTENTS_MAX = 1_000_000
 """Of one shard; :data:`VALUES_MAX` limits those of a manifest."""
-_CRC32C = re.compile(r"[0-9a-f]{8}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Manifest:
-    """An immutable list of shards with sizes and digests; its existence is the commit."""
+    """An immutable list of shards and the chunks that hold their bytes; its existence is the commit."""
 
     run: str
     generation: int
@@ -72,10 +75,10 @@ class Manifest:
         return sum(shard.size_bytes for shard in self.shards)
 
     @property
-    def objects(self) -> tuple[StoredObject, ...]:
-        """The objects with bytes of its shards, each once."""
+    def chunks(self) -> tuple[Chunk, ...]:
+        """The chunks with bytes of its shards, each once."""
         extents = (extent for shard in self.shards for extent in shard.extents)
-        return tuple(dict.fromkeys(extent.object for extent in extents))
+        return tuple(dict.fromkeys(extent.chunk for extent in extents))
 
 
 def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
@@ -88,20 +91,15 @@ def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
         body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_fields(manifest)}
         if manifest.parent is not None:
             body["parent"] = _fields(manifest.parent)
-        objects = manifest.objects
-        place = {stored: index for index, stored in enumerate(objects)}
-        body["objects"] = [[stored.key, stored.size_bytes] for stored in objects]
+        prefix = len(RunKeys(manifest.run).data)
+        chunks = manifest.chunks
+        place = {chunk: index for index, chunk in enumerate(chunks)}
+        body["chunks"] = [[chunk.key[prefix:], chunk.size_bytes] for chunk in chunks]
         body["shards"] = [
             {
                 "path": shard.path,
                 "size_bytes": shard.size_bytes,
-                "part_size_bytes": shard.part_size_bytes,
-                "parts": binascii.b2a_base64(shard.part_digests, newline=False).decode(),
-                "crc32c": f"{shard.crc32c:08x}",
-                "extents": [
-                    [place[extent.object], extent.offset_bytes, extent.size_bytes]
-                    for extent in shard.extents
-                ],
+                "extents": [_extent_fields(extent, place) for extent in shard.extents],
             }
             for shard in manifest.shards
         ]
@@ -110,6 +108,14 @@ def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
         return _digested(body)[1]
     except (ValueError, TypeError, RecursionError) as error:
         raise BoundsError(f"the manifest cannot be written as JSON: {error!s:.120}") from None
+
+
+def _extent_fields(extent: Extent, place: Mapping[Chunk, int]) -> int | list[int]:
+    """A whole chunk is its number: a large state has many thousands."""
+    number = place[extent.chunk]
+    if extent.size_bytes == extent.chunk.size_bytes:
+        return number
+    return [number, extent.offset_bytes, extent.size_bytes]
 
 
 def _fields(item: Manifest | CommitRef) -> dict[str, Any]:
@@ -178,7 +184,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
     if kind not in tuple(CheckpointKind):
         raise CorruptError(f"the manifest has the kind {kind!r:.60}")
     run = _text(body, "run")
-    objects = _objects(body.get("objects"), RunKeys(run))
+    chunks = _chunks(body.get("chunks"), RunKeys(run))
     shards = bounds.items(body.get("shards"), "shards of the manifest", bounds.FILES_MAX)
     manifest = Manifest(
         run=run,
@@ -188,7 +194,7 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         node=_count(body, "node", bounds.NODES_MAX),
         nodes=_count(body, "nodes", bounds.NODES_MAX),
         nonce=_text(body, "nonce"),
-        shards=tuple(_shard(item, objects) for item in shards),
+        shards=tuple(_shard(item, chunks) for item in shards),
         parent=_parent(body.get("parent")),
         framework=_text(body, "framework"),
         health=bounds.metrics(body.get("health"), "health of the manifest"),
@@ -200,25 +206,24 @@ def _manifest(body: dict[str, Any]) -> Manifest:
         raise CorruptError(f"the manifest is of node {manifest.node} of {manifest.nodes}")
     bounds.integer(manifest.size_bytes, "size of the checkpoint", 0, bounds.BYTES_MAX)
     check_paths([shard.path for shard in manifest.shards])
-    if len(manifest.objects) != len(objects):
-        raise CorruptError("the manifest has an object without bytes of a shard")
+    if len(manifest.chunks) != len(chunks):
+        raise CorruptError("the manifest has a chunk without bytes of a shard")
     return manifest
 
 
-def _objects(items: Any, keys: RunKeys) -> list[StoredObject]:
-    """The objects of the manifest, in its order."""
-    objects = []
-    for item in bounds.items(items, "objects of the manifest", OBJECTS_MAX):
-        key, size = _list(item, "an object of the manifest", 2)
-        if not keys.is_data(bounds.text(key, "a key of the manifest")):
-            raise CorruptError(
-                f"the manifest has the key {key!r:.100}, which is not a key of data in its run"
-            )
-        size_bytes = bounds.integer(size, "size of an object", 1, bounds.BYTES_MAX)
-        objects.append(StoredObject(key, size_bytes))
-    if len({stored.key for stored in objects}) != len(objects):
-        raise CorruptError("the manifest has an object twice")
-    return objects
+def _chunks(items: Any, keys: RunKeys) -> list[Chunk]:
+    """The chunks of the manifest, in its order."""
+    chunks = []
+    for item in bounds.items(items, "chunks of the manifest", CHUNKS_MAX):
+        name, size = _list(item, "a chunk of the manifest", 2)
+        key = keys.data + bounds.text(name, "a chunk of the manifest")
+        if not keys.is_data(key):
+            raise CorruptError(f"the manifest has {name!r:.100}, which is not the name of a chunk")
+        size_bytes = bounds.integer(size, "size of a chunk", 1, CHUNK_BYTES_MAX)
+        chunks.append(Chunk(key, size_bytes))
+    if len({chunk.key for chunk in chunks}) != len(chunks):
+        raise CorruptError("the manifest has a chunk twice")
+    return chunks
 
 
 def check_paths(paths: Sequence[str]) -> None:
@@ -243,50 +248,32 @@ def check_paths(paths: Sequence[str]) -> None:
         raise CorruptError(f"the manifest has {clash[0]!r:.100} as a file and as a directory")
 
 
-def _shard(item: Any, objects: Sequence[StoredObject]) -> StoredShard:
+def _shard(item: Any, chunks: Sequence[Chunk]) -> StoredShard:
     if type(item) is not dict:
         raise CorruptError("the manifest has a shard that is not a JSON object")
-    crc32c = _text(item, "crc32c")
-    if not _CRC32C.fullmatch(crc32c):
-        raise CorruptError(f"the manifest has the CRC32C {crc32c!r:.40}, which is not 8 hex digits")
+    extents = bounds.items(item.get("extents"), "extents of a shard", EXTENTS_MAX)
     shard = StoredShard(
         path=_text(item, "path", bounds.TEXT_CHARS_MAX),
         size_bytes=_count(item, "size_bytes", bounds.BYTES_MAX),
-        part_size_bytes=bounds.integer(
-            item.get("part_size_bytes"), "part size of a shard", 1, PART_SIZE_BYTES_MAX
-        ),
-        part_digests=_digests(item.get("parts")),
-        crc32c=int(crc32c, 16),
-        extents=_extents(item.get("extents"), objects),
+        extents=tuple(_extent(each, chunks) for each in extents),
     )
-    parts = part_count(shard.size_bytes, shard.part_size_bytes)
-    if len(shard.part_digests) != parts * DIGEST_BYTES:
-        raise CorruptError(
-            f"{shard.path!r:.100} has {parts} parts and {len(shard.part_digests)} bytes of digests"
-        )
     if sum(extent.size_bytes for extent in shard.extents) != shard.size_bytes:
         raise CorruptError(f"the extents of {shard.path!r:.100} do not have its size")
     return shard
 
 
-def _digests(value: Any) -> bytes:
-    try:
-        return binascii.a2b_base64(
-            bounds.text(value, "digests of a shard", BYTES_MAX), strict_mode=True
-        )
-    except binascii.Error as error:
-        raise CorruptError(f"the digests of a shard are not base64: {error}") from None
+def _extent(item: Any, chunks: Sequence[Chunk]) -> Extent:
+    if type(item) is int:
+        return Extent.whole(_chunk(item, chunks))
+    number, offset, size = _list(item, "an extent", 3)
+    chunk = _chunk(number, chunks)
+    offset_bytes = bounds.integer(offset, "offset of an extent", 0, chunk.size_bytes)
+    size_bytes = bounds.integer(size, "size of an extent", 1, chunk.size_bytes - offset_bytes)
+    return Extent(chunk, offset_bytes, size_bytes)
 
 
-def _extents(items: Any, objects: Sequence[StoredObject]) -> tuple[Extent, ...]:
-    extents = []
-    for item in bounds.items(items, "extents of a shard", EXTENTS_MAX):
-        index, offset, size = _list(item, "an extent", 3)
-        stored = objects[bounds.integer(index, "object of an extent", 0, len(objects) - 1)]
-        offset_bytes = bounds.integer(offset, "offset of an extent", 0, stored.size_bytes)
-        size_bytes = bounds.integer(size, "size of an extent", 1, stored.size_bytes - offset_bytes)
-        extents.append(Extent(stored, offset_bytes, size_bytes))
-    return tuple(extents)
+def _chunk(number: Any, chunks: Sequence[Chunk]) -> Chunk:
+    return chunks[bounds.integer(number, "chunk of an extent", 0, len(chunks) - 1)]
 
 
 def _list(item: Any, what: str, length: int) -> list[Any]:
