@@ -10,20 +10,20 @@ from collections.abc import Callable
 from itertools import count
 from pathlib import Path
 
+from blake3 import blake3
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import UploadJournal
-from swansongd.flush.packs import NO_PACKS, Packing
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import Layout
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.staging import scan
-from swansongd.stores.checksums import crc32c
 
-from testkit.committed import digests_of, stored_bytes
+from testkit.committed import stored_bytes
 from testkit.memory_store import MemoryStore
 from testkit.staged import ME, write_files
 
-PART = 1000
+CHUNK = 1000
 SET = "step-000000000005.abc"
 
 
@@ -54,15 +54,15 @@ def found_set(
 
 
 def keys_of(done: Flushed) -> list[str]:
-    """The keys of all objects with bytes of the set."""
-    return [extent.object.key for shard in done.shards for extent in shard.extents]
+    """The keys of all chunks with bytes of the set."""
+    return [extent.chunk.key for shard in done.shards for extent in shard.extents]
 
 
 class FlushRig:
     """A flush engine, its staging directory, its store and its events.
 
     Args:
-        packing: by default each file is an object of its own.
+        small_bytes_max: largest file that shares a chunk; by default none does.
     """
 
     def __init__(
@@ -70,15 +70,14 @@ class FlushRig:
         tmp_path: Path,
         *,
         connections: int = 3,
-        packing: Packing = NO_PACKS,
+        small_bytes_max: int = 0,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = MemoryStore()
         self.run_directory = tmp_path / "staging" / "r"
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
-        self._connections = connections
-        self._packing = packing
+        self._layout = Layout(CHUNK, connections, small_bytes_max)
         self._monotonic = monotonic
         self._nonces = count(1)
         self.start_daemon()
@@ -86,17 +85,18 @@ class FlushRig:
     def start_daemon(self) -> None:
         """Start the engine of a restarted daemon: it has only the files of the earlier one."""
         self.events: queue.Queue[Event] = queue.Queue()
-        self.journal = UploadJournal(self.own_directory, run="r", store_url=self.store.url)
+        keys = RunKeys("r")
+        self.known = KnownChunks(
+            self.own_directory, run="r", store_url=self.store.url, is_data=keys.is_data
+        )
         self.engine = FlushEngine(
             self.store,
-            RunKeys("r"),
+            keys,
             self.run_directory,
             self.events.put,
-            journal=self.journal,
+            known=self.known,
+            layout=self._layout,
             nonce=lambda: f"n{next(self._nonces)}",
-            connections=self._connections,
-            part_size_bytes=PART,
-            packing=self._packing,
             monotonic=self._monotonic,
         )
 
@@ -122,8 +122,8 @@ class FlushRig:
             content = (self.run_directory / staged.directory / shard.path).read_bytes()
             assert stored_bytes(self.store, shard) == content
             assert shard.size_bytes == len(content)
-            assert shard.part_digests == digests_of(content, shard.part_size_bytes)
-            assert shard.crc32c == crc32c(content)
+            for chunk in {extent.chunk for extent in shard.extents}:
+                assert blake3(self.store.objects[chunk.key]).digest() == chunk.digest
         assert not self.store.overwritten
 
     def open_files(self) -> list[str]:

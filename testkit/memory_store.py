@@ -176,6 +176,11 @@ class MemoryStore:
         self.after("put_shard", key)
         return crc32c(data)
 
+    def create(self, key: str, body: Body) -> None:
+        self._request("create", key)
+        self._store(key, self._read(body))
+        self.after("create", key)
+
     def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
         self._request("begin", key)
         with self._lock:

@@ -203,7 +203,6 @@ class Service:
             mirror=self._storage.mirror,
             claim_refusal=lambda: self._committer.refusal,
             rescan=self._observer.rescan,
-            shard_of=self._storage.shard_of,
         )
         self._resume = Resume(context)
         self._prefetch = Prefetch(

@@ -157,7 +157,7 @@ class DeadlineConfig:
 @_section
 class FlushConfig:
     connections: int = _key(read.connections, default=32)
-    part_size_bytes: int = _key(read.part_size, default=16 * 2**20)
+    chunk_bytes: int = _key(read.chunk_size, default=16 * 2**20)
     background_bytes_per_s: float | None = _key(read.rate, default=None)
     """None: no limit.  An evacuation ignores the limit."""
 

@@ -20,9 +20,8 @@ from urllib.parse import urlsplit
 
 from swansong.bounds import BYTES_MAX, STEP_MAX
 
-from swansongd.digests import PART_SIZE_BYTES_MAX
 
-PART_SIZE_BYTES_MIN = 5 * 2**20
+CHUNK_BYTES_MIN = 2**20
 """Minimum of S3 for all parts but the last."""
 
 DAYS_MAX = 36_500
@@ -240,13 +239,13 @@ def size(value: object) -> int:
     return round(found)
 
 
-def part_size(value: object) -> int:
-    """A part size in bytes."""
-    remedy = 'give bytes as a number, or a string such as "16MiB", from 5MiB to 1GiB'
+def chunk_size(value: object) -> int:
+    """The size of a chunk in bytes."""
+    remedy = 'give bytes as a number, or a string such as "16MiB", from 1MiB to 256MiB'
     size = _size(value, remedy)
     if size != int(size):
         raise InvalidValue("is not a whole number of bytes", remedy)
-    if not PART_SIZE_BYTES_MIN <= size <= PART_SIZE_BYTES_MAX:
+    if not CHUNK_BYTES_MIN <= size <= CHUNK_BYTES_MAX:
         raise InvalidValue("is out of range", remedy)
     return int(size)
 

@@ -7,7 +7,7 @@ import threading
 from dataclasses import dataclass, field
 
 from swansongd.core.events import FlushProgress
-from swansongd.flush.object_checks import ObjectChecks
+from swansongd.flush.checks import ChunkChecks
 from swansongd.flush.queue import UploadQueue
 from swansongd.model import Staged
 from swansongd.staging.scan import SetDirectory
@@ -29,9 +29,11 @@ class ActiveFlush:
     limit: ConcurrencyLimit
     workers: int = 0
     """Workers that carry out a task of this flush."""
+    workers_max: int = 1
+    """Limit by the memory for chunks in flight."""
     directory: SetDirectory | None = None
     """The directory of the set, from the first file that is opened to the last worker that leaves."""
-    checks: ObjectChecks = field(default_factory=ObjectChecks)
+    checks: ChunkChecks = field(default_factory=ChunkChecks)
     _compared_bytes: dict[int, int] = field(default_factory=dict)
     _sent_bytes: dict[int, int] = field(default_factory=dict)
     """By thread, so that counting needs no lock."""
@@ -40,7 +42,7 @@ class ActiveFlush:
 
     @property
     def admits_worker(self) -> bool:
-        return self.workers < self.limit.now
+        return self.workers < min(self.limit.now, self.workers_max)
 
     @property
     def sent_bytes(self) -> int:
@@ -59,7 +61,7 @@ class ActiveFlush:
         self._sent_bytes[thread] = self._sent_bytes.get(thread, 0) + size_bytes
 
     def count_compared(self, size_bytes: int) -> None:
-        """Count bytes that were read only to compare them with an earlier commit."""
+        """Count bytes that were read, and that the store has already."""
         thread = threading.get_ident()
         self._compared_bytes[thread] = self._compared_bytes.get(thread, 0) + size_bytes
 

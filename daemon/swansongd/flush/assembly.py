@@ -26,7 +26,8 @@ from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import Layout
 from swansongd.flush.ledger import Ledger
 from swansongd.flush.locker import Locker
 from swansongd.flush.pruner import Pruner
@@ -105,16 +106,19 @@ class Storage:
         small_store = self._retrying(
             self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
         )
-        journal = UploadJournal(staging.own, run=config.run.name, store_url=config.store.url)
-        self.shard_of = journal.shard_of
+        known = KnownChunks(
+            staging.own,
+            run=config.run.name,
+            store_url=config.store.url,
+            is_data=self.keys.is_data,
+        )
         self.flush = FlushEngine(
             data_store,
             self.keys,
             staging.fd,
             self._post_flush,
-            journal=journal,
-            connections=config.flush.connections,
-            part_size_bytes=config.flush.part_size_bytes,
+            known=known,
+            layout=Layout(config.flush.chunk_bytes, config.flush.connections),
         )
         self.mirror = mirror
         """The backend of the mirror; None without one."""
@@ -150,7 +154,7 @@ class Storage:
             self.keys,
             post,
             claimant,
-            journal=journal,
+            known=known,
             wall=utc_now,
             health=self._health,
             committed=self._committed,

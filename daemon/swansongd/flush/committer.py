@@ -41,7 +41,7 @@ from swansongd.core.events import (
 )
 from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.flush.claimant import Claimant
-from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
 from swansongd.loss_records import EvacuationRecord, LastReport
 from swansongd.model import CommitRef
@@ -52,7 +52,7 @@ _CLAIM_RETRY_S_MAX = 10.0
 _CLAIM_RETRY_EXPEDITED_S = 0.5
 _CLAIM, _COMMIT = "claim", "commit"
 """The operations that are reported to the health of the store."""
-_OBSOLETE = "another commit came first; parts that only an earlier one has are sent"
+_OBSOLETE = "another commit came first; chunks that only an earlier one names are sent"
 
 _log = structlog.get_logger(__name__)
 
@@ -67,7 +67,7 @@ class Committer:
         keys: of the run.
         post: receives the outcomes.
         claimant: claims generations for this boot.
-        journal: is informed of commits, and of the shards of an earlier VM's newest commit.
+        known: is informed of commits, and of the chunks of an earlier VM's newest commit.
         wall: wall clock in UTC, as text; for people.
         health: is informed of every success and failure.
         committed: takes each manifest that was committed.
@@ -81,7 +81,7 @@ class Committer:
         post: Callable[[Event], None],
         claimant: Claimant,
         *,
-        journal: UploadJournal,
+        known: KnownChunks,
         wall: Callable[[], str],
         health: StoreHealth,
         committed: Callable[[Manifest], None] = lambda _manifest: None,
@@ -91,7 +91,7 @@ class Committer:
         self._keys = keys
         self._post = post
         self._claimant = claimant
-        self._journal = journal
+        self._known = known
         self._wall = wall
         self._health = health
         self._committed = committed
@@ -280,7 +280,7 @@ class Committer:
     def _learn_from(self, newest: CommitRef | None) -> None:
         if newest is not None and newest != self._read:
             self._read = newest
-            self._journal.superseded(newest)
+            self._known.superseded(newest)
             self._reads.append(partial(self._seed, newest))
 
     def _check_fence(self) -> None:
@@ -305,7 +305,7 @@ class Committer:
                 if found.is_complete:
                     manifests = catalog.load(self._store, self._keys, found)
                     shards = [shard for made in manifests for shard in made.shards]
-                    self._journal.seed(newest, shards)
+                    self._known.seed(newest, shards)
                     self._date(newest, manifests[0].created)
                     if manifests[0].pace:
                         self._post(PaceRead(manifests[0].pace))
@@ -338,7 +338,7 @@ class Committer:
 
     def _commit(self, request: CommitManifest) -> None:
         staged = request.staged
-        if not self._journal.is_current(str(staged.id)):
+        if not self._known.holds(e.chunk for shard in request.shards for e in shard.extents):
             self._post(CommitFailed(request.flush_id, _OBSOLETE, conflict=False, is_obsolete=True))
             return
         claim = self._claimant.claim_of(request.generation)
@@ -392,7 +392,7 @@ class Committer:
         else:
             self._has_read_back = True
             self._health.ok(_COMMIT)
-            self._journal.committed(str(staged.id), request.shards, manifest.ref)
+            self._known.committed(request.shards, manifest.ref)
             self._post(CommitDone(request.flush_id, manifest.ref))
             self._committed(manifest)
 

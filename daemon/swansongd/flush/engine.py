@@ -1,20 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The flush engine sends the shards of one set to the object store, part by part, in many threads.
+"""The flush engine stores the bytes of one set as chunks, in many threads.
 
-It sends one set at a time; :mod:`swansongd.core` decides which.  Each worker takes a task
-(:mod:`swansongd.flush.tasks`) from the upload queue of the set (:mod:`swansongd.flush.queue`).
-:mod:`swansongd.flush.uploader` carries out the tasks of shards.  A part passes through the digest and into
-the request window by window, so memory is limited to one window for each worker.  Before each window the
-worker checks that the bytes are still needed.  So a cancelled flush ends without waiting for a request
-that hangs.
+It sends one set at a time; :mod:`swansongd.core` decides which.  Each worker takes a chunk from the upload
+queue of the set (:mod:`swansongd.flush.queue`), and :mod:`swansongd.flush.sender` stores it: it reads the
+bytes once into memory, computes the digest that names the chunk, and creates the object unless a known chunk
+has these bytes (:mod:`swansongd.flush.known`).  So no byte is sent twice: not after another set, not under
+the sealed name, not after a restart of the daemon, and not if the newest commit has it.
 
-The engine sends no stored byte again.  A set resumes after another set, under its sealed name, and after a
-restart of the daemon: the journal (:mod:`swansongd.flush.journal`) holds the progress, and the store
-confirms it.  If the newest committed set has a file with the same path and bytes, the engine references
-that object instead.
-
-A key is never written twice with different bytes.  Keys contain a nonce, which is new for each set after
-each start of the daemon, and whenever a file of the set has changed.
+Before each window the worker checks that the bytes are still needed.  So a cancelled flush ends without
+waiting for a request that hangs.
 
 Progress takes one path: the workers count the bytes of each window in the :class:`ActiveFlush`, and one
 thread posts the counters at short intervals.
@@ -23,11 +17,9 @@ thread posts the counters at short intervals.
 from __future__ import annotations
 
 import os
-import secrets
 import threading
 import time
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -37,35 +29,24 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import StagingError, SwansongError
 from swansongd.flush.active import ActiveFlush
-from swansongd.flush.body import Cancelled
-from swansongd.flush.journal import SETS_MAX, UploadJournal
-from swansongd.flush.pack_uploader import PackUploader
-from swansongd.flush.packs import Packing
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import Layout
 from swansongd.flush.queue import UploadQueue
-from swansongd.flush.tasks import (
-    Advance,
-    Begin,
-    ComparePart,
-    Finish,
-    SendPack,
-    SendPart,
-    Task,
-    TaskOutcome,
-)
-from swansongd.flush.uploader import ShardUploader
+from swansongd.flush.reading import Cancelled
+from swansongd.flush.sender import ChunkSender, chunk_nonce
+from swansongd.flush.tasks import Begin, Finish, StoreChunk, Task, TaskOutcome
 from swansongd.model import CheckpointId, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.util.concurrency import ConcurrencyLimit
 
+SETS_MAX = 4
+"""Sets whose progress is remembered."""
+BUFFERS_BYTES_MAX = 512 * 2**20
+"""Limits the chunks in flight, which are in memory; two may always be."""
 _PROGRESS_INTERVAL_S = 0.05
 
 _log = structlog.get_logger(__name__)
-
-
-def upload_nonce() -> str:
-    """A random nonce for the keys of one upload."""
-    return secrets.token_hex(4)
 
 
 class FlushEngine:
@@ -76,11 +57,9 @@ class FlushEngine:
         keys: of the run.
         run_directory: staging directory of the run, as a path or an open descriptor.
         post: receives FlushProgress, Flushed and FlushFailed.
-        journal: of this run and store.
-        connections: largest number of parts in flight.
-        part_size_bytes: size of a part, except of large files.
-        nonce: returns a new nonce for the keys of a set.
-        packing: decides which files share an object; None: see :meth:`Packing.for_parts`.
+        known: chunks of this run and store.
+        layout: decides which bytes share a chunk, and how many chunks are in flight at most.
+        nonce: returns a new nonce for the key of a chunk.
         monotonic: the clock of the concurrency limit.
     """
 
@@ -91,45 +70,31 @@ class FlushEngine:
         run_directory: int | Path,
         post: Callable[[Event], None],
         *,
-        journal: UploadJournal,
-        connections: int,
-        part_size_bytes: int,
-        nonce: Callable[[], str] = upload_nonce,
-        packing: Packing | None = None,
+        known: KnownChunks,
+        layout: Layout,
+        nonce: Callable[[], str] = chunk_nonce,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._keys = keys
         self._run_directory = run_directory
         self._post = post
-        self._journal = journal
-        self._connections = connections
-        self._nonce = nonce
-        self._packing = packing or Packing.for_parts(part_size_bytes, connections)
+        self._known = known
+        self._layout = layout
         self._monotonic = monotonic
         self._cpus = len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._has_begun = threading.Condition(self._lock)
-        self._uploader = ShardUploader(
-            store,
-            run_directory,
-            journal,
-            lock=self._lock,
-            part_size_bytes=part_size_bytes,
-        )
-        self._packs = PackUploader(
-            store, journal, self._uploader, lock=self._lock, part_size_bytes=part_size_bytes
-        )
+        self._sender = ChunkSender(store, keys, run_directory, known, lock=self._lock, nonce=nonce)
         self._idle = 0
         """Workers that wait for a task."""
         self._queues: dict[CheckpointId, UploadQueue] = {}
         self._active: ActiveFlush | None = None
         self._ordered: ActiveFlush | None = None
-        """The flush that the next free worker begins: start() must not wait for the journal."""
+        """The flush that the next free worker begins: start() must not wait."""
         self._is_beginning = False
         self._reported: FlushProgress | None = None
         threading.Thread(target=self._report, name="flush-progress", daemon=True).start()
-        for number in range(connections):
+        for number in range(layout.connections):
             self._start_worker(number)
 
     def start(
@@ -145,7 +110,9 @@ class FlushEngine:
             if self._active is not None and self._active.queue is not queue:
                 self._deactivate()
             # A growing set is ordered again and again, and must not begin with two connections each time.
-            limit = self._active.limit if self._active else ConcurrencyLimit(self._connections)
+            limit = (
+                self._active.limit if self._active else ConcurrencyLimit(self._layout.connections)
+            )
             limit.reset_counters()
             self._ordered = ActiveFlush(flush_id, staged, is_sealed, queue, limit)
             if self._active is not None:
@@ -166,20 +133,8 @@ class FlushEngine:
         others = [checkpoint for checkpoint, queue in self._queues.items() if queue is not active]
         for checkpoint in others[: len(self._queues) - SETS_MAX + 1]:
             del self._queues[checkpoint]
-        made = self._queues[staged.id] = UploadQueue(
-            str(staged.id),
-            partial(self._key_of, generation, staged),
-            self._nonce,
-            packing=self._packing,
-            pack_key_of=partial(self._pack_key_of, generation, staged),
-        )
+        made = self._queues[staged.id] = UploadQueue(generation, self._layout)
         return made
-
-    def _key_of(self, generation: int, staged: Staged, path: str, nonce: str) -> str:
-        return self._keys.shard(generation, staged.id, nonce, staged.node, path)
-
-    def _pack_key_of(self, generation: int, staged: Staged, number: int, nonce: str) -> str:
-        return self._keys.pack(generation, staged.id, nonce, staged.node, number)
 
     def _deactivate(self) -> None:
         flush, self._active = self._active, None
@@ -190,6 +145,8 @@ class FlushEngine:
     def _close_if_over(self, flush: ActiveFlush) -> None:
         if self._active is not flush and not flush.workers:
             flush.close_directory()
+            if self._active is None:
+                self._sender.buffers.release()
 
     # ------------------------------------------------------------------ workers
 
@@ -241,10 +198,8 @@ class FlushEngine:
                     self._begin(flush)
                 case Finish():
                     self._finish(flush)
-                case Advance() | ComparePart() | SendPart():
-                    self._uploader.carry_out(flush, task)
-                case SendPack():
-                    self._packs.carry_out(flush, task)
+                case StoreChunk():
+                    self._sender.carry_out(flush, task)
         except Cancelled:
             return TaskOutcome.RETRY
         except StagingError as error:
@@ -267,7 +222,7 @@ class FlushEngine:
             if isinstance(task, Begin):
                 self._is_beginning = False
                 self._has_work.notify()
-            elif not isinstance(task, Finish):
+            elif isinstance(task, StoreChunk):
                 if outcome is TaskOutcome.DEFERRED and self._active is not flush:
                     # A newer flush of the set may be able to read the file.
                     outcome = TaskOutcome.RETRY
@@ -275,14 +230,14 @@ class FlushEngine:
             self._close_if_over(flush)
 
     def _begin(self, flush: ActiveFlush) -> None:
-        records = self._journal.records_of(flush.queue.name)
-        known = self._journal.known_parts()
         with self._lock:
             if self._ordered is not flush:
                 return  # replaced or cancelled meanwhile
             self._ordered = None
             before, self._active = self._active, flush
-            flush.queue.open(flush.staged, records, is_sealed=flush.is_sealed, known=known)
+            flush.queue.open(flush.staged, is_sealed=flush.is_sealed, known=self._known)
+            largest_bytes = max(1, flush.queue.largest_chunk_bytes)
+            flush.workers_max = max(2, BUFFERS_BYTES_MAX // largest_bytes)
             if before is not None:
                 self._close_if_over(before)
             self._reported = progress = flush.progress()
@@ -295,19 +250,16 @@ class FlushEngine:
                 f"{flush.staged.directory} changed while it was read",
                 hint="If the trainer was still writing, raise trainer.settle_s",
             )
-        known = self._journal.known_parts()
         with self._lock:
             if self._active is not flush:
                 return
-            if not flush.queue.is_current(known):  # a commit came in between
-                flush.queue.open(flush.staged, {}, is_sealed=flush.is_sealed, known=known)
+            if not self._known.holds(flush.queue.chunks):  # a commit came in between
+                flush.queue.open(flush.staged, is_sealed=flush.is_sealed, known=self._known)
                 return
-            stored = [shard.stored for _, shard in sorted(flush.queue.shards.items())]
-            sent_bytes = flush.sent_bytes
+            shards, sent_bytes = flush.queue.shards(), flush.sent_bytes
             self._deactivate()
-        records = [record for record in stored if record is not None]
-        referenced = [record.bytes_referenced for record in records]
-        shards = tuple(record.shard for record in records)
+        extents = (extent for shard in shards for extent in shard.extents)
+        referenced = (each.size_bytes for each in extents if self._known.names(each.chunk))
         self._post(Flushed(flush.flush_id, shards, sum(referenced), sent_bytes))
 
     def _fail(self, flush: ActiveFlush, reason: str, *, void: bool) -> None:

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The chunks that a set may name instead of sending them.
+
+- Those of the newest commit, by digest.  Prune may delete the chunks of an older commit at any time.
+- Those that this VM has created and no commit names yet: of a set that was interrupted, of one that is still
+  written, and of an earlier life of the daemon.  A file in the daemon's own directory holds their keys.
+  After a restart each of them counts only once the store has confirmed its size and its age.
+
+A chunk that another writer has created is never named because of its key alone: anybody who may create
+objects could have put other bytes under a digest that can be predicted.
+
+Small files share chunks, so those of the newest commit of this VM are known by their own digests, too.  No
+record in the bucket has these digests: a claim about a part of a chunk could not be verified by its reader.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import structlog
+from blake3 import blake3
+from swansong import openat
+
+from swansongd.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent, StoredShard
+
+FILE_NAME = "chunks"
+_TEMPORARY = f".{FILE_NAME}.new"
+CREATED_MAX = 200_000
+"""Chunks without a commit that are remembered: 3 TB."""
+FILE_BYTES_MAX = 64 * 2**20
+CREATED_S_MAX = 12 * 3600.0
+"""A chunk without a commit counts up to this age.  Prune may delete it after a day (``ORPHANS_AFTER_S_MIN``
+of the configuration), and the flush needs time, too."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Found(NamedTuple):
+    """Stored bytes with the wanted digest."""
+
+    extent: Extent
+    is_created_now: bool
+    """This daemon has created the chunk a short time ago: the store need not confirm it."""
+
+
+class KnownChunks:
+    """Known chunks of one run and one store.  Thread-safe.
+
+    Args:
+        directory: the daemon's own directory in staging.
+        run, store_url: a file of another run or store is ignored.
+        is_data: whether a key is that of a chunk of the run.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        directory: Path,
+        *,
+        run: str,
+        store_url: str,
+        is_data: Callable[[str], bool],
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._directory = directory
+        self._header = f"swansong-chunks-1 {run} {store_url}"
+        self._is_data = is_data
+        self._monotonic = monotonic
+        self._lock = threading.Lock()
+        self._newest: CommitRef | None = None
+        self._named: dict[bytes, Chunk] = {}
+        self._created_mono_s: dict[Chunk, float] = {}
+        """Chunks that this life of the daemon has created, and no commit names yet."""
+        self._created = {chunk.digest: chunk for chunk in self._read()}
+        self._small: dict[bytes, Extent] = {}
+        self._fd = -1
+        with self._lock:
+            self._rewrite()
+
+    def __del__(self) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+
+    # ------------------------------------------------------------------ what a set may name
+
+    def find(self, digest: bytes) -> Found | None:
+        """The chunk with this digest, or the place of a small file with this digest in a shared chunk."""
+        with self._lock:
+            chunk = self._named.get(digest) or self._created.get(digest)
+            extent = self._small.get(digest) if chunk is None else Extent.whole(chunk)
+            if extent is None or not self._holds(extent.chunk):
+                return None
+            created_mono_s = self._created_mono_s.get(extent.chunk)
+            if created_mono_s is None:
+                return Found(extent, is_created_now=False)
+            if self._monotonic() - created_mono_s < CREATED_S_MAX:
+                return Found(extent, is_created_now=True)
+            self._forget([extent.chunk])
+            return None
+
+    def holds(self, chunks: Iterable[Chunk]) -> bool:
+        """Whether a manifest may name all these chunks now."""
+        with self._lock:
+            return all(self._holds(chunk) for chunk in chunks)
+
+    def names(self, chunk: Chunk) -> bool:
+        """Whether the newest commit names this chunk."""
+        with self._lock:
+            return self._named.get(chunk.digest) == chunk
+
+    def _holds(self, chunk: Chunk) -> bool:
+        digest = chunk.digest
+        return self._named.get(digest) == chunk or self._created.get(digest) == chunk
+
+    # ------------------------------------------------------------------ what happened
+
+    def created(self, chunk: Chunk, small: Mapping[bytes, Extent]) -> None:
+        """This daemon has created a chunk.
+
+        Args:
+            small: the extents of the small files in it, by their digests.
+        """
+        with self._lock:
+            if len(self._created) >= CREATED_MAX:
+                self._forget(list(self._created.values())[: CREATED_MAX // 10])
+            self._created[chunk.digest] = chunk
+            self._created_mono_s[chunk] = self._monotonic()
+            self._small.update(small)
+            self._append(_line(f"{chunk.key} {chunk.size_bytes}"))
+
+    def is_gone(self, chunk: Chunk) -> None:
+        """The store has lost a chunk, or it is too old to be named."""
+        with self._lock:
+            if self._named.get(chunk.digest) == chunk:
+                del self._named[chunk.digest]
+            if self._created.get(chunk.digest) == chunk:
+                self._forget([chunk])
+
+    def committed(self, shards: Sequence[StoredShard], ref: CommitRef) -> None:
+        """A set of this VM is committed as these shards."""
+        with self._lock:
+            named = _by_digest(shards)
+            if self._newest is None or self._newest <= ref:
+                self._newest, self._named = ref, named
+            self._forget(named.values())
+            self._small = {d: e for d, e in self._small.items() if self._holds(e.chunk)}
+            self._rewrite()
+
+    def superseded(self, ref: CommitRef) -> None:
+        """This is the newest commit of the run: no set may name chunks of an older one."""
+        with self._lock:
+            if self._newest is None or self._newest < ref:
+                self._newest, self._named = ref, {}
+
+    def seed(self, ref: CommitRef, shards: Sequence[StoredShard]) -> None:
+        """Note the chunks of the newest commit, made by another VM or life, unless a newer one is known."""
+        self.superseded(ref)
+        with self._lock:
+            if self._newest == ref and not self._named:
+                self._named = _by_digest(shards)
+
+    def _forget(self, chunks: Iterable[Chunk]) -> None:
+        for chunk in list(chunks):
+            if self._created.get(chunk.digest) == chunk:
+                del self._created[chunk.digest]
+                self._created_mono_s.pop(chunk, None)
+
+    # ------------------------------------------------------------------ the file, under the lock
+
+    @contextlib.contextmanager
+    def _opened(self) -> Iterator[int]:
+        own_fd = openat.open_directory(self._directory, owners={os.geteuid()})
+        try:
+            yield own_fd
+        finally:
+            os.close(own_fd)
+
+    def _read(self) -> list[Chunk]:
+        try:
+            with self._opened() as own_fd:
+                data = openat.read_file(
+                    FILE_NAME, dir_fd=own_fd, max_bytes=FILE_BYTES_MAX, owners={os.geteuid()}
+                )
+        except FileNotFoundError:
+            return []
+        except OSError as error:
+            _log.warning(
+                "known_chunks_not_read",
+                error=str(error),
+                hint="What an earlier daemon has sent without a commit is sent again",
+            )
+            return []
+        header, *lines = data.split(b"\n")
+        if _text(header) != self._header:
+            return []
+        chunks = (self._chunk(_text(line)) for line in lines[-CREATED_MAX:])
+        return [chunk for chunk in chunks if chunk is not None]
+
+    def _chunk(self, text: str) -> Chunk | None:
+        key, _, size = text.rpartition(" ")
+        if not (self._is_data(key) and size.isdecimal() and 0 < int(size) <= CHUNK_BYTES_MAX):
+            return None
+        return Chunk(key, int(size))
+
+    def _append(self, line: bytes) -> None:
+        if self._fd >= 0:
+            try:
+                openat.write_all(self._fd, line)
+            except OSError as error:
+                self._stop_writing(error)
+
+    def _rewrite(self) -> None:
+        """Replace the file by the shortest one with the same content.
+
+        It is never synced: after SIGKILL the kernel still has all of it.
+        """
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        lines = [_line(self._header)]
+        lines += [_line(f"{chunk.key} {chunk.size_bytes}") for chunk in self._created.values()]
+        try:
+            with self._opened() as own_fd:
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(_TEMPORARY, dir_fd=own_fd)  # a daemon was killed before the rename
+                flags = os.O_WRONLY | os.O_APPEND
+                self._fd = openat.create_file(_TEMPORARY, dir_fd=own_fd, flags=flags)
+                openat.write_all(self._fd, b"".join(lines))
+                os.rename(_TEMPORARY, FILE_NAME, src_dir_fd=own_fd, dst_dir_fd=own_fd)
+        except OSError as error:
+            self._stop_writing(error)
+
+    def _stop_writing(self, error: OSError) -> None:
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+        _log.warning(
+            "known_chunks_not_written",
+            error=str(error),
+            hint="Free space in staging; a daemon that restarts now sends stored bytes again",
+        )
+
+
+def _by_digest(shards: Sequence[StoredShard]) -> dict[bytes, Chunk]:
+    return {extent.chunk.digest: extent.chunk for shard in shards for extent in shard.extents}
+
+
+def _line(text: str) -> bytes:
+    """A line with a check of its own, so that a torn or damaged line is passed over."""
+    return f"{blake3(text.encode()).hexdigest(8)} {text}\n".encode()
+
+
+def _text(line: bytes) -> str:
+    """The text of a line; empty if the line is damaged."""
+    check, _, text = line.partition(b" ")
+    is_whole = check == blake3(text).hexdigest(8).encode()
+    return text.decode(errors="replace") if is_whole else ""

@@ -1,0 +1,162 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads the bytes of one chunk from staging, once, and is the body of the request that stores them.
+
+The digest names the chunk, so it must be known before the first byte is sent.  The bytes therefore stay in
+memory between the digest and the request: what is sent is what was hashed, whatever the trainer does with its
+files meanwhile, and the disk is read once.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+from blake3 import blake3
+
+from swansongd.errors import StagingError, Transient
+from swansongd.flush.layout import Piece
+from swansongd.model import StagedFile
+from swansongd.staging import scan
+from swansongd.stores.base import WINDOW_BYTES, BytesBody
+
+T = TypeVar("T")
+
+_OUT_OF_MEANS = {errno.EMFILE, errno.ENFILE, errno.ENOMEM}
+
+
+class Cancelled(Exception):
+    """The bytes are not needed any more.  Not a StoreError, so the request is not retried."""
+
+
+class Buffers:
+    """Buffers for chunks, used again: fresh memory costs a page fault for every 4 KiB.  Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._free: list[bytearray] = []
+
+    @contextmanager
+    def taken(self, size_bytes: int) -> Iterator[memoryview]:
+        """A buffer of this size, while the context is open."""
+        with self._lock:
+            fits = [each for each in self._free if len(each) >= size_bytes]
+            buffer = min(fits, key=len) if fits else None
+            if buffer is not None:
+                self._free = [each for each in self._free if each is not buffer]
+        buffer = buffer or bytearray(size_bytes)
+        try:
+            yield memoryview(buffer)[:size_bytes]
+        finally:
+            with self._lock:
+                self._free.append(buffer)
+
+    def release(self) -> None:
+        """Give the memory of unused buffers back."""
+        with self._lock:
+            self._free.clear()
+
+
+def read_pieces(
+    directory: scan.SetDirectory,
+    pieces: Sequence[Piece],
+    buffer: memoryview,
+    is_unwanted: Callable[[Piece], bool],
+) -> list[bytes]:
+    """Fill the buffer with the bytes of the pieces; returns the BLAKE3 of each piece.
+
+    Args:
+        is_unwanted: called before each window; if it returns True, reading raises Cancelled.
+
+    Raises:
+        StagingError: a file changed since the scan, or cannot be read.
+        Transient: no file descriptor or no memory is left; the file may be good.
+        Cancelled: the bytes are not needed any more.
+    """
+    digests, at = [], 0
+    for piece in pieces:
+        with opened(directory, piece.file) as fd:
+            hasher = blake3()
+            for start in range(0, piece.size_bytes, WINDOW_BYTES):
+                if is_unwanted(piece):
+                    raise Cancelled
+                length = min(WINDOW_BYTES, piece.size_bytes - start)
+                window = buffer[at + start : at + start + length]
+                _read(fd, piece, start, window)
+                hasher.update(window)  # while the window is in the processor's cache
+            digests.append(hasher.digest())
+        at += piece.size_bytes
+    return digests
+
+
+def _read(fd: int, piece: Piece, start: int, window: memoryview) -> None:
+    path, done = piece.file.path, 0
+    while done < len(window):
+        try:
+            count = os.preadv(fd, [window[done:]], piece.offset_bytes + start + done)
+        except OSError as error:
+            raise StagingError(f"{path} cannot be read: {error.strerror}") from error
+        if not count:
+            raise StagingError(f"{path} ends early: it was truncated after it was sealed")
+        done += count
+
+
+@contextmanager
+def opened(directory: scan.SetDirectory, file: StagedFile) -> Iterator[int]:
+    """A descriptor of a staged file that must not change before the context ends.
+
+    Raises:
+        StagingError: the file differs from what the scan saw, at the beginning or at the end.
+        Transient: no file descriptor or no memory is left; the file may be good.
+    """
+    fd = within_means(lambda: directory.open(file))
+    try:
+        yield fd
+        if not scan.unchanged(fd, file):
+            raise StagingError(f"{file.path} changed while it was read")
+    finally:
+        os.close(fd)
+
+
+def within_means(opening: Callable[[], T]) -> T:
+    """The result of ``opening``; raises Transient if no file descriptor or no memory is left."""
+    try:
+        return opening()
+    except StagingError as error:
+        cause = error.__cause__
+        if isinstance(cause, OSError) and cause.errno in _OUT_OF_MEANS:
+            raise Transient(str(error), hint="raise LimitNOFILE= of the unit") from error
+        raise
+
+
+class ChunkBody(BytesBody):
+    """A chunk in memory as the body of a request.
+
+    Args:
+        is_unwanted: called before each window; if it returns True, reading raises Cancelled.
+        moved: called with the length of each window, and with a negative number of bytes after a rewind.
+    """
+
+    def __init__(
+        self, data: memoryview, is_unwanted: Callable[[], bool], moved: Callable[[int], None]
+    ) -> None:
+        super().__init__(data)
+        self._is_unwanted = is_unwanted
+        self._moved = moved
+        self._done_bytes = 0
+
+    def rewind(self) -> None:
+        super().rewind()
+        if self._done_bytes:
+            self._moved(-self._done_bytes)
+        self._done_bytes = 0
+
+    def read_into(self, window: memoryview) -> None:
+        if self._is_unwanted():
+            raise Cancelled
+        super().read_into(window)
+        self._done_bytes += window.nbytes
+        self._moved(window.nbytes)
