@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Measures the flush of one large file of which some parts have changed: ``make bench-delta``.
+"""Measures the flush of one large file of which some chunks have changed: ``make bench-delta``.
 
 The flush engine with the daemon's wrappers sends to the sink of ``make bench`` over TLS.  The file is in the
 page cache.  Before each flush the newest commit has the file of before; ``first`` is the flush of a daemon
@@ -24,7 +24,8 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import FlushConfig, StoreConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import Layout
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
@@ -35,14 +36,14 @@ from swansongd.stores.wrappers.throttle import Throttled
 from bench.transfer.sink import DIRECT, PACED, PATTERN_BYTES, Sink, build, certificates
 from testkit.staged import ME
 
-PART = FlushConfig().part_size_bytes
+CHUNK = FlushConfig().chunk_bytes
 SET = "step-000000000001.abc"
 KEYS = RunKeys("r")
 
 
 @dataclass(frozen=True)
 class Case:
-    """``period``: one part in this many is changed; 0 for none."""
+    """``period``: one chunk in this many is changed; 0 for none."""
 
     name: str
     period: int
@@ -64,27 +65,27 @@ CASES = [
 class Machine:
     """A staged file, and the daemons that flush it."""
 
-    def __init__(self, place: Path, parts: int) -> None:
+    def __init__(self, place: Path, chunks: int) -> None:
         self.run = place / "staging"
-        self.parts = parts
-        self._noise = random.Random(1).randbytes(2 * PART)
+        self.chunks = chunks
+        self._noise = random.Random(1).randbytes(2 * CHUNK)
         self._choose = random.Random(2)
         (self.run / SET).mkdir(parents=True)
         with (self.run / SET / "model.pt").open("wb") as file:
-            for _ in range(parts):
-                file.write(self._part())
+            for _ in range(chunks):
+                file.write(self._chunk())
 
-    def _part(self) -> bytes:
-        """Random bytes that no other part has."""
-        at = self._choose.randrange(PART)
-        return self._choose.randbytes(64) + self._noise[at : at + PART - 64]
+    def _chunk(self) -> bytes:
+        """Random bytes that no other chunk has."""
+        at = self._choose.randrange(CHUNK)
+        return self._choose.randbytes(64) + self._noise[at : at + CHUNK - 64]
 
     def change(self, period: int) -> None:
-        """Overwrite one part in ``period``."""
+        """Overwrite one chunk in ``period``."""
         with (self.run / SET / "model.pt").open("r+b") as file:
-            for index in range(0, self.parts, period) if period else ():
-                file.seek(index * PART)
-                file.write(self._part())
+            for index in range(0, self.chunks, period) if period else ():
+                file.seek(index * CHUNK)
+                file.write(self._chunk())
 
     def staged(self, step: int) -> Staged:
         return Staged(
@@ -96,21 +97,20 @@ class Machine:
 
 
 class Daemon:
-    """A flush engine with a journal of its own."""
+    """A flush engine with known chunks of its own."""
 
     def __init__(self, store: ObjectStore, machine: Machine, own: Path) -> None:
         own.mkdir(mode=0o700)
         self._machine = machine
         self._events: SimpleQueue[Event] = SimpleQueue()
-        self.journal = UploadJournal(own, run="r", store_url=store.url)
+        self.known = KnownChunks(own, run="r", store_url=store.url, is_data=KEYS.is_data)
         self._engine = FlushEngine(
             store,
             KEYS,
             machine.run,
             self._events.put,
-            journal=self.journal,
-            connections=FlushConfig().connections,
-            part_size_bytes=PART,
+            known=self.known,
+            layout=Layout(CHUNK, FlushConfig().connections),
         )
 
     def flush(self, step: int) -> Flushed:
@@ -122,8 +122,7 @@ class Daemon:
         return event
 
     def commit(self, step: int, flushed: Flushed) -> None:
-        set_name = str(self._machine.staged(step).id)
-        self.journal.committed(set_name, flushed.shards, CommitRef(1, step))
+        self.known.committed(flushed.shards, CommitRef(1, step))
 
 
 def measure(
@@ -138,7 +137,7 @@ def measure(
         daemon.commit(step, flushed)
         if case.is_new_vm:
             daemon = Daemon(store, machine, place / "own-of-new-vm")
-            daemon.journal.seed(CommitRef(1, step), flushed.shards)
+            daemon.known.seed(CommitRef(1, step), flushed.shards)
         machine.change(case.period)
     before = sink.counters().bytes_in
     began_s, began_cpu_s = time.monotonic(), time.process_time()
@@ -165,7 +164,7 @@ def main() -> None:
         data = Path(name)
         certificates(data)
         (data / "pattern").write_bytes(bytes(PATTERN_BYTES))
-        machine = Machine(data, round(options.gib * 2**30 / PART))
+        machine = Machine(data, round(options.gib * 2**30 / CHUNK))
         with Sink(built, data, PACED if options.paced else DIRECT) as sink:
             backend = open_store(
                 StoreConfig(

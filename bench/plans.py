@@ -128,7 +128,7 @@ def running_vm(
 ) -> Iterator[tuple[DaemonClient, Process]]:
     """A VM with an empty disk, after its periodic checkpoint: a client of its daemon, and the daemon."""
     # A part size of 5 MiB gives the files of these sizes several parts, as 16 MiB does to larger ones.
-    settings["flush"] = {"part_size_bytes": "5MiB", "connections": 8}
+    settings["flush"] = {"chunk_bytes": "5MiB", "connections": 8}
     with (
         tempfile.TemporaryDirectory() as directory,
         Vm(Path(directory), store, settings=settings) as vm,

@@ -22,7 +22,8 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import Layout
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore
@@ -66,14 +67,16 @@ def stage(run: Path, files: int, size_bytes: int) -> Staged:
 def flush(store: ObjectStore, run: Path, staged: Staged) -> Flushed:
     events: queue.Queue[Event] = queue.Queue()
     (run / ".swansongd").mkdir(mode=0o700)
+    keys = RunKeys("r")
     engine = FlushEngine(
         store,
-        RunKeys("r"),
+        keys,
         run,
         events.put,
-        journal=UploadJournal(run / ".swansongd", run="r", store_url=store.url),
-        connections=CONNECTIONS,
-        part_size_bytes=16 * 2**20,
+        known=KnownChunks(
+            run / ".swansongd", run="r", store_url=store.url, is_data=keys.is_data
+        ),
+        layout=Layout(16 * 2**20, CONNECTIONS),
     )
     engine.start("flush", staged, 1)
     while not isinstance(event := events.get(), Flushed | FlushFailed):

@@ -373,7 +373,7 @@ class Stage:
         disk.mkdir()
         self.metadata_url = self._emulator(CLOUDS[cloud_name].emulator)
         settings: dict[str, dict[str, Any]] = {
-            "flush": {"part_size_bytes": "5MiB"},  # larger parts would show no progress
+            "flush": {"chunk_bytes": "4MiB"},
             "deadline": {"assumed_grace_s": ASSUMED_GRACE_S},
             "mirror": {**(mirror or {})},
         }

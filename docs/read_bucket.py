@@ -16,16 +16,15 @@ import os
 import re
 import shutil
 import sys
-from base64 import b64decode
 from pathlib import Path
 
 from blake3 import blake3
 
 MANIFEST = re.compile(r"([0-9]{8})/([0-9]{12})(-final)?/([0-9]{5})-of-([0-9]{5})\.json")
-DATA = re.compile(r"[0-9]{8}/[A-Za-z0-9-]+/(?:[0-9]{5}/.+|[0-9]{5}-packs/[0-9]{6})")
+CHUNK = re.compile(r"[0-9]{8}/([0-9a-f]{64})-[0-9a-z]{1,32}")
 NAME = re.compile(r"[A-Za-z0-9 _+=@,.-]{1,200}")
 MANIFEST_BYTES_MAX = 48 * 2**20
-WINDOW_BYTES = 2**20
+CHUNK_BYTES_MAX = 2**28
 
 
 class Damaged(Exception):
@@ -72,43 +71,40 @@ def check_path(path: str) -> None:
     check(is_safe and len(path) <= 1024 and len(names) <= 16, f"the path {path!r} is not safe")
 
 
-def restore_shard(bucket: Path, run: str, objects: list, shard: dict, target: Path) -> None:
-    """Join the extents of a shard, and compare each part with its digest."""
+def chunk(bucket: Path, run: str, name: str, size: int) -> bytes:
+    """The bytes of a chunk, which match its name."""
+    match = CHUNK.fullmatch(name)
+    check(match is not None and 1 <= size <= CHUNK_BYTES_MAX, f"the chunk {name!r}")
+    path = bucket / run / "data" / name
+    check(path.is_file() and path.stat().st_size == size, f"{path} is missing, or has another size")
+    data = path.read_bytes()
+    check(blake3(data).hexdigest() == match[1], f"{path} does not match its name")
+    return data
+
+
+def restore_shard(bucket: Path, run: str, chunks: list, shard: dict, target: Path) -> None:
+    """Join the extents of a shard."""
     check_path(shard["path"])
-    size, part_size = shard["size_bytes"], shard["part_size_bytes"]
-    digests = b64decode(shard["parts"], validate=True)
-    parts = max(1, -(-size // part_size))
-    check(len(digests) == 32 * parts, f"{shard['path']} has a wrong number of digests")
-    check(sum(extent[2] for extent in shard["extents"]) == size, f"{shard['path']}: its size")
     to = target / shard["path"]
     to.parent.mkdir(parents=True, exist_ok=True)
-    left, hasher, part = min(part_size, size), blake3(), 0
+    last, data, written = -1, b"", 0
     with to.open("xb") as out:
-        for index, offset, extent_bytes in shard["extents"]:
-            length = extent_bytes
-            key, object_bytes = objects[index]
-            check(key.startswith(f"{run}/data/") and ".." not in key.split("/"), f"the key {key!r}")
-            check(bool(DATA.fullmatch(key.removeprefix(f"{run}/data/"))), f"the key {key!r}")
-            check(offset >= 0 and 1 <= length <= object_bytes - offset, "an extent out of range")
-            try:
-                source = (bucket / key).open("rb")
-            except FileNotFoundError:
-                raise Damaged(f"{key} is missing") from None
-            with source:
-                check(os.fstat(source.fileno()).st_size == object_bytes, f"the size of {key}")
-                source.seek(offset)
-                while length:
-                    window = source.read(min(length, left, WINDOW_BYTES))
-                    check(bool(window), f"{key} is short")
-                    out.write(window)
-                    hasher.update(window)
-                    length, left = length - len(window), left - len(window)
-                    if not left:  # the last part, or another one follows
-                        check(hasher.digest() == digests[32 * part :][:32], f"part {part} of {to}")
-                        part += 1
-                        left, hasher = min(part_size, size - part * part_size), blake3()
-        if not size:
-            check(hasher.digest() == digests, f"the digest of the empty file {to}")
+        for extent in shard["extents"]:
+            number, *part = [extent] if isinstance(extent, int) else extent
+            check(0 <= number < len(chunks), f"an extent of {to}")
+            if number != last:
+                last, data = number, chunk(bucket, run, *chunks[number])
+            offset, size = part or (0, len(data))
+            check(0 <= offset < offset + size <= len(data), f"an extent of {to}")
+            out.write(data[offset : offset + size])
+            written += size
+    check(written == shard["size_bytes"], f"the size of {to}")
+
+
+def content_of(shard: dict, chunks: list) -> tuple:
+    """Equal for two shards with the same bytes in the same chunks."""
+    extents = [[each] if isinstance(each, int) else each for each in shard["extents"]]
+    return shard["size_bytes"], [(chunks[first][0][9:73], rest) for first, *rest in extents]
 
 
 def restore_commit(bucket: Path, run: str, place: tuple, paths: dict[int, Path], to: Path) -> None:
@@ -122,11 +118,11 @@ def restore_commit(bucket: Path, run: str, place: tuple, paths: dict[int, Path],
         check(tuple(body[name] for name in names) == own, f"{path} is the manifest of another key")
         check((body["kind"] == "final") == is_final, f"{path} has the wrong kind")
         for shard in body["shards"]:
-            content = (shard["size_bytes"], shard["part_size_bytes"], shard["parts"])
+            content = content_of(shard, body["chunks"])
             if written.setdefault(shard["path"], content) != content:
                 raise Damaged(f"two nodes have different files called {shard['path']}")
             if not (to / shard["path"]).exists():  # nodes may share a file
-                restore_shard(bucket, run, body["objects"], shard, to)
+                restore_shard(bucket, run, body["chunks"], shard, to)
 
 
 def main(bucket: Path, run: str, target: Path) -> None:

@@ -9,27 +9,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from blake3 import blake3
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.config.config import FlushConfig
-from swansongd.flush.packs import Packing
+from swansongd.flush.layout import Layout, Pieces
 from swansongd.model import (
-    CheckpointId,
     CheckpointKind,
+    Chunk,
     CommitRef,
     Extent,
     StagedFile,
-    StoredObject,
     StoredShard,
 )
-from swansongd.stores.checksums import crc32c
 
 from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
 from bench.transfer.sink import DIRECT, FAULTY, HASHING, LINK, PACED, PATTERN_BYTES, Object, Profile
-from testkit.committed import part_digest
 
-PART_BYTES = 16 * 2**20
+CHUNK_BYTES = FlushConfig().chunk_bytes
 FAULT_TIMES_S = (25.0, 110.0)
 QUICK_FAULT_TIMES_S = (2.0, 6.0)
 _BLOCK_BYTES = 2**20
@@ -43,7 +41,7 @@ class Workload:
     count: int
     size_bytes: int
     is_sparse: bool = False
-    """Only the first block of each file has data: for cases that the network limits, not the memory."""
+    """Only the begin of each chunk has data: for cases that the network limits, not the memory."""
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -139,7 +137,7 @@ def reference_of(case: Case) -> str:
 
 
 def make_files(workload: Workload, directory: Path) -> None:
-    """Write the files with different blocks; a sparse file has data only in its first block."""
+    """Write the files with different blocks; a sparse file has data only at the begin of each chunk."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     space = os.statvfs(directory)
@@ -151,7 +149,9 @@ def make_files(workload: Workload, directory: Path) -> None:
     for number, (name, size_bytes) in enumerate(workload.files):
         with open(directory / name, "wb") as file:
             if workload.is_sparse:
-                file.write(os.urandom(4096))
+                for offset in range(0, size_bytes, CHUNK_BYTES):
+                    file.seek(offset)
+                    file.write(os.urandom(4096))
                 file.truncate(size_bytes)
                 continue
             for offset in range(0, size_bytes, _BLOCK_BYTES):
@@ -169,7 +169,7 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
         pattern.write_bytes(os.urandom(PATTERN_BYTES))
     keys = RunKeys(RUN)
     shards = _shards(workload, keys, pattern.read_bytes())
-    stored = dict.fromkeys(extent.object for shard in shards for extent in shard.extents)
+    stored = dict.fromkeys(extent.chunk for shard in shards for extent in shard.extents)
     objects = [Object(f"{BUCKET}/{each.key}", each.size_bytes) for each in stored]
     objects += [Object(f"{BUCKET}/{PREFIX}/{name}", size) for name, size in workload.files]
     commit = manifest.encode(
@@ -191,63 +191,33 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
     return objects
 
 
-@dataclass(frozen=True)
-class _Packed:
-    file: StagedFile
-
-
 def _shards(workload: Workload, keys: RunKeys, pattern: bytes) -> tuple[StoredShard, ...]:
-    """The shards of the workload; small ones share objects, as the flush engine stores them."""
-    packing = Packing.for_parts(PART_BYTES, FlushConfig().connections)
+    """The shards of the workload, with the chunks of the flush engine."""
+    layout = Layout(CHUNK_BYTES, FlushConfig().connections)
     files = [
         StagedFile(path=name, size_bytes=size_bytes, mtime_ns=0, inode=0)
         for name, size_bytes in workload.files
     ]
-    checkpoint = CheckpointId(1, "bench")
-    if not packing.is_small(workload.size_bytes):
-        digests, checksum = _digests(pattern, workload.size_bytes)
-        return tuple(
-            StoredShard.of_object(
-                keys.shard(1, checkpoint, "1", 0, file.path),
-                path=file.path,
-                size_bytes=file.size_bytes,
-                part_digests=digests,
-                part_size_bytes=PART_BYTES,
-                crc32c=checksum,
-            )
-            for file in files
-        )
-    shards: list[StoredShard] = []
-    repeated = pattern * (workload.size_bytes // PATTERN_BYTES + 2)
-    groups = packing.groups([_Packed(file) for file in files], is_sealed=True)
-    for number, group in enumerate(groups, 1):
-        key = keys.pack(1, checkpoint, "1", 0, number)
-        pack = StoredObject(key, sum(packed.file.size_bytes for packed in group))
+    pieces = [piece for file in files for piece in layout.cut(file)]
+    groups: list[Pieces] = [(piece,) for piece in pieces]
+    if all(map(layout.is_small, files)):
+        groups = layout.packed(pieces, is_sealed=True)
+    digests: dict[int, bytes] = {}
+    extents: dict[str, list[Extent]] = {file.path: [] for file in files}
+    for number, group in enumerate(groups):
+        size_bytes = sum(piece.size_bytes for piece in group)
+        if size_bytes not in digests:
+            repeated = pattern * (size_bytes // PATTERN_BYTES + 1)
+            digests[size_bytes] = blake3(memoryview(repeated)[:size_bytes]).digest()
+        # The bytes of all chunks are equal: their names differ, so that each is fetched.
+        chunk = Chunk(keys.chunk(1, digests[size_bytes], f"{number}"), size_bytes)
         offset = 0
-        for packed in group:
-            start, size_bytes = offset % PATTERN_BYTES, packed.file.size_bytes
-            data = repeated[start : start + size_bytes]
-            shard = StoredShard(
-                path=packed.file.path,
-                size_bytes=size_bytes,
-                part_size_bytes=PART_BYTES,
-                part_digests=part_digest(data),
-                crc32c=crc32c(data),
-                extents=(Extent(pack, offset, size_bytes),),
-            )
-            shards.append(shard)
-            offset += size_bytes
-    return tuple(shards)
-
-
-def _digests(pattern: bytes, size_bytes: int) -> tuple[bytes, int]:
-    """Digests of the parts and CRC32C of ``size_bytes`` bytes of the repeated pattern."""
-    digests = []
-    checksum = 0
-    part = pattern * (PART_BYTES // PATTERN_BYTES)
-    whole = part_digest(part)
-    for offset in range(0, size_bytes, PART_BYTES):
-        length = min(PART_BYTES, size_bytes - offset)
-        digests.append(whole if length == PART_BYTES else part_digest(part[:length]))
-        checksum = crc32c(part if length == PART_BYTES else part[:length], checksum)
-    return b"".join(digests), checksum
+        for piece in group:
+            extents[piece.file.path].append(Extent(chunk, offset, piece.size_bytes))
+            offset += piece.size_bytes
+    return tuple(
+        StoredShard(
+            path=file.path, size_bytes=file.size_bytes, extents=tuple(extents[file.path])
+        )
+        for file in files
+    )

@@ -91,7 +91,7 @@ def test_the_next_vm_ends_with_the_same_weights(
 def test_large_files_travel_in_parts(aws: Aws, bucket: Bucket, new_vm: Any, witness: str) -> None:
     """Three files of 7 MB are sent as parallel parts of 5 MiB; each becomes one object with all its bytes."""
     vm = new_vm(
-        "vm", bucket.store, metadata=aws.metadata, settings={"flush": {"part_size_bytes": "5MiB"}}
+        "vm", bucket.store, metadata=aws.metadata, settings={"flush": {"chunk_bytes": "5MiB"}}
     )
     daemon = vm.start_daemon()
     vm.start_trainer("--size-bytes", "7000000", script=witness).lines.wait(step=2)

@@ -14,7 +14,7 @@ from testkit.staged import seal_files
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
-FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
+FLUSH = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
 FROZEN = random.Random(7).randbytes(20 * 2**20 + 4321)
 
 

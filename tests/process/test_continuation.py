@@ -19,7 +19,7 @@ from testkit.waiting import until
 
 MIB = 2**20
 PART = 5 * MIB
-FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
+FLUSH = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
 FROZEN = random.Random(7).randbytes(4 * PART + 4321)
 
 

@@ -17,7 +17,7 @@ from testkit.trainers.slow_save import OPTIMIZER_BYTES, SMALL_BYTES, WEIGHTS_BYT
 from testkit.waiting import until
 
 SCRIPT = TRAINERS / "slow_save.py"
-SETTINGS = {"flush": {"part_size_bytes": "5MiB", "connections": 4}}
+SETTINGS = {"flush": {"chunk_bytes": "5MiB", "connections": 4}}
 
 
 @dataclass

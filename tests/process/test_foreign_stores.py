@@ -53,7 +53,7 @@ def test_a_foreign_store_returns_what_was_committed(
             "region": "us-east-1",
             **({"ca_bundle": str(ca)} if is_tls else {}),
         }
-        flush = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
+        flush = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
         # Its doctor reads the environment of the daemon in /proc, where a fork has none.
         vm = new_vm("vm", store, metadata=aws.metadata, settings=flush, warm=None)
         daemon = vm.start_daemon(**ACCOUNT)

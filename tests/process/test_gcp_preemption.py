@@ -105,7 +105,7 @@ def test_lost_replies_under_a_role_that_may_not_overwrite(
         return len([target for how, target in requests if how == method and match in target])
 
     lose(*claim)
-    vm = new_vm("vm", store, metadata=gcp.metadata, settings={"flush": {"part_size_bytes": "5MiB"}})
+    vm = new_vm("vm", store, metadata=gcp.metadata, settings={"flush": {"chunk_bytes": "5MiB"}})
     daemon = vm.start_daemon()
     vm.start_trainer("--size-bytes", "5500000", script=witness).lines.wait(step=5)
     until(lambda: asked(*claim) == 3, what="the claim, its retry, and the read that resolves it")

@@ -50,7 +50,7 @@ def are_equal(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def two_steps(bucket: Bucket, new_vm: Any) -> list[list[torch.Tensor]]:
     """The states at steps 1 and 2, both committed by a VM that is gone."""
     # Parts of 5 MiB: the optimizer's file is an object of its own, the others share a pack.
-    vm = new_vm("first", bucket.store, settings={"flush": {"part_size_bytes": "5MiB"}})
+    vm = new_vm("first", bucket.store, settings={"flush": {"chunk_bytes": "5MiB"}})
     daemon = vm.start_daemon()
     job, states = Job(vm, 1), []
     with job.guard:

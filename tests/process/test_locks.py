@@ -28,7 +28,7 @@ def test_a_daemon_locks_what_it_commits(new_vm: Any) -> None:
         control(s3.url, "credentials?access_key=emulated&secret_key=emulated")
         control(s3.url, "bucket?name=ckpt&lock=1")
         store = {"url": "s3://ckpt/p", "endpoint": s3.url, "region": "us-east-1"}
-        settings = {"flush": {"part_size_bytes": PART_BYTES}}
+        settings = {"flush": {"chunk_bytes": PART_BYTES}}
         vm = new_vm("vm", {**store, "lock_days": DAYS}, settings=settings)
         daemon = vm.start_daemon()
         seal_files(vm.run_directory, 20, files)

@@ -17,7 +17,7 @@ from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
 MIB = 2**20
-FLUSH = {"flush": {"part_size_bytes": "5MiB", "connections": 2}}
+FLUSH = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
 LARGE = random.Random(3).randbytes(6 * MIB)
 """More than one part, so its upload has to be completed."""
 FILES = {"model.bin": LARGE, "optimizer.bin": b"small"}

@@ -14,7 +14,7 @@ from testkit.staged import seal_files
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
-SETTINGS = {"flush": {"part_size_bytes": "5MiB", "connections": 4}}
+SETTINGS = {"flush": {"chunk_bytes": "5MiB", "connections": 4}}
 
 
 def sent(strict_bucket: Strict) -> list[str]:

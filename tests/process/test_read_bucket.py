@@ -15,7 +15,7 @@ from testkit.committed import flip_bit, tree
 from testkit.staged import seal_files
 
 READER = REPOSITORY / "docs/read_bucket.py"
-PART_BYTES = 5 * 2**20
+CHUNK_BYTES = 2**20
 CODE_LINES_MAX = 150
 
 
@@ -32,21 +32,23 @@ def read(bucket: Path, to: Path) -> subprocess.CompletedProcess[str]:
 def test_the_reader_of_the_format_page_restores_a_bucket(
     bucket: Bucket, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Packs, and a file of which one part changed; then damage, which it reports and passes over."""
+    """Files that share a chunk, and one of which a chunk changed; then damage, which it passes over."""
     source = random.Random(5)
     files = {f"small-{number}": source.randbytes(number * 50) for number in range(40)}
-    files["large"] = source.randbytes(2 * PART_BYTES + 1000)
-    vm = new_vm("vm", bucket.store, settings={"flush": {"part_size_bytes": PART_BYTES}})
+    files["large"] = source.randbytes(2 * CHUNK_BYTES + 1000)
+    vm = new_vm("vm", bucket.store, settings={"flush": {"chunk_bytes": CHUNK_BYTES}})
     daemon = vm.start_daemon()
     first = seal_files(vm.run_directory, 20, files)
     daemon.lines.wait(event="committed", step=20)
-    files["large"] = files["large"][:PART_BYTES] + b"x" * PART_BYTES + files["large"][-1000:]
+    files["large"] = files["large"][:CHUNK_BYTES] + b"x" * CHUNK_BYTES + files["large"][-1000:]
     second = seal_files(vm.run_directory, 40, files)
     daemon.lines.wait(event="committed", step=40)
     vm.power_off()
-    newest = bucket.manifests()[0]
-    assert any("-packs/" in key for key, _ in newest["objects"]), "no pack: the test proves less"
-    assert any(len(shard["extents"]) > 1 for shard in newest["shards"]), "no changed part"
+    newest, older = bucket.manifests()[:2]
+    (large,) = (shard for shard in newest["shards"] if shard["path"] == "large")
+    (old_large,) = (shard for shard in older["shards"] if shard["path"] == "large")
+    small = [extent for shard in newest["shards"] for extent in shard["extents"] if shard != large]
+    assert any(isinstance(extent, list) for extent in small), "no shared chunk: the test proves less"
 
     copy = tmp_path / "copy"
     for key, data in bucket.objects().items():
@@ -56,11 +58,13 @@ def test_the_reader_of_the_format_page_restores_a_bucket(
     assert done.returncode == 0, done.stderr
     assert done.stdout == "generation 1 step 40\n"
     assert tree(tmp_path / "newest") == second
-    (changed,) = (key for key, _ in newest["objects"] if key.endswith("large") and "0040-" in key)
-    flip_bit(copy / changed, 12345)
+    pairs = (newest, large), (older, old_large)
+    names = [{made["chunks"][n][0] for n in shard["extents"]} for made, shard in pairs]
+    (changed,) = names[0] - names[1]
+    flip_bit(copy / "run/data" / changed, 12345)
     done = read(copy, tmp_path / "older")
     assert done.stdout == "generation 1 step 20\n"
-    assert "skipped generation 1 step 40: part 1 of" in done.stderr
+    assert "does not match its name" in done.stderr
     assert tree(tmp_path / "older") == first
 
 

@@ -21,7 +21,8 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.config.config import FlushConfig, StoreConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import Layout
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
@@ -78,9 +79,10 @@ def prepare(job: Job) -> Callable[[], object]:
         keys,
         job.directory.parent,
         events.put,
-        journal=UploadJournal(Path(own), run=job.prefix, store_url=store.url),
-        connections=connections,
-        part_size_bytes=flush.part_size_bytes,
+        known=KnownChunks(
+            Path(own), run=job.prefix, store_url=store.url, is_data=keys.is_data
+        ),
+        layout=Layout(flush.chunk_bytes, connections),
     )
 
     def flush_set(number: int) -> None:

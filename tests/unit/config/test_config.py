@@ -64,7 +64,7 @@ def test_only_run_staging_and_store_are_required() -> None:
     assert got.deadline.reserve_s == 3.0
     assert got.deadline.assumed_grace_s == 25.0
     assert got.deadline.sigterm_grace_s == 25.0
-    assert (got.flush.connections, got.flush.part_size_bytes) == (32, 16 * 2**20)
+    assert (got.flush.connections, got.flush.chunk_bytes) == (32, 16 * 2**20)
     assert got.flush.background_bytes_per_s is None
     assert (got.store.profile, got.store.ca_bundle) == (None, None)
     assert (got.store.addressing, got.store.checksums) == ("auto", "auto")
@@ -109,7 +109,7 @@ def test_five_mistakes_are_five_problems() -> None:
         store__url="ftp://x",
         sources__poll_intervall_s=1,
         trainer__signal="SIGKILL",
-        flush__part_size_bytes="1MiB",
+        flush__chunk_bytes="1GiB",
     )
     problems = problems_of(body)
     assert len(problems) == 5
@@ -157,7 +157,7 @@ def test_the_suffix_of_a_key_is_its_unit(key: str, reader: Reader) -> None:
         ("run__mtbf", "mtbf_s"),
         ("sources__end_lead", "end_lead_s"),
         ("sources__max_run_duration", "max_run_duration_s"),
-        ("flush__part_size", "part_size_bytes"),
+        ("flush__chunk_size", "chunk_bytes"),
     ],
 )
 def test_the_error_for_a_key_without_its_unit_names_the_right_key(old: str, new: str) -> None:
@@ -225,24 +225,24 @@ def test_invalid_durations_are_refused(value: object) -> None:
     [
         (16_000_000, 16_000_000),
         ("16MiB", 2**24),
-        ("1GB", 10**9),
-        ("0.5 GiB", 2**29),
+        ("0.1GB", 10**8),
+        ("0.25 GiB", 2**28),
         ("6000000B", 6 * 10**6),
     ],
 )
 def test_sizes(value: object, size_bytes: int) -> None:
     """Numbers are bytes; strings carry a unit."""
-    assert parsed(flush__part_size_bytes=value).flush.part_size_bytes == size_bytes
+    assert parsed(flush__chunk_bytes=value).flush.chunk_bytes == size_bytes
 
 
 @pytest.mark.parametrize(
     "value",
-    ["16", "16mb", "16M", "MiB", "4MiB", "2GiB", 5.5e6, True, -1, "5000000.5B", "6XiB", None],
+    ["16", "16mb", "16M", "MiB", "0.5MiB", "1GiB", 5.5e6, True, -1, "5000000.5B", "6XiB", None],
 )
-def test_invalid_part_sizes_are_refused(value: object) -> None:
-    """Values that are not a size are refused, and sizes that no store accepts: below 5 MiB, above 1 GiB."""
-    (problem,) = problems_of(with_values(flush__part_size_bytes=value))
-    assert problem.startswith("flush.part_size_bytes: ")
+def test_invalid_chunk_sizes_are_refused(value: object) -> None:
+    """Values that are not a size are refused, and sizes out of range: below 1 MiB, above 256 MiB."""
+    (problem,) = problems_of(with_values(flush__chunk_bytes=value))
+    assert problem.startswith("flush.chunk_bytes: ")
 
 
 @pytest.mark.parametrize(

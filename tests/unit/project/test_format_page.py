@@ -5,36 +5,26 @@ from __future__ import annotations
 
 import json
 import re
-from base64 import b64encode
 from dataclasses import replace
 from typing import Any
 
-import pytest
 from swansong import bounds
 from swansongd.bucket import catalog
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket import manifest as manifests
 from swansongd.bucket import resumption as resumptions
-from swansongd.bucket.keys import PACKS_MAX, RunKeys
+from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.signing import Signer
 from swansongd.core.events import Conclude
-from swansongd.digests import PART_SIZE_BYTES_MAX
 from swansongd.flush.ledger import YIELD_S
 from swansongd.loss_records import EvacuationRecord, LastReport, NoticeRecord
-from swansongd.model import (
-    CheckpointId,
-    CheckpointKind,
-    CommitRef,
-    StoredShard,
-    Verdict,
-    VmPart,
-)
+from swansongd.model import CHUNK_BYTES_MAX, CheckpointKind, CommitRef, Verdict, VmPart
 from swansongd.observe.samples import SAMPLES_MAX
 from swansongd.observe.timeline import ENTRIES_MAX, NOTICES_MAX
 
 from testkit import REPOSITORY
-from testkit.committed import part_digest
+from testkit.committed import chunk_of, whole_shard
 from tests.unit.bucket.test_resumption import RESUMPTION
 
 DOCS = REPOSITORY / "docs"
@@ -44,15 +34,10 @@ RECORDS_PAGE = (DOCS / "format-records.md").read_text(encoding="utf-8")
 SIGNER = Signer(b"k" * 32)
 KEYS = RunKeys("my-run")
 REF = CommitRef(7, 4200)
-SHARD = KEYS.shard(7, CheckpointId(4200, "0af1"), "9e2d", 0, "rank-00000/model.bin")
+CHUNK = chunk_of(b"abc", run="my-run", generation=7, nonce="9e2d")
 MANIFEST = manifests.Manifest(
     run="my-run", generation=7, step=4200, kind=CheckpointKind.PERIODIC, node=0, nodes=2, nonce="0af1",
-    shards=(
-        StoredShard.of_object(
-            SHARD, path="rank-00000/model.bin", size_bytes=3, part_digests=part_digest(b"abc"),
-            part_size_bytes=16, crc32c=1,
-        ),
-    ),
+    shards=(whole_shard("rank-00000/model.bin", CHUNK),),
     parent=CommitRef(7, 4100),
 )  # fmt: skip
 CLAIM = claims.ClaimObject(run="my-run", generation=7, start="5d41")
@@ -62,11 +47,9 @@ FORMS = {
     "<step>": r"[0-9]{12}",
     "<node>": r"[0-9]{5}",
     "<nodes>": r"[0-9]{5}",
-    "<nonce>": r"[A-Za-z0-9]+",
-    "<upload_nonce>": r"[A-Za-z0-9]+",
-    "<pack>": r"[0-9]{6}",
+    "<digest>": r"[0-9a-f]{64}",
+    "<nonce>": r"[0-9a-z]{1,32}",
     "<name>": r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}",
-    "<path>": r".+",
     "<time>": r"[0-9]{8}T[0-9]{6}Z",
     "<hex>": r"[0-9a-f]+",
 }
@@ -109,8 +92,7 @@ def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
     forms = [name for name in first_names(section(KEYS_PAGE, "Layout")) if "/" in name]
     made = [
         KEYS.generation(7),
-        SHARD,
-        KEYS.pack(7, CheckpointId(4200, "0af1"), "9e2d", 0, 3),
+        CHUNK.key,
         KEYS.commit(REF, 0, 2),
         KEYS.commit(replace(REF, is_final=True), 0, 2),
         KEYS.farewell(7, "20261121T024201Z-0af1"),
@@ -140,7 +122,6 @@ def test_the_forms_of_numbers_are_those_of_the_code() -> None:
         "step": bounds.STEP_MAX,
         "node": bounds.NODES_MAX,
         "nodes": bounds.NODES_MAX,
-        "pack": PACKS_MAX,
     }
     assert {name: 10**count - 1 for name, count in digits.items()} == largest
 
@@ -213,7 +194,7 @@ BOUNDS = {
     "characters of a name in a path": bounds.NAME_CHARS_MAX,
     "names in a path": bounds.PATH_LEVELS_MAX,
     "bytes of all shards of a manifest": bounds.BYTES_MAX,
-    "`part_size_bytes`": PART_SIZE_BYTES_MAX,
+    "bytes of a chunk": CHUNK_BYTES_MAX,
     "characters of `run`, `kind`, `nonce`, `framework`, `created`": bounds.ID_CHARS_MAX,
     "entries of `health`": bounds.METRICS_MAX,
     "entries of `trainer`": bounds.FACTS_MAX,
@@ -233,12 +214,10 @@ def test_the_bounds() -> None:
     assert f"{catalog.EXAMINE_CPU_S:g} s of processor time" in OBJECTS_PAGE
 
 
-@pytest.mark.parametrize("data", [b"", b"abc", bytes(range(256)) * 5])
-def test_the_digests_of_a_shard(data: bytes) -> None:
+def test_the_name_of_a_chunk() -> None:
     """The function on the page returns what the code returns."""
-    parts = [data[i : i + 16] for i in range(0, max(1, len(data)), 16)]
-    own = b64encode(b"".join(map(part_digest, parts))).decode()
-    assert snippet(OBJECTS_PAGE, "The digests of a shard")["digests"](data, 16) == own
+    name = snippet(OBJECTS_PAGE, "Chunks")["name"]
+    assert KEYS.data + name(b"abc", 7, "9e2d") == CHUNK.key
 
 
 def test_the_signatures() -> None:
