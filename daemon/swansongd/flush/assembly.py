@@ -30,6 +30,7 @@ from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import Layout
 from swansongd.flush.ledger import Ledger
 from swansongd.flush.locker import Locker
+from swansongd.flush.possession import Possession
 from swansongd.flush.pruner import Pruner
 from swansongd.flush.store_health import StoreHealth
 from swansongd.flush.sweeper import Sweeper
@@ -112,6 +113,12 @@ class Storage:
             store_url=config.store.url,
             is_data=self.keys.is_data,
         )
+        possession = Possession(
+            self._retrying(self.backend, lambda: -math.inf if is_urgent() else None),
+            known,
+            is_urgent=is_urgent,
+            stop=stop,
+        )
         self.flush = FlushEngine(
             data_store,
             self.keys,
@@ -119,6 +126,7 @@ class Storage:
             self._post_flush,
             known=known,
             layout=Layout(config.flush.chunk_bytes, config.flush.connections),
+            created=possession.offer,
         )
         self.mirror = mirror
         """The backend of the mirror; None without one."""
@@ -159,6 +167,7 @@ class Storage:
             health=self._health,
             committed=self._committed,
             prepare=locker.extend,
+            settle=possession.settle,
         )
         self.ledger = Ledger(
             small_store,

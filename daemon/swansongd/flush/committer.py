@@ -72,6 +72,7 @@ class Committer:
         health: is informed of every success and failure.
         committed: takes each manifest that was committed.
         prepare: called with each manifest before it is created; raises nothing.
+        settle: called before a set is committed; afterwards the known chunks are those that the store has.
     """
 
     def __init__(
@@ -86,6 +87,7 @@ class Committer:
         health: StoreHealth,
         committed: Callable[[Manifest], None] = lambda _manifest: None,
         prepare: Callable[[Manifest], object] = lambda _manifest: None,
+        settle: Callable[[], None] = lambda: None,
     ) -> None:
         self._store = store
         self._keys = keys
@@ -96,6 +98,7 @@ class Committer:
         self._health = health
         self._committed = committed
         self._prepare = prepare
+        self._settle = settle
         self.starts = claimant.starts
         """The starts of the training that earlier lives of the daemon have recorded."""
         self._wanted = ""
@@ -338,6 +341,7 @@ class Committer:
 
     def _commit(self, request: CommitManifest) -> None:
         staged = request.staged
+        self._settle()
         if not self._known.holds(e.chunk for shard in request.shards for e in shard.extents):
             self._post(CommitFailed(request.flush_id, _OBSOLETE, conflict=False, is_obsolete=True))
             return

@@ -35,7 +35,7 @@ from swansongd.flush.queue import UploadQueue
 from swansongd.flush.reading import Cancelled
 from swansongd.flush.sender import ChunkSender, chunk_nonce
 from swansongd.flush.tasks import Begin, Finish, StoreChunk, Task, TaskOutcome
-from swansongd.model import CheckpointId, Staged
+from swansongd.model import CheckpointId, Chunk, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
 from swansongd.util.concurrency import ConcurrencyLimit
@@ -59,6 +59,7 @@ class FlushEngine:
         post: receives FlushProgress, Flushed and FlushFailed.
         known: chunks of this run and store.
         layout: decides which bytes share a chunk, and how many chunks are in flight at most.
+        created: takes each chunk that was created.
         nonce: returns a new nonce for the key of a chunk.
         monotonic: the clock of the concurrency limit.
     """
@@ -72,6 +73,7 @@ class FlushEngine:
         *,
         known: KnownChunks,
         layout: Layout,
+        created: Callable[[Chunk], None] = lambda _chunk: None,
         nonce: Callable[[], str] = chunk_nonce,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
@@ -84,7 +86,9 @@ class FlushEngine:
         self._lock = threading.Lock()
         self._has_work = threading.Condition(self._lock)
         self._has_begun = threading.Condition(self._lock)
-        self._sender = ChunkSender(store, keys, run_directory, known, lock=self._lock, nonce=nonce)
+        self._sender = ChunkSender(
+            store, keys, run_directory, known, lock=self._lock, created=created, nonce=nonce
+        )
         self._idle = 0
         """Workers that wait for a task."""
         self._queues: dict[CheckpointId, UploadQueue] = {}

@@ -31,7 +31,7 @@ class ChunkSender:
     """Stores chunks, in as many threads as call it.
 
     Args:
-        store, keys, run_directory, known, nonce: as of the engine.
+        store, keys, run_directory, known, created, nonce: as of the engine.
         lock: guards the flushes and their queues.
     """
 
@@ -43,6 +43,7 @@ class ChunkSender:
         known: KnownChunks,
         *,
         lock: threading.Lock,
+        created: Callable[[Chunk], None] = lambda _chunk: None,
         nonce: Callable[[], str] = chunk_nonce,
     ) -> None:
         self._store = store
@@ -50,6 +51,7 @@ class ChunkSender:
         self._run_directory = run_directory
         self._known = known
         self._lock = lock
+        self._listener = created
         self._nonce = nonce
         self.buffers = Buffers()
 
@@ -76,6 +78,7 @@ class ChunkSender:
                     chunk = self._created(flush, pieces, digest, buffer)
                     extents = _extents(pieces, chunk, 0)
                     self._known.created(chunk, dict(zip(digests, extents, strict=True)))
+                    self._listener(chunk)
                 else:
                     flush.count_compared(len(buffer))
                     extents = _extents(pieces, found.chunk, found.offset_bytes)

@@ -1,0 +1,148 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reads created chunks back, at random, while their set is still sent.
+
+A store that acknowledges bytes and drops them would otherwise get SAFE.  A chunk that the store does not
+return is forgotten, so the set sends its bytes again, and no manifest names it meanwhile.  The reads run
+beside the uploads and delay none of them; a commit waits a short time for the read in progress.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+from blake3 import blake3
+
+from swansongd.errors import NotFound, Permanent, StoreError
+from swansongd.flush.known import KnownChunks
+from swansongd.model import Chunk
+from swansongd.stores.base import ObjectStore
+
+INTERVAL_S = 2.0
+"""Shortest time between two reads."""
+WAIT_S = 10.0
+"""Longest wait of a commit for the read in progress ..."""
+URGENT_WAIT_S = 1.0
+"""... and in an evacuation."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Possession:
+    """Reads back one of the chunks that were created since the last read.
+
+    Args:
+        store: retries failed requests for a short time.
+        known: forgets a chunk that the store has lost.
+        is_urgent: whether an evacuation is open.
+        stop: ends the thread.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        known: KnownChunks,
+        *,
+        is_urgent: Callable[[], bool],
+        stop: threading.Event,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._store = store
+        self._known = known
+        self._is_urgent = is_urgent
+        self._stop = stop
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._random = random.SystemRandom()
+        self._offered = 0
+        """Chunks that were created since the last read began."""
+        self._chosen: Chunk | None = None
+        self._is_reading = False
+        self._next_mono_s = -1.0
+        """Earliest begin of the next read."""
+        threading.Thread(target=self._run, name="possession", daemon=True).start()
+
+    def offer(self, chunk: Chunk) -> None:
+        """A chunk was created.  Each one since the last read has the same chance to be read back."""
+        with self._changed:
+            self._offered += 1
+            if self._random.randrange(self._offered) == 0:
+                self._chosen = chunk
+                self._changed.notify_all()
+
+    def settle(self) -> None:
+        """Wait for the read in progress, but not for long.
+
+        Afterwards :meth:`KnownChunks.holds` says what a manifest may name.
+        """
+        limit_s = URGENT_WAIT_S if self._is_urgent() else WAIT_S
+        with self._changed:
+            self._changed.wait_for(lambda: not (self._is_reading or self._is_due), limit_s)
+
+    @property
+    def _is_due(self) -> bool:
+        return self._chosen is not None and self._monotonic() >= self._next_mono_s
+
+    def _run(self) -> None:
+        while not self._stop.is_set():
+            with self._changed:
+                self._changed.wait_for(lambda: self._is_due or self._stop.is_set(), INTERVAL_S)
+                chunk = self._chosen if self._is_due else None
+                if chunk is None:
+                    continue
+                self._chosen, self._offered, self._is_reading = None, 0, True
+                self._next_mono_s = self._monotonic() + INTERVAL_S
+            try:
+                self._read_back(chunk)
+            finally:
+                with self._changed:
+                    self._is_reading = False
+                    self._changed.notify_all()
+
+    def _read_back(self, chunk: Chunk) -> None:
+        try:
+            why = self._defect(chunk)
+        except StoreError as error:  # it proves nothing about the chunk
+            _log.warning("chunk_not_read_back", key=chunk.key, error=error.line())
+        except Exception:
+            _log.exception("possession_fault")
+        else:
+            if why:
+                self._known.is_gone(chunk)
+                _log.error(
+                    "chunk_lost",
+                    key=chunk.key,
+                    reason=why,
+                    hint="The store has acknowledged this object; its bytes are sent again",
+                )
+
+    def _defect(self, chunk: Chunk) -> str:
+        sink = _DigestSink()
+        try:
+            self._store.get_range(chunk.key, 0, chunk.size_bytes, sink)
+        except NotFound:
+            return "it is missing"
+        except Permanent:
+            info = self._store.head(chunk.key)
+            if info is not None and info.size_bytes == chunk.size_bytes:
+                raise  # for lack of a right to read
+            return "it has another size"
+        return "" if sink.digest() == chunk.digest else "it has other bytes"
+
+
+class _DigestSink:
+    def __init__(self) -> None:
+        self.rewind()
+
+    def rewind(self) -> None:
+        self._hash = blake3()
+
+    def write(self, window: memoryview) -> None:
+        self._hash.update(window)
+
+    def digest(self) -> bytes:
+        return self._hash.digest()

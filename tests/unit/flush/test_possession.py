@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Chunks are read back while their set is sent: a store that drops bytes gets no commit."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from swansongd.errors import Transient
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.possession import INTERVAL_S, Possession
+from swansongd.model import Chunk
+
+from testkit.committed import chunk_of
+from testkit.memory_store import MemoryStore
+from testkit.waiting import until
+
+pytestmark = pytest.mark.fault("O11")
+
+
+class Rig:
+    """The thread that reads back, with a clock that stands still."""
+
+    def __init__(self, directory: Path) -> None:
+        self.store = MemoryStore()
+        self.known = KnownChunks(
+            directory, run="r", store_url=self.store.url, is_data=lambda _key: True
+        )
+        self.stop = threading.Event()
+        self.now = 0.0
+        self.possession = Possession(
+            self.store,
+            self.known,
+            is_urgent=lambda: True,
+            stop=self.stop,
+            monotonic=lambda: self.now,
+        )
+
+    def created(self, data: bytes, *, stored: bytes | None = None) -> Chunk:
+        """The store acknowledges a chunk, and keeps ``stored`` of it; empty: nothing."""
+        chunk = chunk_of(data)
+        if stored != b"":
+            self.store.put(chunk.key, data if stored is None else stored)
+        self.known.created(chunk, {})
+        self.possession.offer(chunk)
+        return chunk
+
+
+@pytest.fixture
+def rig(tmp_path: Path) -> Iterator[Rig]:
+    made = Rig(tmp_path)
+    yield made
+    made.stop.set()
+
+
+def reads(rig: Rig) -> int:
+    return rig.store.count("get")
+
+
+@pytest.mark.parametrize("stored", [b"", b"other", b"wrong, and longer"])
+def test_a_lost_chunk_is_not_named(rig: Rig, stored: bytes) -> None:
+    """After the wait of a commit, no manifest may name it: its bytes are sent again."""
+    chunk = rig.created(b"bytes", stored=stored)
+    rig.possession.settle()
+    assert not rig.known.holds([chunk])
+    assert rig.known.find(chunk.digest) is None
+
+
+def test_a_chunk_that_is_there_stays_known(rig: Rig) -> None:
+    """Reading back changes nothing for a store that keeps its promise."""
+    chunk = rig.created(b"bytes")
+    rig.possession.settle()
+    until(lambda: reads(rig) == 1)
+    rig.possession.settle()
+    assert rig.known.holds([chunk])
+
+
+def test_a_failing_store_proves_nothing(rig: Rig) -> None:
+    """A read that fails leaves the chunk known: the commit itself needs the store, too."""
+
+    def before(call: str, _key: str) -> None:
+        if call == "get":
+            raise Transient("timeout")
+
+    rig.store.before = before
+    chunk = rig.created(b"bytes")
+    rig.possession.settle()
+    assert rig.known.holds([chunk])
+
+
+def test_the_reads_are_few(rig: Rig) -> None:
+    """Between two reads lies a time, and one of the chunks created meanwhile is read then."""
+    chunks = [rig.created(f"{number}".encode()) for number in range(50)]
+    until(lambda: reads(rig) == 1)
+    rig.possession.settle()
+    assert reads(rig) == 1
+    rig.now += INTERVAL_S
+    rig.created(b"one more")
+    until(lambda: reads(rig) == 2)
+    assert rig.known.holds(chunks)
+
+
+def test_a_commit_waits_for_no_read_that_hangs(rig: Rig) -> None:
+    """In an evacuation it waits a second, and the set is committed."""
+    entered, leave = threading.Event(), threading.Event()
+    rig.store.before = _hanging(entered, leave)
+    chunk = rig.created(b"bytes")
+    assert entered.wait(10)
+    rig.possession.settle()
+    assert rig.known.holds([chunk])
+    leave.set()
+
+
+def _hanging(entered: threading.Event, leave: threading.Event) -> Callable[[str, str], None]:
+    def before(call: str, _key: str) -> None:
+        if call == "get":
+            entered.set()
+            assert leave.wait(30)
+
+    return before
