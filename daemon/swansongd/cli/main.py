@@ -29,6 +29,7 @@ COMMANDS = {
     "exporter": "serve metrics of runs, read from their buckets",
     "finished": "report by the exit code whether a run has ended",
     "restore": "fetch the newest whole commit of a run",
+    "export": "write a commit as plain files to a bucket or a directory",
     "mirror": "copy commits to the mirror, or continue the run there",
     "verify": "compare all stored bytes of a run with its manifests",
     "lifecycle": "print lifecycle rules that fit the bucket of a run",

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong export`` gives the files of a commit back, to a directory, S3 (moto) and GCS (fake-gcs-server)."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+from google.cloud import storage
+from swansongd.cli import export, main
+from swansongd.stores.file.store import FileStore
+
+from testkit.committed import commit, file_store, flip_bit, object_path, tree
+from testkit.emulators.process import EmulatorProcess
+from testkit.foreign_servers import BUCKET, fake_gcs
+from testkit.store_backends import BUCKET as S3_BUCKET
+
+NOISE = random.Random(4)
+FILES = {
+    "rank-00000/model.bin": NOISE.randbytes(25_000),
+    "rank-00000/optimizer.bin": NOISE.randbytes(9_000),
+    "rank-00000/empty": b"",
+    "config.json": b"{}",
+}
+
+
+class Place:
+    """Where an export goes: its URL, and what is there."""
+
+    def __init__(
+        self, url: str, files: Callable[[], dict[str, bytes]], written: Callable[[str], object]
+    ) -> None:
+        self.url = url
+        self.files = files
+        self.written = written
+        """Identifies one write of a file."""
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return file_store(tmp_path / "store")
+
+
+@pytest.fixture(params=["directory", "s3", "gcs"])
+def place(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Place]:
+    with ExitStack() as stack:
+        match request.param:
+            case "directory":
+                to = tmp_path / "exported"
+                yield Place(str(to), lambda: tree(to), lambda path: (to / path).stat().st_ino)
+            case "s3":
+                server: EmulatorProcess = request.getfixturevalue("s3_server")
+                for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+                    monkeypatch.setenv(f"AWS_{name}", "test")
+                monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
+                monkeypatch.setenv("AWS_DEFAULT_REGION", "us-east-1")
+                yield _in_s3(f"export-{tmp_path.name}/")
+            case _:
+                server = stack.enter_context(fake_gcs(tmp_path))
+                monkeypatch.setenv("STORAGE_EMULATOR_HOST", server.url)
+                monkeypatch.setenv("GOOGLE_CLOUD_PROJECT", "project")
+                yield _in_gcs(f"export-{tmp_path.name}/")
+
+
+def _in_s3(prefix: str) -> Place:
+    client: Any = boto3.client("s3")
+
+    def files() -> dict[str, bytes]:
+        listed = client.list_objects_v2(Bucket=S3_BUCKET, Prefix=prefix).get("Contents", [])
+        return {
+            each["Key"].removeprefix(prefix): client.get_object(Bucket=S3_BUCKET, Key=each["Key"])[
+                "Body"
+            ].read()
+            for each in listed
+        }
+
+    def written(path: str) -> object:
+        return client.head_object(Bucket=S3_BUCKET, Key=prefix + path)["LastModified"]
+
+    return Place(f"s3://{S3_BUCKET}/{prefix}", files, written)
+
+
+def _in_gcs(prefix: str) -> Place:
+    bucket: Any = storage.Client().bucket(BUCKET)
+
+    def files() -> dict[str, bytes]:
+        found = bucket.client.list_blobs(BUCKET, prefix=prefix)
+        return {blob.name.removeprefix(prefix): blob.download_as_bytes() for blob in found}
+
+    def written(path: str) -> object:
+        return bucket.get_blob(prefix + path).generation
+
+    return Place(f"gs://{BUCKET}/{prefix}", files, written)
+
+
+def exported(store: FileStore, tmp_path: Path, *words: str) -> int:
+    config = tmp_path / "swansong.toml"
+    config.write_text(
+        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path / "staging"}"\n[store]\nurl = "{store.url}"\n'
+    )
+    return main.main(["--config", str(config), "export", "--quiet", *words])
+
+
+@pytest.mark.parametrize("batch_bytes", [10_000, 2**30])
+def test_the_files_are_those_of_the_commit(
+    store: FileStore,
+    place: Place,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    batch_bytes: int,
+) -> None:
+    """Each byte of each file, in one batch or in several; other files there stay."""
+    monkeypatch.setattr(export, "BATCH_BYTES", batch_bytes)
+    commit(store, FILES, step=100, chunk_bytes=4000)
+    commit(store, {"other": b"newer"}, step=200, nonce="a2")
+    assert exported(store, tmp_path, "--to", place.url) == 0
+    assert place.files() == {"other": b"newer"}
+    assert exported(store, tmp_path, "100", "--to", place.url) == 0
+    assert place.files() == {**FILES, "other": b"newer"}
+
+
+def test_an_interrupted_export_continues(
+    store: FileStore, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a bucket has already is not written again; a file of other bytes is replaced."""
+    monkeypatch.setattr(export, "BATCH_BYTES", 1)
+    commit(store, {**FILES, "config.json": b"[]"}, step=100)
+    assert exported(store, tmp_path, "--to", place.url) == 0
+    before = place.written("rank-00000/model.bin")
+    commit(store, FILES, step=200, nonce="a2")
+    assert exported(store, tmp_path, "--to", place.url) == 0
+    assert place.files() == FILES
+    if "://" in place.url:
+        assert place.written("rank-00000/model.bin") == before
+
+
+def test_a_damaged_commit_is_not_exported(store: FileStore, place: Place, tmp_path: Path) -> None:
+    """Nothing unverified is written, and no older commit in the place of the one that was named."""
+    commit(store, FILES, step=100)
+    made = commit(store, {"model": b"m" * 500}, step=200, nonce="a2")
+    flip_bit(object_path(tmp_path / "store", made.chunks[0].key), 77)
+    assert exported(store, tmp_path, "200", "--to", place.url) == 17
+    assert place.files() == {}
+
+
+def test_the_url_is_checked(
+    store: FileStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Another scheme is an error that names the option and the value."""
+    assert exported(store, tmp_path, "--to", "ftp://x/y") == 2
+    assert "--to: 'ftp://x/y' is not s3://" in capsys.readouterr().err
