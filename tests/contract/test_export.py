@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong export`` gives the files of a commit back, to a directory, S3 (moto) and GCS (fake-gcs-server)."""
+"""``swansong export`` gives the files of a commit back: to a directory, S3 (moto), GCS (fake-gcs-server)."""
 
 from __future__ import annotations
 
