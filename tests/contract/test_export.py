@@ -16,7 +16,6 @@ from swansongd.cli import export, main
 from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
-from testkit.emulators.process import EmulatorProcess
 from testkit.foreign_servers import BUCKET, fake_gcs
 from testkit.store_backends import BUCKET as S3_BUCKET
 
@@ -56,7 +55,7 @@ def place(
                 to = tmp_path / "exported"
                 yield Place(str(to), lambda: tree(to), lambda path: (to / path).stat().st_ino)
             case "s3":
-                server: EmulatorProcess = request.getfixturevalue("s3_server")
+                server = request.getfixturevalue("open_cloud")("moto").server
                 for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
                     monkeypatch.setenv(f"AWS_{name}", "test")
                 monkeypatch.setenv("AWS_ENDPOINT_URL", server.url)
