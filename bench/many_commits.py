@@ -39,7 +39,6 @@ class ManyCommits:
     """A store with this number of commits, spread evenly over generations, each of its own objects."""
 
     url = "memory://many"
-    part_size_bytes_min = 1
 
     def __init__(
         self, commits: int, objects: int, generations: int, *, page_keys: int = PAGE_KEYS

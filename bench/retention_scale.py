@@ -25,7 +25,7 @@ from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.prune import prune
 from swansongd.config.config import RetentionConfig
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef
-from swansongd.stores.base import ObjectInfo, OpenUpload, Page
+from swansongd.stores.base import ObjectInfo, Page
 
 from testkit.committed import named_shard
 
@@ -39,7 +39,6 @@ class Store:
     """Commits at regular intervals, each with its own objects."""
 
     url = "computed://store"
-    part_size_bytes_min = 1
 
     def __init__(self, commits: int, objects: int) -> None:
         self._commits = commits
@@ -105,10 +104,6 @@ class Store:
     def delete_many(self, infos: Sequence[ObjectInfo]) -> dict[str, str]:  # noqa: ARG002
         with self._counted("delete_many"):
             return {}
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:  # noqa: ARG002
-        with self._counted("uploads"):
-            return iter(())
 
     @contextlib.contextmanager
     def _counted(self, what: str) -> Iterator[None]:

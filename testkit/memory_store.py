@@ -1,18 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """An object store in memory, which records requests and calls hooks of a test.
 
-It applies the contract of :mod:`swansongd.stores.base` strictly: a part that is sent again gets another ETag,
-and a key that is written with different bytes is recorded as a fault.
+It applies the contract of :mod:`swansongd.stores.base` strictly: a key that is written with different bytes
+is recorded as a fault.
 """
 
 from __future__ import annotations
 
-import itertools
 import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 
 from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, TooLarge
 from swansongd.stores.base import (
@@ -20,29 +18,17 @@ from swansongd.stores.base import (
     Body,
     Folders,
     ObjectInfo,
-    OpenUpload,
     Page,
-    PartReceipt,
     Sink,
-    Upload,
-    confirm_completion,
-    expect_all_parts,
     expect_few,
-    expect_part,
     listed,
 )
 from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 100
-"""Small: a part of a thousand bytes has several windows."""
+"""Small: a body of a thousand bytes has several windows."""
 PAGE_KEYS = 7
 """Small: a short listing has several pages."""
-
-
-@dataclass
-class _Open:
-    upload: Upload
-    parts: dict[int, tuple[PartReceipt, bytes]] = field(default_factory=dict)
 
 
 class MemoryStore:
@@ -52,15 +38,12 @@ class MemoryStore:
     called after the request took effect; if it raises, the reply is lost.
     """
 
-    part_size_bytes_min = 1
-
     def __init__(self) -> None:
         self.url = "memory://store"
         self.before: Callable[[str, str], object] = lambda *_: None
         self.after: Callable[[str, str], object] = lambda *_: None
         self.requests: list[tuple[str, str]] = []
         self.objects: dict[str, bytes] = {}
-        self.open: dict[str, _Open] = {}
         self.bytes_sent = 0
         self.overwritten: list[str] = []
         """Keys that were written again with different bytes: a fault of the writer."""
@@ -73,7 +56,6 @@ class MemoryStore:
         self.lock_period_s: Callable[[str], float] = lambda _key: 0.0
         """Retention of new objects; 0: none."""
         self._lock = threading.Lock()
-        self._ids = itertools.count(1)
 
     def count(self, what: str) -> int:
         """Number of requests of a kind."""
@@ -169,73 +151,17 @@ class MemoryStore:
         self.after("lock", key)
         return self.locked_until_unix_s[key]
 
-    def put_shard(self, key: str, body: Body) -> int:
-        self._request("put_shard", key)
-        data = self._read(body)
-        self._store(key, data)
-        self.after("put_shard", key)
-        return crc32c(data)
-
     def create(self, key: str, body: Body) -> None:
         self._request("create", key)
-        self._store(key, self._read(body))
-        self.after("create", key)
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        self._request("begin", key)
-        with self._lock:
-            upload = Upload(key, f"upload-{next(self._ids)}", size_bytes, part_size_bytes)
-            self.open[upload.upload_id] = _Open(upload)
-        self.after("begin", key)
-        return upload
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        self._request("put_part", upload.key)
-        expect_part(upload, number, body)
         data = self._read(body)
         with self._lock:
-            if upload.upload_id not in self.open:
-                raise NotFound(f"upload {upload.upload_id}")
-            receipt = PartReceipt(number, f"etag-{next(self._ids)}", crc32c(data))
-            self.open[upload.upload_id].parts[number] = receipt, data
+            if self.objects.get(key, data) != data:
+                self.overwritten.append(key)
+                raise Exists(key)
             self.bytes_sent += len(data)
-        self.after("put_part", upload.key)
-        return receipt
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        self._request("parts", upload.key)
-        with self._lock:
-            if upload.upload_id not in self.open:
-                raise NotFound(f"upload {upload.upload_id}")
-            return [
-                receipt for _, (receipt, _) in sorted(self.open[upload.upload_id].parts.items())
-            ]
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        self._request("complete", upload.key)
-        expect_all_parts(upload, parts)
-        with self._lock:
-            known = self.open.get(upload.upload_id)
-            if known is not None:
-                theirs = [known.parts[p.number] for p in parts if p.number in known.parts]
-                if [receipt for receipt, _ in theirs] != list(parts):
-                    raise Permanent(f"invalid part of {upload.key}")
-                del self.open[upload.upload_id]
-        if known is None:
-            confirm_completion(self, upload, NotFound(f"upload {upload.upload_id}"))
-        else:
-            self._store(upload.key, b"".join(data for _, data in theirs), is_sent=False)
-        self.after("complete", upload.key)
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        self._request("uploads", prefix)
-        for upload_id, known in list(self.open.items()):
-            if known.upload.key.startswith(prefix):
-                yield OpenUpload(known.upload.key, upload_id, age_s=3600.0)
-
-    def abort(self, key: str, upload_id: str) -> None:
-        self._request("abort", key)
-        self.open.pop(upload_id, None)
+            if key not in self.objects:
+                self._place(key, data)
+        self.after("create", key)
 
     def check(self) -> None:
         self._request("check", "")
@@ -254,15 +180,6 @@ class MemoryStore:
             for start in range(0, len(data), WINDOW_BYTES):
                 body.read_into(memoryview(data)[start : start + WINDOW_BYTES])
         return bytes(data)
-
-    def _store(self, key: str, data: bytes, *, is_sent: bool = True) -> None:
-        with self._lock:
-            if self.objects.get(key, data) != data:
-                self.overwritten.append(key)
-                if is_sent:  # a completion replaces, as it does in S3
-                    raise Exists(key)
-            self._place(key, data)
-            self.bytes_sent += len(data) * is_sent
 
     # The following functions are called with the lock held.
 

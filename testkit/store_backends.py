@@ -19,14 +19,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.stores.base import ObjectStore, PartReceipt, Upload
+from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.stores.wrappers.retry import Retrying
 
-from testkit.bodies import CountedBody, CountedSink
+from testkit.bodies import CountedSink
 from testkit.emulators import tls
 from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
@@ -34,7 +34,6 @@ from testkit.foreign_servers import BUCKET, SERVE, ForeignServer
 from testkit.memory_store import MemoryStore
 
 MIB = 2**20
-PART = 5 * MIB
 
 OURS = ("s3", "s3-tls", "gcs", "gcs-tls")
 """The strict emulators: they inject faults on order, and have every feature."""
@@ -45,15 +44,8 @@ IN_CI = (*OURS, "moto", "rclone", "seaweedfs")
 SERVERS = (*IN_CI, *os.environ.get("SWANSONG_STORES", "").split())
 """``make test-stores`` adds servers of :data:`testkit.foreign_servers.SERVE`."""
 LACKS = {
-    "file": {
-        "spent names": "a shard replaces an existing one with the same key",
-    },
-    "memory": {
-        "ages": "every upload has an age of one hour",
-    },
     "moto": {
         "spent names": "moto returns no checksum of an object, so the object is sent again",
-        "ages": "moto returns 2010 as the start of every upload",
         "conditional deletes of many": "moto ignores the ETags in a multi-object delete",
     },
     "rclone": {
@@ -62,7 +54,6 @@ LACKS = {
         "spent names": "rclone ignores If-None-Match",
         "conditional delete": "rclone ignores If-Match",
         "conditional deletes of many": "rclone ignores the ETags in a multi-object delete",
-        "parts again": "rclone refuses other content for a part that it has",
         "deletes beside puts": "rclone returns 500 where a put meets a directory that a delete has emptied",
     },
     "s3rver": {
@@ -70,11 +61,6 @@ LACKS = {
         "spent names": "s3rver ignores If-None-Match",
         "conditional delete": "s3rver ignores If-Match",
         "conditional deletes of many": "s3rver ignores the ETags in a multi-object delete",
-        "list of parts": "s3rver has no ListParts",
-        "list of uploads": "s3rver has no ListMultipartUploads",
-        "ages": "s3rver has no ListMultipartUploads",
-        "abort": "s3rver has no AbortMultipartUpload",
-        "completion again": "s3rver returns 500 to a second completion",
         "pages of directories": "s3rver omits keys between the pages of a listing",
         "cut bodies": "s3rver sometimes keeps the beginning of a body that was cut",
         "first byte": "s3rver returns the whole object for the range 0-0",
@@ -84,7 +70,6 @@ LACKS = {
         "conditional delete": "Ceph 16 ignores If-Match in a delete",
         "conditional deletes of many": "Ceph 16 ignores the ETags in a multi-object delete",
         "spent names": "Ceph returns no checksum of an object, so the object is sent again",
-        "unknown completion": "Ceph returns 500 to the completion of an unknown upload",
     },
 }  # fmt: skip
 
@@ -300,22 +285,6 @@ def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> byt
     sink = CountedSink()
     store.get_range(key, offset, size_bytes, sink)
     return sink.data
-
-
-def send_part(store: ObjectStore, upload: Upload, number: int, piece: bytes) -> PartReceipt:
-    return store.put_part(upload, number, CountedBody(piece))
-
-
-def send_parts(store: ObjectStore, upload: Upload, content: bytes) -> list[PartReceipt]:
-    step = upload.part_size_bytes
-    pieces = [content[start : start + step] for start in range(0, len(content), step)]
-    return [send_part(store, upload, n, piece) for n, piece in enumerate(pieces, 1)]
-
-
-def staged_upload(store: ObjectStore, content: bytes) -> tuple[Upload, list[PartReceipt]]:
-    """An upload of one part, ready for its completion."""
-    upload = store.begin("shard", len(content), PART)
-    return upload, [send_part(store, upload, 1, content)]
 
 
 def in_threads(count: int, work: Callable[[int], None]) -> None:

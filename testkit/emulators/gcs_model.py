@@ -12,14 +12,12 @@ import hashlib
 import json
 import re
 import threading
-import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
 from urllib.parse import parse_qs, unquote
-from xml.etree import ElementTree as ET
 
 import google_crc32c
 
@@ -31,8 +29,6 @@ from testkit.emulators.store_control import (
     flip_stored,
 )
 
-PART_SIZE_BYTES_MIN = 5 * 2**20
-PARTS_MAX = 10_000
 _PAGE = 1000
 _STAMP = "%Y-%m-%dT%H:%M:%S.%fZ"
 _CONDITION = "x-goog-if-generation-match"
@@ -60,7 +56,7 @@ class GcsObject:
     data: bytes
     object_generation: int
     crc32c: str
-    md5: str | None
+    md5: str
     created: datetime = field(default_factory=lambda: datetime.now(UTC))
     retention: GcsRetention | None = None
 
@@ -78,16 +74,6 @@ class GcsBucket:
     lifecycle: dict[str, Any] = field(default_factory=dict)
 
 
-@dataclass
-class GcsUpload:
-    bucket: str
-    name: str
-    retention: GcsRetention | None = None
-    parts: dict[int, tuple[bytes, str]] = field(default_factory=dict)
-    """Content and ETag by number."""
-    begun: datetime = field(default_factory=lambda: datetime.now(UTC))
-
-
 def checksum(data: bytes) -> str:
     return base64.b64encode(google_crc32c.value(data).to_bytes(4, "big")).decode()
 
@@ -102,7 +88,6 @@ class Gcs:
     def __init__(self, buckets: list[str]) -> None:
         self._lock = threading.RLock()
         self._buckets = {name: GcsBucket() for name in buckets}
-        self._multipart: dict[str, GcsUpload] = {}
         self._object_generation = 1_700_000_000_000_000
         self._reset()
 
@@ -142,8 +127,6 @@ class Gcs:
                         has_retention=call.parameter("retention") == "1",
                         has_versions=call.parameter("versioning") == "1",
                     )
-                case "forget":
-                    self._multipart.clear()
                 case _:
                     return False
         return True
@@ -316,37 +299,18 @@ class Gcs:
         bucket, _, rest = call.path.lstrip("/").partition("/")
         name = unquote(rest)
         self._objects(bucket)
-        if not name:
-            if call.method == "GET" and call.parameter("uploads") is not None:
-                return self._list_uploads(call, bucket)
+        if not name or call.query:
             raise GcsError(501, "NotImplemented")
-        upload_id = call.parameter("uploadId")
-        if (upload_id or call.parameter("uploads") is not None) and _CONDITION in call.headers:
-            # GCS supports no conditions on multipart uploads.
-            raise GcsError(501, "NotImplemented")
-        number = call.parameter("partNumber")
         match call.method:
-            case "POST" if call.parameter("uploads") is not None:
-                return self._initiate(bucket, name, self._new_retention(call, bucket))
-            case "PUT" if upload_id and number:
-                return self._put_part(call, self._upload_of(bucket, name, upload_id), int(number))
-            case "GET" if upload_id:
-                return self._list_parts(call, self._upload_of(bucket, name, upload_id))
-            case "POST" if upload_id:
-                return self._complete(call, self._upload_of(bucket, name, upload_id), upload_id)
-            case "DELETE" if upload_id:
-                self._upload_of(bucket, name, upload_id)
-                del self._multipart[upload_id]
-                return StoreResponse(204)
-            case "GET" | "HEAD" if not call.query:
+            case "GET" | "HEAD":
                 return _content(call, self._find(bucket, name))
-            case "PUT" if not call.query:
+            case "PUT":
                 _verify(call.body, call.headers.get("x-goog-hash"))
                 only_if = call.headers.get(_CONDITION)
                 retention = self._new_retention(call, bucket)
                 stored = self._store(bucket, name, call.body, only_if, retention)
                 return StoreResponse(200, b"", _headers(stored))
-            case "DELETE" if not call.query:
+            case "DELETE":
                 self._find(bucket, name)
                 return self._delete(bucket, name)
         raise GcsError(501, "NotImplemented")
@@ -358,99 +322,6 @@ class Gcs:
             raise GcsError(400, "InvalidArgument")
         until = call.headers.get("x-goog-object-lock-retain-until-date")
         return self._retention(bucket, mode, until)
-
-    def _initiate(self, bucket: str, name: str, retention: GcsRetention | None) -> StoreResponse:
-        upload_id = uuid.uuid4().hex
-        self._multipart[upload_id] = GcsUpload(bucket, name, retention)
-        return _xml_response(
-            "InitiateMultipartUploadResult", {"Bucket": bucket, "Key": name, "UploadId": upload_id}
-        )
-
-    def _upload_of(self, bucket: str, name: str, upload_id: str) -> GcsUpload:
-        upload = self._multipart.get(upload_id)
-        if upload is None or (upload.bucket, upload.name) != (bucket, name):
-            raise GcsError(404, "NoSuchUpload")
-        return upload
-
-    def _put_part(self, call: Call, upload: GcsUpload, number: int) -> StoreResponse:
-        if not 1 <= number <= PARTS_MAX:
-            raise GcsError(400, "InvalidArgument")
-        _verify(call.body, call.headers.get("x-goog-hash"))
-        etag = f'"{hashlib.md5(call.body).hexdigest()}"'
-        upload.parts[number] = (call.body, etag)
-        return StoreResponse(
-            200, b"", {"ETag": etag, "x-goog-hash": f"crc32c={checksum(call.body)}"}
-        )
-
-    def _list_parts(self, call: Call, upload: GcsUpload) -> StoreResponse:
-        """List the parts without checksums, as GCS does."""
-        after = int(call.parameter("part-number-marker") or 0)
-        numbers = sorted(number for number in upload.parts if number > after)
-        limit = min(int(call.parameter("max-parts") or _PAGE), self._page)
-        facts = {"Bucket": upload.bucket, "Key": upload.name}
-        facts |= {"IsTruncated": str(len(numbers) > limit).lower()}
-        if len(numbers) > limit:
-            facts["NextPartNumberMarker"] = str(numbers[limit - 1])
-        parts = []
-        for number in numbers[:limit]:
-            data, etag = upload.parts[number]
-            parts.append({"PartNumber": str(number), "ETag": etag, "Size": str(len(data))})
-        return _xml_response("ListPartsResult", facts, "Part", parts)
-
-    def _list_uploads(self, call: Call, bucket: str) -> StoreResponse:
-        prefix = call.parameter("prefix") or ""
-        after = (call.parameter("key-marker") or "", call.parameter("upload-id-marker") or "")
-        found = sorted(
-            (upload.name, upload_id)
-            for upload_id, upload in self._multipart.items()
-            if upload.bucket == bucket and upload.name.startswith(prefix)
-        )
-        left = [pair for pair in found if (pair > after if after[1] else pair[0] > after[0])]
-        limit = min(int(call.parameter("max-uploads") or _PAGE), self._page)
-        facts = {"Bucket": bucket, "IsTruncated": str(len(left) > limit).lower()}
-        if len(left) > limit:
-            name, upload_id = left[limit - 1]
-            facts |= {"NextKeyMarker": name, "NextUploadIdMarker": upload_id}
-        uploads = [
-            {
-                "Key": name,
-                "UploadId": upload_id,
-                "Initiated": self._multipart[upload_id].begun.strftime(_STAMP),
-            }
-            for name, upload_id in left[:limit]
-        ]
-        return _xml_response("ListMultipartUploadsResult", facts, "Upload", uploads)
-
-    def _complete(self, call: Call, upload: GcsUpload, upload_id: str) -> StoreResponse:
-        try:
-            order = [
-                (
-                    int(part.findtext("{*}PartNumber") or ""),
-                    (part.findtext("{*}ETag") or "").strip('"'),
-                )
-                for part in ET.fromstring(call.body).findall("{*}Part")
-            ]
-        except (ET.ParseError, ValueError):
-            raise GcsError(400, "MalformedCompleteMultipartUploadRequest") from None
-        numbers = [number for number, _ in order]
-        if numbers != sorted(set(numbers)):
-            raise GcsError(400, "InvalidPartOrder")
-        for number, etag in order:
-            if number not in upload.parts or upload.parts[number][1].strip('"') != etag:
-                raise GcsError(400, "InvalidPart")
-        pieces = [upload.parts[number][0] for number in numbers]
-        if not pieces or any(len(piece) < PART_SIZE_BYTES_MIN for piece in pieces[:-1]):
-            raise GcsError(400, "EntityTooSmall" if pieces else "InvalidPart")
-        data = b"".join(pieces)
-        stored = self._store(
-            upload.bucket, upload.name, data, None, upload.retention, composed=True
-        )
-        del self._multipart[upload_id]
-        return _xml_response(
-            "CompleteMultipartUploadResult",
-            {"Bucket": upload.bucket, "Key": upload.name, "ETag": stored.etag},
-            headers={"x-goog-hash": f"crc32c={stored.crc32c}"},
-        )
 
     # ------------------------------------------------------------ objects
 
@@ -486,8 +357,6 @@ class Gcs:
         data: bytes,
         only_if: str | None,
         retention: GcsRetention | None,
-        *,
-        composed: bool = False,
     ) -> GcsObject:
         objects = self._objects(bucket)
         current = objects[name].object_generation if name in objects else 0
@@ -506,7 +375,7 @@ class Gcs:
             data,
             self._object_generation,
             checksum(data),
-            None if composed else md5(data),
+            md5(data),
             retention=retention,
         )
         return objects[name]
@@ -532,19 +401,19 @@ def _metadata(bucket: str, name: str, stored: GcsObject) -> dict[str, Any]:
         "timeCreated": stored.created.strftime(_STAMP),
         "crc32c": stored.crc32c,
         "etag": stored.etag,
+        "md5Hash": stored.md5,
     }
     if stored.retention is not None:
         until = stored.retention.until.isoformat().replace("+00:00", "Z")
         facts["retention"] = {"mode": stored.retention.mode, "retainUntilTime": until}
-    return facts if stored.md5 is None else {**facts, "md5Hash": stored.md5}
+    return facts
 
 
 def _headers(stored: GcsObject) -> dict[str, str]:
-    hashes = f"crc32c={stored.crc32c}" + (f",md5={stored.md5}" if stored.md5 else "")
     return {
         "ETag": stored.etag,
         "x-goog-generation": str(stored.object_generation),
-        "x-goog-hash": hashes,
+        "x-goog-hash": f"crc32c={stored.crc32c},md5={stored.md5}",
         "x-goog-stored-content-length": str(len(stored.data)),
     }
 
@@ -585,22 +454,3 @@ def _selected(body: dict[str, Any], call: Call) -> dict[str, Any]:
 
 def _json_response(body: dict[str, Any], status: int = 200) -> StoreResponse:
     return StoreResponse(status, json.dumps(body).encode(), {"Content-Type": "application/json"})
-
-
-def _xml_response(
-    tag: str,
-    values: dict[str, str],
-    item_tag: str = "",
-    items: Sequence[dict[str, str]] = (),
-    headers: Mapping[str, str] | None = None,
-) -> StoreResponse:
-    root = ET.Element(tag, {"xmlns": "http://s3.amazonaws.com/doc/2006-03-01/"})
-    for name, value in values.items():
-        ET.SubElement(root, name).text = value
-    for item in items:
-        element = ET.SubElement(root, item_tag)
-        for name, value in item.items():
-            ET.SubElement(element, name).text = value
-    return StoreResponse(
-        200, ET.tostring(root), {"Content-Type": "application/xml", **(headers or {})}
-    )

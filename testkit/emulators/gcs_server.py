@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """A strict Google Cloud Storage in memory: ``python -m testkit.emulators.gcs_server --port 0 --bucket NAME``.
 
-It serves listings, metadata and deletes of the JSON interface, and reads, puts and multipart uploads of the
-XML interface.  It refuses all other requests with 501.  It verifies checksums, and an object is visible only
-when it is complete.  Control: see :mod:`testkit.emulators.store_control`, and::
+It serves listings, metadata and deletes of the JSON interface, and reads and puts of the XML interface.  It
+refuses all other requests with 501.  It verifies checksums.  An object is visible only when it is complete.
+Control: see :mod:`testkit.emulators.store_control`, and::
 
     token?valid=TEXT            accept only this bearer token; 401 for others, until clear
     role?delete=0&first=rights  refuse deletes, and so overwrites, with 403.  A create-if-absent of an

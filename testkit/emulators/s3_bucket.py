@@ -14,10 +14,28 @@ from datetime import UTC, datetime
 from typing import Any
 from xml.etree import ElementTree as ET
 
-from testkit.emulators.s3_multipart import Retention, S3Object
-from testkit.emulators.s3_request import S3Error
+from testkit.emulators.s3_request import Checksum, S3Error
 
 _MODES = ("GOVERNANCE", "COMPLIANCE")
+
+
+@dataclass(frozen=True)
+class Retention:
+    mode: str
+    """``GOVERNANCE`` or ``COMPLIANCE``."""
+    until: datetime
+
+
+@dataclass(frozen=True)
+class S3Object:
+    data: bytes
+    etag: str
+    checksum: Checksum | None
+    modified: datetime = field(default_factory=lambda: datetime.now(UTC))
+    version_id: str = "null"
+    """``null`` for an object that was stored without versioning."""
+    retention: Retention | None = None
+    is_marker: bool = False
 
 
 @dataclass
@@ -127,7 +145,7 @@ class S3Bucket:
 
 
 def retention_of(headers: Mapping[str, str], now: datetime) -> Retention | None:
-    """The retention in the headers of a PutObject or CreateMultipartUpload; raises S3Error."""
+    """The retention in the headers of a PutObject; raises S3Error."""
     mode = headers.get("x-amz-object-lock-mode")
     until = headers.get("x-amz-object-lock-retain-until-date")
     if mode is None and until is None:

@@ -27,7 +27,6 @@ _BUCKET_ACTIONS = {
         "versions": "ListBucketVersions",
         "object-lock": "GetBucketObjectLockConfiguration",
         "policy": "GetBucketPolicy",
-        "uploads": "ListBucketMultipartUploads",
         "location": "GetBucketLocation",
     },
     "PUT": {
@@ -72,10 +71,6 @@ def action_of(call: Call, names: set[str], key: str) -> str:
             return "s3:GetObjectRetention"
         case "PUT" if "retention" in names:
             return "s3:PutObjectRetention"
-        case "GET" if "uploadId" in names:
-            return "s3:ListMultipartUploadParts"
-        case "DELETE" if "uploadId" in names:
-            return "s3:AbortMultipartUpload"
         case "DELETE":
             return "s3:DeleteObjectVersion" if "versionId" in names else "s3:DeleteObject"
         case "GET" | "HEAD":
@@ -92,8 +87,7 @@ def context_of(call: Call, names: set[str]) -> dict[str, str]:
     }
     if call.method in ("PUT", "POST"):
         # False for operations that create no object: they accept no condition.
-        is_of_upload = "uploads" in names or "partNumber" in names
-        found["s3:objectcreationoperation"] = "false" if is_of_upload else "true"
+        found["s3:objectcreationoperation"] = "false" if "uploads" in names else "true"
     prefix = call.parameter("prefix")
     if prefix is not None:
         found["s3:prefix"] = prefix

@@ -58,16 +58,11 @@ ALGORITHMS: Mapping[str, Callable[[bytes], bytes]] = {
 class Checksum:
     algorithm: str
     value: str
-    """Base64; a checksum of the checksums of N parts ends with ``-N``."""
+    """Base64."""
 
     @property
     def header(self) -> str:
         return f"x-amz-checksum-{self.algorithm.lower()}"
-
-    @property
-    def tag(self) -> str:
-        """Its name in XML documents."""
-        return f"Checksum{self.algorithm}"
 
 
 def base64_of(raw: bytes) -> str:
@@ -76,12 +71,6 @@ def base64_of(raw: bytes) -> str:
 
 def checksum_of(algorithm: str, data: bytes) -> Checksum:
     return Checksum(algorithm, base64_of(ALGORITHMS[algorithm](data)))
-
-
-def composite_of(algorithm: str, parts: list[Checksum]) -> Checksum:
-    """The checksum of the parts' checksums."""
-    raw = b"".join(base64.b64decode(part.value) for part in parts)
-    return Checksum(algorithm, f"{checksum_of(algorithm, raw).value}-{len(parts)}")
 
 
 def named_checksum(headers: Mapping[str, str]) -> Checksum | None:
@@ -129,7 +118,7 @@ def payload_of(call: Call) -> Payload:
     if md5 is not None and md5 != base64_of(hashlib.md5(data).digest()):
         raise S3Error(400, "BadDigest" if len(md5) == 24 else "InvalidDigest")
     is_delete = call.method == "POST" and call.parameter("delete") is not None
-    if call.method != "PUT" and not is_delete:  # the header of a completion is for the object
+    if call.method != "PUT" and not is_delete:
         return Payload(data, None)
     stated = named_checksum({**call.headers, **trailers})
     if stated is not None:

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """S3 in memory, by moto with more checks: ``python -m testkit.emulators.s3_server --port 0 --bucket NAME``.
 
-This adds checks of S3 that moto lacks.  Every request is atomic, and the CRC32C of a body is verified.  The
-completion of an upload with checksums must contain them, and a stated size must be right.  Signatures are not
-verified.  Control: see :mod:`testkit.emulators.store_control`.
+This adds checks of S3 that moto lacks.  Every request is atomic, and the CRC32C of a body is verified.
+Signatures are not verified.  Control: see :mod:`testkit.emulators.store_control`.
 """
 
 from __future__ import annotations
@@ -14,10 +13,9 @@ import io
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
-from xml.etree import ElementTree as ET
 
 import google_crc32c
 
@@ -40,14 +38,6 @@ _CHUNKED = (
 )  # fmt: skip
 
 
-@dataclass
-class _Upload:
-    checksummed: bool
-    is_full_object: bool
-    sizes_bytes: dict[str, int] = field(default_factory=dict)
-    """By part number."""
-
-
 class S3:
     """Moto with a lock, as a function from request to response."""
 
@@ -59,14 +49,12 @@ class S3:
 
         self._application = DomainDispatcherApplication(create_backend_app)
         self._lock = threading.Lock()
-        self._uploads: dict[str, _Upload] = {}
 
     def create_bucket(self, name: str) -> None:
         response = self.respond(Call("PUT", f"/{name}", "", {"host": "127.0.0.1"}, b""))
         assert response.status == 200, response
 
     def respond(self, call: Call) -> StoreResponse:
-        upload_id = call.parameter("uploadId")
         if call.headers.get("x-amz-content-sha256") == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
             try:
                 data, trailers = unchunked(call)
@@ -75,23 +63,11 @@ class S3:
             told = {name: text for name, text in call.headers.items() if name not in _CHUNKED}
             call = replace(call, body=data, headers={**told, **trailers})
         with self._lock:
-            refusal = self._checked(call, upload_id)
-            if refusal is not None:
-                return refusal
-            response = self._moto(call)
-            if response.status >= 300:
-                return response
-            if call.method == "POST" and call.parameter("uploads") is not None:
-                begun = ET.fromstring(response.body).findtext("{*}UploadId") or ""
-                algorithm = call.headers.get("x-amz-checksum-algorithm")
-                kind = call.headers.get("x-amz-checksum-type")
-                self._uploads[begun] = _Upload(algorithm == "CRC32C", kind == "FULL_OBJECT")
-            elif call.method == "PUT" and upload_id:
-                number = call.parameter("partNumber") or ""
-                self._uploads[upload_id].sizes_bytes[number] = len(call.body)
-            elif call.method in ("POST", "DELETE") and upload_id:
-                del self._uploads[upload_id]
-            return response
+            wanted = call.headers.get("x-amz-checksum-crc32c")
+            value = google_crc32c.value(call.body).to_bytes(4, "big")
+            if wanted is not None and wanted != base64.b64encode(value).decode():
+                return error_response(400, "BadDigest")
+            return self._moto(call)
 
     def corrupt(self, name: str) -> bool:
         from moto.s3.models import s3_backends
@@ -104,31 +80,6 @@ class S3:
                         key.value = bytes([key.value[0] ^ 1]) + key.value[1:]
                         return True
         return False
-
-    def _checked(self, call: Call, upload_id: str | None) -> StoreResponse | None:
-        """Refuse a request that moto would accept wrongly or fail on."""
-        is_part = call.method == "PUT"  # the header of a completion is for the object
-        wanted = call.headers.get("x-amz-checksum-crc32c") if is_part else None
-        value = google_crc32c.value(call.body).to_bytes(4, "big")
-        if wanted is not None and wanted != base64.b64encode(value).decode():
-            return error_response(400, "BadDigest")
-        if upload_id is None:
-            return None
-        upload = self._uploads.get(upload_id)
-        if upload is None:
-            return error_response(404, "NoSuchUpload")
-        if call.method == "PUT" and upload.checksummed and wanted is None:
-            return error_response(400, "InvalidRequest", "the part has no checksum")
-        if call.method == "POST":
-            parts = ET.fromstring(call.body).findall("{*}Part")
-            is_composite = upload.checksummed and not upload.is_full_object
-            if is_composite and not all(part.findtext("{*}ChecksumCRC32C") for part in parts):
-                return error_response(400, "InvalidRequest", "a part is named without its checksum")
-            numbers = [part.findtext("{*}PartNumber") or "" for part in parts]
-            size_bytes = str(sum(upload.sizes_bytes.get(number, 0) for number in numbers))
-            if call.headers.get("x-amz-mp-object-size", size_bytes) != size_bytes:
-                return error_response(400, "InvalidRequest", "the size is not that of the parts")
-        return None
 
     def _moto(self, call: Call) -> StoreResponse:
         environment: dict[str, Any] = {

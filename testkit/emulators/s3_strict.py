@@ -2,7 +2,7 @@
 """A strict S3 in memory: ``python -m testkit.emulators.s3_strict --port 0 --bucket NAME [--tls PEM]``.
 
 It verifies what S3 verifies and other emulators do not: signatures, clocks, payload hashes, checksums in
-headers and trailers, preconditions, and the rules for parts.  It refuses all other requests with 501.
+headers and trailers, and preconditions.  It refuses all other requests with 501.
 Control: see :mod:`testkit.emulators.store_control`, and::
 
     credentials?access_key=test&secret_key=test&session_token=
@@ -23,7 +23,6 @@ from __future__ import annotations
 
 import argparse
 import hashlib
-import re
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
@@ -32,7 +31,7 @@ from email.utils import format_datetime
 from typing import Any
 from urllib.parse import quote, unquote
 
-from testkit.emulators.s3_bucket import S3Bucket, retention_in, retention_of
+from testkit.emulators.s3_bucket import Retention, S3Bucket, S3Object, retention_in, retention_of
 from testkit.emulators.s3_documents import (
     deletions,
     document,
@@ -40,7 +39,6 @@ from testkit.emulators.s3_documents import (
     of_setting,
     result_of_deletions,
 )
-from testkit.emulators.s3_multipart import Retention, S3Object, S3Part, S3Upload, begun
 from testkit.emulators.s3_policy import action_of, context_of, expect_allowed, parsed
 from testkit.emulators.s3_request import Payload, S3Account, S3Error, named_checksum, payload_of
 from testkit.emulators.store_control import (
@@ -64,13 +62,6 @@ _KNOWN_QUERIES = {
         "max-keys",
         "continuation-token",
         "encoding-type",
-        "uploads",
-        "key-marker",
-        "upload-id-marker",
-        "max-uploads",
-        "uploadId",
-        "part-number-marker",
-        "max-parts",
         "lifecycle",
         "location",
         "x-id",
@@ -86,8 +77,6 @@ _KNOWN_QUERIES = {
     },
     "HEAD": {"versionId"},
     "PUT": {
-        "uploadId",
-        "partNumber",
         "x-id",
         "lifecycle",
         "versioning",
@@ -96,8 +85,8 @@ _KNOWN_QUERIES = {
         "retention",
         "versionId",
     },
-    "POST": {"uploads", "uploadId", "delete"},
-    "DELETE": {"uploadId", "x-id", "lifecycle", "policy", "versionId"},
+    "POST": {"delete", "uploads"},
+    "DELETE": {"x-id", "lifecycle", "policy", "versionId"},
 }
 _SETTINGS = {"lifecycle", "versioning", "object-lock", "policy"}  # fmt: skip
 
@@ -108,7 +97,6 @@ class S3:
     def __init__(self, buckets: Iterable[str]) -> None:
         self._lock = threading.RLock()
         self._buckets = {name: S3Bucket() for name in buckets}
-        self._uploads: dict[str, S3Upload] = {}
         self._reset()
 
     def _reset(self) -> None:
@@ -161,8 +149,6 @@ class S3:
                     self._buckets[call.parameter("name") or ""] = made
                 case "role":
                     self._role = parsed(call.parameter("policy") or "")
-                case "forget":
-                    self._uploads.clear()
                 case _:
                     return False
         return True
@@ -215,13 +201,6 @@ class S3:
         self._expect_allowed(action_of(call, names, key), name, key, context_of(call, names))
         if not key:
             return self._of_bucket(call, payload, name, bucket, names)
-        if "uploads" in names and call.method == "POST":
-            upload = begun(name, key, call.headers, self._new_retention(call, name, bucket, key))
-            self._uploads[upload.upload_id] = upload
-            facts = {"Bucket": name, "Key": key, "UploadId": upload.upload_id}
-            return document("InitiateMultipartUploadResult", facts.items())
-        if "uploadId" in names:
-            return self._of_upload(call, payload, bucket, self._upload(call, name, key))
         if "retention" in names:
             return self._of_retention(call, payload, bucket, key)
         return self._of_object(call, payload, name, bucket, key)
@@ -255,8 +234,6 @@ class S3:
                 return StoreResponse(
                     200, f"<LocationConstraint>{self._region}</LocationConstraint>".encode()
                 )
-            case "GET" if "uploads" in names:
-                return self._list_uploads(call, name)
             case "GET" if "versions" in names:
                 return listed_versions(bucket, call.parameter("prefix") or "")
             case "GET" if call.parameter("list-type") == "2" and "delimiter" not in names:
@@ -344,43 +321,6 @@ class S3:
                     done.append(("Deleted", {"Key": key}))
         return result_of_deletions(done)
 
-    def _of_upload(
-        self,
-        call: Call,
-        payload: Payload,
-        bucket: S3Bucket,
-        upload: S3Upload,
-    ) -> StoreResponse:
-        match call.method:
-            case "PUT":
-                part = upload.put(int(call.parameter("partNumber") or 0), payload)
-                return StoreResponse(200, b"", _headers(part, with_checksum=True))
-            case "GET":
-                return self._list_parts(call, upload)
-            case "DELETE":
-                del self._uploads[upload.upload_id]
-                return StoreResponse(204)
-        self._hold_to_preconditions(call, bucket.objects.get(upload.key))
-        stored = bucket.store(upload.key, upload.whole(payload.data, call.headers))
-        del self._uploads[upload.upload_id]
-        facts = {"Bucket": upload.bucket, "Key": upload.key, "ETag": stored.etag}
-        if stored.checksum:
-            facts |= {
-                stored.checksum.tag: stored.checksum.value,
-                "ChecksumType": stored.checksum_type,
-            }
-        response = document("CompleteMultipartUploadResult", facts.items())
-        # S3 sends the head immediately, and spaces while it assembles the parts.
-        return StoreResponse(
-            200, response.body, {**response.headers, "Transfer-Encoding": "chunked"}
-        )
-
-    def _upload(self, call: Call, bucket: str, key: str) -> S3Upload:
-        upload = self._uploads.get(call.parameter("uploadId") or "")
-        if upload is None or (upload.bucket, upload.key) != (bucket, key):
-            raise S3Error(404, "NoSuchUpload")
-        return upload
-
     def _hold_to_preconditions(self, call: Call, current: S3Object | None) -> None:
         if not self._honour:
             return
@@ -396,9 +336,6 @@ class S3:
                 raise S3Error(412, "PreconditionFailed")
 
     # ------------------------------------------------------------ listings
-
-    def _limit(self, call: Call, parameter: str) -> int:
-        return min(int(call.parameter(parameter) or _PAGE), self._page)
 
     def _list(self, call: Call, bucket: str, objects: dict[str, S3Object]) -> StoreResponse:
         prefix = call.parameter("prefix") or ""
@@ -441,7 +378,7 @@ class S3:
                 after = bytes.fromhex(token).decode()
             except ValueError:
                 raise S3Error(400, "InvalidArgument", "the continuation token") from None
-        limit = self._limit(call, "max-keys")
+        limit = min(int(call.parameter("max-keys") or _PAGE), self._page)
         names, last = self._listing.page(found, after, limit)
         facts = [
             ("Name", bucket),
@@ -455,65 +392,6 @@ class S3:
         if last is not None:
             facts.append(("NextContinuationToken", last.encode().hex()))
         return names, facts
-
-    def _list_uploads(self, call: Call, bucket: str) -> StoreResponse:
-        prefix = call.parameter("prefix") or ""
-        after = (call.parameter("key-marker") or "", call.parameter("upload-id-marker") or "")
-        found = sorted(
-            (upload.key, upload.upload_id)
-            for upload in self._uploads.values()
-            if upload.bucket == bucket and upload.key.startswith(prefix)
-        )
-        # A marker with a key alone skips all uploads of that key.
-        left = [pair for pair in found if (pair > after if after[1] else pair[0] > after[0])]
-        limit = self._limit(call, "max-uploads")
-        is_encoded = call.parameter("encoding-type") == "url"
-        facts = [("Bucket", bucket), ("IsTruncated", str(len(left) > limit).lower())]
-        if len(left) > limit:
-            key, upload_id = left[limit - 1]
-            facts += [
-                ("NextKeyMarker", quote(key) if is_encoded else key),
-                ("NextUploadIdMarker", upload_id),
-            ]
-        if is_encoded:
-            facts.append(("EncodingType", "url"))
-        items = [
-            [
-                ("Key", quote(key) if is_encoded else key),
-                ("UploadId", upload_id),
-                ("Initiated", self._uploads[upload_id].begun.strftime(_STAMP)),
-            ]
-            for key, upload_id in left[:limit]
-        ]
-        return document("ListMultipartUploadsResult", facts, "Upload", items)
-
-    def _list_parts(self, call: Call, upload: S3Upload) -> StoreResponse:
-        after = int(call.parameter("part-number-marker") or 0)
-        numbers = sorted(number for number in upload.parts if number > after)
-        limit = self._limit(call, "max-parts")
-        facts = [
-            ("Bucket", upload.bucket),
-            ("Key", upload.key),
-            ("UploadId", upload.upload_id),
-            ("IsTruncated", str(len(numbers) > limit).lower()),
-        ]
-        if len(numbers) > limit:
-            facts.append(("NextPartNumberMarker", str(numbers[limit - 1])))
-        if upload.algorithm:
-            facts += [
-                ("ChecksumAlgorithm", upload.algorithm),
-                ("ChecksumType", upload.checksum_type),
-            ]
-        items = []
-        for number in numbers[:limit]:
-            part = upload.parts[number]
-            items.append(
-                [("PartNumber", str(number)), ("ETag", part.etag), ("Size", str(len(part.data)))]
-            )
-            # Only for uploads with an algorithm.
-            if part.checksum and upload.algorithm:
-                items[-1].append((part.checksum.tag, part.checksum.value))
-        return document("ListPartsResult", facts, "Part", items)
 
 
 def _has_integrity(call: Call) -> bool:
@@ -530,10 +408,7 @@ def _without_checksums(call: Call) -> Call:
         if not name.startswith("x-amz-checksum-")
     }
     headers["x-amz-content-sha256"] = "UNSIGNED-PAYLOAD"
-    body = call.body
-    if call.method == "POST":
-        body = re.sub(rb"<ChecksumCRC32C>[^<]*</ChecksumCRC32C>", b"", body)
-    return replace(call, headers=headers, body=body)
+    return replace(call, headers=headers)
 
 
 def _address(call: Call) -> tuple[str, str]:
@@ -546,14 +421,13 @@ def _address(call: Call) -> tuple[str, str]:
     return bucket, key
 
 
-def _headers(stored: S3Object | S3Part, *, with_checksum: bool) -> dict[str, str]:
+def _headers(stored: S3Object, *, with_checksum: bool) -> dict[str, str]:
     headers = {"ETag": stored.etag}
-    if isinstance(stored, S3Object) and stored.version_id != "null":
+    if stored.version_id != "null":
         headers["x-amz-version-id"] = stored.version_id
     if stored.checksum and with_checksum:
         headers[stored.checksum.header] = stored.checksum.value
-        if isinstance(stored, S3Object):
-            headers["x-amz-checksum-type"] = stored.checksum_type
+        headers["x-amz-checksum-type"] = "FULL_OBJECT"
     return headers
 
 

@@ -10,12 +10,11 @@ Commands below ``/_control/``, by POST with a query, except for the last one::
                                 with ``carry_out`` after they took effect (a lost reply).  ``times``
                                 defaults to 1; ``status=200`` is an error in a 200 response;
                                 ``retry_after_s`` adds that header
-    say?body=TEXT&method=POST&match=uploadId&times=1
+    say?body=TEXT&method=PUT&match=/data/&times=1
                                 the next requests get the body TEXT and have no effect; ``status``
                                 defaults to 200
     corrupt?object=NAME         flip one bit of the stored object
     preconditions?honour=0      ignore create-if-absent, as some stores do
-    forget                      delete all multipart uploads
     page?size=2                 limit the size of pages of listings
     listing?reversed=1&duplicates=1&loop=1
                                 sort listings by reversed keys; repeat keys of earlier pages; let the
@@ -25,14 +24,14 @@ Commands below ``/_control/``, by POST with a query, except for the last one::
                                 ``how`` is one of SPOILS, or ``without`` with ``field=NAME``: omit that
                                 XML element, JSON key and header
     clear                       end all faults, and empty the record
-    requests  (GET)             [["PUT", "/bucket/key?partNumber=1&uploadId=x"], ...]
+    requests  (GET)             [["PUT", "/bucket/key"], ...]
 
 and, with :mod:`testkit.emulators.store_server`::
 
-    break?kind=reset&at=mid_body&method=PUT&match=uploadId&times=1
+    break?kind=reset&at=mid_body&method=PUT&match=/data/&times=1
                                 ``reset`` closes with a TCP reset, ``stall`` lasts until the next
                                 ``clear``; ``at`` is one of POINTS
-    flip?match=partNumber&times=1
+    flip?match=/data/&times=1
                                 flip one bit of the body before the store reads it
     pace?connection_bytes_per_s=1000000&total_bytes_per_s=4000000
                                 limit the rate of bodies and responses; 0 is no limit

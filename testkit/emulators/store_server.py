@@ -74,14 +74,14 @@ class _Handler(socketserver.BaseRequestHandler):
 
     def _exchange(self) -> bool:
         """Serve one request; returns False when the connection ends."""
-        line = self._reader.readline(65537).decode("latin-1").strip()
+        line = self._line()
         if not line:
             return False
         method, target, _ = line.split(" ", 2)
         kind, at = self._control.next_break(method, target) or ("", "")
         self._break_here(kind, at, "before_headers")
         headers: dict[str, str] = {}
-        while text := self._reader.readline(65537).decode("latin-1").strip():
+        while text := self._line(is_in_request=True):
             name, _, value = text.partition(":")
             headers[name.strip().lower()] = value.strip()
             self._break_here(kind, at, "in_headers")
@@ -100,6 +100,13 @@ class _Handler(socketserver.BaseRequestHandler):
         response = self._control.handle(call)
         self._break_here(kind, at, "before_answer")
         return self._send(call, response, kind if at == "in_answer" else "")
+
+    def _line(self, *, is_in_request: bool = False) -> str:
+        """A line of the head; raises _Broken if the connection ends within a request."""
+        line = self._reader.readline(65537)
+        if is_in_request and not line.endswith(b"\n"):
+            raise _Broken
+        return line.decode("latin-1").strip()
 
     def _body(
         self, headers: dict[str, str], size_bytes: int, kind: str, reach: int | None

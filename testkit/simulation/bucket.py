@@ -38,11 +38,8 @@ from swansongd.stores.base import (
     Folders,
     ObjectInfo,
     ObjectStore,
-    OpenUpload,
     Page,
-    PartReceipt,
     Sink,
-    Upload,
     delete_each,
 )
 
@@ -72,7 +69,6 @@ class SimStore:
     """
 
     url = "sim://store"
-    part_size_bytes_min = 1
 
     def __init__(
         self,
@@ -167,25 +163,7 @@ class SimStore:
         del key
         return None
 
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        raise NotImplementedError
-
-    def put_shard(self, key: str, body: Body) -> int:
-        raise NotImplementedError
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        raise NotImplementedError
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        raise NotImplementedError
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        raise NotImplementedError
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        raise NotImplementedError
-
-    def abort(self, key: str, upload_id: str) -> None:
+    def create(self, key: str, body: Body) -> None:
         raise NotImplementedError
 
     def check(self) -> None:

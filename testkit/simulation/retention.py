@@ -36,7 +36,7 @@ from swansongd.bucket.pins import Pin
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError, Exists, NotFound, Transient
 from swansongd.model import CheckpointId, CommitRef, StoredObject, is_healthy, merged_health
-from swansongd.stores.base import ObjectInfo, OpenUpload, Page
+from swansongd.stores.base import ObjectInfo, Page
 
 
 class Keys(RunKeys):
@@ -102,7 +102,6 @@ class Store:
     """The requests of prune and of pins, on a clock of its own."""
 
     url = "simulated://store"
-    part_size_bytes_min = 1
 
     def __init__(self) -> None:
         self.now_s = BORN_S
@@ -158,10 +157,6 @@ class Store:
             self.before("delete_many", info.key)  # it may crash between two objects
             self._remove(info.key)
         return {}
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        del prefix
-        return iter(())
 
     def _folder(self, key: str) -> dict[str, Entry]:
         return self._folders[key[: key.index("/", len(KEYS.run) + 1) + 1]]

@@ -25,7 +25,7 @@ from swansongd.stores.s3.store import S3Store
 
 from testkit.bodies import CountedBody, CountedSink
 from testkit.raw_server import Peer, RawServer
-from testkit.store_backends import PART, Cloud, in_threads, retrying, send_parts
+from testkit.store_backends import Cloud, in_threads, retrying
 
 CONTENT = os.urandom(2 * 2**20 + 777)
 
@@ -95,34 +95,21 @@ def test_addressing_and_checksums(cloud: Cloud, addressing: str, checksums: str)
     endpoint = cloud.server.url.replace("127.0.0.1", "localhost")
     store = cloud.open(endpoint, addressing=addressing, checksums=checksums)
     body = CountedBody(CONTENT)
-    store.put_shard("shard", body)
+    store.create("shard", body)
     assert body.passes == (1 if cloud.ca and checksums == "trailer" else 2)
     assert stored(store) == CONTENT
     assert [info.key for info in store.list("")] == ["shard"]
-    upload = store.begin("big", PART + 3, PART)
-    parts = [
-        store.put_part(upload, 1, CountedBody(bytes(PART))),
-        store.put_part(upload, 2, CountedBody(b"end")),
-    ]
-    assert list(store.parts(upload)) == parts
-    store.complete(upload, parts)
-    assert store.head("big") is not None
 
 
 # ---------------------------------------------------------------- stores that read no trailers
 
 
 def sent_by_many(store: S3Store) -> list[EventDict]:
-    """Store a shard in each of eight threads, and complete an upload; returns the log."""
+    """Create a chunk in each of eight threads; returns the log."""
     with capture_logs() as lines:
-        in_threads(
-            8, lambda number: store.put_shard(f"shard{number}", CountedBody(CONTENT)) and None
-        )
-        upload = store.begin("big", PART + 3, PART)
-        store.complete(upload, send_parts(store, upload, bytes(PART) + b"end"))
+        in_threads(8, lambda number: store.create(f"shard{number}", CountedBody(CONTENT)))
     for number in range(8):
         assert stored(store, f"shard{number}") == CONTENT
-    assert store.get("big") == bytes(PART) + b"end"
     return [line for line in lines if line["event"] == "store_reads_no_trailers"]
 
 
@@ -153,65 +140,35 @@ def test_a_store_that_refuses_trailers(
     (line,) = sent_by_many(store)
     assert 'store.checksums = "header"' in line["hint"]
     assert code in line["reason"]
-    assert requests_of(cloud, lambda: store.put_shard("last", CountedBody(CONTENT))) == ["PUT"]
+    assert requests_of(cloud, lambda: store.create("last", CountedBody(CONTENT))) == ["PUT"]
 
 
 @pytest.mark.fault("O26", "O13")
-@pytest.mark.parametrize("first", ["a shard", "a part"])
-def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud], first: str) -> None:
+def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud]) -> None:
     """It accepts a trailer and stores it as well: detected by the size, and headers are used instead."""
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", stored=1)
     store = cloud.open()
-    if first == "a part":
-        upload = store.begin("first", PART + 3, PART)
-        with capture_logs() as lines:
-            store.complete(upload, send_parts(store, upload, bytes(PART) + b"end"))
-        assert store.get("first") == bytes(PART) + b"end"
-        assert [line["event"] for line in lines] == ["store_reads_no_trailers"]
-        assert sent_by_many(store) == []
-    else:
-        (line,) = sent_by_many(store)
-        assert 'store.checksums = "header"' in line["hint"]
-    assert requests_of(cloud, lambda: store.put_shard("last", CountedBody(CONTENT))) == ["PUT"]
-
-
-@pytest.mark.fault("O26")
-def test_a_store_that_lists_no_parts(open_cloud: Callable[[str], Cloud]) -> None:
-    """Without ListParts nothing proves that trailers are read: headers are used; no receipt is confirmed."""
-    cloud = open_cloud("s3-tls")
-    cloud.order("trailers", stored=1)
-    cloud.order(
-        "answer", status=405, code="MethodNotAllowed", method="GET", match="uploadId", times=99
-    )
-    store = cloud.open()
-    upload = store.begin("big", PART + 3, PART)
-    receipts = send_parts(store, upload, bytes(PART) + b"end")
-    assert list(store.parts(upload)) == []
-    store.complete(upload, receipts)
-    assert store.get("big") == bytes(PART) + b"end"
+    (line,) = sent_by_many(store)
+    assert 'store.checksums = "header"' in line["hint"]
+    assert requests_of(cloud, lambda: store.create("last", CountedBody(CONTENT))) == ["PUT"]
 
 
 @pytest.mark.parametrize("states", [True, False])
 def test_support_for_trailers_is_checked_once(
     open_cloud: Callable[[str], Cloud], states: bool
 ) -> None:
-    """Not for a store that returns the checksum; else once for shards and once for parts."""
+    """Not for a store that returns the checksum."""
     cloud = open_cloud("s3-tls")
     if not states:
         cloud.order(
             "spoil", how="without", field="x-amz-checksum-crc32c", method="PUT", times=1_000_000
         )
     store = cloud.open()
-    once = 0 if states else 1
     methods = requests_of(cloud, lambda: sent_by_many(store))
-    assert methods.count("HEAD") == once
-    listings = [
-        target for method, target in cloud.requests() if "uploadId=" in target and method == "GET"
-    ]
-    assert len(listings) == once
+    assert methods.count("HEAD") == (0 if states else 1)
     body = CountedBody(CONTENT)
-    assert requests_of(cloud, lambda: store.put_shard("last", body)) == ["PUT"]
+    assert requests_of(cloud, lambda: store.create("last", body)) == ["PUT"]
     assert body.passes == 1
 
 
@@ -221,12 +178,12 @@ def test_refusals_that_are_not_about_the_trailer(open_cloud: Callable[[str], Clo
     store = cloud.open()
     cloud.order("answer", status=400, code="InvalidRequest", method="PUT", times=2)
     with pytest.raises(Permanent, match="InvalidRequest"):
-        store.put_shard("shard", CountedBody(CONTENT))
+        store.create("shard", CountedBody(CONTENT))
     cloud.order("answer", status=400, code="BadDigest", method="PUT", times=1)
     with pytest.raises(Transient, match="BadDigest"):
-        store.put_shard("shard", CountedBody(CONTENT))
+        store.create("shard", CountedBody(CONTENT))
     body = CountedBody(CONTENT)
-    store.put_shard("shard", body)
+    store.create("shard", body)
     assert body.passes == 1
 
 
@@ -236,7 +193,7 @@ def test_required_trailers(open_cloud: Callable[[str], Cloud], order: dict[str, 
     cloud = open_cloud("s3-tls")
     cloud.order("trailers", **order)
     with pytest.raises(Permanent) as caught:
-        cloud.open(checksums="trailer").put_shard("shard", CountedBody(CONTENT))
+        cloud.open(checksums="trailer").create("shard", CountedBody(CONTENT))
     assert "store.checksums" in caught.value.hint
 
 
@@ -279,7 +236,7 @@ def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
 
     def send(number: int) -> None:
         try:
-            store.put_shard(f"shard{number}", Together(signed, 1 if cloud.ca else 2))
+            store.create(f"shard{number}", Together(signed, 1 if cloud.ca else 2))
         except StoreError as error:
             errors.append(error)
 
@@ -299,7 +256,7 @@ def test_expired_without_other_credentials(
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
-    store.put_shard("shard", CountedBody(CONTENT))
+    store.create("shard", CountedBody(CONTENT))
     cloud.order("expire")
     errors = eight_refused(cloud, store)
     assert [type(error) for error in errors] == [Permanent] * 8
@@ -329,7 +286,7 @@ def test_expired_with_new_credentials(
     assert [type(error) for error in errors] == [Transient] * 8
     assert len(loads) == 2
     cloud.order("credentials", access_key="second", secret_key="other", session_token="new")
-    store.put_shard("shard", CountedBody(CONTENT))
+    store.create("shard", CountedBody(CONTENT))
     cloud.order("expire")
     profile("third", "more", "newer")
     with pytest.raises(Transient):
@@ -354,7 +311,7 @@ def test_rotated_keys_are_read_again(
     profile("first", "secret", "")
     cloud.order("credentials", access_key="first", secret_key="secret")
     store = cloud.open(profile="ours")
-    store.put_shard("shard", CountedBody(CONTENT))
+    store.create("shard", CountedBody(CONTENT))
     cloud.order("credentials", access_key=after[0], secret_key=after[1])
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     errors = eight_refused(cloud, store)
@@ -400,7 +357,7 @@ def test_another_source_of_credentials_is_found(
         with pytest.raises(Permanent, match="InvalidAccessKeyId"):
             store.check()
     write("second")
-    retrying(store).put_shard("shard", CountedBody(CONTENT))
+    retrying(store).create("shard", CountedBody(CONTENT))
     assert stored(store) == CONTENT
 
 
@@ -438,7 +395,7 @@ def test_a_missing_right_loads_credentials_once(
 def test_a_missing_profile(cloud: Cloud) -> None:
     """Permanent; the hint names the setting."""
     store = cloud.open(profile="unknown")
-    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x")), store.warm):
+    for call in (store.check, lambda: store.create("key", CountedBody(b"x")), store.warm):
         with pytest.raises(Permanent) as caught:
             call()
         assert "store.profile" in caught.value.hint
@@ -448,11 +405,11 @@ def test_a_missing_profile(cloud: Cloud) -> None:
 def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
     """A redirect is followed once: the request is Transient, and the next one goes to the other region."""
     store = cloud.open()
-    store.put_shard("shard", CountedBody(CONTENT))
+    store.create("shard", CountedBody(CONTENT))
     cloud.order("region", name="eu-west-1")
     with pytest.raises(Transient):
-        store.put_shard("shard", CountedBody(CONTENT))
-    store.put_shard("shard", CountedBody(CONTENT))
+        store.create("shard", CountedBody(CONTENT))
+    store.create("shard", CountedBody(CONTENT))
     assert stored(store) == CONTENT
     store.check()
 
@@ -461,7 +418,7 @@ def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
 def test_no_such_bucket(cloud: Cloud) -> None:
     """NotFound with a hint."""
     store = cloud.open(bucket="elsewhere")
-    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x"))):
+    for call in (store.check, lambda: store.create("key", CountedBody(b"x"))):
         with pytest.raises(NotFound) as caught:
             call()
         assert "store.url" in caught.value.hint
@@ -473,7 +430,7 @@ def test_a_wrong_clock(cloud: Cloud) -> None:
     store = cloud.open()
     cloud.order("clock", ahead_s=3600)
     with pytest.raises(Permanent) as caught:
-        store.put_shard("key", CountedBody(b"x"))
+        store.create("key", CountedBody(b"x"))
     assert "clock" in caught.value.hint
 
 
@@ -506,7 +463,7 @@ def test_retry_after_of_slow_down(
 ) -> None:
     """SlowDown has the store's Retry-After, if it is valid."""
     store = responding(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
-    for call in (store.check, lambda: store.put_shard("key", CountedBody(b"x"))):
+    for call in (store.check, lambda: store.create("key", CountedBody(b"x"))):
         with pytest.raises(Transient, match="SlowDown") as caught:
             call()
         assert caught.value.retry_after_s == seconds
@@ -517,7 +474,7 @@ def test_the_store_returns_another_checksum(responding: Callable[..., S3Store]) 
     """The bytes do not count as stored: Transient."""
     store = responding(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
     with pytest.raises(Transient, match="other bytes"):
-        store.put_shard("key", CountedBody(b"something"))
+        store.create("key", CountedBody(b"something"))
 
 
 @pytest.mark.parametrize(

@@ -23,15 +23,13 @@ from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
+from testkit.bodies import CountedBody
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.store_backends import (
     BUCKET,
-    PART,
     Cloud,
     get_range,
     retrying,
-    send_part,
-    staged_upload,
 )
 from testkit.waiting import until
 
@@ -57,15 +55,14 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
     """A reset at any byte, in either direction, is Transient; the retry succeeds."""
     store = cloud.open(cloud.by(proxy))
     store.put("key", CONTENT)
-    upload = store.begin("shard", len(CONTENT), PART)
 
-    def part() -> None:
-        send_part(store, upload, 1, CONTENT)
+    def create() -> None:
+        store.create("chunk", CountedBody(CONTENT))
 
     def read() -> None:
         assert get_range(store, "key", 0, len(CONTENT)) == CONTENT
 
-    calls = [part, read]
+    calls = [create, read]
     offsets = (0, 1, 17, 60, 150, 250, *range(1_000, 190_000, 37_123))
     struck = 0
     for offset in offsets:
@@ -82,23 +79,21 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
     assert struck >= len(offsets)
     proxy.reset(way, 100, times=1)
     careful = retrying(store)
-    receipt = send_part(careful, upload, 1, CONTENT)
+    careful.create("other", CountedBody(CONTENT))
     proxy.reset(way, 100, times=1)
-    careful.complete(upload, [receipt])
-    proxy.reset(way, 100, times=1)
-    assert careful.get("shard") == CONTENT
+    assert careful.get("other") == CONTENT
 
 
 @pytest.mark.fault("O02")
 def test_a_server_that_never_responds(cloud: Cloud, proxy: FaultProxy) -> None:
-    """The read timeout ends the wait, for small calls and for parts."""
+    """The read timeout ends the wait, for small calls and for chunks."""
     store = cloud.open(cloud.by(proxy), connect_timeout_s=0.5, read_timeout_s=0.3)
-    upload = store.begin("shard", len(CONTENT), PART)
+    store.check()
     proxy.mute()
     for call in (
         lambda: store.get("key"),
         lambda: store.put("key", b"content"),
-        lambda: send_part(store, upload, 1, CONTENT),
+        lambda: store.create("chunk", CountedBody(CONTENT)),
         store.check,
     ):
         began = time.monotonic()
@@ -123,34 +118,21 @@ def test_a_response_that_stalls(cloud: Cloud, proxy: FaultProxy) -> None:
 
 @pytest.mark.fault("O13")
 def test_a_bit_flipped_in_transit(cloud: Cloud, proxy: FaultProxy) -> None:
-    """The store refuses the part by its checksum, the part is sent again, and the object is right."""
+    """The store refuses the chunk by its checksum, the chunk is sent again, and the object is right."""
     store = cloud.open(cloud.by(proxy))
-    upload = store.begin("shard", len(CONTENT), PART)
     proxy.flip("up", 100_000)
     with pytest.raises(Transient):
-        send_part(store, upload, 1, CONTENT)
+        store.create("chunk", CountedBody(CONTENT))
+    assert store.head("chunk") is None
     proxy.flip("up", 100_000)
     with pytest.raises(StoreError):  # the refusal of a small object by GCS has no code
         store.put("small", CONTENT)
     assert store.head("small") is None
     proxy.flip("up", 100_000, times=1)
     careful = retrying(store)
-    receipt = send_part(careful, upload, 1, CONTENT)
+    careful.create("chunk", CountedBody(CONTENT))
     assert proxy.hits == 3
-    careful.complete(upload, [receipt])
-    assert careful.get("shard") == CONTENT
-
-
-def test_a_forged_receipt(cloud: Cloud) -> None:
-    """A completion with a wrong part is refused, and no object is visible."""
-    store = cloud.open()
-    upload, receipts = staged_upload(store, CONTENT)
-    other = store.begin("other", 10, PART)
-    wrong = send_part(store, other, 1, b"0123456789")
-    with pytest.raises(Permanent):
-        store.complete(upload, [wrong])
-    assert store.head("shard") is None
-    store.complete(upload, receipts)
+    assert careful.get("chunk") == CONTENT
 
 
 @pytest.mark.fault("O07")

@@ -13,7 +13,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NotFound, Permanent
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
-from swansongd.stores.base import ObjectInfo
+from swansongd.stores.base import BytesBody, ObjectInfo
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
 from swansongd.stores.wrappers.retry import Retrying
@@ -21,7 +21,7 @@ from swansongd.stores.wrappers.retry import Retrying
 from testkit.committed import commit
 from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs
 from testkit.memory_store import MemoryStore
-from testkit.store_backends import PART, get_range, retrying
+from testkit.store_backends import get_range, retrying
 
 KEY = "rank-0/a b+c%20d=é.bin"
 
@@ -88,4 +88,4 @@ def test_a_gcs_without_the_xml_interface_is_refused(server: ForeignServer) -> No
     with pytest.raises(Permanent):
         store.put("key", b"1", if_absent=True)
     with pytest.raises(Permanent):
-        store.begin("key", 10, PART)
+        store.create("key", BytesBody(b"1"))

@@ -17,7 +17,6 @@ from pathlib import Path
 
 import pytest
 from swansongd.errors import Permanent, StoreError
-from swansongd.stores.base import PartReceipt, Upload
 from swansongd.stores.file.store import FileStore
 
 from testkit.bodies import CountedBody
@@ -36,11 +35,8 @@ store = FileStore(sys.argv[1])
 store.check()
 store.put("run/generations/1.json", b"claim", if_absent=True)
 store.put("run/commits/1.json", b"commit")
-store.put_shard("run/data/small", CountedBody(b"shard"))
-upload = store.begin("run/data/large", 6, 3)
-store.complete(upload, [store.put_part(upload, n, CountedBody(b"abc")) for n in (1, 2)])
-left = store.begin("run/data/unfinished", 6, 3)
-store.put_part(left, 1, CountedBody(b"abc"))
+store.create("run/data/small", CountedBody(b"shard"))
+store.create("run/data/large", CountedBody(b"abcabc"))
 """
 
 ATTACKER = """
@@ -181,8 +177,6 @@ def test_daemons_of_one_group_share_a_store(place: Path) -> None:
 store = FileStore(sys.argv[1])
 store.put("run/commits/2.json", b"theirs")
 store.put("run/commits/1.json", b"newer")
-(upload,) = store.uploads("run/")
-store.abort(upload.key, upload.upload_id)
 store.delete("run/data/small")
 """
     run_as(MEMBER, MEMBER, [TRAINERS], code, root.as_uri())
@@ -225,19 +219,14 @@ def test_a_world_writable_root_is_refused(tmp_path: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
     store = FileStore(root.as_uri())
-    upload = Upload("key", "0" * 32, 3, 3)
     calls: list[Callable[[], object]] = [
         store.check,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.put_shard("key", CountedBody(b"x")),
+        lambda: store.create("key", CountedBody(b"x")),
         lambda: store.get("key"),
         lambda: store.head("key"),
         lambda: list(store.list("")),
-        lambda: list(store.uploads("")),
-        lambda: store.begin("key", 3, 3),
-        lambda: store.parts(upload),
-        lambda: store.complete(upload, [PartReceipt(1, "", 0)]),
     ]
     for call in calls:
         with pytest.raises(Permanent) as caught:
@@ -269,11 +258,7 @@ def test_no_link_is_followed(tmp_path: Path, where: str) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.put("run/data/key", b"x"),
         lambda: store.put("run/data/key", b"x", if_absent=True),
-        lambda: store.put_shard("run/data/key", CountedBody(b"x")),
-        lambda: store.complete(
-            (upload := store.begin("run/data/key", 1, 1)),
-            [store.put_part(upload, 1, CountedBody(b"x"))],
-        ),
+        lambda: store.create("run/data/key", CountedBody(b"x")),
         lambda: store.get("run/data/secret"),
     ]
     for call in calls:

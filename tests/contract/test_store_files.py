@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import subprocess
@@ -11,9 +12,8 @@ import threading
 from pathlib import Path
 
 import pytest
-from swansongd.errors import Exists, NotFound, Permanent, StoreError
-from swansongd.stores.base import WINDOW_BYTES, OpenUpload, PartReceipt, Upload
-from swansongd.stores.checksums import crc32c
+from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.base import WINDOW_BYTES
 from swansongd.stores.file import store as module
 from swansongd.stores.file.store import FileStore
 
@@ -47,28 +47,12 @@ def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> 
         lambda: files.get(key),
         lambda: files.head(key),
         lambda: files.delete(key),
-        lambda: files.begin(key, 1, 1),
+        lambda: files.create(key, CountedBody(b"x")),
     ):
         with pytest.raises(Permanent):
             call()
     assert os.listdir(root.parent) == ["store"]
     assert temporary_files(root) == []
-
-
-@pytest.mark.parametrize("upload_id", ["../victim", "/etc/passwd", "", ".", "x" * 32])
-def test_no_upload_id_leaves_the_directory(files: FileStore, root: Path, upload_id: str) -> None:
-    """An id that the store did not issue is unknown."""
-    victim = root / "victim"
-    victim.write_bytes(b"precious")
-    upload = Upload("key", upload_id, 4, 4)
-    with pytest.raises(NotFound):
-        files.put_part(upload, 1, CountedBody(b"evil"))
-    with pytest.raises(NotFound):
-        files.parts(upload)
-    with pytest.raises(NotFound):
-        files.complete(upload, [PartReceipt(1, "", 0)])
-    files.abort("key", upload_id)
-    assert victim.read_bytes() == b"precious"
 
 
 def test_links_are_not_objects(files: FileStore, root: Path, tmp_path: Path) -> None:
@@ -83,19 +67,17 @@ def test_links_are_not_objects(files: FileStore, root: Path, tmp_path: Path) -> 
 
 
 def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
-    """After puts, a refused create, a completion and an abort the hidden directory is empty."""
+    """After puts, and creates that succeed or are refused, the hidden directory is empty."""
     files.put("key", b"1")
     files.put("other", b"1", if_absent=True)
     with pytest.raises(Exists):
         files.put("key", b"2", if_absent=True)
-    files.put_shard("small", CountedBody(b"1"))
-    upload = files.begin("shard", 3, 3)
-    files.complete(upload, [files.put_part(upload, 1, CountedBody(b"abc"))])
-    never = files.begin("never", 3, 3)
-    files.put_part(never, 1, CountedBody(b"abc"))
-    files.abort(never.key, never.upload_id)
+    for _ in range(2):
+        files.create("chunk", CountedBody(b"1"))
+    with pytest.raises(Exists):
+        files.create("chunk", CountedBody(b"2"))
     assert temporary_files(root) == []
-    assert (root / "key").stat().st_nlink == (root / "other").stat().st_nlink == 1
+    assert {(root / name).stat().st_nlink for name in ("key", "other", "chunk")} == {1}
 
 
 def test_deleting_leaves_no_empty_directories(files: FileStore, root: Path) -> None:
@@ -145,112 +127,60 @@ def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
 WRITER = """
 import sys
 from testkit.bodies import CountedBody
-from swansongd.stores.file import store as module
 from swansongd.stores.file.store import FileStore
-store = FileStore(sys.argv[1])
-upload = store.begin("data/shard", 9, 3)
-for number, part in ((1, b"abc"), (2, b"def")):
-    receipt = store.put_part(upload, number, CountedBody(part))
-    print(upload.upload_id, receipt.etag, receipt.crc32c, flush=True)
 
 class Stuck(CountedBody):
     def read_into(self, window):
         print("reading", flush=True)
         sys.stdin.read()
 
-what, content = sys.argv[2], b"ghi"
-if what == "part":
-    store.put_part(upload, 3, Stuck(content))
-elif what == "again":
-    store.put_part(upload, 2, Stuck(content))
-else:
-    store.put_shard("data/small", Stuck(content))
+FileStore(sys.argv[1]).create("data/chunk", Stuck(b"ghi"))
 """
 
 
-def killed_writer(url: str, what: str) -> tuple[Upload, list[PartReceipt]]:
-    """The upload of a process that was killed during a write, and its receipts."""
+@pytest.mark.fault("O01", "O19")
+def test_files_of_a_killed_writer_are_removed(files: FileStore, root: Path) -> None:
+    """No object is visible.  The first write of a later process removes the hidden file, but no young one."""
     with subprocess.Popen(
-        [sys.executable, "-c", WRITER, url, what],
+        [sys.executable, "-c", WRITER, files.url],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as writer:
         assert writer.stdout is not None
-        lines = [writer.stdout.readline().split() for _ in range(3)]
-        assert lines[2] == ["reading"]
+        assert writer.stdout.readline() == "reading\n"
         writer.send_signal(signal.SIGKILL)
-    receipts = [PartReceipt(n, lines[n - 1][1], int(lines[n - 1][2])) for n in (1, 2)]
-    return Upload("data/shard", lines[0][0], 9, 3), receipts
-
-
-@pytest.mark.fault("O01")
-def test_an_upload_outlives_its_writer(files: FileStore) -> None:
-    """The writer is killed: no object is visible, the parts are listed, and the upload can be completed."""
-    upload, receipts = killed_writer(files.url, "part")
+    (left,) = temporary_files(root)
     assert list(files.list("")) == []
-    assert files.head("data/shard") is None
-    assert [(u.key, u.upload_id) for u in files.uploads("data/")] == [
-        (upload.key, upload.upload_id)
-    ]
-    assert files.parts(upload) == receipts
-    assert [part.crc32c for part in files.parts(upload)] == [crc32c(b"abc"), crc32c(b"def")]
-    third = files.put_part(upload, 3, CountedBody(b"ghi"))
-    files.complete(upload, [*receipts, third])
-    assert files.get("data/shard") == b"abcdefghi"
-    assert list(files.uploads("")) == []
-
-
-def test_a_part_that_was_being_sent_again(files: FileStore) -> None:
-    """A part that the killed writer had begun to replace counts as missing."""
-    upload, receipts = killed_writer(files.url, "again")
-    assert files.parts(upload) == receipts[:1]
-    third = files.put_part(upload, 3, CountedBody(b"ghi"))
-    with pytest.raises(Permanent, match="part 2"):
-        files.complete(upload, [*receipts, third])
-    assert files.head("data/shard") is None
-
-
-@pytest.mark.fault("O19")
-def test_files_of_a_killed_writer_are_listed_and_removed(files: FileStore, root: Path) -> None:
-    """Uploads and an unfinished put are listed with their age, and can be aborted."""
-    upload, _ = killed_writer(files.url, "shard")
-    found = list(files.uploads("data/"))
-    assert {upload.upload_id} < {left.upload_id for left in found}
-    assert len(found) == 2
-    assert all(0 <= left.age_s < 60 for left in found)
-    old_s = root.stat().st_mtime - 7200
-    os.utime(root / ".swansong-tmp" / upload.upload_id / "key", (old_s, old_s))
-    (aged,) = [left for left in files.uploads("data/sh") if left.upload_id == upload.upload_id]
-    assert 7000 < aged.age_s < 7400
-    for left in files.uploads("data/"):
-        files.abort(left.key, left.upload_id)
-        files.abort(left.key, left.upload_id)
-    assert list(files.uploads("")) == []
+    files.create("data/chunk", CountedBody(b"ghi"))
+    assert temporary_files(root) == [left], "another VM may still write to it"
+    old_s = root.stat().st_mtime - 2 * 86_400
+    os.utime(root / ".swansong-tmp" / left, (old_s, old_s))
+    FileStore(files.url).create("data/other", CountedBody(b"ghi"))
     assert temporary_files(root) == []
-    with pytest.raises(NotFound):
-        files.parts(upload)
-    with pytest.raises(NotFound):
-        files.put_part(upload, 3, CountedBody(b"ghi"))
+    assert files.get("data/chunk") == b"ghi"
 
 
-def test_uploads_of_other_prefixes(files: FileStore) -> None:
-    """An upload is listed only for prefixes of its key."""
-    files.begin("one/shard", 1, 1)
-    two = files.begin("two/shard", 1, 1)
-    assert [(u.key, u.upload_id) for u in files.uploads("two/")] == [(two.key, two.upload_id)]
-    assert isinstance(next(files.uploads("")), OpenUpload)
+@pytest.mark.fault("O11")
+def test_a_create_whose_fsync_failed(files: FileStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The name exists, and may not be durable: the next attempt calls fsync on all directories again."""
+    synced: list[int] = []
+    fsync = os.fsync
 
+    def failing(fd: int) -> None:
+        synced.append(os.fstat(fd).st_ino)
+        if len(synced) == 2:  # the first one is of the file
+            raise OSError(errno.EIO, "EIO")
+        fsync(fd)
 
-def test_an_upload_belongs_to_its_key(files: FileStore) -> None:
-    """The id of another key's upload is unknown."""
-    upload = files.begin("shard", 3, 3)
-    other = Upload("other", upload.upload_id, 3, 3)
-    with pytest.raises(NotFound):
-        files.put_part(other, 1, CountedBody(b"abc"))
-    with pytest.raises(NotFound):
-        files.parts(other)
+    files.check()
+    monkeypatch.setattr(os, "fsync", failing)
+    with pytest.raises(Transient):
+        files.create("data/chunk", CountedBody(b"ghi"))
+    synced[:] = [0, 0]
+    files.create("data/chunk", CountedBody(b"ghi"))
+    assert {os.stat(path).st_ino for path in (files.url[7:], f"{files.url[7:]}/data")} <= {*synced}
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, 3 * WINDOW_BYTES + 17])
@@ -269,7 +199,7 @@ def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
             windows.append(window.nbytes)
             super().write(window)
 
-    assert files.put_shard("shard", Body(content)) == crc32c(content)
+    files.create("shard", Body(content))
     sink = Sink()
     files.get_range("shard", 0, size_bytes, sink)
     assert sink.data == content
@@ -289,25 +219,12 @@ def test_exceptions_of_bodies_and_sinks_pass_unchanged(files: FileStore, root: P
             raise OSError("torn")
 
     with pytest.raises(OSError, match=r"^torn$"):
-        files.put_shard("shard", Torn(b"abc"))
+        files.create("shard", Torn(b"abc"))
     assert list(files.list("")) == []
     assert temporary_files(root) == []
-    upload = files.begin("shard", 3, 3)
-    with pytest.raises(OSError, match=r"^torn$"):
-        files.put_part(upload, 1, Torn(b"abc"))
-    assert files.parts(upload) == []
     files.put("key", b"abc")
     with pytest.raises(OSError, match=r"^torn$"):
         files.get_range("key", 0, 3, Full())
-
-
-def test_forged_receipts_are_refused(files: FileStore) -> None:
-    """Receipts of another store do not complete an upload."""
-    upload = files.begin("shard", 6, 3)
-    first = files.put_part(upload, 1, CountedBody(b"abc"))
-    with pytest.raises(Permanent, match="part 2"):
-        files.complete(upload, [first, PartReceipt(2, "invented", 0)])
-    assert files.head("shard") is None
 
 
 @pytest.mark.fault("O07")
@@ -332,7 +249,6 @@ def test_a_full_file_system(tmp_path: Path) -> None:
 import sys, subprocess
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0755", "tmpfs", sys.argv[1]], check=True)
 from swansongd.errors import Permanent
-from swansongd.stores.checksums import crc32c
 from swansongd.stores.file import store as module
 from swansongd.stores.file.store import FileStore
 store = FileStore("file://" + sys.argv[1])

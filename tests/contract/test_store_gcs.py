@@ -15,16 +15,14 @@ from urllib.parse import parse_qs
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from swansongd.errors import ConfigError, Exists, NotFound, Permanent, Transient
+from swansongd.errors import ConfigError, Exists, Permanent, Transient
 from swansongd.stores import credentials
-from swansongd.stores.base import CRC32C_UNKNOWN, PartReceipt
-from swansongd.stores.checksums import crc32c
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
 
 from testkit.bodies import CountedBody, CountedSink
 from testkit.emulators.process import EmulatorProcess
-from testkit.store_backends import BUCKET, MIB, PART, Cloud, in_threads, retrying, staged_upload
+from testkit.store_backends import BUCKET, MIB, Cloud, in_threads, retrying
 
 LARGE = 2 * MIB + 17
 """More than a window: its checksum is compared with the response."""
@@ -150,7 +148,7 @@ def test_a_service_account(gcs_tls: Cloud, desk: TokenDesk) -> None:
     store = gcs_tls.open()
     store.warm()
     store.put("small", b"1")
-    store.put_shard("large", CountedBody(bytes(LARGE)))
+    store.create("large", CountedBody(bytes(LARGE)))
     assert store.get("small") == b"1"
     assert [info.key for info in store.list("")] == ["large", "small"]
     store.warm()
@@ -162,13 +160,13 @@ def test_a_refused_token_is_renewed_once(gcs_tls: Cloud, desk: TokenDesk) -> Non
     """Many threads are refused: one new token is fetched, and all of them continue."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.put_shard("first", CountedBody(b"1"))
+    store.create("first", CountedBody(b"1"))
     gcs_tls.order("token", valid="t2")
     tried = retrying(store)
 
     def work(number: int) -> None:
         if number % 2:
-            tried.put_shard(f"shard-{number}", CountedBody(bytes(LARGE)))
+            tried.create(f"shard-{number}", CountedBody(bytes(LARGE)))
         else:
             tried.put(f"small-{number}", b"x")
 
@@ -186,16 +184,16 @@ def test_a_token_refused_for_good(
     gcs_tls.order("token", valid="none of these")
     store = gcs_tls.open()
     with pytest.raises(Transient):
-        store.put_shard("shard", CountedBody(b"1"))
+        store.create("shard", CountedBody(b"1"))
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", CountedBody(b"1"))
+            store.create("shard", CountedBody(b"1"))
         assert "service account" in caught.value.hint
     assert desk.asked == 2
     gcs_tls.order("token", valid="t2")
-    store.put_shard("shard", CountedBody(b"1"))
+    store.create("shard", CountedBody(b"1"))
     gcs_tls.order("token", valid="t3")
-    retrying(store).put_shard("shard", CountedBody(b"1"))
+    retrying(store).create("shard", CountedBody(b"1"))
     assert desk.asked == 3
 
 
@@ -204,11 +202,11 @@ def test_a_token_that_cannot_be_renewed_now(gcs_tls: Cloud, desk: TokenDesk) -> 
     """A token server that does not respond is Transient."""
     gcs_tls.order("token", valid="t1")
     store = gcs_tls.open()
-    store.put_shard("shard", CountedBody(b"1"))
+    store.create("shard", CountedBody(b"1"))
     gcs_tls.order("token", valid="t2")
     desk.close()
     with pytest.raises(Transient):
-        store.put_shard("shard", CountedBody(b"1"))
+        store.create("shard", CountedBody(b"1"))
 
 
 @pytest.mark.fault("O05")
@@ -223,19 +221,19 @@ def test_a_rotated_account_key_is_read_again(
         gcs_tls.order("token", valid="t1")
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     store = gcs_tls.open()
-    store.put_shard("first", CountedBody(b"1"))
+    store.create("first", CountedBody(b"1"))
     desk.revoked = {"1"}
     before = desk.asked
     if found_by == "a refused token":
         gcs_tls.order("token", valid="t2")
     for _ in range(5):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("second", CountedBody(b"2"))
+            store.create("second", CountedBody(b"2"))
         assert "service account" in caught.value.hint
     assert desk.asked <= before + 2
     desk.rotate("2")
     monkeypatch.setattr(credentials, "_PAUSE_S", 0.0)
-    retrying(store).put_shard("second", CountedBody(b"2"))
+    retrying(store).create("second", CountedBody(b"2"))
     assert store.get("second") == b"2"
 
 
@@ -249,10 +247,10 @@ def test_an_account_that_lacks_a_right_may_have_been_replaced(
     store.check()
     gcs_tls.order("answer", status=403, code="AccessDenied", method="PUT", times=1_000_000)
     with pytest.raises(Transient):
-        store.put_shard("shard", CountedBody(b"1"))
+        store.create("shard", CountedBody(b"1"))
     for _ in range(3):
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", CountedBody(b"1"))
+            store.create("shard", CountedBody(b"1"))
         assert "gcp-vm.yaml" in caught.value.hint
         store.check()
     assert desk.asked == 2
@@ -263,7 +261,7 @@ def test_no_token_over_plain_http(gcs: Cloud, desk: TokenDesk) -> None:
     gcs.order("token", valid="t1")
     store = gcs.open()
     store_calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", CountedBody(b"1")),
+        lambda: store.create("shard", CountedBody(b"1")),
         lambda: store.put("small", b"1"),
         lambda: list(store.list("")),
         store.warm,
@@ -288,9 +286,9 @@ def test_the_service_account_of_the_vm(
         gcs_tls.order("token", valid="none that it has")
         store = gcs_tls.open()
         with pytest.raises(Permanent):  # it has only the refused one
-            store.put_shard("shard", CountedBody(b"1"))
+            store.create("shard", CountedBody(b"1"))
         gcs_tls.order("token", valid="emulated-token-1")
-        store.put_shard("shard", CountedBody(b"1"))
+        store.create("shard", CountedBody(b"1"))
 
 
 # ---------------------------------------------------------------- checksums
@@ -303,10 +301,10 @@ def test_a_small_shard_corrupted_in_transit(gcs: Cloud) -> None:
     store = gcs.open()
     gcs.order("flip", method="PUT")
     with pytest.raises(Transient):
-        store.put_shard("shard", CountedBody(content))
+        store.create("shard", CountedBody(content))
     assert store.head("shard") is None
     gcs.order("flip", method="PUT")
-    assert retrying(store).put_shard("shard", CountedBody(content)) == crc32c(content)
+    retrying(store).create("shard", CountedBody(content))
     assert store.get("shard") == content
 
 
@@ -317,10 +315,11 @@ def test_a_larger_shard_corrupted_in_transit(gcs: Cloud) -> None:
     store = gcs.open()
     gcs.order("flip", method="PUT")
     with pytest.raises(Transient, match="other bytes"):
-        store.put_shard("shard", CountedBody(content))
+        store.create("shard", CountedBody(content))
     with pytest.raises(Exists):
-        retrying(store).put_shard("shard", CountedBody(content))
-    assert retrying(store).put_shard("shard again", CountedBody(content)) == crc32c(content)
+        retrying(store).create("shard", CountedBody(content))
+    retrying(store).create("shard again", CountedBody(content))
+    assert store.get("shard again") == content
 
 
 # ---------------------------------------------------------------- a role that may not overwrite
@@ -340,14 +339,13 @@ def test_a_lost_reply_without_the_right_to_overwrite(narrow: Cloud, size_bytes: 
     content = bytes(size_bytes)
     store = narrow.open()
     narrow.order("answer", status=503, method="PUT", match="shard", carry_out=1)
-    body = CountedBody(content)
-    assert retrying(store).put_shard("shard", body) == crc32c(content)
+    retrying(store).create("shard", CountedBody(content))
     asked = [method for method, target in narrow.requests() if "shard" in target]
     assert asked[:2] == ["PUT", "PUT"], "sent, refused"
     assert set(asked[2:]) == {"GET"}, "asked for"
     assert store.get("shard") == content
     with pytest.raises(Exists):
-        store.put_shard("shard", CountedBody(content + b"1"))
+        store.create("shard", CountedBody(content + b"1"))
     assert store.get("shard") == content
 
 
@@ -361,21 +359,11 @@ def test_create_if_absent_without_the_right_to_overwrite(narrow: Cloud) -> None:
     assert store.get("claim") == b"1"
 
 
-@pytest.mark.fault("O11")
-def test_a_lost_completion_without_the_right_to_overwrite(narrow: Cloud) -> None:
-    """The upload ended with its completion, so no second object is assembled."""
-    store = narrow.open()
-    upload, receipts = staged_upload(store, b"content")
-    narrow.order("answer", status=503, method="POST", match="uploadId", carry_out=1)
-    retrying(store).complete(upload, receipts)
-    assert store.get("shard") == b"content"
-
-
 def test_a_missing_right(gcs: Cloud) -> None:
     """403 for a missing object is an error: the shard must not count as stored."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", CountedBody(b"1")),
+        lambda: store.create("shard", CountedBody(b"1")),
         lambda: store.put("claim", b"1", if_absent=True),
     ]
     for call in calls:
@@ -393,61 +381,11 @@ def test_a_store_that_verifies_nothing(cloud_environment: None) -> None:
     try:
         store = GcsStore(f"gs://{BUCKET}/prefix", GcsOptions(endpoint=server.url))
         with pytest.raises(Permanent) as caught:
-            store.put_shard("shard", CountedBody(bytes(LARGE)))
+            store.create("shard", CountedBody(bytes(LARGE)))
         assert "CRC32C" in caught.value.hint
     finally:
         server.shutdown()
         server.server_close()
-
-
-@pytest.mark.fault("O13")
-def test_an_object_assembled_wrongly(gcs: Cloud) -> None:
-    """Its checksum is not that of the parts: the upload counts as lost."""
-    store = gcs.open()
-    upload = store.begin("shard", 3, PART)
-    receipt = store.put_part(upload, 1, CountedBody(b"abc"))
-    with pytest.raises(NotFound, match="other bytes"):
-        store.complete(upload, [PartReceipt(1, receipt.etag, receipt.crc32c ^ 1)])
-
-
-# ---------------------------------------------------------------- uploads
-
-
-def test_parts_are_identified_by_their_etag(gcs: Cloud) -> None:
-    """Stored receipts match the listing page by page, which has no checksums."""
-    gcs.order("page", size=1)
-    store = gcs.open()
-    upload = store.begin("shard", 2 * PART + 1, PART)
-    kept = [store.put_part(upload, n, CountedBody(bytes([n]) * PART)) for n in (1, 2)]
-    store.put_part(upload, 2, CountedBody(b"x" * PART))
-    listed = store.parts(upload)
-    assert [part.number for part in listed] == [1, 2]
-    assert [part == told for part, told in zip(kept, listed, strict=True)] == [True, False]
-    assert {part.crc32c for part in listed} == {CRC32C_UNKNOWN}
-    third = store.put_part(upload, 3, CountedBody(b"3"))
-    with pytest.raises(Permanent):
-        store.complete(upload, [*listed, third])
-    store.abort(upload.key, upload.upload_id)
-    with pytest.raises(NotFound):
-        store.parts(upload)
-
-
-@pytest.mark.fault("O19")
-def test_uploads_are_listed_page_by_page(gcs: Cloud) -> None:
-    """All uploads of the prefix and no others, with relative keys, and young."""
-    gcs.order("page", size=2)
-    store = gcs.open()
-    keys = [f"data/ä &+ {n}" for n in (0, 0, 1, 2, 3)]
-    ids = {(key, store.begin(key, 1, PART).upload_id) for key in keys}
-    store.begin("other/shard", 1, PART)
-    found = list(store.uploads("data/"))
-    assert {(u.key, u.upload_id) for u in found} == ids
-    assert len(found) == len(ids)
-    assert all(0 <= u.age_s < 120 for u in found)
-    for u in found:
-        store.abort(u.key, u.upload_id)
-        store.abort(u.key, u.upload_id)
-    assert list(store.uploads("data/")) == []
 
 
 # ---------------------------------------------------------------- addresses, trust, errors
@@ -459,7 +397,7 @@ def test_storage_emulator_host(gcs: Cloud, monkeypatch: pytest.MonkeyPatch) -> N
     for shard, named in (("first", server), ("second", server.removeprefix("http://"))):
         monkeypatch.setenv("STORAGE_EMULATOR_HOST", named)
         store = GcsStore(f"gs://{BUCKET}/{gcs.prefix}", GcsOptions())
-        store.put_shard(shard, CountedBody(named.encode()))
+        store.create(shard, CountedBody(named.encode()))
         store.put("small", b"1")
         assert store.get(shard) == named.encode()
     monkeypatch.setenv("STORAGE_EMULATOR_HOST", "http://127.0.0.1:1")
@@ -479,11 +417,11 @@ def test_trusted_certificates(
     """A custom authority by configuration or environment; the configured one has priority."""
 
     def use(store: GcsStore) -> None:
-        store.put_shard("shard", CountedBody(b"1"))
+        store.create("shard", CountedBody(b"1"))
         store.put("small", b"1")
 
     where = f"gs://{BUCKET}/{gcs_tls.prefix}"
-    for call in (lambda s: s.put_shard("shard", CountedBody(b"1")), lambda s: s.put("small", b"1")):
+    for call in (lambda s: s.create("shard", CountedBody(b"1")), lambda s: s.put("small", b"1")):
         with pytest.raises(Permanent) as caught:
             call(GcsStore(where, GcsOptions(endpoint=gcs_tls.server.url)))
         assert "not trusted" in caught.value.hint
@@ -498,7 +436,7 @@ def test_retry_after_is_in_the_error(gcs: Cloud) -> None:
     """For both interfaces."""
     store = gcs.open()
     calls: list[Callable[[], object]] = [
-        lambda: store.put_shard("shard", CountedBody(b"1")),
+        lambda: store.create("shard", CountedBody(b"1")),
         lambda: store.put("small", b"1"),
         store.check,
     ]
@@ -524,7 +462,7 @@ def test_exceptions_of_bodies_and_sinks_pass_unchanged(gcs: Cloud) -> None:
     store = gcs.open()
     for size_bytes in (3, LARGE):
         with pytest.raises(OSError, match=r"^torn$"):
-            store.put_shard("shard", Torn(bytes(size_bytes)))
+            store.create("shard", Torn(bytes(size_bytes)))
     assert store.head("shard") is None
     store.put("key", b"abc")
     with pytest.raises(OSError, match=r"^torn$"):
@@ -533,7 +471,7 @@ def test_exceptions_of_bodies_and_sinks_pass_unchanged(gcs: Cloud) -> None:
 
 # ---------------------------------------------------------------- settings of the bucket
 
-RULES = {"rule": [{"action": {"type": "AbortIncompleteMultipartUpload"}, "condition": {"age": 3}}]}
+RULES = {"rule": [{"action": {"type": "SetStorageClass"}, "condition": {"age": 3}}]}
 
 
 def opened(server: _Server) -> GcsStore:
@@ -541,11 +479,11 @@ def opened(server: _Server) -> GcsStore:
 
 
 @pytest.mark.parametrize(
-    ("lifecycle", "aborts"),
-    [(RULES, True), (None, False), ({"rule": [{"action": {"type": "Delete"}}]}, False)],
+    ("lifecycle", "deletes"),
+    [(RULES, False), (None, False), ({"rule": [{"action": {"type": "Delete"}}]}, True)],
 )
 @pytest.mark.usefixtures("cloud_environment")
-def test_a_rule_that_aborts_uploads_is_found(lifecycle: Any, aborts: bool) -> None:
+def test_a_rule_that_deletes_is_found(lifecycle: Any, deletes: bool) -> None:
     """The rules are read with one request, without a library."""
     body: dict[str, Any] = {"kind": "storage#bucket", "name": "bucket"}
     if lifecycle is not None:
@@ -553,7 +491,7 @@ def test_a_rule_that_aborts_uploads_is_found(lifecycle: Any, aborts: bool) -> No
     server = _Server(lambda to: answer(to, json.dumps(body).encode()))
     try:
         rules = opened(server).settings.lifecycle_rules()
-        assert any(rule.aborts_uploads for rule in rules) is aborts
+        assert any(rule.deletes for rule in rules) is deletes
     finally:
         server.shutdown()
         server.server_close()

@@ -22,7 +22,6 @@ from swansongd.doctor.findings import Judgement, Level
 from swansongd.doctor.store import checks
 from swansongd.errors import Permanent, Transient
 from swansongd.flush.claim_record import ClaimRecord
-from swansongd.stores.base import PartReceipt, Upload
 from swansongd.stores.file import mounts
 from swansongd.stores.file.io import classified
 from swansongd.stores.file.mounts import Mount
@@ -50,23 +49,16 @@ def files(root: Path) -> FileStore:
 
 def calls(store: FileStore) -> list[Callable[[], object]]:
     """Every call that reads or writes."""
-    upload = Upload("key", "0" * 32, 3, 3)
     return [
         store.check,
         store.warm,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.put_shard("key", CountedBody(b"x")),
+        lambda: store.create("key", CountedBody(b"x")),
         lambda: store.get("run/one"),
         lambda: store.head("run/one"),
         lambda: list(store.list("")),
-        lambda: list(store.uploads("")),
-        lambda: store.begin("key", 3, 3),
-        lambda: store.put_part(upload, 1, CountedBody(b"abc")),
-        lambda: store.parts(upload),
-        lambda: store.complete(upload, [PartReceipt(1, "", 0)]),
         lambda: store.delete("run/one"),
-        lambda: store.abort("run/one", "0" * 32),
     ]
 
 
@@ -170,7 +162,7 @@ def test_the_marker_is_not_an_object(files: FileStore, root: Path) -> None:
         lambda: files.put(MARKER, b"x"),
         lambda: files.delete(MARKER),
         lambda: files.delete(f"{MARKER}/x"),
-        lambda: files.begin(MARKER, 1, 1),
+        lambda: files.create(MARKER, CountedBody(b"x")),
     ):
         with pytest.raises(Permanent, match="not a key"):
             call()

@@ -29,7 +29,7 @@ from swansongd.stores.retention import DAY_S, Lock, LockMode, StoreClock, instan
 from testkit import committed
 from testkit.bodies import CountedBody
 from testkit.memory_store import MemoryStore
-from testkit.store_backends import PART, Cloud, send_parts, staged_upload
+from testkit.store_backends import MIB, Cloud
 
 OURS = ("s3-tls", "gcs")
 SERVERS = (*OURS, "seaweedfs")
@@ -89,16 +89,14 @@ def test_new_objects_are_locked_by_their_key(locking: Cloud) -> None:
     """Each way to create an object gives it the retention of its key; other objects get none."""
     store = opened(locking, new_bucket(locking))
     store.put("kept/small", b"manifest", if_absent=True)
-    store.put_shard("kept/shard", CountedBody(b"shard"))
-    upload, parts = staged_upload(store, b"whole")
-    store.complete(upload, parts)
-    large = store.begin("kept/large", PART + 1, PART)
-    store.complete(large, send_parts(store, large, b"x" * (PART + 1)))
+    store.create("kept/chunk", CountedBody(b"chunk"))
+    store.create("kept/large", CountedBody(bytes(5 * MIB)))
+    store.create("whole", CountedBody(b"whole"))
     store.put("free", b"pin")
-    for key in ("kept/small", "kept/shard", "kept/large"):
+    for key in ("kept/small", "kept/chunk", "kept/large"):
         assert ends_in(store.locked_until(key), DAYS), key
     assert store.locked_until("free") is None
-    assert store.locked_until(upload.key) is None
+    assert store.locked_until("whole") is None
     assert store.locked_until("kept/absent") is None
     assert store.get("kept/small") == b"manifest"
 
@@ -153,8 +151,7 @@ def test_a_bucket_without_retention_names_the_command(strict: Cloud) -> None:
     store = opened(strict, new_bucket(strict, lock=False))
     for write in (
         lambda: store.put("kept/a", b"1"),
-        lambda: store.put_shard("kept/a", CountedBody(b"1")),
-        lambda: store.begin("kept/a", PART, PART),
+        lambda: store.create("kept/a", CountedBody(b"1")),
     ):
         with pytest.raises(Permanent) as refused:
             write()
@@ -337,15 +334,15 @@ def test_a_commit_is_locked_as_a_whole(strict: Cloud) -> None:
     config = StoreConfig(url=f"{scheme}://{bucket}", lock_days=days, lock_mode="compliance")
     store = strict.open(bucket=bucket, lock=locks.of(config))
     old = strict.open(bucket=bucket, lock=Lock("compliance", lambda _: DAY_S))
-    first = committed.commit(old, {"model": b"1"}, step=10, upload_nonce="a1")
-    second = committed.commit(store, {"model": b"2"}, step=20, upload_nonce="b2")
+    first = committed.commit(old, {"model": b"1"}, step=10, nonce="a1")
+    second = committed.commit(store, {"model": b"2"}, step=20, nonce="b2")
     store.put("r/generations/00000001.json", b"{}", if_absent=True)
     made = replace(second, nonce="abc", shards=(*second.shards, *renamed(first.shards)))
     Locker(store, days, is_urgent=lambda: False, health=StoreHealth(lambda _: None)).extend(made)
     manifest_key = next(info.key for info in store.list("r/commits/") if "000020" in info.key)
     assert ends_in(store.locked_until(manifest_key), days)
-    for stored in made.objects:
-        assert ends_in(store.locked_until(stored.key), days + 2), stored.key
+    for chunk in made.chunks:
+        assert ends_in(store.locked_until(chunk.key), days + 2), chunk.key
     assert store.locked_until("r/generations/00000001.json") is None
     with pytest.raises(Locked):
         store.delete(manifest_key)

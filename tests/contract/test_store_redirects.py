@@ -13,14 +13,13 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansongd.errors import Permanent, StoreError
-from swansongd.stores.base import ObjectStore, PartReceipt, Upload
+from swansongd.stores.base import ObjectStore
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
 from testkit.bodies import CountedBody, CountedSink
 from testkit.raw_server import Peer, RawServer, Request
-from testkit.store_backends import PART
 
 STATUSES = (301, 302, 303, 307, 308)
 
@@ -97,7 +96,6 @@ def token_desk(
 
 def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
     """Each method of the contract once."""
-    upload = Upload("key", "upload-id", 3, PART)
     return {
         "put": lambda: store.put("key", b"1"),
         "put if absent": lambda: store.put("key", b"1", if_absent=True),
@@ -106,13 +104,7 @@ def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
         "head": lambda: store.head("key"),
         "list": lambda: list(store.list("")),
         "delete": lambda: store.delete("key"),
-        "put_shard": lambda: store.put_shard("key", CountedBody(b"abc")),
-        "begin": lambda: store.begin("key", 3, PART),
-        "put_part": lambda: store.put_part(upload, 1, CountedBody(b"abc")),
-        "parts": lambda: store.parts(upload),
-        "complete": lambda: store.complete(upload, [PartReceipt(1, '"x"', 0)]),
-        "uploads": lambda: list(store.uploads("")),
-        "abort": lambda: store.abort("key", "upload-id"),
+        "create": lambda: store.create("key", CountedBody(b"abc")),
         "check": store.check,
         "warm": store.warm,
     }

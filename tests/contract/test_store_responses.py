@@ -5,26 +5,19 @@ from __future__ import annotations
 
 import os
 from collections.abc import Callable, Iterator
-from contextlib import suppress
-from dataclasses import replace
 
 import pytest
-from swansongd.errors import NotFound, Permanent, StoreError, Transient
-from swansongd.stores import responses
+from swansongd.errors import Permanent, Transient
 from swansongd.stores.base import ObjectInfo, ObjectStore, Page, all_pages, listed
-from swansongd.stores.http.client import Response
 
 from testkit.bodies import CountedBody
 from testkit.emulators.store_control import SPOILS
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import (
     ONE_EACH,
-    PART,
     Cloud,
     get_range,
     retrying,
-    send_part,
-    staged_upload,
 )
 
 CONTENT = os.urandom(200_000)
@@ -282,135 +275,35 @@ def test_a_head_without_a_length(open_cloud: Callable[[str], Cloud]) -> None:
     assert store.head("key") == ObjectInfo("key", len(CONTENT))
 
 
-# ---------------------------------------------------------------- uploads
-
-
-@ONE_EACH
-@pytest.mark.fault("O12")
-@pytest.mark.parametrize("how", SPOILS)
-def test_a_spoilt_response_about_an_upload(cloud: Cloud, how: str) -> None:
-    """A start without an id, and incomplete lists of parts or uploads: Transient each time."""
-    store = cloud.open()
-    upload, receipts = staged_upload(store, CONTENT)
-    questions: dict[tuple[str, str], Callable[[ObjectStore], object]] = {
-        ("POST", "?uploads"): lambda each: each.begin("other", 10, PART).upload_id,
-        ("GET", "uploadId"): lambda each: list(each.parts(upload)) == receipts,
-        ("GET", "uploads"): lambda each: (
-            upload.upload_id in {found.upload_id for found in each.uploads("")}
-        ),
-    }
-    for (method, match), question in questions.items():
-        cloud.order("spoil", how=how, method=method, match=match)
-        with pytest.raises(Transient):
-            question(store)
-        cloud.order("spoil", how=how, method=method, match=match)
-        assert question(retrying(store))
-
-
-@ONE_EACH
-def test_parts_are_the_same_whether_a_listing_quotes_its_etags_or_not(
-    cloud: Cloud, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Receipts in the journal have ETags from headers, and are compared with those of the listing."""
-    store = cloud.open()
-    upload, receipts = staged_upload(store, CONTENT)
-    parsed = responses.parts
-
-    def without_quotes(
-        answer: Response,
-    ) -> tuple[list[responses.ListedPart], responses.Markers | None]:
-        found, markers = parsed(answer)
-        return [replace(part, etag=part.etag.strip('"')) for part in found], markers
-
-    monkeypatch.setattr(responses, "parts", without_quotes)
-    assert [part.etag for part in store.parts(upload)] == [part.etag for part in receipts]
-
-
-@ONE_EACH
-@pytest.mark.fault("O12")
-def test_responses_about_an_upload_that_lack_a_field(cloud: Cloud) -> None:
-    """An upload without an id, a part without number or ETag, a page without the next marker."""
-    store = cloud.open()
-    upload, _ = staged_upload(store, CONTENT)
-    store.begin("another", 10, PART)
-    cases: list[tuple[str, str, str, Callable[[], object]]] = [
-        ("UploadId", "POST", "?uploads", lambda: store.begin("other", 10, PART)),
-        ("PartNumber", "GET", "uploadId", lambda: store.parts(upload)),
-        ("ETag", "GET", "uploadId", lambda: store.parts(upload)),
-        ("Key", "GET", "uploads", lambda: list(store.uploads(""))),
-        ("UploadId", "GET", "uploads", lambda: list(store.uploads(""))),
-    ]
-    for field, method, match, call in cases:
-        cloud.order("spoil", how="without", field=field, method=method, match=match)
-        with pytest.raises(Transient):
-            call()
-    cloud.order("page", size=1)
-    cloud.order("spoil", how="without", field="NextKeyMarker", method="GET", match="uploads")
-    with pytest.raises(Transient):
-        list(store.uploads(""))
+# ---------------------------------------------------------------- writes
 
 
 @pytest.mark.fault("O12")
-@pytest.mark.parametrize("call", ["put", "put_shard", "put_part"])
+@pytest.mark.parametrize("call", ["put", "create"])
 def test_a_write_that_is_not_acknowledged(cloud: Cloud, call: str) -> None:
     """200 without an ETag is not a receipt: the write is repeated, and the object is whole."""
     store = cloud.open()
-    upload = store.begin("shard", len(CONTENT), PART)
     calls: dict[str, Callable[[ObjectStore], object]] = {
         "put": lambda each: each.put("key", CONTENT),
-        "put_shard": lambda each: each.put_shard("key", CountedBody(CONTENT)),
-        "put_part": lambda each: each.complete(upload, [send_part(each, upload, 1, CONTENT)]),
+        "create": lambda each: each.create("key", CountedBody(CONTENT)),
     }
     cloud.order("spoil", how="without", field="ETag", method="PUT")
     with pytest.raises(Transient):
         calls[call](store)
     cloud.order("spoil", how="without", field="ETag", method="PUT")
     calls[call](retrying(store))
-    assert store.get("shard" if call == "put_part" else "key") == CONTENT
-
-
-@pytest.mark.fault("O11", "O12")
-@pytest.mark.parametrize("how", [*SPOILS, "without"])
-def test_a_completion_that_took_effect_and_is_not_acknowledged(cloud: Cloud, how: str) -> None:
-    """200 without an ETag: a HEAD finds the object."""
-    store = cloud.open()
-    upload, receipts = staged_upload(store, CONTENT)
-    cloud.order("spoil", how=how, field="ETag", method="POST", match="uploadId")
-    retrying(store).complete(upload, receipts)
-    assert store.get("shard") == CONTENT
-
-
-@pytest.mark.fault("O11", "O12")
-@pytest.mark.parametrize("body", ["", "<html><body>welcome</body></html>", "<x/>", "ok"])
-def test_a_completion_that_never_took_effect(cloud: Cloud, body: str) -> None:
-    """200 with an empty or foreign body, and no object: never a success.  It is completed again."""
-    store = cloud.open()
-    upload, receipts = staged_upload(store, CONTENT)
-    cloud.order("say", body=body, method="POST", match="uploadId")
-    with pytest.raises((Transient, NotFound)):
-        store.complete(upload, receipts)
-    assert store.head("shard") is None
-    cloud.order("say", body=body, method="POST", match="uploadId", times=3)
-    retrying(store).complete(upload, receipts)
-    assert store.get("shard") == CONTENT
+    assert store.get("key") == CONTENT
 
 
 @pytest.mark.fault("O12")
-@pytest.mark.parametrize("status", [404, 200])
-def test_a_store_that_denies_each_object(cloud: Cloud, status: int) -> None:
-    """Each completion gets an empty 200, each HEAD 404: the shard is never stored."""
+def test_a_write_that_had_no_effect(cloud: Cloud) -> None:
+    """A foreign server acknowledges nothing: its page is never a success, and the chunk is sent again."""
     store = cloud.open()
-    upload, receipts = staged_upload(store, CONTENT)
-    cloud.order("say", body="", method="POST", match="uploadId", times=99)
-    cloud.order("answer", status=404, method="HEAD", times=99)
-    cloud.order("answer", status=404, method="GET", match="shard", times=99)
-    with pytest.raises(StoreError):
-        retrying(store, budget_s=0.5).complete(upload, receipts)
-    if status == 200:  # the same with another object under the key
-        cloud.order("clear")
-        store.put("shard", CONTENT[::-1])
-        cloud.order("say", body="", method="POST", match="uploadId", times=99)
-        with pytest.raises(StoreError):
-            retrying(store, budget_s=0.5).complete(upload, receipts)
-    with suppress(NotFound):
-        store.abort(upload.key, upload.upload_id)
+    for body in ("", "<html><body>welcome</body></html>"):
+        cloud.order("say", body=body, method="PUT")
+        with pytest.raises(Transient):
+            store.create("key", CountedBody(CONTENT))
+    assert store.head("key") is None
+    cloud.order("say", body="ok", method="PUT", times=3)
+    retrying(store).create("key", CountedBody(CONTENT))
+    assert store.get("key") == CONTENT

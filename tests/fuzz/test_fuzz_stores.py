@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from swansong.bounds import BYTES_MAX, BoundsError
 from swansongd.errors import StoreError, Transient
 from swansongd.stores import responses
-from swansongd.stores.base import ObjectInfo, Page, PartReceipt, Upload, listed
+from swansongd.stores.base import ObjectInfo, Page, listed
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.http.client import Response
 from swansongd.stores.options import GcsOptions, S3Options
@@ -26,7 +26,6 @@ from swansongd.util.http1 import HEADERS_MAX, ResponseReader
 
 from testkit.bodies import CountedBody, CountedSink
 
-MIB = 2**20
 BASE = "prefix/"
 
 # ---------------------------------------------------------------- what stores say
@@ -38,14 +37,12 @@ numbers = st.one_of(
 )
 flags = st.sampled_from(["true", "false", "TRUE", "", "maybe"])
 FIELDS: dict[str, st.SearchStrategy[str]] = {
-    "Key": keys, "Size": numbers, "ETag": text, "UploadId": text, "Initiated": text, "PartNumber": numbers,
-    "ChecksumCRC32C": st.one_of(text, st.just("AAAAAA==")), "IsTruncated": flags, "KeyCount": numbers,
-    "NextContinuationToken": text, "NextKeyMarker": keys, "NextUploadIdMarker": text,
-    "NextPartNumberMarker": numbers, "EncodingType": st.sampled_from(["url", ""]), "Code": text,
+    "Key": keys, "Size": numbers, "ETag": text, "LastModified": text, "Prefix": keys,
+    "IsTruncated": flags, "KeyCount": numbers,
+    "NextContinuationToken": text, "EncodingType": st.sampled_from(["url", ""]), "Code": text,
     "Message": text,
 }  # fmt: skip
-ROOTS = ["ListBucketResult", "ListMultipartUploadsResult", "ListPartsResult", "CompleteMultipartUploadResult",
-         "InitiateMultipartUploadResult", "Error", "html", "x"]  # fmt: skip
+ROOTS = ["ListBucketResult", "DeleteResult", "Error", "html", "x"]
 
 
 def element(tag: str, inner: str) -> str:
@@ -64,7 +61,7 @@ def documents(draw: st.DrawFn) -> bytes:
     """Documents as stores send them, with missing, misplaced or truncated content."""
     items = draw(
         st.lists(
-            st.tuples(st.sampled_from(["Contents", "Upload", "Part", "Rule"]), elements()),
+            st.tuples(st.sampled_from(["Contents", "CommonPrefixes", "Error", "Rule"]), elements()),
             max_size=3,
         )
     )
@@ -144,17 +141,11 @@ def test_documents_are_whole_or_refused(body: bytes, fields: dict[str, str]) -> 
             assert 0 <= info.size_bytes <= BYTES_MAX
         if page is not None and page.token is not None:
             assert 0 < len(page.token) <= 4096
-    found = parsed(lambda: responses.uploads(answer, BASE, ""))
-    for upload in found[0] if found is not None else ():
-        assert 0 < len(upload.upload_id) <= 1024
-        assert upload.age_s >= 0
-    found = parsed(lambda: responses.parts(answer))
-    for part in found[0] if found is not None else ():
-        assert 1 <= part.number <= 10_000
-        assert 0 < len(part.etag) <= 256
-    upload_id = parsed(lambda: responses.begun(answer))
-    assert upload_id is None or 0 < len(upload_id) <= 1024
-    parsed(lambda: responses.completed(answer))
+    for found in (
+        parsed(lambda: responses.folders(answer, BASE, "")),
+        parsed(lambda: responses.json_folders(answer, BASE, "")),
+    ):
+        assert found is None or found.token is None or 0 < len(found.token) <= 4096
     metadata = parsed(lambda: responses.json_metadata(answer, BASE, "key"))
     assert metadata is None or expect_plain(metadata[0])
     head = parsed(lambda: responses.head_info(answer, "key"))
@@ -362,7 +353,6 @@ def gcs(wire: Any) -> GcsStore:
     return made
 
 
-UPLOAD = Upload("key", "upload-id", 3, 5 * MIB)
 CALLS: dict[str, Callable[[Any], object]] = {
     "put": lambda store: store.put("key", b"abc", if_absent=True),
     "get": lambda store: store.get("key"),
@@ -370,13 +360,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
     "head": lambda store: store.head("key"),
     "list": lambda store: list(store.list("")),
     "delete": lambda store: store.delete("key"),
-    "put_shard": lambda store: store.put_shard("key", CountedBody(b"abc")),
-    "begin": lambda store: store.begin("key", 3, 5 * MIB),
-    "put_part": lambda store: store.put_part(UPLOAD, 1, CountedBody(b"abc")),
-    "parts": lambda store: store.parts(UPLOAD),
-    "complete": lambda store: store.complete(UPLOAD, [PartReceipt(1, '"x"', 7)]),
-    "uploads": lambda store: list(store.uploads("")),
-    "abort": lambda store: store.abort("key", "upload-id"),
+    "create": lambda store: store.create("key", CountedBody(b"abc")),
     "check": lambda store: store.check(),
 }
 

@@ -8,7 +8,7 @@ Keys are relative to the prefix of the store's URL, contain no ``..`` and do not
 Every method is safe to call from many threads at the same time, and raises only:
 
 - :class:`~swansongd.errors.Transient` when trying again may help (timeout, reset, 5xx, 429, 409),
-- :class:`~swansongd.errors.NotFound` when the key, the upload or the bucket does not exist,
+- :class:`~swansongd.errors.NotFound` when the key or the bucket does not exist,
 - :class:`~swansongd.errors.Exists` when a create-if-absent found an object under the key,
 - :class:`~swansongd.errors.Changed` when a conditional delete found another object under the key,
 - :class:`~swansongd.errors.Locked` when a retention protects the object,
@@ -29,12 +29,10 @@ from dataclasses import dataclass, field
 from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
-from swansongd.digests import part_count
 from swansongd.errors import (
     Changed,
     ConfigError,
     Locked,
-    NotFound,
     Permanent,
     StoreError,
     TooLarge,
@@ -47,8 +45,6 @@ processor's cache when it is sent or written.  A store holds one window for each
 bounds the memory of a flush or a restore at the number of connections times this size."""
 RENEW_BELOW_S = 900.0
 """Credentials that expire sooner are renewed by :meth:`ObjectStore.warm`."""
-CRC32C_UNKNOWN = -1
-"""In receipts of :meth:`ObjectStore.parts`: the store returns no checksum of its parts."""
 GET_BYTES_MAX = 64 * 2**20
 """The largest object that :meth:`ObjectStore.get` returns."""
 DELETED_MAX = 1000
@@ -69,10 +65,7 @@ class ObjectInfo:
     key: str
     size_bytes: int
     age_s: float | None = field(default=None, compare=False)
-    """Since the object was written, by the store's own clock; None: unknown, so treat it as young.
-
-    S3 counts from the start of a multipart upload, which can be days before its completion.
-    """
+    """Since the object was written, by the store's own clock; None: unknown, so treat it as young."""
     tag: str = field(default="", compare=False)
     """Identifies these bytes under this key, for a conditional delete; empty: the store has no tags.
 
@@ -98,48 +91,11 @@ class Page(NamedTuple):
     """Requests the next page; None on the last page."""
 
 
-@dataclass(frozen=True, slots=True)
-class Upload:
-    """A multipart upload in progress.  Only :meth:`ObjectStore.complete` makes the object visible."""
-
-    key: str
-    upload_id: str
-    size_bytes: int
-    part_size_bytes: int
-
-    def part_length_bytes(self, number: int) -> int:
-        """Length of part ``number`` (from 1); the last part has the rest."""
-        return min(self.part_size_bytes, self.size_bytes - (number - 1) * self.part_size_bytes)
-
-
-@dataclass(frozen=True, slots=True)
-class PartReceipt:
-    """The store's acknowledgement of a part.  An equal number and ETag mean equal bytes."""
-
-    number: int
-    """From 1."""
-    etag: str
-    """Opaque: the completion sends it back unchanged."""
-    crc32c: int = field(compare=False)
-    """Checksum of the bytes that were sent."""
-
-
-@dataclass(frozen=True, slots=True)
-class OpenUpload:
-    """A multipart upload that was neither completed nor aborted."""
-
-    key: str
-    upload_id: str
-    age_s: float
-    """Since it was started, by the store's own clock."""
-
-
 class Body(Protocol):
-    """The bytes of one part or one whole shard, read from the first to the last, a window at a time.
+    """The bytes of one object, read from the first to the last, a window at a time.
 
     A store may read a body several times, for a signature or a retry, and calls ``rewind`` before each
-    pass.  A digest that the body computes is that of the last pass: of the bytes that the store
-    acknowledged.  One thread uses a body at a time.
+    pass.  One thread uses a body at a time.
     """
 
     size_bytes: int
@@ -169,8 +125,6 @@ class ObjectStore(Protocol):
 
     url: str
     """As configured, for logs; never contains a credential."""
-    part_size_bytes_min: int
-    """The smallest part that the store accepts, except for the last one of an upload."""
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         """Store a small object in one request.
@@ -246,44 +200,13 @@ class ObjectStore(Protocol):
         None, and no request, if the store gives objects with this key no retention.
         """
 
-    def put_shard(self, key: str, body: Body) -> int:
-        """Store a whole shard in one request, and return the CRC32C of its bytes.
+    def create(self, key: str, body: Body) -> None:
+        """Store a body under a new key, in one request.
 
-        The store verifies that checksum where it can.  Only for keys that contain a nonce: an existing object
-        with these bytes is ours, from an attempt whose reply was lost.  Raises Exists when the object has
-        other bytes.  A store without create-if-absent replaces the object.
+        The store verifies the CRC32C of the bytes where it can.  Only for keys that contain a nonce: an
+        existing object with these bytes is ours, from an attempt whose reply was lost.  Raises Exists when
+        the object has other bytes.  A store without create-if-absent replaces the object.
         """
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        """Start a multipart upload of an object of exactly ``size_bytes``."""
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        """Store part ``number`` (from 1): the bytes from ``(number - 1) * part_size_bytes``.
-
-        The store verifies a checksum of the part where it can.  A part that is sent again is replaced.
-        """
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        """List the parts that the store has, by number, without parts of a wrong length.
-
-        A receipt of :meth:`put_part` is valid as long as it is in this list.  Pass the receipts of
-        ``put_part`` to :meth:`complete`, not these: their checksum can be :data:`CRC32C_UNKNOWN`.  Raises
-        NotFound when the upload is unknown.
-        """
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        """Make the object visible.  ``parts`` are the receipts of all parts, in order.
-
-        Idempotent: if an earlier completion took effect and its reply was lost, the object exists with the
-        size of the upload, and with its checksum where the store returns one.  Raises NotFound when the
-        upload is unknown and there is no such object.
-        """
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        """List the multipart uploads in progress of keys that start with ``prefix``."""
-
-    def abort(self, key: str, upload_id: str) -> None:
-        """Delete the upload and its parts.  An unknown upload is not an error."""
 
     def check(self) -> None:
         """Send one cheap request; raises as above when the bucket, the rights or the address are wrong."""
@@ -366,29 +289,6 @@ def all_pages(
         tokens.add(token)
 
 
-def expect_part(upload: Upload, number: int, body: Body) -> None:
-    """Raise Permanent if ``body`` has not the length of part ``number``: it would corrupt the object."""
-    wanted_bytes = upload.part_length_bytes(number)
-    if number < 1 or body.size_bytes != wanted_bytes:
-        raise Permanent(
-            f"part {number} of {upload.key} has {body.size_bytes} bytes instead of {wanted_bytes}"
-        )
-
-
-def expect_all_parts(upload: Upload, parts: Sequence[PartReceipt]) -> None:
-    """Raise Permanent unless ``parts`` are the receipts of all parts, in order.
-
-    A store would accept a completion with gaps.  Receipts from a listing may lack the checksum.
-    """
-    if any(part.crc32c == CRC32C_UNKNOWN for part in parts):
-        raise Permanent(f"{upload.key}: the completion needs the receipts of put_part")
-    count = part_count(upload.size_bytes, upload.part_size_bytes)
-    if [part.number for part in parts] != list(range(1, count + 1)):
-        raise Permanent(
-            f"{upload.key}: the completion needs {count} parts in order, got {len(parts)} others"
-        )
-
-
 def delete_each(store: ObjectStore, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
     """Delete one object after the other; see :meth:`ObjectStore.delete_many`."""
     expect_few(infos)
@@ -405,16 +305,6 @@ def expect_few(infos: Sequence[ObjectInfo]) -> None:
     """Raise Permanent if there are more objects than one request may name."""
     if len(infos) > DELETED_MAX:
         raise Permanent(f"delete {len(infos)} objects: one request has at most {DELETED_MAX}")
-
-
-def confirm_completion(store: ObjectStore, upload: Upload, unknown: NotFound) -> None:
-    """Accept a completion of an unknown upload if an earlier completion took effect.
-
-    Raises ``unknown`` unless there is an object with the size of the upload.
-    """
-    info = store.head(upload.key)
-    if info is None or info.size_bytes != upload.size_bytes:
-        raise unknown
 
 
 @contextmanager

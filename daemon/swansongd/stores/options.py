@@ -58,7 +58,7 @@ class S3Options(StoreOptions):
     addressing: Addressing = "auto"
     """Position of the bucket name in a URL; ``auto``: the path with an endpoint, else as AWS does."""
     checksums: Checksums = "auto"
-    """Position of the checksum of a shard or part.
+    """Position of the checksum of a chunk.
 
     A ``trailer`` follows the body, so the body is read once.  A ``header`` precedes it, so the body is read
     twice.  ``auto`` uses trailers until the store proves not to read them.  Without TLS it is a header.

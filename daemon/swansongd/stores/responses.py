@@ -2,7 +2,7 @@
 """Parses the responses of S3 and GCS, and requires every field that a response must have.
 
 A proxy, a crash or a foreign server can truncate a response, empty it, or replace it by another page, with
-status 200.  Such a response is Transient.  It never means that there is no object, no part and no upload.
+status 200.  Such a response is Transient.  It never means that there is no object.
 """
 
 from __future__ import annotations
@@ -10,7 +10,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from html import unescape
@@ -21,7 +20,7 @@ from xml.etree import ElementTree as ET
 from swansong.bounds import BYTES_MAX, BoundsError, integer, items, json_object, mapping, text
 
 from swansongd.errors import Transient
-from swansongd.stores.base import Folders, ObjectInfo, OpenUpload, Page
+from swansongd.stores.base import Folders, ObjectInfo, Page
 from swansongd.stores.checksums import crc32c_from_base64
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 
@@ -34,27 +33,8 @@ _PIECE_CHARS = 16 * 2**10
 _KEY_CHARS_MAX = 4096
 """Four times the limit of the stores: some count differently."""
 _TOKEN_CHARS_MAX = 4096
-_UPLOAD_ID_CHARS_MAX = 1024
 _ETAG_CHARS_MAX = 256
-_PARTS_MAX = 10_000
-_LAST = "false"
-"""Default of IsTruncated: rclone omits it from the last page of parts and of uploads.  A part that is not
-listed is sent again, and an upload that is not listed is not swept, so nothing is lost.  Listings of objects
-have no default."""
 _DECIMAL = re.compile(r"[0-9]{1,19}")
-
-Markers = tuple[tuple[str, str], ...]
-"""Query parameters that request the next page of a listing."""
-
-
-@dataclass(frozen=True, slots=True)
-class ListedPart:
-    """An entry of a listing of parts."""
-
-    number: int
-    etag: str
-    size_bytes: int | None
-    crc32c: int | None
 
 
 @contextmanager
@@ -142,13 +122,9 @@ def field(element: ET.Element, tag: str, max_chars: int) -> str:
     return found
 
 
-def is_truncated(page: ET.Element, default: str = "") -> bool:
-    """Whether the listing has more pages.
-
-    Args:
-        default: value of a missing field; without a default the field is required.
-    """
-    found = page.findtext("IsTruncated", default).strip().lower()
+def is_truncated(page: ET.Element) -> bool:
+    """Whether the listing has more pages."""
+    found = page.findtext("IsTruncated", "").strip().lower()
     if found not in ("true", "false"):
         raise BoundsError(f"IsTruncated is {found!r:.40}, not true or false")
     return found == "true"
@@ -204,60 +180,6 @@ def folders(response: Response, base: str, prefix: str) -> Folders:
     return Folders(names, token)
 
 
-def uploads(response: Response, base: str, prefix: str) -> tuple[list[OpenUpload], Markers | None]:
-    """Parse a page of the multipart uploads in progress; returns the markers of the next page, too."""
-    page = document(response, "ListMultipartUploadsResult")
-    decoded = _decoder(page)
-    now = _date_of(response)
-    found = [
-        OpenUpload(
-            _below(decoded(field(item, "Key", 3 * _KEY_CHARS_MAX)), base, prefix),
-            field(item, "UploadId", _UPLOAD_ID_CHARS_MAX),
-            _age_of_s(item.findtext("Initiated") or "", now),
-        )
-        for item in page.findall("Upload")
-    ]
-    if not is_truncated(page, _LAST):
-        return found, None
-    key = decoded(field(page, "NextKeyMarker", 3 * _KEY_CHARS_MAX))
-    upload_id = text(page.findtext("NextUploadIdMarker") or "", "marker", _UPLOAD_ID_CHARS_MAX)
-    return found, (("key-marker", key), ("upload-id-marker", upload_id))
-
-
-def parts(response: Response) -> tuple[list[ListedPart], Markers | None]:
-    """Parse a page of the parts of an upload; returns the markers of the next page, too."""
-    page = document(response, "ListPartsResult", "ListPartsResponse")  # moto sends the second one
-    found = []
-    for item in page.findall("Part"):
-        size = item.findtext("Size")
-        found.append(
-            ListedPart(
-                decimal(item.findtext("PartNumber"), "PartNumber", 1, _PARTS_MAX),
-                field(item, "ETag", _ETAG_CHARS_MAX),
-                None if size is None else decimal(size, "Size", 0, BYTES_MAX),
-                _crc32c(item.findtext("ChecksumCRC32C") or ""),
-            )
-        )
-    if not is_truncated(page, _LAST):
-        return found, None
-    marker = decimal(page.findtext("NextPartNumberMarker"), "NextPartNumberMarker", 0, _PARTS_MAX)
-    return found, (("part-number-marker", str(marker)),)
-
-
-def begun(response: Response) -> str:
-    """The id of a new multipart upload."""
-    # rclone sends the name of the request.
-    named = ("InitiateMultipartUploadResult", "InitiateMultipartUpload")
-    return field(document(response, *named), "UploadId", _UPLOAD_ID_CHARS_MAX)
-
-
-def completed(response: Response) -> ET.Element:
-    """The document of a completion; its ETag proves that the completion took effect."""
-    result = document(response, "CompleteMultipartUploadResult")
-    field(result, "ETag", _ETAG_CHARS_MAX)
-    return result
-
-
 def _decoder(page: ET.Element) -> Any:
     return unquote_plus if page.findtext("EncodingType") == "url" else str
 
@@ -276,14 +198,6 @@ def _folder(key: str, base: str, prefix: str) -> str:
     return name[:-1]
 
 
-def _age_of_s(begun: str, now: datetime) -> float:
-    """Seconds since ``begun``; 0 if the text is not a time: a young upload is never swept."""
-    try:
-        return max(0.0, (now - datetime.fromisoformat(begun)).total_seconds())
-    except (ValueError, TypeError, OverflowError):
-        return 0.0
-
-
 def _object_age_s(written: str, now: datetime | None) -> float | None:
     """Seconds since ``written``; None if one of the times is unknown."""
     try:
@@ -294,11 +208,6 @@ def _object_age_s(written: str, now: datetime | None) -> float | None:
 
 def _seconds_between(then: datetime | None, now: datetime | None) -> float | None:
     return None if then is None or now is None else max(0.0, (now - then).total_seconds())
-
-
-def _date_of(response: Response) -> datetime:
-    """The store's time of the response, else the time of this VM."""
-    return _stated_date(response) or datetime.now(UTC)
 
 
 def _stated_date(response: Response) -> datetime | None:
@@ -318,7 +227,7 @@ def _tag(etag: str) -> str:
     """The ETag as a tag; empty if the store sends none, or no valid one."""
     bare = etag.strip('"')
     is_valid = len(bare) <= _ETAG_CHARS_MAX and bare.isascii() and bare.isprintable()
-    return quoted(bare) if bare and is_valid else ""
+    return f'"{bare}"' if bare and is_valid else ""
 
 
 # ---------------------------------------------------------------- JSON
@@ -425,11 +334,6 @@ def remaining(response: Response, base: str) -> dict[str, str]:
         _below(field(item, "Key", _KEY_CHARS_MAX), base, ""): one_line(field(item, "Code", 200), 80)
         for item in result.findall("Error")
     }
-
-
-def quoted(etag: str) -> str:
-    """The ETag in quotes: headers have them, documents may not, and ETags of both are compared."""
-    return '"' + etag.strip('"') + '"'
 
 
 def hashed_crc32c(hashes: str) -> int | None:

@@ -16,23 +16,12 @@ class LifecycleRule:
     """Its id; empty if it has none."""
     prefixes: tuple[str, ...] = ("",)
     """The rule applies to keys that begin with one of them, from the start of the bucket."""
-    is_narrow: bool = False
-    """The rule has further conditions, such as tags or sizes."""
     deletes: bool = False
     """It deletes objects by age or date."""
     deletes_noncurrent: bool = False
     """It deletes versions that are not current."""
-    aborts_uploads: bool = False
     storage_class: str = ""
     """Class to which the rule moves objects; empty: it moves none."""
-
-    def touches(self, prefix: str) -> bool:
-        """Whether the rule applies to a key below ``prefix``."""
-        return any(prefix.startswith(each) or each.startswith(prefix) for each in self.prefixes)
-
-    def covers(self, prefix: str) -> bool:
-        """Whether the rule applies to every key below ``prefix``."""
-        return not self.is_narrow and any(prefix.startswith(each) for each in self.prefixes)
 
 
 class BucketSettings(Protocol):

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.base import Body, Page, PartReceipt, Sink, Upload
-from swansongd.stores.checksums import crc32c
+from swansongd.stores.base import Body, Page, Sink
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.wrappers.retry import Retrying
 
@@ -39,15 +38,9 @@ class Moody(FileStore):
         if mood is not None:
             raise mood
 
-    def put_shard(self, key: str, body: Body) -> int:
-        value = super().put_shard(key, body)
+    def create(self, key: str, body: Body) -> None:
+        super().create(key, body)
         self._be_moody()
-        return value
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        receipt = super().put_part(upload, number, body)
-        self._be_moody()
-        return receipt
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         super().get_range(key, offset, size_bytes, sink)
@@ -269,34 +262,19 @@ def test_a_deadline_shortens_retry_after(moody: Moody) -> None:
 
 
 def test_bodies_and_sinks_are_rewound(moody: Moody) -> None:
-    """A shard, a part and a range are complete after a second pass."""
+    """A chunk and a range are complete after a second attempt."""
     content = b"content" * 1000
     down = Transient("reset")
     store = retrying(moody)
     body = CountedBody(content)
     moody.moods = [down]
-    assert store.put_shard("shard", body) == crc32c(content)
-    assert (body.passes, moody.get("shard")) == (2, content)
-    body = CountedBody(content)
-    upload = store.begin("large", len(content), len(content))
-    moody.moods = [down]
-    receipt = store.put_part(upload, 1, body)
-    assert body.passes == 2
-    assert store.parts(upload) == [receipt]
-    assert [found.upload_id for found in store.uploads("la")] == [upload.upload_id]
-    store.complete(upload, [receipt])
+    store.create("chunk", body)
+    assert body.passes == 3, "written, written again, compared"
+    assert moody.get("chunk") == content
     sink = CountedSink()
     moody.moods = [down]
-    store.get_range("large", 1, len(content) - 1, sink)
+    store.get_range("chunk", 1, len(content) - 1, sink)
     assert (sink.passes, sink.data) == (2, content[1:])
-
-
-def test_an_abort_by_its_id(moody: Moody) -> None:
-    """Key and id are enough to abort an upload of another process."""
-    store = retrying(moody)
-    upload = store.begin("large", 1, 1)
-    store.abort(upload.key, upload.upload_id)
-    assert list(store.uploads("")) == []
 
 
 def test_a_listing_resumes_with_the_page_that_failed(moody: Moody) -> None:
@@ -333,9 +311,3 @@ def test_one_log_line_at_the_first_retry_and_one_at_recovery(moody: Moody) -> No
     assert lines[0]["call"] == lines[1]["call"] == "put good/key"
     assert lines[0]["error"] == "503 SlowDown"
     assert lines[1]["attempts"] == 4
-
-
-def test_it_has_the_properties_of_the_wrapped_store(moody: Moody) -> None:
-    """URL and smallest part size."""
-    store = retrying(moody)
-    assert (store.url, store.part_size_bytes_min) == (moody.url, moody.part_size_bytes_min)

@@ -38,12 +38,12 @@ class Watched(FileStore):
         self.under_way = 0
         self.most_under_way = 0
 
-    def put_shard(self, key: str, body: Body) -> int:
+    def create(self, key: str, body: Body) -> None:
         with self._lock:
             self.under_way += 1
             self.most_under_way = max(self.most_under_way, self.under_way)
         try:
-            return super().put_shard(key, body)
+            super().create(key, body)
         finally:
             with self._lock:
                 self.under_way -= 1
@@ -68,29 +68,28 @@ def joined(threads: list[threading.Thread]) -> None:
 
 
 def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
-    """Shards and parts of several threads share one limit; only the first window is free."""
+    """Chunks of several threads share one limit; only the first window is free."""
     store = Throttled(files, Limit(RATE))
-    upload = store.begin("large", 4 * WINDOW_BYTES, WINDOW_BYTES)
     began_s = time.monotonic()
 
     def send(number: int) -> None:
-        store.put_shard(f"shard-{number}", CountedBody(bytes(WINDOW_BYTES)))
-        store.put_part(upload, number + 1, CountedBody(bytes(WINDOW_BYTES)))
+        for turn in range(2):
+            store.create(f"chunk-{number}-{turn}", CountedBody(bytes(WINDOW_BYTES)))
 
     joined(started(4, send))
     took_s = time.monotonic() - began_s
     assert took_s >= 7 * WINDOW_BYTES / RATE * 0.9
-    assert len(store.parts(upload)) == 4
+    assert len(list(store.list("chunk-"))) == 8
 
 
 def test_no_credit_for_idle_times(files: Watched) -> None:
     """Idle time does not increase the rate afterwards."""
     now_s = [0.0]
     store = Throttled(files, Limit(RATE), monotonic=lambda: now_s[0])
-    store.put_shard("first", CountedBody(bytes(WINDOW_BYTES)))
+    store.create("first", CountedBody(bytes(WINDOW_BYTES)))
     now_s[0] += 3600
-    store.put_shard("second", CountedBody(bytes(WINDOW_BYTES)))
-    (third,) = started(1, lambda _: store.put_shard("third", CountedBody(bytes(WINDOW_BYTES))))
+    store.create("second", CountedBody(bytes(WINDOW_BYTES)))
+    (third,) = started(1, lambda _: store.create("third", CountedBody(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == 1, what="the third to begin")
     third.join(timeout=0.2)
     assert third.is_alive()
@@ -109,7 +108,7 @@ def test_removing_the_limit_ends_all_waits(files: Watched) -> None:
             super().read_into(window)
             windows.append(window.nbytes)
 
-    threads = started(4, lambda n: store.put_shard(f"shard-{n}", Body(bytes(3 * WINDOW_BYTES))))
+    threads = started(4, lambda n: store.create(f"shard-{n}", Body(bytes(3 * WINDOW_BYTES))))
     until(lambda: len(windows) == 2, what="a second window, which is one too many")
     assert files.under_way == 1
     assert all(thread.is_alive() for thread in threads)
@@ -124,7 +123,7 @@ def test_few_bodies_are_in_flight(files: Watched, rate: float, most: int) -> Non
     """Each one in flight can send a window about once a second."""
     limit = Limit(rate)
     store = Throttled(files, limit)
-    threads = started(8, lambda n: store.put_shard(f"shard-{n}", CountedBody(bytes(WINDOW_BYTES))))
+    threads = started(8, lambda n: store.create(f"shard-{n}", CountedBody(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == most, what=f"{most} under way")
     most_under_way = files.most_under_way
     limit.rate_bytes_per_s = None
@@ -142,15 +141,15 @@ def test_a_cancelled_body_frees_its_slot(files: Watched) -> None:
     store = Throttled(files, Limit(WINDOW_BYTES / 2))
     for _ in range(3):
         with pytest.raises(InterruptedError, match="unwanted"):
-            store.put_shard("shard", Unwanted(b"x"))
-    store.put_shard("shard", CountedBody(b"x"))
+            store.create("shard", Unwanted(b"x"))
+    store.create("shard", CountedBody(b"x"))
     assert files.get("shard") == b"x"
 
 
 def test_other_calls_are_not_limited(files: Watched) -> None:
     """Small objects and reads pass with a limit close to 0."""
     store = Throttled(files, Limit(1e-3))
-    assert (store.url, store.part_size_bytes_min) == (files.url, files.part_size_bytes_min)
+    assert store.url == files.url
     store.check()
     store.warm()
     content = bytes(2 * WINDOW_BYTES)
@@ -160,14 +159,6 @@ def test_other_calls_are_not_limited(files: Watched) -> None:
     store.get_range("key", 1, WINDOW_BYTES, sink)
     assert sink.data == content[1 : WINDOW_BYTES + 1]
     assert store.head("key") == next(store.list("k"))
-    upload = store.begin("large", 1, 1)
-    receipt = store.put_part(upload, 1, CountedBody(b"1"))
-    assert store.parts(upload) == [receipt]
-    store.complete(upload, [receipt])
-    left = store.begin("left", 1, 1)
-    assert [found.upload_id for found in store.uploads("")] == [left.upload_id]
-    store.abort(left.key, left.upload_id)
-    assert list(store.uploads("")) == []
     store.delete("key")
 
 

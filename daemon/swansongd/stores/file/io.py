@@ -16,7 +16,6 @@ from swansong.openat import drop_acls, open_directory
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import WINDOW_BYTES, Body
-from swansongd.stores.checksums import crc32c
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAKE_ATTEMPTS = 100
@@ -88,17 +87,6 @@ def opened_or_made(name: str, dir_fd: int, modes: Modes) -> int:
     raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), name)
 
 
-def new_directory(name: str, dir_fd: int, modes: Modes) -> int:
-    """Create and open a directory.
-
-    Raises:
-        FileExistsError: the name exists.
-        OSError: the file system refused.
-    """
-    os.mkdir(name, 0o700, dir_fd=dir_fd)
-    return _widened(open_directory(name, dir_fd=dir_fd), modes.directory)
-
-
 def new_file(name: str, dir_fd: int, modes: Modes) -> int:
     """Create a file and open it for writing.
 
@@ -128,18 +116,15 @@ def _widened(fd: int, mode: int) -> int:
 # ---------------------------------------------------------------- bytes
 
 
-def write_body(fd: int, body: Body, offset: int, what: str) -> int:
-    """Write a body, and return its CRC32C; exceptions of the body pass unchanged."""
+def write_body(fd: int, body: Body, what: str) -> None:
+    """Write a body; exceptions of the body pass unchanged."""
     body.rewind()
     buffer = memoryview(bytearray(min(body.size_bytes, WINDOW_BYTES)))
-    value = 0
     for done in range(0, body.size_bytes, WINDOW_BYTES):
         window = buffer[: body.size_bytes - done]
         body.read_into(window)
-        value = crc32c(window, value)
         with errors_of(what):
-            write_all(fd, window, offset + done)
-    return value
+            write_all(fd, window, done)
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -2,8 +2,8 @@
 """A directory as an object store: NFS, EFS, FSx, Filestore, a second disk, the demo.
 
 An object is a file below the directory of the URL.  The store writes it in a hidden directory on the same
-file system, calls fsync, and links or renames it to its key, so that no partial object is ever visible.  A
-multipart upload is a directory in the hidden one: the bytes, the key, and the list of the durable parts.
+file system, calls fsync, and links or renames it to its key, so that no partial object is ever visible.  The
+first write of a process removes the hidden files that killed writers left.
 
 The directory of the URL must exist, and it contains a marker with a random id: a missing mount, or another
 file system, is an error and never an empty store.  The mode of that directory decides which other users may
@@ -14,42 +14,32 @@ from __future__ import annotations
 
 import errno
 import os
-import re
 import stat
-import struct
 import time
 import uuid
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, suppress
 from itertools import islice
-from typing import TypeVar
 from urllib.parse import unquote, urlsplit
 
-from swansong.openat import FILE, open_directory, remove_tree
+from swansong.openat import FILE, open_directory
 
-from swansongd.errors import Changed, ConfigError, NotFound, Permanent, TooLarge, Transient
+from swansongd.errors import Changed, ConfigError, Exists, NotFound, Permanent, TooLarge, Transient
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     WINDOW_BYTES,
     Body,
     Folders,
     ObjectInfo,
-    OpenUpload,
     Page,
-    PartReceipt,
     Sink,
-    Upload,
-    confirm_completion,
     delete_each,
-    expect_all_parts,
-    expect_part,
     listed,
 )
 from swansongd.stores.file.io import (
     Modes,
     classified,
     errors_of,
-    new_directory,
     new_file,
     read_all,
     write_all,
@@ -57,21 +47,13 @@ from swansongd.stores.file.io import (
 )
 from swansongd.stores.file.tree import MARKER, RESERVED, TEMPORARY, Tree
 
-T = TypeVar("T")
-
-_UPLOAD_ID = re.compile(r"[0-9a-f]{32}")
 PAGE_KEYS = 20_000
 """Objects of a page, which is in memory."""
 _PUBLISH_ATTEMPTS = 100
 _DEPTH_MAX = 100
 _CLOCK_VALID_S = 600.0
-_KEY_BYTES_MAX = 4096
-_READ_WRITE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-
-_BYTES, _KEY, _NOTES = "bytes", "key", "notes"
-"""Files of an upload."""
-_NOTE = struct.Struct(">IIQ")
-"""Number, CRC32C and length of a part, at the offset of its number.  Zeros: the part is missing."""
+_ABANDONED_S = 24 * 3600.0
+"""Time without a write after which a hidden file belongs to a killed writer."""
 
 
 class FileStore:
@@ -80,8 +62,6 @@ class FileStore:
     Args:
         url: ``file:///absolute/path``, percent-decoded.
     """
-
-    part_size_bytes_min = 1
 
     def __init__(self, url: str) -> None:
         parts = urlsplit(url)
@@ -92,6 +72,7 @@ class FileStore:
         self._tree = Tree(path)
         self._clock: tuple[float, float] | None = None
         """An instant on this VM's monotonic clock, and on the file server's clock."""
+        self._has_swept = False
 
     @property
     def store_id(self) -> str:
@@ -207,87 +188,19 @@ class FileStore:
         _names(key)
         return None
 
-    def put_shard(self, key: str, body: Body) -> int:
-        return self._put(key, lambda fd: write_body(fd, body, 0, f"put {key}"), if_absent=False)
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        _names(key)
-        upload_id = uuid.uuid4().hex
-        with errors_of(f"begin {key}"), self._temporary() as (temporary_fd, modes):
-            fd = new_directory(upload_id, temporary_fd, modes)
-            try:
-                # The key is written first: an upload without a key could not be listed.
-                for name, content in ((_KEY, key.encode()), (_BYTES, b""), (_NOTES, b"")):
-                    file_fd = new_file(name, fd, modes)
-                    try:
-                        write_all(file_fd, memoryview(content), 0)
-                    finally:
-                        os.close(file_fd)
-            finally:
-                os.close(fd)
-        return Upload(key, upload_id, size_bytes, part_size_bytes)
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        expect_part(upload, number, body)
-        what = f"part {number} of {upload.key}"
-        with self._opened(upload, what) as (_, fd, notes):
-            with errors_of(what):
-                # A part that is sent again counts as missing until it is complete again.
-                if any(os.pread(notes, _NOTE.size, number * _NOTE.size)):
-                    os.pwrite(notes, bytes(_NOTE.size), number * _NOTE.size)
-                    os.fdatasync(notes)
-            value = write_body(fd, body, (number - 1) * upload.part_size_bytes, what)
-            with errors_of(what):
-                # The journal keeps the receipt across a reboot, so the bytes must be durable before it
-                # is returned.  The note may be lost, but it never exists without the bytes.
-                os.fdatasync(fd)
-                os.pwrite(notes, _NOTE.pack(number, value, body.size_bytes), number * _NOTE.size)
-        return _receipt(number, value)
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        what = f"parts of {upload.key}"
-        with self._opened(upload, what) as (_, _, notes), errors_of(what):
-            held = bytearray(os.fstat(notes).st_size // _NOTE.size * _NOTE.size)
-            read_all(notes, memoryview(held), 0, upload.key)
-        return [
-            _receipt(number, value)
-            for place, (number, value, size_bytes) in enumerate(_NOTE.iter_unpack(held))
-            if number == place > 0 and size_bytes == upload.part_length_bytes(number)
-        ]
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        expect_all_parts(upload, parts)
-        what = f"complete {upload.key}"
+    def create(self, key: str, body: Body) -> None:
+        what = f"create {key}"
         try:
-            there = set(self.parts(upload))
-            if missing := [part.number for part in parts if part not in there]:
-                raise Permanent(f"{what}: part {missing[0]} is not the stored one")
-            with self._opened(upload, what) as (upload_fd, fd, _), errors_of(what):
-                os.fsync(fd)
-                self._publish(_BYTES, upload_fd, upload.key)
-        except NotFound as unknown:
-            confirm_completion(self, upload, unknown)
-        self.abort(upload.key, upload.upload_id)  # remove the rest of the upload
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        what = f"uploads of {prefix}"
-        found: list[OpenUpload] = []
-        with errors_of(what), self._temporary() as (temporary_fd, modes):
-            now_s = _time_at(temporary_fd, modes)
-            for name in filter(_UPLOAD_ID.fullmatch, sorted(os.listdir(temporary_fd))):
-                with suppress(FileNotFoundError):
-                    key, begun_s = _upload_at(name, temporary_fd)
-                    # The file of a put has no key: it is listed for every prefix.
-                    key = prefix if key is None else key
-                    if key.startswith(prefix):
-                        found.append(OpenUpload(key, name, max(0.0, now_s - begun_s)))
-        yield from found
-
-    def abort(self, key: str, upload_id: str) -> None:
-        with suppress(NotFound), errors_of(f"abort {key}"):
-            _expect_upload_id(upload_id)
-            with self._tree.chain([TEMPORARY]) as fds:
-                remove_tree(upload_id, dir_fd=fds[-1])
+            self._put(key, lambda fd: write_body(fd, body, what), if_absent=True)
+        except Exists:
+            # If the bytes match, our write succeeded and only the reply was lost.
+            info = self.head(key)
+            if info is None or info.size_bytes != body.size_bytes:
+                raise
+            comparison = _Comparison(body)
+            self.get_range(key, 0, body.size_bytes, comparison)
+            if not comparison.is_equal:
+                raise
 
     def check(self) -> None:
         try:
@@ -327,26 +240,16 @@ class FileStore:
     def _temporary(self) -> Iterator[tuple[int, Modes]]:
         """Open the directory of unpublished files; create it if it does not exist."""
         with self._tree.chain([TEMPORARY], create=True) as fds:
-            yield fds[-1], self._tree.modes(fds[0])
-
-    @contextmanager
-    def _opened(self, upload: Upload, what: str) -> Iterator[tuple[int, int, int]]:
-        """Open directory, bytes and notes of an upload; raises NotFound if the upload has another key."""
-        with ExitStack() as stack:
-            with errors_of(what):
-                _expect_upload_id(upload.upload_id)
-                fds = stack.enter_context(self._tree.chain([TEMPORARY, upload.upload_id]))
-                if _key_at(fds[-1]) != upload.key:
-                    raise NotFound(f"{what}: the upload belongs to another key")
-                files = []
-                for name in (_BYTES, _NOTES):
-                    files.append(os.open(name, _READ_WRITE, dir_fd=fds[-1]))
-                    stack.callback(os.close, files[-1])
-            yield fds[-1], files[0], files[1]
+            modes = self._tree.modes(fds[0])
+            if not self._has_swept:
+                with suppress(OSError):
+                    _remove_abandoned(fds[-1], modes)
+                    self._has_swept = True
+            yield fds[-1], modes
 
     # ------------------------------------------------------------ writing
 
-    def _put(self, key: str, write: Callable[[int], T], *, if_absent: bool) -> T:
+    def _put(self, key: str, write: Callable[[int], None], *, if_absent: bool) -> None:
         """Create an object from the bytes that ``write`` writes to a descriptor."""
         what = f"put {key}"
         _names(key)
@@ -357,35 +260,34 @@ class FileStore:
                 fd = new_file(name, temporary_fd, modes)
             stack.callback(_unlink_if_there, name, temporary_fd)
             try:
-                result = write(fd)
+                write(fd)
                 with errors_of(what):
                     os.fsync(fd)
             finally:
                 os.close(fd)
             with errors_of(what):
                 self._publish(name, temporary_fd, key, if_absent=if_absent)
-        return result
 
-    def _publish(self, file: str, dir_fd: int, key: str, *, if_absent: bool = False) -> None:
+    def _publish(self, file: str, dir_fd: int, key: str, *, if_absent: bool) -> None:
         """Move a file to its key, durably.  With ``if_absent`` it also keeps its old name."""
         *above, name = _names(key)
         for _ in range(_PUBLISH_ATTEMPTS):
-            try:
-                with self._tree.chain(above, create=True) as fds:
+            # A concurrent delete may remove an empty directory.
+            with suppress(FileNotFoundError), self._tree.chain(above, create=True) as fds:
+                try:
                     if if_absent:
                         os.link(
                             file, name, src_dir_fd=dir_fd, dst_dir_fd=fds[-1], follow_symlinks=False
                         )
                     else:
                         os.rename(file, name, src_dir_fd=dir_fd, dst_dir_fd=fds[-1])
+                finally:
                     # Up to the root: another thread may have created a directory and not synced it yet.
+                    # Also if the name exists: its link may be ours, from an attempt whose fsync failed.
                     for fd in reversed(fds):
                         os.fsync(fd)
-                    return
-            except FileNotFoundError:
-                # The upload is unknown, or a concurrent delete removed an empty directory.
-                os.stat(file, dir_fd=dir_fd, follow_symlinks=False)
-        raise Transient(f"the directory of {key} was removed {_PUBLISH_ATTEMPTS} times")
+                return
+        raise Transient(f"put {key}: its directory was removed {_PUBLISH_ATTEMPTS} times")
 
     # ------------------------------------------------------------ reading
 
@@ -414,35 +316,18 @@ def _names(key: str) -> list[str]:
     return names
 
 
-def _expect_upload_id(upload_id: str) -> None:
-    if not _UPLOAD_ID.fullmatch(upload_id):
-        raise NotFound(f"{upload_id!r:.80} is not an upload of this store")
-
-
 def _unlink_if_there(name: str, dir_fd: int) -> None:
     with suppress(OSError):
         os.unlink(name, dir_fd=dir_fd)
 
 
-def _key_at(upload_fd: int) -> str:
-    """The key of an upload."""
-    fd = os.open(_KEY, FILE, dir_fd=upload_fd)
-    try:
-        return os.read(fd, _KEY_BYTES_MAX).decode("utf-8", "replace")
-    finally:
-        os.close(fd)
-
-
-def _upload_at(name: str, temporary_fd: int) -> tuple[str | None, float]:
-    """Key and start time of the upload ``name``; the key is None for the file of a put."""
-    facts = os.stat(name, dir_fd=temporary_fd, follow_symlinks=False)
-    if not stat.S_ISDIR(facts.st_mode):
-        return None, facts.st_mtime
-    fd = open_directory(name, dir_fd=temporary_fd)
-    try:
-        return _key_at(fd), os.stat(_KEY, dir_fd=fd, follow_symlinks=False).st_mtime
-    finally:
-        os.close(fd)
+def _remove_abandoned(temporary_fd: int, modes: Modes) -> None:
+    now_s = _time_at(temporary_fd, modes)
+    for name in os.listdir(temporary_fd):
+        with suppress(OSError):
+            facts = os.stat(name, dir_fd=temporary_fd, follow_symlinks=False)
+            if now_s - facts.st_mtime > _ABANDONED_S:
+                os.unlink(name, dir_fd=temporary_fd)
 
 
 def _info(key: str, facts: os.stat_result, now_s: float | None) -> ObjectInfo:
@@ -505,5 +390,18 @@ def _name_in_keys(entry: os.DirEntry[str]) -> str:
     return f"{entry.name}/" if entry.is_dir(follow_symlinks=False) else entry.name
 
 
-def _receipt(number: int, value: int) -> PartReceipt:
-    return PartReceipt(number, f"{value:08x}", value)
+class _Comparison:
+    """A sink that compares a whole object with a body."""
+
+    def __init__(self, body: Body) -> None:
+        self._body = body
+        self.is_equal = True
+
+    def rewind(self) -> None:
+        self._body.rewind()
+        self.is_equal = True
+
+    def write(self, window: memoryview) -> None:
+        own = bytearray(window.nbytes)
+        self._body.read_into(memoryview(own))
+        self.is_equal = self.is_equal and own == window

@@ -16,8 +16,6 @@ from swansongd.stores.settings import LifecycleRule
 
 _FIELDS = "kind,lifecycle,objectRetention,softDeletePolicy,versioning"
 _NONCURRENT = ("daysSinceNoncurrentTime", "noncurrentTimeBefore", "numNewerVersions")
-_PLAIN = {"age", "matchesPrefix", "isLive", "createdBefore", *_NONCURRENT}
-"""Conditions that do not restrict a rule to some of the objects of a prefix."""
 _RULES_MAX = 1000
 
 
@@ -89,9 +87,7 @@ def _rule(rule: Mapping[str, Any]) -> LifecycleRule:
     return LifecycleRule(
         name="",
         prefixes=tuple(text(each, "a prefix", 2000) for each in prefixes) or ("",),
-        is_narrow=bool(condition.keys() - _PLAIN),
         deletes=kind == "Delete" and not is_noncurrent,
         deletes_noncurrent=kind == "Delete" and is_noncurrent,
-        aborts_uploads=kind == "AbortIncompleteMultipartUpload",
         storage_class=str(action.get("storageClass", "")) if kind == "SetStorageClass" else "",
     )

@@ -35,7 +35,6 @@ _SAMPLE_KEY = "k"
 _HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
 """Bucket names that a certificate's wildcard matches: without dots."""
 _REGION_NAME = re.compile(r"[a-z0-9-]{1,40}")
-_ERROR = re.compile(rb"\s*(?:<\?[^>]{0,100}\?>\s*)?<Error[\s>]")
 _STALL_S = 3.0
 _UNUSED_KEYS = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"}
 """For presigned URLs that are only parsed, never requested."""
@@ -63,7 +62,7 @@ _ELSEWHERE_CODES = {
 CREDENTIALS_HINT = (
     "Give the VM an instance role for the bucket, or credentials in boto3's default chain"
 )
-_RIGHTS = "Allow s3:ListBucket, GetObject, PutObject and AbortMultipartUpload on store.url"
+_RIGHTS = "Allow s3:ListBucket, GetObject and PutObject on store.url"
 _REGION = "Set store.region to the region of the bucket"
 _UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
 TRAILER_HINT = 'Set store.checksums = "header"'
@@ -170,11 +169,6 @@ class S3Access:
         if is_of_credentials:
             raise Permanent(_message(response, code), hint=CREDENTIALS_HINT)
         raise _refusal(response, code)
-
-    def expect_no_error(self, response: Response) -> None:
-        """Raise the error in a response with a status of success: S3 found it after it sent the head."""
-        if _ERROR.match(response.body):
-            raise _refusal(response, xml_text(response.body, "Code"))
 
     def renew_credentials(self) -> None:
         """Renew credentials that expire soon; raises Permanent if there are none."""
@@ -354,7 +348,7 @@ def _refusal(response: Response, code: str) -> StoreError:
     """The error of the contract for a response with an error status."""
     status = response.status
     message, hint = _message(response, code), _HINTS.get(code, "")
-    if status == 404 or code in ("NoSuchBucket", "NoSuchKey", "NoSuchUpload"):
+    if status == 404 or code in ("NoSuchBucket", "NoSuchKey"):
         return NotFound(message, hint=hint)
     if status == 412 or code == "PreconditionFailed":
         return Exists(message)

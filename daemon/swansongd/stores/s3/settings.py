@@ -15,9 +15,6 @@ from swansongd.stores.http.client import RESPONSE_BYTES_MAX
 from swansongd.stores.s3.retention import Call, S3Retention
 from swansongd.stores.settings import LifecycleRule
 
-_PLAIN = {"Prefix", "And"}
-"""Elements of a filter that are no further conditions."""
-
 
 class S3Settings:
     """See :class:`swansongd.stores.settings.BucketSettings`.
@@ -74,7 +71,6 @@ def _rule(rule: ET.Element) -> LifecycleRule:
     where = rule if filter_ is None else filter_
     both = where.find("And")
     prefix = (where if both is None else both).findtext("Prefix") or ""
-    conditions = [] if filter_ is None else [*filter_, *(() if both is None else both)]
     expiration = rule.find("Expiration")
     # ExpiredObjectDeleteMarker removes markers without versions, and no object.
     deletes = expiration is not None and any(
@@ -84,9 +80,7 @@ def _rule(rule: ET.Element) -> LifecycleRule:
     return LifecycleRule(
         name=rule.findtext("ID") or "",
         prefixes=(prefix,),
-        is_narrow=any(each.tag not in _PLAIN for each in conditions),
         deletes=deletes,
         deletes_noncurrent=rule.find("NoncurrentVersionExpiration") is not None,
-        aborts_uploads=rule.find("AbortIncompleteMultipartUpload") is not None,
         storage_class="" if moves is None else moves.findtext("StorageClass") or "",
     )

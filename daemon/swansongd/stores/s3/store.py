@@ -2,14 +2,13 @@
 """The store contract on S3 and compatible stores.
 
 The wire sends each request once; retries and deadlines belong to the caller.  Every write contains a CRC32C
-that the store verifies; the completion of an upload contains that of the whole object.
+that the store verifies.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import suppress
 from xml.etree import ElementTree as ET
 
 import structlog
@@ -17,29 +16,22 @@ import structlog
 from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
-    CRC32C_UNKNOWN,
     GET_BYTES_MAX,
     Body,
     BytesBody,
     BytesSink,
     Folders,
     ObjectInfo,
-    OpenUpload,
     Page,
-    PartReceipt,
     Sink,
-    Upload,
-    all_pages,
     bucket_and_prefix,
     delete_each,
-    expect_all_parts,
     expect_few,
-    expect_part,
     listed,
     named,
     read_through,
 )
-from swansongd.stores.checksums import crc32c_base64, crc32c_of_parts
+from swansongd.stores.checksums import crc32c_base64
 from swansongd.stores.http.client import Response
 from swansongd.stores.options import S3Options
 from swansongd.stores.retention import StoreClock
@@ -56,7 +48,6 @@ from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_
 from swansongd.util.threads import parallel
 
 _CHECKSUM = "x-amz-checksum-crc32c"
-_CHECKSUM_TYPE = {"x-amz-checksum-type": "FULL_OBJECT"}
 _ABSENT = {"if-none-match": "*"}
 _RETENTION_THREADS = 8
 
@@ -70,16 +61,14 @@ class S3Store:
         url: ``s3://bucket/prefix``.
     """
 
-    part_size_bytes_min = 5 * 2**20
-
     def __init__(self, url: str, options: S3Options) -> None:
         self.url = url
         bucket, self._prefix = bucket_and_prefix(url)
         self._checksums = options.checksums
         self.sends_trailers = options.checksums != "header"
-        """Whether shards have checksum trailers over TLS; False once the store proved not to read them."""
-        self._reads_trailers: set[str] = set()
-        """Operations for which the store has proved that it reads the trailer."""
+        """Whether chunks have checksum trailers over TLS; False once the store proved not to read them."""
+        self._reads_trailers = False
+        """Whether the store has proved that it reads the trailer."""
         self._learning = threading.Lock()
         self._access = S3Access(bucket, options)
         self._clock = StoreClock(self.check)
@@ -89,8 +78,7 @@ class S3Store:
     # ------------------------------------------------------------ small objects
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        condition = _ABSENT if if_absent else {}
-        self._put("PutObject", key, {}, BytesBody(data), condition)
+        self._put(key, BytesBody(data), _ABSENT if if_absent else {})
 
     def get(self, key: str) -> bytes:
         sink = BytesSink(GET_BYTES_MAX)
@@ -191,20 +179,18 @@ class S3Store:
         parallel(infos, ask, threads=_RETENTION_THREADS)
         return found
 
-    # ------------------------------------------------------------ shards
+    # ------------------------------------------------------------ chunks
 
-    def put_shard(self, key: str, body: Body) -> int:
+    def create(self, key: str, body: Body) -> None:
         try:
-            return self._send("PutObject", key, {}, body, _ABSENT).crc32c
+            self._send(key, body, _ABSENT)
         except Exists:
             # If the bytes match, our write succeeded and only the reply was lost.
-            value, _ = read_through(body)
-            is_ours = self._holds(key, body.size_bytes, value)
+            is_ours = self._holds(key, body)
             if is_ours is None:
-                return self._send("PutObject", key, {}, body).crc32c
-            if not is_ours:
+                self._send(key, body, {})
+            elif not is_ours:
                 raise
-            return value
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         if not size_bytes:
@@ -218,101 +204,6 @@ class S3Store:
             raise Permanent(
                 f"get {key}: {size_bytes} bytes from {offset} are not within the object"
             )
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        headers = {
-            "x-amz-checksum-algorithm": "CRC32C",
-            **_CHECKSUM_TYPE,
-            **self._retention.headers(key),
-        }
-        with self._retention.explained(key):
-            response = self._call("CreateMultipartUpload", "POST", key, {"uploads": ""}, headers)
-        with responses.complete(f"CreateMultipartUpload {key}"):
-            return Upload(key, responses.begun(response), size_bytes, part_size_bytes)
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        expect_part(upload, number, body)
-        parameters = {"partNumber": str(number), "uploadId": upload.upload_id}
-        response = self._send("UploadPart", upload.key, parameters, body)
-        return PartReceipt(number, responses.quoted(response.headers["etag"]), response.crc32c)
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        try:
-            listed_parts = list(self._listed_parts(upload.key, upload.upload_id))
-        except Unsupported:  # the store cannot list parts: all of them are sent again
-            return []
-        return [
-            PartReceipt(
-                part.number,
-                responses.quoted(part.etag),
-                CRC32C_UNKNOWN if part.crc32c is None else part.crc32c,
-            )
-            for part in listed_parts
-            if part.size_bytes == upload.part_length_bytes(part.number)
-        ]
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        expect_all_parts(upload, parts)
-        what = f"CompleteMultipartUpload {upload.key} in {self.url}"
-        sizes = [(part.crc32c, upload.part_length_bytes(part.number)) for part in parts]
-        whole = crc32c_of_parts(sizes)
-        order = ET.Element("CompleteMultipartUpload")
-        for part in parts:
-            item = ET.SubElement(order, "Part")
-            ET.SubElement(item, "PartNumber").text = str(part.number)
-            ET.SubElement(item, "ETag").text = part.etag
-            ET.SubElement(item, "ChecksumCRC32C").text = crc32c_base64(part.crc32c)
-        body = BytesBody(ET.tostring(order))
-        headers = {
-            _CHECKSUM: crc32c_base64(whole),
-            "x-amz-mp-object-size": str(upload.size_bytes),
-            **_CHECKSUM_TYPE,
-        }
-        parameters = {"uploadId": upload.upload_id}
-        try:
-            response = self._call(
-                "CompleteMultipartUpload",
-                "POST",
-                upload.key,
-                parameters,
-                headers,
-                payload=read_through(body, with_sha256=True)[1],
-                body=body,
-            )
-        except NotFound:
-            # If the checksum matches, an earlier completion took effect and its reply was lost.
-            if self._holds(upload.key, upload.size_bytes, whole) is False:
-                raise
-            return
-        with named(what):
-            self._access.expect_no_error(response)
-        try:
-            with responses.complete(what):
-                responses.completed(response)
-        except Transient:
-            # The response does not prove that the completion took effect: compare the object.
-            if self._holds(upload.key, upload.size_bytes, whole) is False:
-                raise
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        what = f"ListMultipartUploads {prefix}"
-        # No encoding-type: Ceph then encodes the keys without reporting it, SeaweedFS does the opposite.
-        base = {"prefix": self._prefix + prefix, "uploads": ""}
-
-        def page(
-            markers: responses.Markers | None,
-        ) -> tuple[Sequence[OpenUpload], responses.Markers | None]:
-            response = self._call(
-                "ListMultipartUploads", "GET", None, {**base, **dict(markers or ())}
-            )
-            with responses.complete(what):
-                return responses.uploads(response, self._prefix, prefix)
-
-        return all_pages(what, page)
-
-    def abort(self, key: str, upload_id: str) -> None:
-        with suppress(NotFound):
-            self._call("AbortMultipartUpload", "DELETE", key, {"uploadId": upload_id})
 
     # ------------------------------------------------------------ the bucket
 
@@ -360,78 +251,49 @@ class S3Store:
             parameters["continuation-token"] = token
         return self._call("ListObjectsV2", "GET", None, parameters)
 
-    def _holds(self, key: str, size_bytes: int, value: int) -> bool | None:
-        """Whether the store has an object with this key, size and CRC32C.
+    def _holds(self, key: str, body: Body) -> bool | None:
+        """Whether the store has an object with this key and the size and CRC32C of ``body``.
 
-        None if the size matches and the store returns no checksum of the whole object.
+        None if the size matches and the store returns no checksum.
         """
+        headers = {"x-amz-checksum-mode": "ENABLED"}
         try:
-            response = self._call(
-                "HeadObject", "HEAD", key, headers={"x-amz-checksum-mode": "ENABLED"}
-            )
+            response = self._call("HeadObject", "HEAD", key, headers=headers)
         except NotFound:
             return False
         with responses.complete(f"HeadObject {key}"):
-            if responses.length_of(response.headers) != size_bytes:
+            if responses.length_of(response.headers) != body.size_bytes:
                 return False
-        reported = response.headers.get(
-            _CHECKSUM, "-"
-        )  # a dash marks a checksum of the parts' checksums
-        return None if "-" in reported else reported == crc32c_base64(value)
-
-    def _listed_parts(self, key: str, upload_id: str) -> Iterator[responses.ListedPart]:
-        what = f"ListParts {key}"
-
-        def page(
-            markers: responses.Markers | None,
-        ) -> tuple[Sequence[responses.ListedPart], responses.Markers | None]:
-            parameters = {"uploadId": upload_id, **dict(markers or ())}
-            response = self._call("ListParts", "GET", key, parameters)
-            with responses.complete(what):
-                return responses.parts(response)
-
-        return all_pages(what, page)
+        reported = response.headers.get(_CHECKSUM)
+        return None if reported is None else reported == crc32c_base64(read_through(body)[0])
 
     # ------------------------------------------------------------ bodies and their checksums
 
-    def _send(
-        self,
-        operation: str,
-        key: str,
-        parameters: Mapping[str, str],
-        body: Body,
-        condition: Mapping[str, str] | None = None,
-    ) -> Response:
-        """PUT the body of a shard or part, with a trailer unless the store does not read trailers.
+    def _send(self, key: str, body: Body, condition: Mapping[str, str]) -> None:
+        """PUT the body of a chunk, with a trailer unless the store does not read trailers.
 
         Some stores refuse a trailer.  Others accept it, and store its framing as part of the object.
         """
         if not (self.sends_trailers and self._access.route().is_tls):
-            return self._put(operation, key, parameters, body, condition)
+            self._put(key, body, condition)
+            return
         try:
-            response = self._put(operation, key, parameters, body, condition, has_trailer=True)
+            response = self._put(key, body, condition, has_trailer=True)
         except TrailerRefused as refused:
             if self._checksums != "auto":
                 raise
-            response = self._put(operation, key, parameters, body, condition)
+            self._put(key, body, condition)
             with self._learning:
                 self._send_headers_from_now_on(str(refused))
-            return response
-        if self._has_read_trailer(operation, key, parameters, body, response):
-            self._expect_same(operation, key, response)
-            return response
-        # Without the condition: the object is the one that this call has just stored.
-        return self._put(operation, key, parameters, body)
+            return
+        if self._has_read_trailer(key, body, response):
+            self._expect_same(key, response)
+        else:
+            # Without the condition: the object is the one that this call has just stored.
+            self._put(key, body, {})
 
     def _put(
-        self,
-        operation: str,
-        key: str,
-        parameters: Mapping[str, str],
-        body: Body,
-        condition: Mapping[str, str] | None = None,
-        *,
-        has_trailer: bool = False,
+        self, key: str, body: Body, condition: Mapping[str, str], *, has_trailer: bool = False
     ) -> Response:
         """PUT ``body`` with a checksum that the store verifies."""
         is_tls = self._access.route().is_tls
@@ -446,79 +308,66 @@ class S3Store:
             value, sha256 = read_through(body, with_sha256=not is_tls)
             headers = {_CHECKSUM: crc32c_base64(value)}
             payload, trailer = sha256 or UNSIGNED_PAYLOAD, None
-        headers.update(condition or {})
-        if operation == "PutObject":
-            headers.update(self._retention.headers(key))
+        headers.update(condition)
+        headers.update(self._retention.headers(key))
         with self._retention.explained(key):
             response = self._call(
-                operation,
+                "PutObject",
                 "PUT",
                 key,
-                parameters,
-                headers,
+                headers=headers,
                 payload=payload,
                 body=body,
                 trailer=trailer,
             )
-        with responses.complete(f"{operation} {key} in {self.url}"):
+        with responses.complete(f"PutObject {key} in {self.url}"):
             responses.etag_of(response.headers)
         if not has_trailer:
-            self._expect_same(operation, key, response)
+            self._expect_same(key, response)
         return response
 
-    def _expect_same(self, operation: str, key: str, response: Response) -> None:
+    def _expect_same(self, key: str, response: Response) -> None:
         """Raise Transient if the store returns the checksum of other bytes than were sent."""
         sent = crc32c_base64(response.crc32c)
         if response.headers.get(_CHECKSUM, sent) != sent:
             raise Transient(
-                f"{operation} {key} in {self.url}: the store has other bytes than were sent"
+                f"PutObject {key} in {self.url}: the store has other bytes than were sent"
             )
 
-    def _has_read_trailer(
-        self,
-        operation: str,
-        key: str,
-        parameters: Mapping[str, str],
-        body: Body,
-        response: Response,
-    ) -> bool:
-        """Whether the store removed the framing; requests the stored size once for each operation.
+    def _has_read_trailer(self, key: str, body: Body, response: Response) -> bool:
+        """Whether the store removed the framing; requests the stored size once.
 
         Raises:
             Permanent: the store did not, and the configuration requires trailers.
         """
-        if operation in self._reads_trailers:
+        if self._reads_trailers:
             return True
         with self._learning:
-            if operation in self._reads_trailers or not self.sends_trailers:
+            if self._reads_trailers or not self.sends_trailers:
                 return self.sends_trailers
             # A store that returns the checksum read it from the trailer, or computed it from the body.
             if response.headers.get(_CHECKSUM) != crc32c_base64(response.crc32c):
-                size_bytes = self._stored_bytes(key, parameters)
+                size_bytes = self._stored_bytes(key)
                 if size_bytes != body.size_bytes:
                     found = "unknown" if size_bytes is None else f"{size_bytes} bytes"
-                    reason = f"{operation} {key}: stored size {found}, sent {body.size_bytes} bytes"
+                    reason = f"PutObject {key}: stored size {found}, sent {body.size_bytes} bytes"
                     if self._checksums == "auto":
                         self._send_headers_from_now_on(reason)
                         return False
                     if size_bytes is not None:
                         raise Permanent(reason, hint=TRAILER_HINT)
-            self._reads_trailers.add(operation)
+            self._reads_trailers = True
             return True
 
-    def _stored_bytes(self, key: str, parameters: Mapping[str, str]) -> int | None:
-        """Stored size of the object or part that was sent; None if the store does not return it."""
+    def _stored_bytes(self, key: str) -> int | None:
+        """Stored size of an object; None if the store does not return it."""
         try:
-            if "uploadId" not in parameters:
-                info = self.head(key)
-                return None if info is None else info.size_bytes
-            number = int(parameters["partNumber"])
-            parts = self._listed_parts(key, parameters["uploadId"])
-            return next((part.size_bytes for part in parts if part.number == number), None)
+            info = self.head(key)
         except NotFound:
             raise
-        except Permanent:  # the store lacks ListParts, or the role lacks a right
+        except Permanent:  # the role lacks a right
             return None
+        return None if info is None else info.size_bytes
 
     def _send_headers_from_now_on(self, reason: str) -> None:
         """Stop sending trailers; called with the lock held."""

@@ -23,11 +23,8 @@ from swansongd.stores.base import (
     Folders,
     ObjectInfo,
     ObjectStore,
-    OpenUpload,
     Page,
-    PartReceipt,
     Sink,
-    Upload,
     listed,
 )
 
@@ -72,7 +69,6 @@ class Retrying:
         attempted: Callable[[float, StoreError | None], None] = lambda _began_mono_s, _error: None,
     ) -> None:
         self.url = store.url
-        self.part_size_bytes_min = store.part_size_bytes_min
         self._store = store
         self._give_up_mono_s = give_up_mono_s
         self._stop = stop
@@ -114,31 +110,8 @@ class Retrying:
     def lock(self, key: str) -> float | None:
         return self._try(f"lock {key}", lambda: self._store.lock(key))
 
-    def put_shard(self, key: str, body: Body) -> int:
-        return self._try(f"put {key}", lambda: self._store.put_shard(key, body))
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        return self._try(
-            f"begin {key}", lambda: self._store.begin(key, size_bytes, part_size_bytes)
-        )
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        return self._try(
-            f"part {number} of {upload.key}", lambda: self._store.put_part(upload, number, body)
-        )
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        return self._try(f"parts of {upload.key}", lambda: self._store.parts(upload))
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        self._try(f"complete {upload.key}", lambda: self._store.complete(upload, parts))
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        # There are few: all pages are read before the first upload is returned.
-        yield from self._try(f"uploads of {prefix}", lambda: list(self._store.uploads(prefix)))
-
-    def abort(self, key: str, upload_id: str) -> None:
-        self._try(f"abort {key}", lambda: self._store.abort(key, upload_id))
+    def create(self, key: str, body: Body) -> None:
+        self._try(f"create {key}", lambda: self._store.create(key, body))
 
     def check(self) -> None:
         self._try("check", self._store.check)

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A rate limit for shards, so that a flush does not slow down the training beside it.
+"""A rate limit for chunks, so that a flush does not slow down the training on the same VM.
 
 A store around a store.  :class:`~swansongd.stores.wrappers.retry.Retrying` is the outer one.
 """
@@ -17,11 +17,8 @@ from swansongd.stores.base import (
     Folders,
     ObjectInfo,
     ObjectStore,
-    OpenUpload,
     Page,
-    PartReceipt,
     Sink,
-    Upload,
 )
 
 _POLL_S = 0.05
@@ -29,7 +26,7 @@ _POLL_S = 0.05
 
 
 class Throttled:
-    """The same store, with a limit on the rate of all bodies of shards together.
+    """The same store, with a limit on the rate of all bodies of :meth:`create` together.
 
     The number of bodies in flight is at most the number of windows per second.  Each body then sends about
     one window a second, and no server closes its connection as idle.  The others have not started and use no
@@ -51,7 +48,6 @@ class Throttled:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.url = store.url
-        self.part_size_bytes_min = store.part_size_bytes_min
         self._store = store
         self._limits_reads = limits_reads
         self._bucket = _TokenBucket(rate_bytes_per_s, monotonic)
@@ -93,28 +89,9 @@ class Throttled:
     def lock(self, key: str) -> float | None:
         return self._store.lock(key)
 
-    def put_shard(self, key: str, body: Body) -> int:
+    def create(self, key: str, body: Body) -> None:
         with self._bucket.slot():
-            return self._store.put_shard(key, _ThrottledBody(body, self._bucket))
-
-    def begin(self, key: str, size_bytes: int, part_size_bytes: int) -> Upload:
-        return self._store.begin(key, size_bytes, part_size_bytes)
-
-    def put_part(self, upload: Upload, number: int, body: Body) -> PartReceipt:
-        with self._bucket.slot():
-            return self._store.put_part(upload, number, _ThrottledBody(body, self._bucket))
-
-    def parts(self, upload: Upload) -> Sequence[PartReceipt]:
-        return self._store.parts(upload)
-
-    def complete(self, upload: Upload, parts: Sequence[PartReceipt]) -> None:
-        self._store.complete(upload, parts)
-
-    def uploads(self, prefix: str) -> Iterator[OpenUpload]:
-        return self._store.uploads(prefix)
-
-    def abort(self, key: str, upload_id: str) -> None:
-        self._store.abort(key, upload_id)
+            self._store.create(key, _ThrottledBody(body, self._bucket))
 
     def check(self) -> None:
         self._store.check()
