@@ -16,7 +16,6 @@ from swansongd.stores.settings import LifecycleRule
 
 OLD_DAYS = 30
 """The shortest time for which S3 and GCS bill the cheaper class, too."""
-ABORT_DAYS = 3
 VERSIONS_DAYS = 30
 """Time in which a deleted object can be brought back, in a bucket with versions."""
 PROBES_DAYS = 7
@@ -38,9 +37,6 @@ def for_s3(keys: RunKeys, prefix: str) -> dict[str, Any]:
     run = f"{keys.run}/"
     return {
         "Rules": [
-            rule(
-                "uploads", run, AbortIncompleteMultipartUpload={"DaysAfterInitiation": ABORT_DAYS}
-            ),
             rule("old", keys.data, Transitions=[{"Days": OLD_DAYS, "StorageClass": "STANDARD_IA"}]),
             rule(
                 "versions",
@@ -63,7 +59,6 @@ def for_gcs(keys: RunKeys, prefix: str) -> dict[str, Any]:
     run = f"{keys.run}/"
     return {
         "rule": [
-            rule("AbortIncompleteMultipartUpload", run, age=ABORT_DAYS),
             rule(
                 "SetStorageClass",
                 keys.data,
@@ -91,11 +86,6 @@ def harmful(rules: Sequence[LifecycleRule], keys: RunKeys, prefix: str) -> list[
         elif rule.storage_class in _OFFLINE:
             found.append(f"{name} {on} moves checkpoints to {rule.storage_class}: no restore reads")
     return found
-
-
-def aborts_uploads(rules: Sequence[LifecycleRule], keys: RunKeys, prefix: str) -> bool:
-    """Whether a rule aborts the incomplete uploads of the run."""
-    return any(rule.aborts_uploads and rule.covers(f"{prefix}{keys.run}/") for rule in rules)
 
 
 def _meets(rule: LifecycleRule, keys: RunKeys, prefix: str) -> str | None:

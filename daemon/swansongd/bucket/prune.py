@@ -80,8 +80,6 @@ class Report:
     orphans: int = 0
     """Objects without a manifest that go: left by crashed flushes, and by a prune that was interrupted."""
     orphan_bytes: int = 0
-    uploads: int = 0
-    """Multipart uploads that are aborted: older than any flush can last."""
     remain: dict[str, str] = field(default_factory=dict)
     """Objects that could not be deleted, each with the reason; at most :data:`REASONS_MAX`."""
     remain_count: int = 0
@@ -124,7 +122,6 @@ def prune(
     if not is_dry_run:
         run.delete_commits()
         run.delete_objects(deleted)
-    run.abort_uploads(is_dry_run=is_dry_run)
     return run.report
 
 
@@ -214,15 +211,6 @@ class _Run:
                 if len(report.remain) < REASONS_MAX:
                     report.remain[key] = reason
             deleted(report.objects, total, report.freed_bytes)
-
-    def abort_uploads(self, *, is_dry_run: bool) -> None:
-        """Abort multipart uploads by the same age as objects: no daemon does this after the end of a run."""
-        for upload in self._store.uploads(self._keys.data):
-            if upload.age_s < self._rules.orphans_after_s:
-                continue
-            self.report.uploads += 1
-            if not is_dry_run:
-                self._store.abort(upload.key, upload.upload_id)
 
     def _remains(self, read: ReadCommit, reason: str) -> None:
         verdicts, place = self.report.verdicts, self._place[read.key]

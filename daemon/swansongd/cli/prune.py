@@ -139,9 +139,6 @@ def _summarise(run: str, report: Report, prices: Prices, *, is_dry_run: bool) ->
         print(
             f"{human_bytes(report.young_bytes)} belong to no commit yet, and are too young to delete"
         )
-    if report.uploads:
-        verb = "would abort" if is_dry_run else "aborted"
-        print(f"{verb} {report.uploads} old multipart uploads")
     for key, reason in list(report.remain.items())[:5]:
         note(f"{key} was not deleted: {reason}")
     if report.remain_count > 5:

@@ -76,7 +76,6 @@ class StoreAccess:
     checksums: Literal["auto", "trailer", "header"] = _key(
         read.one_of("auto", "trailer", "header"), default="auto"
     )
-    abort_uploads_after_s: float = _key(read.duration, default=24 * 3600.0)
 
 
 @_section

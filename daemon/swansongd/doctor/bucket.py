@@ -56,10 +56,7 @@ class BucketChecks:
         return judge_or_unknown
 
     def lifecycle(self) -> Judgement:
-        rules = self._settings.lifecycle_rules()
-        return judge_lifecycle(
-            rules, self._keys, self._settings.prefix, store_fixes.of_lifecycle(self._config)
-        )
+        return judge_lifecycle(self._settings.lifecycle_rules(), self._keys, self._settings.prefix)
 
     def versioning(self) -> Judgement:
         if self._settings.is_versioned():
@@ -113,23 +110,11 @@ class BucketChecks:
         )
 
 
-def judge_lifecycle(
-    rules: Sequence[LifecycleRule], keys: RunKeys, prefix: str, fix: str
-) -> Judgement:
-    """Whether no rule harms checkpoints, and one aborts incomplete uploads.
-
-    Args:
-        fix: command that adds the rule for uploads.
-    """
+def judge_lifecycle(rules: Sequence[LifecycleRule], keys: RunKeys, prefix: str) -> Judgement:
+    """Whether no rule harms checkpoints."""
     harm = lifecycle.harmful(rules, keys, prefix)
     if harm:
         return failure(
             "; ".join(harm), "# remove the rule; swansong lifecycle prints rules that fit this run"
         )
-    if lifecycle.aborts_uploads(rules, keys, prefix):
-        return ok("a lifecycle rule aborts incomplete multipart uploads, and none deletes by age")
-    return warning(
-        "no lifecycle rule aborts incomplete multipart uploads: those of terminated VMs cost money "
-        f"until you delete them (the command replaces all existing rules, of which there are {len(rules)})",
-        fix,
-    )
+    return ok("no lifecycle rule deletes checkpoints by age or moves them offline")

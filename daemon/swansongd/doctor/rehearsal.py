@@ -31,26 +31,28 @@ from swansongd.bucket.signing import Signer
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
 from swansongd.flush.engine import FlushEngine
-from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import Layout
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
 from swansongd.staging import scan
-from swansongd.stores.base import BytesBody, ObjectStore
+from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
 
-SMALL_BYTES = 4096
-"""Size of the shard that is uploaded in one request."""
+_FILES = {
+    protocol.rank_manifest_name(0): 4096,
+    f"{protocol.rank_directory(0)}/shard.bin": 2 * 2**20,
+}
+"""Sizes of the files of the set: more than two windows together."""
+SET_BYTES = sum(_FILES.values())
 FLUSH_S = 45.0
-"""Time limit of one flush: 5 MiB over a link of 1 Mbit/s."""
-_PART_BYTES_MIN = 64 * 2**10
+"""Time limit of the flush: 2 MiB over a link of 500 kbit/s."""
 _BUDGET_S = 3.0
 """Time in which one call is retried: enough for a lost connection, and short for a waiting operator."""
 _CONNECTIONS = 2
 _STEP = 1
-# Stores list these two names of the hooks in different orders.
-_SMALL, _LARGE = protocol.rank_manifest_name(0), f"{protocol.rank_directory(0)}/shard.bin"
 _SET = protocol.sealed_name(_STEP, "doctor")
 
 T = TypeVar("T")
@@ -96,17 +98,11 @@ class Rehearsal:
 
     def __init__(self, store: RetryingBriefly, run: str, signer: Signer | None) -> None:
         self._store = store
-        self._probes = RunKeys(run).probes
-        self.keys = RunKeys(f"{self._probes}doctor-{secrets.token_hex(4)}", signer)
-        part_bytes = max(store.part_size_bytes_min, _PART_BYTES_MIN)
-        self.part_bytes = part_bytes
-        self.large_bytes = part_bytes + 1
-        """Size of the shard that is uploaded in two parts."""
+        self.keys = RunKeys(f"{RunKeys(run).probes}doctor-{secrets.token_hex(4)}", signer)
         self._claim: commit.Claim | None = None
         self._shards: tuple[StoredShard, ...] = ()
         self._nonce = secrets.token_hex(4)
         self._scratch: Path | None = None
-        self._engine: FlushEngine | None = None
         self._events: queue.SimpleQueue[Event] = queue.SimpleQueue()
 
     def claim(self) -> bool:
@@ -116,23 +112,11 @@ class Rehearsal:
         )
         return self._claim.honours_if_absent
 
-    def send_small(self) -> None:
-        """Flush a set with one shard that needs one request."""
-        self._write(_SMALL, SMALL_BYTES)
+    def send(self) -> None:
+        """Flush the set."""
+        for path, size_bytes in _FILES.items():
+            self._write(path, size_bytes)
         self._shards = self._flushed()
-
-    def send_large(self) -> bool:
-        """Flush the set again with another shard of two parts.
-
-        Returns False if the multipart upload was aborted instead of completed.  Without the right to delete,
-        only the first rehearsal completes the upload, because each completed shard would remain.
-        """
-        if not self._may_delete() and self._has_earlier():
-            self._send_parts()
-            return False
-        self._write(_LARGE, self.large_bytes)
-        self._shards = self._flushed()
-        return True
 
     def commit(self) -> None:
         """Commit the flushed set, and read the manifest back."""
@@ -179,9 +163,6 @@ class Rehearsal:
     def clean_up(self) -> CleanUp:
         """Delete the objects of the rehearsal, as far as the role allows."""
         prefix = f"{self.keys.run}/"
-        with suppress(StoreError):  # not every store lists uploads
-            for upload in self._store.uploads(prefix):
-                self._store.abort(upload.key, upload.upload_id)
         left = list(self._store.list(prefix))
         stored = len(left)
         with suppress(Permanent):
@@ -198,10 +179,9 @@ class Rehearsal:
     # ------------------------------------------------------------ the flush
 
     def _flushed(self) -> tuple[StoredShard, ...]:
-        """Flush the set from the temporary directory; stored shards are not sent again."""
+        """Flush the set from the temporary directory."""
         assert self._claim is not None
-        if self._engine is None:
-            self._engine = self._new_engine()
+        engine = self._new_engine()
         staged = Staged(
             id=CheckpointId(_STEP, self._nonce),
             directory=_SET,
@@ -210,7 +190,7 @@ class Rehearsal:
         )
         flush_id = secrets.token_hex(4)
         self._store.failure = None
-        self._engine.start(flush_id, staged, self._claim.generation)
+        engine.start(flush_id, staged, self._claim.generation)
         deadline_mono_s = time.monotonic() + FLUSH_S
         while (left_s := deadline_mono_s - time.monotonic()) > 0:
             try:
@@ -223,7 +203,7 @@ class Rehearsal:
                 case FlushFailed() if event.flush_id == flush_id:
                     failure = None if event.void else self._store.failure
                     raise failure or StagingError(event.reason)
-        self._engine.cancel(flush_id)
+        engine.cancel(flush_id)
         raise Transient(
             f"flushing {staged.size_bytes} bytes to {self._store.url} failed: not finished in {FLUSH_S:g} s"
         )
@@ -236,9 +216,10 @@ class Rehearsal:
             self.keys,
             self._directory(),
             self._events.put,
-            journal=UploadJournal(own, run=self.keys.run, store_url=self._store.url),
-            connections=_CONNECTIONS,
-            part_size_bytes=self.part_bytes,
+            known=KnownChunks(
+                own, run=self.keys.run, store_url=self._store.url, is_data=self.keys.is_data
+            ),
+            layout=Layout(SET_BYTES, _CONNECTIONS),
         )
 
     def _write(self, path: str, size_bytes: int) -> None:
@@ -257,32 +238,9 @@ class Rehearsal:
                 raise _no_scratch(error) from error
         return self._scratch
 
-    # ------------------------------------------------------------ without the right to delete
-
-    def _may_delete(self) -> bool:
-        try:
-            self._store.delete(f"{self.keys.run}/absent")
-        except Permanent:
-            return False
-        return True
-
-    def _has_earlier(self) -> bool:
-        """Whether the large shard of an earlier rehearsal remains."""
-        return any(info.size_bytes == self.large_bytes for info in self._store.list(self._probes))
-
-    def _send_parts(self) -> None:
-        data = memoryview(os.urandom(self.large_bytes))
-        upload = self._store.begin(f"{self.keys.run}/parts", self.large_bytes, self.part_bytes)
-        try:
-            for number in (1, 2):
-                part = data[(number - 1) * self.part_bytes : number * self.part_bytes]
-                self._store.put_part(upload, number, BytesBody(part))
-        finally:
-            self._store.abort(upload.key, upload.upload_id)
-
 
 def _no_scratch(error: OSError) -> StagingError:
     return StagingError(
         f"writing a temporary file failed: {error.strerror}",
-        hint="Set TMPDIR to a directory with 6 MB free that the daemon's user may write to",
+        hint="Set TMPDIR to a directory with 5 MB free that the daemon's user may write to",
     )

@@ -28,7 +28,7 @@ from swansongd.doctor.findings import (
     skipped,
     warning,
 )
-from swansongd.doctor.rehearsal import FLUSH_S, SMALL_BYTES, Rehearsal, RetryingBriefly
+from swansongd.doctor.rehearsal import FLUSH_S, SET_BYTES, Rehearsal, RetryingBriefly
 from swansongd.errors import ConfigError, Permanent, StoreError
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
@@ -50,7 +50,10 @@ _LIMIT_STEP_S = 30.0
 """Time limit of a step with a few requests, each retried."""
 _LIMIT_DATA_S = FLUSH_S + 15
 _DATE_TIMEOUT_S = 5.0
-_SPEED_PART_BYTES = 32 * 2**20
+_SPEED_BYTES = 16 * 2**20
+"""Size of each object of the measurement: that of a chunk."""
+_SPEED_OBJECTS = 2
+"""Objects of each connection."""
 _SPEED_LIMIT_S = 120.0
 
 
@@ -112,7 +115,7 @@ def checks(
     if speed:
         usable_s = max(0.0, grace_s - config.deadline.reserve_s)
         yield probe.check(
-            "speed", lambda: probe.speed(usable_s), needs="multipart upload", limit_s=_SPEED_LIMIT_S
+            "speed", lambda: probe.speed(usable_s), needs="upload", limit_s=_SPEED_LIMIT_S
         )
 
 
@@ -202,9 +205,8 @@ class _Probe:
 
         yield step("write", self._claim, "bucket", _LIMIT_STEP_S)
         yield step("create-if-absent", self._create_again, "write", _LIMIT_STEP_S)
-        yield step("upload", self._send_small, "write", _LIMIT_DATA_S)
-        yield step("multipart upload", self._send_large, "upload", _LIMIT_DATA_S)
-        yield step("commit", self._commit, "multipart upload", _LIMIT_STEP_S)
+        yield step("upload", self._send, "write", _LIMIT_DATA_S)
+        yield step("commit", self._commit, "upload", _LIMIT_STEP_S)
         yield step("read back", self._restore, "commit", _LIMIT_DATA_S)
         yield step("delete", self._delete, "bucket", _LIMIT_STEP_S)
 
@@ -221,9 +223,9 @@ class _Probe:
             self._edit,
         )
 
-    def _send_small(self) -> Judgement:
+    def _send(self) -> Judgement:
         try:
-            self.rehearsal.send_small()
+            self.rehearsal.send()
         except StoreError as error:
             if not self._accepts_headers():
                 raise
@@ -234,7 +236,7 @@ class _Probe:
                 "the store refuses checksum trailers; the daemon sends checksums in headers",
                 self._send_headers,
             )
-        return ok(f"uploaded a shard of {SMALL_BYTES} bytes")
+        return ok(f"uploaded a set of {SET_BYTES} bytes")
 
     @property
     def _may_send_trailers(self) -> bool:
@@ -252,25 +254,16 @@ class _Probe:
         return set_key(self._path, "checksums", "header", table="store")
 
     def _accepts_headers(self) -> bool:
-        """Whether the store accepts a shard with its checksum in a header."""
+        """Whether the store accepts a chunk with its checksum in a header."""
         if not self._may_send_trailers:
             return False
         with_headers = replace(self._config.store, checksums="header")  # type: ignore[type-var]
         store = open_store(with_headers, connections=1)
         try:
-            store.put_shard(f"{self.rehearsal.keys.run}/header", BytesBody(bytes(SMALL_BYTES)))
+            store.create(f"{self.rehearsal.keys.run}/header", BytesBody(b"header"))
         except StoreError:
             return False
         return True
-
-    def _send_large(self) -> Judgement:
-        size_bytes = self.rehearsal.large_bytes
-        if self.rehearsal.send_large():
-            return ok(f"uploaded a shard of {size_bytes} bytes in two parts")
-        return ok(
-            f"uploaded two parts of {size_bytes} bytes and aborted them: without the right to delete, doctor "
-            "completes this upload only once per run"
-        )
 
     def _commit(self) -> Judgement:
         self.rehearsal.commit()
@@ -289,7 +282,7 @@ class _Probe:
             return ok(f"deleted {done.objects} objects below {run}")
         return ok(
             f"no right to delete, as recommended: {done.left} objects with {done.left_bytes} bytes stay "
-            f"below {run}; only the first doctor of a run leaves a large one"
+            f"below {run}"
         )
 
     # ------------------------------------------------------------ the bucket
@@ -317,29 +310,28 @@ class _Probe:
 
     def speed(self, usable_s: float) -> Judgement:
         connections = self._config.flush.connections
-        size_bytes = connections * _SPEED_PART_BYTES
-        upload = self.store.begin(f"{self.rehearsal.keys.run}/speed", size_bytes, _SPEED_PART_BYTES)
-        # At half the time limit no further part starts; the parts sent until then are enough to measure.
+        # At half the time limit no further object starts; the ones sent until then are enough to measure.
         begun_mono_s = time.monotonic()
         sent: list[int] = []
         lock = threading.Lock()
 
         def send(number: int) -> None:
             if time.monotonic() - begun_mono_s < _SPEED_LIMIT_S / 2:
-                self.store.put_part(upload, number, _Zeros(_SPEED_PART_BYTES))
+                key = f"{self.rehearsal.keys.run}/speed-{number}"
+                self.store.create(key, _Zeros(_SPEED_BYTES))
                 with lock:
-                    sent.append(_SPEED_PART_BYTES)
+                    sent.append(_SPEED_BYTES)
 
         try:
-            parallel(range(1, connections + 1), send, threads=connections)
+            parallel(range(_SPEED_OBJECTS * connections), send, threads=connections)
             took_s = time.monotonic() - begun_mono_s
         finally:
-            self.store.abort(upload.key, upload.upload_id)
-        return judge_speed(sum(sent), took_s, usable_s)
+            left_bytes = self.rehearsal.clean_up().left_bytes
+        return judge_speed(sum(sent), took_s, usable_s, left_bytes)
 
 
 class _Zeros:
-    """A part that contains only zeros."""
+    """A chunk that contains only zeros."""
 
     def __init__(self, size_bytes: int) -> None:
         self.size_bytes = size_bytes
@@ -351,16 +343,18 @@ class _Zeros:
         window[:] = bytes(window.nbytes)
 
 
-def judge_speed(sent_bytes: int, took_s: float, usable_s: float) -> Judgement:
+def judge_speed(sent_bytes: int, took_s: float, usable_s: float, left_bytes: int = 0) -> Judgement:
     """The amount of data that fits into the grace period at this bandwidth.
 
     Args:
         usable_s: grace period minus reserve.
+        left_bytes: size of the objects that the role may not delete.
     """
     bandwidth = sent_bytes / max(took_s, 1e-9)
+    stay = f"; without the right to delete, {left_bytes / 1e6:.0f} MB stay" if left_bytes else ""
     return ok(
         f"{sent_bytes / 1e6:.0f} MB in {took_s:.2f} s, {bandwidth / 1e6:.0f} MB/s: "
-        f"{bandwidth * usable_s / 1e9:.3g} GB fit into the {usable_s:g} s of a notice"
+        f"{bandwidth * usable_s / 1e9:.3g} GB fit into the {usable_s:g} s of a notice{stay}"
     )
 
 

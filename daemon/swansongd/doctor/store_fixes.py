@@ -98,7 +98,7 @@ def of_refusal(
     if not is_own:
         return (
             f"# at {address(config)}, allow the daemon's credentials to list the bucket {bucket}, and to "
-            f"read objects, create objects and abort uploads below {prefix or 'its root'}"
+            f"read and create objects below {prefix or 'its root'}"
         )
     if _is_s3(config):
         return (
@@ -110,25 +110,6 @@ def of_refusal(
         "--member=serviceAccount:EMAIL --role=projects/PROJECT/roles/swansongVm"
         "  # the role is packer/permissions/gcp-vm.yaml"
     )
-
-
-def of_lifecycle(config: Config) -> str:
-    """Add a lifecycle rule that aborts incomplete uploads; replaces all existing rules."""
-    bucket, prefix = bucket_and_prefix(config.store.url)
-    if _is_s3(config):
-        rule = {
-            "ID": "swansong",
-            "Status": "Enabled",
-            "Filter": {"Prefix": prefix},
-            "AbortIncompleteMultipartUpload": {"DaysAfterInitiation": 3},
-        }
-        return put_lifecycle(config, {"Rules": [rule]})
-    if not is_providers_own(config):
-        return (
-            f"# at {address(config)}, configure the bucket {bucket} to abort uploads after 3 days"
-        )
-    action = {"type": "AbortIncompleteMultipartUpload"}
-    return put_lifecycle(config, {"rule": [{"action": action, "condition": {"age": 3}}]})
 
 
 def put_lifecycle(config: Config, rules: Mapping[str, Any]) -> str:

@@ -9,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from functools import partial
 from pathlib import Path
 
 import structlog
@@ -33,7 +32,6 @@ from swansongd.flush.locker import Locker
 from swansongd.flush.possession import Possession
 from swansongd.flush.pruner import Pruner
 from swansongd.flush.store_health import StoreHealth
-from swansongd.flush.sweeper import Sweeper
 from swansongd.mirror.background import Mirroring
 from swansongd.observe.snapshot import PruneFigures
 from swansongd.staging.prepare import RunDirectory
@@ -55,7 +53,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Storage:
-    """The store of the run, and the threads that write to it: flush, committer, warmer and sweeper.
+    """The store of the run, and the threads that write to it: flush, committer and warmer.
 
     Args:
         config: of the daemon.
@@ -63,7 +61,7 @@ class Storage:
         post: receives the events of all parts.
         state: returns the current state of the decision loop.
         boot_id: of this boot of the kernel.
-        stop: ends the warmer and the sweeper, and the waits between retries.
+        stop: ends the warmer, and the waits between retries.
 
     Raises:
         ConfigError: ``store.url`` or ``store.signing_key_file`` cannot be used.
@@ -176,23 +174,6 @@ class Storage:
             is_fenced=lambda: state().starts.fenced_by is not None,
         )
         self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
-        sweeps = partial(Sweeper, keys=self.keys, is_urgent=is_urgent, stop=stop)
-        self._sweepers = [
-            sweeps(
-                small_store,
-                holds=journal.holds_upload,
-                after_s=config.store.abort_uploads_after_s,
-            )
-        ]
-        if self.mirroring is not None:
-            self._sweepers.append(
-                sweeps(
-                    self.mirroring.store,
-                    holds=self.mirroring.holds_upload,
-                    after_s=config.mirror.abort_uploads_after_s,
-                )
-            )
-
         self._pruner = Pruner(
             small_store,
             self.keys,
@@ -204,15 +185,13 @@ class Storage:
         self._prunes = config.retention.in_daemon
 
     def start(self) -> None:
-        """Start the threads: claim a generation, keep the store warm, sweep, record resumes, copy, prune.
+        """Start the threads: claim a generation, keep the store warm, record resumes, copy, prune.
 
         Returns immediately.
         """
         self.committer.start()
         self._warmer.start()
         self.ledger.start()
-        for sweeper in self._sweepers:
-            sweeper.start()
         if self.mirroring is not None:
             self.mirroring.start()
         if self._prunes:

@@ -19,7 +19,7 @@ variable "run" {
 
 variable "bucket" {
   type        = string
-  description = "An existing bucket, best with versioning and a rule that aborts incomplete multipart uploads."
+  description = "An existing bucket, best with versioning."
 }
 
 variable "prefix" {

@@ -41,7 +41,7 @@ variable "run" {
 
 variable "bucket" {
   type        = string
-  description = "An existing bucket, best with soft delete and a rule that aborts incomplete multipart uploads."
+  description = "An existing bucket, best with soft delete."
 }
 
 variable "prefix" {

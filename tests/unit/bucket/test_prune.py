@@ -149,14 +149,6 @@ def test_objects_without_a_manifest_go_by_age_and_foreign_ones_never(store: Cloc
     assert {young, foreign, other} <= store.objects.keys()
 
 
-def test_old_uploads_are_aborted(store: Clocked) -> None:
-    """By the age of objects: those of the memory store are an hour old."""
-    store.begin(KEYS.data + "00000001/000000000007-n-u/00000/f", 10, 5)
-    assert run(store).uploads == 0
-    assert run(store, rules=replace(RULES, orphans_after_s=1800.0)).uploads == 1
-    assert not store.open
-
-
 @pytest.mark.fault("G15")
 def test_prune_may_crash_at_any_request(store: Clocked) -> None:
     """No remaining manifest misses an object, and later prunes finish the work."""

@@ -68,7 +68,6 @@ def test_only_run_staging_and_store_are_required() -> None:
     assert got.flush.background_bytes_per_s is None
     assert (got.store.profile, got.store.ca_bundle) == (None, None)
     assert (got.store.addressing, got.store.checksums) == ("auto", "auto")
-    assert got.store.abort_uploads_after_s == 86_400
     assert (got.retention.keep_within_s, got.retention.orphans_after_s) == (86_400, 604_800)
     assert got.retention.keep_every_steps is None
     assert (got.log.format, got.log.level) == ("json", "info")
@@ -285,7 +284,6 @@ def test_invalid_chunk_sizes_are_refused(value: object) -> None:
         ("store__checksums", "none"),
         ("store__profile", ""),
         ("store__ca_bundle", "ca.pem"),
-        ("store__abort_uploads_after_s", 0),
         ("flush__connections", 0),
         ("flush__connections", 8.0),
         ("flush__connections", True),

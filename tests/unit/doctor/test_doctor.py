@@ -48,7 +48,7 @@ from swansongd.doctor.staging import (
     newest,
 )
 from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
-from swansongd.doctor.store_fixes import of_credentials, of_lifecycle, of_refusal, request_by_hand
+from swansongd.doctor.store_fixes import of_credentials, of_refusal, put_lifecycle, request_by_hand
 from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.file.mounts import parsed
 from swansongd.stores.gcs.access import Forbidden
@@ -369,6 +369,7 @@ def test_accounts() -> None:
 def test_speed_shows_the_bytes_that_fit_into_a_notice() -> None:
     """The bandwidth is multiplied by the grace period minus the reserve."""
     assert "10 GB fit into the 20 s" in judge_speed(GB, 2.0, 20.0).found
+    assert "without the right to delete, 500 MB stay" in judge_speed(GB, 2.0, 20.0, GB // 2).found
 
 
 def test_grace_periods_of_the_clouds() -> None:
@@ -412,7 +413,7 @@ def test_fixes_for_a_compatible_store_name_no_cloud(monkeypatch: pytest.MonkeyPa
     gs: dict[str, object] = {"url": "gs://bucket/x", "endpoint": at}
     options = f"--endpoint-url {at} --region eu --ca-bundle '{ca}'"
     assert refused_by(s3, NotFound("")) == f"aws s3 mb s3://bucket {options}"
-    assert options in of_lifecycle(config(store=s3))
+    assert options in put_lifecycle(config(store=s3), {})
     assert ca in refused_by(s3, Transient(""))
     for store in (s3, gs):
         for fix in (
@@ -420,7 +421,6 @@ def test_fixes_for_a_compatible_store_name_no_cloud(monkeypatch: pytest.MonkeyPa
             refused_by(store, Forbidden("403")),
             refused_by(store, NotFound("")),
             of_credentials(config(store=store), None),
-            of_lifecycle(config(store=store)),
         ):
             assert "aws iam" not in fix
             assert "aws ec2" not in fix

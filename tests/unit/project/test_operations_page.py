@@ -385,7 +385,7 @@ def test_every_step_of_the_rehearsal_is_explained() -> None:
     """Each check of the rehearsal has a row, in its order."""
     source = inspect.getsource(store._Probe.rehearsal_checks)
     known = re.findall(r'step\("([^"]+)"', source)
-    assert len(known) == 7
+    assert len(known) == 6
     assert first_cells(section("doctor", "The rehearsal")) == known
 
 

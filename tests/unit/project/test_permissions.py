@@ -30,16 +30,7 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     "list": ({"ListBucket"}, {"objects.list"}),
     "page": ({"ListBucket"}, {"objects.list"}),
     "folders": ({"ListBucket"}, {"objects.list"}),
-    "put_shard": ({"PutObject", "GetObject"}, {"objects.create", "objects.get", "objects.list"}),
-    "begin": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
-    "put_part": ({"PutObject"}, {"multipartUploads.create", "objects.create"}),
-    "parts": ({"ListMultipartUploadParts"}, {"multipartUploads.listParts"}),
-    "complete": (
-        {"PutObject", "GetObject", "ListBucket"},
-        {"multipartUploads.create", "objects.create", "objects.get", "objects.list"},
-    ),
-    "uploads": ({"ListBucketMultipartUploads"}, {"multipartUploads.list"}),
-    "abort": ({"AbortMultipartUpload"}, {"multipartUploads.abort"}),
+    "create": ({"PutObject", "GetObject"}, {"objects.create", "objects.get", "objects.list"}),
     "check": ({"ListBucket"}, {"objects.list"}),
     "warm": ({"ListBucket"}, {"objects.list"}),
     # Only doctor deletes objects, those of its rehearsal, and works without the permission.
@@ -53,15 +44,9 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
 # Permissions of each AWS operation in the calls of the code.
 OPERATIONS: dict[str, set[str]] = {
     "PutObject": {"s3:PutObject"},
-    "UploadPart": {"s3:PutObject"},
     "GetObject": {"s3:GetObject"},
     "HeadObject": {"s3:GetObject"},
     "ListObjectsV2": {"s3:ListBucket"},
-    "ListParts": {"s3:ListMultipartUploadParts"},
-    "ListMultipartUploads": {"s3:ListBucketMultipartUploads"},
-    "CreateMultipartUpload": {"s3:PutObject"},
-    "CompleteMultipartUpload": {"s3:PutObject"},
-    "AbortMultipartUpload": {"s3:AbortMultipartUpload"},
     "GetBucketLifecycleConfiguration": {"s3:GetLifecycleConfiguration"},
     "GetBucketVersioning": {"s3:GetBucketVersioning"},
     "GetBucketPolicy": {"s3:GetBucketPolicy"},
@@ -125,7 +110,7 @@ def operations(module: Any) -> set[str]:
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr in ("_call", "_send")
+        and node.func.attr == "_call"
         and node.args
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)
@@ -184,8 +169,8 @@ def test_gcp_role_allows_what_the_code_does_and_no_more() -> None:
 
 @pytest.mark.fault("K09")
 def test_the_prune_roles_allow_what_prune_does_and_no_more() -> None:
-    """It lists, reads, asks for retentions, deletes and aborts; it writes nothing."""
-    used = ("get", "list", "uploads", "abort")
+    """It lists, reads, asks for retentions and deletes; it writes nothing."""
+    used = ("get", "list")
     on_s3 = {action for name in used for action in NEEDS[name][0]}
     deleting = {"DeleteObject", "GetObjectRetention", "GetBucketObjectLockConfiguration"}
     assert aws("aws-prune.json") == {f"s3:{action}" for action in on_s3 | deleting}
