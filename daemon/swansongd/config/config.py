@@ -73,9 +73,6 @@ class StoreAccess:
     addressing: Literal["auto", "path", "virtual"] = _key(
         read.one_of("auto", "path", "virtual"), default="auto"
     )
-    checksums: Literal["auto", "trailer", "header"] = _key(
-        read.one_of("auto", "trailer", "header"), default="auto"
-    )
 
 
 @_section

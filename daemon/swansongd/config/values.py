@@ -22,7 +22,6 @@ from swansong.bounds import BYTES_MAX, STEP_MAX
 
 from swansongd.model import CHUNK_BYTES_MAX
 
-
 CHUNK_BYTES_MIN = 2**20
 """Minimum of S3 for all parts but the last."""
 

@@ -7,7 +7,6 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
 from pathlib import Path
 
 from swansongd.bucket import locks, signing
@@ -32,7 +31,7 @@ from swansongd.doctor.rehearsal import FLUSH_S, SET_BYTES, Rehearsal, RetryingBr
 from swansongd.errors import ConfigError, Permanent, StoreError
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
-from swansongd.stores.base import BytesBody, ObjectStore
+from swansongd.stores.base import ObjectStore
 from swansongd.stores.file import mounts
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
@@ -224,46 +223,8 @@ class _Probe:
         )
 
     def _send(self) -> Judgement:
-        try:
-            self.rehearsal.send()
-        except StoreError as error:
-            if not self._accepts_headers():
-                raise
-            return of_error(error, self._send_headers)
-        # The client switches after the first refusal, again after each start of the daemon.
-        if self._may_send_trailers and self._has_learned_headers:
-            return warning(
-                "the store refuses checksum trailers; the daemon sends checksums in headers",
-                self._send_headers,
-            )
+        self.rehearsal.send()
         return ok(f"uploaded a set of {SET_BYTES} bytes")
-
-    @property
-    def _may_send_trailers(self) -> bool:
-        """Whether uploads use checksum trailers, which requires TLS."""
-        is_tls = store_fixes.address(self._config).startswith("https:")
-        is_s3 = isinstance(self._backend, S3Store)
-        return is_s3 and is_tls and self._config.store.checksums != "header"
-
-    @property
-    def _has_learned_headers(self) -> bool:
-        return isinstance(self._backend, S3Store) and not self._backend.sends_trailers
-
-    @property
-    def _send_headers(self) -> str:
-        return set_key(self._path, "checksums", "header", table="store")
-
-    def _accepts_headers(self) -> bool:
-        """Whether the store accepts a chunk with its checksum in a header."""
-        if not self._may_send_trailers:
-            return False
-        with_headers = replace(self._config.store, checksums="header")  # type: ignore[type-var]
-        store = open_store(with_headers, connections=1)
-        try:
-            store.create(f"{self.rehearsal.keys.run}/header", BytesBody(b"header"))
-        except StoreError:
-            return False
-        return True
 
     def _commit(self) -> Judgement:
         self.rehearsal.commit()
@@ -312,13 +273,14 @@ class _Probe:
         connections = self._config.flush.connections
         # At half the time limit no further object starts; the ones sent until then are enough to measure.
         begun_mono_s = time.monotonic()
+        zeros = memoryview(bytes(_SPEED_BYTES))
         sent: list[int] = []
         lock = threading.Lock()
 
         def send(number: int) -> None:
             if time.monotonic() - begun_mono_s < _SPEED_LIMIT_S / 2:
                 key = f"{self.rehearsal.keys.run}/speed-{number}"
-                self.store.create(key, _Zeros(_SPEED_BYTES))
+                self.store.create(key, zeros)
                 with lock:
                     sent.append(_SPEED_BYTES)
 
@@ -328,19 +290,6 @@ class _Probe:
         finally:
             left_bytes = self.rehearsal.clean_up().left_bytes
         return judge_speed(sum(sent), took_s, usable_s, left_bytes)
-
-
-class _Zeros:
-    """A chunk that contains only zeros."""
-
-    def __init__(self, size_bytes: int) -> None:
-        self.size_bytes = size_bytes
-
-    def rewind(self) -> None:
-        pass
-
-    def read_into(self, window: memoryview) -> None:
-        window[:] = bytes(window.nbytes)
 
 
 def judge_speed(sent_bytes: int, took_s: float, usable_s: float, left_bytes: int = 0) -> Judgement:

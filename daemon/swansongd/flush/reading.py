@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the bytes of one chunk from staging, once, and is the body of the request that stores them.
+"""Reads the bytes of one chunk from staging, once.
 
 The digest names the chunk, so it must be known before the first byte is sent.  The bytes therefore stay in
 memory between the digest and the request: what is sent is what was hashed, whatever the trainer does with its
@@ -21,7 +21,7 @@ from swansongd.errors import StagingError, Transient
 from swansongd.flush.layout import Piece
 from swansongd.model import StagedFile
 from swansongd.staging import scan
-from swansongd.stores.base import WINDOW_BYTES, BytesBody
+from swansongd.stores.base import WINDOW_BYTES
 
 T = TypeVar("T")
 
@@ -130,33 +130,3 @@ def within_means(opening: Callable[[], T]) -> T:
         if isinstance(cause, OSError) and cause.errno in _OUT_OF_MEANS:
             raise Transient(str(error), hint="raise LimitNOFILE= of the unit") from error
         raise
-
-
-class ChunkBody(BytesBody):
-    """A chunk in memory as the body of a request.
-
-    Args:
-        is_unwanted: called before each window; if it returns True, reading raises Cancelled.
-        moved: called with the length of each window, and with a negative number of bytes after a rewind.
-    """
-
-    def __init__(
-        self, data: memoryview, is_unwanted: Callable[[], bool], moved: Callable[[int], None]
-    ) -> None:
-        super().__init__(data)
-        self._is_unwanted = is_unwanted
-        self._moved = moved
-        self._done_bytes = 0
-
-    def rewind(self) -> None:
-        super().rewind()
-        if self._done_bytes:
-            self._moved(-self._done_bytes)
-        self._done_bytes = 0
-
-    def read_into(self, window: memoryview) -> None:
-        if self._is_unwanted():
-            raise Cancelled
-        super().read_into(window)
-        self._done_bytes += window.nbytes
-        self._moved(window.nbytes)

@@ -15,7 +15,7 @@ from swansongd.errors import Exists
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import Piece
-from swansongd.flush.reading import Buffers, ChunkBody, read_pieces, within_means
+from swansongd.flush.reading import Buffers, Cancelled, read_pieces, within_means
 from swansongd.flush.tasks import StoreChunk
 from swansongd.model import Chunk, Extent
 from swansongd.staging import scan
@@ -124,13 +124,15 @@ class ChunkSender:
     def _created(
         self, flush: ActiveFlush, pieces: Sequence[Piece], digest: bytes, data: memoryview
     ) -> Chunk:
-        def is_unwanted() -> bool:
-            return not any(map(flush.queue.wants, pieces))
+        def moved(size_bytes: int) -> None:
+            if size_bytes > 0 and not any(map(flush.queue.wants, pieces)):
+                raise Cancelled
+            flush.count_sent(size_bytes)
 
         for is_last in (False, True):
             key = self._keys.chunk(flush.queue.generation, digest, self._nonce())
             try:
-                self._store.create(key, ChunkBody(data, is_unwanted, flush.count_sent))
+                self._store.create(key, data, moved=moved)
             except Exists:  # the key holds other bytes, and is spent
                 if is_last:
                     raise

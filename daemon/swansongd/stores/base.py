@@ -26,6 +26,7 @@ import ssl
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple, Protocol, TypeVar
 from urllib.parse import urlsplit
 
@@ -52,7 +53,6 @@ DELETED_MAX = 1000
 LISTED_MAX = 1_000_000
 """Entries of one listing, which is in memory: 20,000 files of each of 50 VMs."""
 _PAGES_MAX = 20_000
-_SCRATCH_BYTES = 256 * 2**10
 
 Item = TypeVar("Item")
 Token = TypeVar("Token", bound=Hashable)
@@ -91,23 +91,48 @@ class Page(NamedTuple):
     """Requests the next page; None on the last page."""
 
 
-class Body(Protocol):
-    """The bytes of one object, read from the first to the last, a window at a time.
+Moved = Callable[[int], None]
+"""Takes the length of each window before it is sent, and a negative number before bytes are sent again.
 
-    A store may read a body several times, for a signature or a retry, and calls ``rewind`` before each
-    pass.  One thread uses a body at a time.
-    """
+It may wait.  Its exceptions end the request and reach the caller of the store unchanged.
+"""
 
-    size_bytes: int
+
+def ignore_moved(_size_bytes: int) -> None:
+    """A :data:`Moved` that does nothing."""
+
+
+class Body:
+    """Bytes in memory as the body of a request.  One thread uses a body at a time."""
+
+    def __init__(self, data: bytes | memoryview, moved: Moved = ignore_moved) -> None:
+        self.data = memoryview(data).cast("B")
+        self.size_bytes = self.data.nbytes
+        self._moved = moved
+        self._done_bytes = 0
+
+    @cached_property
+    def crc32c(self) -> int:
+        """CRC32C of the bytes."""
+        return crc32c(self.data)
+
+    def sha256(self) -> str:
+        """SHA-256 of the bytes, in hex."""
+        return hashlib.sha256(self.data).hexdigest()
 
     def rewind(self) -> None:
-        """Return to the first byte."""
+        """Begin a pass over the bytes."""
+        done_bytes, self._done_bytes = self._done_bytes, 0
+        if done_bytes:
+            self._moved(-done_bytes)
 
-    def read_into(self, window: memoryview) -> None:
-        """Fill ``window`` with the next bytes; a store never requests more than there are.
-
-        An exception ends the request and reaches the caller of the store unchanged.
-        """
+    def next_window(self) -> memoryview:
+        """The next bytes to send; empty after the last one."""
+        window = self.data[self._done_bytes : self._done_bytes + WINDOW_BYTES]
+        if window:
+            self._moved(window.nbytes)
+            self._done_bytes += window.nbytes
+        return window
 
 
 class Sink(Protocol):
@@ -200,8 +225,8 @@ class ObjectStore(Protocol):
         None, and no request, if the store gives objects with this key no retention.
         """
 
-    def create(self, key: str, body: Body) -> None:
-        """Store a body under a new key, in one request.
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        """Store a chunk under a new key, in one request.
 
         The store verifies the CRC32C of the bytes where it can.  Only for keys that contain a nonce: an
         existing object with these bytes is ours, from an attempt whose reply was lost.  Raises Exists when
@@ -229,22 +254,6 @@ def bucket_and_prefix(url: str) -> tuple[str, str]:
         raise ConfigError([f"store.url: must read {parts.scheme}://bucket/prefix"])
     prefix = parts.path.strip("/")
     return parts.netloc, f"{prefix}/" if prefix else ""
-
-
-def read_through(body: Body, *, with_sha256: bool = False) -> tuple[int, str]:
-    """CRC32C of ``body``, and its SHA-256 in hex; without ``with_sha256`` an empty string."""
-    body.rewind()
-    scratch = memoryview(bytearray(min(body.size_bytes, _SCRATCH_BYTES)))
-    value, sha256 = 0, hashlib.sha256()
-    left_bytes = body.size_bytes
-    while left_bytes:
-        window = scratch[:left_bytes]
-        body.read_into(window)
-        value = crc32c(window, value)
-        if with_sha256:
-            sha256.update(window)
-        left_bytes -= window.nbytes
-    return value, sha256.hexdigest() if with_sha256 else ""
 
 
 def listed(
@@ -316,22 +325,6 @@ def named(what: str) -> Iterator[None]:
         found = copy.copy(error)  # with its hint and its other attributes
         found.args = (f"{what}: {error}",)
         raise found from error
-
-
-class BytesBody:
-    """A small body in memory."""
-
-    def __init__(self, data: bytes | memoryview) -> None:
-        self.data = memoryview(data).cast("B")
-        self.size_bytes = self.data.nbytes
-        self._at = 0
-
-    def rewind(self) -> None:
-        self._at = 0
-
-    def read_into(self, window: memoryview) -> None:
-        window[:] = self.data[self._at : self._at + window.nbytes]
-        self._at += window.nbytes
 
 
 class BytesSink:

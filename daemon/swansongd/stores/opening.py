@@ -48,7 +48,6 @@ def open_store(
                     region=config.region,
                     profile=config.profile,
                     addressing=config.addressing,
-                    checksums=config.checksums,
                 ),
             )
         case "gs":

@@ -13,7 +13,6 @@ from swansongd.errors import ConfigError
 from swansongd.stores.retention import Lock
 
 Addressing = Literal["auto", "path", "virtual"]
-Checksums = Literal["auto", "trailer", "header"]
 
 _GCS_ENDPOINT = "https://storage.googleapis.com"
 ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
@@ -57,12 +56,6 @@ class S3Options(StoreOptions):
     """Profile of the AWS configuration files; None: boto3's default credential chain."""
     addressing: Addressing = "auto"
     """Position of the bucket name in a URL; ``auto``: the path with an endpoint, else as AWS does."""
-    checksums: Checksums = "auto"
-    """Position of the checksum of a chunk.
-
-    A ``trailer`` follows the body, so the body is read once.  A ``header`` precedes it, so the body is read
-    twice.  ``auto`` uses trailers until the store proves not to read them.  Without TLS it is a header.
-    """
 
 
 @dataclass(frozen=True, kw_only=True)

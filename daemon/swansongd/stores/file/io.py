@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swansong.openat import drop_acls, open_directory
 
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.base import WINDOW_BYTES, Body
+from swansongd.stores.base import Body
 
 _NEW = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 _MAKE_ATTEMPTS = 100
@@ -119,12 +119,11 @@ def _widened(fd: int, mode: int) -> int:
 def write_body(fd: int, body: Body, what: str) -> None:
     """Write a body; exceptions of the body pass unchanged."""
     body.rewind()
-    buffer = memoryview(bytearray(min(body.size_bytes, WINDOW_BYTES)))
-    for done in range(0, body.size_bytes, WINDOW_BYTES):
-        window = buffer[: body.size_bytes - done]
-        body.read_into(window)
+    done = 0
+    while window := body.next_window():
         with errors_of(what):
             write_all(fd, window, done)
+        done += window.nbytes
 
 
 def write_all(fd: int, data: memoryview, offset: int) -> None:

@@ -30,10 +30,12 @@ from swansongd.stores.base import (
     WINDOW_BYTES,
     Body,
     Folders,
+    Moved,
     ObjectInfo,
     Page,
     Sink,
     delete_each,
+    ignore_moved,
     listed,
 )
 from swansongd.stores.file.io import (
@@ -188,8 +190,8 @@ class FileStore:
         _names(key)
         return None
 
-    def create(self, key: str, body: Body) -> None:
-        what = f"create {key}"
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        body, what = Body(data, moved), f"create {key}"
         try:
             self._put(key, lambda fd: write_body(fd, body, what), if_absent=True)
         except Exists:
@@ -197,7 +199,7 @@ class FileStore:
             info = self.head(key)
             if info is None or info.size_bytes != body.size_bytes:
                 raise
-            comparison = _Comparison(body)
+            comparison = _Comparison(body.data)
             self.get_range(key, 0, body.size_bytes, comparison)
             if not comparison.is_equal:
                 raise
@@ -391,17 +393,17 @@ def _name_in_keys(entry: os.DirEntry[str]) -> str:
 
 
 class _Comparison:
-    """A sink that compares a whole object with a body."""
+    """A sink that compares a whole object with bytes in memory."""
 
-    def __init__(self, body: Body) -> None:
-        self._body = body
-        self.is_equal = True
+    def __init__(self, data: memoryview) -> None:
+        self._data = data
+        self.rewind()
 
     def rewind(self) -> None:
-        self._body.rewind()
+        self._at = 0
         self.is_equal = True
 
     def write(self, window: memoryview) -> None:
-        own = bytearray(window.nbytes)
-        self._body.read_into(memoryview(own))
-        self.is_equal = self.is_equal and own == window
+        end = self._at + window.nbytes
+        self.is_equal = self.is_equal and self._data[self._at : end] == window
+        self._at = end

@@ -19,7 +19,6 @@ from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import (
     RENEW_BELOW_S,
     Body,
-    BytesBody,
     Sink,
     is_certificate_problem,
     named,
@@ -213,7 +212,7 @@ class _Transport:
         data = body.encode() if isinstance(body, str) else body
         try:
             response = wire.request(
-                method, target, headers or {}, body=None if data is None else BytesBody(data)
+                method, target, headers or {}, body=None if data is None else Body(data)
             )
         except StoreError as error:
             raise TransportError(error) from error

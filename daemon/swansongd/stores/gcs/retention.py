@@ -12,7 +12,7 @@ from swansong.bounds import BoundsError, json_object, mapping, text
 
 from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores import responses
-from swansongd.stores.base import Body, BytesBody
+from swansongd.stores.base import Body
 from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 from swansongd.stores.retention import Lock, StoreClock, instant, locked, stamp
@@ -96,7 +96,7 @@ class GcsRetention:
             return None
         mode = {"governance": "Unlocked", "compliance": "Locked"}[self._lock.mode]
         order = {"retention": {"mode": mode, "retainUntilTime": stamp(until)}}
-        body = BytesBody(json.dumps(order).encode())
+        body = Body(json.dumps(order).encode())
         with self.explained(key):
             self._call(f"lock {key}", "PATCH", key, body=body)
         return until

@@ -8,7 +8,6 @@ object its generation; here that is the *object generation*.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from urllib.parse import quote, urlencode
@@ -17,21 +16,20 @@ from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, Trans
 from swansongd.stores import responses
 from swansongd.stores.base import (
     GET_BYTES_MAX,
-    WINDOW_BYTES,
     Body,
-    BytesBody,
     BytesSink,
     Folders,
+    Moved,
     ObjectInfo,
     Page,
     Sink,
     bucket_and_prefix,
     expect_few,
+    ignore_moved,
     listed,
     named,
-    read_through,
 )
-from swansongd.stores.checksums import crc32c, crc32c_base64
+from swansongd.stores.checksums import crc32c_base64
 from swansongd.stores.gcs.access import Forbidden, GcsAccess
 from swansongd.stores.gcs.retention import GcsRetention
 from swansongd.stores.gcs.settings import GcsSettings
@@ -57,7 +55,6 @@ class GcsStore:
     def __init__(self, url: str, options: GcsOptions) -> None:
         self.url = url
         self._bucket, self._prefix = bucket_and_prefix(url)
-        self._local = threading.local()
         self._access = GcsAccess(options)
         self._clock = StoreClock(self.check)
         self.settings = GcsSettings(self._bucket, self._prefix, self._exchange)
@@ -69,7 +66,7 @@ class GcsStore:
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
         with self._creating(key) if if_absent else nullcontext():
-            self._send(f"put {key}", key, BytesBody(data), _ABSENT if if_absent else {})
+            self._send(f"put {key}", key, Body(data), _ABSENT if if_absent else {})
 
     def get(self, key: str) -> bytes:
         sink = BytesSink(GET_BYTES_MAX)
@@ -129,8 +126,8 @@ class GcsStore:
 
     # ------------------------------------------------------------ chunks
 
-    def create(self, key: str, body: Body) -> None:
-        what = f"create {key}"
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        body, what = Body(data, moved), f"create {key}"
         try:
             with self._creating(key):
                 self._send(what, key, body, _ABSENT)
@@ -143,7 +140,7 @@ class GcsStore:
                 raise Permanent(
                     f"{what}: the store returned no checksum", hint=_UNVERIFIED
                 ) from None
-            if found[1] != read_through(body)[0]:
+            if found[1] != body.crc32c:
                 raise
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
@@ -262,38 +259,23 @@ class GcsStore:
         return response
 
     def _send(self, what: str, key: str, body: Body, condition: Mapping[str, str]) -> None:
-        """PUT ``body``.
-
-        A body in memory, or of one window, is sent with its checksum, which the store verifies.  The store's
-        checksum of a larger body is compared afterwards, so that the body is read only once.
-        """
-        headers = {**condition, **self._retention.headers(key)}
-        if not isinstance(body, BytesBody) and body.size_bytes <= WINDOW_BYTES:
-            body = BytesBody(self._read(body))
-        if isinstance(body, BytesBody):
-            headers[_HASH] = f"crc32c={crc32c_base64(crc32c(body.data))}"
+        """PUT ``body`` with a checksum that the store verifies."""
+        headers = {
+            **condition,
+            **self._retention.headers(key),
+            _HASH: f"crc32c={crc32c_base64(body.crc32c)}",
+        }
         with self._retention.explained(key):
             response = self._xml(what, "PUT", key, headers=headers, body=body)
         with responses.complete(what):
             responses.etag_of(response.headers)
         reported = responses.hashed_crc32c(response.headers.get(_HASH, ""))
-        if reported is None and _HASH not in headers:
+        if reported is None:
             raise Permanent(
                 f"{what} in {self.url}: the store returned no checksum", hint=_UNVERIFIED
             )
-        if reported not in (None, response.crc32c):
+        if reported != body.crc32c:
             raise Transient(f"{what} in {self.url}: the store has other bytes than were sent")
-
-    def _read(self, body: Body) -> memoryview:
-        """Read a small body into this thread's scratch window, which the next call overwrites."""
-        scratch: memoryview | None = getattr(self._local, "scratch", None)
-        if scratch is None:
-            scratch = self._local.scratch = memoryview(bytearray(WINDOW_BYTES))
-        window = scratch[: body.size_bytes]
-        body.rewind()
-        if window:
-            body.read_into(window)
-        return window
 
     @contextmanager
     def _creating(self, key: str) -> Iterator[None]:

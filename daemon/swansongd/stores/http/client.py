@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The data plane: HTTP/1.1 requests over persistent connections, at the speed of TLS on this machine.
 
-A connection has one window of memory.  A body is read into the window, checksummed there and sent from there,
-and the body of a response is received into it.  There is no other copy and no other buffer, so a request of
-any size takes one window of memory.  The callers sign, retry and interpret responses.
+A body is in the memory of the caller, and is sent from there.  A connection has one window of memory, which
+receives the body of a response.  There is no other copy.  The callers sign, retry and interpret responses.
 """
 
 from __future__ import annotations
@@ -20,9 +19,8 @@ from dataclasses import dataclass, field
 from urllib.parse import SplitResult, unquote, urlsplit
 
 from swansongd.errors import Permanent, Transient
-from swansongd.stores.base import WINDOW_BYTES, Body, Sink
-from swansongd.stores.checksums import crc32c, crc32c_base64
-from swansongd.stores.http.pool import HEAD_ROOM_BYTES, ConnectionBroken, HttpConnection, Pool
+from swansongd.stores.base import Body, Sink
+from swansongd.stores.http.pool import ConnectionBroken, HttpConnection, Pool
 from swansongd.stores.http.tls import Tls
 from swansongd.util.http1 import Head, ResponseReader, receive_until, request_head
 
@@ -30,7 +28,10 @@ RESPONSE_BYTES_MAX = 4 * 2**20
 """Limit of a response body without a sink: a listing of a thousand keys."""
 REFUSAL_BYTES_MAX = 64 * 2**10
 """Limit of the bytes that are read of an error response."""
-_CHUNK_HEAD_BYTES_MAX = 16
+HEAD_BYTES_MAX = 16 * 2**10
+"""Limit of the head of a request."""
+_JOINED_BYTES_MAX = 64 * 2**10
+"""Smaller bodies are sent in one call with their head."""
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _PORTS = {"https": 443, "http": 80}
 
@@ -44,8 +45,6 @@ class Response:
     """Names in lower case."""
     body: bytes
     """Empty if the sink received it."""
-    crc32c: int
-    """Checksum of the body that was sent; 0 without a body."""
 
 
 @dataclass(slots=True)
@@ -54,7 +53,6 @@ class _Request:
     target: str
     headers: Mapping[str, str]
     body: Body | None
-    trailer: str | None
     sink: Sink | None
     range: str = field(init=False)
 
@@ -125,7 +123,6 @@ class Wire:
         headers: Mapping[str, str],
         *,
         body: Body | None = None,
-        trailer: str | None = None,
         sink: Sink | None = None,
     ) -> Response:
         """Send one request, without retries.
@@ -134,8 +131,6 @@ class Wire:
             target: path and query, percent-encoded.
             headers: all except Host, Content-Length and Connection.
             body: rewound first.
-            trailer: name of a trailer for the CRC32C of the body.  The body is then sent aws-chunked, a
-                window a chunk, and Content-Length is that of the encoded body.
             sink: receives the body of a 200, or exactly the range in ``headers``; rewound first.  A 200 or
                 206 with another Content-Range is returned without its body.
 
@@ -144,19 +139,19 @@ class Wire:
             Permanent: the certificate is not trusted.
             Exception: exceptions of ``body`` and ``sink``, unchanged; the connection is closed.
         """
-        request = _Request(method, target, headers, body, trailer, sink)
+        request = _Request(method, target, headers, body, sink)
         head = self._head(request)
         connection = self._pool.take(f"{method} {target} {request.range}")
         is_reusable = False
         try:
             reader = ResponseReader(connection.receive_into, method)
             try:
-                crc = self._send(connection, head, request)
+                self._send(connection, head, request.body)
             except ConnectionBroken:
                 return self._early_response(connection, reader, request)
             connection.await_response(self._response_s)
             response_head = reader.head()
-            response, is_whole = self._receive(connection, reader, response_head, request, crc)
+            response, is_whole = self._receive(connection, reader, response_head, request)
             is_reusable = is_whole and response_head.keeps_open and reader.is_drained
             return response
         finally:
@@ -170,8 +165,6 @@ class Wire:
 
     def _head(self, request: _Request) -> bytes:
         size_bytes = request.body.size_bytes if request.body else 0
-        if request.trailer:
-            size_bytes = _encoded_bytes(size_bytes, request.trailer)
         lines = [f"{request.method} {self._prefix}{request.target} HTTP/1.1", f"Host: {self.host}"]
         lines += [f"{name}: {value}" for name, value in request.headers.items()]
         if self._prefix:
@@ -179,41 +172,22 @@ class Wire:
         if request.body is not None or request.method in ("PUT", "POST"):
             lines.append(f"Content-Length: {size_bytes}")
         head = request_head(lines)
-        if len(head) > HEAD_ROOM_BYTES - _CHUNK_HEAD_BYTES_MAX:
+        if len(head) > HEAD_BYTES_MAX:
             raise Permanent(f"the head of the request has {len(head)} bytes")
         return head
 
-    def _send(self, connection: HttpConnection, head: bytes, request: _Request) -> int:
-        """Send the request; returns the CRC32C of its body."""
-        body, trailer = request.body, request.trailer
+    def _send(self, connection: HttpConnection, head: bytes, body: Body | None) -> None:
         if body is None:
             connection.send(head)
-            return 0
+            return
         body.rewind()
-        connection.total_bytes = left_bytes = body.size_bytes
-        buffer = connection.buffer
-        value = 0
-        before = head
-        while left_bytes or before:
-            count = min(left_bytes, WINDOW_BYTES)
-            end = HEAD_ROOM_BYTES + count
-            after = b""
-            if count:
-                window = buffer[HEAD_ROOM_BYTES:end]
-                connection.run_local(body.read_into, window)
-                value = crc32c(window, value)
-                left_bytes -= count
-            if trailer and count:
-                before += b"%x\r\n" % count
-                after = b"\r\n"
-            if trailer and not left_bytes:
-                after += f"0\r\n{trailer}:{crc32c_base64(value)}\r\n\r\n".encode()
-            start = HEAD_ROOM_BYTES - len(before)
-            buffer[start:HEAD_ROOM_BYTES] = before
-            buffer[end : end + len(after)] = after
-            connection.send(buffer[start : end + len(after)])
-            before = b""
-        return value
+        connection.total_bytes = body.size_bytes
+        if body.size_bytes <= _JOINED_BYTES_MAX:
+            connection.send(b"".join((head, connection.run_local(body.next_window))))
+            return
+        connection.send(head)
+        while window := connection.run_local(body.next_window):
+            connection.send(window)
 
     def _early_response(
         self, connection: HttpConnection, reader: ResponseReader, request: _Request
@@ -228,7 +202,7 @@ class Wire:
             head = reader.head()
             if head.status < 300:
                 raise Transient("the store sent a success before it had the whole body")
-            return self._receive(connection, reader, head, request, 0)[0]
+            return self._receive(connection, reader, head, request)[0]
         except Transient as error:
             raise ConnectionBroken(
                 f"{connection.cut or 'the connection broke'} while sending: {error}"
@@ -240,10 +214,9 @@ class Wire:
         reader: ResponseReader,
         head: Head,
         request: _Request,
-        sent_crc: int,
     ) -> tuple[Response, bool]:
         """Receive the response; returns it, and whether its body was read to the end."""
-        window = connection.buffer[HEAD_ROOM_BYTES : HEAD_ROOM_BYTES + WINDOW_BYTES]
+        window = connection.buffer
         body = bytearray()
         is_whole = True
         is_refusal = head.status >= 300
@@ -272,7 +245,7 @@ class Wire:
                         raise Transient(f"the response has more than {RESPONSE_BYTES_MAX} bytes")
                     is_whole = False  # the reason of the refusal is at its beginning
                     break
-        return Response(head.status, head.headers, bytes(body), sent_crc), is_whole
+        return Response(head.status, head.headers, bytes(body)), is_whole
 
     # ------------------------------------------------------------ connections
 
@@ -317,15 +290,6 @@ class Wire:
         status = ResponseReader(receive_until(sock, end_mono_s), "HEAD").head().status
         if status != 200:
             raise Transient(f"the proxy refused a tunnel to {where}: HTTP {status}")
-
-
-def _encoded_bytes(size_bytes: int, trailer: str) -> int:
-    """Length of a body in the encoding aws-chunked, with the trailer."""
-    whole, rest = divmod(size_bytes, WINDOW_BYTES)
-    framing = whole * (len(f"{WINDOW_BYTES:x}") + 4)
-    if rest:
-        framing += len(f"{rest:x}") + 4
-    return size_bytes + framing + len(f"0\r\n{trailer}:{crc32c_base64(0)}\r\n\r\n")
 
 
 def _authorization(proxy: SplitResult) -> list[str]:

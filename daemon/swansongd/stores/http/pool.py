@@ -19,17 +19,17 @@ from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from enum import Enum
+from typing import ParamSpec, TypeVar
 
 from swansongd.errors import Transient
 from swansongd.stores.base import WINDOW_BYTES
 from swansongd.stores.http.tls import Tls
 
-HEAD_ROOM_BYTES = 16 * 2**10
-"""Room before the window for the head of the request or of a chunk: both are sent in one call."""
-TAIL_ROOM_BYTES = 256
-"""Room after the window for the end of a chunk, and for the trailer."""
 IDLE_S_MAX = 20.0
 """S3 and other stores close connections that are idle for longer."""
+
+P = ParamSpec("P")
+T = TypeVar("T")
 
 _POLL_S = 0.25
 _OUTLIER_AFTER_S = 2.0
@@ -71,7 +71,7 @@ class HttpConnection:
         self._tls = tls
         self._send_all = tls.send_all if tls else sock.sendall
         self._receive_into = tls.receive_into if tls else sock.recv_into
-        self.buffer = memoryview(bytearray(HEAD_ROOM_BYTES + WINDOW_BYTES + TAIL_ROOM_BYTES))
+        self.buffer = memoryview(bytearray(WINDOW_BYTES))
         self.idle_since_mono_s = 0.0
         self.cut = ""
         """Why the watchdog shut the connection down; else empty."""
@@ -125,13 +125,14 @@ class HttpConnection:
             raise self.broken(None)
         return count
 
-    def run_local(self, work: Callable[[memoryview], None], window: memoryview) -> None:
-        """Call ``work`` with ``window``; its time does not count as a stall."""
+    def run_local(self, work: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Call ``work``; its time does not count as a stall."""
         phase, self.phase = self.phase, ConnectionPhase.LOCAL
         began_mono_s = time.monotonic()
-        work(window)
+        result = work(*args, **kwargs)
         self.local_s += time.monotonic() - began_mono_s
         self.phase = phase
+        return result
 
     def broken(self, error: OSError | None) -> ConnectionBroken:
         return ConnectionBroken(self.cut or f"the connection broke: {error!s:.200}")

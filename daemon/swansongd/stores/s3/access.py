@@ -50,11 +50,6 @@ _CREDENTIALS_CODES = {
     "SignatureDoesNotMatch",
 }  # fmt: skip
 _CLOCK_CODE = "RequestTimeTooSkewed"
-# Codes for a body with a trailer that have another cause: credentials, the clock, or bytes that changed in
-# transit, which only a store that reads the trailer can detect.
-_NOT_OF_THE_TRAILER = (_TRANSIENT_CODES | _CREDENTIALS_CODES | {_CLOCK_CODE}) - {
-    "IncompleteBody", "InvalidDigest", "XAmzContentSHA256Mismatch", "SignatureDoesNotMatch",
-}  # fmt: skip
 _ELSEWHERE_CODES = {
     "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed",
     "IllegalLocationConstraintException",
@@ -65,7 +60,6 @@ CREDENTIALS_HINT = (
 _RIGHTS = "Allow s3:ListBucket, GetObject and PutObject on store.url"
 _REGION = "Set store.region to the region of the bucket"
 _UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
-TRAILER_HINT = 'Set store.checksums = "header"'
 _HINTS = {
     "NoSuchBucket": "Create the bucket, or fix store.url",
     _CLOCK_CODE: "The clock of this VM is wrong: fix time synchronisation",
@@ -75,10 +69,6 @@ _HINTS = {
     "301": _REGION,
     "307": _REGION,
 }
-
-
-class TrailerRefused(Permanent):
-    """The store refused a body with a checksum trailer; it may accept the checksum in a header."""
 
 
 class Invalid(Permanent):
@@ -105,7 +95,6 @@ class S3Request:
     payload: str = EMPTY_PAYLOAD
     """See :func:`swansongd.stores.s3.sigv4.signed_headers`."""
     body: Body | None = None
-    trailer: str | None = None
     sink: Sink | None = None
 
 
@@ -149,7 +138,6 @@ class S3Access:
         """Send one signed request; returns the response of a success.
 
         Raises:
-            TrailerRefused: the store does not read the trailer.
             StoreError: the store refused the request; also when it redirects to another address.
         """
         route, credentials = self.route(), self._credentials.get()
@@ -164,8 +152,6 @@ class S3Access:
         if is_elsewhere or (method == "HEAD" and response.status == 400 and region != route.region):
             raise self._moved(response, code, route, credentials)
         is_of_credentials = self._expect_no_others(response, code, credentials, method)
-        if request.trailer is not None and _may_be_of_the_trailer(response.status, code):
-            raise TrailerRefused(_message(response, code), hint=TRAILER_HINT)
         if is_of_credentials:
             raise Permanent(_message(response, code), hint=CREDENTIALS_HINT)
         raise _refusal(response, code)
@@ -305,7 +291,6 @@ def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Resp
         f"{path}?{query}" if query else path,
         headers,
         body=request.body,
-        trailer=request.trailer,
         sink=request.sink,
     )
 
@@ -332,16 +317,6 @@ def _message(response: Response, code: str) -> str:
     status = str(response.status)
     refusal = status if code == status else f"{status} {one_line(code, 80)}"
     return ": ".join(filter(None, (refusal, one_line(xml_text(response.body, "Message"), 200))))
-
-
-def _may_be_of_the_trailer(status: int, code: str) -> bool:
-    """Whether a store without support for trailers responds to a body in this way."""
-    is_refusal = 400 <= status < 500 or status == 501
-    return (
-        is_refusal
-        and status not in (401, 404, 408, 409, 412, 429)
-        and code not in _NOT_OF_THE_TRAILER
-    )
 
 
 def _refusal(response: Response, code: str) -> StoreError:

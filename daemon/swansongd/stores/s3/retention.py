@@ -14,7 +14,7 @@ from swansong.bounds import BoundsError, text
 
 from swansongd.errors import NotFound, Permanent
 from swansongd.stores import responses
-from swansongd.stores.base import Body, BytesBody, read_through
+from swansongd.stores.base import Body
 from swansongd.stores.checksums import crc32c_base64
 from swansongd.stores.http.client import Response
 from swansongd.stores.retention import Lock, StoreClock, instant, locked, stamp
@@ -171,13 +171,13 @@ def enable_command(bucket: str) -> str:
     )
 
 
-def signed_document(root: ET.Element) -> tuple[dict[str, str], str, BytesBody]:
+def signed_document(root: ET.Element) -> tuple[dict[str, str], str, Body]:
     """Headers, payload hash and body of a request with an XML document.
 
     It has two checksums: S3 requires one of them, and compatible stores know the older one only.
     """
     content = ET.tostring(root)
-    value, sha256 = read_through(BytesBody(content), with_sha256=True)
+    body = Body(content)
     md5 = base64.b64encode(hashlib.md5(content, usedforsecurity=False).digest()).decode()
-    headers = {"x-amz-checksum-crc32c": crc32c_base64(value), "content-md5": md5}
-    return headers, sha256, BytesBody(content)
+    headers = {"x-amz-checksum-crc32c": crc32c_base64(body.crc32c), "content-md5": md5}
+    return headers, body.sha256(), body

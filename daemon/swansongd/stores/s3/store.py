@@ -7,51 +7,44 @@ that the store verifies.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator, Mapping, Sequence
 from xml.etree import ElementTree as ET
-
-import structlog
 
 from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
     GET_BYTES_MAX,
     Body,
-    BytesBody,
     BytesSink,
     Folders,
+    Moved,
     ObjectInfo,
     Page,
     Sink,
     bucket_and_prefix,
     delete_each,
     expect_few,
+    ignore_moved,
     listed,
     named,
-    read_through,
 )
 from swansongd.stores.checksums import crc32c_base64
 from swansongd.stores.http.client import Response
 from swansongd.stores.options import S3Options
 from swansongd.stores.retention import StoreClock
 from swansongd.stores.s3.access import (
-    TRAILER_HINT,
     S3Access,
     S3Request,
-    TrailerRefused,
     Unsupported,
 )
 from swansongd.stores.s3.retention import S3Retention, signed_document
 from swansongd.stores.s3.settings import S3Settings
-from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD, UNSIGNED_TRAILER
+from swansongd.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD
 from swansongd.util.threads import parallel
 
 _CHECKSUM = "x-amz-checksum-crc32c"
 _ABSENT = {"if-none-match": "*"}
 _RETENTION_THREADS = 8
-
-_log = structlog.get_logger(__name__)
 
 
 class S3Store:
@@ -64,12 +57,6 @@ class S3Store:
     def __init__(self, url: str, options: S3Options) -> None:
         self.url = url
         bucket, self._prefix = bucket_and_prefix(url)
-        self._checksums = options.checksums
-        self.sends_trailers = options.checksums != "header"
-        """Whether chunks have checksum trailers over TLS; False once the store proved not to read them."""
-        self._reads_trailers = False
-        """Whether the store has proved that it reads the trailer."""
-        self._learning = threading.Lock()
         self._access = S3Access(bucket, options)
         self._clock = StoreClock(self.check)
         self._retention = S3Retention(bucket, options.lock, self._call, self._clock)
@@ -78,7 +65,7 @@ class S3Store:
     # ------------------------------------------------------------ small objects
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-        self._put(key, BytesBody(data), _ABSENT if if_absent else {})
+        self._put(key, Body(data), _ABSENT if if_absent else {})
 
     def get(self, key: str) -> bytes:
         sink = BytesSink(GET_BYTES_MAX)
@@ -181,14 +168,15 @@ class S3Store:
 
     # ------------------------------------------------------------ chunks
 
-    def create(self, key: str, body: Body) -> None:
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        body = Body(data, moved)
         try:
-            self._send(key, body, _ABSENT)
+            self._put(key, body, _ABSENT)
         except Exists:
             # If the bytes match, our write succeeded and only the reply was lost.
             is_ours = self._holds(key, body)
             if is_ours is None:
-                self._send(key, body, {})
+                self._put(key, body, {})
             elif not is_ours:
                 raise
 
@@ -265,119 +253,23 @@ class S3Store:
             if responses.length_of(response.headers) != body.size_bytes:
                 return False
         reported = response.headers.get(_CHECKSUM)
-        return None if reported is None else reported == crc32c_base64(read_through(body)[0])
+        return None if reported is None else reported == crc32c_base64(body.crc32c)
 
-    # ------------------------------------------------------------ bodies and their checksums
-
-    def _send(self, key: str, body: Body, condition: Mapping[str, str]) -> None:
-        """PUT the body of a chunk, with a trailer unless the store does not read trailers.
-
-        Some stores refuse a trailer.  Others accept it, and store its framing as part of the object.
-        """
-        if not (self.sends_trailers and self._access.route().is_tls):
-            self._put(key, body, condition)
-            return
-        try:
-            response = self._put(key, body, condition, has_trailer=True)
-        except TrailerRefused as refused:
-            if self._checksums != "auto":
-                raise
-            self._put(key, body, condition)
-            with self._learning:
-                self._send_headers_from_now_on(str(refused))
-            return
-        if self._has_read_trailer(key, body, response):
-            self._expect_same(key, response)
-        else:
-            # Without the condition: the object is the one that this call has just stored.
-            self._put(key, body, {})
-
-    def _put(
-        self, key: str, body: Body, condition: Mapping[str, str], *, has_trailer: bool = False
-    ) -> Response:
+    def _put(self, key: str, body: Body, condition: Mapping[str, str]) -> None:
         """PUT ``body`` with a checksum that the store verifies."""
         is_tls = self._access.route().is_tls
-        if has_trailer:
-            headers = {
-                "content-encoding": "aws-chunked",
-                "x-amz-decoded-content-length": str(body.size_bytes),
-                "x-amz-trailer": _CHECKSUM,
-            }
-            payload, trailer = UNSIGNED_TRAILER, _CHECKSUM
-        else:
-            value, sha256 = read_through(body, with_sha256=not is_tls)
-            headers = {_CHECKSUM: crc32c_base64(value)}
-            payload, trailer = sha256 or UNSIGNED_PAYLOAD, None
-        headers.update(condition)
-        headers.update(self._retention.headers(key))
+        checksum = crc32c_base64(body.crc32c)
+        headers = {_CHECKSUM: checksum, **condition, **self._retention.headers(key)}
+        payload = UNSIGNED_PAYLOAD if is_tls else body.sha256()
         with self._retention.explained(key):
             response = self._call(
-                "PutObject",
-                "PUT",
-                key,
-                headers=headers,
-                payload=payload,
-                body=body,
-                trailer=trailer,
+                "PutObject", "PUT", key, headers=headers, payload=payload, body=body
             )
         with responses.complete(f"PutObject {key} in {self.url}"):
             responses.etag_of(response.headers)
-        if not has_trailer:
-            self._expect_same(key, response)
-        return response
-
-    def _expect_same(self, key: str, response: Response) -> None:
-        """Raise Transient if the store returns the checksum of other bytes than were sent."""
-        sent = crc32c_base64(response.crc32c)
-        if response.headers.get(_CHECKSUM, sent) != sent:
+        if response.headers.get(_CHECKSUM, checksum) != checksum:
             raise Transient(
                 f"PutObject {key} in {self.url}: the store has other bytes than were sent"
-            )
-
-    def _has_read_trailer(self, key: str, body: Body, response: Response) -> bool:
-        """Whether the store removed the framing; requests the stored size once.
-
-        Raises:
-            Permanent: the store did not, and the configuration requires trailers.
-        """
-        if self._reads_trailers:
-            return True
-        with self._learning:
-            if self._reads_trailers or not self.sends_trailers:
-                return self.sends_trailers
-            # A store that returns the checksum read it from the trailer, or computed it from the body.
-            if response.headers.get(_CHECKSUM) != crc32c_base64(response.crc32c):
-                size_bytes = self._stored_bytes(key)
-                if size_bytes != body.size_bytes:
-                    found = "unknown" if size_bytes is None else f"{size_bytes} bytes"
-                    reason = f"PutObject {key}: stored size {found}, sent {body.size_bytes} bytes"
-                    if self._checksums == "auto":
-                        self._send_headers_from_now_on(reason)
-                        return False
-                    if size_bytes is not None:
-                        raise Permanent(reason, hint=TRAILER_HINT)
-            self._reads_trailers = True
-            return True
-
-    def _stored_bytes(self, key: str) -> int | None:
-        """Stored size of an object; None if the store does not return it."""
-        try:
-            info = self.head(key)
-        except NotFound:
-            raise
-        except Permanent:  # the role lacks a right
-            return None
-        return None if info is None else info.size_bytes
-
-    def _send_headers_from_now_on(self, reason: str) -> None:
-        """Stop sending trailers; called with the lock held."""
-        if self.sends_trailers:
-            self.sends_trailers = False
-            _log.warning(
-                "store_reads_no_trailers",
-                url=self.url,
-                reason=reason,
-                hint=f"{TRAILER_HINT}: saves the failed attempt at each start",
             )
 
     def _call(
@@ -390,7 +282,6 @@ class S3Store:
         *,
         payload: str = EMPTY_PAYLOAD,
         body: Body | None = None,
-        trailer: str | None = None,
         sink: Sink | None = None,
     ) -> Response:
         """Send one signed request for an object, or with key None for the bucket; returns a success.
@@ -400,9 +291,7 @@ class S3Store:
         """
         path = "" if key is None else f"/{self._prefix}{key}"
         what = operation if key is None else f"{operation} {key}"
-        request = S3Request(
-            method, path, parameters or {}, headers or {}, payload, body, trailer, sink
-        )
+        request = S3Request(method, path, parameters or {}, headers or {}, payload, body, sink)
         with named(f"{what} in {self.url}"):
             response = self._access.exchange(request)
         self._clock.observe(response.headers.get("date", ""))

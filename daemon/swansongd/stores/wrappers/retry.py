@@ -19,12 +19,13 @@ import structlog
 
 from swansongd.errors import StoreError, Transient
 from swansongd.stores.base import (
-    Body,
     Folders,
+    Moved,
     ObjectInfo,
     ObjectStore,
     Page,
     Sink,
+    ignore_moved,
     listed,
 )
 
@@ -110,8 +111,8 @@ class Retrying:
     def lock(self, key: str) -> float | None:
         return self._try(f"lock {key}", lambda: self._store.lock(key))
 
-    def create(self, key: str, body: Body) -> None:
-        self._try(f"create {key}", lambda: self._store.create(key, body))
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        self._try(f"create {key}", lambda: self._store.create(key, data, moved=moved))
 
     def check(self) -> None:
         self._try("check", self._store.check)

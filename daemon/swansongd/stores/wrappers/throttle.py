@@ -13,12 +13,13 @@ from contextlib import contextmanager
 
 from swansongd.stores.base import (
     WINDOW_BYTES,
-    Body,
     Folders,
+    Moved,
     ObjectInfo,
     ObjectStore,
     Page,
     Sink,
+    ignore_moved,
 )
 
 _POLL_S = 0.05
@@ -89,9 +90,14 @@ class Throttled:
     def lock(self, key: str) -> float | None:
         return self._store.lock(key)
 
-    def create(self, key: str, body: Body) -> None:
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        def paced(size_bytes: int) -> None:
+            moved(size_bytes)  # first: a cancelled request raises before the wait
+            if size_bytes > 0:
+                self._bucket.spend(size_bytes)
+
         with self._bucket.slot():
-            self._store.create(key, _ThrottledBody(body, self._bucket))
+            self._store.create(key, data, moved=paced)
 
     def check(self) -> None:
         self._store.check()
@@ -148,23 +154,6 @@ class _TokenBucket:
                     self._level_bytes -= size_bytes
                     return
                 self._changed.wait(min(_POLL_S, -self._level_bytes / rate + 0.001))
-
-
-class _ThrottledBody:
-    """A body that waits before each window is sent."""
-
-    def __init__(self, body: Body, pace: _TokenBucket) -> None:
-        self.size_bytes = body.size_bytes
-        self._body = body
-        self._bucket = pace
-
-    def rewind(self) -> None:
-        self._body.rewind()
-
-    def read_into(self, window: memoryview) -> None:
-        # In this order: a cancelled body raises before the wait.
-        self._body.read_into(window)
-        self._bucket.spend(window.nbytes)
 
 
 class _ThrottledSink:
