@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from swansongd.config.config import StoreConfig
-from swansongd.model import CheckpointId
 from swansongd.stores.retention import DAY_S, Lock
 
 
@@ -43,10 +42,3 @@ def is_due(left_s: float, lock_days: int) -> bool:
     At half of the spare.  A commit in the following time, also one in an evacuation, then needs no request.
     """
     return left_s < lock_days * DAY_S + spare_s(lock_days) / 2
-
-
-def is_new(key: str, checkpoint: CheckpointId) -> bool:
-    """Whether the object was written for this checkpoint, and so has its full retention."""
-    _, _, below = key.partition("/data/")
-    name = below.partition("/")[2]
-    return name.startswith(f"{checkpoint.step:012d}-{checkpoint.nonce}-")

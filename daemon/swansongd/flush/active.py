@@ -29,8 +29,6 @@ class ActiveFlush:
     limit: ConcurrencyLimit
     workers: int = 0
     """Workers that carry out a task of this flush."""
-    workers_max: int = 1
-    """Limit by the memory for chunks in flight."""
     directory: SetDirectory | None = None
     """The directory of the set, from the first file that is opened to the last worker that leaves."""
     checks: ChunkChecks = field(default_factory=ChunkChecks)
@@ -42,15 +40,16 @@ class ActiveFlush:
 
     @property
     def admits_worker(self) -> bool:
-        return self.workers < min(self.limit.now, self.workers_max)
+        return self.workers < self.limit.now
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes sent so far, in finished parts and in parts in flight."""
-        return sum(list(self._sent_bytes.values())) - self._sent_before_bytes
+        """Bytes sent so far, in finished requests and in those in flight."""
+        sent_bytes = sum(list(self._sent_bytes.values())) - self._sent_before_bytes
+        return max(0, sent_bytes)  # a request that the earlier flush began may be repeated
 
     def continues(self, earlier: ActiveFlush) -> None:
-        """Count from here on what is sent of the parts that ``earlier`` has in flight."""
+        """Count from here on what is sent of the chunks that ``earlier`` has in flight."""
         self._sent_bytes = earlier._sent_bytes
         self._sent_before_bytes = sum(list(self._sent_bytes.values()))
         self.checks = earlier.checks

@@ -154,6 +154,7 @@ class Storage:
             config.store.lock_days,
             is_urgent=is_urgent,
             health=self._health,
+            age_s=known.age_s,
         )
         self.committer = Committer(
             small_store,

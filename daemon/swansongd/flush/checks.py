@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from swansongd.flush.known import CREATED_S_MAX, KnownChunks
+from swansongd.flush.known import KnownChunks
 from swansongd.model import Chunk
 from swansongd.stores.base import ObjectStore
 
@@ -35,9 +35,11 @@ class ChunkChecks:
         with check.lock:  # another worker may have the same request in flight
             if check.is_good is None:
                 info = store.head(chunk.key)
-                check.is_good = info is not None and info.size_bytes == chunk.size_bytes
-                if info is not None and info.age_s is not None and not known.names(chunk):
-                    check.is_good = check.is_good and info.age_s < CREATED_S_MAX
+                check.is_good = (
+                    info is not None
+                    and info.size_bytes == chunk.size_bytes
+                    and known.confirmed(chunk, info.age_s)
+                )
                 if not check.is_good:
                     known.is_gone(chunk)
             return check.is_good

@@ -30,7 +30,7 @@ from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import StagingError, SwansongError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import Layout, size_of
 from swansongd.flush.queue import UploadQueue
 from swansongd.flush.reading import Cancelled
 from swansongd.flush.sender import ChunkSender, chunk_nonce
@@ -91,6 +91,8 @@ class FlushEngine:
         )
         self._idle = 0
         """Workers that wait for a task."""
+        self._in_flight_bytes = 0
+        """Size of all chunks in memory, those of earlier flushes included."""
         self._queues: dict[CheckpointId, UploadQueue] = {}
         self._active: ActiveFlush | None = None
         self._ordered: ActiveFlush | None = None
@@ -173,6 +175,7 @@ class FlushEngine:
             while True:
                 if (found := self._next_task()) is not None:
                     found[0].workers += 1
+                    self._in_flight_bytes += _chunk_bytes(found[1])
                     self._wake_one()
                     return found
                 self._idle += 1
@@ -184,15 +187,22 @@ class FlushEngine:
             self._is_beginning = True
             return self._ordered, Begin()
         active = self._active
-        if active is None or not active.admits_worker:
+        if active is None or not self._admits_worker(active):
             return None
         task = active.queue.next_task()
         return None if task is None else (active, task)
 
+    def _admits_worker(self, active: ActiveFlush) -> bool:
+        in_flight_bytes = self._in_flight_bytes + active.queue.next_bytes
+        has_memory = in_flight_bytes <= BUFFERS_BYTES_MAX or active.queue.in_flight < 2
+        return active.admits_worker and has_memory
+
     def _wake_one(self) -> None:
         """Wake one worker if it may take a task.  That worker wakes the next one."""
         active = self._active
-        if self._idle and active is not None and active.admits_worker and active.queue.has_task():
+        if not self._idle or active is None or not active.queue.has_task():
+            return
+        if self._admits_worker(active):
             self._has_work.notify()
 
     def _carry_out(self, flush: ActiveFlush, task: Task) -> TaskOutcome:
@@ -223,6 +233,7 @@ class FlushEngine:
     def _leave(self, flush: ActiveFlush, task: Task, outcome: TaskOutcome) -> None:
         with self._lock:
             flush.workers -= 1
+            self._in_flight_bytes -= _chunk_bytes(task)
             if isinstance(task, Begin):
                 self._is_beginning = False
                 self._has_work.notify()
@@ -239,9 +250,8 @@ class FlushEngine:
                 return  # replaced or cancelled meanwhile
             self._ordered = None
             before, self._active = self._active, flush
+            self._known.forget_old()
             flush.queue.open(flush.staged, is_sealed=flush.is_sealed, known=self._known)
-            largest_bytes = max(1, flush.queue.largest_chunk_bytes)
-            flush.workers_max = max(2, BUFFERS_BYTES_MAX // largest_bytes)
             if before is not None:
                 self._close_if_over(before)
             self._reported = progress = flush.progress()
@@ -295,3 +305,7 @@ class FlushEngine:
                 self._post(progress)
             with self._lock:
                 self._has_begun.wait(_PROGRESS_INTERVAL_S)
+
+
+def _chunk_bytes(task: Task) -> int:
+    return size_of(task.pieces) if isinstance(task, StoreChunk) else 0

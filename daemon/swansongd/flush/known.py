@@ -6,7 +6,7 @@
   written, and of an earlier life of the daemon.  A file in the daemon's own directory holds their keys.
   After a restart each of them counts only once the store has confirmed its size and its age.
 
-A chunk that another writer has created is never named because of its key alone: anybody who may create
+A chunk that another writer has created is never named because of its key alone: any role that may create
 objects could have put other bytes under a digest that can be predicted.
 
 Small files share chunks, so those of the newest commit of this VM are known by their own digests, too.  No
@@ -16,9 +16,12 @@ record in the bucket has these digests: a claim about a part of a chunk could no
 from __future__ import annotations
 
 import contextlib
+import io
 import os
+import re
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -31,22 +34,28 @@ from swansongd.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent, StoredSha
 
 FILE_NAME = "chunks"
 _TEMPORARY = f".{FILE_NAME}.new"
-CREATED_MAX = 200_000
-"""Chunks without a commit that are remembered: 3 TB."""
-FILE_BYTES_MAX = 64 * 2**20
+CREATED_MAX = 400_000
+"""Chunks without a commit that are remembered: as many as a manifest can name."""
+FILE_BYTES_MAX = 128 * 2**20
 CREATED_S_MAX = 12 * 3600.0
 """A chunk without a commit counts up to this age.  Prune may delete it after a day (``ORPHANS_AFTER_S_MIN``
 of the configuration), and the flush needs time, too."""
 
+_SIZE = re.compile(r"[1-9][0-9]{0,9}")
+
 _log = structlog.get_logger(__name__)
+
+
+def _boottime_s() -> float:
+    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 class Found(NamedTuple):
     """Stored bytes with the wanted digest."""
 
     extent: Extent
-    is_created_now: bool
-    """This daemon has created the chunk a short time ago: the store need not confirm it."""
+    is_confirmed: bool
+    """No commit names the chunk, and this life of the daemon has created or confirmed it."""
 
 
 class KnownChunks:
@@ -56,7 +65,7 @@ class KnownChunks:
         directory: the daemon's own directory in staging.
         run, store_url: a file of another run or store is ignored.
         is_data: whether a key is that of a chunk of the run.
-        monotonic: the clock.
+        boottime: the clock, which includes the time of a suspension.
     """
 
     def __init__(
@@ -66,20 +75,20 @@ class KnownChunks:
         run: str,
         store_url: str,
         is_data: Callable[[str], bool],
-        monotonic: Callable[[], float] = time.monotonic,
+        boottime: Callable[[], float] = _boottime_s,
     ) -> None:
         self._directory = directory
         self._header = f"swansong-chunks-1 {run} {store_url}"
         self._is_data = is_data
-        self._monotonic = monotonic
+        self._boottime = boottime
         self._lock = threading.Lock()
         self._newest: CommitRef | None = None
         self._named: dict[bytes, Chunk] = {}
-        self._created_mono_s: dict[Chunk, float] = {}
-        """Chunks that this life of the daemon has created, and no commit names yet."""
-        self._created = {chunk.digest: chunk for chunk in self._read()}
+        self._created_boot_s: dict[Chunk, float] = {}
+        """When the store got a chunk that no commit names yet; unknown until the store confirms it."""
         self._small: dict[bytes, Extent] = {}
         self._fd = -1
+        self._created = {chunk.digest: chunk for chunk in self._read()}
         with self._lock:
             self._rewrite()
 
@@ -96,13 +105,7 @@ class KnownChunks:
             extent = self._small.get(digest) if chunk is None else Extent.whole(chunk)
             if extent is None or not self._holds(extent.chunk):
                 return None
-            created_mono_s = self._created_mono_s.get(extent.chunk)
-            if created_mono_s is None:
-                return Found(extent, is_created_now=False)
-            if self._monotonic() - created_mono_s < CREATED_S_MAX:
-                return Found(extent, is_created_now=True)
-            self._forget([extent.chunk])
-            return None
+            return Found(extent, is_confirmed=extent.chunk in self._created_boot_s)
 
     def holds(self, chunks: Iterable[Chunk]) -> bool:
         """Whether a manifest may name all these chunks now."""
@@ -114,25 +117,62 @@ class KnownChunks:
         with self._lock:
             return self._named.get(chunk.digest) == chunk
 
+    def age_s(self, chunk: Chunk) -> float | None:
+        """Since the store got a chunk that no commit names; None: unknown."""
+        with self._lock:
+            created_boot_s = self._created_boot_s.get(chunk)
+            return None if created_boot_s is None else self._boottime() - created_boot_s
+
     def _holds(self, chunk: Chunk) -> bool:
         digest = chunk.digest
         return self._named.get(digest) == chunk or self._created.get(digest) == chunk
 
     # ------------------------------------------------------------------ what happened
 
-    def created(self, chunk: Chunk, small: Mapping[bytes, Extent]) -> None:
-        """This daemon has created a chunk.
+    def created(self, chunk: Chunk, small: Mapping[bytes, Extent]) -> Chunk:
+        """Note a chunk that this daemon has created.
 
         Args:
             small: the extents of the small files in it, by their digests.
+
+        Returns:
+            The chunk to name: another one if two workers have created the same bytes at the same time.
         """
         with self._lock:
+            first = self._created.get(chunk.digest)
+            if first is not None and first in self._created_boot_s:
+                return first
             if len(self._created) >= CREATED_MAX:
                 self._forget(list(self._created.values())[: CREATED_MAX // 10])
+                self._rewrite()
             self._created[chunk.digest] = chunk
-            self._created_mono_s[chunk] = self._monotonic()
+            self._created_boot_s[chunk] = self._boottime()
             self._small.update(small)
             self._append(_line(f"{chunk.key} {chunk.size_bytes}"))
+            return chunk
+
+    def confirmed(self, chunk: Chunk, age_s: float | None) -> bool:
+        """The store has this chunk.  Returns whether a manifest may name it: not if it is too old.
+
+        Args:
+            age_s: as the store reports it; None: unknown.
+        """
+        with self._lock:
+            if self._named.get(chunk.digest) == chunk:
+                return True
+            self._created_boot_s[chunk] = self._boottime() - (age_s or 0.0)
+            return (age_s or 0.0) < CREATED_S_MAX
+
+    def forget_old(self) -> None:
+        """Forget chunks without a commit that are too old.  Called when a flush begins, not during one.
+
+        Else a flush of more than 12 h would send its first chunks again when it ends, and so on.
+        """
+        with self._lock:
+            before_boot_s = self._boottime() - CREATED_S_MAX
+            self._forget(
+                [c for c, created in self._created_boot_s.items() if created < before_boot_s]
+            )
 
     def is_gone(self, chunk: Chunk) -> None:
         """The store has lost a chunk, or it is too old to be named."""
@@ -169,7 +209,7 @@ class KnownChunks:
         for chunk in list(chunks):
             if self._created.get(chunk.digest) == chunk:
                 del self._created[chunk.digest]
-                self._created_mono_s.pop(chunk, None)
+                self._created_boot_s.pop(chunk, None)
 
     # ------------------------------------------------------------------ the file, under the lock
 
@@ -196,17 +236,17 @@ class KnownChunks:
                 hint="What an earlier daemon has sent without a commit is sent again",
             )
             return []
-        header, *lines = data.split(b"\n")
-        if _text(header) != self._header:
+        lines = io.BytesIO(data)  # splits one line at a time: a hostile file has 100 million
+        if _text(lines.readline()) != self._header:
             return []
-        chunks = (self._chunk(_text(line)) for line in lines[-CREATED_MAX:])
+        chunks = (self._chunk(_text(line)) for line in deque(lines, CREATED_MAX))
         return [chunk for chunk in chunks if chunk is not None]
 
     def _chunk(self, text: str) -> Chunk | None:
         key, _, size = text.rpartition(" ")
-        if not (self._is_data(key) and size.isdecimal() and 0 < int(size) <= CHUNK_BYTES_MAX):
+        if not self._is_data(key) or not _SIZE.fullmatch(size):
             return None
-        return Chunk(key, int(size))
+        return Chunk(key, int(size)) if int(size) <= CHUNK_BYTES_MAX else None
 
     def _append(self, line: bytes) -> None:
         if self._fd >= 0:
@@ -258,6 +298,6 @@ def _line(text: str) -> bytes:
 
 def _text(line: bytes) -> str:
     """The text of a line; empty if the line is damaged."""
-    check, _, text = line.partition(b" ")
+    check, _, text = line.rstrip(b"\n").partition(b" ")
     is_whole = check == blake3(text).hexdigest(8).encode()
     return text.decode(errors="replace") if is_whole else ""

@@ -33,6 +33,10 @@ Pieces = tuple[Piece, ...]
 """The bytes of one chunk, from the first to the last."""
 
 
+def size_of(pieces: Sequence[Piece]) -> int:
+    return sum(piece.size_bytes for piece in pieces)
+
+
 @dataclass(frozen=True, slots=True)
 class Layout:
     """Decides which bytes share a chunk.
@@ -64,8 +68,7 @@ class Layout:
 
         Files of a set that still grows stay out until a quarter of a chunk waits.
         """
-        total_bytes = sum(piece.size_bytes for piece in pieces)
-        wanted_bytes = self._wanted_bytes(total_bytes) if is_sealed else self.chunk_bytes // 4
+        wanted_bytes = self._wanted_bytes(size_of(pieces)) if is_sealed else self.chunk_bytes // 4
         groups: list[Pieces] = []
         group: list[Piece] = []
         group_bytes = 0

@@ -17,7 +17,7 @@ from swansongd.bucket import locks
 from swansongd.bucket.manifest import Manifest
 from swansongd.errors import Stopped, StoreError
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import CheckpointId, StoredObject
+from swansongd.model import Chunk
 from swansongd.stores.base import ObjectStore
 from swansongd.util.threads import parallel
 
@@ -29,13 +29,14 @@ _log = structlog.get_logger(__name__)
 
 
 class Locker:
-    """Knows the end of the retention of the objects that this daemon's newest manifest names.
+    """Knows the end of the retention of the chunks that this daemon's newest manifest names.
 
     Args:
         store: retries failed requests, and gives up as soon as an evacuation begins.
         lock_days: of the configuration; 0: nothing is locked.
         is_urgent: whether an evacuation is in progress.
         health: is informed of every success and failure.
+        age_s: since a new chunk was created, with its full retention; None: an earlier commit names it.
         monotonic: the clock.
     """
 
@@ -46,29 +47,26 @@ class Locker:
         *,
         is_urgent: Callable[[], bool],
         health: StoreHealth,
+        age_s: Callable[[Chunk], float | None] = lambda _chunk: None,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self._store = store
         self._lock_days = lock_days
         self._is_urgent = is_urgent
         self._health = health
+        self._age_s = age_s
         self._monotonic = monotonic
         self._extended_mono_s: dict[str, float] = {}
-        """When the retention of an object was extended by a full period."""
+        """When a chunk got its full retention last."""
 
     def extend(self, manifest: Manifest) -> None:
-        """Extend the retention of the objects of earlier checkpoints that is due.  Raises nothing."""
+        """Extend the retention that is due of the chunks of earlier commits.  Raises nothing."""
         if not self._lock_days:
             return
-        checkpoint = CheckpointId(manifest.step, manifest.nonce)
-        older = [each for each in manifest.objects if not locks.is_new(each.key, checkpoint)]
-        # Objects that the newest manifest does not name cannot be named again.
-        self._extended_mono_s = {
-            each.key: self._extended_mono_s[each.key]
-            for each in older
-            if each.key in self._extended_mono_s
-        }
-        due = [each for each in older if self._is_due(each.key)]
+        # Chunks that the newest manifest does not name cannot be named again.
+        extended = {chunk.key: self._extended(chunk) for chunk in manifest.chunks}
+        self._extended_mono_s = {key: at for key, at in extended.items() if at is not None}
+        due = [chunk for chunk in manifest.chunks if self._is_due(chunk.key)]
         if not due or self._is_urgent():
             return
         try:
@@ -82,6 +80,12 @@ class Locker:
             _log.info("retention_extended", objects=len(due))
             self._health.ok(_LOCK)
 
+    def _extended(self, chunk: Chunk) -> float | None:
+        age_s = self._age_s(chunk)
+        if age_s is None:
+            return self._extended_mono_s.get(chunk.key)
+        return self._monotonic() - age_s
+
     def _is_due(self, key: str) -> bool:
         extended_mono_s = self._extended_mono_s.get(key)
         if extended_mono_s is None:
@@ -90,8 +94,8 @@ class Locker:
         left_s = period_s - (self._monotonic() - extended_mono_s)
         return locks.is_due(left_s, self._lock_days)
 
-    def _extend(self, stored: StoredObject) -> None:
+    def _extend(self, chunk: Chunk) -> None:
         if self._is_urgent():
             raise Stopped("an evacuation began")
-        self._store.lock(stored.key)
-        self._extended_mono_s[stored.key] = self._monotonic()
+        self._store.lock(chunk.key)
+        self._extended_mono_s[chunk.key] = self._monotonic()

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout, Piece, Pieces
+from swansongd.flush.layout import Layout, Piece, Pieces, size_of
 from swansongd.flush.tasks import Finish, StoreChunk, TaskOutcome
 from swansongd.model import Chunk, Extent, Staged, StagedFile, StoredShard
 
@@ -43,6 +43,8 @@ class UploadQueue:
         self._is_sealed = False
         self._is_finishing = False
         self._waiting: deque[Pieces] = deque()
+        self.in_flight = 0
+        """Chunks that workers read or send."""
         self._in_flight: set[Piece] = set()
         self._left = 0
         """Pieces that are not stored."""
@@ -66,12 +68,10 @@ class UploadQueue:
         self.bytes_stored = sum(piece.size_bytes for piece in stored)
         missing = [p for each in self._files.values() for p in each.pieces if p not in each.extents]
         self._left = len(missing)
-        large, small = [], []
-        for piece in missing:
-            if piece not in self._in_flight:
-                (small if self._layout.is_small(piece.file) else large).append(piece)
+        waiting = [piece for piece in missing if piece not in self._in_flight]
+        small = [piece for piece in waiting if self._layout.is_small(piece.file)]
         # The shared chunks come last: small requests end at the same time.
-        self._waiting = deque((piece,) for piece in large)
+        self._waiting = deque((p,) for p in waiting if not self._layout.is_small(p.file))
         self._waiting.extend(self._layout.packed(small, is_sealed=is_sealed))
 
     def close(self) -> None:
@@ -84,9 +84,9 @@ class UploadQueue:
         return self._is_open and each is not None and each.file == piece.file
 
     @property
-    def largest_chunk_bytes(self) -> int:
-        """Size of the largest chunk that waits."""
-        return max((sum(p.size_bytes for p in pieces) for pieces in self._waiting), default=0)
+    def next_bytes(self) -> int:
+        """Size of the next chunk; 0 if none waits."""
+        return size_of(self._waiting[0]) if self._waiting else 0
 
     def has_task(self) -> bool:
         """Whether :meth:`next_task` would return a task."""
@@ -101,6 +101,7 @@ class UploadQueue:
         if self._waiting:
             pieces = self._waiting.popleft()
             self._in_flight.update(pieces)
+            self.in_flight += 1
             return StoreChunk(pieces)
         self._is_finishing = True
         return Finish()
@@ -117,6 +118,7 @@ class UploadQueue:
     def finish(self, task: StoreChunk, outcome: TaskOutcome) -> None:
         """Take a task back from its worker, and queue it again unless it is done or has to wait."""
         self._in_flight.difference_update(task.pieces)
+        self.in_flight -= 1
         missing = tuple(piece for piece in task.pieces if self._is_missing(piece))
         if missing and outcome is TaskOutcome.RETRY:
             self._waiting.appendleft(missing)

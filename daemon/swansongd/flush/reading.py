@@ -33,7 +33,10 @@ class Cancelled(Exception):
 
 
 class Buffers:
-    """Buffers for chunks, used again: fresh memory costs a page fault for every 4 KiB.  Thread-safe."""
+    """Buffers for chunks, used again: fresh memory costs a page fault for every 4 KiB.  Thread-safe.
+
+    There are never more buffers than threads that have taken one at the same time.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -44,10 +47,10 @@ class Buffers:
         """A buffer of this size, while the context is open."""
         with self._lock:
             fits = [each for each in self._free if len(each) >= size_bytes]
-            buffer = min(fits, key=len) if fits else None
-            if buffer is not None:
-                self._free = [each for each in self._free if each is not buffer]
-        buffer = buffer or bytearray(size_bytes)
+            buffer = min(fits or self._free, key=len, default=None)
+            self._free = [each for each in self._free if each is not buffer]
+        if buffer is None or len(buffer) < size_bytes:
+            buffer = bytearray(size_bytes)  # replaces one that is too small
         try:
             yield memoryview(buffer)[:size_bytes]
         finally:

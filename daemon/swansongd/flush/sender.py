@@ -14,7 +14,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.errors import Exists
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Piece
+from swansongd.flush.layout import Piece, size_of
 from swansongd.flush.reading import Buffers, Cancelled, read_pieces, within_means
 from swansongd.flush.tasks import StoreChunk
 from swansongd.model import Chunk, Extent
@@ -64,25 +64,37 @@ class ChunkSender:
             StoreError: the store failed.
         """
         pieces = [piece for piece in task.pieces if flush.queue.wants(piece)]
-        with self.buffers.taken(sum(piece.size_bytes for piece in pieces)) as buffer:
+        with self.buffers.taken(size_of(pieces)) as buffer:
             digests = read_pieces(
                 self._directory(flush), pieces, buffer, lambda piece: not flush.queue.wants(piece)
             )
-            is_shared = len(pieces) > 1
-            if is_shared:
-                pieces, digests, buffer = self._without_known(flush, pieces, digests, buffer)
+            if len(pieces) == 1:
+                self._store_bytes(flush, pieces, digests, digests[0], buffer)
+                return
+            pieces, digests, data = self._without_known(flush, pieces, digests, buffer)
             if pieces:
-                digest = blake3(buffer).digest() if is_shared else digests[0]
-                found = self._find(flush, digest)
-                if found is None:
-                    chunk = self._created(flush, pieces, digest, buffer)
-                    extents = _extents(pieces, chunk, 0)
-                    self._known.created(chunk, dict(zip(digests, extents, strict=True)))
-                    self._listener(chunk)
-                else:
-                    flush.count_compared(len(buffer))
-                    extents = _extents(pieces, found.chunk, found.offset_bytes)
-                self._note(flush, dict(zip(pieces, extents, strict=True)))
+                self._store_bytes(flush, pieces, digests, blake3(data).digest(), data)
+
+    def _store_bytes(
+        self,
+        flush: ActiveFlush,
+        pieces: Sequence[Piece],
+        digests: Sequence[bytes],
+        digest: bytes,
+        data: memoryview,
+    ) -> None:
+        """Name a chunk with these bytes, or create one."""
+        found = self._find(flush, digest)
+        if found is None:
+            made = self._created(flush, pieces, digest, data)
+            small = dict(zip(digests, _extents(pieces, made, 0), strict=True))
+            chunk = self._known.created(made, small)
+            self._listener(chunk)
+            extents = _extents(pieces, chunk, 0)
+        else:
+            flush.count_compared(len(data))
+            extents = _extents(pieces, found.chunk, found.offset_bytes)
+        self._note(flush, dict(zip(pieces, extents, strict=True)))
 
     def _without_known(
         self,
@@ -116,7 +128,7 @@ class ChunkSender:
         found = self._known.find(digest)
         if found is None:
             return None
-        is_stored = found.is_created_now or flush.checks.is_stored(
+        is_stored = found.is_confirmed or flush.checks.is_stored(
             self._store, self._known, found.extent.chunk
         )
         return found.extent if is_stored else None
