@@ -5,6 +5,8 @@ from __future__ import annotations
 
 import os
 import queue
+import random
+import threading
 import time
 from collections.abc import Callable
 from itertools import count
@@ -13,18 +15,24 @@ from pathlib import Path
 from blake3 import blake3
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
+from swansongd.errors import Transient
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import Layout
-from swansongd.model import CheckpointId, CheckpointKind, Staged
+from swansongd.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.staging import scan
 
 from testkit.committed import stored_bytes
 from testkit.memory_store import MemoryStore
 from testkit.staged import ME, write_files
+from testkit.waiting import until
 
 CHUNK = 1000
 SET = "step-000000000005.abc"
+
+
+def noise(size_bytes: int, seed: int = 0) -> bytes:
+    return random.Random(seed).randbytes(size_bytes)
 
 
 def staged_set(
@@ -53,6 +61,11 @@ def found_set(
     )
 
 
+def is_named(key: str, data: bytes) -> bool:
+    """Whether this is a key of a chunk with these bytes."""
+    return f"/{blake3(data).hexdigest()}-" in key
+
+
 def keys_of(done: Flushed) -> list[str]:
     """The keys of all chunks with bytes of the set."""
     return [extent.chunk.key for shard in done.shards for extent in shard.extents]
@@ -62,7 +75,11 @@ class FlushRig:
     """A flush engine, its staging directory, its store and its events.
 
     Args:
-        small_bytes_max: largest file that shares a chunk; by default none does.
+        small_bytes_max: largest file that shares a chunk, up to a quarter of a chunk; by default none does.
+        monotonic: the clock of the concurrency limit.
+
+    Attributes:
+        later_s: how far the clocks of the VM and of the store are ahead.
     """
 
     def __init__(
@@ -74,6 +91,8 @@ class FlushRig:
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
         self.store = MemoryStore()
+        self.store.clock = lambda: time.time() + self.later_s
+        self.later_s = 0.0
         self.run_directory = tmp_path / "staging" / "r"
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
@@ -87,7 +106,11 @@ class FlushRig:
         self.events: queue.Queue[Event] = queue.Queue()
         keys = RunKeys("r")
         self.known = KnownChunks(
-            self.own_directory, run="r", store_url=self.store.url, is_data=keys.is_data
+            self.own_directory,
+            run="r",
+            store_url=self.store.url,
+            is_data=keys.is_data,
+            boottime=lambda: time.monotonic() + self.later_s,
         )
         self.engine = FlushEngine(
             self.store,
@@ -116,6 +139,47 @@ class FlushRig:
         self.expect_whole(staged, done)
         return done
 
+    def saved(self, files: dict[str, bytes], step: int) -> Flushed:
+        """Write, flush and commit a set."""
+        staged = staged_set(self.run_directory, files, step=step, directory=f"s-{step}.abc")
+        done = self.flushed(staged)
+        self.known.committed(done.shards, CommitRef(1, step))
+        return done
+
+    def started(self, staged: Staged, *, flush_id: str = "f", is_sealed: bool = True) -> None:
+        self.engine.start(flush_id, staged, 1, is_sealed=is_sealed)
+
+    def failure(self, staged: Staged) -> FlushFailed:
+        """Flush the set, which must fail."""
+        self.started(staged)
+        failed = self.outcome()
+        assert isinstance(failed, FlushFailed), failed
+        return failed
+
+    def hold(self, first: int = 1, *, fails: bool = False) -> threading.Event:
+        """Hold this create and all later ones until the event is set; then they may fail."""
+        held, numbers = threading.Event(), count(1)
+
+        def before(what: str, key: str) -> None:
+            if what == "create" and next(numbers) >= first:
+                assert held.wait(20)
+                if fails:
+                    raise Transient("let go")
+
+        self.store.before = before
+        return held
+
+    def wait_for_creates(self, number: int) -> None:
+        until(lambda: self.store.count("create") >= number, what=f"{number} creates")
+
+    def wait_until_idle(self) -> None:
+        workers = self._layout.connections
+        until(lambda: self.engine._idle == workers, what="all workers to be idle")
+
+    def expect_named_bytes(self) -> None:
+        """Every object has the bytes of its name."""
+        assert all(is_named(key, data) for key, data in self.store.objects.items())
+
     def expect_whole(self, staged: Staged, done: Flushed) -> None:
         assert [shard.path for shard in done.shards] == [file.path for file in staged.files]
         for shard in done.shards:
@@ -123,8 +187,8 @@ class FlushRig:
             assert stored_bytes(self.store, shard) == content
             assert shard.size_bytes == len(content)
             for chunk in {extent.chunk for extent in shard.extents}:
-                assert blake3(self.store.objects[chunk.key]).digest() == chunk.digest
-        assert not self.store.overwritten
+                assert is_named(chunk.key, self.store.objects[chunk.key])
+                assert len(self.store.objects[chunk.key]) == chunk.size_bytes
 
     def open_files(self) -> list[str]:
         names = []

@@ -7,7 +7,6 @@ Time moves only by calls, and nothing responds by itself: a test plays the train
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any, TypeVar
@@ -45,6 +44,7 @@ from swansongd.model import (
     UNKNOWN_PARENT,
     CheckpointId,
     CheckpointKind,
+    Chunk,
     CommitRef,
     DeadlineQuality,
     Notice,
@@ -53,7 +53,6 @@ from swansongd.model import (
     Staged,
     StagedFile,
     Start,
-    StoredObject,
     StoredShard,
     TrainerView,
 )
@@ -110,20 +109,19 @@ def a_set(
 
 
 def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
-    attempt = re.sub("[^A-Za-z0-9]", "-", flush_id)
     return tuple(
         named_shard(
             file.path,
             file.size_bytes,
-            f"r/data/00000001/{attempt}/00000/{file.path}",
-            part_size_bytes=max(MIB, file.size_bytes // 2**16),  # some sizes are out of this world
+            f"{flush_id} {file.path}",
+            chunk_bytes=max(MIB, file.size_bytes // 2**16),  # some sizes are out of this world
         )
         for file in staged.files
     )
 
 
-def objects_of(shards: Sequence[StoredShard]) -> list[StoredObject]:
-    return [extent.object for shard in shards for extent in shard.extents]
+def objects_of(shards: Sequence[StoredShard]) -> list[Chunk]:
+    return [extent.chunk for shard in shards for extent in shard.extents]
 
 
 def as_stored(facts: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fuzzing of all files in staging: trees, rank manifests, journals."""
+"""Fuzzing of all files in staging: trees, rank manifests, the restore journal, known chunks."""
 
 from __future__ import annotations
 
@@ -15,21 +15,18 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from swansong import bounds, openat, protocol
 from swansong.protocol import FileEntry, ProtocolError, RankManifest
-from swansongd.flush import journal as upload_journal
-from swansongd.model import CommitRef
+from swansongd.bucket.keys import RunKeys
+from swansongd.flush import known as known_chunks
+from swansongd.flush.known import KnownChunks
+from swansongd.model import CHUNK_BYTES_MAX, CommitRef
 from swansongd.restore import journal as restore_journal
 from swansongd.staging.seal import Scanner
 
 from testkit.committed import named_shard
 from testkit.staged import ME
 
-PART_BYTES = 2**20
-SHARDS = [
-    named_shard(
-        f"rank-00000/{number}", 3 * PART_BYTES, f"r/data/{number}", part_size_bytes=PART_BYTES
-    )
-    for number in range(3)
-]
+SHARDS = [named_shard(f"rank-00000/{number}", 3000) for number in range(3)]
+CHUNKS = [extent.chunk for shard in SHARDS for extent in shard.extents]
 IDENTITY = restore_journal.identity_of("r", CommitRef(1, 2), SHARDS)
 
 json_values = st.recursive(
@@ -87,40 +84,46 @@ def test_the_largest_rank_manifest_costs_bounded_memory(item: str) -> None:
     assert peak_bytes < 400 * 2**20
 
 
-lines = st.builds(
-    lambda number, part, digest: f"{number} {part} {digest}",
-    st.integers(-2, 10**12), st.integers(-2, 10**12), st.text("0123456789abcdefg", max_size=70),
-)  # fmt: skip
-
-
 @pytest.mark.fault("S13", "G11")
 @given(
     data=st.binary(max_size=300)
-    | st.lists(lines | st.text(max_size=30), max_size=6).map(
-        lambda found: "\n".join([IDENTITY, *found, ""]).encode(errors="replace")
+    | st.lists(st.integers(-2, 10**12).map(str) | st.text(max_size=30), max_size=6).map(
+        lambda lines: "\n".join([IDENTITY, *lines, ""]).encode(errors="replace")
     )
 )
-@example(data=IDENTITY.encode() + b"\n0 0 " + b"0" * 64 + b"\n")
-def test_a_restore_journal_names_parts_that_exist(data: bytes) -> None:
-    """Any content gives None, or parts of these shards."""
-    noted = restore_journal.parse(data, IDENTITY, SHARDS)
-    for (number, part), digest in (noted or {}).items():
-        assert 0 <= number < len(SHARDS)
-        assert 0 <= part < 3
-        assert len(digest) == 32
+@example(data=IDENTITY.encode() + b"\n0\n8\n9\n")
+def test_a_restore_journal_names_chunks_that_exist(data: bytes) -> None:
+    """Any content gives None, or chunks of these shards."""
+    assert (restore_journal.parse(data, IDENTITY, CHUNKS) or frozenset()) <= set(CHUNKS)
 
 
-HEADER = {"is": "journal", "version": 1, "run": "r", "store": "file:///x"}
+texts = st.one_of(
+    st.text(max_size=100),
+    st.builds(
+        lambda run, generation, digest, nonce, size: f"{run}/data/{generation}/{digest}-{nonce} {size}",
+        st.sampled_from(["r", "", "other", "../r"]), st.sampled_from(["00000001", "1", "x"]),
+        st.text("0123456789abcdefg", min_size=63, max_size=65) | st.just("0" * 64),
+        st.text("0az-/", max_size=3), st.integers(-1, 2**29) | st.just("9" * 5000),
+    ),
+)  # fmt: skip
 
 
-@given(records=st.lists(json_values, max_size=5), tail=st.binary(max_size=40))
-def test_an_upload_journal_of_any_records_is_read(records: list[Any], tail: bytes) -> None:
-    """A record with a valid digest and any content ends the journal without an error."""
-    data, chain = b"", ""
-    for record in [HEADER, *records]:
-        line, chain = upload_journal._line(json.dumps(record).encode(), chain)
-        data += line
-    upload_journal.replay(data + tail, HEADER)
+@pytest.mark.fault("S13")
+@given(lines=st.lists(texts.map(known_chunks._line) | st.binary(max_size=100), max_size=6))
+@example(lines=[known_chunks._line(f"r/data/00000001/{'0' * 64}-a 1")])
+def test_any_file_of_known_chunks_is_read(
+    lines: list[bytes], tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    """Any content gives chunks of this run, and is replaced by a file that gives the same ones."""
+    own, is_data = tmp_path_factory.mktemp("own"), RunKeys("r").is_data
+    file = own / known_chunks.FILE_NAME
+    file.write_bytes(known_chunks._line("swansong-chunks-1 r u") + b"\n".join(lines))
+    found = KnownChunks(own, run="r", store_url="u", is_data=is_data)._created
+    for digest, chunk in found.items():
+        assert is_data(chunk.key)
+        assert chunk.digest == digest
+        assert 0 < chunk.size_bytes <= CHUNK_BYTES_MAX
+    assert KnownChunks(own, run="r", store_url="u", is_data=is_data)._created == found
 
 
 # ---------------------------------------------------------------- trees

@@ -39,11 +39,10 @@ from swansongd.flush import committer as committers
 from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
-from swansongd.flush.journal import UploadJournal
-from swansongd.flush.records import ShardRecord
+from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
 from swansongd.loss_records import EvacuationRecord
-from swansongd.model import CheckpointId, CommitRef, Health, StagedFile, Verdict
+from swansongd.model import CommitRef, Health, Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
@@ -66,7 +65,7 @@ class CommitterRig:
         self.own.mkdir()
         self.store = committed.file_store(self.bucket)
         self.events: queue.Queue[Event] = queue.Queue()
-        self.journal = UploadJournal(self.own, run="r", store_url=self.store.url)
+        self.known = KnownChunks(self.own, run="r", store_url=self.store.url, is_data=KEYS.is_data)
         self.health: list[Health] = []
         self.reason = ""
         self.now = NOW
@@ -102,7 +101,7 @@ class CommitterRig:
             keys,
             post,
             Claimant(opened, keys, self.own, boot_id=boot, wall=lambda: self.now),
-            journal=self.journal,
+            known=self.known,
             wall=lambda: self.now,
             health=StoreHealth(note),
         )
@@ -927,52 +926,57 @@ def test_requests_are_carried_out_in_order(rig: CommitterRig, working: Committer
     assert answers == [CommitDone(f"f{step}", CommitRef(1, step)) for step in range(1, 21)]
 
 
-def test_the_journal_knows_the_newest_whole_commit_of_an_earlier_vm(rig: CommitterRig) -> None:
-    """Its shards can be referenced.  A newer commit without the part of one VM is skipped."""
+def test_the_chunks_of_the_newest_whole_commit_of_an_earlier_vm_are_known(
+    rig: CommitterRig,
+) -> None:
+    """A newer commit without the part of one VM is passed over."""
     old = committed.commit(rig.store, {"model": b"m" * 2500}, step=10)
-    committed.commit(rig.store, {"model": b"n" * 2500}, step=20, nodes=2)
+    new = committed.commit(rig.store, {"model": b"n" * 2500}, step=20, nodes=2)
     with rig.committer():
-        known = until(rig.journal.known_parts, what="the newest commit to be read")
-    assert known.objects == {extent.object for extent in old.shards[0].extents}
+        until(lambda: all(map(rig.known.names, old.chunks)), what="the newest commit to be read")
+    assert not any(map(rig.known.names, new.chunks))
 
 
-def test_the_journal_knows_a_commit_before_commit_done_is_posted(rig: CommitterRig) -> None:
-    shard = committed.named_shard(
-        "model", 2500, KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model")
-    )
-    file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
+def a_stored_request(rig: CommitterRig) -> CommitManifest:
+    """A request to commit a shard whose chunks this daemon has created."""
+    shard = committed.named_shard("model", 2500)
+    for extent in shard.extents:
+        rig.known.created(extent.chunk, {})
+    return replace(a_request(), shards=(shard,))
+
+
+def test_chunks_are_known_as_those_of_a_commit_before_commit_done_is_posted(
+    rig: CommitterRig,
+) -> None:
     with rig.committer() as committer:
         rig.claim(committer)
-        request = replace(a_request(), shards=(shard,))
-        rig.journal.shard_stored(
-            str(request.staged.id), ShardRecord(file, shard, sent_key=shard.extents[0].object.key)
-        )
+        request = a_stored_request(rig)
         committer.commit(request)
         assert isinstance(rig.next(), CommitDone)
-        known = rig.journal.known_parts()
-    assert known.objects == {extent.object for extent in shard.extents}
+        assert all(rig.known.names(extent.chunk) for extent in request.shards[0].extents)
 
 
 @pytest.mark.fault("O62")
-def test_a_set_that_references_an_older_commit_gets_no_manifest(rig: CommitterRig) -> None:
+def test_a_set_that_names_chunks_of_an_older_commit_gets_no_manifest(rig: CommitterRig) -> None:
     """Another set was committed since it was stored: a cleanup may delete what only the older commit has."""
-    key = KEYS.shard(1, CheckpointId(10, "abc"), "a1", 0, "model")
-    shard = committed.named_shard("model", 2500, key)
-    file = StagedFile(path="model", size_bytes=2500, mtime_ns=1, inode=1)
+    request = a_stored_request(rig)
+    shards = request.shards
+    rig.known.committed(shards, CommitRef(1, 8))
+    rig.known.committed((), CommitRef(1, 9))
     with rig.committer() as committer:
         rig.claim(committer)
-        request = replace(a_request(), shards=(shard,))
-        rig.journal.shard_stored(str(request.staged.id), ShardRecord(file, shard))
         committer.commit(request)
         failed = rig.next()
         assert isinstance(failed, CommitFailed)
         assert failed.is_obsolete
-        rig.journal.seed(CommitRef(1, 9), [shard])
+        assert not failed.conflict
+        assert not stored(rig, KEYS.commits)
+        rig.known.seed(CommitRef(1, 9), shards)
         committer.commit(request)
         assert isinstance(rig.next(), CommitDone)
 
 
-def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None:
+def test_the_chunks_of_a_damaged_commit_are_not_known(rig: CommitterRig) -> None:
     """The committer continues."""
     made = committed.commit(rig.store, {"model": b"m"})
     committed.flip_bit(rig.bucket / KEYS.commit(made.ref, 0, 1), 99)
@@ -980,7 +984,7 @@ def test_a_damaged_commit_is_not_added_to_the_journal(rig: CommitterRig) -> None
         until(lambda: logs, what="the refusal of the commit")
         assert rig.claim(committer).newest == made.ref
     assert logs[0]["event"] == "newest_commit_not_read"
-    assert not rig.journal.known_parts()
+    assert not any(map(rig.known.names, made.chunks))
 
 
 def test_the_history_of_earlier_vms_is_posted(rig: CommitterRig) -> None:

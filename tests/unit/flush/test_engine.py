@@ -5,99 +5,130 @@ from __future__ import annotations
 
 import errno
 import os
-import random
 import resource
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
-from itertools import pairwise
+import weakref
+from itertools import count, pairwise
 from pathlib import Path
 
 import pytest
-from hypothesis import given
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Permanent, Transient
-from swansongd.flush.body import LARGE_FILE_BYTES, PARTS_MAX, part_size_for
-from swansongd.model import CheckpointId
-from swansongd.stores.base import Body, PartReceipt, Upload
+from swansongd.flush import engine as engines
+from swansongd.flush import reading
+from swansongd.model import CommitRef, StagedFile
+from swansongd.staging.scan import SetDirectory
+from swansongd.stores.base import Body
 from swansongd.util.concurrency import FIRST
 
-from testkit.flush_rig import PART, SET, FlushRig, keys_of, staged_set
+from testkit.flush_rig import CHUNK, SET, FlushRig, is_named, keys_of, noise, staged_set
 from testkit.memory_store import WINDOW_BYTES
 from testkit.waiting import until
 
-
-@pytest.fixture
-def flush(tmp_path: Path) -> Iterator[FlushRig]:
-    made = FlushRig(tmp_path)
-    yield made
-    until(lambda: not made.open_files(), what="every staged file to be closed")
-    assert not made.store.overwritten, "no key is written twice with different bytes"
+SMALL = CHUNK // 4
+EDGES = (0, 1, SMALL - 1, SMALL, SMALL + 1, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK)
+STEPS = count(1)
 
 
-def test_every_byte_is_stored_under_the_generation(flush: FlushRig) -> None:
-    """Empty, small and large files arrive identical, with digest and CRC32C."""
-    sizes = (0, 1, PART - 1, PART, PART + 1, 7 * PART, 7 * PART + 13)
-    files = {f"d/{size}": random.Random(size).randbytes(size) for size in sizes}
-    files |= {f"many/{number}": bytes([number]) for number in range(60)}
-    done = flush.flushed(staged_set(flush.run_directory, files), generation=3)
-    assert all("/00000003/" in key for key in keys_of(done))
-    assert flush.store.count("begin") == 3, "a file of at most one part needs one request"
-    assert flush.store.bytes_sent == sum(map(len, files.values()))
+def small_files(number: int, size_bytes: int = 100) -> dict[str, bytes]:
+    return {f"d/{n:03d}": noise(size_bytes, n) for n in range(number)}
 
 
-@pytest.mark.parametrize(("step", "node"), [(10**12, 0), (5, 10**5)])
-def test_a_set_with_a_number_that_no_key_can_contain_is_void(
-    flush: FlushRig, step: int, node: int
+# ---------------------------------------------------------------------- stored bytes
+
+
+@pytest.fixture(scope="module")
+def long_flush(tmp_path_factory: pytest.TempPathFactory) -> FlushRig:
+    """One engine for many examples: its threads end only with the process."""
+    return FlushRig(tmp_path_factory.mktemp("long"), small_bytes_max=CHUNK)
+
+
+@settings(
+    max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
+@given(
+    files=st.lists(
+        st.tuples(st.sampled_from(EDGES) | st.integers(0, 4 * CHUNK), st.integers(0, 3)),
+        max_size=25,
+    ),
+    is_committed=st.booleans(),
+)
+@example(files=[(size, 0) for size in EDGES * 3], is_committed=True)
+def test_the_shards_give_the_files_back(
+    long_flush: FlushRig, files: list[tuple[int, int]], *, is_committed: bool
 ) -> None:
-    """No reader would find its shards.  The flush fails immediately, and the next set is sent."""
-    staged = staged_set(flush.run_directory, {"a": b"a" * 3 * PART}, step=6)
-    beyond = replace(staged, id=CheckpointId(step, "abc"), node=node)
-    flush.engine.start("beyond", beyond, 1)
+    """Empty, small, large and equal files; every object has the bytes of its name.
+
+    ``flushed`` compares the bytes in the extents with the staged bytes.
+    """
+    step = next(STEPS)
+    directory = f"s-{step}"
+    (long_flush.run_directory / directory).mkdir()
+    content = {f"{n % 3}/{n}": noise(size, seed) for n, (size, seed) in enumerate(files)}
+    staged = staged_set(long_flush.run_directory, content, step=step, directory=directory)
+    done = long_flush.flushed(staged)
+    if is_committed:
+        long_flush.known.committed(done.shards, CommitRef(1, step))
+    long_flush.expect_named_bytes()
+
+
+def test_each_chunk_is_one_request_under_the_generation_of_the_set(flush: FlushRig) -> None:
+    sizes = (0, 1, CHUNK - 1, CHUNK, CHUNK + 1, 7 * CHUNK + 13)
+    files = {f"d/{size}": noise(size, size) for size in sizes}
+    done = flush.flushed(staged_set(flush.run_directory, files), generation=3)
+    assert all(key.startswith("r/data/00000003/") for key in keys_of(done))
+    assert len(flush.store.requests) == len(set(keys_of(done))) == 1 + 1 + 1 + 2 + 8
+    assert done.bytes_sent == flush.store.bytes_sent == sum(sizes)
+
+
+def test_a_hundred_small_files_need_few_requests(tmp_path: Path) -> None:
+    """They share chunks of full size."""
+    flush = FlushRig(tmp_path, small_bytes_max=CHUNK)
+    done = flush.flushed(staged_set(flush.run_directory, small_files(100)))
+    assert len(flush.store.requests) == len(set(keys_of(done))) == 10
+
+
+def test_a_set_with_a_generation_that_no_key_can_contain_is_void(flush: FlushRig) -> None:
+    """No reader would find its chunks.  The flush fails immediately, and the next set is sent."""
+    staged = staged_set(flush.run_directory, {"a": noise(3 * CHUNK)})
+    flush.engine.start("beyond", staged, 10**8)
     failed = flush.outcome()
     assert isinstance(failed, FlushFailed)
     assert failed.void
     assert "not an integer from 0" in failed.reason
-    flush.flushed(staged)
+    other = staged_set(flush.run_directory, {"a": b"a"}, step=6, directory="s-6.abc")
+    flush.flushed(other)
 
 
-def test_markers_are_sent_after_all_data_that_they_cover(flush: FlushRig) -> None:
-    """A marker in the store guarantees that all other files are stored."""
-    files = {".metadata": b"m" * 10, "0/a": b"a" * 5 * PART, "0/b": b"b", "0/c": b"c" * PART}
-    seen: list[set[str]] = []
-    early = threading.Event()
-
-    def before(what: str, key: str) -> None:
-        if key.endswith("/0/b"):
-            early.wait(0.3)  # gives a marker the time to overtake
-        if key.endswith(".metadata"):
-            early.set()
-            seen.append({key.split("/00000/")[1] for key in flush.store.objects})
-
-    flush.store.before = before
-    flush.engine.start("f", staged_set(flush.run_directory, files, (".metadata",)), 1)
-    assert isinstance(flush.outcome(), Flushed)
-    assert seen == [{"0/a", "0/b", "0/c"}]
+# ---------------------------------------------------------------------- void sets and failures
 
 
 @pytest.mark.fault("D09", "S5")
 @pytest.mark.parametrize("damage", ["changed", "cut", "replaced", "more", "gone"])
-def test_a_set_that_changes_during_the_flush_is_void(flush: FlushRig, damage: str) -> None:
-    """A file is changed, truncated, replaced, added or deleted while the set is read."""
-    staged = staged_set(flush.run_directory, {"a": b"a" * 20 * PART, "b": b"b"})
+@pytest.mark.parametrize("request_number", [1, 8, 20])
+def test_a_set_that_changes_while_a_chunk_is_sent_is_void(
+    flush: FlushRig, damage: str, request_number: int
+) -> None:
+    """No manifest can name its chunks.  The object has the bytes that were hashed, not those of the file.
+
+    The fixture compares every object with its name.
+    """
+    staged = staged_set(flush.run_directory, {"a": noise(20 * CHUNK)})
     path = flush.run_directory / SET / "a"
+    numbers = count(1)
 
     def before(what: str, key: str) -> None:
-        if what != "put_part" or len([r for r in flush.store.requests if r[0] == "put_part"]) != 8:
+        if next(numbers) != request_number:
             return
         if damage == "changed":
-            with path.open("r+b") as file:
-                file.write(b"x")
+            path.write_bytes(noise(20 * CHUNK, 1))
         elif damage == "cut":
-            os.truncate(path, 3 * PART)
+            os.truncate(path, 300)
         elif damage == "replaced":
-            (flush.run_directory / "new").write_bytes(b"y" * 20 * PART)
+            (flush.run_directory / "new").write_bytes(noise(20 * CHUNK, 1))
             os.replace(flush.run_directory / "new", path)
         elif damage == "more":
             (flush.run_directory / SET / "c").write_bytes(b"c")
@@ -105,70 +136,75 @@ def test_a_set_that_changes_during_the_flush_is_void(flush: FlushRig, damage: st
             path.unlink()
 
     flush.store.before = before
-    flush.engine.start("f", staged, 1)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
-    assert failed.void, failed.reason
+    assert flush.failure(staged).void
 
 
-@pytest.mark.fault("D03")
-def test_a_file_that_cannot_be_read_voids_its_set_only(flush: FlushRig) -> None:
-    """The event contains the reason, and the next set is flushed."""
-    staged = staged_set(flush.run_directory, {"a": b"a", "b": b"b" * 3 * PART})
-    (flush.run_directory / SET / "b").unlink()
-    flush.engine.start("f", staged, 1)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
-    assert failed.void
-    assert "b" in failed.reason
-    flush.engine.start("g", staged_set(flush.run_directory, {"b": b"whole"}), 1)
-    assert isinstance(flush.outcome(), Flushed)
-
-
-@pytest.mark.fault("D03")
-def test_a_bad_sector_voids_its_set_and_is_read_once(
+@pytest.mark.fault("D09", "S5")
+def test_a_file_that_changes_while_it_is_read_is_not_sent(
     flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """EIO within a shard is not retried, and voids the set; the next set is flushed."""
-    staged = staged_set(flush.run_directory, {"bad": bytes(3 * PART), "good": b"good"})
+    """Half of its bytes would be old and half new."""
+    staged = staged_set(flush.run_directory, {"a": noise(CHUNK)})
+    read = os.preadv
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        done = read(fd, buffers, offset)
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/a"):
+            os.utime(flush.run_directory / SET / "a", ns=(1, 1))
+        return done
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    assert flush.failure(staged).void
+    assert not flush.store.requests
+
+
+@pytest.mark.fault("D03")
+@pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
+@pytest.mark.parametrize("fault", ["gone", "bad sector"])
+def test_a_file_that_cannot_be_read_voids_its_set_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fault: str, small_bytes_max: int
+) -> None:
+    """The reason names the file, which is read once, also among files that share its chunk."""
+    flush = FlushRig(tmp_path, small_bytes_max=small_bytes_max)
+    staged = staged_set(flush.run_directory, small_files(9) | {"d/bad": noise(100)})
     read = os.preadv
     refused: list[int] = []
 
     def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
-        if os.readlink(f"/proc/self/fd/{fd}").endswith("/bad") and offset >= PART:
+        if os.readlink(f"/proc/self/fd/{fd}").endswith("/bad"):
             refused.append(offset)
             raise OSError(errno.EIO, os.strerror(errno.EIO))
         return read(fd, buffers, offset)
 
-    monkeypatch.setattr(os, "preadv", preadv)
-    flush.engine.start("f", staged, 1)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
+    if fault == "gone":
+        (flush.run_directory / SET / "d/bad").unlink()
+    else:
+        monkeypatch.setattr(os, "preadv", preadv)
+    failed = flush.failure(staged)
     assert failed.void
-    assert "bad" in failed.reason
-    assert 1 <= len(refused) <= 2, "once for each part in flight"
-    flush.flushed(staged_set(flush.run_directory, {"a": b"whole"}, step=6, directory="step-6.abc"))
+    assert "d/bad" in failed.reason
+    assert len(refused) == (fault != "gone")
+    flush.flushed(staged_set(flush.run_directory, {"a": b"whole"}, step=6, directory="s-6.abc"))
 
 
+@pytest.mark.fault("O70")
 @pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])
+@pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
 def test_a_store_error_fails_the_flush_but_does_not_void_the_set(
-    flush: FlushRig, error: Exception
+    tmp_path: Path, error: Exception, small_bytes_max: int
 ) -> None:
-    """The next flush of the set succeeds."""
+    """It is posted once, and the next flush of the set succeeds."""
+    flush = FlushRig(tmp_path, small_bytes_max=small_bytes_max)
 
     def before(what: str, key: str) -> None:
         raise error
 
-    staged = staged_set(flush.run_directory, {"a": b"a" * 9 * PART, "b": b"b"})
+    staged = staged_set(flush.run_directory, small_files(30) | {"a": noise(9 * CHUNK)})
     flush.store.before = before
-    flush.engine.start("f", staged, 1)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
-    assert not failed.void
+    assert not flush.failure(staged).void
     flush.store.before = lambda *_: None
-    flush.engine.start("g", staged, 1)
-    assert isinstance(flush.outcome(), Flushed)
-    assert flush.events.empty(), "a failure is posted once"
+    flush.flushed(staged)
+    assert not any(isinstance(e, Flushed | FlushFailed) for e in flush.events.queue)
 
 
 @pytest.mark.fault("H08")
@@ -178,255 +214,324 @@ def test_an_unexpected_error_becomes_an_event(flush: FlushRig) -> None:
     def before(what: str, key: str) -> None:
         raise ZeroDivisionError
 
-    staged = staged_set(flush.run_directory, {str(number): b"x" for number in range(20)})
+    staged = staged_set(flush.run_directory, small_files(20))
     flush.store.before = before
-    for attempt in range(5):
-        flush.engine.start(f"f{attempt}", staged, 1)
-        failed = flush.outcome()
-        assert isinstance(failed, FlushFailed)
-        assert not failed.void
-    # A worker that still sends a part of the last flush would be the fourth at the barrier.
-    until(lambda: flush.engine._idle == 3, what="the workers to leave the failed flush")
+    with capture_logs():  # tracebacks take long
+        for _ in range(5):
+            assert not flush.failure(staged).void
+        flush.wait_until_idle()
     together = threading.Barrier(3)
     flush.store.before = lambda *_: together.wait(20) and None
-    wide = staged_set(flush.run_directory, {str(number): b"x" for number in range(21)})
-    flush.engine.start("g", wide, 1)
-    assert isinstance(flush.outcome(), Flushed)
+    flush.flushed(staged_set(flush.run_directory, small_files(21)))
 
 
-def test_a_cancelled_flush_begins_no_task_and_posts_no_outcome(flush: FlushRig) -> None:
-    """Parts in flight are interrupted, and the files are closed."""
-    held = threading.Event()
-    begun = threading.Event()
+# ---------------------------------------------------------------------- cancel and replace
 
-    def before(what: str, key: str) -> None:
-        if what == "put_part":
-            begun.set()
-            assert held.wait(20)
 
-    flush.store.before = before
-    flush.engine.start("f", staged_set(flush.run_directory, {"a": b"a" * 50 * PART}), 1)
-    assert begun.wait(20)
+@pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
+def test_a_cancelled_flush_ends_within_one_window(tmp_path: Path, small_bytes_max: int) -> None:
+    """Requests in flight are interrupted, no chunk is stored, and no outcome is posted."""
+    flush = FlushRig(tmp_path, small_bytes_max=small_bytes_max)
+    begun, held = threading.Semaphore(0), threading.Event()
+    create, read_bytes = flush.store.create, []
+
+    def begin(key: str, body: Body) -> None:
+        body.read_into(memoryview(bytearray(WINDOW_BYTES)))
+        begun.release()
+        assert held.wait(20)
+        read_bytes.append(WINDOW_BYTES)
+        create(key, body)
+
+    flush.store.create = begin  # type: ignore[method-assign]
+    staged = staged_set(flush.run_directory, small_files(30) | {"a": noise(20 * CHUNK)})
+    flush.started(staged)
+    for _ in range(2):
+        assert begun.acquire(timeout=20)
     flush.engine.cancel("another")
     flush.engine.cancel("f")
     held.set()
-    until(lambda: not flush.open_files(), what="the files to be closed")
-    assert len([r for r in flush.store.requests if r[0] == "put_part"]) <= 3
-    assert not any(isinstance(e, Flushed | FlushFailed) for e in list(flush.events.queue))
+    flush.wait_until_idle()
+    assert not flush.store.objects
+    assert len(read_bytes) <= 3
+    assert not any(isinstance(e, Flushed | FlushFailed) for e in flush.events.queue)
+    flush.store.create = create  # type: ignore[method-assign]
+    flush.flushed(staged)
+
+
+def test_a_cancelled_flush_reads_no_further_window(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer waits for the disk meanwhile."""
+    monkeypatch.setattr(reading, "WINDOW_BYTES", 10)
+    read, windows = os.preadv, count(1)
+
+    def preadv(fd: int, buffers: list[memoryview], offset: int) -> int:
+        if next(windows) == 5:
+            flush.engine.cancel("f")
+        return read(fd, buffers, offset)
+
+    monkeypatch.setattr(os, "preadv", preadv)
+    flush.started(staged_set(flush.run_directory, {"a": noise(20 * CHUNK)}))
+    until(lambda: next(windows) > 5, what="the fifth window")
+    flush.wait_until_idle()
+    assert not flush.store.requests
 
 
 def test_a_new_flush_begins_while_requests_of_the_old_one_hang(flush: FlushRig) -> None:
-    """Only the outcome of the new flush is posted."""
-    held = threading.Event()
-    begun = threading.Semaphore(0)
-
-    def before(what: str, key: str) -> None:
-        if key.endswith("/old") and what == "put_part":
-            begun.release()
-            assert held.wait(20)
-
-    flush.store.before = before
-    old = staged_set(flush.run_directory, {"old": b"a" * 2 * PART})
-    flush.engine.start("old", old, 1)
-    for _ in range(2):  # both parts: the file must not be opened again
-        assert begun.acquire(timeout=20)
+    """Only the outcome of the new flush is posted.  The files of the old set may be deleted."""
+    held = flush.hold()
+    flush.started(staged_set(flush.run_directory, {"old": noise(2 * CHUNK)}), flush_id="old")
+    flush.wait_for_creates(2)
     (flush.run_directory / SET / "old").unlink()
-    flush.engine.start("new", staged_set(flush.run_directory, {"new": b"n" * 5 * PART}), 1)
-    done = flush.outcome()
-    assert isinstance(done, Flushed)
-    assert done.flush_id == "new"
+    flush.store.before = lambda *_: None
+    files = {"new": noise(5 * CHUNK, 1)}
+    new = staged_set(flush.run_directory, files, step=6, directory="s-6.abc")
+    assert flush.flushed(new).flush_id != "old"
     held.set()
-    until(lambda: not flush.open_files(), what="the files to be closed")
-    assert flush.events.empty() or isinstance(flush.events.get(), FlushProgress)
+    flush.wait_until_idle()
+    assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
 
 
-def test_flushed_is_posted_after_every_completion(flush: FlushRig) -> None:
-    """It is not posted while the completion of one upload is in flight."""
+def test_flushed_is_posted_after_every_request(flush: FlushRig) -> None:
+    """It is not posted while one of them is in flight."""
     held = threading.Event()
-    waiting = threading.Event()
-
-    def before(what: str, key: str) -> None:
-        if what == "complete" and key.endswith("/a"):
-            waiting.set()
-            assert held.wait(20)
-
-    flush.store.before = before
-    files = {"a": b"a" * 2 * PART, "b": b"b" * 2 * PART, "c": b"c"}
-    flush.engine.start("f", staged_set(flush.run_directory, files), 1)
-    assert waiting.wait(20)
-    until(lambda: sum(r[0] == "complete" for r in flush.store.requests) == 2)
-    until(lambda: ("put_shard", "c") in [(w, k.split("/")[-1]) for w, k in flush.store.requests])
-    assert not any(isinstance(e, Flushed) for e in list(flush.events.queue))
+    last = noise(CHUNK, 9)
+    flush.store.before = lambda _, key: is_named(key, last) and held.wait(20)
+    flush.started(staged_set(flush.run_directory, {"a": noise(5 * CHUNK), "b": last, "c": b"c"}))
+    until(lambda: len(flush.store.objects) == 6, what="all other chunks")
+    until(lambda: flush.engine._idle == 2, what="the workers to find no task")
+    assert not any(isinstance(event, Flushed) for event in flush.events.queue)
     held.set()
     assert isinstance(flush.outcome(), Flushed)
 
 
+# ---------------------------------------------------------------------- memory and descriptors
+
+
+class Buffer(bytearray):
+    """A buffer that a test can count while it exists."""
+
+
+@pytest.fixture
+def buffers(monkeypatch: pytest.MonkeyPatch) -> list[weakref.ref[Buffer]]:
+    made: list[weakref.ref[Buffer]] = []
+
+    def make(size_bytes: int) -> Buffer:
+        buffer = Buffer(size_bytes)
+        made.append(weakref.ref(buffer))
+        return buffer
+
+    monkeypatch.setattr(reading, "bytearray", make, raising=False)
+    return made
+
+
 @pytest.mark.fault("H06")
-def test_memory_is_limited_to_windows(flush: FlushRig) -> None:
-    """The engine buffers no bytes: it only fills the windows of the store."""
-    sizes: set[int] = set()
-    sent = flush.store.put_part
+def test_there_are_never_more_buffers_than_connections(
+    flush: FlushRig, buffers: list[weakref.ref[Buffer]]
+) -> None:
+    """Whatever the sizes of the chunks.  They are used again, and released when no flush is active."""
+    most = 0
 
-    def put_part(upload: Upload, number: int, body: Body) -> PartReceipt:
-        read_into = body.read_into
+    def look(*_: object) -> None:
+        nonlocal most
+        most = max(most, sum(buffer() is not None for buffer in buffers))
 
-        def fill(window: memoryview) -> None:
-            sizes.add(len(window))
-            buffers = [
-                value for value in vars(body).values() if isinstance(value, bytes | bytearray)
-            ]
-            assert not buffers
-            read_into(window)
-
-        body.read_into = fill  # type: ignore[method-assign]
-        return sent(upload, number, body)
-
-    flush.store.put_part = put_part  # type: ignore[method-assign]
-    flush.flushed(staged_set(flush.run_directory, {"a": bytes(300 * PART)}))
-    assert sizes == {WINDOW_BYTES}
+    flush.store.before = look
+    growing = {f"{n:03d}": noise(100 + n, n) for n in range(60)}
+    flush.flushed(staged_set(flush.run_directory, growing))
+    assert 1 <= most <= 3
+    until(lambda: not any(buffer() for buffer in buffers), what="the buffers to be released")
+    made = len(buffers)
+    equal = staged_set(flush.run_directory, {"a": noise(60 * CHUNK)}, step=6, directory="s-6.abc")
+    flush.flushed(equal)
+    assert len(buffers) - made <= 3
 
 
-def test_progress_counts_the_bytes_of_parts_in_flight(flush: FlushRig) -> None:
-    """Progress is posted while no part is finished, and only when a counter has changed."""
-    held = threading.Event()
-    sent = flush.store.put_part
+@pytest.mark.fault("H06")
+@pytest.mark.parametrize(("most_bytes", "at_once"), [(3 * CHUNK, 3), (1, 2)])
+def test_chunks_in_memory_are_limited(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_bytes: int, at_once: int
+) -> None:
+    """By their bytes, not by the connections; two may always be, also while another set hangs.
 
-    def put_part(upload: Upload, number: int, body: Body) -> PartReceipt:
-        read_into = body.read_into
+    A set that grows and is ordered again has no further chunks in memory.
+    """
+    monkeypatch.setattr(engines, "BUFFERS_BYTES_MAX", most_bytes)
+    flush = FlushRig(tmp_path, connections=8)
+    held = flush.hold()
 
-        def read_and_hold(window: memoryview) -> None:
-            read_into(window)
-            assert held.wait(20)
+    def expect_in_flight(number: int) -> None:
+        flush.wait_for_creates(number)
+        until(lambda: (now := flush.engine._active) and now.limit.now == 8)
+        flush.wait_for_creates(number)
+        assert flush.engine._idle == 8 - number
 
-        body.read_into = read_and_hold  # type: ignore[method-assign]
-        return sent(upload, number, body)
-
-    flush.store.put_part = put_part  # type: ignore[method-assign]
-    flush.engine.start("f", staged_set(flush.run_directory, {"a": bytes(3 * PART)}), 1)
-    progress: list[Event] = []
-    while FlushProgress("f", 0, 3 * WINDOW_BYTES) not in progress:
-        progress.append(flush.events.get(timeout=20))
+    staged = staged_set(flush.run_directory, {"a": noise(20 * CHUNK)})
+    for number in range(3):
+        flush.started(staged, flush_id=f"f{number}", is_sealed=False)
+        until(lambda name=f"f{number}": (now := flush.engine._active) and now.flush_id == name)
+        expect_in_flight(at_once)
+    other = staged_set(flush.run_directory, {"a": noise(9 * CHUNK, 1)}, step=6, directory="s-6.abc")
+    flush.started(other)
+    expect_in_flight(at_once + 2)
     held.set()
-    while not isinstance(event := flush.events.get(timeout=20), Flushed):
-        progress.append(event)
-    assert progress[0] == FlushProgress("f", 0, 0)
-    assert all(event != following for event, following in pairwise(progress))
+    assert isinstance(flush.outcome(), Flushed)
 
 
 @pytest.mark.fault("O18", "H07")
-def test_open_files_are_limited_by_connections(flush: FlushRig) -> None:
-    """A set may have more files than a process may open; each file is closed after it is sent."""
+@pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
+def test_open_files_are_limited_by_connections(tmp_path: Path, small_bytes_max: int) -> None:
+    """A set may have more files than a process may open: each one is closed before its chunk is sent."""
+    flush = FlushRig(tmp_path, small_bytes_max=small_bytes_max)
     most = 0
 
-    def count(*_: object) -> None:
+    def look(*_: object) -> None:
         nonlocal most
         most = max(most, len(flush.open_files()))
 
-    flush.store.before = count
-    flush.flushed(staged_set(flush.run_directory, {f"part-{n}": b"x" for n in range(60)}))
-    assert 1 <= most <= 10, "a few for each of three connections, directories included"
+    flush.store.before = look
+    flush.flushed(staged_set(flush.run_directory, small_files(60)))
+    assert 1 <= most <= 10, "one for each of three connections, and directories"
 
 
 @pytest.mark.fault("H07")
 def test_without_a_free_descriptor_the_flush_fails_and_the_set_is_not_void(flush: FlushRig) -> None:
     """The file may be good; the next flush of the set succeeds."""
-    staged = staged_set(flush.run_directory, {"a": b"a" * 3 * PART, "b": b"b"})
+    staged = staged_set(flush.run_directory, {"a": noise(3 * CHUNK), "b": b"b"})
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
     try:
-        flush.engine.start("f", staged, 1)
-        failed = flush.outcome()
+        failed = flush.failure(staged)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-    assert isinstance(failed, FlushFailed)
     assert not failed.void
     assert "Too many open files" in failed.reason
     assert "LimitNOFILE" in failed.reason
     flush.flushed(staged)
 
 
-@pytest.mark.fault("O18")
-@given(
-    size_bytes=st.integers(0, 5 * 2**40),
-    wanted_bytes=st.integers(5 * 2**20, 2**30),
-    least_bytes=st.integers(1, 2**26),
-)
-def test_parts_are_within_the_limits_of_the_stores(
-    size_bytes: int, wanted_bytes: int, least_bytes: int
+@pytest.mark.fault("H07")
+def test_a_file_without_a_free_descriptor_does_not_void_its_set(
+    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """At most 10,000 parts, of at least the minimum of the store and at most 1 GiB."""
-    part = part_size_for(size_bytes, wanted_bytes=wanted_bytes, least_bytes=least_bytes)
-    assert -(-size_bytes // part) <= PARTS_MAX
-    assert max(wanted_bytes, least_bytes) <= part <= 2**30
+    """Also if the directory was opened before."""
+    opening = SetDirectory.open
+
+    def open_file(directory: SetDirectory, file: StagedFile) -> int:
+        if file.path != "d/013":
+            return opening(directory, file)
+        with monkeypatch.context() as patched:
+            patched.setattr("swansongd.staging.scan._open_below", no_descriptor)
+            return opening(directory, file)
+
+    staged = staged_set(flush.run_directory, small_files(20))
+    with monkeypatch.context() as patched:
+        patched.setattr(SetDirectory, "open", open_file)
+        assert not flush.failure(staged).void
+    flush.flushed(staged)
 
 
-def test_parts_have_the_configured_size_or_twice_that_for_large_files() -> None:
-    """16 MiB, or 32 MiB above 8 GiB, or more if there would be more than 10,000 parts."""
-    mib = 2**20
-    sizes = [0, 16 * mib, LARGE_FILE_BYTES, LARGE_FILE_BYTES + 1, 32 * mib * PARTS_MAX + 1]
-    parts = [part_size_for(size, wanted_bytes=16 * mib, least_bytes=1) for size in sizes]
-    assert parts == [16 * mib, 16 * mib, 16 * mib, 32 * mib, 64 * mib]
+def no_descriptor(*_: object) -> int:
+    raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+
+# ---------------------------------------------------------------------- progress
+
+
+def test_progress_counts_the_bytes_of_requests_in_flight(flush: FlushRig) -> None:
+    """Progress is posted while no chunk is stored, and only when a counter has changed."""
+    held = threading.Event()
+    create = flush.store.create
+
+    def begin(key: str, body: Body) -> None:
+        body.read_into(memoryview(bytearray(WINDOW_BYTES)))
+        assert held.wait(20)
+        create(key, body)
+
+    flush.store.create = begin  # type: ignore[method-assign]
+    flush.started(staged_set(flush.run_directory, {"a": noise(3 * CHUNK)}))
+    progress: list[Event] = []
+    while FlushProgress("f", 0, 3 * WINDOW_BYTES) not in progress:
+        progress.append(flush.events.get(timeout=20))
+    held.set()
+    while not isinstance(event := flush.events.get(timeout=20), Flushed):
+        progress.append(event)
+    assert event.bytes_sent == 3 * CHUNK, "each byte counts once, however often a store reads it"
+    assert progress[0] == FlushProgress("f", 0, 0)
+    assert all(event != following for event, following in pairwise(progress))
+
+
+def test_bytes_of_a_repeated_request_do_not_make_progress_negative(flush: FlushRig) -> None:
+    """An earlier flush of the set has begun the request; its bytes before that are not of this one."""
+    held = threading.Event()
+    create = flush.store.create
+
+    def begin(key: str, body: Body) -> None:
+        for _ in range(9):
+            body.read_into(memoryview(bytearray(WINDOW_BYTES)))
+        assert held.wait(20)
+        body.rewind()
+        time_to_look()
+        create(key, body)
+
+    def time_to_look() -> None:
+        until(lambda: (now := flush.engine._active) and now.progress() in seen())
+
+    def seen() -> list[Event]:
+        return list(flush.events.queue)
+
+    flush.store.create = begin  # type: ignore[method-assign]
+    staged = staged_set(flush.run_directory, {"a": noise(CHUNK)})
+    flush.started(staged, is_sealed=False)
+    until(lambda: FlushProgress("f", 0, 9 * WINDOW_BYTES) in seen())
+    flush.started(staged, flush_id="g")
+    until(lambda: FlushProgress("g", 0, 0) in seen())
+    held.set()
+    until(lambda: any(isinstance(event, Flushed) for event in seen()))
+    progress = [event for event in seen() if isinstance(event, FlushProgress)]
+    assert all(min(e.bytes_stored, e.bytes_sent, e.bytes_compared) >= 0 for e in progress)
+
+
+# ---------------------------------------------------------------------- concurrency
 
 
 def test_a_flush_begins_with_few_workers(tmp_path: Path) -> None:
     """The concurrency limit does not grow before the rate is sampled."""
     flush = FlushRig(tmp_path, connections=20, monotonic=lambda: 100.0)
-    held = threading.Event()
-    begun: list[str] = []
-
-    def before(what: str, key: str) -> None:
-        begun.append(key)
-        assert held.wait(20)
-
-    flush.store.before = before
-    many = staged_set(flush.run_directory, {f"f{n}": b"x" for n in range(20)})
-    flush.engine.start("many", many, 1)
-    until(
-        lambda: len(begun) == FIRST and flush.engine._idle == 20 - FIRST,
-        what="the first files to begin",
-    )
+    held = flush.hold()
+    flush.started(staged_set(flush.run_directory, small_files(20)))
+    flush.wait_for_creates(FIRST)
+    until(lambda: flush.engine._idle == 20 - FIRST, what="the other workers to wait")
+    assert flush.store.count("create") == FIRST
     held.set()
     assert isinstance(flush.outcome(), Flushed)
-    assert len(begun) == 20
 
 
-def test_a_set_that_is_ordered_again_keeps_its_concurrency_limit(tmp_path: Path) -> None:
-    """A set that is being written is ordered again at each file, and must not begin with two workers."""
+def test_more_workers_begin_while_all_requests_hang_and_a_growing_set_keeps_them(
+    tmp_path: Path,
+) -> None:
+    """The limit is sampled while no byte is sent.  A set that is being written is ordered at each file."""
     flush = FlushRig(tmp_path, connections=21)
-    held = threading.Event()
-    begun: list[str] = []
-
-    def before(what: str, key: str) -> None:
-        begun.append(key)
-        assert held.wait(20)
-
-    flush.store.before = before
-    many = staged_set(flush.run_directory, {f"f{n}": b"x" for n in range(20)})
-    flush.engine.start("early", many, 1, is_sealed=False)
-    until(lambda: len(begun) == 20, what="all files to begin")
-    flush.engine.start("sealed", many, 1)
-    active = until(
-        lambda: (now := flush.engine._active) and now.is_sealed and now,
-        what="the sealed set to be flushed",
-    )
+    held = flush.hold()
+    many = staged_set(flush.run_directory, small_files(20))
+    flush.started(many, is_sealed=False)
+    flush.wait_for_creates(20)
+    flush.started(many, flush_id="sealed")
+    active = until(lambda: (now := flush.engine._active) and now.is_sealed and now)
     assert active.limit.now == 21
     held.set()
     assert isinstance(flush.outcome(), Flushed)
 
 
-def test_more_workers_begin_while_all_requests_hang(tmp_path: Path) -> None:
-    """The limit is also sampled while no byte is sent."""
-    flush = FlushRig(tmp_path, connections=20)
-    held = threading.Event()
-    begun: list[str] = []
-
-    def before(what: str, key: str) -> None:
-        begun.append(key)
-        assert held.wait(20)
-
-    flush.store.before = before
-    many = staged_set(flush.run_directory, {f"f{n}": b"x" for n in range(20)})
-    flush.engine.start("many", many, 1)
-    until(lambda: len(begun) == 20, what="all files to begin")
-    held.set()
-    assert isinstance(flush.outcome(), Flushed)
+def test_small_files_of_a_growing_set_wait_for_a_quarter_of_a_chunk(tmp_path: Path) -> None:
+    """A chunk is sent when enough bytes wait, the rest after the seal, and no byte twice."""
+    flush = FlushRig(tmp_path, small_bytes_max=CHUNK)
+    small = small_files(7, 60)
+    flush.started(staged_set(flush.run_directory, dict(list(small.items())[:3])), is_sealed=False)
+    until(lambda: flush.engine._queues and not flush.engine._is_beginning)
+    assert not flush.store.requests
+    flush.started(staged_set(flush.run_directory, dict(list(small.items())[3:6])), is_sealed=False)
+    until(lambda: flush.store.bytes_sent == 5 * 60, what="the first chunk")
+    done = flush.flushed(staged_set(flush.run_directory, dict(list(small.items())[6:])))
+    assert flush.store.bytes_sent == 7 * 60
+    assert len(set(keys_of(done))) == 2

@@ -1,74 +1,66 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stored bytes are not sent again: after another set, after a restart, if another set has the same bytes."""
+"""No byte is sent twice: after another set, under the sealed name, after a restart, after a commit.
+
+A manifest names only chunks that this VM has created, or that the newest commit names.
+"""
 
 from __future__ import annotations
 
 import itertools
 import os
-import random
+import tempfile
 import threading
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from blake3 import blake3
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Exists, Permanent, Transient
-from swansongd.flush.body import FileBody
-from swansongd.model import CommitRef
+from swansongd.flush.sender import chunk_nonce
+from swansongd.model import Chunk, CommitRef
 
-from testkit.flush_rig import PART, SET, FlushRig, found_set, keys_of, staged_set
+from testkit.flush_rig import CHUNK, SET, FlushRig, found_set, keys_of, noise, staged_set
 from testkit.waiting import until
 
 PARTIAL = f"{SET}.partial"
-
-
-@pytest.fixture
-def flush(tmp_path: Path) -> Iterator[FlushRig]:
-    made = FlushRig(tmp_path)
-    yield made
-    until(lambda: not made.open_files(), what="every staged file to be closed")
-    assert not made.store.overwritten, "no key is written twice with different bytes"
-
-
-def noise(size_bytes: int, seed: int = 0) -> bytes:
-    return random.Random(seed).randbytes(size_bytes)
+HOUR_S = 3600.0
 
 
 def files() -> dict[str, bytes]:
-    """A large file, four files of two parts and eight small ones: 47 requests for parts and shards."""
-    made = {"large": noise(30 * PART + 7)}
-    made |= {f"two-{number}": noise(2 * PART - number, number) for number in range(4)}
-    return made | {f"small-{number}": noise(100 + number) for number in range(8)}
+    """47 chunks: a large file, four files of two chunks and eight small ones."""
+    made = {"large": noise(30 * CHUNK + 7)}
+    made |= {f"two-{number}": noise(2 * CHUNK - number, 10 + number) for number in range(4)}
+    return made | {f"small-{number}": noise(100 + number, 20 + number) for number in range(8)}
 
 
-def stop_at(
-    flush: FlushRig, request: int, *, what: tuple[str, ...] = ("put_part", "put_shard")
-) -> threading.Event:
-    """Hold the request with this number and all later ones until the event is set; then they fail."""
-    held = threading.Event()
-    numbers = itertools.count(1)
+def changed(data: bytes, *chunks: int) -> bytes:
+    """The data with a different byte at the end of each of these chunks."""
+    result = bytearray(data)
+    for index in chunks:
+        result[min((index + 1) * CHUNK, len(data)) - 1] ^= 1
+    return bytes(result)
 
-    def before(kind: str, key: str) -> None:
-        if kind in what and next(numbers) >= request:
-            assert held.wait(20)
-            raise Transient("let go")
 
-    flush.store.before = before
-    return held
+def step_set(flush: FlushRig, files: dict[str, bytes], step: int) -> str:
+    directory = f"s-{step}.abc"
+    staged_set(flush.run_directory, files, step=step, directory=directory)
+    return directory
 
 
 # ---------------------------------------------------------------------- in one daemon
 
 
 def test_an_interrupted_set_resumes_after_another_set(flush: FlushRig) -> None:
-    """No byte is sent twice, and no upload is begun twice."""
     first = staged_set(flush.run_directory, files())
-    other = staged_set(flush.run_directory, {"o": noise(5 * PART)}, step=6, directory="step-6.abc")
-    held = stop_at(flush, 20)
-    flush.engine.start("first", first, 1)
-    until(lambda: len([r for r in flush.store.requests if r[0] in ("put_part", "put_shard")]) >= 22)
-    flush.engine.start("other", other, 1)
+    other = staged_set(flush.run_directory, {"o": noise(5 * CHUNK, 99)}, step=6, directory="s-6")
+    held = flush.hold(20)
+    flush.started(first)
+    flush.wait_for_creates(22)
+    flush.started(other, flush_id="other")
     held.set()
     flush.store.before = lambda *_: None
     done = flush.outcome()
@@ -76,23 +68,23 @@ def test_an_interrupted_set_resumes_after_another_set(flush: FlushRig) -> None:
     assert done.flush_id == "other"
     flush.flushed(first)
     assert flush.store.bytes_sent == first.size_bytes + other.size_bytes
-    assert flush.store.count("begin") == 6
-    assert flush.store.count("parts") == 0, "the records of the same daemon need no confirmation"
+    assert flush.store.count("head") == 0, "the same daemon needs no confirmation"
 
 
 @pytest.mark.parametrize("times", [3, 40])
 def test_a_set_arrives_whole_after_many_cancelled_flushes(flush: FlushRig, times: int) -> None:
     """Each flush is cancelled at another request."""
     staged = staged_set(flush.run_directory, files())
-    total = len(flush.store.requests)
+    total = 0
     for number in range(times):
-        flush.engine.start(f"f{number}", staged, 1)
+        flush.started(staged, flush_id=f"f{number}")
         until(lambda total=total: len(flush.store.requests) > total or not flush.events.empty())
         flush.engine.cancel(f"f{number}")
         total = len(flush.store.requests)
         while not flush.events.empty():
             flush.events.get()
     flush.flushed(staged)
+    assert flush.store.bytes_sent == staged.size_bytes
 
 
 @pytest.mark.parametrize("error", [Transient("503"), Permanent("403")])
@@ -101,463 +93,541 @@ def test_after_a_failure_only_missing_bytes_are_sent(flush: FlushRig, error: Exc
     staged = staged_set(flush.run_directory, files())
     numbers = itertools.count(1)
 
-    def before(kind: str, key: str) -> None:
-        if kind == "put_part" and next(numbers) == 25:
+    def before(what: str, key: str) -> None:
+        if next(numbers) == 25:
             raise error
 
     flush.store.before = before
-    flush.engine.start("f", staged, 1)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
-    assert not failed.void
+    assert not flush.failure(staged).void
     flush.store.before = lambda *_: None
-    until(lambda: flush.engine._idle == 3, what="the workers to leave the failed flush")
+    flush.wait_until_idle()
     sent = flush.store.bytes_sent
-    assert sent > 20 * PART
-    flush.engine.start("g", staged, 1)
-    progress = flush.events.get(timeout=20)
-    assert progress == FlushProgress("g", sent, 0)
-    done = flush.outcome()
-    assert isinstance(done, Flushed)
-    flush.expect_whole(staged, done)
+    assert sent > 20 * CHUNK
+    flush.started(staged, flush_id="g")
+    assert flush.events.get(timeout=20) == FlushProgress("g", sent, 0)
+    assert isinstance(flush.outcome(), Flushed)
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_shards_of_an_unsealed_set_are_not_sent_again(flush: FlushRig) -> None:
-    """Files are sent while others are written; the sealed set sends the others, and markers last."""
-    early = {"a": noise(20 * PART), "b": b"b", ".metadata": b"early"}
-    staged = staged_set(flush.run_directory, early, (".metadata",), directory=PARTIAL)
-    flush.engine.start("early", staged, 1, is_sealed=False)
-    until(lambda: flush.store.bytes_sent == 20 * PART + 1)
-    until(lambda: flush.engine._idle == 3, what="the workers to find no further task")
-    assert not [key for key in flush.store.objects if key.endswith(".metadata")]
-    staged = staged_set(flush.run_directory, {"c": noise(7 * PART, 1)}, directory=PARTIAL)
-    flush.engine.start("more", staged, 1, is_sealed=False)
-    until(lambda: flush.store.bytes_sent >= 27 * PART)
+def test_files_of_a_growing_set_are_not_sent_again_under_its_sealed_name(flush: FlushRig) -> None:
+    """Files are sent while others are written; the sealed set sends the others."""
+    early = {"a": noise(20 * CHUNK), "b": b"b"}
+    flush.started(staged_set(flush.run_directory, early, directory=PARTIAL), is_sealed=False)
+    until(lambda: flush.store.bytes_sent == 20 * CHUNK + 1)
+    flush.wait_until_idle()
+    more = staged_set(flush.run_directory, {"c": noise(7 * CHUNK, 1)}, directory=PARTIAL)
+    flush.started(more, flush_id="more", is_sealed=False)
+    until(lambda: flush.store.bytes_sent == 27 * CHUNK + 1)
     os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
-    staged = found_set(flush.run_directory, (".metadata",))
+    staged = found_set(flush.run_directory)
     done = flush.flushed(staged)
     assert done.bytes_sent == 0, "the flushes before it have sent them"
-    events = [event for event in flush.events.queue if not isinstance(event, FlushProgress)]
-    assert not events
+    assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_sealing_interrupts_no_part_in_flight(flush: FlushRig) -> None:
-    """The directory is renamed while parts are in flight: they are stored, and no further one fails."""
-    staged = staged_set(flush.run_directory, {"a": noise(9 * PART)}, directory=PARTIAL)
-    held = threading.Event()
-    flush.store.before = lambda what, _: what == "put_part" and held.wait(20)
-    flush.engine.start("early", staged, 1, is_sealed=False)
-    until(lambda: flush.store.count("put_part") == 3)
+def test_sealing_interrupts_no_request_in_flight(tmp_path: Path) -> None:
+    """Its bytes count for the flush that continues it: else the link would look idle."""
+    flush = FlushRig(tmp_path, connections=4)
+    staged = staged_set(flush.run_directory, {"a": noise(3 * CHUNK)}, directory=PARTIAL)
+    held = flush.hold()
+    flush.started(staged, is_sealed=False)
+    flush.wait_for_creates(3)
     os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
-    sealed = found_set(flush.run_directory)
-    flush.engine.start("sealed", sealed, 1)
+    sealed = staged_set(flush.run_directory, {"b": noise(6 * CHUNK, 1)})
+    flush.started(sealed, flush_id="sealed")
+    until(lambda: (now := flush.engine._active) and now.is_sealed)
     held.set()
     done = flush.outcome()
     assert isinstance(done, Flushed), done
     flush.expect_whole(sealed, done)
-    assert flush.store.count("begin") == 1
-    assert flush.store.bytes_sent == sealed.size_bytes
-
-
-def test_parts_in_flight_count_for_the_flush_that_continues_them(flush: FlushRig) -> None:
-    """Otherwise the link would look idle whenever a growing set is ordered again."""
-    staged = staged_set(flush.run_directory, {"a": noise(3 * PART)})
-    held = threading.Event()
-    flush.store.before = lambda what, _: what == "put_part" and held.wait(20)
-    flush.engine.start("early", staged, 1, is_sealed=False)
-    until(lambda: flush.store.count("put_part") == 3)
-    flush.engine.start("sealed", staged, 1)
-    active = until(
-        lambda: (now := flush.engine._active) and now.is_sealed and now,
-        what="the sealed set to be flushed",
-    )
-    held.set()
-    done = flush.outcome()
-    assert isinstance(done, Flushed)
-    assert done.bytes_sent == active.sent_bytes == staged.size_bytes
+    assert done.bytes_sent == flush.store.bytes_sent == sealed.size_bytes
 
 
 def test_a_missing_file_does_not_void_an_unsealed_set(flush: FlushRig) -> None:
     """A set that is being written may change, so no failure is posted; the sealed set is checked again."""
-    staged = staged_set(flush.run_directory, {"a": noise(3 * PART), "b": b"b"}, directory=PARTIAL)
+    content = {"a": noise(3 * CHUNK), "b": b"b"}
+    staged = staged_set(flush.run_directory, content, directory=PARTIAL)
     (flush.run_directory / PARTIAL / "a").unlink()
-    flush.engine.start("early", staged, 1, is_sealed=False)
+    flush.started(staged, is_sealed=False)
     until(lambda: flush.store.bytes_sent == 1)
-    until(lambda: flush.engine._idle == 3, what="the workers to defer the file")
-    staged = staged_set(flush.run_directory, {"a": noise(4 * PART), "b": b"b"})
-    flush.flushed(staged)
+    flush.wait_until_idle()
+    flush.flushed(staged_set(flush.run_directory, content))
     assert all(isinstance(event, FlushProgress) for event in flush.events.queue)
 
 
 @pytest.mark.fault("D09")
-def test_a_changed_file_gets_another_key(flush: FlushRig) -> None:
-    """Other bytes under the same path are written to a new key; the object under the old key stays."""
+def test_a_file_that_changed_before_the_seal_is_sent_again(flush: FlushRig) -> None:
+    """Its new bytes, in another chunk; the other files are not sent again."""
     old = staged_set(flush.run_directory, {"a": noise(1500), "b": b"same"}, directory=PARTIAL)
-    flush.engine.start("early", old, 1, is_sealed=False)
-    until(lambda: len(flush.store.objects) == 2)
-    (flush.run_directory / PARTIAL / "a").unlink()
-    staged_set(flush.run_directory, {"a": noise(1500, 1)}, directory=PARTIAL)
+    flush.started(old, is_sealed=False)
+    until(lambda: flush.store.bytes_sent == 1504)
+    flush.wait_until_idle()
+    (flush.run_directory / PARTIAL / "a").write_bytes(noise(1500, 1))
     os.rename(flush.run_directory / PARTIAL, flush.run_directory / SET)
-    done = flush.flushed(found_set(flush.run_directory))
-    assert len(flush.store.objects) == 3
+    flush.flushed(found_set(flush.run_directory))
     assert flush.store.bytes_sent == 1500 + 1500 + 4
-    assert len(done.shards) == 2
 
 
-def test_a_lost_upload_is_restarted_under_a_new_key(flush: FlushRig) -> None:
-    """The store loses the upload of one shard after ten parts; other shards are not sent again."""
-    staged = staged_set(flush.run_directory, {"a": noise(20 * PART), "b": noise(5 * PART)})
-    lost: list[str] = []
-
-    def after(what: str, key: str) -> None:
-        is_late = flush.store.count("put_part") > 10
-        if what == "put_part" and key.endswith("/a") and is_late and not lost:
-            lost.append(key)
-            flush.store.open = {
-                upload_id: known
-                for upload_id, known in flush.store.open.items()
-                if known.upload.key != key
-            }
-
-    flush.store.after = after
-    done = flush.flushed(staged)
-    assert lost
-    assert lost[0] not in keys_of(done)
-    assert flush.store.bytes_sent <= staged.size_bytes + 20 * PART
+def test_equal_chunks_are_sent_once(tmp_path: Path) -> None:
+    """Equal bytes of one file, of several files, and of several sets."""
+    flush = FlushRig(tmp_path, connections=1)
+    content = {"a": bytes(9 * CHUNK), "b": bytes(CHUNK), "c": noise(CHUNK) + bytes(CHUNK)}
+    flush.flushed(staged_set(flush.run_directory, content))
+    content |= {"d": bytes(3 * CHUNK)}
+    flush.flushed(staged_set(flush.run_directory, content, step=6, directory="s-6"))
+    assert flush.store.bytes_sent == 2 * CHUNK
 
 
-def test_a_store_that_loses_every_upload_fails_the_flush(flush: FlushRig) -> None:
-    """The number of restarts is limited."""
-    flush.store.after = lambda what, _: what == "begin" and flush.store.open.clear()
-    flush.engine.start("f", staged_set(flush.run_directory, {"a": noise(3 * PART)}), 1)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
-    assert not failed.void
-    assert flush.store.count("begin") == 4
+def test_one_of_two_equal_chunks_that_are_created_at_once_is_named(flush: FlushRig) -> None:
+    """The set is complete then: no chunk is read again."""
+    held = flush.hold()
+    flush.started(staged_set(flush.run_directory, {"a": bytes(CHUNK), "b": bytes(CHUNK)}))
+    flush.wait_for_creates(2)
+    held.set()
+    done = flush.outcome()
+    assert isinstance(done, Flushed)
+    assert len(set(keys_of(done))) == 1
+    reads = [
+        event.bytes_compared for event in flush.events.queue if isinstance(event, FlushProgress)
+    ]
+    assert not any(reads)
+    assert flush.known.holds(e.chunk for shard in done.shards for e in shard.extents)
+
+
+# ---------------------------------------------------------------------- planted objects
 
 
 @pytest.mark.fault("O09", "O13")
 def test_a_key_with_other_bytes_is_not_used_again(flush: FlushRig) -> None:
-    """The store has other bytes under the key, and replaces no object: the shard gets another key."""
+    """The store replaces no object: the chunk gets another nonce."""
     staged = staged_set(flush.run_directory, {"a": noise(10), "b": noise(20)})
     taken: list[str] = []
 
     def before(what: str, key: str) -> None:
-        if what == "put_shard" and len(taken) < 3 and key.endswith("a"):
+        if not taken:
             taken.append(key)
             raise Exists(key)
 
     flush.store.before = before
     done = flush.flushed(staged)
-    assert len(set(taken)) == 3
     assert not set(keys_of(done)) & set(taken)
+    assert flush.store.count("create") == 3
 
 
 def test_a_store_that_has_every_key_fails_the_flush(flush: FlushRig) -> None:
     """The number of new keys is limited, and the set is not void."""
 
     def before(what: str, key: str) -> None:
-        if what == "put_shard":
-            raise Exists(key)
+        raise Exists(key)
 
-    staged = staged_set(flush.run_directory, {"a": noise(10)})
     flush.store.before = before
-    flush.engine.start("f", staged, 1)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
-    assert not failed.void
-    assert flush.store.count("put_shard") == 4
+    assert not flush.failure(staged_set(flush.run_directory, {"a": noise(10)})).void
+    assert flush.store.count("create") == 2
+
+
+@pytest.mark.fault("S25")
+def test_an_object_that_someone_else_created_is_never_named(flush: FlushRig) -> None:
+    """Its name has the digest of bytes that can be predicted, such as frozen weights, and it has other bytes.
+
+    It is under the first nonce of the daemon, and under others.
+    """
+    data = noise(2 * CHUNK)
+    for part in (data[:CHUNK], data[CHUNK:]):
+        for nonce in ("n1", "n2", "x"):
+            key = RunKeys("r").chunk(1, blake3(part).digest(), nonce)
+            flush.store.objects[key] = noise(CHUNK, 99)
+    planted = set(flush.store.objects)
+    staged = staged_set(flush.run_directory, {"a": data})
+    for _ in range(3):  # the first flush meets n2
+        flush.started(staged)
+        done = flush.outcome()
+        flush.wait_until_idle()
+    assert isinstance(done, Flushed)
+    flush.expect_whole(staged, done)
+    assert not set(keys_of(done)) & planted
+    flush.start_daemon()
+    assert not set(keys_of(flush.flushed(staged))) & planted
+    for key in planted:
+        del flush.store.objects[key]
+
+
+def test_a_nonce_cannot_be_predicted() -> None:
+    """Of 2**32, and a valid part of a key."""
+    nonces = {chunk_nonce() for _ in range(1000)}
+    assert len(nonces) > 990
+    assert all(RunKeys("r").is_data(RunKeys("r").chunk(1, bytes(32), nonce)) for nonce in nonces)
+    assert min(map(len, nonces)) == 8
 
 
 @pytest.mark.fault("O11")
-def test_a_completion_with_a_lost_reply_is_not_repeated(flush: FlushRig) -> None:
-    """The flush fails; the next one finds the object, and sends nothing."""
-    staged = staged_set(flush.run_directory, {"a": noise(3 * PART)})
+def test_a_chunk_whose_reply_was_lost_is_not_named(flush: FlushRig) -> None:
+    """It is created again under another nonce, and is an orphan; no other chunk is sent again."""
+    staged = staged_set(flush.run_directory, {"a": noise(3 * CHUNK)})
+    lost: list[str] = []
 
     def after(what: str, key: str) -> None:
-        if what == "complete":
+        if not lost:
+            lost.append(key)
             raise Transient("lost")
 
     flush.store.after = after
-    flush.engine.start("f", staged, 1)
-    assert isinstance(flush.outcome(), FlushFailed)
-    flush.store.after = lambda *_: None
-    flush.flushed(staged)
-    assert flush.store.bytes_sent == staged.size_bytes
+    flush.failure(staged)
+    flush.wait_until_idle()
+    done = flush.flushed(staged)
+    assert lost[0] not in keys_of(done)
+    assert flush.store.bytes_sent == staged.size_bytes + CHUNK
 
 
 # ---------------------------------------------------------------------- in a restarted daemon
 
 
-@pytest.mark.fault("H01")
+@pytest.mark.fault("H01", "O61", "O70")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_a_restarted_daemon_resumes_after_any_request(tmp_path: Path, when: str) -> None:
-    """For each request: the daemon ends there, and the next one sends only the missing bytes."""
+@pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
+def test_a_restarted_daemon_resumes_after_any_request(
+    tmp_path: Path, when: str, small_bytes_max: int
+) -> None:
+    """For each request: the daemon ends there, and the next one sends what no daemon has stored.
+
+    The newest commit of another VM has some of the chunks.
+    """
+
+    def stopped_at(directory: Path, request: int) -> bool:
+        """False if the flush needs fewer requests."""
+        directory.mkdir()
+        flush = FlushRig(directory, connections=1, small_bytes_max=small_bytes_max)
+        data = noise(4 * CHUNK + 1)
+        flush.known.seed(CommitRef(1, 1), flush.saved({"a": data}, 1).shards)
+        content = {"a": changed(data, 1, 3), "c": noise(3 * CHUNK, 2)}
+        content |= {f"{n}": noise(200, n) for n in range(5)}
+        name = step_set(flush, content, 2)
+        staged = found_set(flush.run_directory, step=2, directory=name)
+        sent, numbers, dead = flush.store.bytes_sent, itertools.count(1), threading.Event()
+
+        def die(what: str, key: str) -> None:
+            if next(numbers) >= request:
+                dead.set()
+                threading.Event().wait()  # this daemon gets no reply any more
+
+        setattr(flush.store, when, die)
+        flush.started(staged)
+        until(lambda: dead.is_set() or any(isinstance(e, Flushed) for e in flush.events.queue))
+        if not dead.is_set():
+            return False
+        setattr(flush.store, when, lambda *_: None)
+        flush.start_daemon()
+        flush.flushed(staged, generation=2)
+        # At most one create got no reply.  The restarted daemon has not read the commit.
+        assert flush.store.bytes_sent - sent <= staged.size_bytes + CHUNK
+        return True
+
     requests = 1
-    while stopped_at(tmp_path / str(requests), requests, when):
+    while stopped_at(tmp_path / str(requests), requests):
         requests += 1
-    assert requests > 12
+    assert requests > 6
 
 
-def stopped_at(directory: Path, request: int, when: str) -> bool:
-    """False if the flush needs fewer requests."""
-    directory.mkdir()
-    flush = FlushRig(directory, connections=1)
-    content = {"a": noise(4 * PART + 1), "b": b"b", "c": noise(3 * PART)}
-    staged = staged_set(flush.run_directory, content)
-    numbers = itertools.count(1)
-    dead = threading.Event()
-
-    def die(what: str, key: str) -> None:
-        if next(numbers) >= request:
-            dead.set()
-            threading.Event().wait()  # this daemon gets no reply any more
-
-    setattr(flush.store, when, die)
-    flush.engine.start("f", staged, 1)
-    until(lambda: dead.is_set() or any(isinstance(e, Flushed) for e in flush.events.queue))
-    if not dead.is_set():
-        return False
-    setattr(flush.store, when, lambda *_: None)
-    flush.start_daemon()
-    flush.flushed(staged, generation=2)
-    # At most one request got no reply.
-    assert flush.store.bytes_sent <= staged.size_bytes + PART
-    return True
-
-
-def interrupt_and_restart(flush: FlushRig) -> None:
-    """Stop the daemon in the middle of a flush, and start another one."""
-    staged = staged_set(flush.run_directory, files())
-    held = stop_at(flush, 30)
-    flush.engine.start("f", staged, 1)
-    until(lambda: len([r for r in flush.store.requests if r[0] in ("put_part", "put_shard")]) >= 32)
+def interrupt_and_restart(flush: FlushRig) -> int:
+    """Stop the daemon during a flush of ``files()``, and start another one; returns the bytes stored."""
+    held = flush.hold(30, fails=True)
+    flush.started(staged_set(flush.run_directory, files()))
+    flush.wait_for_creates(32)
     held.set()
     assert isinstance(flush.outcome(), FlushFailed)
     flush.store.before = lambda *_: None
-    until(lambda: flush.engine._idle == 3, what="the workers to leave the failed flush")
+    flush.wait_until_idle()
     flush.start_daemon()
-
-
-@pytest.mark.fault("G14")
-@pytest.mark.parametrize(("age_s", "is_resumed"), [(11 * 3600.0, True), (13 * 3600.0, False)])
-def test_a_flush_that_was_left_alone_for_long_begins_again(
-    flush: FlushRig, monkeypatch: pytest.MonkeyPatch, age_s: float, *, is_resumed: bool
-) -> None:
-    """Prune may delete what the earlier daemon has stored, before a manifest names it."""
-    interrupt_and_restart(flush)
-    store = flush.store
-    now_s = store.clock() + age_s
-    store.clock = lambda: now_s
-    before = {known.upload.key for known in store.open.values()} | set(store.objects)
-    uploads = store.uploads
-    monkeypatch.setattr(
-        store, "uploads", lambda prefix: (replace(each, age_s=age_s) for each in uploads(prefix))
-    )
-    sent = store.bytes_sent
-    done = flush.flushed(found_set(flush.run_directory))
-    total = sum(len(data) for data in files().values())
-    named = {extent.object.key for shard in done.shards for extent in shard.extents}
-    assert bool(named & before) == is_resumed
-    assert (store.bytes_sent - sent < total) == is_resumed
-
-
-def test_a_new_generation_references_what_the_old_one_stored(flush: FlushRig) -> None:
-    """After a reboot with the same disk, uploads resume under their earlier keys."""
-    interrupt_and_restart(flush)
-    done = flush.flushed(found_set(flush.run_directory), generation=2)
-    assert {key.split("/")[2] for key in keys_of(done)} == {"00000001", "00000002"}
-    assert flush.store.bytes_sent == found_set(flush.run_directory).size_bytes
-
-
-def test_parts_that_differ_in_the_store_are_sent_again(flush: FlushRig) -> None:
-    """A part with another ETag or checksum, or a missing part, is sent again; the others are not."""
-    interrupt_and_restart(flush)
-    (open_,) = [o for o in flush.store.open.values() if o.upload.key.endswith("large")]
-    numbers = sorted(open_.parts)
-    assert len(numbers) > 3
-    one, two, three = numbers[:3]
-    receipt, data = open_.parts[one]
-    open_.parts[one] = replace(receipt, etag="another"), data
-    receipt, data = open_.parts[two]
-    open_.parts[two] = replace(receipt, crc32c=receipt.crc32c ^ 1), data
-    del open_.parts[three]
-    before = flush.store.bytes_sent
-    staged = found_set(flush.run_directory)
-    flush.flushed(staged)
-    assert flush.store.bytes_sent == staged.size_bytes + 3 * PART
-    assert flush.store.bytes_sent > before
+    return sum(map(len, flush.store.objects.values()))
 
 
 @pytest.mark.fault("H01")
-def test_without_list_parts_unfinished_shards_are_sent_again(flush: FlushRig) -> None:
-    """The store or the role refuses ListParts, so the shards get new keys."""
+def test_a_restarted_daemon_confirms_each_chunk_once_and_sends_the_others(flush: FlushRig) -> None:
+    """Also under another generation, and with a file of known chunks that lost its last line."""
     interrupt_and_restart(flush)
-    first_keys = {upload.upload.key for upload in flush.store.open.values()}
-
-    def before(what: str, key: str) -> None:
-        if what == "parts":
-            raise Permanent("405 MethodNotAllowed")
-
-    flush.store.before = before
+    stored = set(flush.store.objects)
     done = flush.flushed(found_set(flush.run_directory), generation=2)
-    assert first_keys
-    assert not set(keys_of(done)) & first_keys
+    assert {key.split("/")[2] for key in keys_of(done)} == {"00000001", "00000002"}
+    assert stored < set(keys_of(done))
+    assert flush.store.bytes_sent == found_set(flush.run_directory).size_bytes
+    assert sorted(key for what, key in flush.store.requests if what == "head") == sorted(stored)
+    path = flush.own_directory / "chunks"
+    path.write_bytes(path.read_bytes()[:-5])
+    flush.start_daemon()
+    flush.flushed(found_set(flush.run_directory))
+    assert flush.store.bytes_sent <= found_set(flush.run_directory).size_bytes + CHUNK
 
 
-def test_a_store_that_refuses_every_request_loses_no_upload(flush: FlushRig) -> None:
-    """If HEAD is refused too, for example for invalid credentials, the uploads are kept."""
-    interrupt_and_restart(flush)
+@pytest.mark.fault("O60")
+@pytest.mark.parametrize("loss", ["gone", "truncated", "longer"])
+def test_a_restarted_daemon_creates_lost_chunks_again(flush: FlushRig, loss: str) -> None:
+    stored = interrupt_and_restart(flush)
+    for key, data in list(flush.store.objects.items())[:5]:
+        if loss == "gone":
+            del flush.store.objects[key]
+        else:
+            flush.store.objects[key] = data[:-1] if loss == "truncated" else data + b"x"
+        stored -= len(data)
+    sent, lost = flush.store.bytes_sent, list(flush.store.objects)[:5]
+    staged = found_set(flush.run_directory)
+    done = flush.flushed(staged)
+    assert flush.store.bytes_sent - sent == staged.size_bytes - stored
+    if loss != "gone":
+        assert not set(keys_of(done)) & set(lost)
+        for key in lost:
+            del flush.store.objects[key]
+
+
+@pytest.mark.fault("G14")
+@pytest.mark.parametrize(("later_s", "is_named"), [(11 * HOUR_S, True), (13 * HOUR_S, False)])
+@pytest.mark.parametrize("restarts", [True, False])
+def test_a_chunk_without_a_commit_is_named_up_to_an_age(
+    flush: FlushRig, later_s: float, *, is_named: bool, restarts: bool
+) -> None:
+    """Prune may delete it before a manifest names it.  By the store's clock after a restart."""
+    stored = interrupt_and_restart(flush)
+    before = set(flush.store.objects)
+    staged = found_set(flush.run_directory)
+    if not restarts:  # this daemon has confirmed them when they were young, and is interrupted, too
+        held = flush.hold(5, fails=True)
+        flush.started(staged)
+        flush.wait_for_creates(7)
+        held.set()
+        assert isinstance(flush.outcome(), FlushFailed)
+        flush.store.before = lambda *_: None
+        flush.wait_until_idle()
+        stored = sum(map(len, flush.store.objects.values()))
+    flush.later_s += later_s
+    sent = flush.store.bytes_sent
+    done = flush.flushed(staged)
+    assert flush.store.bytes_sent - sent == staged.size_bytes - (stored if is_named else 0)
+    assert bool(set(keys_of(done)) & before) == is_named
+
+
+def test_a_flush_may_last_longer_than_that_age(flush: FlushRig) -> None:
+    """Else its first chunks would be sent again at its end, and then the next ones."""
+    numbers = itertools.count(1)
 
     def before(what: str, key: str) -> None:
-        if what in ("parts", "head"):
-            raise Permanent("403 InvalidAccessKeyId")
+        if next(numbers) == 15:
+            flush.later_s += 14 * HOUR_S
 
     flush.store.before = before
-    staged = found_set(flush.run_directory)
-    flush.engine.start("f", staged, 2)
-    assert isinstance(flush.outcome(), FlushFailed)
-    flush.store.before = lambda *_: None
-    flush.flushed(staged, generation=2)
+    staged = staged_set(flush.run_directory, files())
+    flush.flushed(staged)
     assert flush.store.bytes_sent == staged.size_bytes
 
 
-def test_an_emptied_store_gets_all_shards_again(flush: FlushRig) -> None:
-    """The store has lost all uploads and objects: all shards are sent under new keys."""
-    interrupt_and_restart(flush)
-    flush.store.open.clear()
-    flush.store.objects.clear()
+def test_a_file_that_changed_before_the_restart_is_sent(flush: FlushRig) -> None:
+    """Chunks are known by their bytes alone."""
+    stored = interrupt_and_restart(flush)
+    (flush.run_directory / SET / "large").write_bytes(noise(30 * CHUNK + 7, 99))
     sent = flush.store.bytes_sent
     staged = found_set(flush.run_directory)
     flush.flushed(staged)
-    assert flush.store.bytes_sent == sent + staged.size_bytes
+    assert flush.store.bytes_sent - sent > staged.size_bytes - stored
 
 
-def test_a_file_that_changed_before_the_restart_is_sent_whole(flush: FlushRig) -> None:
-    """A record of the journal is valid for one inode, size and modification time."""
-    interrupt_and_restart(flush)
-    path = flush.run_directory / SET / "large"
-    content = noise(30 * PART + 7, 99)
-    path.unlink()
-    path.write_bytes(content)
-    flush.flushed(found_set(flush.run_directory))
+# ---------------------------------------------------------------------- after a commit
+
+
+contents = st.lists(st.integers(0, 3), max_size=6)
+"""A file: its chunks by number; chunks with the same number are equal."""
+sets = st.dictionaries(
+    st.sampled_from("abc"), st.tuples(contents, st.integers(0, CHUNK - 1)), min_size=1
+)
+
+
+def chunks_of(numbers: list[int], rest_bytes: int) -> list[bytes]:
+    chunks = [noise(CHUNK, number) for number in numbers] + [noise(rest_bytes, 9)]
+    return [chunk for chunk in chunks if chunk]
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    history=st.lists(
+        st.tuples(sets, st.sampled_from(["commit", "drop", "restart", "delete", "superseded"])),
+        max_size=6,
+    )
+)
+def test_any_history_of_commits_sends_only_what_is_not_stored(
+    history: list[tuple[dict[str, tuple[list[int], int]], str]],
+) -> None:
+    """Sets are committed or not, daemons restart, other VMs commit, chunks of old commits are deleted.
+
+    No chunk is sent that the newest commit has, or that this VM has created since.  No chunk that only an
+    older commit has is named: it is deleted, and ``flushed`` compares the bytes.
+    """
+    with tempfile.TemporaryDirectory() as name:
+        flush = FlushRig(Path(name), connections=1)
+        store, named, created = flush.store, set[bytes](), set[bytes]()
+        for step, (files, event) in enumerate(history, 1):
+            pieces = {path: chunks_of(*parts) for path, parts in files.items()}
+            content = {path: b"".join(parts) for path, parts in pieces.items()}
+            chunks = {chunk for parts in pieces.values() for chunk in parts}
+            staged = staged_set(flush.run_directory, content, step=step, directory=f"s-{step}")
+            before = store.bytes_sent
+            done = flush.flushed(staged)
+            assert store.bytes_sent - before == sum(map(len, chunks - named - created))
+            referenced = [len(c) for parts in pieces.values() for c in parts if c in named]
+            assert done.bytes_referenced == sum(referenced)
+            created |= chunks - named
+            if event != "drop":
+                flush.known.committed(done.shards, CommitRef(1, step))
+                named, created = chunks, created - chunks
+            if event == "superseded":
+                flush.known.superseded(CommitRef(1, step, is_final=True))
+                named = set()
+            if event == "restart":
+                flush.start_daemon()  # it has not read the newest commit
+                named = set()
+            for key in list(store.objects):
+                if event == "delete" and blake3(store.objects[key]).digest() not in {
+                    blake3(chunk).digest() for chunk in named | created
+                }:
+                    del store.objects[key]
+
+
+@pytest.mark.parametrize("chunks", [(0,), (39,), (3, 4, 20), ()])
+def test_only_changed_chunks_are_sent(flush: FlushRig, chunks: tuple[int, ...]) -> None:
+    """The store confirms each of the others once.  The last chunk is shorter."""
+    data = noise(39 * CHUNK + 7)
+    flush.saved({"a": data}, 1)
+    done = flush.saved({"a": changed(data, *chunks), "b": data[: 2 * CHUNK]}, 2)
+    sent_bytes = sum(len(data[n * CHUNK : (n + 1) * CHUNK]) for n in chunks)
+    assert done.bytes_sent == sent_bytes
+    assert done.bytes_referenced >= len(data) - sent_bytes
+    assert flush.store.count("head") <= 40
+    assert len({key for what, key in flush.store.requests if what == "head"}) in (
+        40,
+        40 - len(chunks),
+    )
+
+
+def test_small_files_are_named_within_their_chunks(tmp_path: Path) -> None:
+    """Their neighbours in a shared chunk have changed.  The store confirms each chunk once."""
+    flush = FlushRig(tmp_path, small_bytes_max=CHUNK)
+    content = {f"d/{n:03d}": noise(100, n) for n in range(40)}
+    first = flush.saved(content, 1)
+    content |= {"d/007": noise(100, 99), "d/039": noise(10, 99)}
+    second = flush.saved(content, 2)
+    assert second.bytes_sent == 110
+    assert second.bytes_referenced == 38 * 100
+    heads = [key for what, key in flush.store.requests if what == "head"]
+    assert sorted(heads) == sorted(set(keys_of(first)))
+    third = flush.saved(content, 3)
+    assert third.bytes_sent == 0
+    assert set(keys_of(third)) == set(keys_of(second))
+
+
+def test_a_new_vm_names_the_whole_chunks_of_the_newest_commit(tmp_path: Path) -> None:
+    """A manifest has the digests of chunks: small files are named if all files in their chunk are equal."""
+    content = {"model": noise(20 * CHUNK), "0": noise(50, 1), "1": noise(50, 2)}
+    (tmp_path / "old").mkdir()
+    old = FlushRig(tmp_path / "old", small_bytes_max=CHUNK)
+    done = old.saved(content, 1)
+    for name, files, sent_bytes in [("equal", content, 0), ("new", content | {"1": b"x"}, 51)]:
+        (tmp_path / name).mkdir()
+        new = FlushRig(tmp_path / name, small_bytes_max=CHUNK)
+        new.store = old.store
+        new.start_daemon()
+        new.known.seed(CommitRef(1, 1), done.shards)
+        assert new.saved(files, 2).bytes_sent == sent_bytes
+
+
+@pytest.mark.fault("O60")
+@pytest.mark.parametrize("small_bytes_max", [0, CHUNK])
+def test_a_lost_chunk_of_the_newest_commit_is_sent(tmp_path: Path, small_bytes_max: int) -> None:
+    """It was deleted, or has another size; the others are named."""
+    flush = FlushRig(tmp_path, small_bytes_max=small_bytes_max)
+    content = {f"{n}": noise(200, n) for n in range(10)} | {"model": noise(10 * CHUNK)}
+    done = flush.saved(content, 1)
+    sizes = {e.chunk.key: e.chunk.size_bytes for s in done.shards for e in s.extents}
+    gone, short = min(sizes), max(sizes)
+    del flush.store.objects[gone]
+    flush.store.objects[short] = flush.store.objects[short][1:]
+    again = flush.saved(content, 2)
+    assert again.bytes_sent == sizes[gone] + sizes[short]
+    assert not {gone, short} & set(keys_of(again))
+
+
+@pytest.mark.fault("O62")
+def test_a_commit_in_between_makes_the_chunks_of_the_older_commit_obsolete(flush: FlushRig) -> None:
+    """A cleanup may delete what only the older commit has, so the set is sent again."""
+    data = noise(10 * CHUNK)
+    flush.saved({"a": data}, 1)
+    name = step_set(flush, {"a": changed(data, 0)}, 9)
+    staged = found_set(flush.run_directory, step=9, directory=name)
+    done = flush.flushed(staged)
+    assert done.bytes_referenced == 9 * CHUNK
+    chunks = {extent.chunk for shard in done.shards for extent in shard.extents}
+    assert flush.known.holds(chunks)
+    flush.saved({"a": noise(CHUNK, 1)}, 8)
+    assert not flush.known.holds(chunks)
+    done = flush.flushed(staged)
+    assert (done.bytes_referenced, done.bytes_sent) == (0, 9 * CHUNK)
+
+
+@pytest.mark.fault("O62")
+@pytest.mark.parametrize(
+    "commit",
+    [
+        lambda flush: flush.known.superseded(CommitRef(2, 1)),
+        lambda flush: flush.known.committed((), CommitRef(1, 8)),
+    ],
+    ids=["of another VM", "of this VM"],
+)
+def test_a_commit_during_a_flush_makes_its_references_obsolete(
+    flush: FlushRig, commit: Callable[[FlushRig], None]
+) -> None:
+    """The set is not reported as stored before their bytes are sent."""
+    data = noise(10 * CHUNK)
+    flush.saved({"a": data}, 1)
+    name = step_set(flush, {"a": data, "b": noise(CHUNK, 1)}, 9)
+
+    def before(what: str, key: str) -> None:
+        if what == "create":
+            flush.store.before = lambda *_: None
+            commit(flush)
+
+    flush.store.before = before
+    done = flush.flushed(found_set(flush.run_directory, step=9, directory=name))
+    assert (done.bytes_referenced, done.bytes_sent) == (0, 11 * CHUNK)
+
+
+def test_progress_counts_named_chunks_as_stored_and_not_as_sent(flush: FlushRig) -> None:
+    """The forecast knows how many bytes are left."""
+    data = noise(20 * CHUNK)
+    flush.saved({"a": data}, 1)
+    name = step_set(flush, {"a": changed(data, 18, 19)}, 9)
+    held = flush.hold(fails=True)
+    flush.started(found_set(flush.run_directory, step=9, directory=name))
+    progress = until(
+        lambda: [e for e in flush.events.queue if getattr(e, "bytes_compared", 0) == 18 * CHUNK],
+        what="the chunks to be compared",
+    )
+    assert progress[-1] == FlushProgress("f", 18 * CHUNK, 0, 18 * CHUNK)
+    held.set()
+    assert isinstance(flush.outcome(), FlushFailed)
+
+
+def test_chunks_of_a_lost_set_are_named_by_the_next_one(flush: FlushRig) -> None:
+    """The set was not committed; this VM has created its chunks a short time ago."""
+    flush.flushed(staged_set(flush.run_directory, {"a": noise(3 * CHUNK)}))
+    done = flush.saved({"b": noise(3 * CHUNK)}, 6)
+    assert (done.bytes_sent, done.bytes_referenced) == (0, 0)
+    assert all(isinstance(extent.chunk, Chunk) for shard in done.shards for extent in shard.extents)
 
 
 @pytest.mark.fault("D02")
-def test_a_flush_succeeds_without_a_writable_journal(
+def test_a_flush_succeeds_without_a_writable_file_of_known_chunks(
     flush: FlushRig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full; the flush uses the records in memory."""
+    """The disk is full; the flush uses what is in memory."""
+
+    def no_space(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
     monkeypatch.setattr("swansong.openat.write_all", no_space)
-    flush.flushed(staged_set(flush.run_directory, files()))
-
-
-def no_space(*_: object) -> None:
-    raise OSError(28, "No space left on device")
-
-
-# ---------------------------------------------------------------------- references
-
-
-class LoraRun:
-    """A LoRA-like run: the frozen weights never change, the adapters always do."""
-
-    def __init__(self, flush: FlushRig, *, frozen_bytes: int, adapter_bytes: int) -> None:
-        self.flush = flush
-        self.frozen = noise(frozen_bytes)
-        self.adapter_bytes = adapter_bytes
-
-    def step(self, step: int) -> Flushed:
-        """Save, flush and commit."""
-        staged = staged_set(
-            self.flush.run_directory,
-            {"model.bin": self.frozen, "adapter.bin": noise(self.adapter_bytes, step)},
-            step=step,
-            directory=f"step-{step}.abc",
-        )
-        done = self.flush.flushed(staged)
-        self.flush.journal.committed(str(staged.id), done.shards, CommitRef(1, step))
-        return done
-
-
-def test_frozen_weights_are_sent_once(flush: FlushRig) -> None:
-    """Five commits, with a restart in between, send the weights once."""
-    run = LoraRun(flush, frozen_bytes=200 * PART, adapter_bytes=2 * PART)
-    assert run.step(1).bytes_referenced == 0
-    for step in range(2, 6):
-        done = run.step(step)
-        assert done.bytes_referenced == 200 * PART
-        if step == 3:
-            flush.start_daemon()
-    assert flush.store.bytes_sent == 200 * PART + 5 * 2 * PART
-    assert flush.store.count("head") == 4, "one HEAD request for each reference"
-
-
-def test_a_file_that_differs_is_not_hashed(
-    flush: FlushRig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The first bytes of each part show the difference."""
-    run = LoraRun(flush, frozen_bytes=PART, adapter_bytes=100 * PART)
-    run.step(1)
-    hashed: list[int] = []
-    read_all = FileBody.read_all
-    monkeypatch.setattr(
-        FileBody, "read_all", lambda body: (hashed.append(body.size_bytes), read_all(body))[1]
-    )
-    run.step(2)
-    assert hashed == [PART], "only the weights"
-
-
-def test_only_the_part_with_a_different_bit_is_sent(flush: FlushRig) -> None:
-    """The last byte differs."""
-    run = LoraRun(flush, frozen_bytes=20 * PART, adapter_bytes=10)
-    run.step(1)
-    frozen = bytearray(run.frozen)
-    frozen[-1] ^= 1
-    run.frozen = bytes(frozen)
-    assert run.step(2).bytes_referenced == 19 * PART
-
-
-def test_a_deleted_object_is_not_referenced(flush: FlushRig) -> None:
-    """The shard is sent again."""
-    run = LoraRun(flush, frozen_bytes=20 * PART, adapter_bytes=10)
-    done = run.step(1)
-    del flush.store.objects[next(key for key in keys_of(done) if key.endswith("/model.bin"))]
-    assert run.step(2).bytes_referenced == 0
-
-
-def test_an_uncommitted_shard_is_not_referenced(flush: FlushRig) -> None:
-    """Only objects of a manifest are protected from deletion."""
-    for step in (1, 2):
-        staged = staged_set(
-            flush.run_directory, {"a": noise(3 * PART)}, step=step, directory=f"step-{step}.abc"
-        )
-        assert flush.flushed(staged).bytes_referenced == 0
-
-
-def test_a_new_vm_references_the_newest_commit(tmp_path: Path) -> None:
-    """The manifest of the earlier VM has the digests of the parts."""
-    (tmp_path / "old").mkdir()
-    (tmp_path / "new").mkdir()
-    old = FlushRig(tmp_path / "old")
-    done = LoraRun(old, frozen_bytes=20 * PART, adapter_bytes=10).step(1)
-    new = FlushRig(tmp_path / "new")
-    new.store = old.store
-    new.start_daemon()
-    new.journal.seed(CommitRef(1, 1), done.shards)
-    referenced = LoraRun(new, frozen_bytes=20 * PART, adapter_bytes=10).step(2).bytes_referenced
-    assert referenced == 20 * PART
-
-
-def test_the_journal_contains_uploads_until_the_set_is_committed(flush: FlushRig) -> None:
-    """The sweeper must not abort them."""
-    interrupt_and_restart(flush)
-    assert flush.store.open
-    for upload_id in flush.store.open:
-        assert flush.journal.holds_upload(upload_id)
-    assert not flush.journal.holds_upload("another")
-    staged = found_set(flush.run_directory)
-    done = flush.flushed(staged)
-    flush.journal.committed(str(staged.id), done.shards, CommitRef(1, 5))
+    flush.saved(files(), 1)
+    assert flush.saved(files(), 2).bytes_sent == 0

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The retention of older objects is extended before a manifest names them."""
+"""The retention of older chunks is extended before a manifest names them."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from swansongd.bucket.manifest import Manifest
 from swansongd.errors import Permanent
 from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import CheckpointKind, Extent, StoredObject, StoredShard
+from swansongd.model import CheckpointKind, Chunk
 
+from testkit.committed import chunk_of, whole_shard
 from testkit.memory_store import MemoryStore
 
 DAYS = 8
 DAY_S = 86400.0
-OLD = "r/data/00000001/000000000010-aaaa-bbbb/00000/model"
-NEW = "r/data/00000001/000000000020-cccc-dddd/00000/model"
+OLD, NEW = chunk_of(b"old").key, chunk_of(b"new").key
 COMMIT = "r/commits/00000001/000000000020/00000-of-00001.json"
 
 
@@ -34,16 +34,25 @@ class Rig:
     def __post_init__(self) -> None:
         self.store.clock = lambda: self.now_s
         self.store.lock_period_s = locks.period_s(DAYS)
-        for key in (OLD, NEW):
-            self.store.put(key, b"data")
+        self.store.put(OLD, b"old")
+        self.created_s: dict[str, float] = {}
         self.events: list[object] = []
         self.locker = Locker(
             self.store,
             DAYS,
             is_urgent=lambda: self.is_urgent,
             health=StoreHealth(self.events.append, monotonic=lambda: self.now_s),
+            age_s=self.age_s,
             monotonic=lambda: self.now_s,
         )
+
+    def create(self, key: str) -> None:
+        """Store a chunk that no commit names yet."""
+        self.store.put(key, b"new")
+        self.created_s[key] = self.now_s
+
+    def age_s(self, chunk: Chunk) -> float | None:
+        return self.now_s - self.created_s[chunk.key] if chunk.key in self.created_s else None
 
     def extend(self, *keys: str) -> None:
         self.locker.extend(manifest_of(*keys))
@@ -53,18 +62,8 @@ class Rig:
 
 
 def manifest_of(*keys: str) -> Manifest:
-    """A manifest of step 20 whose shards lie in these objects."""
-    shards = tuple(
-        StoredShard(
-            path=f"shard-{number}",
-            size_bytes=4,
-            part_size_bytes=4,
-            part_digests=bytes(32),
-            crc32c=0,
-            extents=(Extent(StoredObject(key, 4), 0, 4),),
-        )
-        for number, key in enumerate(keys)
-    )
+    """A manifest with these chunks."""
+    shards = tuple(whole_shard(key, Chunk(key, 4)) for key in keys)
     return Manifest(
         run="r",
         generation=1,
@@ -78,20 +77,31 @@ def manifest_of(*keys: str) -> Manifest:
 
 
 @pytest.mark.fault("K03")
-def test_an_older_object_is_locked_at_least_as_long_as_the_manifest() -> None:
-    """It is extended once; the objects of the checkpoint itself have their retention already."""
+def test_an_older_chunk_is_locked_at_least_as_long_as_the_manifest() -> None:
+    """It is extended once; the chunks that no commit names yet have their retention already."""
     rig = Rig()
     rig.now_s += 5 * DAY_S
-    rig.store.put(NEW, b"data")
+    rig.create(NEW)
     rig.extend(OLD, NEW)
     rig.store.put(COMMIT, b"{}")
     assert rig.left_s(OLD) == rig.left_s(NEW) == 10 * DAY_S
     assert rig.left_s(COMMIT) == 8 * DAY_S
+    rig.created_s.clear()  # now a commit names it
     rig.extend(OLD, NEW)
     assert rig.store.count("lock") == 1
 
 
-def test_an_object_is_extended_again_at_half_of_its_spare() -> None:
+@pytest.mark.fault("K03")
+def test_a_chunk_that_waited_long_for_its_commit_is_extended() -> None:
+    """Its set was interrupted."""
+    rig = Rig()
+    rig.create(NEW)
+    rig.now_s += 1.5 * DAY_S
+    rig.extend(NEW)
+    assert rig.left_s(NEW) == 10 * DAY_S
+
+
+def test_a_chunk_is_extended_again_at_half_of_its_spare() -> None:
     """So the requests are few, and a commit within the other half needs none."""
     rig = Rig()
     rig.extend(OLD)
@@ -105,7 +115,7 @@ def test_an_object_is_extended_again_at_half_of_its_spare() -> None:
 
 @pytest.mark.fault("K07")
 def test_an_evacuation_sends_no_request() -> None:
-    """The objects of the commit before it stay locked longer than the new manifest."""
+    """The chunks of the commit before it stay locked longer than the new manifest."""
     rig = Rig()
     rig.extend(OLD)
     rig.now_s += 0.9 * DAY_S
@@ -117,9 +127,9 @@ def test_an_evacuation_sends_no_request() -> None:
 
 @pytest.mark.fault("K07")
 def test_a_notice_ends_an_extension() -> None:
-    """Objects that are not extended yet stay due."""
+    """Chunks that are not extended yet stay due."""
     rig = Rig()
-    keys = [f"r/data/00000001/000000000010-aaaa-bbbb/00000/{number}" for number in range(40)]
+    keys = [chunk_of(b"%d" % number).key for number in range(40)]
     for key in keys:
         rig.store.put(key, b"data")
 

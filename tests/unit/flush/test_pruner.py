@@ -47,7 +47,7 @@ def store() -> MemoryStore:
     now_s = made.clock()
     for step, age_s in ((1, 30 * DAY_S), (2, 20 * DAY_S), (3, 10 * DAY_S)):
         made.clock = lambda at_s=now_s - age_s: at_s  # type: ignore[misc]
-        commit(made, {"f": b"x"}, step=step, upload_nonce=f"u{step}")
+        commit(made, {"f": b"x"}, step=step, nonce=f"u{step}")
     made.clock = lambda: now_s
     made.requests.clear()
     return made

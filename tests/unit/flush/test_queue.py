@@ -1,174 +1,258 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The upload queue: the order of the tasks, and the tasks that follow from each outcome."""
+"""The layout of chunks, and the upload queue: the order of the tasks, and what follows from each outcome."""
 
 from __future__ import annotations
 
-from itertools import count
+from pathlib import Path
 
-from swansongd.flush.queue import RESTARTS_MAX, UploadQueue
-from swansongd.flush.records import PartRecord, ShardRecord, UploadRecord
-from swansongd.flush.tasks import Advance, Finish, SendPart, Shard, TaskOutcome
-from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
-from swansongd.stores.base import PartReceipt, Upload
+import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
+from swansongd.bucket.keys import RunKeys
+from swansongd.flush import layout as layouts
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import (
+    FILE_CHUNKS_MAX,
+    PACKED_FILES_MAX,
+    SMALL_BYTES_MAX,
+    Layout,
+    size_of,
+)
+from swansongd.flush.queue import UploadQueue
+from swansongd.flush.tasks import Finish, StoreChunk, TaskOutcome
+from swansongd.model import (
+    CHUNK_BYTES_MAX,
+    CheckpointId,
+    CheckpointKind,
+    Extent,
+    Staged,
+    StagedFile,
+)
 
-from testkit.committed import named_shard
+from testkit.committed import chunk_of
 
-PART = 100
-
-
-MARKER = ".metadata"
+MIB = 2**20
+LAYOUT = Layout(100, 3, 25)
 
 
-def staged(sizes: dict[str, int]) -> Staged:
-    """A set with files of these sizes, and perhaps a marker."""
+def file_of(path: str, size_bytes: int, *, inode: int = 1) -> StagedFile:
+    return StagedFile(path=path, size_bytes=size_bytes, mtime_ns=1, inode=inode)
+
+
+def staged(sizes: dict[str, int], *changed: str) -> Staged:
+    """A set of files with these sizes; the changed ones have other inodes."""
+    files = tuple(
+        file_of(path, size, inode=2 if path in changed else 1) for path, size in sizes.items()
+    )
     return Staged(
-        id=CheckpointId(5, "abc"),
-        directory="step-5.abc",
-        kind=CheckpointKind.PERIODIC,
-        files=tuple(
-            StagedFile(path=path, size_bytes=size_bytes, mtime_ns=1, inode=1)
-            for path, size_bytes in sizes.items()
-        ),
-        markers=frozenset({MARKER}),
+        id=CheckpointId(5, "abc"), directory="s", kind=CheckpointKind.PERIODIC, files=files
     )
 
 
-def opened(set_: Staged, *, is_sealed: bool = True) -> UploadQueue:
-    nonces = count(1)
-    queue = UploadQueue(
-        str(set_.id), lambda path, nonce: f"{nonce}/{path}", lambda: f"n{next(nonces)}"
-    )
-    queue.open(set_, {}, is_sealed=is_sealed)
-    return queue
+# ---------------------------------------------------------------------- layout
 
 
-def advance(queue: UploadQueue) -> Shard:
-    task = queue.next_task()
-    assert isinstance(task, Advance), task
-    return task.shard
+@pytest.mark.fault("O18")
+@given(
+    size_bytes=st.integers(0, 2**40) | st.integers(0, 2**22),
+    chunk_bytes=st.sampled_from([MIB, 16 * MIB, CHUNK_BYTES_MAX]),
+)
+def test_the_pieces_of_a_file_cover_it_once(size_bytes: int, chunk_bytes: int) -> None:
+    """Pieces of one size, except the last; at most 4,096 of them, or of the largest size of the format."""
+    pieces = Layout(chunk_bytes, 3).cut(file_of("a", size_bytes))
+    assert size_of(pieces) == size_bytes
+    assert [p.offset_bytes for p in pieces[1:]] == [
+        p.offset_bytes + p.size_bytes for p in pieces[:-1]
+    ]
+    assert len({p.size_bytes for p in pieces[:-1]}) <= 1
+    assert all(0 < p.size_bytes <= CHUNK_BYTES_MAX for p in pieces)
+    assert len(pieces) <= FILE_CHUNKS_MAX or pieces[0].size_bytes == CHUNK_BYTES_MAX
 
 
-def part_task(queue: UploadQueue) -> SendPart:
-    task = queue.next_task()
-    assert isinstance(task, SendPart), task
-    return task
+def test_larger_files_have_larger_chunks() -> None:
+    """So a file that grows a little has the same chunks, and the manifest of 1 TB stays small."""
+    sizes = [1, 64 * 2**30, 64 * 2**30 + 1, 2**40, 2**44]
+    wanted = [layouts.chunk_bytes_for(size, 16 * MIB) // MIB for size in sizes]
+    assert wanted == [16, 16, 32, 256, 256]
 
 
-def store(queue: UploadQueue, shard: Shard) -> None:
-    """Carry out an Advance that stores all of the shard."""
-    file = shard.file
-    stored = named_shard(file.path, file.size_bytes, shard.key, part_size_bytes=PART)
-    queue.stored(shard, ShardRecord(file, stored, sent_key=shard.key))
-    queue.finish(Advance(shard), TaskOutcome.DONE)
+@given(
+    sizes=st.lists(st.integers(1, 2**22), max_size=200),
+    chunk_bytes=st.sampled_from([1, 1000, 5 * MIB, 16 * MIB]),
+    connections=st.integers(1, 64),
+    is_sealed=st.booleans(),
+)
+@example(sizes=[1] * (2 * PACKED_FILES_MAX + 1), chunk_bytes=2**24, connections=1, is_sealed=True)
+def test_groups_keep_the_order_and_give_all_connections_work(
+    sizes: list[int], chunk_bytes: int, connections: int, *, is_sealed: bool
+) -> None:
+    """Neighbours stay neighbours.  A sealed set leaves nothing over, a growing one less than a quarter."""
+    layout = Layout(chunk_bytes, connections)
+    pieces = [layouts.Piece(file_of(str(n), size), 0, size) for n, size in enumerate(sizes)]
+    groups = layout.packed(pieces, is_sealed=is_sealed)
+    grouped = [piece for group in groups for piece in group]
+    assert grouped == pieces[: len(grouped)]
+    left_bytes = sum(sizes[len(grouped) :])
+    assert not left_bytes if is_sealed else left_bytes < max(1, chunk_bytes // 4)
+    largest_bytes = max(sizes, default=0)
+    for group in groups:
+        assert 0 < len(group) <= PACKED_FILES_MAX
+        assert size_of(group) < chunk_bytes + largest_bytes
+        share_bytes = max(chunk_bytes // 8, -(-sum(sizes) // connections))
+        assert not is_sealed or size_of(group) <= share_bytes + largest_bytes
 
 
-def begin_upload(queue: UploadQueue, shard: Shard) -> UploadRecord:
-    """Carry out an Advance that begins a multipart upload."""
-    record = UploadRecord(shard.file, Upload(shard.key, "id", shard.file.size_bytes, PART))
-    shard.record = record
-    queue.finish(Advance(shard), TaskOutcome.DONE)
-    return record
+def test_only_files_of_some_mib_share_a_chunk() -> None:
+    """The limit is a quarter of a chunk, and at most 4 MiB.  An empty file has no chunk."""
+    usual = Layout(16 * MIB, 32)
+    sizes = (0, 1, SMALL_BYTES_MAX, SMALL_BYTES_MAX + 1)
+    assert [usual.is_small(file_of("a", n)) for n in sizes] == [True, True, True, False]
+    assert not Layout(2**28, 32).is_small(file_of("a", SMALL_BYTES_MAX + 1))
+    assert not Layout(8 * MIB, 32).is_small(file_of("a", 2 * MIB + 1))
+    assert not usual.cut(file_of("a", 0))
 
 
-def store_part(queue: UploadQueue, record: UploadRecord, task: SendPart) -> None:
-    record.parts[task.number] = PartRecord(PartReceipt(task.number, "etag", 0), b"")
-    queue.finish(task, TaskOutcome.DONE)
+# ---------------------------------------------------------------------- queue
 
 
-def test_tasks_come_in_order_data_before_markers_and_finish_last() -> None:
-    queue = opened(staged({"small": 1, "large": 50, MARKER: 99}))
-    large, small = advance(queue), advance(queue)
-    assert (large.file.path, small.file.path) == ("large", "small")
-    assert queue.next_task() is None, "the marker waits for the data"
-    store(queue, large)
-    store(queue, small)
-    marker = advance(queue)
-    assert marker.file.path == MARKER
-    assert queue.next_task() is None
-    store(queue, marker)
+@pytest.fixture
+def known(tmp_path: Path) -> KnownChunks:
+    return KnownChunks(tmp_path, run="r", store_url="u", is_data=RunKeys("r").is_data)
+
+
+class Queue(UploadQueue):
+    """A queue whose chunks a test stores without a store."""
+
+    def __init__(self, known: KnownChunks) -> None:
+        super().__init__(1, LAYOUT)
+        self._known = known
+
+    def reopen(self, set_: Staged, *, is_sealed: bool = True) -> None:
+        self.open(set_, is_sealed=is_sealed, known=self._known)
+
+    def take(self) -> StoreChunk:
+        task = self.next_task()
+        assert isinstance(task, StoreChunk), task
+        return task
+
+    def store(self, task: StoreChunk) -> None:
+        data = repr(task.pieces).encode()
+        chunk = self._known.created(chunk_of(data, size_bytes=size_of(task.pieces)), {})
+        offset, extents = 0, {}
+        for piece in task.pieces:
+            extents[piece] = Extent(chunk, offset, piece.size_bytes)
+            offset += piece.size_bytes
+        self.stored(extents)
+        self.finish(task, TaskOutcome.DONE)
+
+
+@pytest.fixture
+def queue(known: KnownChunks) -> Queue:
+    return Queue(known)
+
+
+def paths(task: StoreChunk) -> list[str]:
+    return [piece.file.path for piece in task.pieces]
+
+
+def test_large_chunks_come_first_shared_ones_last_and_finish_once(queue: Queue) -> None:
+    """Small requests end at the same time.  An empty file needs no chunk."""
+    queue.reopen(staged({"a": 10, "b": 250, "c": 20, "d": 90, "e": 0}))
+    tasks = [queue.take() for _ in range(6)]
+    assert [paths(task) for task in tasks] == [["b"], ["b"], ["b"], ["d"], ["a"], ["c"]]
+    assert queue.next_task() is None, "chunks are in flight"
+    for task in tasks:
+        queue.store(task)
+    assert queue.bytes_stored == 370
     assert queue.next_task() == Finish()
-    assert queue.next_task() is None, "the set is finished once"
-    assert queue.bytes_stored == 150
-
-
-def test_a_large_file_becomes_parts_and_is_completed_by_another_advance() -> None:
-    queue = opened(staged({"large": 250}))
-    shard = advance(queue)
-    record = begin_upload(queue, shard)
-    parts = [part_task(queue) for _ in range(3)]
-    assert parts == [SendPart(shard, number) for number in (1, 2, 3)]
     assert queue.next_task() is None
-    for done, part in enumerate(parts, 1):
-        store_part(queue, record, part)
-        assert queue.bytes_stored == min(250, done * PART)
-    assert advance(queue) is shard
+    assert [(s.path, s.size_bytes, len(s.extents)) for s in queue.shards()] == [
+        ("a", 10, 1), ("b", 250, 3), ("c", 20, 1), ("d", 90, 1), ("e", 0, 0),
+    ]  # fmt: skip
 
 
-def test_a_part_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next_flush() -> None:
-    set_ = staged({"large": 250})
-    queue = opened(set_)
-    begin_upload(queue, advance(queue))
-    first, second = part_task(queue), part_task(queue)
+def test_a_chunk_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next_flush(
+    queue: Queue,
+) -> None:
+    set_ = staged({"a": 250})
+    queue.reopen(set_)
+    first, second = queue.take(), queue.take()
     queue.finish(first, TaskOutcome.RETRY)
-    assert queue.next_task() == first
+    assert queue.take() == first
     queue.finish(second, TaskOutcome.DEFERRED)
-    third = queue.next_task()
-    assert third == SendPart(first.shard, 3)
+    third = queue.take()
     assert queue.next_task() is None
-    queue.close()
-    queue.open(set_, {}, is_sealed=True)
-    queue.finish(Advance(advance(queue)), TaskOutcome.DONE)
-    assert queue.next_task() == second, "the first and the third part are still in flight"
+    queue.reopen(set_)
+    assert queue.take() == second, "the first and the third chunk are still in flight"
+    assert queue.in_flight == 3
+    for task in (first, second, third):
+        queue.store(task)
+    assert queue.next_task() == Finish()
 
 
-def test_a_part_that_is_stored_while_the_set_is_reopened_counts_once() -> None:
-    """The journal has the receipt before the worker hands the task back.  The count stays below the size."""
-    set_ = staged({"large": 250})
-    queue = opened(set_)
-    record = begin_upload(queue, advance(queue))
-    parts = [part_task(queue) for _ in range(3)]
-    record.parts[1] = PartRecord(PartReceipt(1, "etag", 0), b"")
+def test_a_chunk_that_is_stored_while_the_set_is_reopened_counts_once(queue: Queue) -> None:
+    """Also if the worker hands it back after that; the count stays below the size."""
+    set_ = staged({"a": 250})
+    queue.reopen(set_)
+    tasks = [queue.take() for _ in range(3)]
+    queue.store(tasks[0])
     queue.close()
-    queue.open(set_, {}, is_sealed=True)
-    assert queue.bytes_stored == 0
-    for part in parts:
-        store_part(queue, record, part)
+    queue.reopen(set_)
+    assert queue.bytes_stored == 100
+    queue.stored(dict.fromkeys(tasks[0].pieces, Extent.whole(chunk_of(b"again"))))
+    assert queue.bytes_stored == 100
+    for task in tasks[1:]:
+        queue.store(task)
     assert queue.bytes_stored == 250
 
 
-def test_a_closed_queue_hands_out_nothing_and_wants_nothing() -> None:
-    set_ = staged({"a": 1, "b": 2})
-    queue = opened(set_)
-    shard = advance(queue)
-    assert queue.wants(shard)
+def test_a_closed_queue_hands_out_nothing_and_wants_nothing(queue: Queue) -> None:
+    queue.reopen(staged({"a": 100, "b": 100}))
+    (piece,) = queue.take().pieces
+    assert queue.wants(piece)
     queue.close()
     assert queue.next_task() is None
-    assert not queue.wants(shard)
+    assert not queue.wants(piece)
 
 
-def test_an_unsealed_set_holds_markers_and_finish_back() -> None:
-    queue = opened(staged({"a": 1, MARKER: 1}), is_sealed=False)
-    store(queue, advance(queue))
+def test_a_changed_file_loses_its_progress_alone(queue: Queue) -> None:
+    """Bytes of the old file that arrive late are not counted, and are not queued again."""
+    queue.reopen(staged({"a": 200, "b": 100}), is_sealed=False)
+    tasks = [queue.take() for _ in range(3)]
+    queue.store(tasks[2])
+    queue.store(tasks[0])
+    queue.reopen(staged({"a": 200, "b": 100}, "a"))
+    assert queue.bytes_stored == 100
+    queue.finish(tasks[1], TaskOutcome.RETRY)
+    assert [queue.take().pieces[0].file.inode for _ in range(2)] == [2, 2]
+    assert queue.next_task() is None
+
+
+def test_an_unsealed_set_holds_small_files_and_finish_back(queue: Queue) -> None:
+    """Small files wait for a quarter of a chunk; the files of the sealed set have the same progress."""
+    queue.reopen(staged({"a": 10, "b": 10, "c": 100}), is_sealed=False)
+    queue.store(queue.take())
     assert not queue.has_task()
-    queue.open(staged({"a": 1, MARKER: 1}), {}, is_sealed=True)
-    store(queue, advance(queue))
+    queue.reopen(staged({"a": 10, "b": 10, "c": 100, "d": 10}), is_sealed=False)
+    shared = queue.take()
+    assert paths(shared) == ["a", "b", "d"]
+    queue.store(shared)
+    assert not queue.has_task()
+    queue.reopen(staged({"a": 10, "b": 10, "c": 100, "d": 10, "e": 1}))
+    queue.store(queue.take())
     assert queue.next_task() == Finish()
 
 
-def test_a_restarted_upload_gets_a_new_key_a_limited_number_of_times() -> None:
-    queue = opened(staged({"large": 250}))
-    keys = set()
-    for _ in range(RESTARTS_MAX):
-        shard = advance(queue)
-        keys.add(shard.key)
-        record = begin_upload(queue, shard)
-        first, *others = [part_task(queue) for _ in range(3)]
-        store_part(queue, record, first)
-        assert queue.bytes_stored == PART
-        assert queue.restart_upload(shard)
-        assert queue.bytes_stored == 0
-        for part in others:
-            queue.finish(part, TaskOutcome.RETRY)
-    last = advance(queue)
-    assert len(keys | {last.key}) == RESTARTS_MAX + 1
-    assert not queue.restart_upload(last)
+def test_bytes_in_a_chunk_that_no_manifest_may_name_are_queued_again(
+    queue: Queue, known: KnownChunks
+) -> None:
+    set_ = staged({"a": 200})
+    queue.reopen(set_)
+    tasks = [queue.take(), queue.take()]
+    for task in tasks:
+        queue.store(task)
+    known.is_gone(queue.shards()[0].extents[1].chunk)
+    queue.reopen(set_)
+    assert queue.bytes_stored == 100
+    assert queue.take() == tasks[1]
+    assert queue.next_task() is None

@@ -1,0 +1,21 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The flush engine of a test, and the properties that hold at the end of every test."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from testkit.flush_rig import FlushRig
+from testkit.waiting import until
+
+
+@pytest.fixture
+def flush(tmp_path: Path) -> Iterator[FlushRig]:
+    """An engine with three workers; no files share a chunk."""
+    made = FlushRig(tmp_path)
+    yield made
+    until(lambda: not made.open_files(), what="every staged file to be closed")
+    made.expect_named_bytes()
