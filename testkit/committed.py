@@ -126,6 +126,17 @@ def commit(
     return made
 
 
+def first_places(made: Manifest) -> dict[str, tuple[str, int]]:
+    """Path and offset of the first use of each chunk, by its key."""
+    found: dict[str, tuple[str, int]] = {}
+    for shard in made.shards:
+        offset = 0
+        for extent in shard.extents:
+            found.setdefault(extent.chunk.key, (shard.path, offset))
+            offset += extent.size_bytes
+    return found
+
+
 def stored_bytes(store: MemoryStore, shard: StoredShard) -> bytes:
     """The bytes of a shard, from its extents."""
     return b"".join(

@@ -1,21 +1,24 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Interrupted restores: the next one reuses the fetched parts, after it verified them."""
+"""Interrupted restores: the next one reuses the fetched chunks, after it verified them."""
 
 from __future__ import annotations
 
 import os
 import resource
+import shutil
 import signal
 import stat
 import subprocess
 import sys
 import threading
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
 from swansongd.model import CommitRef
@@ -28,7 +31,7 @@ from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 
 from testkit.as_user import GROUP, MEMBER, place_for_all
-from testkit.committed import PART_SIZE_BYTES, commit, file_store, flip_bit, part_digest, tree
+from testkit.committed import CHUNK_BYTES, chunk_of, commit, file_store, flip_bit, tree
 from testkit.odd_store import OddStore
 from testkit.store_backends import retrying
 from testkit.waiting import until
@@ -36,14 +39,14 @@ from testkit.waiting import until
 KEYS = RunKeys("r")
 OLD = {"model.pt": b"old" * 700}
 NEW = {
-    "model.pt": os.urandom(4 * PART_SIZE_BYTES + 1),
-    "deep/optim.pt": os.urandom(3 * PART_SIZE_BYTES),
+    "model.pt": os.urandom(4 * CHUNK_BYTES + 1),
+    "deep/optim.pt": os.urandom(3 * CHUNK_BYTES),
     "empty": b"",
     "small": b"x",
 }
 TOTAL_BYTES = sum(map(len, NEW.values()))
 REQUESTS = 9
-"""The files have five parts, three and one; the empty file has none."""
+"""The files have five chunks, three and one; the empty file has none."""
 
 
 @pytest.fixture
@@ -61,12 +64,12 @@ def to(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Fetch one part at a time, so that exactly the parts before the interruption are done."""
+    """Fetch one chunk at a time, so that exactly the chunks before the interruption are done."""
     monkeypatch.setattr(reader, "_SYNCS", 1)
 
 
 def cut_off(tmp_path: Path, to: Path, after: int, step: int | None = None) -> Path:
-    """Stop a restore after ``after`` parts; returns its partial directory."""
+    """Stop a restore after ``after`` chunks; returns its partial directory."""
     stop = threading.Event()
     store = OddStore(tmp_path / "store")
 
@@ -83,7 +86,7 @@ def cut_off(tmp_path: Path, to: Path, after: int, step: int | None = None) -> Pa
             Selection(step=step),
             ReadOptions(connections=1, stop=stop),
         )
-    assert "The fetched parts stay" in caught.value.hint
+    assert "The fetched chunks stay" in caught.value.hint
     (partial,) = to.parent.glob(f".{to.name}.partial-*")
     return partial
 
@@ -117,10 +120,10 @@ restore(store, RunKeys("r"), RestoreTarget(Path(sys.argv[2])), options=ReadOptio
 
 @pytest.mark.fault("G11", "H01")
 @pytest.mark.parametrize("request_number", [1, 2, 5, 6, REQUESTS])
-def test_after_sigkill_only_missing_parts_are_fetched(
+def test_after_sigkill_only_missing_chunks_are_fetched(
     store: FileStore, tmp_path: Path, to: Path, request_number: int
 ) -> None:
-    """Killed in request n: the n-1 parts before are not fetched again, and all bytes are right."""
+    """Killed in request n: the n-1 chunks before are not fetched again, and all bytes are right."""
     done = subprocess.run(
         [sys.executable, "-c", CHILD, str(tmp_path / "store"), str(to), str(request_number)],
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
@@ -139,7 +142,7 @@ def test_after_sigkill_only_missing_parts_are_fetched(
 def test_a_restore_may_be_interrupted_several_times(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """Each attempt adds parts."""
+    """Each attempt adds chunks."""
     for after in range(1, 4):
         cut_off(tmp_path, to, after)  # each restore fetches ``after`` more
     got, again = resumed(tmp_path, to)
@@ -152,7 +155,7 @@ def test_a_restore_may_be_interrupted_several_times(
 def test_a_store_that_fails_in_the_middle_costs_no_bytes(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """The parts fetched before the failure stay, and the error says so."""
+    """The chunks fetched before the failure stay, and the error says so."""
     bad = OddStore(tmp_path / "store")
 
     def fail(_key: str, _offset: int, _window: memoryview) -> None:
@@ -162,24 +165,24 @@ def test_a_store_that_fails_in_the_middle_costs_no_bytes(
     bad.instead = fail
     with pytest.raises(Transient, match="connection reset") as caught:
         restore(bad, KEYS, RestoreTarget(to), options=ReadOptions(connections=1))
-    assert "The fetched parts stay" in caught.value.hint
+    assert "The fetched chunks stay" in caught.value.hint
     got, again = resumed(tmp_path, to)
     assert tree(to) == NEW
     assert len(again.given) == REQUESTS - 3
     assert got.skipped == ()
 
 
-# ---------------------------------------------------------------- parts are verified
+# ---------------------------------------------------------------- chunks are verified
 
 
 @pytest.mark.fault("D06", "G11")
-@pytest.mark.parametrize("part", range(5))
-def test_a_part_that_changed_on_the_disk_is_fetched_again(
-    store: FileStore, tmp_path: Path, to: Path, part: int
+@pytest.mark.parametrize("chunk", range(5))
+def test_a_chunk_that_changed_on_the_disk_is_fetched_again(
+    store: FileStore, tmp_path: Path, to: Path, chunk: int
 ) -> None:
-    """A power cut loses bytes of a part that the journal names: only this part is fetched."""
+    """A power cut loses bytes of a chunk that the journal names: only this chunk is fetched."""
     partial = cut_off(tmp_path, to, 6)
-    flip_bit(partial / "files" / "model.pt", 8 * part * PART_SIZE_BYTES)
+    flip_bit(partial / "files" / "model.pt", 8 * chunk * CHUNK_BYTES)
     got, again = resumed(tmp_path, to)
     assert tree(to) == NEW
     assert len(again.given) == REQUESTS - 6 + 1
@@ -239,27 +242,63 @@ def test_a_corrupt_journal_only_costs_bytes(
     assert tree(to) == NEW
 
 
-def test_a_journal_and_a_file_that_agree_on_wrong_bytes_do_not_pass(
+def test_a_journal_that_names_all_chunks_is_not_believed(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """The digest of the whole shard does not match, so the shard is fetched again."""
-    partial = cut_off(tmp_path, to, 7)
-    wrong = b"w" * PART_SIZE_BYTES
-    with (partial / "files" / "model.pt").open("r+b") as file:
-        file.write(wrong)
-    number = list(NEW).index("model.pt")
+    """The bytes in the files must match the names of the chunks."""
+    partial = cut_off(tmp_path, to, 6)
     with (partial / "journal").open("ab") as file:
-        file.write(journal.line(number, 0, part_digest(wrong)))
-    resumed(tmp_path, to)
+        file.writelines(journal.line(number) for number in range(REQUESTS))
+    got, again = resumed(tmp_path, to)
     assert tree(to) == NEW
+    assert 1 < len(again.given) <= REQUESTS - 6  # the chunk in flight may be whole
+    assert got.reused_bytes + again.given_bytes == TOTAL_BYTES
 
 
-# ---------------------------------------------------------------- parts of other restores
+@pytest.mark.fault("D06", "G11")
+def test_a_chunk_of_several_files_is_reused_only_with_all_of_them(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """Small files share a chunk, and a file that changed on the disk costs the whole chunk."""
+    files = {f"f{number}": os.urandom(70 + number) for number in range(9)}
+    large = {"large": os.urandom(1 + (1 << 20))}
+    packed = commit(store, files, step=300, is_packed=True)
+    whole = commit(store, large, step=300, chunk_bytes=1 << 20)
+    made = replace(packed, shards=packed.shards + whole.shards)
+    store.put(KEYS.commit(made.ref, 0, 1), manifest.encode(made))
+    partial = cut_off(tmp_path, to, 1)
+    got, again = resumed(tmp_path, to)
+    assert got.reused_bytes == sum(map(len, files.values()))
+    assert len(again.given) == 2
+    shutil.rmtree(to)
+    partial = cut_off(tmp_path, to, 1)
+    flip_bit(partial / "files" / "f5", 3)
+    got, again = resumed(tmp_path, to)
+    assert (got.reused_bytes, len(again.given)) == (0, 3)
+    assert tree(to) == files | large
+
+
+@pytest.mark.fault("G11")
+def test_equal_files_share_a_chunk_and_are_both_whole_after_an_interruption(
+    store: FileStore, tmp_path: Path, to: Path
+) -> None:
+    """One request serves two places; a journal that names the chunk proves nothing about the second place."""
+    files = {"a": os.urandom(900), "b": os.urandom(1000), "c": b"", "d": b"last"}
+    files["c"] = files["a"]
+    commit(store, files, step=300)
+    partial = cut_off(tmp_path, to, 2)
+    flip_bit(partial / "files" / "c", 3)
+    _, again = resumed(tmp_path, to)
+    assert tree(to) == files
+    assert len(again.given) == 2
+
+
+# ---------------------------------------------------------------- chunks of other restores
 
 
 @pytest.mark.fault("G11", "D12")
-def test_parts_of_another_commit_are_removed(store: FileStore, tmp_path: Path, to: Path) -> None:
-    """A newer commit appeared: no part of the older one is used, even for files of the same name."""
+def test_chunks_of_another_commit_are_removed(store: FileStore, tmp_path: Path, to: Path) -> None:
+    """A newer commit appeared: no file of the older one is used."""
     cut_off(tmp_path, to, 6)
     newer = {**NEW, "model.pt": os.urandom(len(NEW["model.pt"]))}
     commit(store, newer, step=300)
@@ -270,33 +309,33 @@ def test_parts_of_another_commit_are_removed(store: FileStore, tmp_path: Path, t
 
 
 @pytest.mark.fault("G10", "G11")
-def test_parts_of_a_commit_that_was_damaged_since_do_not_mix_with_an_older_one(
+def test_chunks_of_a_commit_that_was_damaged_since_do_not_mix_with_an_older_one(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """Most parts of the newest commit are on the disk, but it is damaged: the older one is restored."""
+    """Most chunks of the newest commit are on the disk, but it is damaged: the older one is restored."""
     cut_off(tmp_path, to, 6)
-    next((tmp_path / "store").rglob("*/small")).unlink()
+    store.delete(chunk_of(NEW["deep/optim.pt"][-CHUNK_BYTES:]).key)
     got, _ = resumed(tmp_path, to)
     assert got.ref == CommitRef(1, 100)
     assert tree(to) == OLD
 
 
-def test_without_a_whole_commit_no_parts_are_left(
+def test_without_a_whole_commit_no_chunks_are_left(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """Parts of damaged commits do not fill the disk."""
-    for path in (tmp_path / "store").rglob("*/model.pt"):
-        flip_bit(path, 7)
+    """Chunks of damaged commits do not fill the disk."""
+    for files in (OLD, NEW):
+        flip_bit(tmp_path / "store" / chunk_of(files["model.pt"][:CHUNK_BYTES]).key, 7)
     with pytest.raises(NothingToRestore):
         restore(store, KEYS, RestoreTarget(to))
     assert os.listdir(to.parent) == []
 
 
 @pytest.mark.fault("G11", "H10")
-def test_two_concurrent_restores_do_not_share_parts(
+def test_two_concurrent_restores_do_not_share_chunks(
     store: FileStore, tmp_path: Path, to: Path
 ) -> None:
-    """The second fetches all parts itself; the first then finds the destination taken."""
+    """The second fetches all chunks itself; the first then finds the destination taken."""
     resume = threading.Event()
     slow = OddStore(tmp_path / "store")
     outcome: list[BaseException] = []
@@ -315,7 +354,7 @@ def test_two_concurrent_restores_do_not_share_parts(
 
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
-    until(lambda: len(slow.given) > 4, what="the slow restore to have parts")
+    until(lambda: len(slow.given) > 4, what="the slow restore to have chunks")
     (partial,) = to.parent.iterdir()
     before = tree(partial)
     other = OddStore(tmp_path / "store")
@@ -331,17 +370,17 @@ def test_two_concurrent_restores_do_not_share_parts(
 
 @pytest.mark.fault("G12")
 @pytest.mark.parametrize("short_bytes", [0, 1])
-def test_space_is_needed_only_for_missing_parts(
+def test_space_is_needed_only_for_missing_chunks(
     store: FileStore, tmp_path: Path, to: Path, monkeypatch: pytest.MonkeyPatch, short_bytes: int
 ) -> None:
-    """With room for exactly the missing parts the restore resumes; with a byte less it fails first."""
+    """With room for exactly the missing chunks the restore resumes; with a byte less it fails first."""
     partial = cut_off(tmp_path, to, 6)
     here_bytes = sum(
         min(512 * path.stat().st_blocks, path.stat().st_size)
         for path in (partial / "files").rglob("*")
         if path.is_file()
     )
-    assert 5 * PART_SIZE_BYTES < here_bytes < TOTAL_BYTES
+    assert 5 * CHUNK_BYTES < here_bytes < TOTAL_BYTES
     space = SimpleNamespace(f_bavail=TOTAL_BYTES - here_bytes - short_bytes, f_frsize=1)
     monkeypatch.setattr(os, "fstatvfs", lambda _fd: space)
     if not short_bytes:
@@ -446,7 +485,7 @@ def cut_off_in(store: FileStore, to: Path) -> Path:
     stop = threading.Event()
 
     def enough(done_bytes: int, _total_bytes: int) -> None:
-        if done_bytes >= 3 * PART_SIZE_BYTES:
+        if done_bytes >= 3 * CHUNK_BYTES:
             stop.set()
 
     with pytest.raises(Stopped):
@@ -465,13 +504,13 @@ def cut_off_in(store: FileStore, to: Path) -> Path:
 
 @pytest.mark.fault("G11")
 def test_a_restore_from_each_backend_can_be_resumed(bare_store: ObjectStore, to: Path) -> None:
-    """Stopped after some parts and run again, it reuses them and returns the same bytes."""
+    """Stopped after some chunks and run again, it reuses them and returns the same bytes."""
     store = retrying(bare_store, budget_s=30)
     commit(store, NEW)
     stop = threading.Event()
 
     def enough(done_bytes: int, _total_bytes: int) -> None:
-        if done_bytes >= 3 * PART_SIZE_BYTES:
+        if done_bytes >= 3 * CHUNK_BYTES:
             stop.set()
 
     with pytest.raises(Stopped):
@@ -483,5 +522,5 @@ def test_a_restore_from_each_backend_can_be_resumed(bare_store: ObjectStore, to:
         )
     got = restore(store, KEYS, RestoreTarget(to))
     assert tree(to) == NEW
-    assert got.reused_bytes >= 2 * PART_SIZE_BYTES
+    assert got.reused_bytes >= 2 * CHUNK_BYTES
     assert verify(store, KEYS).defects == []

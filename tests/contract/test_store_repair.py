@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification and repair with every store: damaged and missing objects come back from a mirror."""
+"""Verification and repair with every store: damaged and missing chunks come back from a mirror."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ import random
 
 import pytest
 from swansongd.bucket.keys import RunKeys
-from swansongd.restore import repair as repairs
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.repair import repair
 from swansongd.restore.verify import verify
@@ -18,36 +17,31 @@ from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
 QUICK = ReadOptions(connections=2)
-PART_BYTES = 5 << 20
-"""The smallest part of S3."""
 
 
 @pytest.mark.fault("O80")
-@pytest.mark.parametrize("size_bytes", [5_000, PART_BYTES + 7], ids=["one-request", "parts"])
-def test_a_store_gets_its_objects_back(
-    bare_store: ObjectStore, size_bytes: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """One object with a flipped byte and one that is gone: both have the bytes of the mirror again."""
-    monkeypatch.setattr(repairs, "PUT_BYTES_MAX", PART_BYTES)
-    monkeypatch.setattr(repairs, "_PART_BYTES", PART_BYTES)
-    files = {name: random.Random(name).randbytes(size_bytes) for name in ("flipped", "gone")}
+@pytest.mark.parametrize("chunk_bytes", [5_000, 5 * 2**20 + 7])
+def test_a_store_gets_its_chunks_back(bare_store: ObjectStore, chunk_bytes: int) -> None:
+    """One with a flipped byte, a short one and one that is gone: all have the bytes of the mirror again."""
+    files = {
+        name: random.Random(name).randbytes(chunk_bytes) for name in ("flipped", "short", "gone")
+    }
     mirror = MemoryStore()
     for store in (bare_store, mirror):
-        commit(store, files, part_size_bytes=1000 if size_bytes < PART_BYTES else PART_BYTES // 4)
+        made = commit(store, files, chunk_bytes=chunk_bytes)
     assert verify(bare_store, KEYS).defects == []
-    flipped, gone = (
-        next(key for key in mirror.objects if KEYS.is_data(key) and key.endswith(name))
-        for name in ("flipped", "gone")
-    )
-    data = bytearray(mirror.objects[flipped])
+    flipped, short, gone = made.chunks
+    data = bytearray(mirror.objects[flipped.key])
     data[4] ^= 1
-    bare_store.put(flipped, bytes(data))
-    bare_store.delete(gone)
+    bare_store.put(flipped.key, bytes(data))
+    bare_store.put(short.key, mirror.objects[short.key][:-1])
+    bare_store.delete(gone.key)
 
     findings = verify(bare_store, KEYS)
-    assert {damaged.key for damaged in findings.damaged} == {flipped, gone}
+    assert set(findings.damaged) == set(made.chunks)
+    assert f"has an object of {chunk_bytes - 1} bytes" in findings.damaged[short]
     outcomes = repair(bare_store, KEYS, findings.damaged, options=QUICK, mirror=mirror)
-    assert [outcome.problem for outcome in outcomes] == ["", ""]
+    assert [outcome.problem for outcome in outcomes] == ["", "", ""]
     assert verify(bare_store, KEYS).defects == []
-    for key in (flipped, gone):
-        assert bare_store.get(key) == mirror.objects[key]
+    for chunk in made.chunks:
+        assert bare_store.get(chunk.key) == mirror.objects[chunk.key]

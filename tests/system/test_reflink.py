@@ -17,7 +17,7 @@ from tests.unit.restore import test_local_files
 from tests.unit.restore.test_local_files import Vm
 
 SIZE_BYTES = 16 << 20
-PART_SIZE_BYTES = 1 << 20
+CHUNK_BYTES = 1 << 20
 DISK_BYTES = 320 << 20
 """The smallest XFS has 300 MiB.  The file behind it is sparse."""
 
@@ -61,7 +61,7 @@ def test_a_local_file_costs_no_second_copy(xfs: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(test_local_files, "FILES", files)
     vm = Vm(xfs)
     ref = committed.commit(
-        vm.store, vm.content, step=100, upload_nonce="a100", part_size_bytes=PART_SIZE_BYTES
+        vm.store, vm.content, step=100, nonce="a100", chunk_bytes=CHUNK_BYTES
     ).ref
     before = used_bytes(xfs)
     result = vm.fetch(ref)

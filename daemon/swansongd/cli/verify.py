@@ -14,8 +14,8 @@ from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import Progress
 from swansongd.config.values import InvalidValue, rate
 from swansongd.errors import CorruptError
-from swansongd.model import CommitRef
-from swansongd.restore.local_files import copies_in
+from swansongd.model import Chunk, CommitRef
+from swansongd.restore.local_files import sets_in
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.repair import RepairOutcome, repair, repair_manifests
 from swansongd.restore.verify import Defect, Findings, verify
@@ -27,7 +27,7 @@ EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",
     "Verify one commit before restoring it.": "swansong verify --step 12000",
     "Read a random twentieth of the bytes, slowly.": "swansong verify --sample 5% --rate 50MB/s",
-    "Rebuild damaged objects from intact copies.": "swansong verify --repair",
+    "Replace damaged objects by intact copies.": "swansong verify --repair",
     "Verify another run and print the findings as JSON.": "swansong verify --run other-run --json",
 }
 
@@ -55,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="rebuild damaged and missing objects from intact copies, and replace them",
+        help="replace damaged and missing objects by intact copies",
     )
     add_quiet(parser)
     add_json(parser)
@@ -106,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
             )
         if args.repair and findings.damaged:
             with (
-                copies_in(here.config.staging.path / run_name) as local,
+                sets_in(here.config.staging.path / run_name) as local,
                 Progress("repair", is_quiet=is_quiet) as progress,
             ):
                 outcomes += repair(
@@ -139,8 +139,8 @@ def run(args: argparse.Namespace) -> int:
 
 def remaining(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> list[Defect]:
     """The defects that the repair did not remove."""
-    whole = {outcome.key for outcome in outcomes if not outcome.problem}
-    return [defect for defect in defects if not defect.keys or not defect.keys <= whole]
+    whole = {Chunk(outcome.key, outcome.size_bytes) for outcome in outcomes if not outcome.problem}
+    return [defect for defect in defects if not defect.chunks or not defect.chunks <= whole]
 
 
 def _print(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> None:
@@ -151,11 +151,8 @@ def _print(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> None
                 f"not repaired: {printable(outcome.key)}: {printable(outcome.problem)}; of {names}"
             )
         else:
-            origins = ", ".join(
-                f"{human_bytes(size_bytes)} from {_ORIGINS[origin]}"
-                for origin, size_bytes in sorted(outcome.copied_bytes.items())
-            )
-            print(f"repaired: {printable(outcome.key)}: {origins}")
+            size = human_bytes(outcome.size_bytes)
+            print(f"repaired: {printable(outcome.key)}: {size} from {_ORIGINS[outcome.origin]}")
     for defect in defects:
         print(f"{defect.ref}: {printable(defect.problem)}")
 
@@ -182,7 +179,7 @@ def _report(
                 "size_bytes": outcome.size_bytes,
                 "repaired": not outcome.problem,
                 "problem": outcome.problem or None,
-                "bytes_from": dict(outcome.copied_bytes),
+                "origin": outcome.origin or None,
                 "commits": [_place(ref) for ref in outcome.commits],
             }
             for outcome in outcomes

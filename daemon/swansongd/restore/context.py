@@ -11,7 +11,6 @@ from dataclasses import dataclass, field
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event
 from swansongd.core.state import State
-from swansongd.model import StagedFile, StoredShard
 from swansongd.staging.prepare import RunDirectory
 from swansongd.stores.base import ObjectStore
 
@@ -37,8 +36,4 @@ class RestoreContext:
     """Returns why no generation can be claimed before an operator acts; empty: a claim may succeed."""
     rescan: Callable[[], None] | None = field(default=None, kw_only=True)
     """Requests a scan of staging; None: a choice uses the last scan."""
-    shard_of: Callable[[StagedFile], StoredShard | None] = field(
-        default=lambda _file: None, kw_only=True
-    )
-    """Returns the shard with the bytes of a file in staging; None if it is unknown."""
     monotonic: Callable[[], float] = field(default=time.monotonic, kw_only=True)

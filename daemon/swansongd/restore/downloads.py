@@ -3,7 +3,7 @@
 
 One download runs at a time, in the thread of the asker that began it.  The prefetch and the restore queries
 of trainers are such askers.  An asker that wants the same commit joins the download in progress.  One that
-wants another commit cancels a prefetch; the parts that were fetched stay on the disk.
+wants another commit cancels a prefetch; the chunks that were fetched stay on the disk.
 
 Downloads go to a directory that only the daemon can write, so trainers can neither redirect them nor change
 verified bytes.
@@ -62,9 +62,9 @@ class Downloads:
         self._context = context
         self._run = context.run
         self._stop = context.stop
-        self._local = LocalFiles(context.run, context.state, context.shard_of)
+        self._local = LocalFiles(context.run, context.state)
         self.from_mirror = 0
-        """Manifests and shards that the mirror had, and the store did not."""
+        """Manifests and files with bytes that the mirror had, and the store did not."""
         self._changed = threading.Condition()
         self._running: Download | None = None
         self._last: Download | None = None
@@ -123,7 +123,7 @@ class Downloads:
                 return
             name = None if self._last is None else self._last.name
             self._last = None
-            # A new download must wait: it would continue the parts that are deleted here.
+            # A new download must wait: it would reuse the chunks that are deleted here.
             self._running = Download(wish=Wish(ref=None), is_asked=True, is_cancelled=True)
         try:
             parent_fd = _opened_restored(self._run)
@@ -153,7 +153,7 @@ class Downloads:
                 if not running.is_asked and not wish.is_prefetch:
                     is_other = last is not None and running.base is not last
                     if is_other or not running.serves(wish) or running.exceeds(wish):
-                        running.cancel()  # its parts stay
+                        running.cancel()  # its chunks stay
                     elif running.shards:
                         running.is_asked = True
                 self._changed.wait(_LOOK_INTERVAL_S)

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads shards over many connections, each byte once: hashed and written to its place as it arrives.
+"""Reads chunks over many connections, each byte once: hashed and written to its places as it arrives.
 
-The unit is the part.  A part that an interrupted restore already wrote is read back from the disk, which is
-cheaper than the network.  A part of a file that this machine has is copied.  All other parts are fetched.
+The unit is the whole chunk, because the digest in its name verifies nothing smaller.  A chunk that an
+interrupted restore already wrote is read back from the disk, which is cheaper than the network.  A chunk
+whose bytes are in files on this machine is copied.  All other chunks are fetched.
 """
 
 from __future__ import annotations
@@ -10,49 +11,48 @@ from __future__ import annotations
 import os
 import threading
 import time
-from bisect import bisect_right
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, closing, contextmanager
-from dataclasses import dataclass, field
-from itertools import accumulate
+from collections import Counter, deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from dataclasses import dataclass
+from functools import partial
 
+import structlog
 from blake3 import blake3
 
-from swansongd.bucket.keys import set_directory
-from swansongd.digests import part_count, part_digest
 from swansongd.errors import (
     CorruptError,
     NotFound,
     Permanent,
     StagingError,
     Stopped,
+    StoreError,
     Transient,
 )
-from swansongd.model import CommitRef, Extent, StoredObject, StoredShard
+from swansongd.model import Chunk, CommitRef, StoredShard
+from swansongd.restore.chunks import Place, cover, places_of
 from swansongd.restore.journal import Noted
-from swansongd.restore.runs import Range, Run, RunSink, joined
 from swansongd.restore.target import RestoredFile, RestoreTarget
 from swansongd.stores.base import WINDOW_BYTES, ObjectStore
 from swansongd.util.concurrency import SAMPLE_S, ConcurrencyLimit
-from swansongd.util.threads import Task, parallel
+from swansongd.util.threads import parallel
 
 Progress = Callable[[int, int], None]
 """Takes the bytes done and the total; called from any thread, one call at a time."""
 Verified = Callable[[str, RestoreTarget], None]
-"""Takes the path of a file that matches its digest, and the target that contains it."""
-Problems = dict[StoredShard, str]
-"""The defect of each damaged shard, in words."""
+"""Takes the path of a file whose chunks are verified, and the target that contains it."""
 
 OpenLocal = Callable[[], int]
 """Opens a file on this machine that may have the bytes of a shard; raises StagingError."""
 LocalSource = Callable[
-    [CommitRef, Mapping[int, StoredShard]], AbstractContextManager[Mapping[int, OpenLocal]]
+    [CommitRef, Sequence[StoredShard]], AbstractContextManager[Mapping[str, OpenLocal]]
 ]
-"""Finds such files for the shards of a commit, by their number, while the context is open."""
+"""Finds such files for the shards of a commit, by their path, while the context is open."""
 
-_Numbered = tuple[int, StoredShard]
-"""A shard with its number in the journal."""
+_ReadWindow = Callable[[memoryview, int], int]
+"""Reads from an offset of a file into a window; returns the number of bytes, 0 at the end or on an error."""
+_Write = Callable[[memoryview, int], int]
+"""Takes a window of a chunk and its offset; returns how many bytes to count as done."""
 
 CONNECTIONS = 16
 """Default limit of parallel connections."""
@@ -60,7 +60,9 @@ _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _SMALL_BYTES = 2**20
 _MISSING = "is missing from the store"
-_WRONG = "{} does not match its digest"
+_WRONG = "does not match its digest"
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,12 +70,12 @@ class ReadOptions:
     """Limits and callbacks of one pass over stored bytes.
 
     Args:
-        connections: limit of parts in flight.
+        connections: limit of chunks in flight.
         progress: called with the bytes done.
         stop: ends the pass with Stopped, within one window.
         local: finds files on this machine, which are copied instead of fetched.
         verified: called with each file that is complete in a target, before it is synced; from any thread.
-        found: called with the size of each part that was on this machine already, one call at a time.
+        found: called with the size of the bytes that were on this machine already, one call at a time.
     """
 
     connections: int = CONNECTIONS
@@ -86,177 +88,137 @@ class ReadOptions:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PassResult:
-    """The outcome of one pass."""
+    """The outcome of one pass.  Its sizes count the bytes of files."""
 
-    problems: Problems
     reused_bytes: int
     """Bytes that an interrupted restore had fetched already."""
     local_bytes: int
     """Bytes that were copied from files on this machine."""
+    from_mirror: Sequence[str]
+    """Paths of the files with bytes that the store has lost or damaged, and the mirror had."""
 
 
 @dataclass(frozen=True, slots=True)
 class Reader:
-    """Reads and checks shards.
+    """Reads and verifies chunks.
 
     Args:
         refused: makes the error for an object that the store refuses while it returns others, see
             :func:`swansongd.bucket.catalog.refused`; None: such an object ends the pass.
+        mirror: read for chunks that the store has lost or damaged.
     """
 
     store: ObjectStore
     options: ReadOptions
     refused: Callable[[str, Permanent], CorruptError] | None = None
+    mirror: ObjectStore | None = None
 
-    def check_sizes(self, shards: Sequence[StoredShard]) -> Problems:
-        """Compare the sizes of the stored objects with the manifest, without reading their bytes."""
-        objects = dict.fromkeys(e.object for shard in shards for e in shard.extents)
-        wrong = self.wrong_objects(list(objects))
-        problems: Problems = {}
-        for shard in shards:
-            why = next((wrong[e.object] for e in shard.extents if e.object in wrong), None)
-            if why is not None:
-                problems[shard] = f"{shard.path} {why}"
-        return problems
+    def check(self, chunks: Collection[Chunk]) -> dict[Chunk, str]:
+        """Read stored chunks; returns the defect of each one that is missing or does not match its name."""
+        defects: dict[Chunk, str] = {}
+        transfer = self._transfer(sum(chunk.size_bytes for chunk in chunks))
 
-    def wrong_objects(self, objects: Sequence[StoredObject]) -> dict[StoredObject, str]:
-        """The objects that are missing or have another size, each with its defect."""
-        # Objects of one flush have one prefix: one page of a listing covers a thousand of them.
-        beside: defaultdict[str, list[StoredObject]] = defaultdict(list)
-        for stored in objects:
-            beside[set_directory(stored.key)].append(stored)
-        wrong: dict[StoredObject, str] = {}
+        def one(chunk: Chunk) -> None:
+            with transfer.chunk() as may_begin:
+                if may_begin and (
+                    why := self.fetch(chunk, _ChunkSink(chunk, transfer, _count_all))
+                ):
+                    defects[chunk] = why
 
-        def check(prefix: str) -> None:
-            wrong.update(self._wrong_objects(prefix, beside[prefix]))
-
-        self._each(list(beside), check, threads=self.options.connections)
-        return wrong
-
-    def _wrong_objects(
-        self, prefix: str, wanted: Sequence[StoredObject]
-    ) -> dict[StoredObject, str]:
-        """The objects below a prefix that are missing or have another size, each with its defect."""
-        wrong: dict[StoredObject, str] = {}
-        names = {stored.key for stored in wanted}  # of any number of objects there
-        try:
-            listing = self.store.list(prefix)
-            sizes_bytes = {info.key: info.size_bytes for info in listing if info.key in names}
-        except Permanent as error:
-            why = f"cannot be read: {self._refused(f'the listing of {prefix}', error)}"
-            return dict.fromkeys(wanted, why)
-        is_one_missing = False
-        for stored in wanted:
-            size_bytes = sizes_bytes.get(stored.key)
-            if size_bytes is None and not is_one_missing:
-                # Some stores omit keys between two pages, so a HEAD decides.  One missing object makes
-                # the commit unusable: the others need no request then.
-                info = self.store.head(stored.key)
-                size_bytes = None if info is None else info.size_bytes
-                is_one_missing = info is None
-            if size_bytes is None:
-                wrong[stored] = _MISSING
-            elif size_bytes != stored.size_bytes:
-                wrong[stored] = (
-                    f"has an object of {size_bytes} bytes instead of {stored.size_bytes}"
-                )
-        return wrong
+        threads = min(self.options.connections, len(chunks))
+        parallel(chunks, one, threads=threads, stop=self.options.stop)
+        return defects
 
     def read(
         self,
-        shards: Mapping[int, StoredShard],
+        shards: Sequence[StoredShard],
         *,
-        target: RestoreTarget | None = None,
-        noted: Noted | None = None,
-        local: Mapping[int, OpenLocal] | None = None,
-        progress: Progress | None = None,
+        target: RestoreTarget,
+        noted: Noted = frozenset(),
+        local: Mapping[str, OpenLocal] | None = None,
     ) -> PassResult:
-        """Read all bytes of the shards, and compare their digests.
+        """Write the shards to the target, verified and recorded in its journal.
 
-        With a ``target`` the bytes are written there, recorded in its journal, and synced.  While the disk
-        syncs finished files, all connections fetch further ones.
+        While the disk syncs finished files, all connections fetch further ones.
 
         Args:
-            shards: by their number in the journal.
-            noted: parts that the journal of an interrupted restore names.
-            local: files on this machine that may have the bytes of a shard, by its number.
-            progress: called with the bytes done.
+            noted: chunks that the journal of an interrupted restore names.
+            local: files on this machine that may have the bytes of a shard, by its path.
+
+        Raises:
+            CorruptError: neither the store nor the mirror has an intact copy of a chunk.
+            StoreError: the store could not be read.
         """
-        total_bytes = sum(shard.size_bytes for shard in shards.values())
-        limit = ConcurrencyLimit(self.options.connections)
-        transfer = _Transfer(total_bytes, limit, progress, self.options.stop)
-        reading = _Reading(
-            self.store,
-            target,
-            noted or {},
-            transfer,
-            self._refused,
-            verified=self.options.verified,
-            found=self.options.found,
-        )
-        reading.local = local or {}
-        runs, alone = reading.planned(shards, self.options.connections)
-        states = [_Shard(number, shard) for number, shard in sorted(alone.items(), key=_place)]
-        parts = [(state, index) for state in states for index in range(state.parts_left)]
-        # The small files come first: a trainer reads the indexes before all others.
-        small = sum(s.parts_left for s in states if s.shard.size_bytes <= _SMALL_BYTES)
-        tasks: list[_Part | Run[_Numbered]] = [*parts[:small], *runs, *parts[small:]]
-        self._each(
-            tasks,
-            lambda task: reading.run(task) if isinstance(task, Run) else reading.part(*task),
-            threads=self.options.connections * (1 if target is None else _SYNCS),
-        )
+        # The small files come first: a trainer reads the indexes before all others.  A large file that
+        # starts last would leave other connections idle at the end.
+        ordered = sorted(shards, key=lambda s: (s.size_bytes > _SMALL_BYTES, -s.size_bytes))
+        places = places_of(ordered)
+        transfer = self._transfer(sum(shard.size_bytes for shard in shards))
+        reading = _Reading(self, transfer, places, target, noted=noted, local=dict(local or {}))
+        tasks: list[Callable[[], None]] = [
+            partial(reading.create, [shard.path for shard in ordered if not shard.extents])
+        ]
+        tasks += [partial(reading.chunk, chunk) for chunk in places]
+        threads = min(self.options.connections * _SYNCS, len(tasks))
+        parallel(tasks, lambda task: task(), threads=threads, stop=self.options.stop)
         return PassResult(
-            problems=reading.problems,
             reused_bytes=reading.reused_bytes,
             local_bytes=reading.local_bytes,
+            from_mirror=sorted(reading.from_mirror),
         )
 
-    def _refused(self, what: str, error: Permanent) -> str:
-        """The defect of one object that the store refuses; raises ``error`` if it refuses all objects."""
+    def _transfer(self, total_bytes: int) -> _Transfer:
+        limit = ConcurrencyLimit(self.options.connections)
+        return _Transfer(total_bytes, limit, self.options.progress, self.options.stop)
+
+    def fetch(self, chunk: Chunk, sink: _ChunkSink) -> str:
+        """Read a chunk from the store; returns its defect, which is empty if it matches its name."""
+        why = self._attempt(chunk, sink)
+        # The network or this VM's memory may have flipped a bit: a second read costs less than lost steps.
+        return self._attempt(chunk, sink) if why == _WRONG else why
+
+    def _attempt(self, chunk: Chunk, sink: _ChunkSink) -> str:
+        try:
+            self.store.get_range(chunk.key, 0, chunk.size_bytes, sink)
+        except NotFound:
+            why = _MISSING
+        except Permanent as error:
+            why = self._why_refused(chunk, error)
+        else:
+            why = "" if sink.is_intact() else _WRONG
+        if why:
+            sink.rewind()
+        return why
+
+    def _why_refused(self, chunk: Chunk, error: Permanent) -> str:
+        """The defect of a chunk that cannot be read; raises ``error`` if the store refuses all objects."""
+        try:
+            info = self.store.head(chunk.key)
+        except Permanent:
+            info = None
+        if info is not None and info.size_bytes != chunk.size_bytes:
+            return f"has an object of {info.size_bytes} bytes instead of {chunk.size_bytes}"
         if self.refused is None:
             raise error
-        return self.refused(what, error).line()
+        self.refused(chunk.key, error)
+        return f"cannot be read: {error}"
 
-    def _each(
-        self, tasks: Sequence[Task], function: Callable[[Task], None], *, threads: int
-    ) -> None:
-        parallel(tasks, function, threads=min(threads, len(tasks)), stop=self.options.stop)
-
-
-@dataclass(slots=True)
-class _Shard:
-    """A shard that is being read."""
-
-    number: int
-    shard: StoredShard
-    parts_left: int = field(init=False)
-    starts: tuple[int, ...] = field(init=False)
-    """Offset of each extent within the shard."""
-
-    def __post_init__(self) -> None:
-        self.parts_left = part_count(self.shard.size_bytes, self.shard.part_size_bytes)
-        sizes = (extent.size_bytes for extent in self.shard.extents)
-        self.starts = tuple(accumulate(sizes, initial=0))[:-1]
-
-    def pieces(self, index: int) -> Iterator[Extent]:
-        """The bytes of a part, in order."""
-        offset, left_bytes = _span(self.shard, index)
-        place = bisect_right(self.starts, offset) - 1
-        while left_bytes:
-            extent = self.shard.extents[place]
-            skipped_bytes = offset - self.starts[place]
-            size_bytes = min(left_bytes, extent.size_bytes - skipped_bytes)
-            yield Extent(extent.object, extent.offset_bytes + skipped_bytes, size_bytes)
-            offset, left_bytes, place = offset + size_bytes, left_bytes - size_bytes, place + 1
-
-
-_Part = tuple[_Shard, int]
-"""A shard, and the index of one of its parts."""
+    def fetch_from_mirror(self, chunk: Chunk, sink: _ChunkSink) -> bool:
+        """Read a chunk from the mirror; False if the mirror has no intact copy, or fails."""
+        if self.mirror is None:
+            return False
+        try:
+            self.mirror.get_range(chunk.key, 0, chunk.size_bytes, sink)
+        except StoreError as error:
+            _log.warning("mirror_not_read", key=chunk.key, reason=error.line())
+        if sink.is_intact():
+            return True
+        sink.rewind()
+        return False
 
 
 class _Transfer:
-    """State that all connections of one pass share: bytes done, parts in flight, the stop."""
+    """State that all connections of one pass share: bytes done, chunks in flight, the stop."""
 
     def __init__(
         self,
@@ -272,14 +234,18 @@ class _Transfer:
         self._cpus = len(os.sched_getaffinity(0))
         self._lock = threading.Lock()
         self._waiting: deque[threading.Condition] = deque()
-        """Threads with a part, in order: else a shard would wait for one of its parts until the end."""
+        """Threads with a chunk, in order: else a shard would wait for one of its chunks until the end."""
         self._in_flight = 0
         self._done_bytes = 0
         self._next_sample_mono_s = 0.0
+        self._has_failed = False
 
     @contextmanager
-    def part(self) -> Iterator[None]:
-        """Block until the limit admits one more part, in the order of the calls; raises Stopped."""
+    def chunk(self) -> Iterator[bool]:
+        """Block until the limit admits one more chunk, in the order of the calls; raises Stopped.
+
+        Yields False after an error in such a context: the pass ends, and no further request may be sent.
+        """
         with self._lock:
             turn = threading.Condition(self._lock)
             self._waiting.append(turn)
@@ -291,7 +257,10 @@ class _Transfer:
             self._wake_next()
         try:
             self._end_if_stopped()
-            yield
+            yield not self._has_failed
+        except BaseException:
+            self._has_failed = True
+            raise
         finally:
             with self._lock:
                 self._in_flight -= 1
@@ -336,283 +305,250 @@ class _Transfer:
             raise Stopped("stopped before it was done")
 
 
-class _PartSink:
-    """Takes the bytes of one part: hashes them, and writes them to their place."""
+def _count_all(window: memoryview, _at_bytes: int) -> int:
+    return window.nbytes
 
-    def __init__(
-        self,
-        offset: int,
-        size_bytes: int,
-        write: Callable[[memoryview, int], None],
-        transfer: _Transfer,
-    ) -> None:
-        self._offset = offset
-        self._size_bytes = size_bytes
-        self._write = write
+
+class _ChunkSink:
+    """Takes the bytes of one chunk from the first to the last: hashes them, and passes them on."""
+
+    def __init__(self, chunk: Chunk, transfer: _Transfer, write: _Write) -> None:
+        self._chunk = chunk
         self._transfer = transfer
-        self._hash = blake3()
-        self._done_bytes = 0
-        self.begin_piece()
-
-    def begin_piece(self) -> None:
-        """The next bytes are from another request, which may be repeated alone."""
-        self._hash_before = self._hash.copy()
-        self._done_before_bytes = self._done_bytes
+        self._write = write
+        self._counted_bytes = 0
+        self.rewind()
 
     def rewind(self) -> None:
-        self._transfer.subtract(self._done_bytes - self._done_before_bytes)
-        self._hash = self._hash_before.copy()
-        self._done_bytes = self._done_before_bytes
+        self._transfer.subtract(self._counted_bytes)
+        self._hash = blake3()
+        self._done_bytes = self._counted_bytes = 0
 
     def write(self, window: memoryview) -> None:
-        if self._done_bytes + window.nbytes > self._size_bytes:
+        if self._done_bytes + window.nbytes > self._chunk.size_bytes:
             raise Transient("the store sent more bytes than the requested range has")
         self._hash.update(window)
-        self._write(window, self._offset + self._done_bytes)
+        counted_bytes = self._write(window, self._done_bytes)
         self._done_bytes += window.nbytes
-        self._transfer.add(window.nbytes)
+        self._counted_bytes += counted_bytes
+        self._transfer.add(counted_bytes)
 
-    def digest(self) -> bytes:
-        return self._hash.digest()
+    def is_intact(self) -> bool:
+        """Whether all bytes have arrived, and match the name of the chunk."""
+        is_whole = self._done_bytes == self._chunk.size_bytes
+        return is_whole and self._hash.digest() == self._chunk.digest
+
+
+class _Writer:
+    """Writes the windows of a chunk to all of its places.  One file is open at a time."""
+
+    def __init__(self, target: RestoreTarget, places: Collection[Place]) -> None:
+        self._target = target
+        self._places = sorted(places, key=lambda place: place.at_bytes)
+        self._stack = ExitStack()
+        self._path = ""
+        self._file: RestoredFile | None = None
+
+    def close(self) -> None:
+        self._stack.close()
+
+    def write(self, window: memoryview, at_bytes: int) -> int:
+        """Write the next window; one at offset 0 starts again.  Returns the number of bytes in files."""
+        if not at_bytes:
+            self._next, self._begun = 0, list[Place]()
+        end_bytes = at_bytes + window.nbytes
+        while self._next < len(self._places) and self._places[self._next].at_bytes < end_bytes:
+            self._begun.append(self._places[self._next])
+            self._next += 1
+        written_bytes = 0
+        for place in self._begun:
+            start, end = max(at_bytes, place.at_bytes), min(end_bytes, place.end_bytes)
+            offset = place.offset_bytes + start - place.at_bytes
+            self._opened(place.path).write(window[start - at_bytes : end - at_bytes], offset)
+            written_bytes += end - start
+        self._begun = [place for place in self._begun if place.end_bytes > end_bytes]
+        return written_bytes
+
+    def _opened(self, path: str) -> RestoredFile:
+        if self._file is None or path != self._path:
+            self._stack.close()
+            self._file = self._stack.enter_context(self._target.file(path))
+            self._path = path
+        return self._file
 
 
 class _Reading:
-    """One pass over some shards."""
+    """One pass over the chunks of some shards."""
 
     def __init__(
         self,
-        store: ObjectStore,
-        target: RestoreTarget | None,
-        noted: Noted,
+        reader: Reader,
         transfer: _Transfer,
-        refused: Callable[[str, Permanent], str],
+        places: Mapping[Chunk, Sequence[Place]],
+        target: RestoreTarget,
         *,
-        verified: Verified | None,
-        found: Callable[[int], None] | None,
+        noted: Noted,
+        local: dict[str, OpenLocal],
     ) -> None:
-        self.problems: Problems = {}
         self.reused_bytes = 0
         self.local_bytes = 0
-        self.local: Mapping[int, OpenLocal] = {}
-        self._verified = verified
-        self._found = found or (lambda _size_bytes: None)
-        self._store = store
+        self.from_mirror: set[str] = set()
+        self._reader = reader
+        self._transfer = transfer
+        self._places = places
         self._target = target
         self._noted = noted
-        self._transfer = transfer
-        self._refused = refused
+        self._local = local
+        self._found = reader.options.found or (lambda _size_bytes: None)
+        self._verified = reader.options.verified or (lambda _path, _target: None)
         self._lock = threading.Lock()
-        self._has_failed = False
-        """Set by the first error: threads that wait for a connection then send no further request."""
-
-    def planned(
-        self, shards: Mapping[int, StoredShard], connections: int
-    ) -> tuple[list[Run[_Numbered]], dict[int, StoredShard]]:
-        """The runs to fetch, and the shards that are read each by itself."""
-        together = {
-            number: shard
-            for number, shard in shards.items()
-            if _shares_object(shard) and number not in self.local and (number, 0) not in self._noted
-        }
-        ranges = (
-            Range(extent.object.key, extent.offset_bytes, extent.size_bytes, (number, shard))
-            for number, shard in together.items()
-            for extent in shard.extents
+        self._chunks_left = Counter(
+            path for each in places.values() for path in {place.path for place in each}
         )
-        alone = {number: shard for number, shard in shards.items() if number not in together}
-        return joined(ranges, connections=connections), alone
 
-    def run(self, run: Run[_Numbered]) -> None:
-        """Fetch the shards of a run in one request."""
-        sink = RunSink(
-            run,
-            None if self._target is None else self._opened,
-            moved=self._transfer.add,
-            taken_back=self._transfer.subtract,
-        )
-        shards = [each.item for each in run.ranges]
-        try:
-            with self._in_flight(), closing(sink):
-                if self._has_failed:
-                    return
-                self._store.get_range(run.key, run.offset_bytes, run.size_bytes, sink)
-        except NotFound:
-            self.problems.update({shard: f"{shard.path} {_MISSING}" for _, shard in shards})
-            return
-        except Permanent as error:
-            why = self._refused(run.key, error)
-            self.problems.update(dict.fromkeys((shard for _, shard in shards), why))
-            return
-        good = {}
-        for (number, shard), digest in zip(shards, sink.digests, strict=True):
-            if digest == shard.part_digests:
-                good[number] = shard
-            else:
-                self.problems[shard] = _WRONG.format(shard.path)
-        if self._target is not None:
-            self._target.note_whole({number: good[number].part_digests for number in good})
-            if self._verified is not None:
-                for shard in good.values():
-                    self._verified(shard.path, self._target)
+    def create(self, paths: Sequence[str]) -> None:
+        """Create empty files."""
+        for path in paths:
+            with self._target.file(path):
+                self._transfer.add(0)
+        self._complete(paths, is_shared=len(paths) > 1)
 
-    def _opened(self, numbered: _Numbered) -> AbstractContextManager[RestoredFile]:
-        assert self._target is not None
-        return self._target.file(numbered[1].path)
-
-    @contextmanager
-    def _in_flight(self) -> Iterator[None]:
-        """Hold a connection; after an error that ends the pass, no other thread gets one."""
-        with self._transfer.part():
-            try:
-                yield
-            except (NotFound, Permanent):
-                raise
-            except BaseException:
-                self._has_failed = True
-                raise
-
-    def part(self, state: _Shard, index: int) -> None:
-        """Read one part; the last part of a shard also compares the digest of the shard."""
-        shard = state.shard
-        if self._target is None:
-            self._read(state, index, None)
-            return
-        with self._target.file(shard.path) as file:
-            if self._read(state, index, file):
-                if self._verified is not None:
-                    self._verified(shard.path, self._target)
-                file.sync()
-
-    def _read(self, state: _Shard, index: int, file: RestoredFile | None) -> bool:
-        """Read one part; True if the shard is now complete and matches its digest."""
-        shard = state.shard
-        try:
-            with self._in_flight():
-                if shard in self.problems or self._has_failed:
-                    return False
-                if file is None:
-                    digest = self._fetched(state, index, lambda _window, _offset: None)
-                else:
-                    digest = self._placed(state, index, file)
-        except NotFound:
-            self.problems[shard] = f"{shard.path} {_MISSING}"
-            return False
-        except Permanent as error:
-            self.problems[shard] = self._refused(shard.path, error)
-            return False
-        if digest != part_digest(shard.part_digests, index):
-            self.problems[shard] = _WRONG.format(shard.path)
-            return False
+    def chunk(self, chunk: Chunk) -> None:
+        """Bring a chunk to its places; the last chunk of a file completes the file."""
+        places = self._places[chunk]
+        with self._transfer.chunk() as may_begin:
+            if not may_begin:
+                return
+            if not self._is_in_target(chunk, places):
+                if not self._is_copied(chunk, places):
+                    self._fetch(chunk, places)
+                self._target.note(chunk)
+        paths = list(dict.fromkeys(place.path for place in places))
         with self._lock:
-            state.parts_left -= 1
-            return not state.parts_left
+            self._chunks_left.subtract(paths)
+            complete = [path for path in paths if not self._chunks_left[path]]
+        self._complete(complete, is_shared=len(paths) > 1)
 
-    def _placed(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
-        """Bring the part into its file and into the journal; returns its digest."""
-        expected = part_digest(state.shard.part_digests, index)
-        size_bytes = _span(state.shard, index)[1]
-        is_noted = self._noted.get((state.number, index)) == expected
-        if is_noted and _read_back(file, state.shard, index) == expected:
+    def _complete(self, paths: Sequence[str], *, is_shared: bool) -> None:
+        """Pass complete files on, and sync them: those that share a chunk when the target is published."""
+        for path in paths:
+            self._verified(path, self._target)
+            if not is_shared:
+                with self._target.file(path) as file:
+                    file.sync()
+        if paths and is_shared:
+            self._target.sync_at_publish()
+
+    def _is_in_target(self, chunk: Chunk, places: Sequence[Place]) -> bool:
+        """Whether an interrupted restore has written the chunk to all of its places."""
+        ranges = cover(chunk, places)
+        if chunk not in self._noted or not ranges or _size(places) != chunk.size_bytes:
+            return False
+        is_intact = self._is_read(ranges, self._of_target, self._hashing(chunk))
+        if is_intact:
             with self._lock:
-                self.reused_bytes += size_bytes
-                self._found(size_bytes)
-            self._transfer.add(size_bytes)
-            return expected
-        if self._copied(state, index, file) == expected:
-            with self._lock:
-                self.local_bytes += size_bytes
-                self._found(size_bytes)
-            self._transfer.add(size_bytes)
-            digest = expected
+                self.reused_bytes += chunk.size_bytes
+                self._found(chunk.size_bytes)
+        return is_intact
+
+    def _is_copied(self, chunk: Chunk, places: Sequence[Place]) -> bool:
+        """Whether files on this machine had the bytes.  A file with other bytes is not tried again."""
+        ranges = cover(chunk, [place for place in places if place.path in self._local])
+        if not ranges:
+            return False
+        if len(places) == 1 and self._is_cloned(places[0]):
+            is_intact = self._is_read(ranges, self._of_target, self._hashing(chunk))
         else:
-            digest = self._fetched(state, index, file.write)
-        if digest == expected:
-            assert self._target is not None
-            self._target.note(state.number, index, digest)
-        return digest
+            with closing(_Writer(self._target, places)) as writer:
+                sink = _ChunkSink(chunk, self._transfer, writer.write)
+                is_intact = self._is_read(ranges, self._of_local, sink)
+        if is_intact:
+            with self._lock:
+                self.local_bytes += _size(places)
+                self._found(_size(places))
+        else:
+            for each in ranges:
+                self._local.pop(each.path, None)
+        return is_intact
 
-    def _copied(self, state: _Shard, index: int, file: RestoredFile) -> bytes:
-        """Copy the part from a file on this machine; returns its digest, or nothing without such a file."""
-        opening = self.local.get(state.number)
+    def _is_cloned(self, place: Place) -> bool:
+        opening = self._local.get(place.path)
         if opening is None:
-            return b""
+            return False  # another thread has found other bytes
         try:
             fd = opening()
         except StagingError:
-            return b""  # removed or changed since it was found
+            return False  # removed or changed since it was found
         try:
-            offset, size_bytes = _span(state.shard, index)
-            if file.clone(fd, offset, size_bytes):
-                return _read_back(file, state.shard, index)
-            return _copy(fd, file, offset, size_bytes)
+            with self._target.file(place.path) as file:
+                return file.clone(fd, place.offset_bytes, place.size_bytes)
         finally:
             os.close(fd)
 
-    def _fetched(
-        self, state: _Shard, index: int, write: Callable[[memoryview, int], None]
-    ) -> bytes:
-        offset, size_bytes = _span(state.shard, index)
-        sink = _PartSink(offset, size_bytes, write, self._transfer)
-        for piece in state.pieces(index):
-            sink.begin_piece()
-            self._store.get_range(piece.object.key, piece.offset_bytes, piece.size_bytes, sink)
-        return sink.digest()
+    def _fetch(self, chunk: Chunk, places: Sequence[Place]) -> None:
+        with closing(_Writer(self._target, places)) as writer:
+            sink = _ChunkSink(chunk, self._transfer, writer.write)
+            why = self._reader.fetch(chunk, sink)
+            if why:
+                path = places[0].path
+                if not self._reader.fetch_from_mirror(chunk, sink):
+                    raise CorruptError(f"{path} {why}")
+                _log.warning("read_from_mirror", what=path, key=chunk.key, reason=why)
+                with self._lock:
+                    self.from_mirror.update(place.path for place in places)
 
+    def _hashing(self, chunk: Chunk) -> _ChunkSink:
+        return _ChunkSink(chunk, self._transfer, _count_all)
 
-def _place(numbered: tuple[int, StoredShard]) -> tuple[bool, int]:
-    """The place of a shard in the order of a pass: small ones, then the largest.
+    def _is_read(
+        self,
+        ranges: Sequence[Place],
+        opened: Callable[[str], AbstractContextManager[_ReadWindow]],
+        sink: _ChunkSink,
+    ) -> bool:
+        """Pass the bytes of these ranges of files to the sink; returns whether they are the chunk."""
+        buffer = memoryview(bytearray(min(_size(ranges), WINDOW_BYTES)))
+        for each in ranges:
+            with opened(each.path) as read:
+                done_bytes = 0
+                while done_bytes < each.size_bytes:
+                    window = buffer[: each.size_bytes - done_bytes]
+                    count = read(window, each.offset_bytes + done_bytes)
+                    if not count:
+                        sink.rewind()
+                        return False
+                    sink.write(window[:count])
+                    done_bytes += count
+        if sink.is_intact():
+            return True
+        sink.rewind()
+        return False
 
-    A large shard that begins last would leave other connections idle at the end.
-    """
-    size_bytes = numbered[1].size_bytes
-    return size_bytes > _SMALL_BYTES, -size_bytes
+    @contextmanager
+    def _of_target(self, path: str) -> Iterator[_ReadWindow]:
+        with self._target.file(path) as file:
+            yield file.read_into
 
-
-def _shares_object(shard: StoredShard) -> bool:
-    """Whether the shard is one part in an object with further bytes: one request may fetch its neighbours."""
-    return (
-        len(shard.extents) == 1
-        and shard.size_bytes <= shard.part_size_bytes
-        and shard.size_bytes < shard.extents[0].object.size_bytes
-    )
-
-
-def _span(shard: StoredShard, index: int) -> tuple[int, int]:
-    """Offset and size of a part."""
-    offset = index * shard.part_size_bytes
-    return offset, min(shard.part_size_bytes, shard.size_bytes - offset)
-
-
-def _read_back(file: RestoredFile, shard: StoredShard, index: int) -> bytes:
-    """Digest of the bytes in the file at the place of the part; empty if they cannot be read."""
-    offset, size_bytes = _span(shard, index)
-    return _hashed(file.read_into, offset, size_bytes)
-
-
-def _copy(fd: int, file: RestoredFile, offset: int, size_bytes: int) -> bytes:
-    """Copy a range to the same place of the file; returns its digest, or nothing if it cannot be read."""
-
-    def copy(window: memoryview, at: int) -> int:
+    @contextmanager
+    def _of_local(self, path: str) -> Iterator[_ReadWindow]:
+        opening = self._local.get(path)
         try:
-            count = os.preadv(fd, [window], at)
-        except OSError:
-            return 0
-        file.write(window[:count], at)
-        return count
+            fd = -1 if opening is None else opening()
+        except StagingError:
+            fd = -1  # removed or changed since it was found: no byte can be read
+        try:
+            yield partial(_read_window, fd)
+        finally:
+            if fd >= 0:
+                os.close(fd)
 
-    return _hashed(copy, offset, size_bytes)
+
+def _size(places: Sequence[Place]) -> int:
+    return sum(place.size_bytes for place in places)
 
 
-def _hashed(read: Callable[[memoryview, int], int], offset: int, size_bytes: int) -> bytes:
-    """Digest of a range that ``read`` returns window by window; empty if it ends early."""
-    seen = blake3()
-    buffer = memoryview(bytearray(min(size_bytes, WINDOW_BYTES)))
-    done_bytes = 0
-    while done_bytes < size_bytes:
-        window = buffer[: size_bytes - done_bytes]
-        count = read(window, offset + done_bytes)
-        if not count:
-            return b""
-        seen.update(window[:count])
-        done_bytes += count
-    return seen.digest()
+def _read_window(fd: int, window: memoryview, offset: int) -> int:
+    try:
+        return os.preadv(fd, [window], offset)
+    except OSError:
+        return 0

@@ -3,8 +3,8 @@
 
 Restore skips a damaged commit, reports the reason, and takes the next older one.  It treats as damaged:
 
-- a commit whose shards or manifests do not match their digests;
-- a commit whose manifests are larger, name more parts, or cost more processor time than a real one can;
+- a commit with a chunk that is missing or does not match its name, or with a damaged manifest;
+- a commit whose manifests are larger, or cost more processor time, than a real one can;
 - a commit with an object that the store refuses while it returns others.
 
 A slow download is not damage.  A failing store, an unknown object among the commits, and an unusable target
@@ -20,20 +20,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
+import structlog
+
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest, check_paths
-from swansongd.errors import CorruptError, NothingToRestore, Permanent
+from swansongd.errors import CorruptError, NothingToRestore, StoreError
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
-from swansongd.restore.fallback import Fallback
-from swansongd.restore.journal import Noted, identity_of
-from swansongd.restore.reader import OpenLocal, PassResult, Problems, Reader, ReadOptions
+from swansongd.restore.journal import identity_of
+from swansongd.restore.reader import Reader, ReadOptions
 from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectStore
 
 _REASONS_MAX = 10
 """Skipped commits that an error message names."""
+
+_log = structlog.get_logger(__name__)
 
 Skipped = Callable[[CommitRef, str], None]
 """Takes a commit that was skipped, and the reason."""
@@ -59,7 +62,7 @@ class Selection:
         near: a generation near that of the commit; 0 if it is unknown.
         wanted: only commits that it accepts; the others are passed over silently.
         skipped: called for each damaged commit.
-        files: only shards that it accepts are fetched; the sizes of all stored objects are compared.
+        files: only shards that it accepts are fetched.
         chosen: called with each commit that is about to be fetched, and the shards that will be.
     """
 
@@ -89,7 +92,7 @@ class RestoreResult:
     skipped: tuple[tuple[CommitRef, str], ...]
     """Newer commits that are damaged, and the reasons."""
     from_mirror: tuple[str, ...] = ()
-    """Manifests and shards that the store has lost or damaged, and the mirror had."""
+    """Manifests, and files with bytes, that the store has lost or damaged and the mirror had."""
 
 
 def restore(
@@ -103,12 +106,12 @@ def restore(
 ) -> RestoreResult:
     """Restore the newest whole commit of the selection to the target.
 
-    The destination appears whole or not at all.  The store is only read.  Parts that an interrupted restore
+    The destination appears whole or not at all.  The store is only read.  Chunks that an interrupted restore
     of the same commit left beside the destination are reused.  A restore that ends with Stopped or with an
-    error of the store leaves its parts for the next one.
+    error of the store leaves its chunks for the next one.
 
     Args:
-        mirror: read for a manifest or a shard that is damaged or missing in the store.
+        mirror: read for a manifest or a chunk that is damaged or missing in the store.
 
     Raises:
         NothingToRestore: no commit of the selection is whole; names the reasons.
@@ -132,7 +135,7 @@ def restore(
                     target,
                     selection=selection,
                     options=options,
-                    fallback=Fallback(mirror, keys, options),
+                    mirror=mirror,
                 )
             except CorruptError as error:
                 skipped.append((commit.ref, error.line()))
@@ -158,49 +161,65 @@ def _restore_commit(
     *,
     selection: Selection,
     options: ReadOptions,
-    fallback: Fallback,
+    mirror: ObjectStore | None,
 ) -> RestoreResult | None:
     """Restore one commit; None if it is not wanted.
 
     Raises:
         CorruptError: the commit is incomplete or damaged.
     """
+    from_mirror: list[str] = []
     try:
         manifests = whole(store, keys, commit)
     except CorruptError as error:
-        manifests = fallback.manifests(commit, error)
+        manifests = _manifests_of_mirror(mirror, keys, commit, error)
+        from_mirror.append(f"manifest of {commit.ref}")
     if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
     shards = merged(manifests)
-    numbered = {
-        number: shard
-        for number, shard in enumerate(shards)
-        if selection.files is None or selection.files(shard)
-    }
+    wanted = [shard for shard in shards if selection.files is None or selection.files(shard)]
     if selection.chosen is not None:
-        selection.chosen(commit.ref, list(numbered.values()))
-    reader = Reader(store, options, _refused(store, keys, commit))
-    problems = reader.check_sizes(shards)
-    absent = fallback.absent(problems)
-    if not absent:
-        _require_none(problems)
+        selection.chosen(commit.ref, wanted)
+    refused = partial(catalog.refused, store, keys, commit.ref.generation)
+    reader = Reader(store, options, refused, mirror)
     find_local = options.local or (lambda _ref, _shards: nullcontext({}))
-    with find_local(commit.ref, numbered) as local:
+    with find_local(commit.ref, wanted) as local:
         # The next checkpoints of this VM are as large as the largest share of a VM.
         set_bytes = max(manifest.size_bytes for manifest in manifests)
         identity = identity_of(keys.run, commit.ref, shards)
-        noted = target.begin(identity, shards, numbered, set_bytes=set_bytes)
-        done = _fetch(reader, numbered, target, noted, local, fallback=fallback, absent=absent)
+        noted = target.begin(identity, shards, wanted, set_bytes=set_bytes)
+        done = reader.read(wanted, target=target, noted=noted, local=local)
     target.publish()
     return RestoreResult(
         ref=commit.ref,
         path=target.destination,
-        size_bytes=sum(shard.size_bytes for shard in numbered.values()),
+        size_bytes=sum(shard.size_bytes for shard in wanted),
         reused_bytes=done.reused_bytes,
         local_bytes=done.local_bytes,
         skipped=(),
-        from_mirror=tuple(fallback.used),
+        from_mirror=(*from_mirror, *done.from_mirror),
     )
+
+
+def _manifests_of_mirror(
+    mirror: ObjectStore | None, keys: RunKeys, commit: Commit, error: CorruptError
+) -> tuple[Manifest, ...]:
+    """The manifests of a complete commit that cannot be read from the store.
+
+    The listing of the store alone decides which commits exist, so a deleted commit stays deleted.
+
+    Raises:
+        CorruptError: ``error``, the defect in the store: the mirror has no intact copy, or fails.
+    """
+    if mirror is None or not commit.is_complete:
+        raise error
+    try:
+        manifests = catalog.load(mirror, keys, commit)
+    except (CorruptError, StoreError) as reason:
+        _log.warning("mirror_not_read", commit=str(commit.ref), reason=reason.line())
+        raise error from None
+    _log.warning("read_from_mirror", what=f"manifest of {commit.ref}", reason=error.line())
+    return manifests
 
 
 # ---------------------------------------------------------------- commits
@@ -224,12 +243,6 @@ def nothing_found(
         is_fresh=is_fresh,
         is_damaged=True,
     )
-
-
-def _refused(
-    store: ObjectStore, keys: RunKeys, commit: Commit
-) -> Callable[[str, Permanent], CorruptError]:
-    return partial(catalog.refused, store, keys, commit.ref.generation)
 
 
 def whole(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:
@@ -258,50 +271,14 @@ def merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
     by_path: dict[str, StoredShard] = {}
     for shard in itertools.chain.from_iterable(manifest.shards for manifest in manifests):
         other = by_path.setdefault(shard.path, shard)
-        if _bytes_of(other) != _bytes_of(shard):
+        if other is not shard and _bytes_of(other) != _bytes_of(shard):
             raise CorruptError(f"two nodes have different files called {shard.path}")
     check_paths(list(by_path))
     return list(by_path.values())
 
 
-def _bytes_of(shard: StoredShard) -> tuple[int, int, bytes]:
-    return shard.size_bytes, shard.part_size_bytes, shard.part_digests
-
-
-def _fetch(
-    reader: Reader,
-    shards: Mapping[int, StoredShard],
-    target: RestoreTarget,
-    noted: Noted,
-    local: Mapping[int, OpenLocal],
-    *,
-    fallback: Fallback,
-    absent: frozenset[StoredShard],
-) -> PassResult:
-    """Write the shards to the target, verified and synced.
-
-    Args:
-        fallback: reads damaged shards, and those in ``absent``.
-        absent: shards that the store does not have.
-
-    Raises:
-        CorruptError: a shard is missing, or does not match its digest twice.
-    """
-    present = {number: shard for number, shard in shards.items() if shard not in absent}
-    first = reader.read(
-        present, target=target, noted=noted, local=local, progress=reader.options.progress
-    )
-    problems = first.problems
-    if problems:
-        # The network or this VM's memory may have flipped a bit; a second read costs less than lost steps.
-        again = {number: shard for number, shard in shards.items() if shard in problems}
-        problems = reader.read(again, target=target).problems
-    wanted = {n: shard for n, shard in shards.items() if shard in problems or shard in absent}
-    _require_none(fallback.read(wanted, target, problems, noted=noted, local=local))
-    return first
-
-
-def _require_none(problems: Problems) -> None:
-    if problems:
-        first, *others = problems.values()
-        raise CorruptError(f"{first} (and {len(others)} more)" if others else first)
+def _bytes_of(shard: StoredShard) -> tuple[int, list[tuple[bytes, int, int]]]:
+    """Equal for two shards only if they have equal bytes."""
+    extents = shard.extents
+    ranges = [(each.chunk.digest, each.offset_bytes, each.size_bytes) for each in extents]
+    return shard.size_bytes, ranges

@@ -5,7 +5,7 @@
 
     .NAME.partial-<nonce>/          mode 0700, locked by its restore
         files/                      renamed to NAME
-        journal                     the parts that are written; see journal.py
+        journal                     the chunks that are written; see journal.py
 
 Names are resolved one component at a time, relative to open directories, and links are never followed.  So a
 user who can write beside the destination cannot redirect the bytes.  An interrupted restore is continued
@@ -23,7 +23,7 @@ import secrets
 import stat
 import struct
 import threading
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -33,8 +33,9 @@ from typing import Self
 from swansong import openat
 
 from swansongd.errors import StagingError, Stopped, StoreError, SwansongError
-from swansongd.model import StoredShard
+from swansongd.model import Chunk, StoredShard
 from swansongd.restore import journal
+from swansongd.restore.chunks import chunks_of
 from swansongd.restore.journal import Noted
 
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -130,7 +131,7 @@ class RestoreTarget:
 
     A context manager.  On exit without :meth:`publish` it removes the partial directory, unless an error of
     the store, ``Stopped`` or a signal ended the restore.  The next restore of the same commit to the same
-    destination then reuses the parts.  :meth:`file` and :meth:`note` may be called from many threads.
+    destination then reuses the chunks.  :meth:`file` and :meth:`note` may be called from many threads.
 
     Args:
         destination: path of the directory; its parent must not be a link.
@@ -164,7 +165,9 @@ class RestoreTarget:
         self._files_fd = -1
         self._journal_fd = -1
         self._is_locked = False
-        self._has_parts = False
+        self._has_chunks = False
+        self._numbers: dict[Chunk, int] = {}
+        """Of the chunks in the journal."""
         self._is_synced = True
         """Whether each file was synced after its last write; else the file system is."""
         self._directories: set[tuple[str, ...]] = set()
@@ -224,10 +227,10 @@ class RestoreTarget:
         is_retryable = not isinstance(error, SwansongError) or isinstance(
             error, StoreError | Stopped
         )
-        if error is None or not (is_retryable and self._has_parts and self._is_locked):
+        if error is None or not (is_retryable and self._has_chunks and self._is_locked):
             self._discard()
         elif isinstance(error, SwansongError):
-            reuse = f"The fetched parts stay: the next restore to {self.destination} reuses them"
+            reuse = f"The fetched chunks stay: the next restore to {self.destination} reuses them"
             error.hint = f"{error.hint}. {reuse}" if error.hint else reuse
         self._close()
         self._close_parent()
@@ -236,7 +239,7 @@ class RestoreTarget:
         self,
         identity: str,
         shards: Sequence[StoredShard],
-        wanted: Mapping[int, StoredShard] | None = None,
+        wanted: Sequence[StoredShard] | None = None,
         *,
         set_bytes: int | None = None,
     ) -> Noted:
@@ -247,24 +250,25 @@ class RestoreTarget:
 
         Args:
             identity: of the restore, see :func:`journal.identity_of`.
-            shards: all shards of the commit, which the journal names by their number.
+            shards: all shards of the commit.
             wanted: those that are restored; None: all.
             set_bytes: size of one of the spare sets; None: as large as the wanted shards.
 
         Returns:
-            The parts that the journal names.  The caller must read them back and verify them.
+            The chunks that the journal names.  The caller must read them back and verify them.
         """
-        files = list(shards if wanted is None else wanted.values())
+        files = shards if wanted is None else wanted
+        chunks = chunks_of(shards)
+        self._numbers = {chunk: number for number, chunk in enumerate(chunks)}
         with self._errors():
             if self._parent_fd < 0:
                 os.makedirs(self.destination.parent, exist_ok=True)
                 self._parent_fd = openat.open_directory(self.destination.parent)
             self._discard()
-            noted = self._take_over(identity, shards)
-            if noted is None:
-                noted = {}
+            noted = self._take_over(identity, chunks)
+            if not noted:
                 self._create()
-            self._has_parts = bool(noted)
+            self._has_chunks = bool(noted)
             self._files_fd = self._open_or_make(self._partial_fd, _FILES, _WORKING_MODE)
             if noted:
                 self._remove_others({shard.path for shard in files})
@@ -297,24 +301,16 @@ class RestoreTarget:
         with self._errors():
             return os.dup(self._files_fd)
 
-    def note(self, shard_number: int, part_index: int, digest: bytes) -> None:
-        """Record that the bytes of this part are in their file."""
-        self._append(journal.line(shard_number, part_index, digest))
-
-    def note_whole(self, digests: Mapping[int, bytes]) -> None:
-        """Record that the bytes of these shards are in their files, which :meth:`publish` makes durable.
-
-        Args:
-            digests: of shards of one part, by their number.
-        """
-        self._is_synced = False
-        self._append(b"".join(journal.line(number, 0, digests[number]) for number in digests))
-
-    def _append(self, lines: bytes) -> None:
+    def note(self, chunk: Chunk) -> None:
+        """Record that the bytes of this chunk are in their files."""
         with self._errors():
             # In one write, so that threads do not mix lines; the reader skips a torn line.
-            os.write(self._journal_fd, lines)
-        self._has_parts = True
+            os.write(self._journal_fd, journal.line(self._numbers[chunk]))
+        self._has_chunks = True
+
+    def sync_at_publish(self) -> None:
+        """Some files are not synced: :meth:`publish` makes all of them durable."""
+        self._is_synced = False
 
     def publish(self) -> None:
         """Make all files durable, and rename the directory to the destination."""
@@ -365,12 +361,13 @@ class RestoreTarget:
 
     # ------------------------------------------------------------ the partial directory
 
-    def _take_over(self, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
+    def _take_over(self, identity: str, chunks: Sequence[Chunk]) -> Noted:
         """Open the partial directory of an interrupted restore with this identity; remove all others.
 
-        Directories of running restores and of other users stay untouched.
+        Directories of running restores and of other users stay untouched.  Returns the chunks in the journal;
+        none if there is no such directory.
         """
-        taken: Noted | None = None
+        taken: Noted = frozenset()
         for name in sorted(os.listdir(self._parent_fd)):
             match = _PARTIAL.fullmatch(name)
             if match is None or match[1] != self.destination.name:
@@ -378,7 +375,7 @@ class RestoreTarget:
             fd = self._locked(name)
             if fd is None:
                 continue
-            noted = _journal(fd, identity, shards) if taken is None else None
+            noted = None if taken else _journal(fd, identity, chunks)
             if noted:
                 taken = noted
                 self._name, self._partial_fd, self._is_locked = name, fd, True
@@ -461,7 +458,7 @@ class RestoreTarget:
             if fd >= 0:
                 os.close(fd)
         self._journal_fd = self._files_fd = self._partial_fd = -1
-        self._is_locked = self._has_parts = False
+        self._is_locked = self._has_chunks = False
         self._is_synced = True
         self._directories.clear()
 
@@ -561,17 +558,17 @@ def sync_file_system(fd: int) -> None:
         raise OSError(number, os.strerror(number))
 
 
-def _journal(fd: int, identity: str, shards: Sequence[StoredShard]) -> Noted | None:
+def _journal(fd: int, identity: str, chunks: Sequence[Chunk]) -> Noted | None:
     try:
         data = openat.read_file(
             _JOURNAL,
             dir_fd=fd,
-            max_bytes=journal.max_bytes(shards),
+            max_bytes=journal.max_bytes(chunks),
             owners={os.geteuid()},
         )
     except OSError:
         return None
-    return journal.parse(data, identity, shards)
+    return journal.parse(data, identity, chunks)
 
 
 def interrupted(parent_fd: int, prefix: str = "") -> str | None:

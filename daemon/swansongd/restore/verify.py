@@ -1,40 +1,32 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Compares stored bytes with the manifests.  The store is only read.
+"""Compares stored chunks with their names.  The store is only read.
 
-The unit is the part of a shard.  A part that several commits share is read once, and neighbouring parts are
-read in one request.  The size of every object is compared; of the parts, a random sample is enough to notice
-that a store loses bytes.
+A chunk that several commits name is read once.  The size of every chunk is compared by a listing; a random
+sample of the chunks is enough to notice that a store loses bytes.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+from collections import defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
-
-from blake3 import blake3
 
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
-from swansongd.model import CommitRef, Extent, StoredObject, StoredShard
-from swansongd.restore.reader import Progress, Reader, ReadOptions
+from swansongd.errors import CorruptError, Permanent
+from swansongd.model import Chunk, CommitRef, StoredShard
+from swansongd.restore.chunks import chunks_of
+from swansongd.restore.reader import Reader, ReadOptions
 from swansongd.restore.restore import merged, nothing_found
-from swansongd.restore.stored_parts import StoredPart, parts_of, runs
 from swansongd.stores.base import ObjectStore
 from swansongd.util.threads import parallel
 
-RUN_BYTES = 16 * 2**20
-"""Size of the parts that one request reads, unless one part is larger."""
-
 _DEFAULT = ReadOptions()
-
-Refused = Callable[[str, Permanent], CorruptError]
-"""Makes the error for an object that the store refuses while it returns others."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +35,8 @@ class Defect:
 
     ref: CommitRef
     problem: str
-    keys: frozenset[str] = frozenset()
-    """The damaged objects with bytes of the shard; empty for a manifest."""
+    chunks: frozenset[Chunk] = frozenset()
+    """The damaged chunks with bytes of the shard; empty for a manifest."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -53,14 +45,14 @@ class Findings:
 
     defects: Sequence[Defect]
     """Newest commit first; empty if everything that was read is intact."""
-    damaged: Mapping[StoredObject, str]
-    """The objects that are missing, have a wrong size, or have a part with other bytes."""
+    damaged: Mapping[Chunk, str]
+    """The chunks that are missing, have a wrong size, or do not match their names."""
     commits: int
     objects: int
     shared: int
     """Number of the objects that several commits name."""
     size_bytes: int
-    """All parts of the commits, each once."""
+    """All chunks of the commits, each once."""
     read_bytes: int
     """Those that were read."""
 
@@ -75,13 +67,13 @@ def verify(
     manifests: Callable[[int, int], None] | None = None,
     chance: Callable[[], float] = random.random,
 ) -> Findings:
-    """Read the stored bytes of the run's commits (or those of ``step``) again.
+    """Read the chunks of the run's commits (or those of ``step``) again.
 
     A commit that some nodes have not committed yet is not damage; the existing part of it is read as well.
     A commit that was deleted meanwhile is left out.
 
     Args:
-        sample: share of the parts that are read, chosen at random; the sizes of all objects are compared.
+        sample: share of the chunks that are read, chosen at random; the sizes of all chunks are compared.
         manifests: called with the number of commits whose manifests were read, and the total.
         chance: returns a random number from 0 to 1.
 
@@ -101,21 +93,20 @@ def verify(
     defects: list[Defect] = []
     named = _Named()
     each_commit(store, keys, commits, named.add, defects, progress=manifests, stop=options.stop)
-    refused = partial(catalog.refused, store, keys, commits[0].ref.generation)
-    objects = list(named.is_shared)
-    wrong = Reader(store, options, refused).wrong_objects(objects)
-    readable = [p for p in named.parts if not any(e.object in wrong for e in p.pieces)]
-    chosen = [part for part in readable if sample >= 1 or chance() < sample]
+    chunks = named.is_shared
+    damaged = wrong_sizes(store, chunks, options)
+    readable = [chunk for chunk in chunks if chunk not in damaged]
+    chosen = [chunk for chunk in readable if sample >= 1 or chance() < sample]
     chosen = chosen or readable[:1]
-    bad = read_parts(store, chosen, refused, options)
-    if wrong or bad:
-        # The manifests are read a second time: which commits name each part is too much for memory.
+    refused = partial(catalog.refused, store, keys, commits[0].ref.generation)
+    damaged |= Reader(store, options, refused).check(chosen)
+    if damaged:
+        # The manifests are read a second time: which shards have bytes of each chunk is too much for memory.
         unread = {defect.ref for defect in defects}
         again = [commit for commit in commits if commit.ref not in unread]
-        blame = partial(_blame, defects, wrong, bad)
+        blame = partial(_blame, defects, damaged)
         each_commit(store, keys, again, blame, defects, progress=None, stop=options.stop)
     present = {ref for ref in {d.ref for d in defects} if catalog.list_commits(store, keys, ref)}
-    damaged = wrong | {e.object: why for part, why in bad.items() for e in part.pieces}
     return Findings(
         defects=sorted(
             (defect for defect in defects if defect.ref in present),
@@ -124,59 +115,75 @@ def verify(
         ),
         damaged=damaged,
         commits=len(commits),
-        objects=len(objects),
+        objects=len(chunks),
         shared=sum(named.is_shared.values()),
-        size_bytes=sum(part.size_bytes for part in named.parts),
-        read_bytes=sum(part.size_bytes for part in chosen),
+        size_bytes=sum(chunk.size_bytes for chunk in chunks),
+        read_bytes=sum(chunk.size_bytes for chunk in chosen),
     )
 
 
 @dataclass(slots=True)
 class _Named:
-    """The objects and parts that manifests name, each once."""
+    """The chunks that manifests name, and whether several commits do."""
 
-    is_shared: dict[StoredObject, bool] = field(default_factory=dict)
-    parts: set[StoredPart] = field(default_factory=set)
-    _shards: set[bytes] = field(default_factory=set)
+    is_shared: dict[Chunk, bool] = field(default_factory=dict)
 
     def add(self, _commit: Commit, shards: Sequence[StoredShard]) -> None:
-        objects = dict.fromkeys(extent.object for shard in shards for extent in shard.extents)
-        self.is_shared.update({stored: stored in self.is_shared for stored in objects})
-        for shard in shards:
-            known = _fingerprint(shard)
-            if known not in self._shards:  # most commits repeat most shards of the one before
-                self._shards.add(known)
-                self.parts.update(part for part in parts_of(shard) if part.pieces)
-
-
-def _fingerprint(shard: StoredShard) -> bytes:
-    hasher = blake3(shard.part_digests)
-    for extent in shard.extents:
-        place = f"|{extent.object.key}|{extent.object.size_bytes}"
-        hasher.update(f"{place}|{extent.offset_bytes}|{extent.size_bytes}".encode())
-    hasher.update(f"|{shard.part_size_bytes}".encode())
-    return hasher.digest(length=16)
+        self.is_shared.update({chunk: chunk in self.is_shared for chunk in chunks_of(shards)})
 
 
 def _blame(
     defects: list[Defect],
-    wrong: Mapping[StoredObject, str],
-    bad: Mapping[StoredPart, str],
+    damaged: Mapping[Chunk, str],
     commit: Commit,
     shards: Sequence[StoredShard],
 ) -> None:
-    """Append a defect for each shard of the commit with bytes in a damaged object or part."""
-    suspects = {extent.object for part in bad for extent in part.pieces}
+    """Append a defect for each shard of the commit with bytes in a damaged chunk."""
     for shard in shards:
-        objects = {extent.object for extent in shard.extents}
-        found = {stored.key: wrong[stored] for stored in objects if stored in wrong}
-        if not suspects.isdisjoint(objects):
-            for part in parts_of(shard):
-                if part in bad:
-                    found |= {piece.object.key: bad[part] for piece in part.pieces}
+        found = [chunk for chunk in chunks_of([shard]) if chunk in damaged]
         if found:
-            problem = f"{shard.path} {next(iter(found.values()))}"
-            defects.append(Defect(ref=commit.ref, problem=problem, keys=frozenset(found)))
+            problem = f"{shard.path} {damaged[found[0]]}"
+            defects.append(Defect(ref=commit.ref, problem=problem, chunks=frozenset(found)))
+
+
+def wrong_sizes(
+    store: ObjectStore, chunks: Collection[Chunk], options: ReadOptions
+) -> dict[Chunk, str]:
+    """The chunks that are missing or have another size, each with its defect, by one listing a generation."""
+    wanted: defaultdict[str, list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        wanted[chunk.key[: chunk.key.rindex("/") + 1]].append(chunk)
+    wrong: dict[Chunk, str] = {}
+    unlisted: list[Chunk] = []
+
+    def compare(chunk: Chunk, size_bytes: int | None) -> None:
+        if size_bytes is None:
+            wrong[chunk] = "is missing from the store"
+        elif size_bytes != chunk.size_bytes:
+            wrong[chunk] = f"has an object of {size_bytes} bytes instead of {chunk.size_bytes}"
+
+    def listed(prefix: str) -> None:
+        names = {chunk.key for chunk in wanted[prefix]}  # there can be any number of other objects
+        try:
+            infos = store.list(prefix)
+            sizes_bytes = {info.key: info.size_bytes for info in infos if info.key in names}
+        except Permanent:
+            sizes_bytes = {}  # more objects than a listing may have
+        for chunk in wanted[prefix]:
+            if chunk.key in sizes_bytes:
+                compare(chunk, sizes_bytes[chunk.key])
+            else:
+                unlisted.append(chunk)
+
+    def asked(chunk: Chunk) -> None:
+        # Some stores omit keys between two pages of a listing.
+        info = store.head(chunk.key)
+        compare(chunk, None if info is None else info.size_bytes)
+
+    threads = options.connections
+    parallel(list(wanted), listed, threads=min(threads, len(wanted)), stop=options.stop)
+    parallel(unlisted, asked, threads=min(threads, len(unlisted)), stop=options.stop)
+    return wrong
 
 
 def each_commit(
@@ -200,116 +207,3 @@ def each_commit(
             defects.append(Defect(ref=commit.ref, problem=error.line()))
 
     catalog.load_each(store, keys, commits, merge, progress=progress, stop=stop)
-
-
-# ---------------------------------------------------------------- bytes
-
-
-def read_parts(
-    store: ObjectStore,
-    parts: Collection[StoredPart],
-    refused: Refused,
-    options: ReadOptions,
-) -> dict[StoredPart, str]:
-    """The parts whose stored bytes do not match their digests, each with its defect in words.
-
-    Raises:
-        StoreError: the store could not be read.
-        Stopped: ``options.stop`` was set.
-    """
-    bad: dict[StoredPart, str] = {}
-    counter = ByteCounter(sum(part.size_bytes for part in parts), options.progress, options.stop)
-
-    def one(run: list[StoredPart]) -> None:
-        sink = _RunSink([part.size_bytes for part in run], counter)
-        try:
-            for piece in run[0].pieces if len(run) == 1 else (_span(run),):
-                sink.begin_piece()
-                store.get_range(piece.object.key, piece.offset_bytes, piece.size_bytes, sink)
-        except NotFound:
-            bad.update(dict.fromkeys(run, "is missing from the store"))
-            return
-        except Permanent as error:
-            why = f"cannot be read: {refused(run[0].pieces[0].object.key, error).line()}"
-            bad.update(dict.fromkeys(run, why))
-            return
-        for part, digest in zip(run, sink.digests(), strict=True):
-            if part.digest != digest:
-                bad[part] = "does not match its digest"
-
-    grouped = runs(parts, RUN_BYTES)
-    threads = min(options.connections, len(grouped))
-    parallel(grouped, one, threads=threads, stop=options.stop)
-    return bad
-
-
-def _span(run: Sequence[StoredPart]) -> Extent:
-    """The range of the object that has the bytes of all these neighbours."""
-    first = run[0].pieces[0]
-    return replace(first, size_bytes=sum(part.size_bytes for part in run))
-
-
-class ByteCounter:
-    """Counts bytes over all threads."""
-
-    def __init__(
-        self, total_bytes: int, progress: Progress | None, stop: threading.Event | None
-    ) -> None:
-        self._total_bytes = total_bytes
-        self._progress = progress
-        self._stop = stop
-        self._done_bytes = 0
-        self._lock = threading.Lock()
-
-    def add(self, size_bytes: int) -> None:
-        """Raises Stopped after the stop."""
-        if self._stop is not None and self._stop.is_set():
-            raise Stopped("stopped before it was done")
-        with self._lock:
-            self._done_bytes += size_bytes
-            if self._progress is not None and size_bytes > 0:
-                self._progress(self._done_bytes, self._total_bytes)
-
-
-class _RunSink:
-    """Takes the bytes of neighbouring parts, or of one part piece by piece, and hashes each part."""
-
-    def __init__(self, sizes_bytes: Sequence[int], counter: ByteCounter) -> None:
-        self._sizes_bytes = sizes_bytes
-        self._counter = counter
-        self._digests: list[bytes] = []
-        self._hash = blake3()
-        self._left_bytes = sizes_bytes[0]
-        self._piece_bytes = 0
-        self.begin_piece()
-
-    def begin_piece(self) -> None:
-        """The next range follows; a repeated request begins here again."""
-        self._mark = (len(self._digests), self._left_bytes, self._hash.copy())
-        self._piece_bytes = 0
-
-    def rewind(self) -> None:
-        count, self._left_bytes, hasher = self._mark
-        self._hash = hasher.copy()
-        del self._digests[count:]
-        self._counter.add(-self._piece_bytes)
-        self._piece_bytes = 0
-
-    def write(self, window: memoryview) -> None:
-        self._piece_bytes += window.nbytes
-        self._counter.add(window.nbytes)
-        while window.nbytes:
-            if len(self._digests) == len(self._sizes_bytes):
-                raise Transient("the store sent more bytes than the requested range has")
-            size_bytes = min(self._left_bytes, window.nbytes)
-            self._hash.update(window[:size_bytes])
-            window = window[size_bytes:]
-            self._left_bytes -= size_bytes
-            if not self._left_bytes:
-                self._digests.append(self._hash.digest())
-                self._hash = blake3()
-                if len(self._digests) < len(self._sizes_bytes):
-                    self._left_bytes = self._sizes_bytes[len(self._digests)]
-
-    def digests(self) -> list[bytes]:
-        return self._digests

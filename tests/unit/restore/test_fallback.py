@@ -3,14 +3,12 @@
 
 from __future__ import annotations
 
-import threading
 from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NothingToRestore, Transient
-from swansongd.mirror.copier import Copier, ManifestPlace
 from swansongd.model import CommitRef
 from swansongd.restore.restore import RestoreResult, restore
 from swansongd.restore.target import RestoreTarget
@@ -30,13 +28,10 @@ class Rig:
     def __init__(self, to: Path) -> None:
         self.to = to
         self.store, self.mirror = MemoryStore(), MemoryStore()
-        copier = Copier(self.store, self.mirror, KEYS, threading.Event(), connections=2)
-        for step, files in ((100, OLD), (200, NEW)):
-            made = committed.commit(self.store, files, step=step)
-            copier.copy(ManifestPlace(made.ref, 0, 1))
-        self.weights = next(
-            key for key in self.store.objects if "0200-" in key and key.endswith("/weights")
-        )
+        committed.commit(self.store, OLD, step=100)
+        made = committed.commit(self.store, NEW, step=200)
+        self.mirror.objects = dict(self.store.objects)
+        self.weights = made.shards[0].extents[1].chunk.key
 
     def restore(self, *, with_mirror: bool = True) -> RestoreResult:
         mirror = self.mirror if with_mirror else None

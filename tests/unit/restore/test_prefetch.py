@@ -7,6 +7,7 @@ import errno
 import itertools
 import os
 import queue
+import random
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,7 @@ import pytest
 from structlog.testing import capture_logs
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
 from swansongd.core.events import FenceFound, RunRead
 from swansongd.core.state import State
 from swansongd.errors import Transient
@@ -35,8 +37,8 @@ from testkit.story import Story, a_set
 from testkit.waiting import until
 
 FILES = {"weights.bin": bytes(range(256)) * 20}
-PARTS = 6
-"""Of these files, in parts of :data:`committed.PART_SIZE_BYTES`."""
+CHUNKS = 6
+"""Of these files, in chunks of :data:`committed.CHUNK_BYTES`."""
 
 
 class Held(OddStore):
@@ -50,26 +52,34 @@ class Held(OddStore):
         self.fails_from: int | None = None
         """Requests for data from this offset on get a 503."""
         self.lists = 0
+        self.places: dict[str, tuple[str, int]] = {}
+        """Path and offset of each chunk in its file, by its key."""
         self._passes: str | None = None
 
     def hold(self) -> None:
         self.release.clear()
 
     def hold_unless(self, part: str) -> None:
-        """Hold all reads of keys without this part."""
+        """Hold all reads of chunks of files without this part in their paths."""
         self._passes = part
         self.hold()
 
-    def _hold(self, key: str, offset: int, _window: memoryview) -> None:
+    def _hold(self, key: str, _offset: int, _window: memoryview) -> None:
+        path, offset = self.places[key]
         is_free = (
-            offset < 3 * committed.PART_SIZE_BYTES if self._passes is None else self._passes in key
+            offset < 3 * committed.CHUNK_BYTES if self._passes is None else self._passes in path
         )
         assert is_free or self.release.wait(30)
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         super().get_range(key, offset, size_bytes, sink)
-        if self.fails_from is not None and offset + size_bytes > self.fails_from:
+        if self.fails_from is not None and self.places[key][1] >= self.fails_from:
             raise Transient("503 during the data")
+
+    @property
+    def read(self) -> list[tuple[str, int]]:
+        """Path and offset of each chunk that was requested."""
+        return [self.places[key] for key, _, _ in self.given]
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         self.lists += 1
@@ -111,8 +121,13 @@ class Vm:
     def commit(self, step: int, **options: Any) -> Path:
         """Commit; returns the file that holds the weights in the store."""
         files = {"weights.bin": bytes([step % 256]) + FILES["weights.bin"][1:]}
-        made = committed.commit(self.store, files, step=step, upload_nonce=f"a{step}", **options)
-        return self.bucket / made.objects[0].key
+        made = self.put(files, step=step, nonce=f"a{step}", **options)
+        return self.bucket / made.chunks[0].key
+
+    def put(self, files: dict[str, bytes], **options: Any) -> Manifest:
+        made = committed.commit(self.store, files, **options)
+        self.store.places |= committed.first_places(made)
+        return made
 
     def ask(self, **query: Any) -> Callable[[], Restored]:
         """Send a query; returns a function that waits for the answer."""
@@ -147,9 +162,11 @@ class Vm:
         self.store.hold()
         self.prefetch.start()
         try:
-            until(lambda: len(self.store.given) >= 4, what="the first parts")
+            until(lambda: len(self.store.given) >= 4, what="the first chunks")
             (journal,) = self.restored.glob(".*.partial-*/journal")
-            until(lambda: journal.read_bytes().count(b"\n") >= 4, what="three parts in the journal")
+            until(
+                lambda: journal.read_bytes().count(b"\n") >= 4, what="three chunks in the journal"
+            )
             yield
         finally:
             self.store.release.set()
@@ -174,7 +191,7 @@ def test_the_bytes_are_there_before_a_trainer_asks(vm: Vm) -> None:
     answer = vm.ask()()
     assert (answer.step, answer.generation, answer.error) == (100, 1, "")
     assert Path(answer.path, "weights.bin").stat().st_size == 5120
-    assert (reads, len(vm.store.given)) == (PARTS, PARTS)
+    assert (reads, len(vm.store.given)) == (CHUNKS, CHUNKS)
     vm.shows("answered")
     assert vm.directories == [Path(answer.path).name]
 
@@ -185,22 +202,22 @@ def test_a_trainer_joins_the_prefetch_in_progress(vm: Vm) -> None:
     with vm.half_fetched():
         answer = vm.ask()
     assert answer().step == 100
-    assert len(vm.store.given) == PARTS
+    assert len(vm.store.given) == CHUNKS
     vm.shows("answered")
 
 
 def test_a_rank_cuts_the_prefetch_down_to_its_shards(vm: Vm) -> None:
-    """The parts of its own shards are kept, and those of the other rank are dropped."""
-    files = {f"rank-0000{rank}/w.bin": bytes([rank]) * 5120 for rank in (0, 1)}
-    committed.commit(vm.store, files, step=100, upload_nonce="a100")
+    """The chunks of its own shards are kept, and those of the other rank are dropped."""
+    files = {f"rank-0000{rank}/w.bin": random.Random(rank).randbytes(5120) for rank in (0, 1)}
+    vm.put(files, step=100, nonce="a100")
     with vm.half_fetched():
         (journal,) = vm.restored.glob(".*.partial-*/journal")
-        until(lambda: journal.read_bytes().count(b"\n") >= 7, what="three parts of each shard")
+        until(lambda: journal.read_bytes().count(b"\n") >= 7, what="three chunks of each shard")
         asked = vm.ask(prefixes=["rank-00000"])
         until(lambda: _is_cancelled(vm), what="the end of the prefetch")
     answer = asked()
     assert committed.tree(Path(answer.path)) == {"rank-00000/w.bin": files["rank-00000/w.bin"]}
-    early = [offset for key, offset, _ in vm.store.given if "rank-00000" in key and offset < 3000]
+    early = [offset for path, offset in vm.store.read if "rank-00000" in path and offset < 3000]
     assert sorted(early) == [0, 1000, 2000], "each was fetched once"
 
 
@@ -244,8 +261,8 @@ def test_a_rollback_during_a_prefetch_gets_the_healthy_commit(vm: Vm) -> None:
 
 
 @pytest.mark.fault("G21")
-def test_an_evacuation_pauses_the_prefetch_and_its_parts_stay(vm: Vm) -> None:
-    """After the notice is withdrawn, only the missing parts are fetched."""
+def test_an_evacuation_pauses_the_prefetch_and_its_chunks_stay(vm: Vm) -> None:
+    """After the notice is withdrawn, only the missing chunks are fetched."""
     vm.commit(100)
     with vm.half_fetched():
         vm.story.notice()
@@ -256,7 +273,7 @@ def test_an_evacuation_pauses_the_prefetch_and_its_parts_stay(vm: Vm) -> None:
     assert (partial / "journal").read_bytes().count(b"\n") >= 4
     vm.story.withdraw()
     vm.shows("ready")
-    assert len(vm.store.given) < reads + PARTS, "the parts of before were not fetched again"
+    assert len(vm.store.given) < reads + CHUNKS, "the chunks of before were not fetched again"
 
 
 def test_training_that_began_without_the_prefetch_ends_it(vm: Vm) -> None:
@@ -354,7 +371,7 @@ def test_a_disk_that_fills_up_halfway_fails_the_prefetch(
     real, is_full = os.pwrite, True
 
     def bounded(fd: int, data: Any, offset: int) -> int:
-        if is_full and offset >= 3 * committed.PART_SIZE_BYTES:
+        if is_full and offset >= 3 * committed.CHUNK_BYTES:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         return real(fd, data, offset)
 
@@ -371,23 +388,23 @@ def test_a_disk_that_fills_up_halfway_fails_the_prefetch(
 
 
 @pytest.mark.fault("G25")
-def test_a_store_that_fails_during_the_data_costs_no_part_twice(
+def test_a_store_that_fails_during_the_data_costs_no_chunk_twice(
     vm: Vm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The prefetch waits with the reason, and continues with the parts that it has when the store returns."""
+    """The prefetch waits with the reason, and reuses the chunks that it has when the store returns."""
     vm.commit(100)
-    early = 3 * committed.PART_SIZE_BYTES
+    early = 3 * committed.CHUNK_BYTES
     monkeypatch.setattr(downloads, "PREFETCH_BUDGET_S", 0.5)
     vm.store.fails_from = early
     vm.prefetch.start()
     vm.shows("waiting", "503")
     (partial,) = vm.restored.glob(".*.partial-*")
-    kept = {offset for _, offset, _ in vm.store.given if offset < early}
+    kept = {offset for _, offset in vm.store.read if offset < early}
     assert kept == {0, 1000, 2000}
     before = len(vm.store.given)
     vm.store.fails_from = None
     vm.shows("ready")
-    again = {offset for _, offset, _ in vm.store.given[before:]}
+    again = {offset for _, offset in vm.store.read[before:]}
     assert not again & kept
     assert vm.ask()().step == 100
     assert not partial.exists()
@@ -412,11 +429,12 @@ class Job:
 
     def __init__(self, vm: Vm) -> None:
         self.vm = vm
-        self.files = {f"rank-{rank:05d}/w.bin": bytes([rank]) * 5120 for rank in range(self.NODES)}
+        self.files = {
+            f"rank-{rank:05d}/w.bin": random.Random(rank).randbytes(5120)
+            for rank in range(self.NODES)
+        }
         for node, (path, data) in enumerate(self.files.items()):
-            committed.commit(
-                vm.store, {path: data}, node=node, nodes=self.NODES, upload_nonce=f"a{node}"
-            )
+            vm.put({path: data}, node=node, nodes=self.NODES, nonce=f"a{node}")
 
     def has_room_for(self, parts: int, monkeypatch: pytest.MonkeyPatch) -> None:
         """Staging has room for this number of the parts of one VM."""
@@ -443,8 +461,8 @@ class Job:
 
     def ranks_read(self) -> list[int]:
         """The ranks whose shards were fetched, in the order of the requests."""
-        keys = [key for key, *_ in self.vm.store.given]
-        return list(dict.fromkeys(int(key.split("/rank-")[1][:5]) for key in keys))
+        paths = [path for path, _ in self.vm.store.read]
+        return list(dict.fromkeys(int(path.removeprefix("rank-")[:5]) for path in paths))
 
 
 @pytest.fixture
@@ -527,7 +545,7 @@ def test_a_rank_does_not_wait_for_the_shards_of_other_vms(vm: Vm, job: Job) -> N
     job.had_rank(6)
     vm.store.hold_unless("rank-00006")
     vm.prefetch.start()
-    until(lambda: len(vm.store.given) > PARTS, what="requests for the others")
+    until(lambda: len(vm.store.given) > CHUNKS, what="requests for the others")
     answer = job.ask("rank-00006/")
     until(lambda: _is_cancelled(vm), what="the end of the prefetch")
     vm.store.release.set()
@@ -538,16 +556,16 @@ def test_a_rank_does_not_wait_for_the_shards_of_other_vms(vm: Vm, job: Job) -> N
 
 
 def test_a_rank_that_reads_all_shards_joins(vm: Vm, job: Job) -> None:
-    """Each part is fetched once, those of this VM and those of the others."""
+    """Each chunk is fetched once, those of this VM and those of the others."""
     job.had_rank(6)
     vm.store.hold_unless("rank-00006")
     vm.prefetch.start()
-    until(lambda: len(vm.store.given) > PARTS, what="requests for the others")
+    until(lambda: len(vm.store.given) > CHUNKS, what="requests for the others")
     asked = job.ask()
     vm.store.release.set()
     answer = asked()
     assert committed.tree(Path(answer.path)) == job.files
-    assert len(vm.store.given) == 8 * PARTS, "no part was fetched twice"
+    assert len(vm.store.given) == 8 * CHUNKS, "no chunk was fetched twice"
 
 
 def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:

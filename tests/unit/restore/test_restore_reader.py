@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The parts of a restore that are in flight: their number, and their use of the connections."""
+"""The chunks of a restore that are in flight: their number, and their use of the connections."""
 
 from __future__ import annotations
 
@@ -12,49 +12,46 @@ from pathlib import Path
 import pytest
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore import reader
-from swansongd.restore.reader import Reader, ReadOptions
+from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
 from swansongd.util.concurrency import FIRST, ConcurrencyLimit
 
 from testkit.committed import commit
-from testkit.flush_rig import FlushRig, staged_set
 from testkit.memory_store import MemoryStore
 from testkit.waiting import until
 
 FILES = 12
+KEYS = RunKeys("r")
 
 
 @contextmanager
 def reading(tmp_path: Path) -> Iterator[list[str]]:
     """Read from a store that blocks until the end of the block; yields the keys requested so far."""
-    flush = FlushRig(tmp_path)
-    contents = {f"f{number}": b"x" * (number + 1) for number in range(FILES)}
-    done = flush.flushed(staged_set(flush.run_directory, contents))
+    store = MemoryStore()
+    commit(store, {f"f{number}": b"x" * (number + 1) for number in range(FILES)})
     answers = threading.Event()
     begun: list[str] = []
 
     def before(what: str, key: str) -> None:
-        begun.append(key)
-        assert answers.wait(20)
+        if what == "get" and "/data/" in key:
+            begun.append(key)
+            assert answers.wait(20)
 
-    flush.store.before = before
-    problems: list[object] = []
-    reader = Reader(flush.store, ReadOptions(connections=FILES))
-    thread = threading.Thread(
-        target=lambda: problems.append(reader.read(dict(enumerate(done.shards))).problems)
-    )
+    store.before = before
+    target = RestoreTarget(tmp_path / "here")
+    options = ReadOptions(connections=FILES)
+    thread = threading.Thread(target=lambda: restore(store, KEYS, target, options=options))
     thread.start()
     try:
         yield begun
     finally:
         answers.set()
         thread.join(20)
-    assert problems == [{}]
-    assert len(begun) == FILES
+    assert len(begun) == len(list((tmp_path / "here").iterdir())) == FILES
 
 
-def test_few_parts_are_in_flight_before_the_first_sample(
+def test_few_chunks_are_in_flight_before_the_first_sample(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The concurrency limit bounds the requests, and not the number of threads."""
@@ -74,10 +71,10 @@ def test_few_parts_are_in_flight_before_the_first_sample(
         assert len(begun) == FIRST
 
 
-def test_parts_without_progress_do_not_block_the_others(tmp_path: Path) -> None:
-    """While no byte arrives, the limit grows until all parts are in flight."""
+def test_chunks_without_progress_do_not_block_the_others(tmp_path: Path) -> None:
+    """While no byte arrives, the limit grows until all chunks are in flight."""
     with reading(tmp_path) as begun:
-        until(lambda: len(begun) == FILES, what="all parts to be requested")
+        until(lambda: len(begun) == FILES, what="all chunks to be requested")
 
 
 def test_a_slow_fsync_does_not_block_the_connections(
@@ -85,7 +82,7 @@ def test_a_slow_fsync_does_not_block_the_connections(
 ) -> None:
     """While one file is synced, the only connection fetches the next file."""
     store = MemoryStore()
-    commit(store, {f"f{number}": b"x" for number in range(4)})
+    commit(store, {f"f{number}": b"%d" % number for number in range(4)})
     fetched: list[str] = []
     fsync = os.fsync
 
@@ -100,19 +97,19 @@ def test_a_slow_fsync_does_not_block_the_connections(
     store.before = before
     monkeypatch.setattr(os, "fsync", slow)
     restored = restore(
-        store, RunKeys("r"), RestoreTarget(tmp_path / "here"), options=ReadOptions(connections=1)
+        store, KEYS, RestoreTarget(tmp_path / "here"), options=ReadOptions(connections=1)
     )
     assert restored.size_bytes == len(fetched) == 4
 
 
-def test_parts_are_fetched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of many threads that wait for the link, the one with the first part is next.
+def test_chunks_are_fetched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of many threads that wait for the link, the one with the first chunk is next.
 
-    Otherwise some part of each shard waits until the end, and no shard is complete early.
+    Otherwise some chunk of each shard waits until the end, and no shard is complete early.
     """
     files = 150
     store = MemoryStore()
-    commit(store, {f"f{number:03d}": b"%03d" % number for number in range(files)})
+    made = commit(store, {f"f{number:03d}": b"%03d" % number for number in range(files)})
     fetched: list[str] = []
     never = threading.Event()
 
@@ -124,9 +121,9 @@ def test_parts_are_fetched_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     store.before = before
     monkeypatch.setattr(reader, "SAMPLE_S", 0.001)
     monkeypatch.setattr(ConcurrencyLimit, "sample", lambda *_: None)
-    restore(store, RunKeys("r"), RestoreTarget(tmp_path / "here"))
-    order = sorted(fetched)
-    assert len(order) == files
+    restore(store, KEYS, RestoreTarget(tmp_path / "here"))
+    order = [chunk.key for chunk in made.chunks]
+    assert sorted(order) == sorted(fetched)
     late = max(place - order.index(key) for place, key in enumerate(fetched))
     # The threads of two passes, on a machine that lets some of them wait; without an order nearly all files.
     assert late <= files // 2

@@ -67,9 +67,9 @@ class Vm:
     def commit(self, step: int, generation: int = 1, **options: Any) -> Path:
         """Commit; returns the file that holds the weights in the store."""
         made = committed.commit(
-            self.store, FILES, step=step, generation=generation, upload_nonce=f"a{step}", **options
+            self.store, FILES, step=step, generation=generation, nonce=f"a{step}", **options
         )
-        return self.bucket / made.objects[0].key
+        return self.bucket / made.chunks[0].key
 
     def context(self, **options: Any) -> RestoreContext:
         return RestoreContext(
@@ -126,15 +126,15 @@ def test_a_commit_is_downloaded_byte_for_byte(vm: Vm) -> None:
 
 
 @pytest.mark.fault("G11")
-def test_the_parts_of_an_interrupted_download_are_reused(vm: Vm) -> None:
-    """The store fails after five of six parts: the next download fetches only the sixth."""
+def test_the_chunks_of_an_interrupted_download_are_reused(vm: Vm) -> None:
+    """The store fails after five of six chunks: the next download fetches only the sixth."""
     vm.commit(100)
-    last_offset = 5 * committed.PART_SIZE_BYTES
+    last = committed.chunk_of(FILES["weights.bin"][5 * committed.CHUNK_BYTES :], nonce="a100").key
 
-    def fail_late(_key: str, offset: int, _window: memoryview) -> None:
-        if offset == last_offset:
+    def fail_late(key: str, _offset: int, _window: memoryview) -> None:
+        if key == last:
             (journal,) = vm.staging.glob(f"{RESTORED_DIRECTORY}/.*.partial-*/journal")
-            until(lambda: journal.read_bytes().count(b"\n") == 6, what="the other parts")
+            until(lambda: journal.read_bytes().count(b"\n") == 6, what="the other chunks")
             raise Permanent("access denied")
 
     vm.store = OddStore(vm.bucket, fail_late)
@@ -143,7 +143,7 @@ def test_the_parts_of_an_interrupted_download_are_reused(vm: Vm) -> None:
     answer = vm.ask()
     assert (answer.step, answer.error) == (100, "")
     assert committed.tree(Path(answer.path)) == FILES
-    assert [offset for _, offset, _ in again.given] == [last_offset]
+    assert [key for key, _, _ in again.given] == [last]
     assert [path.name for path in (vm.staging / RESTORED_DIRECTORY).iterdir()] == [
         Path(answer.path).name
     ]
@@ -277,11 +277,11 @@ def test_a_missing_store_is_an_error_and_not_a_fresh_run(vm: Vm) -> None:
 
 def test_earlier_downloads_are_removed(vm: Vm) -> None:
     """Only the newest download stays; if the next one fails, the old one does."""
-    damaged = vm.commit(100)
+    vm.commit(100)
     first, second = vm.ask(), vm.ask()
     assert first.path != second.path
     assert [str(path) for path in (vm.staging / RESTORED_DIRECTORY).iterdir()] == [second.path]
-    damaged.unlink()
+    vm.store.put(vm.keys.commit(CommitRef(1, 100), 0, 1), b"{}")
     assert vm.ask().error
     assert committed.tree(Path(second.path)) == FILES
 

@@ -91,7 +91,7 @@ def test_a_commit_between_two_queries_of_one_start_is_not_mixed_in(tmp_path: Pat
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
-    commit(asked.store, FILES, step=110, upload_nonce="a2")
+    commit(asked.store, FILES, step=110, nonce="a2")
     asked.now_s += 3600.0
     assert asked.answer("rank-1").step == 100
     assert tree(Path(first.path)) == FILES
@@ -102,7 +102,7 @@ def test_an_answer_to_an_operator_changes_no_answer_of_the_start(tmp_path: Path)
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     assert asked.answer("rank-0").step == 100
-    commit(asked.store, FILES, step=110, upload_nonce="a2")
+    commit(asked.store, FILES, step=110, nonce="a2")
     assert asked.answer("operator", start_id="").step == 110
     late = asked.answer("rank-1")
     assert (late.step, tree(Path(late.path))) == (100, FILES)
@@ -121,7 +121,7 @@ def test_a_later_start_gets_the_newest_commit(tmp_path: Path) -> None:
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
-    commit(asked.store, FILES, step=110, upload_nonce="a2")
+    commit(asked.store, FILES, step=110, nonce="a2")
     asked.story.leave()
     asked.story.join(ranks=3, pid=200, start_id="second")
     later = asked.answer("rank-0", start_id="second")
@@ -135,7 +135,7 @@ def test_a_deleted_download_is_fetched_again(tmp_path: Path) -> None:
     asked = Asked(tmp_path)
     commit(asked.store, FILES, step=100)
     first = asked.answer("rank-0")
-    commit(asked.store, FILES, step=110, upload_nonce="a2")
+    commit(asked.store, FILES, step=110, nonce="a2")
     Path(first.path).rename(tmp_path / "elsewhere")
     again = asked.answer("rank-1")
     assert (again.step, tree(Path(again.path))) == (100, FILES)

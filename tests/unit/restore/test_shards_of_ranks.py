@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import queue
+import random
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -34,7 +35,7 @@ NODES = 4
 def part_of(node: int) -> dict[str, bytes]:
     """The files of the only rank of a VM."""
     return {
-        f"rank-{node:05d}/model.bin": bytes([node]) * 5120,
+        f"rank-{node:05d}/model.bin": random.Random(node).randbytes(5120),
         f"rank-{node:05d}.json": b"{}" + bytes([node]),
     }
 
@@ -103,7 +104,7 @@ def bucket(tmp_path: Path) -> Path:
     """A store with one checkpoint of four VMs."""
     store = committed.file_store(tmp_path / "bucket")
     for node in range(NODES):
-        committed.commit(store, part_of(node), node=node, nodes=NODES, upload_nonce=f"a{node}")
+        committed.commit(store, part_of(node), node=node, nodes=NODES, nonce=f"a{node}")
     return tmp_path / "bucket"
 
 
@@ -185,8 +186,10 @@ def test_an_interrupted_extension_is_continued(vm: Vm) -> None:
     fetches the rest."""
     first = vm.ask(named(0))()
 
-    def fail(key: str, offset: int, _window: memoryview) -> None:
-        if key.endswith("model.bin") and offset == 5000:
+    last = committed.chunk_of(part_of(1)["rank-00001/model.bin"][5000:], nonce="a1").key
+
+    def fail(key: str, _offset: int, _window: memoryview) -> None:
+        if key == last:
             raise Permanent("access denied")
 
     vm.store.instead = fail
@@ -207,14 +210,15 @@ def reply_to(vm: Vm, query: RestoreQuery) -> Restored:
 
 
 def damage(bucket: Path, content: bytes) -> None:
-    """Change one byte of the stored object with this content."""
-    (stored,) = (path for path in bucket.rglob("*") if content in data_of(path))
+    """Change one byte of the chunk with the first bytes of this content."""
+    start = content[: committed.CHUNK_BYTES]
+    (stored,) = (path for path in bucket.rglob("*") if data_of(path) == start)
     stored.write_bytes(bytes([255 - content[0]]) + stored.read_bytes()[1:])
 
 
 def test_a_damaged_shard_fails_the_query_of_the_rank_that_reads_it(vm: Vm, bucket: Path) -> None:
     """The error names the shard.  A rank that does not read the shard gets its files."""
-    damage(bucket, bytes([3]) * 5120)
+    damage(bucket, part_of(3)["rank-00003/model.bin"])
     assert committed.tree(Path(vm.ask(named(0))().path)) == part_of(0)
     reply = reply_to(vm, named(3))
     assert "rank-00003/model.bin" in reply.error
@@ -232,10 +236,8 @@ def damaged(bucket: Path) -> Path:
     """The store with a newer checkpoint, step 200, whose shard of rank 3 is damaged."""
     store = committed.file_store(bucket)
     for node in range(NODES):
-        committed.commit(
-            store, newer_of(node), step=200, node=node, nodes=NODES, upload_nonce=f"b{node}"
-        )
-    damage(bucket, bytes([100]) + bytes([3]) * 5120)
+        committed.commit(store, newer_of(node), step=200, node=node, nodes=NODES, nonce=f"b{node}")
+    damage(bucket, newer_of(3)["rank-00003/model.bin"])
     return bucket
 
 
@@ -325,7 +327,7 @@ def data_of(path: Path) -> bytes:
 def test_files_of_no_rank_are_for_all_ranks_if_they_are_small(tmp_path: Path) -> None:
     store = committed.file_store(tmp_path / "bucket")
     others = {"config.json": b"{}", "dump.bin": bytes(COMMON_BYTES_MAX + 1)}
-    committed.commit(store, part_of(0) | part_of(1) | others, part_size_bytes=2**20)
+    committed.commit(store, part_of(0) | part_of(1) | others, chunk_bytes=2**20)
     vm = Vm(tmp_path / "vm", tmp_path / "bucket")
     answer = vm.ask(named(1))()
     assert set(committed.tree(Path(answer.path))) == {*part_of(1), "config.json"}

@@ -1,9 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Verification by parts, samples of them, and the repair of damaged objects from intact copies."""
+"""Verification of chunks, samples of them, and the repair of damaged chunks from intact copies."""
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections import Counter
 from collections.abc import Callable
@@ -11,92 +10,62 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
+from blake3 import blake3
 from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.errors import Permanent, Transient
-from swansongd.model import (
-    CheckpointId,
-    CheckpointKind,
-    CommitRef,
-    Extent,
-    StoredObject,
-    StoredShard,
-)
-from swansongd.restore.local_files import copies_in
+from swansongd.model import CheckpointKind, Chunk, CommitRef, Extent, StoredShard
+from swansongd.restore.local_files import sets_in
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.repair import RepairOutcome, repair, repair_manifests
-from swansongd.restore.stored_parts import gaps, parts_of, runs
 from swansongd.restore.verify import Findings, verify
-from swansongd.stores.checksums import crc32c
 
-from testkit.committed import PART_SIZE_BYTES, commit, digests_of, part_digest
+from testkit.committed import CHUNK_BYTES, chunk_of, whole_shard
 from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
 QUICK = ReadOptions(connections=2)
-LARGE = random.Random(1).randbytes(20 * PART_SIZE_BYTES + 7)
-"""One file of many parts."""
+LARGE = random.Random(1).randbytes(20 * CHUNK_BYTES + 7)
+"""One file of many chunks."""
+PIECES = [LARGE[start : start + CHUNK_BYTES] for start in range(0, len(LARGE), CHUNK_BYTES)]
+FIRST, CHANGED = chunk_of(PIECES[0]), chunk_of(PIECES[5])
+SMALL = {"a": b"first", "b": b"second" * 300}
+PACK = chunk_of(b"".join(SMALL.values()))
+MANIFESTS = [KEYS.commit(CommitRef(1, step), 0, 1) for step in (1, 2)]
 
 
-def shard(path: str, data: bytes, extents: list[Extent]) -> StoredShard:
-    return StoredShard(
-        path=path,
-        size_bytes=len(data),
-        part_size_bytes=PART_SIZE_BYTES,
-        part_digests=digests_of(data),
-        crc32c=crc32c(data),
-        extents=tuple(extents),
-    )
-
-
-def put_commit(
-    store: MemoryStore, step: int, shards: list[StoredShard], generation: int = 1
-) -> None:
+def put_commit(store: MemoryStore, step: int, shards: list[StoredShard]) -> None:
     made = Manifest(
-        run="r", generation=generation, step=step, kind=CheckpointKind.PERIODIC, node=0, nodes=1,
+        run="r", generation=1, step=step, kind=CheckpointKind.PERIODIC, node=0, nodes=1,
         nonce=f"n{step}", shards=tuple(shards), created="2030-01-01T00:00:00Z",
     )  # fmt: skip
     store.objects[KEYS.commit(made.ref, 0, 1)] = manifest.encode(made)
 
 
-def stored(store: MemoryStore, step: int, path: str, data: bytes) -> StoredObject:
-    key = KEYS.shard(1, CheckpointId(step, "abc"), "a1", 0, path)
-    store.objects[key] = data
-    return StoredObject(key, len(data))
+def stored(store: MemoryStore, data: bytes, nonce: str = "a1") -> Chunk:
+    chunk = chunk_of(data, nonce=nonce)
+    store.objects[chunk.key] = data
+    return chunk
 
 
 @pytest.fixture
 def store() -> MemoryStore:
-    """Step 1 has a large file; step 2 changes one part of it; both have two small files in a pack."""
+    """Step 1 has a large file; step 2 changes one chunk of it; two small files of both share a chunk."""
     made = MemoryStore()
-    size = PART_SIZE_BYTES
-    changed = LARGE[: 5 * size] + b"x" * size + LARGE[6 * size :]
-    whole = stored(made, 1, "large", LARGE)
-    part = stored(made, 2, "large", b"x" * size)
-    pack = stored(made, 1, "pack", b"first" + b"second" * 300)
+    chunks = [stored(made, piece) for piece in PIECES]
+    pack = stored(made, b"".join(SMALL.values()))
     small = [
-        shard("a", b"first", [Extent(pack, 0, 5)]),
-        shard("b", b"second" * 300, [Extent(pack, 5, 1800)]),
+        StoredShard(path="a", size_bytes=5, extents=(Extent(pack, 0, 5),)),
+        StoredShard(path="b", size_bytes=1800, extents=(Extent(pack, 5, 1800),)),
     ]
-    put_commit(made, 1, [shard("large", LARGE, [Extent(whole, 0, len(LARGE))]), *small])
-    extents = [
-        Extent(whole, 0, 5 * size),
-        Extent(part, 0, size),
-        Extent(whole, 6 * size, len(LARGE) - 6 * size),
-    ]
-    put_commit(made, 2, [shard("large", changed, extents), *small])
+    put_commit(made, 1, [whole_shard("large", *chunks), *small])
+    chunks[5] = stored(made, b"x" * CHUNK_BYTES)
+    put_commit(made, 2, [whole_shard("large", *chunks), *small])
     return made
 
 
-def key(store: MemoryStore, name: str, step: int = 1) -> str:
-    (found,) = (k for k in store.objects if k.endswith(f"/{name}") and f"{step:012d}-" in k)
-    return found
-
-
-def flip(store: MemoryStore, key: str, at: int) -> None:
+def flip(store: MemoryStore, key: str, at: int = 4) -> None:
     data = bytearray(store.objects[key])
     data[at] ^= 1
     store.objects[key] = bytes(data)
@@ -112,73 +81,42 @@ def fix(store: MemoryStore, findings: Findings, **sources: object) -> list[Repai
     return repair(store, KEYS, findings.damaged, options=QUICK, **sources)  # type: ignore[arg-type]
 
 
-# ---------------------------------------------------------------- parts
-
-
-@given(st.data())
-def test_the_parts_of_a_shard_are_its_bytes_in_order(data: st.DataObject) -> None:
-    """For any extents, also if parts and extents end at different places."""
-    content = random.Random(3).randbytes(data.draw(st.integers(0, 60)))
-    cuts = sorted(data.draw(st.sets(st.integers(1, 59).filter(lambda cut: cut < len(content)))))
-    bounds = [0, *cuts, len(content)]
-    objects = {}
-    extents = []
-    for number, (start, end) in enumerate(itertools.pairwise(bounds)):
-        if end > start:
-            objects[f"o{number}"] = b"pad" + content[start:end]
-            extents.append(Extent(StoredObject(f"o{number}", end - start + 3), 3, end - start))
-    part_bytes = data.draw(st.integers(1, 20))
-    made = replace(
-        shard("p", content, extents),
-        part_size_bytes=part_bytes,
-        part_digests=digests_of(content, part_bytes),
-    )
-    parts = list(parts_of(made))
-    joined = [
-        b"".join(
-            objects[piece.object.key][piece.offset_bytes : piece.offset_bytes + piece.size_bytes]
-            for piece in part.pieces
-        )
-        for part in parts
-    ]
-    assert b"".join(joined) == content
-    assert [part_digest(each) for each in joined] == [part.digest for part in parts]
-    grouped = runs((part for part in parts if part.pieces), 30)
-    assert sorted(map(hash, (p for run in grouped for p in run))) == sorted(
-        hash(part) for part in parts if part.pieces
-    )
-    for run in grouped:
-        assert len(run) == 1 or sum(part.size_bytes for part in run) <= 30
-
-
-def test_gaps_are_the_bytes_that_no_range_covers() -> None:
-    """Ranges may overlap and come in any order."""
-    assert gaps([(5, 5), (0, 2), (1, 2), (6, 1)], 12) == [(3, 2), (10, 2)]
-    assert gaps([(0, 12)], 12) == []
-    assert gaps([], 3) == [(0, 3)]
-
-
 # ---------------------------------------------------------------- verification
 
 
-def test_a_part_that_several_commits_share_is_read_once(store: MemoryStore) -> None:
-    """Neighbouring parts and small files in one pack cost one request."""
+def test_a_chunk_that_several_commits_name_is_read_once(store: MemoryStore) -> None:
+    """One listing compares the sizes of all chunks of a generation."""
     findings = verify(store, KEYS)
     assert findings.defects == []
-    assert findings.read_bytes == findings.size_bytes
-    assert findings.size_bytes == len(LARGE) + PART_SIZE_BYTES + 1805
-    reads = Counter(k for what, k in store.requests if what == "get" and KEYS.is_data(k))
-    assert reads == {key(store, "large"): 1, key(store, "large", 2): 1, key(store, "pack"): 1}
+    assert findings.read_bytes == findings.size_bytes == len(LARGE) + CHUNK_BYTES + 1805
+    assert (findings.objects, findings.shared) == (len(PIECES) + 2, len(PIECES))
+    reads = Counter(key for what, key in store.requests if what == "get" and KEYS.is_data(key))
+    assert reads == dict.fromkeys((key for key in store.objects if KEYS.is_data(key)), 1)
+    lists = {key for what, key in store.requests if what == "list" and key.startswith(KEYS.data)}
+    assert lists == {f"{KEYS.data}00000001/"}
+    assert store.count("head") == 0
 
 
-def test_damage_is_reported_for_the_commits_that_name_the_part(store: MemoryStore) -> None:
-    """The part that step 2 replaced damages step 1 alone; any other part damages both."""
-    flip(store, key(store, "large"), 5 * PART_SIZE_BYTES)
+def test_damage_is_reported_for_the_commits_that_name_the_chunk(store: MemoryStore) -> None:
+    """The chunk that step 2 replaced damages step 1 alone; any other chunk damages both."""
+    flip(store, CHANGED.key)
     assert [defect.ref.step for defect in verify(store, KEYS).defects] == [1]
-    flip(store, key(store, "large"), 0)
+    flip(store, FIRST.key)
     findings = verify(store, KEYS)
     assert [defect.ref.step for defect in findings.defects] == [2, 1]
-    assert {damaged.key for damaged in findings.damaged} == {key(store, "large")}
+    assert set(findings.damaged) == {FIRST, CHANGED}
+
+
+def test_a_bit_that_flips_in_transit_is_no_damage(store: MemoryStore) -> None:
+    """A chunk that does not match its name is read a second time."""
+    flip(store, FIRST.key)
+
+    def heal(what: str, key: str) -> None:
+        if (what, key) == ("get", FIRST.key) and store.requests.count((what, key)) == 2:
+            store.objects[key] = PIECES[0]
+
+    store.before = heal
+    assert verify(store, KEYS).defects == []
 
 
 def test_a_sample_reads_its_share_and_compares_all_sizes(store: MemoryStore) -> None:
@@ -187,22 +125,38 @@ def test_a_sample_reads_its_share_and_compares_all_sizes(store: MemoryStore) -> 
     findings = verify(store, KEYS, sample=0.3, chance=numbers.random)
     assert 0.1 < findings.read_bytes / findings.size_bytes < 0.5
     assert verify(store, KEYS, sample=1e-9).read_bytes > 0
-    del store.objects[key(store, "pack")]
+    del store.objects[PACK.key]
+    store.objects[FIRST.key] += b"."
     findings = verify(store, KEYS, sample=1e-9)
     assert {defect.problem for defect in findings.defects} == {
         "a is missing from the store",
         "b is missing from the store",
+        "large has an object of 1001 bytes instead of 1000",
     }
 
 
+def test_chunks_that_cannot_be_listed_are_asked_for(store: MemoryStore) -> None:
+    """A generation with more objects than a listing may have: HEAD decides for each chunk that is named."""
+
+    def refuse(what: str, key: str) -> None:
+        if what == "list" and key.startswith(KEYS.data):
+            raise Permanent("more than 1000000 entries")
+
+    del store.objects[PACK.key]
+    store.before = refuse
+    findings = verify(store, KEYS, sample=1e-9)
+    assert set(findings.damaged) == {PACK}
+    assert store.count("head") == findings.objects
+
+
 def test_a_commit_that_is_deleted_meanwhile_is_no_damage(store: MemoryStore) -> None:
-    """Retention deletes the manifest first, and then the objects of the commit."""
-    gone = key(store, "large", 2)
+    """Retention deletes the manifest first, and then the chunks of the commit."""
+    gone = chunk_of(b"x" * CHUNK_BYTES).key
 
     def prune(what: str, each: str) -> None:
         if what == "list" and each.startswith(KEYS.data):
             store.objects.pop(gone, None)
-            store.objects.pop(KEYS.commit(CommitRef(1, 2), 0, 1), None)
+            store.objects.pop(MANIFESTS[1], None)
 
     store.before = prune
     assert verify(store, KEYS).defects == []
@@ -212,86 +166,88 @@ def test_a_commit_that_is_deleted_meanwhile_is_no_damage(store: MemoryStore) -> 
 
 Damage = Callable[[MemoryStore, str], object]
 DAMAGES: dict[str, Damage] = {
-    "flipped": lambda store, key: flip(store, key, 4),
+    "flipped": flip,
     "missing": lambda store, key: store.objects.pop(key),
     "shorter": lambda store, key: store.objects.update({key: store.objects[key][:-1]}),
+    "longer": lambda store, key: store.objects.update({key: store.objects[key] + b"."}),
     "empty": lambda store, key: store.objects.update({key: b""}),
 }
 
 
 @pytest.mark.fault("O80")
 @pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("name", ["large", "pack"])
-def test_an_object_comes_back_from_the_mirror(store: MemoryStore, how: str, name: str) -> None:
-    """With exactly the bytes that the manifests name; nothing else changes."""
+@pytest.mark.parametrize("chunk", [FIRST, PACK], ids=["whole", "shared"])
+def test_a_chunk_comes_back_from_the_mirror(store: MemoryStore, how: str, chunk: Chunk) -> None:
+    """With exactly the bytes of its name; nothing else changes."""
     mirror = copied(store)
-    DAMAGES[how](store, key(store, name))
+    DAMAGES[how](store, chunk.key)
     findings = verify(store, KEYS)
-    assert [defect.ref.step for defect in findings.defects][-1] == 1
+    assert {defect.ref.step for defect in findings.defects} == {1, 2}
     (outcome,) = fix(store, findings, mirror=mirror)
-    assert outcome.problem == ""
-    assert outcome.copied_bytes["mirror"] > 0
+    assert (outcome.problem, outcome.origin) == ("", "mirror")
+    assert outcome.commits == [CommitRef(1, 2), CommitRef(1, 1)]
     assert store.objects == mirror.objects
     assert verify(store, KEYS).defects == []
 
 
 @pytest.mark.fault("O80")
-def test_a_large_object_is_replaced_in_parts(
-    store: MemoryStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The store completes the new bytes at once, and a failed upload leaves none behind."""
-    monkeypatch.setattr("swansongd.restore.repair.PUT_BYTES_MAX", 100)
-    monkeypatch.setattr("swansongd.restore.repair._PART_BYTES", 4000)
+def test_a_refused_replacement_is_reported(store: MemoryStore) -> None:
+    """The damaged object stays as it is."""
     mirror = copied(store)
-    flip(store, key(store, "large"), 4)
+    flip(store, FIRST.key)
     findings = verify(store, KEYS)
-    broken = store.objects[key(store, "large")]
+    broken = dict(store.objects)
 
     def refuse(what: str, _key: str) -> None:
-        if what == "complete":
+        if what == "put":
             raise Permanent("403")
 
     store.before = refuse
     (outcome,) = fix(store, findings, mirror=mirror)
     assert "403" in outcome.problem
-    assert store.objects[key(store, "large")] == broken
-    assert not store.open
-    store.before = lambda *_: None
-    (outcome,) = fix(store, findings, mirror=mirror)
-    assert outcome.problem == ""
-    assert store.objects == mirror.objects
+    assert store.objects == broken
 
 
 @pytest.mark.fault("O80")
-def test_an_identical_part_of_another_object_is_a_copy(store: MemoryStore) -> None:
-    """A full copy of the file in another commit repairs both directions, without a mirror."""
-    whole = stored(store, 3, "large", LARGE)
-    put_commit(store, 3, [shard("large", LARGE, [Extent(whole, 0, len(LARGE))])])
+def test_a_chunk_with_the_same_digest_is_a_copy(store: MemoryStore) -> None:
+    """Another commit has the same bytes under another key; no mirror is needed."""
+    chunks = [stored(store, piece, nonce="b2") for piece in PIECES]
+    put_commit(store, 3, [whole_shard("renamed", *chunks)])
     before = dict(store.objects)
-    flip(store, key(store, "large"), 0)
+    flip(store, FIRST.key)
     (outcome,) = fix(store, verify(store, KEYS))
-    assert outcome.copied_bytes["run"] == PART_SIZE_BYTES
+    assert (outcome.problem, outcome.origin) == ("", "run")
     assert store.objects == before
+    flip(store, FIRST.key, at=1)
+    flip(store, chunks[0].key, at=2)
+    outcomes = fix(store, verify(store, KEYS))
+    assert all("no intact copy" in outcome.problem for outcome in outcomes)
 
 
 @pytest.mark.fault("O80")
-def test_a_sealed_set_on_this_machine_is_a_copy(store: MemoryStore, tmp_path: Path) -> None:
-    """A file of the same path and size whose bytes match; links, FIFOs and other bytes do not count."""
+@pytest.mark.parametrize("chunk", [FIRST, PACK], ids=["whole", "shared"])
+def test_files_of_a_set_on_this_machine_are_a_copy(
+    store: MemoryStore, tmp_path: Path, chunk: Chunk
+) -> None:
+    """Files of the same paths and sizes whose bytes match; other bytes do not count."""
     before = dict(store.objects)
-    flip(store, key(store, "large"), 0)
+    del store.objects[chunk.key]
     findings = verify(store, KEYS)
     other, same = tmp_path / "step-000000000001.aa", tmp_path / "step-000000000001.bb"
-    other.mkdir()
-    (other / "large").write_bytes(b"y" * len(LARGE))
-    with copies_in(tmp_path) as local:
+    for directory in (other, same):
+        directory.mkdir()
+        (directory / "large").write_bytes(b"y" * len(LARGE))
+        (directory / "a").write_bytes(SMALL["a"])
+        (directory / "b").write_bytes(b"y" * 1800)
+    with sets_in(tmp_path) as local:
         (outcome,) = fix(store, findings, local=local)
     assert "no intact copy" in outcome.problem
-    assert outcome.commits == [CommitRef(1, 2), CommitRef(1, 1)]
-    same.mkdir()
+    assert chunk.key not in store.objects
     (same / "large").write_bytes(LARGE)
-    with copies_in(tmp_path) as local:
+    (same / "b").write_bytes(SMALL["b"])
+    with sets_in(tmp_path) as local:
         (outcome,) = fix(store, findings, local=local)
-    assert outcome.copied_bytes["staging"] == PART_SIZE_BYTES
+    assert (outcome.problem, outcome.origin) == ("", "staging")
     assert store.objects == before
 
 
@@ -300,57 +256,98 @@ def test_a_sealed_set_on_this_machine_is_a_copy(store: MemoryStore, tmp_path: Pa
 def test_without_an_intact_copy_nothing_is_written(store: MemoryStore, mirror_has: str) -> None:
     """A damaged or unreachable mirror helps nothing and harms nothing; the commits are reported."""
     mirror = copied(store)
-    flip(store, key(store, "large"), 0)
+    flip(store, FIRST.key, at=0)
     damaged = dict(store.objects)
     if mirror_has == "other bytes":
-        flip(mirror, key(store, "large"), 1)
+        flip(mirror, FIRST.key, at=1)
     elif mirror_has == "nothing":
         mirror.objects.clear()
     else:
         mirror.before = _unreachable
     (outcome,) = fix(store, verify(store, KEYS), mirror=mirror)
-    assert "no intact copy of 1000 bytes from 0 of large" in outcome.problem
+    assert "no intact copy of its 1000 bytes" in outcome.problem
     assert store.objects == damaged
-    assert outcome.copied_bytes == {}
+    assert outcome.origin == ""
 
 
 def _unreachable(*_: str) -> None:
     raise Transient("timed out")
 
 
-@pytest.mark.fault("O81")
-def test_bytes_that_no_manifest_names_cannot_be_made_up(store: MemoryStore) -> None:
-    """They stay as they are in a damaged object; a missing object with such bytes is not repaired."""
-    del store.objects[
-        KEYS.commit(CommitRef(1, 1), 0, 1)
-    ]  # step 2 does not name one part of the file
+PLANTED: dict[str, Callable[[Chunk], Extent]] = {
+    "a byte more": lambda chunk: Extent.whole(Chunk(chunk.key, chunk.size_bytes + 1)),
+    "a byte less": lambda chunk: Extent.whole(Chunk(chunk.key, chunk.size_bytes - 1)),
+    "one byte": lambda chunk: Extent.whole(Chunk(chunk.key, 1)),
+    "another offset": lambda chunk: Extent(chunk, 7, chunk.size_bytes - 7),
+    "more and another offset": lambda chunk: Extent(Chunk(chunk.key, chunk.size_bytes + 9), 9, 10),
+}
+
+
+@pytest.mark.fault("S6", "O81")
+@pytest.mark.parametrize("claim", PLANTED)
+def test_a_planted_manifest_cannot_change_an_intact_object(
+    store: MemoryStore, tmp_path: Path, claim: str
+) -> None:
+    """It names honest chunks with other sizes or offsets; all possible copies have other bytes."""
+    extents = [PLANTED[claim](chunk) for chunk in (FIRST, CHANGED, PACK)]
+    twins = [
+        stored(store, b"planted" * 200, nonce=f"p{number}") for number, _ in enumerate(extents)
+    ]
+    renamed = [
+        Extent.whole(Chunk(KEYS.chunk(1, extent.chunk.digest, f"q{number}"), 1400))
+        for number, extent in enumerate(extents)
+    ]
+    for extent, twin in zip(renamed, twins, strict=True):
+        store.objects[extent.chunk.key] = store.objects[twin.key]
+    all_extents = (*extents, *renamed)
+    size_bytes = sum(extent.size_bytes for extent in all_extents)
+    planted = [StoredShard(path="large", size_bytes=size_bytes, extents=all_extents)]
+    put_commit(store, 3, planted)
+    (tmp_path / "step-000000000003.aa").mkdir()
+    (tmp_path / "step-000000000003.aa" / "large").write_bytes(bytes(size_bytes))
     mirror = copied(store)
-    flip(store, key(store, "large"), 0)
-    flip(store, key(store, "large"), 5 * PART_SIZE_BYTES)
-    kept = store.objects[key(store, "large")][5 * PART_SIZE_BYTES]
-    (outcome,) = fix(store, verify(store, KEYS), mirror=mirror)
-    assert outcome.problem == ""
-    assert store.objects[key(store, "large")][5 * PART_SIZE_BYTES] == kept
-    assert verify(store, KEYS).defects == []
-    del store.objects[key(store, "large")]
-    (outcome,) = fix(store, verify(store, KEYS), mirror=mirror)
-    assert outcome.problem == "no manifest names 1000 of its bytes"
-    assert key(mirror, "large") not in store.objects
+    for chunk in (FIRST, CHANGED, PACK):
+        mirror.objects[chunk.key] = bytes(size_bytes)
+    honest = {k: d for k, d in store.objects.items() if KEYS.is_data(k) and _is_honest(k, d)}
+    with sets_in(tmp_path) as local:
+        outcomes = fix(store, verify(store, KEYS), mirror=mirror, local=local)
+    assert {key: store.objects[key] for key in honest} == honest
+    puts = [key for what, key in store.requests if what == "put"]
+    assert all(_is_honest(key, store.objects[key]) for key in puts)
+    assert not set(puts) & set(honest)
+    assert {defect.ref.step for defect in verify(store, KEYS).defects} <= {3}
+    assert all(outcome.problem for outcome in outcomes if outcome.key in honest)
+
+
+def _is_honest(key: str, data: bytes) -> bool:
+    return blake3(data).digest() == Chunk(key, 1).digest
+
+
+@pytest.mark.fault("O80", "S6")
+def test_a_planted_size_does_not_prevent_the_repair(store: MemoryStore) -> None:
+    """The honest commits are whole again; the planted one stays damaged."""
+    planted = whole_shard("p", Chunk(FIRST.key, 1001))
+    put_commit(store, 3, [planted])
+    mirror = copied(store)
+    flip(store, FIRST.key)
+    problems = {o.size_bytes: o.problem for o in fix(store, verify(store, KEYS), mirror=mirror)}
+    assert problems[1000] == ""
+    assert problems[1001]
+    assert store.objects == mirror.objects
+    assert {defect.ref.step for defect in verify(store, KEYS).defects} == {3}
 
 
 @pytest.mark.fault("O80")
-def test_a_part_across_two_objects_repairs_either(store: MemoryStore) -> None:
-    """Only its bytes within the damaged object are written."""
-    data = random.Random(9).randbytes(PART_SIZE_BYTES)
-    one, two = stored(store, 4, "one", data[:300]), stored(store, 4, "two", data[300:])
-    put_commit(store, 4, [shard("s", data, [Extent(one, 0, 300), Extent(two, 0, 700)])])
+def test_an_object_that_is_intact_by_now_is_not_written(store: MemoryStore) -> None:
+    """Another repair was faster, or the damage was in transit."""
     mirror = copied(store)
-    assert verify(store, KEYS).defects == []
-    flip(store, two.key, 5)
+    flip(store, FIRST.key)
     findings = verify(store, KEYS)
-    assert [defect.problem for defect in findings.defects] == ["s does not match its digest"]
-    assert {outcome.problem for outcome in fix(store, findings, mirror=mirror)} == {""}
-    assert store.objects == mirror.objects
+    store.objects = dict(mirror.objects)
+    store.requests.clear()
+    (outcome,) = fix(store, findings, mirror=mirror)
+    assert (outcome.problem, outcome.origin) == ("", "object")
+    assert store.count("put") == 0
 
 
 @pytest.mark.fault("O80")
@@ -359,7 +356,7 @@ def test_a_store_that_does_not_keep_the_new_bytes_is_not_reported_as_repaired(
 ) -> None:
     """The repaired object is read back."""
     mirror = copied(store)
-    flip(store, key(store, "large"), 0)
+    flip(store, FIRST.key)
     findings = verify(store, KEYS)
     store.after = lambda what, key: flip(store, key, 7) if what == "put" else None
     (outcome,) = fix(store, findings, mirror=mirror)
@@ -367,26 +364,26 @@ def test_a_store_that_does_not_keep_the_new_bytes_is_not_reported_as_repaired(
 
 
 @pytest.mark.fault("O80")
-def test_an_object_whose_commits_are_gone_is_not_written_again(store: MemoryStore) -> None:
+def test_a_chunk_whose_commits_are_gone_is_not_written_again(store: MemoryStore) -> None:
     """Retention deleted them between the verification and the repair."""
     mirror = copied(store)
-    del store.objects[key(store, "pack")]
+    del store.objects[PACK.key]
     findings = verify(store, KEYS)
-    for step in (1, 2):
-        del store.objects[KEYS.commit(CommitRef(1, step), 0, 1)]
+    for key in MANIFESTS:
+        del store.objects[key]
     assert fix(store, findings, mirror=mirror) == []
-    assert key(mirror, "pack") not in store.objects
+    assert PACK.key not in store.objects
 
 
 @pytest.mark.fault("O80")
 def test_a_damaged_manifest_comes_back_and_a_missing_one_stays_away(store: MemoryStore) -> None:
     """A missing manifest may have been deleted on purpose: its commit does not exist."""
     mirror = copied(store)
-    first, second = (KEYS.commit(CommitRef(1, step), 0, 1) for step in (1, 2))
+    first, second = MANIFESTS
     flip(store, first, 30)
     del store.objects[second]
     (outcome,) = repair_manifests(store, KEYS, mirror, QUICK)
-    assert (outcome.key, outcome.problem) == (first, "")
+    assert (outcome.key, outcome.problem, outcome.origin) == (first, "", "mirror")
     assert second not in store.objects
     assert store.objects[first] == mirror.objects[first]
     assert repair_manifests(store, KEYS, mirror, QUICK) == []
@@ -397,25 +394,18 @@ def test_a_damaged_manifest_comes_back_and_a_missing_one_stays_away(store: Memor
     assert store.objects[first] != mirror.objects[first]
 
 
-def test_a_commit_of_the_testkit_is_whole() -> None:
-    """The commits of the other tests have the same parts."""
-    made = MemoryStore()
-    commit(made, {"a": LARGE, "empty": b""})
-    findings = verify(made, KEYS)
-    assert (findings.defects, findings.read_bytes) == ([], len(LARGE))
-
-
 def test_a_repair_shows_its_progress(store: MemoryStore) -> None:
-    """In bytes of the damaged object, up to all of them; manifests in commits."""
+    """In bytes of the damaged chunks, up to all of them; manifests in commits."""
     mirror = copied(store)
-    flip(store, key(store, "large"), 5)
+    for chunk in (FIRST, CHANGED, PACK):
+        flip(store, chunk.key)
     findings = verify(store, KEYS)
     steps: list[tuple[int, int]] = []
     options = replace(QUICK, progress=lambda done, total: steps.append((done, total)))
-    assert not repair(store, KEYS, findings.damaged, mirror=mirror, options=options)[0].problem
-    assert len(steps) == 21, "one for each part of the object"
+    repair(store, KEYS, findings.damaged, mirror=mirror, options=options)
+    assert len(steps) == 3
     assert [done for done, _ in steps] == sorted(done for done, _ in steps)
-    assert steps[-1] == (len(LARGE), len(LARGE))
+    assert steps[-1] == (3805, 3805)
     commits: list[tuple[int, int]] = []
     repair_manifests(
         store, KEYS, mirror, QUICK, progress=lambda done, total: commits.append((done, total))
