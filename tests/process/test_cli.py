@@ -131,7 +131,7 @@ def test_each_skipped_commit_is_named_with_its_reason(place: Place) -> None:
     """Standard error names the commit for people, the JSON for programs."""
     commit(place.store, FILES, step=100)
     made = commit(place.store, {"a": b"x"}, step=200)
-    object_path(place.tmp_path / "store", made.objects[0].key).unlink()
+    object_path(place.tmp_path / "store", made.chunks[0].key).unlink()
     done = place.run("restore", "--to", str(place.to), "--json")
     assert done.returncode == 0
     reason = "a is missing from the store"
@@ -497,7 +497,7 @@ def test_verify_finds_damage(place: Place) -> None:
     assert done.returncode == 0
     assert done.stdout == f"all stored bytes of run r match their manifests: {counts}\n"
     assert place.run_json("verify")["defects"] == []
-    flip_bit(object_path(place.tmp_path / "store", made.objects[0].key), 3)
+    flip_bit(object_path(place.tmp_path / "store", made.chunks[0].key), 3)
     done = place.run("verify")
     assert done.returncode == 8
     assert done.stdout == "generation 1 step 200: a does not match its digest\n"
@@ -516,12 +516,12 @@ def test_verify_repairs_from_the_mirror(place: Place) -> None:
     made = commit(place.store, FILES, step=100)
     file_store(place.tmp_path / "mirror")
     shutil.copytree(place.tmp_path / "store/r", place.tmp_path / "mirror/r")
-    key = made.objects[0].key
+    key = made.chunks[0].key
     flip_bit(object_path(place.tmp_path / "store", key), 3)
     damaged = tree(place.tmp_path / "store")
     done = place.run("verify", "--repair")
     assert done.returncode == 8
-    assert f"not repaired: {key}: there is no intact copy of" in done.stdout
+    assert f"not repaired: {key}: there is no intact copy of its" in done.stdout
     assert tree(place.tmp_path / "store") == damaged
     place.configure(f"""
             [mirror]

@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import random
 import socket
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,15 @@ from testkit.rig import Vm, control
 from testkit.strict_bucket import ACCOUNT, Strict
 from testkit.waiting import until
 
-FILES = {f"rank-00000/{name}.bin": name.encode() * 200_000 for name in "abcd"}
-PART_SIZE_BYTES = 50_000
-PARTS = 16
+FILES = {f"rank-00000/{name}.bin": random.Random(name).randbytes(200_000) for name in "abcd"}
+CHUNK_BYTES = 50_000
+CHUNKS = 16
 
 
 @pytest.fixture
 def vm(strict_bucket: Strict, new_vm: Any) -> Vm:
     """A VM that has just booted, and a run with one commit of 800 kB."""
-    committed.commit(
-        strict_bucket.store, FILES, run="run", step=100, part_size_bytes=PART_SIZE_BYTES
-    )
+    committed.commit(strict_bucket.store, FILES, run="run", step=100, chunk_bytes=CHUNK_BYTES)
     strict_bucket.order("clear")
     made: Vm = new_vm("vm", strict_bucket.table())
     return made
@@ -72,21 +71,21 @@ def test_the_bytes_arrive_before_a_trainer_asks(vm: Vm, strict_bucket: Strict) -
     strict_bucket.order("clear")
     found = daemon.lines.wait(event="prefetched")
     assert (found["step"], found["size_bytes"]) == (100, 800_000)
-    assert data_requests(strict_bucket) == PARTS
+    assert data_requests(strict_bucket) == CHUNKS
     assert vm.status()["prefetch"]["state"] == "ready"
     answer = Rank(vm).answer()
     assert (answer["step"], answer["error"]) == (100, "")
     assert committed.tree(Path(answer["path"])) == FILES
-    assert data_requests(strict_bucket) == PARTS
+    assert data_requests(strict_bucket) == CHUNKS
 
 
 def test_a_trainer_joins_a_slow_prefetch(vm: Vm, strict_bucket: Strict) -> None:
-    """The trainer gets the progress of the download in progress, and each part is fetched once."""
+    """The trainer gets the progress of the download in progress, and each chunk is fetched once."""
     strict_bucket.order("pace", total_bytes_per_s=300_000)
     vm.start_daemon(**ACCOUNT)
-    until(lambda: data_requests(strict_bucket) >= 2, what="the first parts")
+    until(lambda: data_requests(strict_bucket) >= 2, what="the first chunks")
     rank = Rank(vm)
     answer = rank.answer()
     assert committed.tree(Path(answer["path"])) == FILES
     assert rank.progress, "the trainer saw the download"
-    assert data_requests(strict_bucket) == PARTS
+    assert data_requests(strict_bucket) == CHUNKS

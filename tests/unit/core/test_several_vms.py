@@ -98,12 +98,14 @@ def test_a_checkpoint_is_complete_with_the_manifests_of_all_vms(
     newest = CommitRef(1, 9)
     order = CheckComplete(newest, 2)
     for options in ({"step": 9, "node": 0}, {"step": 8, "node": 1}, {"step": 8, "node": 0}):
-        committed.commit(store, FILES, nodes=2, generation=1, upload_nonce=f"{options}", **options)
+        committed.commit(
+            store, FILES, nodes=2, generation=1, nonce="a{step}{node}".format(**options), **options
+        )
     committer.check_complete(order)
     assert desk.next(PartsCounted) == PartsCounted(newest, 1, CommitRef(1, 8))
     committer.check_complete(CheckComplete(newest, 2, CommitRef(1, 8)))
     assert desk.next(PartsCounted) == PartsCounted(newest, 1, None)
-    committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, upload_nonce="x")
+    committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, nonce="x")
     committer.check_complete(order)
     assert desk.next(PartsCounted) == PartsCounted(newest, 2, newest)
     committer.close()
@@ -135,7 +137,7 @@ def test_an_unsigned_part_makes_no_checkpoint_whole(tmp_path: Path, store: FileS
     """A reader with a key would refuse it."""
     keys = RunKeys("r", Signer(b"k" * 32))
     for node in (0, 1):
-        committed.commit(store, FILES, step=9, node=node, nodes=2, upload_nonce=f"a{node}")
+        committed.commit(store, FILES, step=9, node=node, nodes=2, nonce=f"a{node}")
     assert commit.parts_committed(store, keys, CommitRef(1, 9), 2) == (1, None)
 
 
@@ -178,12 +180,12 @@ def test_one_vm_chooses_a_whole_commit_and_the_others_take_that_one(
     """Neither a set on a local disk, nor a part, nor a commit that was completed since."""
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": FILES["weights.bin"]}
-        committed.commit(store, files, step=20, node=node, nodes=2, upload_nonce=f"a{node}")
-    committed.commit(store, {"rank-00000/w": b"1"}, step=30, node=0, nodes=2, upload_nonce="b0")
+        committed.commit(store, files, step=20, node=node, nodes=2, nonce=f"a{node}")
+    committed.commit(store, {"rank-00000/w": b"1"}, step=30, node=0, nodes=2, nonce="b0")
     first, second = Vm(tmp_path / "v0", store), Vm(tmp_path / "v1", store)
     chosen = first.ask()
     assert (chosen.step, chosen.error) == (20, "")
-    committed.commit(store, {"rank-00001/w": b"1"}, step=30, node=1, nodes=2, upload_nonce="b1")
+    committed.commit(store, {"rank-00001/w": b"1"}, step=30, node=1, nodes=2, nonce="b1")
     taken = second.ask(CommitRef(chosen.generation, chosen.step))
     assert (taken.step, taken.error) == (20, "")
     names = {"rank-00000/w", "rank-00001/w"}
@@ -200,14 +202,14 @@ def test_a_choice_is_made_under_the_generation_of_its_start(
     """Before the claim, a VM of the earlier start could still commit a newer checkpoint."""
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": b"1"}
-        committed.commit(store, files, step=20, node=node, nodes=2, upload_nonce=f"a{node}")
+        committed.commit(store, files, step=20, node=node, nodes=2, nonce=f"a{node}")
     vm = Vm(tmp_path / "v0", store, is_waiting=True)
     vm.send(RestoreQuery("q", start_id="start"))
     vm.send(RestoreQuery("named", generation=1, step=20))
     assert vm.answer().query_id == "named", "the other query waits, and delays no other one"
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": b"1"}
-        committed.commit(store, files, step=30, node=node, nodes=2, upload_nonce=f"b{node}")
+        committed.commit(store, files, step=30, node=node, nodes=2, nonce=f"b{node}")
     vm.story.grant("start")
     second = vm.answer()
     assert (second.query_id, second.step) == ("q", 30)
@@ -231,7 +233,7 @@ def test_an_answer_to_one_start_is_not_given_to_the_next(tmp_path: Path, store: 
     assert vm.ask().path == ""
     for node in (0, 1):
         files = {f"rank-{node:05d}/w": b"1"}
-        committed.commit(store, files, step=20, node=node, nodes=2, upload_nonce=f"a{node}")
+        committed.commit(store, files, step=20, node=node, nodes=2, nonce=f"a{node}")
     assert vm.ask().path == "", "all ranks of a start get the same answer"
     vm.story.leave()
     vm.story.join(2, nodes=2, pid=200, start_id="next")
