@@ -167,7 +167,7 @@ class RestoreTarget:
         self._is_locked = False
         self._has_chunks = False
         self._numbers: dict[Chunk, int] = {}
-        """Of the chunks in the journal."""
+        """The numbers of the chunks in the journal."""
         self._is_synced = True
         """Whether each file was synced after its last write; else the file system is."""
         self._directories: set[tuple[str, ...]] = set()

@@ -302,7 +302,7 @@ class Local:
 def test_a_chunk_is_copied_if_all_of_its_files_are_on_this_machine(
     tmp_path: Path, missing: str | None
 ) -> None:
-    """A missing file costs the whole chunk, and no other file is read in vain."""
+    """A missing file costs the whole chunk, and no other file is opened."""
     store = packed_store()
     local = Local(tmp_path / "local", {p: d for p, d in FILES.items() if p != missing})
     found: list[int] = []
