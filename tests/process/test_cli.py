@@ -236,7 +236,7 @@ sys.exit(main.main(sys.argv[1:]))
 
 @contextmanager
 def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]:
-    """A restore that has written its first part and blocks in the store from the second request on."""
+    """A restore that has written its first chunk and blocks in the store from the second request on."""
     process = subprocess.Popen(
         [
             sys.executable,
@@ -249,11 +249,11 @@ def slow_restore(place: Place, *, mild: bool) -> Iterator[subprocess.Popen[str]]
     )
     try:
 
-        def has_part() -> bool:
+        def has_chunk() -> bool:
             journals = place.to.parent.glob(".here.partial-*/journal")
             return any(path.read_bytes().count(b"\n") > 1 for path in journals)
 
-        until(lambda: has_part() or process.poll() is not None, what="the first part")
+        until(lambda: has_chunk() or process.poll() is not None, what="the first chunk")
         yield process
     finally:
         process.kill()
@@ -285,7 +285,7 @@ def test_an_interrupted_restore_keeps_the_fetched_bytes(
         process.send_signal(number)
         _, complaint = process.communicate(timeout=30)
     assert process.returncode == 9
-    assert "swansong: stopped before it was done. The fetched parts stay" in complaint
+    assert "swansong: stopped before it was done. The fetched chunks stay" in complaint
     assert "Traceback" not in complaint
     assert not place.to.exists()
     done = place.run("restore", "--to", str(place.to))
@@ -443,7 +443,7 @@ def test_pins_and_prune(place: Place) -> None:
     """A pinned commit survives the prune that deletes its neighbours; the restored bytes are the same."""
     old_s = time.time() - 40 * 86400
     for step in (100, 200, 300, 400):
-        commit(place.store, FILES, step=step, upload_nonce=f"u{step}", loss=step)
+        commit(place.store, FILES, step=step, nonce=f"u{step}", loss=step)
         for path in (place.tmp_path / "store").rglob("*"):
             if path.is_file() and step < 400:
                 os.utime(path, (old_s + step, old_s + step))
@@ -477,11 +477,11 @@ def test_pins_and_prune(place: Place) -> None:
 
 def test_restore_healthy_takes_the_newest_healthy_commit(place: Place) -> None:
     """Newer commits are skipped; without a commit that is known to be healthy the exit code is 17."""
-    commit(place.store, {"a": b"unknown"}, step=1, upload_nonce="x")
+    commit(place.store, {"a": b"unknown"}, step=1, nonce="x")
     refused = place.run("restore", "--healthy", "--fresh-ok", "--to", str(place.to))
     assert refused.returncode == 17
-    commit(place.store, {"a": b"good"}, step=2, upload_nonce="y", health={"loss_is_finite": 1.0})
-    commit(place.store, {"a": b"bad"}, step=3, upload_nonce="z", health={"loss_is_finite": 0.0})
+    commit(place.store, {"a": b"good"}, step=2, nonce="y", health={"loss_is_finite": 1.0})
+    commit(place.store, {"a": b"bad"}, step=3, nonce="z", health={"loss_is_finite": 0.0})
     restored = place.run_json("restore", "--healthy", "--to", str(place.to))
     assert (restored["step"], restored["skipped"]) == (2, [])
     assert (place.to / "a").read_bytes() == b"good"
@@ -493,7 +493,7 @@ def test_verify_finds_damage(place: Place) -> None:
     commit(place.store, FILES, step=100)
     made = commit(place.store, {"a": b"xyz"}, step=200)
     done = place.run("verify")
-    counts = "3 objects read, 0 of them shared by several commits"
+    counts = "52 objects read, 0 of them shared by several commits"
     assert done.returncode == 0
     assert done.stdout == f"all stored bytes of run r match their manifests: {counts}\n"
     assert place.run_json("verify")["defects"] == []
