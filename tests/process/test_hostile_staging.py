@@ -73,7 +73,7 @@ class Site(Vm):
                 FILES,
                 run="run",
                 step=step,
-                upload_nonce=f"a{step}",
+                nonce=f"a{step}",
             )
 
         as_user(DAEMON, make)

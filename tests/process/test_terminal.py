@@ -186,9 +186,9 @@ def run_of_files(tmp_path: Path) -> Path:
     """The configuration of a run with commits in a store of files: one referenced, one damaged."""
     store = file_store(tmp_path / "store")
     big = os.urandom(6_000_000)
-    commit(store, {"a": big}, step=100, upload_nonce="x", part_size_bytes=500_000)
-    commit(store, {"b": big[:1000]}, step=12_345_678, upload_nonce="y", nodes=2)
-    commit(store, {"c": b"x"}, generation=12, step=200, upload_nonce="z")
+    commit(store, {"a": big}, step=100, nonce="x", chunk_bytes=500_000)
+    commit(store, {"b": big[:1000]}, step=12_345_678, nonce="y", nodes=2)
+    commit(store, {"c": b"x"}, generation=12, step=200, nonce="z")
     made = RunKeys("r").commit(CommitRef(12, 200), 0, 1)
     flip_bit(object_path(tmp_path / "store", made), 99)
     config = tmp_path / "swansong.toml"

@@ -13,7 +13,7 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, closing, contextmanager
+from contextlib import AbstractContextManager, ExitStack, closing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
 
@@ -181,23 +181,19 @@ class Reader:
         try:
             self.store.get_range(chunk.key, 0, chunk.size_bytes, sink)
         except NotFound:
-            why = _MISSING
+            return _MISSING
         except Permanent as error:
-            why = self._why_refused(chunk, error)
-        else:
-            why = "" if sink.is_intact() else _WRONG
-        if why:
-            sink.rewind()
-        return why
+            return self._why_refused(chunk, error)
+        return "" if sink.is_intact() else _WRONG
 
     def _why_refused(self, chunk: Chunk, error: Permanent) -> str:
         """The defect of a chunk that cannot be read; raises ``error`` if the store refuses all objects."""
-        try:
+        with suppress(Permanent):
             info = self.store.head(chunk.key)
-        except Permanent:
-            info = None
-        if info is not None and info.size_bytes != chunk.size_bytes:
-            return f"has an object of {info.size_bytes} bytes instead of {chunk.size_bytes}"
+            if info is None:
+                return _MISSING
+            if info.size_bytes != chunk.size_bytes:
+                return f"has an object of {info.size_bytes} bytes instead of {chunk.size_bytes}"
         if self.refused is None:
             raise error
         self.refused(chunk.key, error)
@@ -211,10 +207,7 @@ class Reader:
             self.mirror.get_range(chunk.key, 0, chunk.size_bytes, sink)
         except StoreError as error:
             _log.warning("mirror_not_read", key=chunk.key, reason=error.line())
-        if sink.is_intact():
-            return True
-        sink.rewind()
-        return False
+        return sink.is_intact()
 
 
 class _Transfer:
