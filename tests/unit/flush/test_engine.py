@@ -21,7 +21,7 @@ from swansongd.flush import engine as engines
 from swansongd.flush import reading
 from swansongd.model import CommitRef, StagedFile
 from swansongd.staging.scan import SetDirectory
-from swansongd.stores.base import Body
+from swansongd.stores.base import Moved
 from swansongd.util.concurrency import FIRST
 
 from testkit.flush_rig import CHUNK, SET, FlushRig, is_named, keys_of, noise, staged_set
@@ -235,12 +235,13 @@ def test_a_cancelled_flush_ends_within_one_window(tmp_path: Path, small_bytes_ma
     begun, held = threading.Semaphore(0), threading.Event()
     create, read_bytes = flush.store.create, []
 
-    def begin(key: str, body: Body) -> None:
-        body.read_into(memoryview(bytearray(WINDOW_BYTES)))
+    def begin(key: str, data: memoryview, *, moved: Moved) -> None:
+        moved(WINDOW_BYTES)
         begun.release()
         assert held.wait(20)
         read_bytes.append(WINDOW_BYTES)
-        create(key, body)
+        moved(-WINDOW_BYTES)
+        create(key, data, moved=moved)
 
     flush.store.create = begin  # type: ignore[method-assign]
     staged = staged_set(flush.run_directory, small_files(30) | {"a": noise(20 * CHUNK)})
@@ -443,10 +444,11 @@ def test_progress_counts_the_bytes_of_requests_in_flight(flush: FlushRig) -> Non
     held = threading.Event()
     create = flush.store.create
 
-    def begin(key: str, body: Body) -> None:
-        body.read_into(memoryview(bytearray(WINDOW_BYTES)))
+    def begin(key: str, data: memoryview, *, moved: Moved) -> None:
+        moved(WINDOW_BYTES)
         assert held.wait(20)
-        create(key, body)
+        moved(-WINDOW_BYTES)
+        create(key, data, moved=moved)
 
     flush.store.create = begin  # type: ignore[method-assign]
     flush.started(staged_set(flush.run_directory, {"a": noise(3 * CHUNK)}))
@@ -466,13 +468,13 @@ def test_bytes_of_a_repeated_request_do_not_make_progress_negative(flush: FlushR
     held = threading.Event()
     create = flush.store.create
 
-    def begin(key: str, body: Body) -> None:
+    def begin(key: str, data: memoryview, *, moved: Moved) -> None:
         for _ in range(9):
-            body.read_into(memoryview(bytearray(WINDOW_BYTES)))
+            moved(WINDOW_BYTES)
         assert held.wait(20)
-        body.rewind()
+        moved(-9 * WINDOW_BYTES)
         time_to_look()
-        create(key, body)
+        create(key, data, moved=moved)
 
     def time_to_look() -> None:
         until(lambda: (now := flush.engine._active) and now.progress() in seen())
