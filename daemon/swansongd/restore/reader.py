@@ -120,10 +120,10 @@ class Reader:
 
         def one(chunk: Chunk) -> None:
             with transfer.chunk() as may_begin:
-                if may_begin and (
-                    why := self.fetch(chunk, _ChunkSink(chunk, transfer, _count_all))
-                ):
-                    defects[chunk] = why
+                sink = _ChunkSink(chunk, transfer, _count_all)
+                why = self.fetch(chunk, sink) if may_begin else ""
+            if why:
+                defects[chunk] = why
 
         threads = min(self.options.connections, len(chunks))
         parallel(chunks, one, threads=threads, stop=self.options.stop)

@@ -42,7 +42,6 @@ TRUSTED = {
     ("local_sets.py", "is_dir"): "only asks whether the run has a staging directory",
     ("downloads.py", "is_dir"): "only asks whether the path of a result is still there",
     ("resume.py", "is_dir"): "only asks whether the path of an answer is still there",
-    ("repair.py", "import tempfile"): "a spool without a name, outside of staging",
     ("target.py", "makedirs"): "the operator names the destination of swansong restore",
     ("target.py", "open()"): "reads the umask from /proc",
 }
