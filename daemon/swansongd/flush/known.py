@@ -41,7 +41,7 @@ CREATED_S_MAX = 12 * 3600.0
 """A chunk without a commit counts up to this age.  Prune may delete it after a day (``ORPHANS_AFTER_S_MIN``
 of the configuration), and the flush needs time, too."""
 
-_SIZE = re.compile(r"[1-9][0-9]{0,9}")
+_SIZE = re.compile(r"0|[1-9][0-9]{0,9}")
 
 _log = structlog.get_logger(__name__)
 
@@ -181,6 +181,7 @@ class KnownChunks:
                 del self._named[chunk.digest]
             if self._created.get(chunk.digest) == chunk:
                 self._forget([chunk])
+                self._append(_line(f"{chunk.key} 0"))
 
     def committed(self, shards: Sequence[StoredShard], ref: CommitRef) -> None:
         """A set of this VM is committed as these shards."""
@@ -239,8 +240,12 @@ class KnownChunks:
         lines = io.BytesIO(data)  # splits one line at a time: a hostile file has 100 million
         if _text(lines.readline()) != self._header:
             return []
-        chunks = (self._chunk(_text(line)) for line in deque(lines, CREATED_MAX))
-        return [chunk for chunk in chunks if chunk is not None]
+        found: dict[str, Chunk] = {}
+        for line in deque(lines, CREATED_MAX):
+            chunk = self._chunk(_text(line))
+            if chunk is not None:
+                found[chunk.key] = chunk
+        return [chunk for chunk in found.values() if chunk.size_bytes]
 
     def _chunk(self, text: str) -> Chunk | None:
         key, _, size = text.rpartition(" ")
