@@ -112,7 +112,19 @@ class Retrying:
         return self._try(f"lock {key}", lambda: self._store.lock(key))
 
     def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
-        self._try(f"create {key}", lambda: self._store.create(key, data, moved=moved))
+        moved_bytes = 0
+
+        def count(size_bytes: int) -> None:
+            nonlocal moved_bytes
+            moved(size_bytes)
+            moved_bytes += size_bytes
+
+        def attempt() -> None:
+            if moved_bytes:
+                count(-moved_bytes)
+            self._store.create(key, data, moved=count)
+
+        self._try(f"create {key}", attempt)
 
     def check(self) -> None:
         self._try("check", self._store.check)
