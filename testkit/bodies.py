@@ -1,27 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Bodies and sinks in memory, which count their passes."""
+"""Bodies that end early, and sinks in memory."""
 
 from __future__ import annotations
 
+import itertools
 
-class CountedBody:
-    """A body in memory.  ``passes`` counts the calls of ``rewind``."""
+from swansongd.stores.base import Moved
 
-    def __init__(self, data: bytes | bytearray | memoryview) -> None:
-        self._data = memoryview(data).cast("B")
-        self.size_bytes = self._data.nbytes
-        self._at = 0
-        self.passes = 0
 
-    def rewind(self) -> None:
-        self._at = 0
-        self.passes += 1
+def torn(error: BaseException, windows: int = 0) -> Moved:
+    """A :data:`Moved` that raises ``error`` before the window with this number, counted from 0."""
+    numbers = itertools.count()
 
-    def read_into(self, window: memoryview) -> None:
-        end = self._at + window.nbytes
-        assert end <= self.size_bytes, "read beyond the end"
-        window[:] = self._data[self._at : end]
-        self._at = end
+    def moved(_size_bytes: int) -> None:
+        if next(numbers) == windows:
+            raise error
+
+    return moved
 
 
 class CountedSink:

@@ -137,7 +137,7 @@ CONTESTANTS: Mapping[str, Contestant] = {
             name=f"{OURS} to GCS",
             environment=None,
             command=client("swansong_client.py", "gcs"),
-            settings="defaults, XML multipart; CRC32C and BLAKE3 of every byte",
+            settings="defaults; CRC32C and BLAKE3 of every byte",
             is_peer=False,
         ),
         Contestant(

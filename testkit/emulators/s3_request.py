@@ -21,7 +21,6 @@ import google_crc32c
 from testkit.emulators.store_control import Call
 
 SKEW_MAX_S = 900.0
-_CHUNK_BYTES_MIN = 8192
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=([^/]+)/(\d{8})/([^/]+)/s3/aws4_request, ?"
     r"SignedHeaders=([^,]+), ?Signature=([0-9a-f]{64})"
@@ -102,17 +101,14 @@ class Payload:
 
 
 def payload_of(call: Call) -> Payload:
-    """Decode the content, and verify every checksum of the request."""
+    """The content; verify every checksum of the request."""
     declared = call.headers.get("x-amz-content-sha256")
     if declared is None:
         raise S3Error(400, "InvalidRequest", "x-amz-content-sha256 is missing")
-    trailers: dict[str, str] = {}
     data = call.body
-    if declared == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
-        data, trailers = unchunked(call)
-    elif declared.startswith("STREAMING-"):
+    if declared.startswith("STREAMING-"):
         raise S3Error(501, "NotImplemented", declared)
-    elif declared != "UNSIGNED-PAYLOAD" and declared != hashlib.sha256(data).hexdigest():
+    if declared != "UNSIGNED-PAYLOAD" and declared != hashlib.sha256(data).hexdigest():
         raise S3Error(400, "XAmzContentSHA256Mismatch")
     md5 = call.headers.get("content-md5")
     if md5 is not None and md5 != base64_of(hashlib.md5(data).digest()):
@@ -120,58 +116,13 @@ def payload_of(call: Call) -> Payload:
     is_delete = call.method == "POST" and call.parameter("delete") is not None
     if call.method != "PUT" and not is_delete:
         return Payload(data, None)
-    stated = named_checksum({**call.headers, **trailers})
+    stated = named_checksum(call.headers)
     if stated is not None:
         if len(base64.b64decode(stated.value)) != len(ALGORITHMS[stated.algorithm](b"")):
             raise S3Error(400, "InvalidRequest", f"{stated.header} is not such a checksum")
         if stated != checksum_of(stated.algorithm, data):
             raise S3Error(400, "BadDigest", stated.header)
     return Payload(data, stated)
-
-
-def unchunked(call: Call) -> tuple[bytes, dict[str, str]]:
-    """Content and trailing headers of an aws-chunked body."""
-    headers = call.headers
-    if "aws-chunked" not in headers.get("content-encoding", ""):
-        raise S3Error(400, "InvalidRequest", "content-encoding is not aws-chunked")
-    length = headers.get("x-amz-decoded-content-length")
-    if length is None:
-        raise S3Error(411, "MissingContentLength")
-    pieces: list[bytes] = []
-    at, rest = 0, memoryview(call.body)
-    while True:
-        end = call.body.find(b"\r\n", at)
-        size = call.body[at:end] if end >= 0 else b""
-        if not re.fullmatch(rb"[0-9a-fA-F]+", size):
-            raise S3Error(400, "IncompleteBody", "a chunk does not start with its size")
-        count = int(size, 16)
-        at = end + 2
-        if not count:
-            break
-        if pieces and len(pieces[-1]) < _CHUNK_BYTES_MIN:
-            raise S3Error(
-                403, "InvalidChunkSizeError", "only the last chunk may be shorter than 8 KiB"
-            )
-        piece = bytes(rest[at : at + count])
-        at += count
-        if len(piece) < count or call.body[at : at + 2] != b"\r\n":
-            raise S3Error(400, "IncompleteBody", "a chunk ends early")
-        pieces.append(piece)
-        at += 2
-    data = b"".join(pieces)
-    if str(len(data)) != length:
-        raise S3Error(400, "IncompleteBody", f"{len(data)} bytes instead of {length}")
-    text = call.body[at:].decode("latin-1")
-    if not text.endswith("\r\n"):
-        raise S3Error(400, "MalformedTrailerError", "no blank line at the end")
-    lines = text[:-2].split("\r\n")
-    trailers = {
-        name.strip().lower(): value.strip()
-        for name, _, value in (line.partition(":") for line in lines if line)
-    }
-    if [*trailers] != [n for n in [headers.get("x-amz-trailer", "").lower()] if n]:
-        raise S3Error(400, "MalformedTrailerError", "the trailer is not the one announced")
-    return data, trailers
 
 
 # ---------------------------------------------------------------- signature

@@ -13,14 +13,12 @@ import io
 import os
 import threading
 from collections.abc import Iterable
-from dataclasses import replace
 from typing import Any
 from urllib.parse import unquote_to_bytes
 
 import google_crc32c
 
 from testkit.emulators.process import announce
-from testkit.emulators.s3_request import S3Error, unchunked
 from testkit.emulators.store_control import Call, StoreControl, StoreResponse, error_response
 
 PRECONDITIONS = ("if-none-match", "if-match")
@@ -32,10 +30,6 @@ _ENVIRONMENT = {
     "MOTO_S3_DEFAULT_KEY_BUFFER_SIZE": str(2**30),  # keep everything in memory
     "S3_IGNORE_SUBDOMAIN_BUCKETNAME": "true",
 }
-_CHUNKED = (
-    "content-encoding", "x-amz-content-sha256", "x-amz-decoded-content-length", "x-amz-trailer",
-    "content-length",
-)  # fmt: skip
 
 
 class S3:
@@ -55,13 +49,6 @@ class S3:
         assert response.status == 200, response
 
     def respond(self, call: Call) -> StoreResponse:
-        if call.headers.get("x-amz-content-sha256") == "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
-            try:
-                data, trailers = unchunked(call)
-            except S3Error as refused:
-                return error_response(refused.status, refused.code, refused.message)
-            told = {name: text for name, text in call.headers.items() if name not in _CHUNKED}
-            call = replace(call, body=data, headers={**told, **trailers})
         with self._lock:
             wanted = call.headers.get("x-amz-checksum-crc32c")
             value = google_crc32c.value(call.body).to_bytes(4, "big")

@@ -2,7 +2,7 @@
 """A strict S3 in memory: ``python -m testkit.emulators.s3_strict --port 0 --bucket NAME [--tls PEM]``.
 
 It verifies what S3 verifies and other emulators do not: signatures, clocks, payload hashes, checksums in
-headers and trailers, and preconditions.  It refuses all other requests with 501.
+headers, and preconditions.  It refuses all other requests with 501.
 Control: see :mod:`testkit.emulators.store_control`, and::
 
     credentials?access_key=test&secret_key=test&session_token=
@@ -11,10 +11,6 @@ Control: see :mod:`testkit.emulators.store_control`, and::
     expire                      expire the present credentials, too
     clock?ahead_s=3600          advance the store's clock
     region?name=eu-west-1       region of all buckets: requests signed for another one are redirected
-    trailers?refused=400&code=XAmzContentSHA256Mismatch
-                                refuse bodies with a trailer, as some stores do
-    trailers?stored=1           accept them, and store them with their framing, as other stores do
-                                that know no checksums
     bucket?name=NAME&lock=1     create an empty bucket; with Object Lock, and so with versioning
     role?policy=JSON            give the caller this policy instead of an administrator's rights
 """
@@ -25,7 +21,6 @@ import argparse
 import hashlib
 import threading
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
 from typing import Any
@@ -106,8 +101,6 @@ class S3:
         self._page = _PAGE
         self._listing = ListingMode()
         self._honour = True
-        self._trailer_refusal: tuple[int, str] | None = None
-        self._stores_framing = False
 
     # ------------------------------------------------------------ control
 
@@ -131,11 +124,6 @@ class S3:
                     self.account.clock_ahead_s = float(call.parameter("ahead_s") or 0)
                 case "region":
                     self._region = call.parameter("name") or "us-east-1"
-                case "trailers":
-                    status = int(call.parameter("refused") or 0)
-                    refusal = (status, call.parameter("code") or "")
-                    self._trailer_refusal = refusal if status else None
-                    self._stores_framing = call.parameter("stored") == "1"
                 case "preconditions":
                     self._honour = call.parameter("honour") != "0"
                 case "page":
@@ -164,10 +152,6 @@ class S3:
         try:
             # Hashing needs no lock, only the change of state does.
             region = self.account.verify(call)
-            if "x-amz-trailer" in call.headers and self._trailer_refusal is not None:
-                raise S3Error(*self._trailer_refusal)
-            if self._stores_framing:
-                call = _without_checksums(call)
             payload = payload_of(call)
             with self._lock:
                 response = self._routed(call, payload, region)
@@ -396,19 +380,8 @@ class S3:
 
 def _has_integrity(call: Call) -> bool:
     """Whether a request has the checksum that Object Lock requires."""
-    names = ("content-md5", "x-amz-sdk-checksum-algorithm", "x-amz-trailer")
+    names = ("content-md5", "x-amz-sdk-checksum-algorithm")
     return any(name in call.headers for name in names) or named_checksum(call.headers) is not None
-
-
-def _without_checksums(call: Call) -> Call:
-    """The request as read by a store without checksums and aws-chunked bodies."""
-    headers = {
-        name: value
-        for name, value in call.headers.items()
-        if not name.startswith("x-amz-checksum-")
-    }
-    headers["x-amz-content-sha256"] = "UNSIGNED-PAYLOAD"
-    return replace(call, headers=headers)
 
 
 def _address(call: Call) -> tuple[str, str]:

@@ -34,13 +34,14 @@ from swansongd.flush.claim_record import ClaimRecord, RecordedStart
 from swansongd.flush.claimant import Claimant
 from swansongd.model import CommitRef
 from swansongd.stores.base import (
-    Body,
     Folders,
+    Moved,
     ObjectInfo,
     ObjectStore,
     Page,
     Sink,
     delete_each,
+    ignore_moved,
 )
 
 KEYS = RunKeys("r")
@@ -163,7 +164,7 @@ class SimStore:
         del key
         return None
 
-    def create(self, key: str, body: Body) -> None:
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
         raise NotImplementedError
 
     def check(self) -> None:

@@ -17,7 +17,6 @@ from swansongd.stores.retention import DAY_S, Lock
 from swansongd.stores.s3.store import S3Store
 
 from testkit import REPOSITORY
-from testkit.bodies import CountedBody
 from testkit.store_backends import Cloud
 
 from .test_store_locks import client_of
@@ -92,7 +91,7 @@ def test_the_bucket_policy_enforces_create_if_absent(bucket: Bucket, key: str) -
 def test_the_bucket_policy_restricts_nothing_else(bucket: Bucket) -> None:
     """Chunks, farewells and pins pass."""
     store = bucket.store()
-    store.create(DATA, CountedBody(b"chunk"))
+    store.create(DATA, memoryview(b"chunk"))
     store.put("run/farewells/x.json", b"{}", if_absent=True)
     store.put("other/pins/x.json", b"{}")
 

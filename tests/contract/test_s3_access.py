@@ -15,15 +15,13 @@ from typing import Any
 import botocore.session
 import pytest
 from botocore.credentials import CredentialResolver
-from structlog.testing import capture_logs
-from structlog.typing import EventDict
 from swansongd.errors import NotFound, Permanent, StoreError, Transient
 from swansongd.stores import credentials
 from swansongd.stores.options import S3Options
 from swansongd.stores.s3 import access
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import CountedBody, CountedSink
+from testkit.bodies import CountedSink
 from testkit.raw_server import Peer, RawServer
 from testkit.store_backends import Cloud, in_threads, retrying
 
@@ -89,112 +87,13 @@ def test_a_configured_address_is_that_of_a_client(
 
 @pytest.mark.usefixtures("below_localhost")
 @pytest.mark.parametrize("addressing", ["auto", "path", "virtual"])
-@pytest.mark.parametrize("checksums", ["trailer", "header"])
-def test_addressing_and_checksums(cloud: Cloud, addressing: str, checksums: str) -> None:
-    """Bucket in the path or the host, checksum in a trailer or a header: the store verifies all."""
+def test_addressing(cloud: Cloud, addressing: str) -> None:
+    """Bucket in the path or the host: the store verifies signature and checksum."""
     endpoint = cloud.server.url.replace("127.0.0.1", "localhost")
-    store = cloud.open(endpoint, addressing=addressing, checksums=checksums)
-    body = CountedBody(CONTENT)
-    store.create("shard", body)
-    assert body.passes == (1 if cloud.ca and checksums == "trailer" else 2)
+    store = cloud.open(endpoint, addressing=addressing)
+    store.create("shard", memoryview(CONTENT))
     assert stored(store) == CONTENT
     assert [info.key for info in store.list("")] == ["shard"]
-
-
-# ---------------------------------------------------------------- stores that read no trailers
-
-
-def sent_by_many(store: S3Store) -> list[EventDict]:
-    """Create a chunk in each of eight threads; returns the log."""
-    with capture_logs() as lines:
-        in_threads(8, lambda number: store.create(f"shard{number}", CountedBody(CONTENT)))
-    for number in range(8):
-        assert stored(store, f"shard{number}") == CONTENT
-    return [line for line in lines if line["event"] == "store_reads_no_trailers"]
-
-
-def requests_of(cloud: Cloud, call: Callable[[], object]) -> list[str]:
-    """Methods of the requests of a call."""
-    before = len(cloud.requests())
-    call()
-    return [method for method, _ in cloud.requests()[before:]]
-
-
-@pytest.mark.fault("O26")
-@pytest.mark.parametrize(
-    ("status", "code"),
-    [
-        (400, "XAmzContentSHA256Mismatch"),
-        (400, "MalformedTrailerError"),
-        (403, "SignatureDoesNotMatch"),
-        (501, "NotImplemented"),
-    ],
-)
-def test_a_store_that_refuses_trailers(
-    open_cloud: Callable[[str], Cloud], status: int, code: str
-) -> None:
-    """The body is sent again with a header; later bodies have no trailer, and one line is logged."""
-    cloud = open_cloud("s3-tls")
-    cloud.order("trailers", refused=status, code=code)
-    store = cloud.open()
-    (line,) = sent_by_many(store)
-    assert 'store.checksums = "header"' in line["hint"]
-    assert code in line["reason"]
-    assert requests_of(cloud, lambda: store.create("last", CountedBody(CONTENT))) == ["PUT"]
-
-
-@pytest.mark.fault("O26", "O13")
-def test_a_store_that_stores_the_framing(open_cloud: Callable[[str], Cloud]) -> None:
-    """It accepts a trailer and stores it as well: detected by the size, and headers are used instead."""
-    cloud = open_cloud("s3-tls")
-    cloud.order("trailers", stored=1)
-    store = cloud.open()
-    (line,) = sent_by_many(store)
-    assert 'store.checksums = "header"' in line["hint"]
-    assert requests_of(cloud, lambda: store.create("last", CountedBody(CONTENT))) == ["PUT"]
-
-
-@pytest.mark.parametrize("states", [True, False])
-def test_support_for_trailers_is_checked_once(
-    open_cloud: Callable[[str], Cloud], states: bool
-) -> None:
-    """Not for a store that returns the checksum."""
-    cloud = open_cloud("s3-tls")
-    if not states:
-        cloud.order(
-            "spoil", how="without", field="x-amz-checksum-crc32c", method="PUT", times=1_000_000
-        )
-    store = cloud.open()
-    methods = requests_of(cloud, lambda: sent_by_many(store))
-    assert methods.count("HEAD") == (0 if states else 1)
-    body = CountedBody(CONTENT)
-    assert requests_of(cloud, lambda: store.create("last", body)) == ["PUT"]
-    assert body.passes == 1
-
-
-def test_refusals_that_are_not_about_the_trailer(open_cloud: Callable[[str], Cloud]) -> None:
-    """A body that is also refused with a header is an error, and later bodies still have trailers."""
-    cloud = open_cloud("s3-tls")
-    store = cloud.open()
-    cloud.order("answer", status=400, code="InvalidRequest", method="PUT", times=2)
-    with pytest.raises(Permanent, match="InvalidRequest"):
-        store.create("shard", CountedBody(CONTENT))
-    cloud.order("answer", status=400, code="BadDigest", method="PUT", times=1)
-    with pytest.raises(Transient, match="BadDigest"):
-        store.create("shard", CountedBody(CONTENT))
-    body = CountedBody(CONTENT)
-    store.create("shard", body)
-    assert body.passes == 1
-
-
-@pytest.mark.parametrize("order", [{"refused": 501, "code": "NotImplemented"}, {"stored": 1}])
-def test_required_trailers(open_cloud: Callable[[str], Cloud], order: dict[str, object]) -> None:
-    """With ``store.checksums = "trailer"``, a store without support is an error that names the setting."""
-    cloud = open_cloud("s3-tls")
-    cloud.order("trailers", **order)
-    with pytest.raises(Permanent) as caught:
-        cloud.open(checksums="trailer").create("shard", CountedBody(CONTENT))
-    assert "store.checksums" in caught.value.hint
 
 
 # ---------------------------------------------------------------- credentials
@@ -214,29 +113,21 @@ def loads(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return asked
 
 
-class Together(CountedBody):
-    """Eight bodies that are sent once all eight requests are signed."""
-
-    def __init__(self, signed: threading.Barrier, passes: int) -> None:
-        super().__init__(CONTENT)
-        self._signed = signed
-        self._awaited_passes = passes
-
-    def read_into(self, window: memoryview) -> None:
-        if self.passes == self._awaited_passes:
-            self._awaited_passes = 0
-            self._signed.wait(20)
-        super().read_into(window)
-
-
 def eight_refused(cloud: Cloud, store: S3Store) -> list[StoreError]:
     """Results of eight threads that sign with the same credentials at the same time."""
     signed = threading.Barrier(8)
     errors: list[StoreError] = []
 
     def send(number: int) -> None:
+        windows: list[int] = []
+
+        def moved(size_bytes: int) -> None:
+            windows.append(size_bytes)
+            if len(windows) == 1:  # the request is signed, and not sent yet
+                signed.wait(20)
+
         try:
-            store.create(f"shard{number}", Together(signed, 1 if cloud.ca else 2))
+            store.create(f"shard{number}", memoryview(CONTENT), moved=moved)
         except StoreError as error:
             errors.append(error)
 
@@ -256,7 +147,7 @@ def test_expired_without_other_credentials(
     profile("first", "secret", "token")
     cloud.order("credentials", access_key="first", secret_key="secret", session_token="token")
     store = cloud.open(profile="ours")
-    store.create("shard", CountedBody(CONTENT))
+    store.create("shard", memoryview(CONTENT))
     cloud.order("expire")
     errors = eight_refused(cloud, store)
     assert [type(error) for error in errors] == [Permanent] * 8
@@ -286,7 +177,7 @@ def test_expired_with_new_credentials(
     assert [type(error) for error in errors] == [Transient] * 8
     assert len(loads) == 2
     cloud.order("credentials", access_key="second", secret_key="other", session_token="new")
-    store.create("shard", CountedBody(CONTENT))
+    store.create("shard", memoryview(CONTENT))
     cloud.order("expire")
     profile("third", "more", "newer")
     with pytest.raises(Transient):
@@ -311,7 +202,7 @@ def test_rotated_keys_are_read_again(
     profile("first", "secret", "")
     cloud.order("credentials", access_key="first", secret_key="secret")
     store = cloud.open(profile="ours")
-    store.create("shard", CountedBody(CONTENT))
+    store.create("shard", memoryview(CONTENT))
     cloud.order("credentials", access_key=after[0], secret_key=after[1])
     monkeypatch.setattr(credentials, "_PAUSE_S", 3600.0)
     errors = eight_refused(cloud, store)
@@ -357,7 +248,7 @@ def test_another_source_of_credentials_is_found(
         with pytest.raises(Permanent, match="InvalidAccessKeyId"):
             store.check()
     write("second")
-    retrying(store).create("shard", CountedBody(CONTENT))
+    retrying(store).create("shard", memoryview(CONTENT))
     assert stored(store) == CONTENT
 
 
@@ -395,7 +286,7 @@ def test_a_missing_right_loads_credentials_once(
 def test_a_missing_profile(cloud: Cloud) -> None:
     """Permanent; the hint names the setting."""
     store = cloud.open(profile="unknown")
-    for call in (store.check, lambda: store.create("key", CountedBody(b"x")), store.warm):
+    for call in (store.check, lambda: store.create("key", memoryview(b"x")), store.warm):
         with pytest.raises(Permanent) as caught:
             call()
         assert "store.profile" in caught.value.hint
@@ -405,11 +296,11 @@ def test_a_missing_profile(cloud: Cloud) -> None:
 def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
     """A redirect is followed once: the request is Transient, and the next one goes to the other region."""
     store = cloud.open()
-    store.create("shard", CountedBody(CONTENT))
+    store.create("shard", memoryview(CONTENT))
     cloud.order("region", name="eu-west-1")
     with pytest.raises(Transient):
-        store.create("shard", CountedBody(CONTENT))
-    store.create("shard", CountedBody(CONTENT))
+        store.create("shard", memoryview(CONTENT))
+    store.create("shard", memoryview(CONTENT))
     assert stored(store) == CONTENT
     store.check()
 
@@ -418,7 +309,7 @@ def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
 def test_no_such_bucket(cloud: Cloud) -> None:
     """NotFound with a hint."""
     store = cloud.open(bucket="elsewhere")
-    for call in (store.check, lambda: store.create("key", CountedBody(b"x"))):
+    for call in (store.check, lambda: store.create("key", memoryview(b"x"))):
         with pytest.raises(NotFound) as caught:
             call()
         assert "store.url" in caught.value.hint
@@ -430,7 +321,7 @@ def test_a_wrong_clock(cloud: Cloud) -> None:
     store = cloud.open()
     cloud.order("clock", ahead_s=3600)
     with pytest.raises(Permanent) as caught:
-        store.create("key", CountedBody(b"x"))
+        store.create("key", memoryview(b"x"))
     assert "clock" in caught.value.hint
 
 
@@ -463,7 +354,7 @@ def test_retry_after_of_slow_down(
 ) -> None:
     """SlowDown has the store's Retry-After, if it is valid."""
     store = responding(503, b"<Error><Code>SlowDown</Code></Error>", f"Retry-After: {wait}")
-    for call in (store.check, lambda: store.create("key", CountedBody(b"x"))):
+    for call in (store.check, lambda: store.create("key", memoryview(b"x"))):
         with pytest.raises(Transient, match="SlowDown") as caught:
             call()
         assert caught.value.retry_after_s == seconds
@@ -474,7 +365,7 @@ def test_the_store_returns_another_checksum(responding: Callable[..., S3Store]) 
     """The bytes do not count as stored: Transient."""
     store = responding(200, b"", 'ETag: "x"', "x-amz-checksum-crc32c: AAAAAA==")
     with pytest.raises(Transient, match="other bytes"):
-        store.create("key", CountedBody(b"something"))
+        store.create("key", memoryview(b"something"))
 
 
 @pytest.mark.parametrize(

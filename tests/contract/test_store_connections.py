@@ -23,7 +23,6 @@ from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import CountedBody
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.store_backends import (
     BUCKET,
@@ -57,7 +56,7 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
     store.put("key", CONTENT)
 
     def create() -> None:
-        store.create("chunk", CountedBody(CONTENT))
+        store.create("chunk", memoryview(CONTENT))
 
     def read() -> None:
         assert get_range(store, "key", 0, len(CONTENT)) == CONTENT
@@ -79,7 +78,7 @@ def test_reset_at_every_offset(cloud: Cloud, proxy: FaultProxy, way: Way) -> Non
     assert struck >= len(offsets)
     proxy.reset(way, 100, times=1)
     careful = retrying(store)
-    careful.create("other", CountedBody(CONTENT))
+    careful.create("other", memoryview(CONTENT))
     proxy.reset(way, 100, times=1)
     assert careful.get("other") == CONTENT
 
@@ -93,7 +92,7 @@ def test_a_server_that_never_responds(cloud: Cloud, proxy: FaultProxy) -> None:
     for call in (
         lambda: store.get("key"),
         lambda: store.put("key", b"content"),
-        lambda: store.create("chunk", CountedBody(CONTENT)),
+        lambda: store.create("chunk", memoryview(CONTENT)),
         store.check,
     ):
         began = time.monotonic()
@@ -122,7 +121,7 @@ def test_a_bit_flipped_in_transit(cloud: Cloud, proxy: FaultProxy) -> None:
     store = cloud.open(cloud.by(proxy))
     proxy.flip("up", 100_000)
     with pytest.raises(Transient):
-        store.create("chunk", CountedBody(CONTENT))
+        store.create("chunk", memoryview(CONTENT))
     assert store.head("chunk") is None
     proxy.flip("up", 100_000)
     with pytest.raises(StoreError):  # the refusal of a small object by GCS has no code
@@ -130,7 +129,7 @@ def test_a_bit_flipped_in_transit(cloud: Cloud, proxy: FaultProxy) -> None:
     assert store.head("small") is None
     proxy.flip("up", 100_000, times=1)
     careful = retrying(store)
-    careful.create("chunk", CountedBody(CONTENT))
+    careful.create("chunk", memoryview(CONTENT))
     assert proxy.hits == 3
     assert careful.get("chunk") == CONTENT
 

@@ -13,7 +13,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.errors import NotFound, Permanent
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
-from swansongd.stores.base import BytesBody, ObjectInfo
+from swansongd.stores.base import ObjectInfo
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
 from swansongd.stores.wrappers.retry import Retrying
@@ -88,4 +88,4 @@ def test_a_gcs_without_the_xml_interface_is_refused(server: ForeignServer) -> No
     with pytest.raises(Permanent):
         store.put("key", b"1", if_absent=True)
     with pytest.raises(Permanent):
-        store.create("key", BytesBody(b"1"))
+        store.create("key", memoryview(b"1"))

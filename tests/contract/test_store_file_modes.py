@@ -19,7 +19,6 @@ import pytest
 from swansongd.errors import Permanent, StoreError
 from swansongd.stores.file.store import FileStore
 
-from testkit.bodies import CountedBody
 from testkit.waiting import until
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
@@ -28,15 +27,14 @@ DAEMON, MEMBER, OUTSIDER, TRAINERS = 64001, 64002, 64003, 64010
 
 WRITER = """
 import os, sys
-from testkit.bodies import CountedBody
 from swansongd.stores.file.store import FileStore
 os.umask(int(sys.argv[2], 8))
 store = FileStore(sys.argv[1])
 store.check()
 store.put("run/generations/1.json", b"claim", if_absent=True)
 store.put("run/commits/1.json", b"commit")
-store.create("run/data/small", CountedBody(b"shard"))
-store.create("run/data/large", CountedBody(b"abcabc"))
+store.create("run/data/small", memoryview(b"shard"))
+store.create("run/data/large", memoryview(b"abcabc"))
 """
 
 ATTACKER = """
@@ -68,7 +66,7 @@ print(chr(10).join(done))
 def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
     """Run a program as another user, after its imports, for which that user may have no rights."""
     drop = (
-        "import os, sys\nfrom testkit.bodies import CountedBody\n"
+        "import os, sys\n"
         "from swansongd.stores import checksums\n"
         "from swansongd.stores.file.store import FileStore\n"
         "checksums.load()\n"
@@ -223,7 +221,7 @@ def test_a_world_writable_root_is_refused(tmp_path: Path, mode: int) -> None:
         store.check,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.create("key", CountedBody(b"x")),
+        lambda: store.create("key", memoryview(b"x")),
         lambda: store.get("key"),
         lambda: store.head("key"),
         lambda: list(store.list("")),
@@ -258,7 +256,7 @@ def test_no_link_is_followed(tmp_path: Path, where: str) -> None:
     calls: list[Callable[[], object]] = [
         lambda: store.put("run/data/key", b"x"),
         lambda: store.put("run/data/key", b"x", if_absent=True),
-        lambda: store.create("run/data/key", CountedBody(b"x")),
+        lambda: store.create("run/data/key", memoryview(b"x")),
         lambda: store.get("run/data/secret"),
     ]
     for call in calls:

@@ -17,7 +17,7 @@ from swansongd.stores.base import WINDOW_BYTES
 from swansongd.stores.file import store as module
 from swansongd.stores.file.store import FileStore
 
-from testkit.bodies import CountedBody, CountedSink
+from testkit.bodies import CountedSink, torn
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def test_no_key_leaves_the_directory(files: FileStore, root: Path, key: str) -> 
         lambda: files.get(key),
         lambda: files.head(key),
         lambda: files.delete(key),
-        lambda: files.create(key, CountedBody(b"x")),
+        lambda: files.create(key, memoryview(b"x")),
     ):
         with pytest.raises(Permanent):
             call()
@@ -73,9 +73,9 @@ def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
     with pytest.raises(Exists):
         files.put("key", b"2", if_absent=True)
     for _ in range(2):
-        files.create("chunk", CountedBody(b"1"))
+        files.create("chunk", memoryview(b"1"))
     with pytest.raises(Exists):
-        files.create("chunk", CountedBody(b"2"))
+        files.create("chunk", memoryview(b"2"))
     assert temporary_files(root) == []
     assert {(root / name).stat().st_nlink for name in ("key", "other", "chunk")} == {1}
 
@@ -126,15 +126,13 @@ def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
 
 WRITER = """
 import sys
-from testkit.bodies import CountedBody
 from swansongd.stores.file.store import FileStore
 
-class Stuck(CountedBody):
-    def read_into(self, window):
-        print("reading", flush=True)
-        sys.stdin.read()
+def stuck(size_bytes):
+    print("sending", flush=True)
+    sys.stdin.read()
 
-FileStore(sys.argv[1]).create("data/chunk", Stuck(b"ghi"))
+FileStore(sys.argv[1]).create("data/chunk", memoryview(b"ghi"), moved=stuck)
 """
 
 
@@ -149,15 +147,15 @@ def test_files_of_a_killed_writer_are_removed(files: FileStore, root: Path) -> N
         env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
     ) as writer:
         assert writer.stdout is not None
-        assert writer.stdout.readline() == "reading\n"
+        assert writer.stdout.readline() == "sending\n"
         writer.send_signal(signal.SIGKILL)
     (left,) = temporary_files(root)
     assert list(files.list("")) == []
-    files.create("data/chunk", CountedBody(b"ghi"))
+    files.create("data/chunk", memoryview(b"ghi"))
     assert temporary_files(root) == [left], "another VM may still write to it"
     old_s = root.stat().st_mtime - 2 * 86_400
     os.utime(root / ".swansong-tmp" / left, (old_s, old_s))
-    FileStore(files.url).create("data/other", CountedBody(b"ghi"))
+    FileStore(files.url).create("data/other", memoryview(b"ghi"))
     assert temporary_files(root) == []
     assert files.get("data/chunk") == b"ghi"
 
@@ -177,9 +175,9 @@ def test_a_create_whose_fsync_failed(files: FileStore, monkeypatch: pytest.Monke
     files.check()
     monkeypatch.setattr(os, "fsync", failing)
     with pytest.raises(Transient):
-        files.create("data/chunk", CountedBody(b"ghi"))
+        files.create("data/chunk", memoryview(b"ghi"))
     synced[:] = [0, 0]
-    files.create("data/chunk", CountedBody(b"ghi"))
+    files.create("data/chunk", memoryview(b"ghi"))
     assert {os.stat(path).st_ino for path in (files.url[7:], f"{files.url[7:]}/data")} <= {*synced}
 
 
@@ -189,17 +187,12 @@ def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
     content = os.urandom(size_bytes)
     windows: list[int] = []
 
-    class Body(CountedBody):
-        def read_into(self, window: memoryview) -> None:
-            windows.append(window.nbytes)
-            super().read_into(window)
-
     class Sink(CountedSink):
         def write(self, window: memoryview) -> None:
             windows.append(window.nbytes)
             super().write(window)
 
-    files.create("shard", Body(content))
+    files.create("shard", memoryview(content), moved=windows.append)
     sink = Sink()
     files.get_range("shard", 0, size_bytes, sink)
     assert sink.data == content
@@ -210,16 +203,12 @@ def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
 def test_exceptions_of_bodies_and_sinks_pass_unchanged(files: FileStore, root: Path) -> None:
     """Also an OSError; no object becomes visible, and no file remains."""
 
-    class Torn(CountedBody):
-        def read_into(self, window: memoryview) -> None:
-            raise OSError("torn")
-
     class Full(CountedSink):
         def write(self, window: memoryview) -> None:
             raise OSError("torn")
 
     with pytest.raises(OSError, match=r"^torn$"):
-        files.create("shard", Torn(b"abc"))
+        files.create("shard", memoryview(b"abc"), moved=torn(OSError("torn")))
     assert list(files.list("")) == []
     assert temporary_files(root) == []
     files.put("key", b"abc")

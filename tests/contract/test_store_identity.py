@@ -28,7 +28,6 @@ from swansongd.stores.file.mounts import Mount
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.file.tree import MARKER
 
-from testkit.bodies import CountedBody
 from testkit.committed import file_store, tree
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
@@ -54,7 +53,7 @@ def calls(store: FileStore) -> list[Callable[[], object]]:
         store.warm,
         lambda: store.put("key", b"x"),
         lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.create("key", CountedBody(b"x")),
+        lambda: store.create("key", memoryview(b"x")),
         lambda: store.get("run/one"),
         lambda: store.head("run/one"),
         lambda: list(store.list("")),
@@ -162,7 +161,7 @@ def test_the_marker_is_not_an_object(files: FileStore, root: Path) -> None:
         lambda: files.put(MARKER, b"x"),
         lambda: files.delete(MARKER),
         lambda: files.delete(f"{MARKER}/x"),
-        lambda: files.create(MARKER, CountedBody(b"x")),
+        lambda: files.create(MARKER, memoryview(b"x")),
     ):
         with pytest.raises(Permanent, match="not a key"):
             call()

@@ -27,7 +27,6 @@ from swansongd.stores.opening import open_store
 from swansongd.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 
 from testkit import committed
-from testkit.bodies import CountedBody
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import MIB, Cloud
 
@@ -89,9 +88,9 @@ def test_new_objects_are_locked_by_their_key(locking: Cloud) -> None:
     """Each way to create an object gives it the retention of its key; other objects get none."""
     store = opened(locking, new_bucket(locking))
     store.put("kept/small", b"manifest", if_absent=True)
-    store.create("kept/chunk", CountedBody(b"chunk"))
-    store.create("kept/large", CountedBody(bytes(5 * MIB)))
-    store.create("whole", CountedBody(b"whole"))
+    store.create("kept/chunk", memoryview(b"chunk"))
+    store.create("kept/large", memoryview(bytes(5 * MIB)))
+    store.create("whole", memoryview(b"whole"))
     store.put("free", b"pin")
     for key in ("kept/small", "kept/chunk", "kept/large"):
         assert ends_in(store.locked_until(key), DAYS), key
@@ -151,7 +150,7 @@ def test_a_bucket_without_retention_names_the_command(strict: Cloud) -> None:
     store = opened(strict, new_bucket(strict, lock=False))
     for write in (
         lambda: store.put("kept/a", b"1"),
-        lambda: store.create("kept/a", CountedBody(b"1")),
+        lambda: store.create("kept/a", memoryview(b"1")),
     ):
         with pytest.raises(Permanent) as refused:
             write()

@@ -18,7 +18,7 @@ from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 
-from testkit.bodies import CountedBody, CountedSink
+from testkit.bodies import CountedSink
 from testkit.raw_server import Peer, RawServer, Request
 
 STATUSES = (301, 302, 303, 307, 308)
@@ -104,7 +104,7 @@ def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
         "head": lambda: store.head("key"),
         "list": lambda: list(store.list("")),
         "delete": lambda: store.delete("key"),
-        "create": lambda: store.create("key", CountedBody(b"abc")),
+        "create": lambda: store.create("key", memoryview(b"abc")),
         "check": store.check,
         "warm": store.warm,
     }

@@ -12,7 +12,6 @@ import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.base import BytesBody
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
@@ -82,7 +81,7 @@ def refusal_is_classified(
         lambda: get_range(store, "key", 0, 3),
     ]
     if wanted is not Exists:  # which compares the object
-        calls.append(lambda: store.create("other", BytesBody(b"x" * 10)))
+        calls.append(lambda: store.create("other", memoryview(b"x" * 10)))
     if wanted is not NotFound:  # which has another meaning there
         calls += [lambda: list(store.list("")), lambda: store.delete("key"), store.check]
     for call in calls:
@@ -172,7 +171,7 @@ def test_one_call_is_one_request(cloud: Cloud) -> None:
         lambda: store.head("key"),
         lambda: list(store.list("")),
         lambda: store.delete("key"),
-        lambda: store.create("other", BytesBody(b"x")),
+        lambda: store.create("other", memoryview(b"x")),
     ):
         cloud.order("clear")
         cloud.order("outage", seconds=60)
@@ -244,7 +243,7 @@ def test_a_chunk_whose_reply_was_cut_off(cloud: Cloud, proxy: FaultProxy) -> Non
     store = retrying(cloud.open(cloud.by(proxy)))
     store.check()
     proxy.reset("down", 0, times=1)
-    store.create("chunk", BytesBody(CONTENT))
+    store.create("chunk", memoryview(CONTENT))
     assert proxy.hits == 1
     assert store.get("chunk") == CONTENT
 
@@ -255,9 +254,9 @@ def test_an_error_with_status_200(cloud: Cloud) -> None:
     store = cloud.open()
     cloud.order("answer", status=200, code="InternalError", method="PUT")
     with pytest.raises(Transient):
-        store.create("chunk", BytesBody(CONTENT))
+        store.create("chunk", memoryview(CONTENT))
     assert store.head("chunk") is None
-    store.create("chunk", BytesBody(CONTENT))
+    store.create("chunk", memoryview(CONTENT))
     assert store.get("chunk") == CONTENT
 
 

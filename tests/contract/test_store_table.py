@@ -14,10 +14,9 @@ from collections.abc import Callable
 import google_crc32c
 import pytest
 from swansongd.errors import Changed, Exists, StoreError
-from swansongd.stores.base import ObjectInfo
+from swansongd.stores.base import Body, ObjectInfo
 
 from testkit import REPOSITORY
-from testkit.bodies import CountedBody
 from testkit.store_backends import MIB, OURS, SERVERS, Cloud, get_range
 from testkit.store_by_hand import signed
 
@@ -32,7 +31,7 @@ def moves_objects(cloud: Cloud) -> bool:
     store = cloud.open()
     store.check()
     store.put("a/small", b"1")
-    store.create("a/shard", CountedBody(CONTENT))
+    store.create("a/shard", memoryview(CONTENT))
     seen = store.get("a/small") == b"1" and get_range(store, "a/shard", 7, 1000) == CONTENT[7:1007]
     seen = seen and [info.size_bytes for info in store.list("a/")] == [len(CONTENT), 1]
     store.delete("a/small")
@@ -73,21 +72,20 @@ def lists_in_byte_order(cloud: Cloud) -> bool:
 
 def returns_checksums_of_objects(cloud: Cloud) -> bool:
     store = cloud.open()
-    body = CountedBody(b"abc")
-    store.create("chunk", body)
+    store.create("chunk", memoryview(b"abc"))
     if not cloud.is_s3:
         value = google_crc32c.value(b"abc")
         return bool(store._metadata("chunk") == (ObjectInfo("chunk", 3), value))
-    return bool(store._holds("chunk", body))
+    return bool(store._holds("chunk", Body(b"abc")))
 
 
 def keeps_a_chunk(cloud: Cloud) -> bool:
     """Sent again under its key: the same bytes count as stored, others are refused."""
     store = cloud.open()
     for _ in range(2):
-        store.create("chunk", CountedBody(b"ours"))
+        store.create("chunk", memoryview(b"ours"))
     try:
-        store.create("chunk", CountedBody(b"else"))
+        store.create("chunk", memoryview(b"else"))
     except Exists:
         return True
     return False
@@ -106,21 +104,6 @@ def refuses_a_wrong_signature(cloud: Cloud) -> bool | None:
     return signed(cloud, "PUT", secret_key="guessed").status_code == 403
 
 
-def reads_trailing_checksums(cloud: Cloud) -> bool | None:
-    if not cloud.is_s3:
-        return None
-    right = base64.b64encode(google_crc32c.value(b"1234").to_bytes(4, "big"))
-    headers = {
-        "content-encoding": "aws-chunked",
-        "x-amz-content-sha256": "STREAMING-UNSIGNED-PAYLOAD-TRAILER",
-        "x-amz-decoded-content-length": "4",
-        "x-amz-trailer": "x-amz-checksum-crc32c",
-    }
-    body = b"4\r\n1234\r\n0\r\nx-amz-checksum-crc32c:%b\r\n\r\n"
-    refused = _put(cloud, headers, body % WRONG.encode()) == 400
-    return refused and _put(cloud, headers, body % right) == 200
-
-
 def _put(cloud: Cloud, headers: dict[str, str], body: bytes = b"1234") -> int:
     return signed(cloud, "PUT", body, headers).status_code
 
@@ -133,7 +116,6 @@ ROWS: dict[str, Callable[[Cloud], bool | None]] = {
     "listings in byte order": lists_in_byte_order,
     "checksums of objects": returns_checksums_of_objects,
     "a wrong CRC32C in a header is refused": refuses_a_wrong_checksum,
-    "a CRC32C trailer is read, and refused if wrong": reads_trailing_checksums,
     "a wrong signature is refused": refuses_a_wrong_signature,
 }
 WORDS = {True: "yes", False: "**no**", None: "-"}

@@ -36,7 +36,6 @@ import sys
 import threading
 from pathlib import Path
 import structlog
-from testkit.bodies import CountedBody
 from swansongd.config.config import StoreConfig
 from swansongd.errors import StoreError
 from swansongd.stores.opening import open_store
@@ -56,7 +55,7 @@ count = 12
 
 def send():
     def create(number):
-        tried.create(f"data/{number}", CountedBody(content))
+        tried.create(f"data/{number}", memoryview(content))
 
     parallel(range(count), create, threads=8)
 

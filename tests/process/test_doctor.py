@@ -11,10 +11,8 @@ import signal
 import socket
 import subprocess
 import tempfile
-import tomllib
 from collections.abc import Callable, Iterator
 from functools import partial
-from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +21,8 @@ from swansongd.stores.file.tree import MARKER
 
 from testkit import TRAINERS
 from testkit.clouds import Aws, Bucket, Gcp
-from testkit.emulators import tls
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import BIN, CREDENTIALS, Vm, control, environment
-from testkit.store_tap import StoreTap
 from testkit.waiting import until
 from testkit.warm import python_of
 
@@ -281,48 +277,6 @@ def test_no_right_to_delete_is_fine(vm: Vm, bucket: Bucket) -> None:
         f"{len(left)} objects with {size_bytes} bytes stay below {place}"
         in findings["delete"]["found"]
     )
-
-
-class NoTrailers(StoreTap):
-    """An S3 server behind TLS that verifies the payload hash, and therefore refuses checksum trailers."""
-
-    def __init__(self, upstream_url: str, folder: Path) -> None:
-        super().__init__(upstream_url)
-        self.ca, pem = tls.make(folder)
-        self._server.socket = tls.server_context(pem).wrap_socket(
-            self._server.socket, server_side=True
-        )
-        self.url = self.url.replace("http:", "https:")
-
-    def forward(self, handler: BaseHTTPRequestHandler) -> None:
-        if handler.headers["x-amz-content-sha256"] != "STREAMING-UNSIGNED-PAYLOAD-TRAILER":
-            super().forward(handler)
-            return
-        handler.rfile.read(int(handler.headers["Content-Length"]))
-        refusal = b"<Error><Code>XAmzContentSHA256Mismatch</Code><Message>no</Message></Error>"
-        handler.send_response(400)
-        handler.send_header("Content-Length", str(len(refusal)))
-        handler.end_headers()
-        handler.wfile.write(refusal)
-
-
-def test_a_store_that_refuses_trailers_is_reported(vm: Vm, bucket: Bucket, tmp_path: Path) -> None:
-    """The printed command fixes the failure verbatim, behind TLS with a private certificate authority."""
-    with NoTrailers(bucket.endpoint, tmp_path) as store:
-        table = f'[store]\nca_bundle = "{store.ca}"'
-        text = vm.config.read_text().replace("[store]", table).replace(bucket.endpoint, store.url)
-        vm.config.write_text(text)
-        findings = examine(vm)[1]
-        assert findings["clock (store)"]["level"] == "ok"
-        upload = findings["upload"]
-        # A warning if the client has already switched to headers.
-        assert upload["level"] in ("failure", "warning")
-        assert names(findings, "failure") == {"upload"} & names(findings, "failure")
-        subprocess.run(["sh", "-c", upload["fix"]], check=True)
-        findings = examine(vm)[1]
-    assert names(findings, "failure") == set(), findings
-    assert findings["upload"]["level"] == "ok"
-    assert tomllib.loads(vm.config.read_text())["store"]["checksums"] == "header"
 
 
 @pytest.mark.fault("S16")

@@ -67,7 +67,7 @@ def test_only_run_staging_and_store_are_required() -> None:
     assert (got.flush.connections, got.flush.chunk_bytes) == (32, 16 * 2**20)
     assert got.flush.background_bytes_per_s is None
     assert (got.store.profile, got.store.ca_bundle) == (None, None)
-    assert (got.store.addressing, got.store.checksums) == ("auto", "auto")
+    assert got.store.addressing == "auto"
     assert (got.retention.keep_within_s, got.retention.orphans_after_s) == (86_400, 604_800)
     assert got.retention.keep_every_steps is None
     assert (got.log.format, got.log.level) == ("json", "info")

@@ -707,7 +707,7 @@ def test_a_key_is_set_by_a_command_only_if_one_line_contains_it(tmp_path: Path) 
     "text",
     [
         '[run]\nname = "r"\n[store] # ours\nurl = "s3://b"\n[log]\n',
-        '[store]\nchecksums = "trailer"\nurl = "s3://b"\n# checksums = "x"\n',
+        '[store]\naddressing = "auto"\nurl = "s3://b"\n# addressing = "x"\n',
     ],
 )
 def test_the_command_that_sets_a_key_sets_it(tmp_path: Path, text: str) -> None:
@@ -715,17 +715,17 @@ def test_the_command_that_sets_a_key_sets_it(tmp_path: Path, text: str) -> None:
     path = tmp_path / "swansong.toml"
     path.write_text(text)
     before = tomllib.loads(text)
-    command = set_key(path, "checksums", "header", table="store").partition(" && ")[0]
+    command = set_key(path, "addressing", "path", table="store").partition(" && ")[0]
     subprocess.run(["sh", "-c", command.removeprefix("sudo ")], check=True)
-    before["store"]["checksums"] = "header"
+    before["store"]["addressing"] = "path"
     assert tomllib.loads(path.read_text()) == before
 
 
 @pytest.mark.parametrize(
-    "text", ["[store.x]\n", "[store]\nchecksums = 'trailer'\n", 'store = { url = "s3://b" }\n', ""]
+    "text", ["[store.x]\n", "[store]\naddressing = 'auto'\n", 'store = { url = "s3://b" }\n', ""]
 )
 def test_unusual_toml_opens_the_editor(tmp_path: Path, text: str) -> None:
     """Other spellings of TOML are left to the operator."""
     path = tmp_path / "swansong.toml"
     path.write_text(text)
-    assert set_key(path, "checksums", "header", table="store").startswith("sudoedit ")
+    assert set_key(path, "addressing", "path", table="store").startswith("sudoedit ")

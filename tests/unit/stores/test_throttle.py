@@ -9,11 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansongd.stores.base import WINDOW_BYTES, Body
+from swansongd.stores.base import WINDOW_BYTES, Moved, ignore_moved
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.wrappers.throttle import Throttled
 
-from testkit.bodies import CountedBody, CountedSink
+from testkit.bodies import CountedSink, torn
 from testkit.waiting import until
 
 RATE = 8.0 * WINDOW_BYTES
@@ -38,12 +38,12 @@ class Watched(FileStore):
         self.under_way = 0
         self.most_under_way = 0
 
-    def create(self, key: str, body: Body) -> None:
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
         with self._lock:
             self.under_way += 1
             self.most_under_way = max(self.most_under_way, self.under_way)
         try:
-            super().create(key, body)
+            super().create(key, data, moved=moved)
         finally:
             with self._lock:
                 self.under_way -= 1
@@ -74,7 +74,7 @@ def test_all_threads_together_keep_to_the_rate(files: Watched) -> None:
 
     def send(number: int) -> None:
         for turn in range(2):
-            store.create(f"chunk-{number}-{turn}", CountedBody(bytes(WINDOW_BYTES)))
+            store.create(f"chunk-{number}-{turn}", memoryview(bytes(WINDOW_BYTES)))
 
     joined(started(4, send))
     took_s = time.monotonic() - began_s
@@ -86,10 +86,10 @@ def test_no_credit_for_idle_times(files: Watched) -> None:
     """Idle time does not increase the rate afterwards."""
     now_s = [0.0]
     store = Throttled(files, Limit(RATE), monotonic=lambda: now_s[0])
-    store.create("first", CountedBody(bytes(WINDOW_BYTES)))
+    store.create("first", memoryview(bytes(WINDOW_BYTES)))
     now_s[0] += 3600
-    store.create("second", CountedBody(bytes(WINDOW_BYTES)))
-    (third,) = started(1, lambda _: store.create("third", CountedBody(bytes(WINDOW_BYTES))))
+    store.create("second", memoryview(bytes(WINDOW_BYTES)))
+    (third,) = started(1, lambda _: store.create("third", memoryview(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == 1, what="the third to begin")
     third.join(timeout=0.2)
     assert third.is_alive()
@@ -102,13 +102,8 @@ def test_removing_the_limit_ends_all_waits(files: Watched) -> None:
     limit = Limit(1000.0)  # 15 minutes for one window
     store = Throttled(files, limit)
     windows: list[int] = []
-
-    class Body(CountedBody):
-        def read_into(self, window: memoryview) -> None:
-            super().read_into(window)
-            windows.append(window.nbytes)
-
-    threads = started(4, lambda n: store.create(f"shard-{n}", Body(bytes(3 * WINDOW_BYTES))))
+    data = memoryview(bytes(3 * WINDOW_BYTES))
+    threads = started(4, lambda n: store.create(f"shard-{n}", data, moved=windows.append))
     until(lambda: len(windows) == 2, what="a second window, which is one too many")
     assert files.under_way == 1
     assert all(thread.is_alive() for thread in threads)
@@ -123,7 +118,7 @@ def test_few_bodies_are_in_flight(files: Watched, rate: float, most: int) -> Non
     """Each one in flight can send a window about once a second."""
     limit = Limit(rate)
     store = Throttled(files, limit)
-    threads = started(8, lambda n: store.create(f"shard-{n}", CountedBody(bytes(WINDOW_BYTES))))
+    threads = started(8, lambda n: store.create(f"shard-{n}", memoryview(bytes(WINDOW_BYTES))))
     until(lambda: files.under_way == most, what=f"{most} under way")
     most_under_way = files.most_under_way
     limit.rate_bytes_per_s = None
@@ -133,16 +128,11 @@ def test_few_bodies_are_in_flight(files: Watched, rate: float, most: int) -> Non
 
 def test_a_cancelled_body_frees_its_slot(files: Watched) -> None:
     """Its error is raised, and the next body takes the slot."""
-
-    class Unwanted(CountedBody):
-        def read_into(self, window: memoryview) -> None:
-            raise InterruptedError("unwanted")
-
     store = Throttled(files, Limit(WINDOW_BYTES / 2))
     for _ in range(3):
         with pytest.raises(InterruptedError, match="unwanted"):
-            store.create("shard", Unwanted(b"x"))
-    store.create("shard", CountedBody(b"x"))
+            store.create("shard", memoryview(b"x"), moved=torn(InterruptedError("unwanted")))
+    store.create("shard", memoryview(b"x"))
     assert files.get("shard") == b"x"
 
 

@@ -16,7 +16,6 @@ from functools import lru_cache
 from urllib.parse import quote
 
 UNSIGNED_PAYLOAD = "UNSIGNED-PAYLOAD"
-UNSIGNED_TRAILER = "STREAMING-UNSIGNED-PAYLOAD-TRAILER"
 EMPTY_PAYLOAD = hashlib.sha256(b"").hexdigest()
 
 
