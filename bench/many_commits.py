@@ -25,9 +25,11 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.errors import NotFound
-from swansongd.model import CheckpointId, CheckpointKind, CommitRef, StoredShard
+from swansongd.model import CheckpointKind, Chunk, CommitRef, StoredShard
 from swansongd.restore.verify import verify
 from swansongd.stores.base import ObjectInfo, Page, listed
+
+from testkit.committed import whole_shard
 
 PAGE_KEYS = 1000
 KEYS = RunKeys("r")
@@ -52,9 +54,7 @@ class ManyCommits:
             self._refs[KEYS.commit(ref, 0, 1)] = ref
         claimed = [KEYS.generation(number) for number in range(1, generations + 1)]
         data = [
-            shard.extents[0].object.key
-            for ref in self._refs.values()
-            for shard in self._stored(ref)
+            shard.extents[0].chunk.key for ref in self._refs.values() for shard in self._stored(ref)
         ]
         self._keys = sorted([*self._refs, *claimed, *data])
         self.requests: Counter[str] = Counter()
@@ -62,14 +62,8 @@ class ManyCommits:
     def _stored(self, ref: CommitRef) -> Iterator[StoredShard]:
         for index in range(self._shards):
             path = f"rank-{index:05d}/weights.bin"
-            yield StoredShard.of_object(
-                KEYS.shard(ref.generation, CheckpointId(ref.step, "abc"), "a1", 0, path),
-                path=path,
-                size_bytes=4096,
-                part_size_bytes=2**24,
-                part_digests=_DIGEST,
-                crc32c=7,
-            )
+            chunk = Chunk(KEYS.chunk(ref.generation, _DIGEST, f"{ref.step}x{index}"), len(_BYTES))
+            yield whole_shard(path, chunk)
 
     def get(self, key: str) -> bytes:
         self.requests["get"] += 1

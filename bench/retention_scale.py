@@ -24,15 +24,15 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.prune import prune
 from swansongd.config.config import RetentionConfig
-from swansongd.model import CheckpointId, CheckpointKind, CommitRef
+from swansongd.model import CheckpointKind, Chunk, CommitRef
 from swansongd.stores.base import ObjectInfo, Page
 
-from testkit.committed import named_shard
+from testkit.committed import whole_shard
 
 KEYS = RunKeys("r")
 PAGE_KEYS = 1000
 INTERVAL_S = 600.0
-SHARD_BYTES = 64 * 2**20
+CHUNK_BYTES = 16 * 2**20
 
 
 class Store:
@@ -67,7 +67,7 @@ class Store:
                 step, index = divmod(number, per_commit)
                 age_s = (self._commits - step) * INTERVAL_S
                 if prefix == KEYS.data:
-                    infos.append(ObjectInfo(_object(step, index), SHARD_BYTES, age_s, "tag"))
+                    infos.append(ObjectInfo(_chunk(step, index).key, CHUNK_BYTES, age_s, "tag"))
                 elif step not in self._deleted:
                     infos.append(ObjectInfo(_manifest(step), 100, age_s, "tag"))
         return Page(infos, str(end) if end < count else None)
@@ -86,10 +86,7 @@ class Store:
                 nodes=1,
                 nonce="n",
                 shards=tuple(
-                    named_shard(
-                        f"f{index}", SHARD_BYTES, _object(step, index), part_size_bytes=2**24
-                    )
-                    for index in range(self._objects)
+                    whole_shard(f"f{index}", _chunk(step, index)) for index in range(self._objects)
                 ),
                 health={"loss": 1.0 / (step + 1), "loss_is_finite": 1.0},
             )
@@ -114,8 +111,9 @@ class Store:
             self.own_cpu_s += time.thread_time() - began_s
 
 
-def _object(step: int, index: int) -> str:
-    return KEYS.shard(1, CheckpointId(step, "0af10af1"), "9e2d9e2d", 0, f"f{index}")
+def _chunk(step: int, index: int) -> Chunk:
+    digest = (step * 2**32 + index).to_bytes(32)
+    return Chunk(KEYS.chunk(1, digest, "9e2d9e2d9e2d9e2d"), CHUNK_BYTES)
 
 
 def _manifest(step: int) -> str:

@@ -115,12 +115,14 @@ class Bucket:
         self.put(shard["key"], bytes(data))
 
     def manifests(self, run: str = "run") -> list[dict[str, Any]]:
-        """The manifests of all commits, newest first; each shard has the ``key`` of its first object, too."""
+        """The manifests of all commits, newest first; each shard has the ``key`` of its first chunk, too."""
         keys = sorted(self.keys(f"{run}/commits/"), reverse=True)
         found: list[dict[str, Any]] = [json.loads(self.get(key)) for key in keys]
         for manifest in found:
             for shard in (each for each in manifest["shards"] if each["extents"]):
-                shard["key"] = manifest["objects"][shard["extents"][0][0]][0]
+                first = shard["extents"][0]
+                number = first if isinstance(first, int) else first[0]
+                shard["key"] = f"{run}/data/{manifest['chunks'][number][0]}"
         return found
 
     def content(self, manifest: dict[str, Any]) -> dict[str, bytes]:

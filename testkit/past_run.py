@@ -16,24 +16,21 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Conclude
-from swansongd.digests import DIGEST_BYTES, part_count
 from swansongd.loss_records import Ending, EvacuationRecord, LastReport, NoticeRecord, Resumption
 from swansongd.model import (
-    CheckpointId,
     CheckpointKind,
     CommitRef,
-    Extent,
-    StoredObject,
     StoredShard,
     Verdict,
 )
 from swansongd.stores.base import ObjectStore
 
+from testkit.committed import named_shard
+
 BEGUN_S = 1795312860.0
 """2026-11-22 02:01 UTC."""
 GB = 10**9
 RANKS = 8
-_PART_BYTES = 2**26
 RUN = "my-run"
 
 Entry = dict[str, object]
@@ -104,14 +101,9 @@ def _manifest(
 
 
 def _shard(keys: RunKeys, ref: CommitRef, path: str, size_bytes: int) -> StoredShard:
-    key = keys.shard(ref.generation, CheckpointId(ref.step, "abc"), "a1", 0, path)
-    return StoredShard(
-        path=path,
-        size_bytes=size_bytes,
-        part_size_bytes=_PART_BYTES,
-        part_digests=b"\0" * (DIGEST_BYTES * part_count(size_bytes, _PART_BYTES)),
-        crc32c=7,
-        extents=(Extent(StoredObject(key, size_bytes), 0, size_bytes),),
+    content = f"{ref} {path}"
+    return named_shard(
+        path, size_bytes, content, run=keys.run, generation=ref.generation, chunk_bytes=2**26
     )
 
 

@@ -41,6 +41,7 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, StartState, State
 from swansongd.host import gpu_record
 from swansongd.model import (
+    CHUNK_BYTES_MAX,
     UNKNOWN_PARENT,
     CheckpointId,
     CheckpointKind,
@@ -114,13 +115,13 @@ def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
             file.path,
             file.size_bytes,
             f"{flush_id} {file.path}",
-            chunk_bytes=max(MIB, file.size_bytes // 2**16),  # some sizes are out of this world
+            chunk_bytes=max(CHUNK_BYTES_MAX, file.size_bytes // 64),  # some are out of this world
         )
         for file in staged.files
     )
 
 
-def objects_of(shards: Sequence[StoredShard]) -> list[Chunk]:
+def chunks_of(shards: Sequence[StoredShard]) -> list[Chunk]:
     return [extent.chunk for shard in shards for extent in shard.extents]
 
 

@@ -75,7 +75,7 @@ from swansongd.stores.base import ObjectInfo
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, start_of
 from testkit.simulation.world import MIB, TICK_QUIET_S, TICK_S, is_no_worse
-from testkit.story import a_notice, a_set, objects_of, shards_of
+from testkit.story import a_notice, a_set, chunks_of, shards_of
 
 FINISH_LIMIT_S = 100.0
 EVERY_STEPS = 20
@@ -319,8 +319,8 @@ class Vm:
                 self.step(FlushFailed(order.flush_id, "a fault of the seed", void=void))
                 return
             shards = shards_of(staged, f"{self.number}.{life}.{order.flush_id}")
-            for stored in objects_of(shards):
-                self.fleet.bucket.write(stored.key, str(stored.size_bytes).encode())
+            for chunk in chunks_of(shards):
+                self.fleet.bucket.write(chunk.key, str(chunk.size_bytes).encode())
             self.post(lambda: Flushed(order.flush_id, shards), 0.05)
 
         self.fleet.at(duration_s, ends)
@@ -624,9 +624,9 @@ class Fleet:
 
     def _check_manifest(self, key: str) -> None:
         made = manifest.decode(self.bucket.objects[key])
-        for stored in made.objects:
-            if stored.key not in self.bucket.objects:
-                raise Broken(f"F1: {key} names {stored.key}, which is not stored")
+        for chunk in made.chunks:
+            if chunk.key not in self.bucket.objects:
+                raise Broken(f"F1: {key} names {chunk.key}, which is not stored")
         start = self.sealed.get((made.step, made.nonce))
         if start is None:
             raise Broken(f"F1: {key} is of no sealed set")

@@ -1,19 +1,20 @@
 # SPDX-License-Identifier: Apache-2.0
 """Random histories of a bucket, with the production code of prune: one seed, no real time, no threads.
 
-VMs claim generations, send objects, reference those of their newest commit, and commit, alone or in jobs of
+VMs claim generations, send chunks, reference those of their newest commit, and commit, alone or in jobs of
 two.  They crash, are fenced with a request in flight, and return to an earlier step.  Operators pin and unpin
-commits, and objects are lost.  Prune runs with random rules and any wall clock.  It crashes at any request,
-runs within another prune, and between all its requests the others act.
+commits, and chunks are lost.  Planted manifests name stored chunks with wrong sizes.  Prune runs with random
+rules and any wall clock.  It crashes at any request, runs within another prune, and between all its requests
+the others act.
 
 After every prune these hold:
 
 R1  No commit went that a rule, a pin or an always-kept class protects.  ``protects`` is a second, slow
     implementation of the rules, written from their definitions.
-R2  Each object that a remaining manifest names exists, unless the history itself has lost it.
+R2  Each chunk that a remaining manifest names exists, unless the history itself has lost it.
 R3  An undisturbed prune keeps exactly the protected commits.
 R4  After a prune, the rules about steps and metrics still choose the same commits.
-R5  After the last writer, prune leaves exactly the objects of the protected commits, and foreign objects.
+R5  After the last writer, prune leaves exactly the chunks of the protected commits, and foreign objects.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from swansongd.bucket.keys import CommitKey, RunKeys
 from swansongd.bucket.pins import Pin
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError, Exists, NotFound, Transient
-from swansongd.model import CheckpointId, CommitRef, StoredObject, is_healthy, merged_health
+from swansongd.model import Chunk, CommitRef, is_healthy, merged_health
 from swansongd.stores.base import ObjectInfo, Page
 
 
@@ -364,8 +365,13 @@ def by_clock(
 class Made:
     """As much of a manifest as prune reads; real ones would take most of the time."""
 
-    objects: tuple[StoredObject, ...]
+    chunks: tuple[Chunk, ...]
     health: dict[str, float]
+
+
+def _is_honest(chunk: Chunk) -> bool:
+    """Whether a manifest names the size that the store has."""
+    return chunk.size_bytes == len(chunk.key)
 
 
 @dataclass(slots=True)
@@ -383,7 +389,7 @@ class Flush:
 
 @dataclass(slots=True)
 class Writer:
-    """A VM: its place in a job, and the objects of its newest commit."""
+    """A VM: its place in a job, and the chunks of its newest commit."""
 
     generation: int
     node: int
@@ -430,17 +436,28 @@ class World:
             (self._unpin, 2),
             (self._claim, 4),
             (self._lose, 1),
+            (self._plant, 2),
         )
         kinds = [kind for kind, weight in actions for _ in range(weight)]
         for _ in range(self.random.randrange(HISTORY_ACTIONS, 3 * HISTORY_ACTIONS)):
             self.random.choice(kinds)()
         self.writers.clear()
         self.store.now_s += self.rules.orphans_after_s + self.rules.keep_within_s
+        planted = {
+            item.key
+            for _, made in self._manifests()
+            for item in made.chunks
+            if not _is_honest(item)
+        }
         kept = self._undisturbed()
-        named = {item.key for _, made in self._manifests() for item in made.objects}
+        named = {
+            item.key for _, made in self._manifests() for item in made.chunks if _is_honest(item)
+        }
+        needed = named - self.lost | {FOREIGN}
         left = set(self.store.data)
-        if left != (named - self.lost) | {FOREIGN}:
-            raise Violation(f"R5: left {sorted(left ^ named)} beside the commits {sorted(kept)}")
+        # A chunk that only a planted manifest names waits for the prune after that of the manifest.
+        if not needed <= left <= needed | planted:
+            raise Violation(f"R5: left {sorted(left ^ needed)} beside the commits {sorted(kept)}")
 
     # ------------------------------------------------------------ what VMs and operators do
 
@@ -480,7 +497,7 @@ class World:
                 item
                 for parsed, made in self._manifests()
                 if (parsed.ref, parsed.nodes) == newest
-                for item in made.objects
+                for item in made.chunks
             )
             step = max(0, newest[0].step - self.random.choice((0, 0, 0, 10, 40)))
         self.writers = [
@@ -499,7 +516,7 @@ class World:
             if writer.generation == self.generation:
                 self._begin(writer)
         elif now_s - flush.began_s >= self.rules.orphans_after_s or self.random.random() < 0.03:
-            writer.flush = None  # the daemon died; its objects are left
+            writer.flush = None  # the daemon died; its chunks are left
         elif flush.to_send:
             item = flush.to_send.pop()
             self.store.put(item.key, b"", if_absent=True)
@@ -516,14 +533,11 @@ class World:
 
     def _begin(self, writer: Writer) -> None:
         writer.step += self.random.choice((10, 10, 20))
-        checkpoint = CheckpointId(writer.step, "n")
         fresh = []
         for _ in range(self.random.choice((1, 1, 2))):
             self.names += 1
-            key = KEYS.shard(
-                writer.generation, checkpoint, f"u{self.names}", writer.node, f"f{self.names}"
-            )
-            fresh.append(StoredObject(key, len(key)))
+            key = KEYS.chunk(writer.generation, self.names.to_bytes(32), "n")
+            fresh.append(Chunk(key, len(key)))
         some = tuple(item for item in writer.known if self.random.random() < 0.6)
         writer.flush = Flush(writer.step, self.store.now_s, some, fresh)
 
@@ -531,14 +545,14 @@ class World:
         health = {"loss": float(self.random.randrange(5))}
         if self.random.random() < 0.7:
             health["loss_is_finite"] = float(self.random.random() < 0.7)
-        objects = (*flush.referenced, *flush.sent)
+        chunks = (*flush.referenced, *flush.sent)
         ref = CommitRef(writer.generation, flush.step, is_final=self.random.random() < 0.03)
         key = KEYS.commit(ref, writer.node, writer.nodes)
         try:
-            self.store.put(key, Made(objects, health), if_absent=True)
+            self.store.put(key, Made(chunks, health), if_absent=True)
         except Exists:
             return
-        writer.known = objects
+        writer.known = chunks
 
     def _pin(self) -> None:
         whole = sorted(self._whole())
@@ -555,12 +569,22 @@ class World:
             del self.store.pins[self.random.choice(found)]
 
     def _lose(self) -> None:
-        """An object of the bucket is lost, as by a lifecycle rule."""
+        """A chunk of the bucket is lost, as by a lifecycle rule."""
         found = [key for key in self.store.data if key != FOREIGN]
         if found:
             key = self.random.choice(found)
             del self.store.data[key]
             self.lost.add(key)
+
+    def _plant(self) -> None:
+        """A manifest of a planter, newer than all others, names chunks of the run with wrong sizes."""
+        stored = [key for key in self.store.data if key != FOREIGN]
+        chunks = tuple(Chunk(key, len(key) + 1) for key in stored if self.random.random() < 0.8)
+        if chunks:
+            self.names += 1
+            ref = CommitRef(self.random.choice((self.generation, 99)), 10**6 + self.names)
+            made = Made(chunks, {"loss": -1.0, "loss_is_finite": 1.0})
+            self.store.put(KEYS.commit(ref, 0, 1), made, if_absent=True)
 
     # ------------------------------------------------------------ prune
 
@@ -596,7 +620,7 @@ class World:
         still = {found.key for found in remaining if by_rank(found, remaining, self.rules)}
         if still != chosen:
             raise Violation(f"R4: chosen {sorted(chosen)}, then {sorted(still)}")
-        self._check_objects()
+        self._check_chunks()
         return kept
 
     def _disturbed(self) -> None:
@@ -638,7 +662,7 @@ class World:
         gone = store.deleted_commits[commits_deleted:]
         if gone:
             self._check_deleted(before_prune, gone, store.deleted_data[data_deleted:])
-        self._check_objects()
+        self._check_chunks()
 
     def _disturb(self) -> None:
         choice = self.random.random()
@@ -673,10 +697,10 @@ class World:
             ):
                 raise Violation(f"R1: {found} was deleted")
 
-    def _check_objects(self) -> None:
+    def _check_chunks(self) -> None:
         data = self.store.data
         for parsed, made in self._manifests():
-            for item in made.objects:
+            for item in filter(_is_honest, made.chunks):
                 if item.key not in data and item.key not in self.lost:
                     raise Violation(f"R2: {item.key} of {parsed.ref} is gone")
 
@@ -696,14 +720,14 @@ class World:
         data = self.store.data
         parts: defaultdict[tuple[CommitRef, int], int] = defaultdict(int)
         for parsed, made in self._manifests():
-            if all(item.key in data for item in made.objects):
+            if all(item.key in data and _is_honest(item) for item in made.chunks):
                 parts[parsed.ref, parsed.nodes] += 1
         return [key for key, count in parts.items() if count == key[1]]
 
     def _known(
         self, manifests: Mapping[str, Entry] | None = None, data: Container[str] | None = None
     ) -> list[Known]:
-        """The commits of these manifests and objects; without them, those of the store now."""
+        """The commits of these manifests and chunks; without them, those of the store now."""
         store = self.store
         manifests = store.commits if manifests is None else manifests
         data = store.data if data is None else data
@@ -718,7 +742,11 @@ class World:
                 nodes=nodes,
                 age_s=store.now_s - max(entry.written_s for entry in entries),
                 is_whole=len(entries) == nodes
-                and all(item.key in data for entry in entries for item in entry.data.objects),
+                and all(
+                    item.key in data and _is_honest(item)
+                    for entry in entries
+                    for item in entry.data.chunks
+                ),
                 health=merged_health([entry.data.health for entry in entries]),
                 is_pinned=ref in pinned,
             )

@@ -21,7 +21,7 @@ MUTANTS: dict[str, Mutation] = {
         "        for _, info in sorted(read.commit.manifests.items()):",
         (
             "        own = _marked(self._found, [one for one in self._found.commits if one is not read])\n"
-            "        self._store.delete_many(list(self._found.objects.stored_except(own)))\n"
+            "        self._store.delete_many(list(self._found.chunks.stored_except(own)))\n"
             "        for _, info in sorted(read.commit.manifests.items()):"
         ),
     ),
@@ -37,9 +37,9 @@ MUTANTS: dict[str, Mutation] = {
         "if False",
     ),
     "the newest healthy commit is forgotten": ("retention", "if commit is healthy:", "if False:"),
-    "a commit without its objects is whole": (
+    "a commit without its chunks is whole": (
         "survey",
-        "is_whole=read.commit.is_complete and self.objects.are_stored(read.objects)",
+        "is_whole=read.commit.is_complete and self.chunks.are_stored(read.chunks)",
         "is_whole=read.commit.is_complete",
     ),
     "a commit of one of two nodes is whole": (
@@ -82,9 +82,19 @@ MUTANTS: dict[str, Mutation] = {
         "if not commit.is_whole and commit.is_younger(rules.orphans_after_s):",
         "if False:",
     ),
-    "objects of deleted commits stay": (
+    "the first manifest decides the size of a chunk": (
+        "survey",
+        "number < len(self) and self._sizes_bytes[number] != size_bytes",
+        "False",
+    ),
+    "a manifest of a wrong size voids the chunk": (
+        "survey",
+        "        elif (info.key, info.size_bytes) in self._other_sizes:",
+        "        elif False:",
+    ),
+    "chunks of deleted commits stay": (
         "prune",
-        "_batches(chain(found.objects.stored_except(named), orphans))",
+        "_batches(chain(found.chunks.stored_except(named), orphans))",
         "_batches(iter(orphans))",
     ),
 }

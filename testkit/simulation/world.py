@@ -84,7 +84,7 @@ from swansongd.sources.gpu import GpuNotices
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, restored, start_of
 from testkit.simulation.witness import Line, Point, Witness
-from testkit.story import a_notice, a_set, objects_of, shards_of
+from testkit.story import a_notice, a_set, chunks_of, shards_of
 
 MIB = 2**20
 RESERVE_S = 5.0
@@ -1399,10 +1399,8 @@ class World:
                 return
             self._flush_id = ""
             shards = shards_of(staged, f"{life}/{order.flush_id}/{order.generation}")
-            for stored in objects_of(
-                shards
-            ):  # the content does not matter, the name and the size do
-                self.store.write(stored.key, str(stored.size_bytes).encode())
+            for chunk in chunks_of(shards):  # the name and the size matter, the content does not
+                self.store.write(chunk.key, str(chunk.size_bytes).encode())
             if staged in self.staging and self.chance("vanishes", 0.1):
                 self.staging.remove(staged)
             self.post(lambda: Flushed(order.flush_id, shards, bytes_sent=round(sent)), 0.05)
@@ -1482,8 +1480,8 @@ class World:
         self.store.write(KEYS.generation(claim.generation), claims.encode(claim))
         step = max((ref.step for ref in self.commits()), default=0) + 1
         shards = shards_of(a_set(step, OTHER, size_bytes=1), OTHER)
-        for stored in objects_of(shards):
-            self.store.write(stored.key, b"1")
+        for chunk in chunks_of(shards):
+            self.store.write(chunk.key, b"1")
         made = Manifest(
             run="r",
             generation=claim.generation,
@@ -1529,9 +1527,9 @@ class World:
                 continue
             self._refs.append(parsed.ref)
             made = manifest.decode(self.store.objects[key])
-            for stored in made.objects:
-                if self.store.objects.get(stored.key) != str(stored.size_bytes).encode():
-                    raise Broken(f"I1: {key} names {stored.key}, which is not stored")
+            for chunk in made.chunks:
+                if self.store.objects.get(chunk.key) != str(chunk.size_bytes).encode():
+                    raise Broken(f"I1: {key} names {chunk.key}, which is not stored")
             if made.nonce != OTHER:
                 self._check_own(key, made)
 

@@ -33,7 +33,14 @@ from swansongd.bucket.keys import CommitKey, RunKeys
 from swansongd.bucket.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansongd.bucket.manifest import Manifest, decode
 from swansongd.core.cadence import History
-from swansongd.errors import CorruptError, NotFound, Permanent, TooLarge, UnreadableError
+from swansongd.errors import (
+    CorruptError,
+    NotFound,
+    NothingToRestore,
+    Permanent,
+    TooLarge,
+    UnreadableError,
+)
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
@@ -83,6 +90,11 @@ class Commit:
     nodes: int
     manifests: Mapping[int, ObjectInfo]
     """By node, as the listing has them."""
+
+    @property
+    def key(self) -> tuple[CommitRef, int]:
+        """Two jobs of different size can commit one step."""
+        return self.ref, self.nodes
 
     @property
     def manifest_keys(self) -> dict[int, str]:
@@ -288,6 +300,14 @@ class _Room:
                 self._holders -= 1
                 self._held_bytes -= size_bytes
                 self._changed.notify_all()
+
+
+def expect_run(store: ObjectStore, keys: RunKeys) -> None:
+    """Raise NothingToRestore if the store has no object of the run."""
+    if next(iter(store.list(f"{keys.run}/")), None) is None:
+        raise NothingToRestore(
+            f"{store.url} has no run {keys.run}", hint="Check the name of the run, and store.url"
+        )
 
 
 # ---------------------------------------------------------------- claims

@@ -8,9 +8,10 @@ object never makes a report fail: it is marked or counted.
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from heapq import nlargest
 from operator import attrgetter
 
@@ -22,9 +23,11 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.lives import Lives
 from swansongd.bucket.manifest import Manifest
 from swansongd.errors import CorruptError, NotFound, Stopped, TooLarge
-from swansongd.model import CheckpointKind, CommitRef, StoredObject, merged_health
+from swansongd.model import CheckpointKind, CommitRef, merged_health
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
+
+_Key = tuple[CommitRef, int]
 
 Progress = Callable[[int, int], None]
 ProgressOf = Callable[[str], AbstractContextManager[Progress | None]]
@@ -50,16 +53,16 @@ class RecordedCommit:
     created_wall_s: float | None
     """When the last VM wrote its manifest."""
     size_bytes: int
-    bytes_referenced: int
-    """Bytes in objects that the flush of an earlier checkpoint has sent."""
+    bytes_sent: int
+    """Size of the chunks that no older commit names."""
     loss: float | None
     nodes: int
     is_whole: bool
     """All VMs have committed their parts, and no manifest is damaged."""
 
     @property
-    def bytes_sent(self) -> int:
-        return self.size_bytes - self.bytes_referenced
+    def bytes_referenced(self) -> int:
+        return max(0, self.size_bytes - self.bytes_sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -148,14 +151,45 @@ def read_commits(
     """
     listed = catalog.list_commits(store, keys)
     newest = listed[:commits_max]
-    found: dict[tuple[CommitRef, int], RecordedCommit] = {}
+    found: dict[_Key, RecordedCommit] = {}
+    added = AddedBytes()
 
     def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
-        found[commit.ref, commit.nodes] = _recorded(keys, commit, loaded)
+        added.take(commit, loaded)
+        found[commit.key] = _recorded(commit, loaded)
 
-    catalog.load_each(store, keys, newest, take, progress=progress, stop=stop)
-    ordered = [found[commit.ref, commit.nodes] for commit in reversed(newest)]
+    # One more: the oldest one adds what the commit before it does not name.
+    read = listed[: commits_max + 1]
+    catalog.load_each(store, keys, read, take, progress=progress, stop=stop)
+    sent_bytes = added.by_commit()
+    ordered = (
+        replace(found[commit.key], bytes_sent=sent_bytes[commit.key]) for commit in reversed(newest)
+    )
     return Commits(commits=tuple(ordered), left_out=len(listed) - len(newest))
+
+
+class AddedBytes:
+    """The bytes that each commit of a list added: a chunk counts for the oldest commit that names it."""
+
+    def __init__(self) -> None:
+        self._first: dict[str, tuple[_Key, int]] = {}
+        """The oldest commit that names a chunk, and the size of the chunk."""
+
+    def take(self, commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
+        """Count the chunks of a commit; a damaged one has none."""
+        if isinstance(loaded, CorruptError):
+            return
+        for chunk in (chunk for manifest in loaded for chunk in manifest.chunks):
+            first = self._first.get(chunk.key)
+            if first is None or commit.key < first[0]:
+                self._first[chunk.key] = commit.key, chunk.size_bytes
+
+    def by_commit(self) -> Counter[_Key]:
+        """The bytes of each commit, after all commits were taken."""
+        added: Counter[_Key] = Counter()
+        for key, size_bytes in self._first.values():
+            added[key] += size_bytes
+        return added
 
 
 def stored_bytes(
@@ -281,16 +315,14 @@ def _opening(recorded: RecordedEvacuation) -> tuple[int, float]:
     return recorded.generation, recorded.opened_wall_s
 
 
-def _recorded(
-    keys: RunKeys, commit: Commit, loaded: tuple[Manifest, ...] | CorruptError
-) -> RecordedCommit:
+def _recorded(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> RecordedCommit:
     if isinstance(loaded, CorruptError):
         return RecordedCommit(
             ref=commit.ref,
             kind=None,
             created_wall_s=None,
             size_bytes=0,
-            bytes_referenced=0,
+            bytes_sent=0,
             loss=None,
             nodes=commit.nodes,
             is_whole=False,
@@ -300,24 +332,8 @@ def _recorded(
         kind=loaded[0].kind,
         created_wall_s=lives.whole_since_s(loaded),
         size_bytes=sum(manifest.size_bytes for manifest in loaded),
-        bytes_referenced=sum(_bytes_referenced(keys, manifest) for manifest in loaded),
+        bytes_sent=0,
         loss=merged_health([manifest.health for manifest in loaded]).get("loss"),
         nodes=commit.nodes,
         is_whole=commit.is_complete,
     )
-
-
-def _bytes_referenced(keys: RunKeys, manifest: Manifest) -> int:
-    sent = {stored.key for stored in objects_sent(keys, manifest)}
-    return sum(
-        extent.size_bytes
-        for shard in manifest.shards
-        for extent in shard.extents
-        if extent.object.key not in sent
-    )
-
-
-def objects_sent(keys: RunKeys, manifest: Manifest) -> list[StoredObject]:
-    """The objects that the flush of this checkpoint has sent; an earlier one has sent the others."""
-    own = (manifest.generation, manifest.step)
-    return [stored for stored in manifest.objects if keys.origin(stored.key) == own]

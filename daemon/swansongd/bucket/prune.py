@@ -184,14 +184,14 @@ class _Run:
         """Delete the objects that no manifest names now."""
         found, report = self._found, self.report
         remaining = read_commits(
-            self._store, self._keys, found.objects, found.commits, stop=self._stop
+            self._store, self._keys, found.chunks, found.commits, stop=self._stop
         )
         named = _marked(found, remaining)
-        orphans = [info for info in found.orphans if info.key not in found.objects]
+        orphans = [info for info in found.orphans if info.key not in found.chunks]
         report.objects = report.freed_bytes = 0
         report.orphans, report.orphan_bytes = len(orphans), sum(i.size_bytes for i in orphans)
-        total = found.objects.count_except(named) + len(orphans)
-        batches = _batches(chain(found.objects.stored_except(named), orphans))
+        total = found.chunks.count_except(named) + len(orphans)
+        batches = _batches(chain(found.chunks.stored_except(named), orphans))
         parallel(
             batches,
             lambda batch: self._delete_batch(batch, total, deleted),
@@ -221,11 +221,11 @@ def _planned(
     found: Survey, candidates: Sequence[Candidate], kept: Mapping[CommitKey, Sequence[str]]
 ) -> Report:
     """The report before the first delete."""
-    objects = found.objects
+    chunks = found.chunks
     named = _marked(found, (read for read in found.commits if read.key in kept))
     report = Report(
         verdicts=[],
-        kept_bytes=objects.stored_bytes(number for number, mark in enumerate(named) if mark),
+        kept_bytes=chunks.stored_bytes(number for number, mark in enumerate(named) if mark),
         young_bytes=found.young_bytes,
         orphans=len(found.orphans),
         orphan_bytes=sum(info.size_bytes for info in found.orphans),
@@ -234,10 +234,10 @@ def _planned(
     for read, candidate in zip(reversed(found.commits), reversed(candidates), strict=True):
         own: list[int] = []
         if read.key not in kept:
-            own = [number for number in read.objects if not named[number]]
+            own = [number for number in read.chunks if not named[number]]
             for number in own:
                 named[number] = True
-        freed_bytes = objects.stored_bytes(own)
+        freed_bytes = chunks.stored_bytes(own)
         report.objects += len(own)
         report.freed_bytes += freed_bytes
         report.verdicts.append(
@@ -246,7 +246,7 @@ def _planned(
                 nodes=candidate.nodes,
                 age_s=candidate.age_s,
                 is_whole=candidate.is_whole,
-                size_bytes=objects.stored_bytes(read.objects),
+                size_bytes=chunks.stored_bytes(read.chunks),
                 reasons=tuple(kept.get(read.key, ())),
                 freed_bytes=freed_bytes,
             )
@@ -256,10 +256,10 @@ def _planned(
 
 
 def _marked(found: Survey, commits: Iterable[ReadCommit]) -> bytearray:
-    """A mark for the number of each object that one of the commits names."""
-    named = bytearray(len(found.objects))
+    """A mark for the number of each chunk that one of the commits names."""
+    named = bytearray(len(found.chunks))
     for read in commits:
-        for number in read.objects:
+        for number in read.chunks:
             named[number] = True
     return named
 

@@ -12,6 +12,7 @@ from array import array
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from operator import gt
 
 from swansongd.bucket import catalog
@@ -22,7 +23,7 @@ from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pin, Pins
 from swansongd.bucket.retention import Candidate, CommitKey
 from swansongd.errors import CorruptError, Permanent, Transient
-from swansongd.model import merged_health
+from swansongd.model import Chunk, merged_health
 from swansongd.stores.base import ObjectInfo, ObjectStore
 
 Progress = Callable[[int, int], None]
@@ -31,32 +32,35 @@ _ATTEMPTS = 3
 """Listings that are read again because a manifest was deleted between listing and reading."""
 _SHOWN_MAX = 5
 _PAGES_MAX = 100_000
-_DISPUTED_BYTES = 2**64 - 1
 
 
-class Objects:
-    """The objects that manifests name, each with a number: a reference costs four bytes."""
+class Chunks:
+    """The chunks that manifests name, each with a number: a reference costs four bytes.
+
+    A key that manifests name with different sizes has a number for each size.  Only the size of the listing
+    makes a chunk stored, so a manifest with a wrong size affects no other commit.
+    """
 
     def __init__(self) -> None:
         self._numbers: dict[str, int] = {}
+        self._other_sizes: dict[tuple[str, int], int] = {}
         self._sizes_bytes = array("Q")
         self._stored = bytearray()
 
     def __len__(self) -> int:
-        return len(self._numbers)
+        return len(self._sizes_bytes)
 
     def __contains__(self, key: str) -> bool:
         return key in self._numbers
 
-    def number_of(self, key: str, size_bytes: int) -> int:
-        """The number of an object; one that two manifests give different sizes never counts as stored."""
-        number = self._numbers.setdefault(key, len(self._numbers))
-        if number == len(self._sizes_bytes):
+    def number_of(self, chunk: Chunk) -> int:
+        key, size_bytes = chunk.key, chunk.size_bytes
+        number = self._numbers.setdefault(key, len(self))
+        if number < len(self) and self._sizes_bytes[number] != size_bytes:
+            number = self._other_sizes.setdefault((key, size_bytes), len(self))
+        if number == len(self):
             self._sizes_bytes.append(size_bytes)
             self._stored.append(False)
-        elif self._sizes_bytes[number] != size_bytes:
-            self._sizes_bytes[number] = _DISPUTED_BYTES
-            self._stored[number] = False
         return number
 
     def found(self, info: ObjectInfo) -> bool:
@@ -64,15 +68,18 @@ class Objects:
         number = self._numbers.get(info.key)
         if number is None:
             return False
-        self._stored[number] = self._sizes_bytes[number] == info.size_bytes
+        if self._sizes_bytes[number] == info.size_bytes:
+            self._stored[number] = True
+        elif (info.key, info.size_bytes) in self._other_sizes:
+            self._stored[self._other_sizes[info.key, info.size_bytes]] = True
         return True
 
     def are_stored(self, numbers: array[int]) -> bool:
-        """Whether the listing had all these objects, with the sizes of the manifests."""
+        """Whether the listing had all these chunks, with the sizes of the manifests."""
         return all(self._stored[number] for number in numbers)
 
     def stored_bytes(self, numbers: Iterable[int]) -> int:
-        """Size of those of the objects that are stored."""
+        """Size of those of the chunks that are stored."""
         return sum(self._sizes_bytes[number] for number in numbers if self._stored[number])
 
     def count_except(self, named: bytearray) -> int:
@@ -80,8 +87,9 @@ class Objects:
         return sum(map(gt, self._stored, named))
 
     def stored_except(self, named: bytearray) -> Iterator[ObjectInfo]:
-        """The stored objects whose number has no mark."""
-        for number, key in enumerate(self._numbers):
+        """The stored chunks whose number has no mark."""
+        others = ((key, number) for (key, _), number in self._other_sizes.items())
+        for key, number in chain(self._numbers.items(), others):
             if self._stored[number] and not named[number]:
                 yield ObjectInfo(key, self._sizes_bytes[number])
 
@@ -91,13 +99,13 @@ class ReadCommit:
     """A commit, and what its manifests contain."""
 
     commit: Commit
-    objects: array[int]
-    """Numbers of the objects that its manifests name, each once."""
+    chunks: array[int]
+    """Numbers of the chunks that its manifests name, each once."""
     health: Mapping[str, float]
 
     @property
     def key(self) -> CommitKey:
-        return self.commit.ref, self.commit.nodes
+        return self.commit.key
 
 
 @dataclass(slots=True)
@@ -109,7 +117,7 @@ class Survey:
     pins: list[Pin]
     claims: dict[int, float | None]
     """Age of each claim that counts, by generation."""
-    objects: Objects
+    chunks: Chunks
     orphans: list[ObjectInfo] = field(default_factory=list)
     """Objects that no manifest names, older than any flush can last."""
     young_bytes: int = 0
@@ -127,7 +135,7 @@ class Survey:
                 ref=read.commit.ref,
                 nodes=read.commit.nodes,
                 age_s=read.commit.age_s,
-                is_whole=read.commit.is_complete and self.objects.are_stored(read.objects),
+                is_whole=read.commit.is_complete and self.chunks.are_stored(read.chunks),
                 health=read.health,
                 pins=pins[read.commit.ref],
             )
@@ -153,11 +161,11 @@ def survey(
         StoreError: the store failed, or the commits changed all the time.
         Stopped: ``stop`` was set.
     """
-    objects = Objects()
-    commits = read_commits(store, keys, objects, progress=progress, stop=stop)
-    found = Survey(commits, pins.now(), claim_ages(store, keys, commits), objects)
-    for info in _data(store, keys):
-        if objects.found(info):
+    chunks = Chunks()
+    commits = read_commits(store, keys, chunks, progress=progress, stop=stop)
+    found = Survey(commits, pins.now(), claim_ages(store, keys, commits), chunks)
+    for info in stored_objects(store, keys.data):
+        if chunks.found(info):
             continue
         if not keys.is_data(info.key):
             found.foreign += 1
@@ -212,7 +220,7 @@ def list_commits(store: ObjectStore, keys: RunKeys) -> list[Commit]:
 def read_commits(
     store: ObjectStore,
     keys: RunKeys,
-    objects: Objects,
+    chunks: Chunks,
     known: Sequence[ReadCommit] = (),
     *,
     progress: Progress | None = None,
@@ -221,7 +229,7 @@ def read_commits(
     """List the commits, and read those that are not ``known``, newest first.
 
     Args:
-        objects: takes the objects that their manifests name.
+        chunks: takes the chunks that their manifests name.
 
     Raises:
         CorruptError, StoreError, Stopped: as :func:`survey`.
@@ -230,7 +238,7 @@ def read_commits(
     for _ in range(_ATTEMPTS):
         listed = {found.identity: found for found in list_commits(store, keys)}
         fresh = [found for identity, found in listed.items() if identity not in have]
-        read, failed = _read(store, keys, objects, fresh, progress=progress, stop=stop)
+        read, failed = _read(store, keys, chunks, fresh, progress=progress, stop=stop)
         have |= read
         if not failed:
             return [have[identity] for identity in listed]
@@ -244,7 +252,7 @@ def read_commits(
 def _read(
     store: ObjectStore,
     keys: RunKeys,
-    objects: Objects,
+    chunks: Chunks,
     commits: Sequence[Commit],
     *,
     progress: Progress | None,
@@ -258,14 +266,10 @@ def _read(
         if isinstance(loaded, CorruptError):
             failed.append((commit, loaded))
             return
-        numbers = {
-            objects.number_of(item.key, item.size_bytes)
-            for manifest in loaded
-            for item in manifest.objects
-        }
+        numbers = {chunks.number_of(chunk) for manifest in loaded for chunk in manifest.chunks}
         done[commit.identity] = ReadCommit(
             commit=commit,
-            objects=array("I", sorted(numbers)),
+            chunks=array("I", sorted(numbers)),
             health=merged_health([manifest.health for manifest in loaded]),
         )
 
@@ -277,18 +281,18 @@ def _is_there(store: ObjectStore, commit: Commit) -> bool:
     return all(store.head(key) is not None for key in commit.manifest_keys.values())
 
 
-def _data(store: ObjectStore, keys: RunKeys) -> Iterator[ObjectInfo]:
-    """The objects below ``data/``, page by page; an object can occur twice.
+def stored_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:
+    """The objects whose key starts with ``prefix``, page by page; an object can occur twice.
 
     Unlike the list of the store, it has no limit and remembers no key.
     """
     token: str | None = None
     for _ in range(_PAGES_MAX):
-        infos, token = store.page(keys.data, token)
+        infos, token = store.page(prefix, token)
         yield from infos
         if token is None:
             return
-    raise Permanent(f"list {keys.data}: the pages of the store's listing do not end")
+    raise Permanent(f"list {prefix}: the pages of the store's listing do not end")
 
 
 def _unreadable(store: ObjectStore, problems: Sequence[str]) -> CorruptError:

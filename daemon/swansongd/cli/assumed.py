@@ -172,12 +172,12 @@ def _upkeep(job: Job, size_bytes: int) -> Upkeep:
     """With the retention that the daemon has by default."""
     kept = RetentionConfig()
     commits = saves_per_day(job) * kept.keep_within_s / DAY_S + kept.keep_daily + kept.keep_weekly
-    parts = -(-size_bytes // FlushConfig().part_size_bytes)
+    chunks = -(-size_bytes // FlushConfig().chunk_bytes)
     return upkeep(
         job,
         stored_bytes=commits * size_bytes,
-        writes_per_save=parts + 2 * job.gpus + 1,
-        reads_per_restore=parts + 1,
+        writes_per_save=chunks + 1,
+        reads_per_restore=chunks + 1,
     )
 
 

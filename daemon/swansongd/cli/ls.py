@@ -15,7 +15,7 @@ from rich.text import Text
 
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
-from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.history import AddedBytes
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pin, Pins
 from swansongd.bucket.retention import Candidate, reasons_to_keep
@@ -77,6 +77,7 @@ def run(args: argparse.Namespace) -> int:
         rules = here.config.retention
         if args.best is not None:
             rules = replace(rules, best_metric=args.best, best_is_highest=args.highest)
+        catalog.expect_run(here.store, here.keys)
         rows = rows_of(here, args.newest, is_quiet=args.json)
         pins = Pins(here.store, here.keys).now()
         claims = {
@@ -106,20 +107,26 @@ def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[st
         newest: number of commits to read; None for all.
         is_quiet: print no progress.
     """
-    commits = list(islice(catalog.newest_commits(here.store, here.keys), newest))
+    # One more: the oldest one adds what the commit before it does not name.
+    limit = None if newest is None else newest + 1
+    commits = list(islice(catalog.newest_commits(here.store, here.keys), limit))
     rows: dict[tuple[CommitRef, int], dict[str, Any]] = {}
+    added = AddedBytes()
 
     def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
-        rows[commit.ref, commit.nodes] = _row(here.keys, commit, loaded)
+        added.take(commit, loaded)
+        rows[commit.key] = _row(commit, loaded)
 
     with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
         catalog.load_each(here.store, here.keys, commits, take, progress=progress, stop=here.stop)
-    return [rows[commit.ref, commit.nodes] for commit in commits]
+    added_bytes = added.by_commit()
+    for key, row in rows.items():
+        if row["problem"] is None:
+            row["added_bytes"] = added_bytes[key]
+    return [rows[commit.key] for commit in commits[:newest]]
 
 
-def _row(
-    keys: RunKeys, commit: Commit, loaded: tuple[Manifest, ...] | CorruptError
-) -> dict[str, Any]:
+def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[str, Any]:
     row: dict[str, Any] = {
         "generation": commit.ref.generation,
         "step": commit.ref.step,
@@ -143,13 +150,10 @@ def _row(
     if isinstance(loaded, CorruptError):
         return row | {"complete": False, "problem": loaded.line()}
     first, health = loaded[0], health_of(loaded)
-    own = (commit.ref.generation, commit.ref.step)
-    objects = {stored for manifest in loaded for stored in manifest.objects}
     return row | {
         "kind": str(first.kind),
         "without_ranks": first.trainer.get("without_ranks"),
         "size_bytes": sum(manifest.size_bytes for manifest in loaded),
-        "added_bytes": sum(each.size_bytes for each in objects if keys.origin(each.key) == own),
         "created": first.created,
         "loss": health.get("loss"),
         "health": health,

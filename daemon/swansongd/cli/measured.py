@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
@@ -12,7 +12,6 @@ from statistics import fmean, median
 from swansongd.bucket import catalog, history, lives
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.history import RecordedCommit
-from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.cli.assumed import DOWN_S, SNAPSHOT_BYTES_PER_S, Subject
 from swansongd.cli.opening import Opened
@@ -24,7 +23,7 @@ from swansongd.core.learning import last_share
 from swansongd.core.planner import Measurements
 from swansongd.errors import CorruptError, NothingToRestore
 from swansongd.loss_records import Life
-from swansongd.model import CheckpointKind, NoticeKind, StoredObject, Verdict
+from swansongd.model import CheckpointKind, NoticeKind, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import Setup
 from swansongd.observe.bill import Upkeep, upkeep
@@ -369,19 +368,14 @@ def _headline(job: Job, notices: tuple[tuple[str, float], ...]) -> tuple[str, fl
 
 
 def _upkeep(read: _Bucket, job: Job) -> Upkeep:
-    part_bytes = read.config.flush.part_size_bytes
-
-    def parts_of(objects: Iterable[StoredObject]) -> list[int]:
-        return [-(-stored.size_bytes // part_bytes) for stored in objects]
-
-    parts = parts_of(read.newest.objects)
-    sent = parts_of(history.objects_sent(RunKeys(read.run), read.newest))
-    writes = sum(1 if count <= 1 else count + 2 for count in sent) + 1
+    chunks = len(read.newest.chunks)
+    sent_bytes = sum(commit.bytes_sent for commit in read.commits)
+    new_share = sent_bytes / max(1, sum(commit.size_bytes for commit in read.commits))
     return upkeep(
         job,
         stored_bytes=float(read.stored_bytes),
-        writes_per_save=writes * read.newest.nodes,
-        reads_per_restore=(sum(parts) + 1) * read.newest.nodes,
+        writes_per_save=(chunks * new_share + 1) * read.newest.nodes,
+        reads_per_restore=(chunks + 1) * read.newest.nodes,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from rich.table import Table
 
+from swansongd.bucket import catalog
 from swansongd.bucket.prune import Report, Verdict, prune
 from swansongd.bucket.retention import age_text
 from swansongd.cli.common import add_json, add_quiet, add_run, note, print_json
@@ -48,6 +49,7 @@ def run(args: argparse.Namespace) -> int:
             deleting.detail = human_bytes(size_bytes)
             deleting(objects, total)
 
+        catalog.expect_run(here.store, here.keys)
         report = prune(
             here.store,
             here.keys,

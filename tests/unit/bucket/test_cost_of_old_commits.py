@@ -3,15 +3,15 @@
 
 from __future__ import annotations
 
-import os
 import time
 
 import pytest
 from swansongd.bucket import manifest
 from swansongd.bucket.manifest import Manifest
-from swansongd.model import CheckpointKind, Extent, StoredObject, StoredShard
+from swansongd.model import CheckpointKind, Extent, StoredShard
 
 from bench.many_commits import ManyCommits, costs
+from testkit.committed import chunk_of, named_shard
 
 MIB = 2**20
 
@@ -40,40 +40,19 @@ def test_only_what_reads_all_commits_costs_more_requests_with_more_of_them() -> 
 
 
 def of_shards(count: int) -> Manifest:
-    """A manifest of small shards in packs."""
+    """A manifest of small shards in shared chunks."""
     shards = []
     for number in range(count):
-        pack = StoredObject(f"r/data/00000001/5-a-b/00000-packs/{number // 400:06d}", 400 * 65536)
-        shards.append(
-            StoredShard(
-                path=f"rank-{number % 8:05d}/layer-{number:06d}",
-                size_bytes=65536,
-                part_size_bytes=16 * MIB,
-                part_digests=os.urandom(32),
-                crc32c=1,
-                extents=(Extent(pack, number % 400 * 65536, 65536),),
-            )
-        )
+        chunk = chunk_of(b"%d" % (number // 400), size_bytes=400 * 65536)
+        path = f"rank-{number % 8:05d}/layer-{number:06d}"
+        extent = Extent(chunk, number % 400 * 65536, 65536)
+        shards.append(StoredShard(path=path, size_bytes=65536, extents=(extent,)))
     return a_manifest(shards)
 
 
 def of_one_shard(count: int) -> Manifest:
-    """A manifest of one shard with this number of parts, every second one in an older object."""
-    size_bytes = count * 16 * MIB
-    own = StoredObject("r/data/00000001/5-a-b/00000/model", size_bytes)
-    older = StoredObject("r/data/00000001/4-a-b/00000/model", size_bytes)
-    extents = [
-        Extent(own if number % 2 else older, number * 16 * MIB, 16 * MIB) for number in range(count)
-    ]
-    shard = StoredShard(
-        path="model",
-        size_bytes=size_bytes,
-        part_size_bytes=16 * MIB,
-        part_digests=os.urandom(32 * count),
-        crc32c=1,
-        extents=tuple(extents),
-    )
-    return a_manifest([shard])
+    """A manifest of one shard with this number of chunks."""
+    return a_manifest([named_shard("model", count * 16 * MIB, chunk_bytes=16 * MIB)])
 
 
 def a_manifest(shards: list[StoredShard]) -> Manifest:
@@ -85,7 +64,7 @@ def a_manifest(shards: list[StoredShard]) -> Manifest:
 
 @pytest.mark.parametrize(("make", "count"), [(of_shards, 300), (of_one_shard, 1500)])
 def test_the_cost_of_a_manifest_is_linear(make: object, count: int) -> None:
-    """Five times as many shards, or parts: five times the bytes, and no more than twelve times the time."""
+    """Five times as many shards, or chunks: five times the bytes, and no more than twelve times the time."""
     assert callable(make)
     sizes_bytes, times_s = [], []
     for number in (count, 5 * count):

@@ -51,7 +51,7 @@ def farewell(
 
 
 def test_a_commit_has_its_size_and_the_bytes_that_it_references(store: MemoryStore) -> None:
-    """Bytes in objects of an earlier checkpoint were not sent again."""
+    """Bytes in chunks that an older commit names were not sent again."""
     first = committed.commit(store, {"a": b"12345"}, step=100)
     second = committed.commit(store, {"b": b"123"}, step=200)
     both = replace(second, shards=(*first.shards, *second.shards))
@@ -67,14 +67,15 @@ def test_a_commit_has_its_size_and_the_bytes_that_it_references(store: MemorySto
 
 
 def test_only_the_newest_commits_are_read(store: MemoryStore) -> None:
-    """The number of the others is known, and their manifests are not requested."""
+    """The number of the others is known, and only one of them is read: it has the chunks of the oldest."""
     for step in range(1, 31):
         committed.commit(store, {"a": b"1"}, step=step)
     store.requests.clear()
     found = history.read_commits(store, KEYS, commits_max=4)
     assert [each.ref.step for each in found.commits] == [27, 28, 29, 30]
     assert found.left_out == 26
-    assert sum(what == "get" for what, _ in store.requests) == 4
+    assert sum(what == "get" for what, _ in store.requests) == 5
+    assert [each.bytes_sent for each in found.commits] == [0, 0, 0, 0]
 
 
 def test_a_commit_that_is_not_whole_or_damaged_is_marked(store: MemoryStore) -> None:

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BoundsError
-from swansongd.bucket.keys import CommitKey, RunKeys, set_directory
-from swansongd.model import CheckpointId, CommitRef
+from swansongd.bucket.keys import CommitKey, RunKeys
+from swansongd.model import Chunk, CommitRef
 
 KEYS = RunKeys("my-run")
 GENERATIONS = st.integers(0, 10**8 - 1)
@@ -82,9 +82,8 @@ def test_only_exact_keys_parse_as_generations(key: str) -> None:
         (lambda: KEYS.commit(CommitRef(1, 1), 0, 10**5), "nodes"),
         (lambda: KEYS.parts(CommitRef(1, -1)), "step"),
         (lambda: KEYS.farewell(10**8, "x"), "generation"),
-        (lambda: KEYS.shard(1, CheckpointId(10**12, "n"), "a", 0, "p"), "step"),
-        (lambda: KEYS.shard(1, CheckpointId(1, "n"), "a", 10**5, "p"), "node"),
-        (lambda: KEYS.shard(1.5, CheckpointId(1, "n"), "a", 0, "p"), "generation"),  # type: ignore[arg-type]
+        (lambda: KEYS.chunk(10**8, bytes(32), "n"), "generation"),
+        (lambda: KEYS.chunk(1.5, bytes(32), "n"), "generation"),  # type: ignore[arg-type]
     ],
 )
 def test_a_number_beyond_the_format_never_gets_into_a_key(
@@ -95,34 +94,33 @@ def test_a_number_beyond_the_format_never_gets_into_a_key(
         make()
 
 
-@given(generation=GENERATIONS, step=STEPS, path=st.sampled_from(["a", "a/b", "0/00000/x"]))
-def test_data_is_recognised_by_its_key(generation: int, step: int, path: str) -> None:
-    """Formatted keys are recognised; with another run or directory they are not."""
-    checkpoint = CheckpointId(step, "n1")
-    key = KEYS.shard(generation, checkpoint, "a1", 3, path)
-    pack = KEYS.pack(generation, checkpoint, "a1", 3, 17)
-    assert key != pack
-    for each in (key, pack):
-        assert KEYS.is_data(each)
-        assert not RunKeys("other").is_data(each)
-        assert each.startswith(set_directory(each))
-    assert set_directory(key) == set_directory(pack)
+@given(
+    generation=GENERATIONS,
+    digest=st.binary(min_size=32, max_size=32),
+    nonce=st.from_regex(r"[0-9a-z]{1,32}", fullmatch=True),
+)
+def test_a_chunk_is_recognised_by_its_key(generation: int, digest: bytes, nonce: str) -> None:
+    """The key of a chunk names its digest; other keys, of another run too, are not those of chunks."""
+    key = KEYS.chunk(generation, digest, nonce)
+    assert KEYS.is_data(key)
+    assert Chunk(key, 1).digest == digest
+    assert not RunKeys("other").is_data(key)
+    name, head = digest.hex(), key.partition("-run")[0]
     for wrong in (
-        f"{KEYS.data}{path}", key.replace("/00003/", "/00003/../"), key.replace("/00003/", "/3/"), f"{key}/",
-        f"{key}//x", f"{pack}x", f"{pack}/x", f"{pack}\n", pack.replace("-packs", "-pack"), KEYS.data, "",
+        f"{KEYS.data}{name}-{nonce}", key.replace(name, name[:-1]), f"{KEYS.data}00000001/{name}",
+        f"{KEYS.data}00000001/{name}-", f"{key}/", f"{key}\n", f"{key}.", f"{head}{key}",
+        f"{KEYS.data}1/{name}-{nonce}", f"{KEYS.data}00000001/{'A' * 64}-{nonce}", KEYS.data, "",
+        f"{KEYS.data}00000001/{name}-{'a' * 33}",
     ):  # fmt: skip
         assert not KEYS.is_data(wrong)
 
 
-def test_each_upload_of_a_shard_has_another_key() -> None:
-    """The key contains generation, checkpoint, upload nonce and node."""
+def test_equal_bytes_of_two_writers_have_two_keys() -> None:
+    """The key contains the generation, the digest and a nonce."""
     made = {
-        KEYS.shard(generation, CheckpointId(step, nonce), attempt, node, "a/b")
+        KEYS.chunk(generation, digest * 32, nonce)
         for generation in (1, 2)
-        for step in (5, 6)
+        for digest in (b"a", b"b")
         for nonce in ("x", "y")
-        for attempt in ("1", "2")
-        for node in (0, 1)
     }
-    assert len(made) == 32
-    assert all(key.startswith(KEYS.data) and key.endswith("/a/b") for key in made)
+    assert len(made) == 8

@@ -133,7 +133,7 @@ def test_ls_reads_in_parallel_and_no_more_manifests_than_it_shows(
     assert all(row["complete"] for row in rows)
     store.requests.clear()
     assert ls.rows_of(here, 3, is_quiet=True) == rows[:3]
-    assert store.count("get") == 3
+    assert store.count("get") == 4
     assert capsys.readouterr() == ("", "")
 
 

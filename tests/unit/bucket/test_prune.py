@@ -17,9 +17,9 @@ from swansongd.bucket.prune import Report, prune
 from swansongd.bucket.signing import Signer
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError, Locked, Permanent, Stopped, Transient
-from swansongd.model import CommitRef
+from swansongd.model import Chunk, CommitRef
 
-from testkit.committed import commit, named_shard
+from testkit.committed import chunk_of, commit, whole_shard
 from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
@@ -43,12 +43,12 @@ class Clocked(MemoryStore):
         self.now_s = NOW_S - age_s
         files = {path: f"{path}{step}".encode() for path in paths or ("own",)}
         try:
-            return commit(self, files, step=step, upload_nonce=f"u{step}", **more)
+            return commit(self, files, step=step, nonce=f"u{step}", **more)
         finally:
             self.now_s = NOW_S
 
     def orphan(self, age_s: float, key: str = "") -> str:
-        key = key or KEYS.data + f"00000001/000000000007-n-u{len(self.objects)}/00000/f"
+        key = key or chunk_of(b"orphan", nonce=f"u{len(self.objects)}").key
         self.now_s = NOW_S - age_s
         self.put(key, b"orphan")
         self.now_s = NOW_S
@@ -143,7 +143,7 @@ def test_objects_without_a_manifest_go_by_age_and_foreign_ones_never(store: Cloc
     """Seven days by default; a key that no writer formats belongs to another program."""
     old, young = store.orphan(7.1 * DAY_S), store.orphan(6.9 * DAY_S)
     foreign = store.orphan(99 * DAY_S, KEYS.data + "notes.txt")
-    other = store.orphan(99 * DAY_S, "r2/data/00000001/000000000007-n-u/00000/f")
+    other = store.orphan(99 * DAY_S, chunk_of(b"orphan", run="r2").key)
     run(store)
     assert old not in store.objects
     assert {young, foreign, other} <= store.objects.keys()
@@ -186,7 +186,7 @@ def whole(store: MemoryStore) -> None:
     for key, data in store.objects.items():
         if key.startswith(KEYS.commits):
             found = manifest.decode(data)
-            assert {named.key for named in found.objects} <= store.objects.keys()
+            assert {chunk.key for chunk in found.chunks} <= store.objects.keys()
 
 
 @pytest.mark.fault("G14")
@@ -195,7 +195,7 @@ def test_a_commit_during_a_prune_keeps_its_references(store: Clocked) -> None:
     orphan = store.orphan(30 * DAY_S)
     made = store.commit(6, 0.0)
     del store.objects[KEYS.commit(made.ref, 0, 1)]
-    late = replace(made, shards=(named_shard("f", 6, orphan),))
+    late = replace(made, shards=(whole_shard("f", Chunk(orphan, 6)),))
 
     def before(what: str, _key: str) -> None:
         if what == "delete":
@@ -297,20 +297,65 @@ def test_commits_that_change_all_the_time_fail_the_prune(store: Clocked) -> None
 @pytest.mark.fault("G44")
 def test_a_commit_without_its_objects_does_not_count_as_whole(store: Clocked) -> None:
     """The newest one that a restore could use stays, although a newer manifest exists."""
-    (key,) = (key for key in store.data() if "u4/" in key)
+    (key,) = (key for key in store.data() if key.endswith("-u4"))
     del store.objects[key]
-    (newest,) = (key for key in store.data() if "u5/" in key)
+    (newest,) = (key for key in store.data() if key.endswith("-u5"))
     store.objects[newest] = b"cut"
     report = run(store)
     assert store.steps() == {3, 4, 5}
     assert [v.is_whole for v in report.verdicts] == [False, False, True, True, True]
 
 
+@pytest.mark.fault("G44")
+@pytest.mark.parametrize("is_signed", [False, True])
+@pytest.mark.parametrize("place", [(1, 6), (7, 1)])
+def test_a_manifest_that_names_other_sizes_changes_nothing(
+    is_signed: bool, place: tuple[int, int]
+) -> None:
+    """A planted manifest names all chunks with a size of one more byte: its own commit is not whole."""
+    keys = RunKeys("r", Signer(b"k" * 32) if is_signed else None)
+
+    def history() -> Clocked:
+        made = Clocked()
+        for step in range(1, 6):
+            signed = made.commit(step, (6 - step) * 10 * DAY_S)
+            made.objects[keys.commit(signed.ref, 0, 1)] = manifest.encode(signed, keys.signer)
+        return made
+
+    honest, attacked = history(), history()
+    chunks = [
+        Chunk(chunk.key, chunk.size_bytes + 1)
+        for key, data in attacked.objects.items()
+        if key.startswith(KEYS.commits)
+        for chunk in manifest.decode(data).chunks
+    ]
+    planted = replace(
+        manifest.decode(attacked.objects[KEYS.commit(CommitRef(1, 5), 0, 1)]),
+        generation=place[0],
+        step=place[1],
+        shards=(whole_shard("f", *chunks),),
+    )
+    attacked.now_s = NOW_S
+    attacked.put(KEYS.commit(planted.ref, 0, 1), manifest.encode(planted))
+    if is_signed:
+        before = dict(attacked.objects)
+        with pytest.raises(CorruptError, match="not signed"):
+            run(attacked, keys)
+        assert attacked.objects == before
+        return
+    run(honest, keys)
+    report = run(attacked, keys)
+    (decision,) = [v for v in report.verdicts if v.ref == planted.ref]
+    assert not decision.is_whole
+    del attacked.objects[KEYS.commit(planted.ref, 0, 1)]
+    assert attacked.objects == honest.objects
+
+
 @pytest.mark.fault("G43")
 def test_a_locked_commit_stays_until_its_date(store: Clocked) -> None:
     """The report says until when; the objects of a commit that is locked stay as well."""
     store.locked_until_unix_s[KEYS.commit(CommitRef(1, 1), 0, 1)] = NOW_S + DAY_S
-    (held,) = (key for key in store.data() if "u2/" in key)
+    (held,) = (key for key in store.data() if key.endswith("-u2"))
     store.locked_until_unix_s[held] = NOW_S + DAY_S
     report = run(store)
     assert store.steps() == {1, 4, 5}

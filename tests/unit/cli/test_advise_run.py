@@ -323,7 +323,7 @@ def commits_of(life: Life, *after_s: float) -> list[RecordedCommit]:
             kind=CheckpointKind.PERIODIC,
             created_wall_s=life.resumption.first_step_wall_s + at_s,
             size_bytes=1000,
-            bytes_referenced=0,
+            bytes_sent=1000,
             loss=None,
             nodes=1,
             is_whole=True,
@@ -457,17 +457,17 @@ def test_gpus_and_vms_are_those_of_the_newest_commit() -> None:
     assert (job.gpus, job.nodes) == (8, 2), "the GPUs of a newest VM"
 
 
-def test_a_save_writes_the_objects_that_it_has_sent() -> None:
-    """A restore reads all objects, also those of earlier commits."""
-    own = KEYS.data + "00000001/000000000007-n-u/00000/rank0/"
-    old = KEYS.data + "00000001/000000000001-n-u/00000/rank0/"
-    shards = tuple(
-        committed.named_shard(f"rank0/{name}", 1000, f"{prefix}{name}")
-        for name, prefix in (("a", own), ("b", old), ("c", old))
-    )
+def test_a_save_writes_its_new_chunks() -> None:
+    """A restore reads all chunks, also those of earlier commits."""
+    shards = tuple(committed.named_shard(f"rank0/{name}", 1000) for name in "abc")
     newest = replace(MANIFEST, step=7, shards=shards)
-    upkeep = measured._subject(read_of(told([STAY]), [], [], newest)).upkeep
-    assert upkeep.writes_per_save == 2, "one object and the manifest"
+    lives = told([STAY])
+    commits = [
+        replace(each, size_bytes=3000, bytes_sent=sent_bytes)
+        for each, sent_bytes in zip(commits_of(lives[0], 60, 120), (1500, 500), strict=True)
+    ]
+    upkeep = measured._subject(read_of(lives, commits, [], newest)).upkeep
+    assert upkeep.writes_per_save == 2, "one of three chunks and the manifest"
     assert upkeep.reads_per_restore == 4
 
 
@@ -478,7 +478,7 @@ forged_commits = st.builds(
     kind=st.sampled_from([None, *CheckpointKind]),
     created_wall_s=st.none() | st.floats(0.0, wall.WALL_S_MAX),
     size_bytes=st.integers(0, 2**60),
-    bytes_referenced=st.just(0),
+    bytes_sent=st.integers(0, 2**60),
     loss=st.none(),
     nodes=st.just(1),
     is_whole=st.booleans(),

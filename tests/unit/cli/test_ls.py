@@ -41,8 +41,12 @@ def lines(rows: list[dict[str, Any]], columns: list[Any], width: int = 80) -> li
 def test_added_bytes_are_those_of_the_commit_itself() -> None:
     """A commit that references all shards but one adds one shard; its size is that of all."""
     store = MemoryStore()
-    first = commit(store, {"a": b"x" * 3000, "b": b"y" * 2000}, step=1)
-    own = commit(store, {"c": b"z" * 500}, step=2, upload_nonce="a2")
+    first = commit(
+        store,
+        {"a": bytes(n % 251 for n in range(3000)), "b": bytes(n % 241 for n in range(2000))},
+        step=1,
+    )
+    own = commit(store, {"c": b"z" * 500}, step=2, nonce="a2")
     again = replace(own, shards=first.shards + own.shards)
     store.put(KEYS.commit(own.ref, 0, 1), manifest.encode(again))
     config: Any = None
@@ -50,6 +54,7 @@ def test_added_bytes_are_those_of_the_commit_itself() -> None:
     newer, older = ls.rows_of(here, None, is_quiet=True)
     assert (newer["size_bytes"], newer["added_bytes"]) == (5500, 500)
     assert (older["size_bytes"], older["added_bytes"]) == (5000, 5000)
+    assert ls.rows_of(here, 1, is_quiet=True) == [newer]
 
 
 def test_the_table_fits_80_columns() -> None:
