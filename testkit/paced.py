@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""VMs of one run in virtual time: saves, a link, completions and manifests each take a known time.
+"""VMs of one run in virtual time: saves, a link, its responses and manifests each take a known time.
 
 The production machine decides; this module plays trainer, staging, flush and store, with a random deviation
 of each duration.  A manifest carries the pace to the next VM, as a bucket does.
@@ -38,7 +38,7 @@ class Physics:
     files: int
     save_s: float
     link_bytes_per_s: float
-    completion_s: float = 0.1
+    response_s: float = 0.1
     commit_s: float = 0.1
     step_s: float = 0.2
     deviation: float = 0.05
@@ -156,7 +156,7 @@ class PacedVm(Story):
         if flight is not None and flight.flush_id != self._flush_id:
             self._flush_id, self._sent = flight.flush_id, 0.0
             self._link = self.physics.link_bytes_per_s / self._about(1.0)
-            self._left_s = self._about(self.physics.completion_s)
+            self._left_s = self._about(self.physics.response_s)
         self.wait(seconds)
         if (
             flight is None

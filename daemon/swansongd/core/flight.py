@@ -59,10 +59,6 @@ def record_progress(transition: Transition, event: FlushProgress) -> None:
             sampled_mono_s=transition.now,
             sampled_bytes=event.bytes_sent,
         )
-    if event.bytes_stored < flight.staged.size_bytes:
-        moved = replace(moved, parts_stored_mono_s=None)
-    elif moved.parts_stored_mono_s is None:
-        moved = replace(moved, parts_stored_mono_s=transition.now)
     flush = transition.state.flush
     stored_bytes = {**flush.stored_bytes, flight.staged.id: event.bytes_stored}
     _put(transition, replace(flush, flight=moved, stored_bytes=stored_bytes))
@@ -94,15 +90,11 @@ def record_flushed(transition: Transition, event: Flushed) -> Staged | None:
 def _learn_from_the_end(transition: Transition, flight: Flight, bytes_sent: int) -> None:
     if bytes_sent < planner.BANDWIDTH_SAMPLE_MIN_BYTES:
         return
-    # The completion of uploads is not part of the bandwidth.
-    end_mono_s = flight.parts_stored_mono_s or transition.now
-    if flight.is_sampled:
-        learning.record_sent(
-            transition, bytes_sent - flight.sampled_bytes, end_mono_s - flight.sampled_mono_s
-        )
-    else:  # too short for a sample on the way
+    if not flight.is_sampled:  # too short for a sample on the way
         begun_mono_s = flight.sending_mono_s or flight.started_mono_s
-        learning.record_sent(transition, bytes_sent, end_mono_s - begun_mono_s)
+        learning.record_sent(transition, bytes_sent, transition.now - begun_mono_s)
+    elif moved := bytes_sent - flight.sampled_bytes:
+        learning.record_sent(transition, moved, transition.now - flight.sampled_mono_s)
 
 
 def sample_bandwidth(transition: Transition) -> None:
@@ -118,8 +110,6 @@ def sample_bandwidth(transition: Transition) -> None:
     ):
         return
     moved = flight.bytes_sent - flight.sampled_bytes
-    if flight.parts_stored_mono_s is not None:
-        return  # the rest counts at the end
     if moved or flight.bytes_unsent:  # else the flush only waits for responses
         learning.record_sent(transition, moved, duration_s)
     sampled = replace(

@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Learns the pace of the run from its checkpoints, and compares each forecast with the outcome.
 
-Every checkpoint shows how long a save, a whole upload, its completion and the manifest take.  A checkpoint
-of an evacuation also shows which part of the upload passed during the save: only then are early shards
-sent.  A set of which an earlier flush has sent most bytes shows nothing about the sending time.  After early
-shards the rest of a set shows it: a VM may flush no other set before its last follow-up.
+Every checkpoint shows how long a save, a whole upload and the manifest take.  A checkpoint of an evacuation
+also shows which part of the upload passed during the save: only then are early shards sent.  A set of which
+an earlier flush has sent most bytes shows nothing about the sending time.  After early shards the rest of a
+set shows it: a VM may flush no other set before its last follow-up.
 """
 
 from __future__ import annotations
@@ -108,14 +108,12 @@ def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_
     """All shards of a set are stored."""
     if not flight.staged.size_bytes:
         return
-    parts = max((-(-s.size_bytes // s.part_size_bytes) for s in event.shards), default=1)
-    _learn(transition, "parts", max(parts, 1))
-    _learn_sending(transition, flight, event.bytes_referenced, sent_bytes, max(parts, 1))
+    _learn_sending(transition, flight, event.bytes_referenced, sent_bytes)
     _learn_hidden(transition, flight.staged)  # last: in proportion to the sending time of this set
 
 
 def _learn_sending(
-    transition: Transition, flight: Flight, referenced_bytes: int, sent_bytes: int, parts: int
+    transition: Transition, flight: Flight, referenced_bytes: int, sent_bytes: int
 ) -> None:
     size_bytes = flight.staged.size_bytes
     new_bytes = size_bytes - referenced_bytes
@@ -123,15 +121,12 @@ def _learn_sending(
         _learn(transition, "new_share", new_bytes / size_bytes)
     if sent_bytes < max(planner.BANDWIDTH_SAMPLE_MIN_BYTES, SENT_SHARE_MIN * new_bytes):
         return
-    parts_stored_mono_s = flight.parts_stored_mono_s or transition.now
-    completion_s = max(0.0, transition.now - parts_stored_mono_s)
-    _learn(transition, "completion_ratio", completion_s / pace.completion_s(parts))
     if not is_throttled(transition.state, flight):
-        send_s_per_byte = max(0.0, parts_stored_mono_s - flight.started_mono_s) / sent_bytes
+        send_s_per_byte = (transition.now - flight.started_mono_s) / sent_bytes
         if flight.first_started_mono_s is not None:
             # Sent bytes may lie in the buffers of the kernel until after the seal, so the rest alone appears
             # too slow.  With the early shards it does so only if the link waited for files.
-            whole_s = max(0.0, parts_stored_mono_s - flight.first_started_mono_s)
+            whole_s = transition.now - flight.first_started_mono_s
             whole_s_per_byte = whole_s / (flight.bytes_sent_before + sent_bytes)
             send_s_per_byte = min(send_s_per_byte, whole_s_per_byte)
         _learn(transition, "send_s_per_byte", send_s_per_byte)
@@ -153,11 +148,11 @@ def _learn_hidden(transition: Transition, staged: Staged) -> None:
         return
     save_s = max((t.save_s for t in state.connected if t.save_s is not None), default=0.0)
     measured = replace(state.measured, save_bytes=staged.size_bytes, is_sending=False)
-    send_s, completion_s = planner.flush_s(measured)
+    send_s = planner.flush_s(measured)
     if request.by_signal or not request.is_urgent or save_s <= 0 or send_s <= 0:
         return
     tail_s = transition.now - request.sealed_mono_s
-    hidden_s = min(max(0.0, send_s + completion_s - tail_s), send_s, save_s)
+    hidden_s = min(max(0.0, send_s - tail_s), send_s, save_s)
     _learn(transition, "hidden_share", hidden_s / send_s)
     _learn(transition, "hidden_use", hidden_s / save_s)
 

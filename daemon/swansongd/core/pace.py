@@ -74,10 +74,6 @@ class Pace:
     """Time to send a whole set, for each byte that was sent."""
     new_share: Figure | None = None
     """Share of the bytes that were sent: an earlier commit has the others."""
-    parts: Figure | None = None
-    """Number of parts of the largest shard."""
-    completion_ratio: Figure | None = None
-    """Time from the last stored part to the last stored shard, as a multiple of :func:`completion_s`."""
     commit_s: Figure | None = None
     """Time to write a manifest and to find it in the listing."""
     hidden_share: Figure | None = None
@@ -88,18 +84,11 @@ class Pace:
     """Square of the relative error of a forecast: 0.01 if the checkpoint took 10 % longer than expected."""
 
 
-def completion_s(parts: int) -> float:
-    """The assumed time in which a store completes an upload with this number of parts."""
-    return 0.1 + 0.001 * parts
-
-
 _RANGES: dict[str, tuple[float, float]] = {
     "size_bytes": (0, bounds.BYTES_MAX),
     "save_s": (0, 86400.0),
     "urgent_save_s": (0, 86400.0),
     "send_s_per_byte": (1e-13, 1e-3),
-    "parts": (1, 10_000),
-    "completion_ratio": (0, 1000.0),
     "commit_s": (0, 60.0),
     "hidden_share": (0, 1),
     "hidden_use": (0, 1),

@@ -17,7 +17,7 @@ from enum import StrEnum
 from swansong import bounds
 
 from swansongd.core import pace
-from swansongd.core.pace import Pace, completion_s
+from swansongd.core.pace import Pace
 from swansongd.model import CheckpointId
 
 BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
@@ -163,13 +163,12 @@ def forecast(measured: Measurements) -> Forecast:
     hidden_s, hidden_var, is_by_share = _hidden(measured, save_s, all_s)
     if is_by_share and all_s:
         send_var *= (1 - hidden_s / all_s) ** 2
-    completion_s, completion_var = _completion(measured)
     commit_s = 0.0 if known.commit_s is None else known.commit_s.mean
-    variance = wait_var + save_var + send_var + hidden_var + completion_var
+    variance = wait_var + save_var + send_var + hidden_var
     if known.commit_s is not None:
         variance += known.commit_s.expected_variance((_PRIOR_SPREAD * commit_s) ** 2)
     assumed_s = hidden_s if known.hidden_share is None else 0.0  # no overlap was seen yet
-    expected_s = wait_s + save_s + all_s - hidden_s + completion_s + commit_s
+    expected_s = wait_s + save_s + all_s - hidden_s + commit_s
     if known.error_square is not None:
         error = known.error_square
         variance = (_PRIOR_WEIGHT * variance + error.samples * error.mean * expected_s**2) / (
@@ -177,7 +176,7 @@ def forecast(measured: Measurements) -> Forecast:
         )
     return Forecast(
         save_s=min(wait_s + save_s, bounds.SECONDS_MAX),
-        send_s=min(all_s - hidden_s + completion_s, bounds.SECONDS_MAX),
+        send_s=min(all_s - hidden_s, bounds.SECONDS_MAX),
         commit_s=commit_s,
         spread_s=_NINE_OF_TEN * math.sqrt(variance) + assumed_s,
         is_measured=measured.save_s is not None and bool(measured.save_bytes) and all_s > 0,
@@ -236,25 +235,15 @@ def _hidden(measured: Measurements, save_s: float, send_s: float) -> tuple[float
     return hidden_s, min(hidden_s**2, variance), by_share_s <= by_use_s
 
 
-def _completion(measured: Measurements) -> tuple[float, float]:
-    """Time from the last stored part to the last stored shard, and its variance."""
-    parts, ratio = measured.pace.parts, measured.pace.completion_ratio
-    assumed_s = completion_s(1 if parts is None else round(parts.mean))
-    if ratio is None:
-        return 0.0, 0.0
-    variance = ratio.expected_variance((_PRIOR_SPREAD * ratio.mean) ** 2)
-    return assumed_s * ratio.mean, assumed_s**2 * variance
-
-
 def send_s(measured: Measurements, size_bytes: int) -> float:
     """Expected time to send these bytes of the next set."""
     known = replace(measured.pace, new_share=None)
     return _send(replace(measured, save_bytes=size_bytes, pace=known))[0]
 
 
-def flush_s(measured: Measurements) -> tuple[float, float]:
-    """Expected time to send a whole set after it is sealed, and to complete its uploads."""
-    return _send(measured)[0], _completion(measured)[0]
+def flush_s(measured: Measurements) -> float:
+    """Expected time to send a whole set after it is sealed."""
+    return _send(measured)[0]
 
 
 def take_s(measured: Measurements) -> float:

@@ -83,9 +83,6 @@ class Flight:
     """Instant and ``bytes_sent`` of the last bandwidth sample."""
     sampled_bytes: int = 0
     is_sampled: bool = False
-    parts_stored_mono_s: float | None = None
-    """When the store had received all parts of its shards; the largest may still have to be completed."""
-
     has_begun: bool = False
     """Whether the store has received a byte, in this flush or in one of the same set that it continues."""
     first_started_mono_s: float | None = None

@@ -85,13 +85,13 @@ class Job:
     @property
     def lag_s(self) -> float:
         """Time from the state of a periodic checkpoint to its commit."""
-        send_s, completion_s = planner.flush_s(self.measured)
+        send_s = planner.flush_s(self.measured)
         if self.background_bytes_per_s:
             limited_s = planner.seconds_to_store(
                 self.measured.send_bytes, self.background_bytes_per_s
             )
             send_s = max(send_s, limited_s)
-        return (self.measured.save_s or 0.0) + send_s + completion_s + self.forecast.commit_s
+        return (self.measured.save_s or 0.0) + send_s + self.forecast.commit_s
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -178,7 +178,7 @@ def paid_gpu_s(loss: Loss) -> float:
 
 def bandwidth_bytes_per_s(job: Job) -> float | None:
     """Rate at which a whole set is sent; None while it is not measured."""
-    send_s, _ = planner.flush_s(job.measured)
+    send_s = planner.flush_s(job.measured)
     return job.measured.send_bytes / send_s if send_s > 0 else None
 
 
