@@ -31,10 +31,10 @@ def test_copies_need_no_right_that_a_lock_takes_away(
     lock = Lock("compliance", lambda _key: 30 * DAY_S)
     keys, stop = RunKeys("r"), threading.Event()
     primary, mirror = MemoryStore(), cloud.open(bucket=name, lock=lock)
-    files = {"weights": bytes(12_000_000), "index.json": b"{}"}
-    made = committed.commit(primary, files, part_size_bytes=2**20)
+    files = {"weights": b"".join(n.to_bytes(4) for n in range(3_000_000)), "index.json": b"{}"}
+    made = committed.commit(primary, files, chunk_bytes=5 * 2**20)
     for _ in range(2):
-        copier = Copier(primary, mirror, keys, stop, connections=2, chunk_bytes=6 * 2**20)
+        copier = Copier(primary, mirror, keys, stop, connections=2)
         copier.copy(ManifestPlace(made.ref, 0, 1))
     (found,) = catalog.list_commits(mirror, keys)
     assert catalog.load(mirror, keys, found) == (made,)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import secrets
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -16,6 +17,7 @@ from testkit.rig import Vm, control
 from testkit.waiting import until
 
 EXIT_FENCED = 14
+EXIT_STORE = 16
 
 
 @pytest.fixture(scope="module")
@@ -129,6 +131,32 @@ def test_a_killed_copy_is_finished_by_the_next_daemon(
     of_store = {(each["generation"], each["step"]) for each in vm.commits()}
     assert {(each["generation"], each["step"]) for each in copy.commits()} == of_store
     assert copy.swansong("verify").returncode == 0
+
+
+@pytest.mark.fault("M01")
+@pytest.mark.parametrize(
+    "place",
+    ["at=before_answer&match=/data/", "at=in_answer&match=/data/", "at=before_answer&match=ckpt"],
+)
+def test_a_command_ends_when_the_store_hangs(
+    bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str, place: str
+) -> None:
+    """A store that takes requests and does not respond costs the command the time of one request."""
+    store = mirror  # this emulator can hang
+    first: Vm = new_vm("first", store)
+    daemon = first.start_daemon()
+    first.start_trainer("--every-steps", "20", script=witness)
+    daemon.lines.wait(event="committed")
+    first.power_off()
+    vm = vm_with(new_vm, "vm", store, bucket.store)
+    control(store["endpoint"], f"break?kind=stall&{place}&times=100000")
+    began_s = time.monotonic()
+    done = vm.swansong("mirror")
+    took_s = time.monotonic() - began_s
+    assert done.returncode == EXIT_STORE, done.stderr
+    assert took_s < 45
+    control(store["endpoint"], "clear")
+    assert len(answer(vm, "mirror")["copied"]) >= 1
 
 
 @pytest.mark.fault("M01", "M03")

@@ -112,7 +112,7 @@ def _one(copier: Copier, commit: Commit, shown: _CommitProgress, *, is_dry: bool
     for node in sorted(commit.manifest_keys):
         place = ManifestPlace(commit.ref, node, commit.nodes)
         if is_dry:
-            size_bytes += sum(stored.size_bytes for stored in copier.missing_of(place))
+            size_bytes += sum(chunk.size_bytes for chunk in copier.absent_of(place))
         else:
             size_bytes += copier.copy(place, shown.begin).size_bytes
     return size_bytes

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Copies each commit to the mirror, in a thread of its own.
 
-The newest commit goes first, because the next VM would resume from it.  A failing mirror is retried here and
-shown in the status.  The health of the store, the verdicts and the checkpoints do not depend on it.
+The newest commit goes first, because the next VM would resume from it.  A copy that makes progress is
+finished before a newer one starts.  A failing mirror is retried here and shown in the status.  The health of
+the store, the verdicts and the checkpoints do not depend on it.
 A mirror with a claim that the store lacks was promoted, and fences this VM.
 """
 
@@ -26,7 +27,7 @@ from swansongd.errors import CorruptError, Stopped, SwansongError
 from swansongd.mirror.copier import Copier, Gone, ManifestPlace
 from swansongd.mirror.fence import PromotedError
 from swansongd.mirror.gate import Gate
-from swansongd.model import CommitRef, StoredObject
+from swansongd.model import CommitRef
 from swansongd.observe.snapshot import MirrorFigures, MirrorState
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.wrappers.retry import Retrying
@@ -93,7 +94,9 @@ class Mirroring:
         self._budget_s = budget_s
         self._gate = Gate(stop, lambda: limits.may_mirror(state()))
         throttled = Throttled(
-            mirror, lambda: limits.mirror_rate_bytes_per_s(state(), limit_bytes_per_s)
+            mirror,
+            lambda: limits.mirror_rate_bytes_per_s(state(), limit_bytes_per_s),
+            limits_reads=True,
         )
         self.store = self._retrying(throttled)
         """The mirror, with retries, for other background work."""
@@ -109,9 +112,9 @@ class Mirroring:
         )
         self._lock = threading.Lock()
         self._waiting: dict[ManifestPlace, _Waiting] = {}
-        self._known: frozenset[StoredObject] = frozenset()
-        """Objects of the manifest that was copied last: the mirror has them."""
         self._current: ManifestPlace | None = None
+        self._unfinished: ManifestPlace | None = None
+        """A copy that failed after it had copied chunks."""
         self._newest: CommitRef | None = None
         self._copied_commits = 0
         self._copied_bytes = 0
@@ -130,8 +133,8 @@ class Mirroring:
         """Copy this manifest, which was just committed.  Returns immediately."""
         place = ManifestPlace(manifest.ref, manifest.node, manifest.nodes)
         with self._lock:
-            lacking = (each for each in manifest.objects if each not in self._known)
-            size_bytes = sum(each.size_bytes for each in lacking)
+            lacking = filter(self._copier.lacks, manifest.chunks)
+            size_bytes = sum(chunk.size_bytes for chunk in lacking)
             self._waiting[place] = _Waiting(self._monotonic(), size_bytes)
         self._wake.set()
 
@@ -139,10 +142,6 @@ class Mirroring:
         """Look for a promotion now.  Returns immediately."""
         self._fence_due_mono_s = self._monotonic()
         self._wake.set()
-
-    def holds_upload(self, upload_id: str) -> bool:
-        """Whether a copy sends parts of the upload now."""
-        return self._copier.holds_upload(upload_id)
 
     def figures(self) -> MirrorFigures:
         """The lag of the mirror now."""
@@ -221,7 +220,13 @@ class Mirroring:
         return limits.is_urgent(state) and not limits.is_undecided(state)
 
     def _next(self) -> ManifestPlace | None:
+        """The newest manifest, or the one whose copy was interrupted and makes progress.
+
+        On a slow link, a newer commit is waiting whenever a copy fails: the mirror would never get one whole.
+        """
         with self._lock:
+            if self._unfinished in self._waiting:
+                return self._unfinished
             return max(self._waiting, default=None)
 
     def _catch_up(self) -> None:
@@ -256,6 +261,7 @@ class Mirroring:
 
     def _copy(self, place: ManifestPlace) -> None:
         began_mono_s = self._monotonic()
+        bytes_before = self._copied_bytes
         self._current = place
         try:
             result = self._copier.copy(place, self._planned)
@@ -270,17 +276,17 @@ class Mirroring:
             return
         finally:
             self._current = None
+            self._unfinished = place if self._copied_bytes > bytes_before else None
         with self._lock:
             self._waiting.pop(place, None)
             self._newest = max(self._newest or place.ref, place.ref)
             self._copied_commits += result.is_new
-            self._known = result.known
         self._are_records_due = True
         _log.info(
             "mirrored",
             generation=place.ref.generation,
             step=place.ref.step,
-            objects=result.objects,
+            chunks=result.chunks,
             size_bytes=result.size_bytes,
             seconds=round(self._monotonic() - began_mono_s, 3),
         )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Copies one commit from the primary store to the mirror: claims, data, manifest, in this order.
+"""Copies one commit from the primary store to the mirror: claims, missing chunks, manifest, in this order.
 
 The mirror has the layout of the store.  Each object is created and never replaced, so two copiers at once are
 harmless.  The manifest comes last, byte for byte: a commit of the mirror is as whole as one of the store.
@@ -8,29 +8,22 @@ harmless.  The manifest comes last, byte for byte: a commit of the mirror is as 
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-
-import structlog
-from blake3 import blake3
 
 from swansongd.bucket import catalog
 from swansongd.bucket import manifest as manifests
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.errors import CorruptError, Exists, NotFound, SwansongError, TooLarge
-from swansongd.mirror.checks import Check, SplitPart, checks_of, covers
 from swansongd.mirror.fence import PromotedError, foreign_claim
 from swansongd.mirror.gate import Gate
-from swansongd.mirror.transfer import CHUNK_BYTES, Moved, ObjectCopier
-from swansongd.model import CommitRef, StoredObject
+from swansongd.mirror.transfer import ChunkCopier, Moved
+from swansongd.model import Chunk, CommitRef
 from swansongd.stores.base import ObjectStore
-from swansongd.util.threads import parallel
 
 RECORD_BYTES_MAX = 2**20
 """Larger farewells, resumptions and pins are not copied: no writer makes them."""
-
-_log = structlog.get_logger(__name__)
 
 
 class Gone(SwansongError):
@@ -50,13 +43,11 @@ class ManifestPlace:
 class CopyResult:
     """The result of the copy of a manifest and its data."""
 
-    objects: int = 0
-    """Objects that were copied; the others were in the mirror."""
-    size_bytes: int = 0
-    is_new: bool = True
+    chunks: int
+    """Chunks that were copied; the others were in the mirror."""
+    size_bytes: int
+    is_new: bool
     """Whether the mirror lacked the manifest."""
-    known: frozenset[StoredObject] = frozenset()
-    """All objects of the manifest, which the mirror has now."""
 
 
 Planned = Callable[[int], None]
@@ -67,7 +58,7 @@ class Copier:
     """Copies commits of one run.
 
     All methods raise PromotedError if the mirror was promoted, CorruptError if stored bytes do not match
-    their digests, StoreError if a store failed, and Stopped.
+    their names, StoreError if a store failed, and Stopped.
 
     Args:
         primary: the store with the commits; retries failed requests.
@@ -75,7 +66,7 @@ class Copier:
         keys: of the run.
         stop: ends all requests.
         gate: pauses copies; None: they never pause.
-        connections: chunks in flight.
+        connections: chunks in flight, each of them in memory.
         moved: takes the size of each chunk that the mirror has acknowledged.
     """
 
@@ -88,28 +79,24 @@ class Copier:
         *,
         gate: Gate | None = None,
         connections: int,
-        chunk_bytes: int = CHUNK_BYTES,
         moved: Moved = lambda _size_bytes: None,
     ) -> None:
         self._primary = primary
         self._mirror = mirror
         self._keys = keys
-        self._stop = stop
-        self._connections = connections
         self._gate = gate or Gate(stop)
-        self._objects = ObjectCopier(
+        self._chunks = ChunkCopier(
             primary,
             mirror,
             self._gate,
             stop,
             connections=connections,
-            chunk_bytes=chunk_bytes,
             moved=moved,
         )
 
-    def holds_upload(self, upload_id: str) -> bool:
-        """Whether this copier sends parts of the upload now."""
-        return upload_id in self._objects.uploads
+    def lacks(self, chunk: Chunk) -> bool:
+        """Whether this copier has neither written nor verified the chunk in the mirror."""
+        return chunk.key not in self._chunks.verified
 
     def check_fence(self) -> None:
         """Raise PromotedError if the mirror has a claim that the primary store does not have."""
@@ -135,12 +122,12 @@ class Copier:
         commits = catalog.list_commits(self._primary, self._keys)
         return [c for c in commits if not known.issuperset(c.manifest_keys.values())]
 
-    def missing_of(self, place: ManifestPlace) -> list[StoredObject]:
-        """The objects of a manifest that the mirror lacks."""
-        return self._objects.missing(self._read_manifest(place)[1].objects)
+    def absent_of(self, place: ManifestPlace) -> list[Chunk]:
+        """The chunks of a manifest that the mirror lacks."""
+        return self._chunks.absent(self._read_manifest(place)[1].chunks)
 
     def copy(self, place: ManifestPlace, planned: Planned = lambda _size_bytes: None) -> CopyResult:
-        """Copy a manifest, after the claims and the data that it names.
+        """Copy a manifest, after the claims and the chunks that it names.
 
         Raises:
             Gone: the primary store has no such manifest any more.
@@ -148,25 +135,24 @@ class Copier:
         self.copy_claims()
         key = self._keys.commit(place.ref, place.node, place.nodes)
         data, manifest = self._read_manifest(place)
-        if self._mirror.head(key) is not None:
+        is_new = self._mirror.head(key) is None
+        if not is_new:
             self._expect_same(key, data)
-            return CopyResult(is_new=False, known=frozenset(manifest.objects))
-        missing = self._objects.missing(manifest.objects)
-        size_bytes = sum(stored.size_bytes for stored in missing)
+        absent = self._chunks.absent(manifest.chunks)
+        size_bytes = sum(chunk.size_bytes for chunk in absent)
         planned(size_bytes)
         try:
-            self._copy_data(manifest, missing)
-            # Retention of the mirror may have deleted an object that only older commits named so far.
-            self._copy_data(manifest, self._objects.missing(manifest.objects))
-        except NotFound:
+            self._chunks.copy(absent)
+            self._chunks.verify(manifest.chunks)
+            # Retention of the mirror may have deleted a chunk that only older commits named so far.
+            self._chunks.copy(self._chunks.absent(manifest.chunks))
+        except CorruptError:
             self._read_manifest(place)  # raises Gone if retention deletes this commit now
-            self._expect_in_store(missing)
             raise
         self.check_fence()  # the data may have taken hours
         if not self._put(key, data):
             raise self._conflict(key)
-        known = frozenset(manifest.objects)
-        return CopyResult(objects=len(missing), size_bytes=size_bytes, known=known)
+        return CopyResult(chunks=len(absent), size_bytes=size_bytes, is_new=is_new)
 
     def copy_records(self) -> int:
         """Copy the farewells, resumptions and pins that the mirror lacks; returns their number."""
@@ -217,85 +203,3 @@ class Copier:
             f"{self._mirror.url}/{key} differs from the same manifest of the store",
             hint="The mirror belongs to another line of this run: choose another mirror.url",
         )
-
-    # ------------------------------------------------------------------ data
-
-    def _copy_data(self, manifest: Manifest, missing: Sequence[StoredObject]) -> None:
-        if not missing:
-            return
-        checks = checks_of(manifest.shards)
-        wanted: dict[StoredObject, Sequence[Check]] = {
-            stored: checks.by_object.get(stored, ()) for stored in missing
-        }
-        self._objects.copy(self._with_origins(manifest, wanted))
-        changed = set(missing)
-        split = [
-            part for part in checks.split if any(each.object in changed for each in part.extents)
-        ]
-        parallel(
-            split,
-            self._verify_split,
-            threads=min(self._connections, len(split)),
-            stop=self._stop,
-        )
-
-    def _expect_in_store(self, objects: Sequence[StoredObject]) -> None:
-        """Raise CorruptError if the primary store lacks one of these objects."""
-        for stored in objects:
-            if self._primary.head(stored.key) is None:
-                raise CorruptError(f"{stored.key} is missing from the store")
-
-    def _with_origins(
-        self, manifest: Manifest, wanted: Mapping[StoredObject, Sequence[Check]]
-    ) -> Mapping[StoredObject, Sequence[Check]]:
-        """Add the checks of the commit that wrote an object, where this manifest names only a part of it."""
-        origins = {
-            self._keys.origin(stored.key)
-            for stored, checks in wanted.items()
-            if not covers(checks, stored.size_bytes)
-        } - {None, (manifest.generation, manifest.step)}
-        if not origins:
-            return wanted
-        found = {stored: set(checks) for stored, checks in wanted.items()}
-        for generation, step in filter(None, origins):
-            for ref in (CommitRef(generation, step), CommitRef(generation, step, is_final=True)):
-                for commit in catalog.list_commits(self._primary, self._keys, ref):
-                    self._add_checks(commit, found)
-        return {stored: sorted(checks) for stored, checks in found.items()}
-
-    def _add_checks(self, commit: catalog.Commit, found: Mapping[StoredObject, set[Check]]) -> None:
-        try:
-            shards = [s for m in catalog.load(self._primary, self._keys, commit) for s in m.shards]
-        except CorruptError as error:
-            _log.warning("origin_not_read", commit=str(commit.ref), reason=error.line())
-            return
-        for stored, checks in checks_of(shards).by_object.items():
-            if stored in found:
-                found[stored].update(checks)
-
-    def _verify_split(self, part: SplitPart) -> None:
-        """Read a part that lies in several objects back from the mirror, and compare its digest."""
-        sink = _HashSink()
-        for extent in part.extents:
-            sink.begin()
-            self._mirror.get_range(extent.object.key, extent.offset_bytes, extent.size_bytes, sink)
-        if sink.digest.digest() != part.digest:
-            raise CorruptError(f"a part of {part.path} does not match its digest")
-
-
-class _HashSink:
-    """Hashes the bytes of several ranges, one after another."""
-
-    def __init__(self) -> None:
-        self.digest = blake3()
-        self._before = self.digest
-
-    def begin(self) -> None:
-        """Begin the next range."""
-        self._before = self.digest.copy()
-
-    def rewind(self) -> None:
-        self.digest = self._before.copy()
-
-    def write(self, window: memoryview) -> None:
-        self.digest.update(window)

@@ -25,7 +25,7 @@ from testkit.memory_store import MemoryStore
 from testkit.waiting import until
 
 KEYS = RunKeys("r")
-FILES = {"weights": b"w" * 5_000, "index.json": b"{}"}
+FILES = {"weights": bytes(range(251)) * 20, "index.json": b"{}"}
 
 
 class Rig:
@@ -53,8 +53,9 @@ class Rig:
             budget_s=0.05,
         )
 
-    def commit(self, step: int, files: dict[str, bytes] | None = None) -> Manifest:
-        return committed.commit(self.primary, files or FILES, step=step)
+    def commit(self, step: int) -> Manifest:
+        """A commit whose chunks are all new."""
+        return committed.commit(self.primary, FILES, step=step, nonce=f"s{step}")
 
     def steps(self) -> list[int]:
         return [each.ref.step for each in catalog.list_commits(self.mirror, KEYS)]
@@ -176,8 +177,7 @@ def test_a_mirror_that_refuses_is_shown(rig: Rig) -> None:
 def test_a_damaged_commit_does_not_hold_up_the_others(rig: Rig) -> None:
     """It is logged and counted; the older and the newer commits are copied."""
     made = [rig.commit(step) for step in (100, 200, 300)]
-    key = next(each.key for each in made[1].objects if each.key.endswith("/weights"))
-    rig.primary.objects[key] = b"v" * 5_000
+    rig.primary.objects[made[1].chunks[0].key] = b"v" * 1_000
     for each in made:
         rig.mirroring.committed(each)
     with capture_logs() as logs:
@@ -188,6 +188,51 @@ def test_a_damaged_commit_does_not_hold_up_the_others(rig: Rig) -> None:
     assert rig.mirroring.figures().lag_commits == 0
     (line,) = [each for each in logs if each["event"] == "commit_not_mirrored"]
     assert line["commit"] == "generation 1 step 200"
+
+
+@pytest.mark.parametrize("failures", [1, 3])
+def test_a_copy_that_makes_progress_is_finished_before_a_newer_one(rig: Rig, failures: int) -> None:
+    """On a slow link a newer commit waits whenever a request fails: the mirror still gets one whole."""
+    rig.mirroring.committed(rig.commit(100))
+    created = 0
+
+    def before(what: str, _key: str) -> None:
+        nonlocal created, failures
+        created += what == "create"
+        if what == "create" and created % 4 == 3 and failures:
+            failures -= 1
+            rig.mirroring.committed(rig.commit(200 + created))
+            raise Permanent("connection reset")
+
+    whole: list[list[int]] = []
+
+    def after(what: str, key: str) -> None:
+        if what == "put" and key.startswith(KEYS.commits):
+            whole.append(rig.steps())
+
+    rig.mirror.before, rig.mirror.after = before, after
+    rig.mirroring.start()
+    until(
+        lambda: rig.steps() and rig.mirroring.figures().lag_commits == 0, what="all", timeout_s=30
+    )
+    assert whole[0] == [100]
+
+
+def test_a_copy_without_progress_makes_way_for_a_newer_one(rig: Rig) -> None:
+    """One chunk that the store does not return holds up its own commit, and no other one."""
+    stuck = rig.commit(100)
+    key = stuck.chunks[0].key
+
+    def before(what: str, asked: str) -> None:
+        if (what, asked) == ("get", key):
+            raise Permanent("the object is in an archive")
+
+    rig.primary.before = before
+    rig.mirroring.committed(stuck)
+    rig.mirroring.start()
+    rig.until_state(MirrorState.FAILING)
+    rig.mirroring.committed(rig.commit(200))
+    until(lambda: rig.steps() == [200], what="the newer commit", timeout_s=20)
 
 
 @pytest.mark.fault("M06")

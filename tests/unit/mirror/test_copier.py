@@ -6,17 +6,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import replace
 
 import pytest
+from blake3 import blake3
 from swansongd.bucket import catalog, claim, manifest
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.signing import Signer
 from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
 from swansongd.mirror.copier import Copier, Gone, ManifestPlace
 from swansongd.mirror.fence import PromotedError
 from swansongd.mirror.gate import Gate
-from swansongd.model import CheckpointId, CommitRef, Extent, StoredObject
+from swansongd.mirror.transfer import VERIFIED_MAX
+from swansongd.model import Chunk, CommitRef
+from swansongd.stores.base import ObjectInfo
 from swansongd.util.threads import parallel
 
 from testkit import committed
@@ -24,8 +27,7 @@ from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
 FILES = {"weights": bytes(range(256)) * 40, "index.json": b"{}", "empty": b""}
-"""A file of eleven parts, a small one, and an empty one."""
-CHUNK = 2_000
+"""A file of eleven chunks, a small one, and an empty one."""
 
 
 class Rig:
@@ -37,15 +39,9 @@ class Rig:
         self.mirror.url = "memory://mirror"
         self.stop = threading.Event()
 
-    def copier(self, *, chunk_bytes: int = CHUNK, gate: Gate | None = None) -> Copier:
+    def copier(self, *, gate: Gate | None = None, connections: int = 4) -> Copier:
         return Copier(
-            self.primary,
-            self.mirror,
-            self.keys,
-            self.stop,
-            gate=gate,
-            connections=4,
-            chunk_bytes=chunk_bytes,
+            self.primary, self.mirror, self.keys, self.stop, gate=gate, connections=connections
         )
 
     def claim(self, generation: int, store: MemoryStore | None = None, by: str = "vm") -> None:
@@ -63,15 +59,30 @@ class Rig:
         )
         return ManifestPlace(made.ref, made.node, made.nodes)
 
+    def chunks(self, place: ManifestPlace) -> tuple[Chunk, ...]:
+        return self.manifest(place).chunks
+
+    def manifest(self, place: ManifestPlace) -> Manifest:
+        return manifest.decode(self.primary.objects[self.keys.commit(place.ref, 0, 1)])
+
+    def read_back(self) -> int:
+        """Number of chunks that were read from the mirror."""
+        return sum(what == "get" and "/data/" in key for what, key in self.mirror.requests)
+
     def whole(self) -> list[CommitRef]:
-        """The commits of the mirror; fails if one names an object that the mirror lacks."""
+        """The commits of the mirror; fails if one names a chunk that the mirror lacks."""
         found = []
         for each in catalog.list_commits(self.mirror, self.keys):
             for made in catalog.load(self.mirror, self.keys, each):
-                for stored in made.objects:
-                    assert self.mirror.objects[stored.key] == self.primary.objects[stored.key]
+                for chunk in made.chunks:
+                    assert blake3(self.mirror.objects[chunk.key]).digest() == chunk.digest
             found.append(each.ref)
         return found
+
+
+def flipped(data: bytes) -> bytes:
+    """The data with one flipped bit."""
+    return data[:-1] + bytes([data[-1] ^ 4])
 
 
 @pytest.fixture
@@ -92,20 +103,34 @@ def test_a_mirror_has_the_same_bytes_under_the_same_keys(rig: Rig) -> None:
     assert copier.copy_records() == 3
     assert rig.mirror.objects == rig.primary.objects
     assert result.size_bytes == sum(map(len, FILES.values()))
-    assert not rig.mirror.open, "no upload is left"
 
 
 def test_a_second_copy_sends_nothing(rig: Rig) -> None:
     """A commit that is in the mirror costs a few small requests."""
     place = rig.commit()
-    rig.copier().copy(place)
-    sent, requests = rig.mirror.bytes_sent, rig.mirror.count("put_part")
-    result = rig.copier().copy(place)
-    assert (result.is_new, result.size_bytes) == (False, 0)
-    assert rig.copier().absent() == []
-    assert (rig.mirror.bytes_sent, rig.mirror.count("put_part")) == (sent, requests)
-    rig.copier().copy_records()
+    copier = rig.copier()
+    copier.copy(place)
+    sent = rig.mirror.bytes_sent
+    result = copier.copy(place)
+    assert (result.is_new, result.chunks, result.size_bytes) == (False, 0, 0)
+    assert copier.absent() == []
+    assert (rig.mirror.bytes_sent, rig.read_back()) == (sent, 0)
+    copier.copy_records()
     assert not rig.mirror.overwritten
+
+
+def test_chunks_of_earlier_commits_are_named_and_not_sent(rig: Rig) -> None:
+    """A later commit costs its new chunks; the many others cost a page of a listing each."""
+    shared = bytes(i % 251 for i in range(1_000 * 120))
+    first = rig.commit(files={"frozen": shared})
+    copier = rig.copier()
+    copier.copy(first)
+    second = rig.commit(step=200, files={"frozen": shared, "head": b"new"})
+    rig.mirror.requests.clear()
+    result = copier.copy(second)
+    assert (result.chunks, result.size_bytes) == (1, 3)
+    assert rig.mirror.count("head") < 5
+    assert rig.read_back() == 0
 
 
 @pytest.mark.fault("M04")
@@ -136,20 +161,62 @@ def test_a_crash_at_any_request_leaves_whole_commits_only(rig: Rig) -> None:
 
 
 @pytest.mark.fault("M05")
-@pytest.mark.parametrize("path", ["weights", "index.json"])
-@pytest.mark.parametrize("chunk_bytes", [700, CHUNK, 10**6])
-def test_damaged_bytes_are_never_copied_as_good(rig: Rig, path: str, chunk_bytes: int) -> None:
-    """A flipped bit of the store ends the copy; the mirror gets neither the object nor the manifest."""
+@pytest.mark.parametrize("place_of_chunk", [0, 5, -1])
+def test_damaged_bytes_are_never_copied_as_good(rig: Rig, place_of_chunk: int) -> None:
+    """A flipped bit of the store ends the copy; the mirror gets neither the chunk nor the manifest."""
     place = rig.commit()
-    key = next(key for key in rig.primary.objects if key.endswith(f"/{path}"))
-    data = bytearray(rig.primary.objects[key])
-    data[len(data) // 2] ^= 4
-    rig.primary.objects[key] = bytes(data)
+    key = rig.chunks(place)[place_of_chunk].key
+    rig.primary.objects[key] = flipped(rig.primary.objects[key])
     with pytest.raises(CorruptError, match="do not match the digest"):
-        rig.copier(chunk_bytes=chunk_bytes).copy(place)
+        rig.copier().copy(place)
     assert key not in rig.mirror.objects
     assert rig.whole() == []
-    assert not rig.mirror.open
+
+
+@pytest.mark.parametrize("has_manifest", [False, True])
+def test_planted_bytes_of_the_right_size_are_found(rig: Rig, has_manifest: bool) -> None:
+    """Equal size is no proof: a chunk that this process did not write is read back and hashed."""
+    place = rig.commit()
+    key = rig.chunks(place)[3].key
+    rig.mirror.put(key, flipped(rig.primary.objects[key]))
+    if has_manifest:
+        manifest_key = rig.keys.commit(place.ref, 0, 1)
+        rig.mirror.put(manifest_key, rig.primary.objects[manifest_key])
+    copier = rig.copier()
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="the mirror has other bytes under"):
+            copier.copy(place)
+    if not has_manifest:
+        assert rig.whole() == []
+
+
+def test_a_chunk_is_read_back_once(rig: Rig) -> None:
+    """Chunks of an earlier process are verified by the first manifest that names them, and then known."""
+    rig.copier().copy(rig.commit())
+    copier = rig.copier()
+    later = [rig.commit(step) for step in (200, 300)]
+    read = []
+    for place in later:
+        rig.mirror.requests.clear()
+        copier.copy(place)
+        read.append(rig.read_back())
+    assert read == [len(rig.chunks(later[0])), 0]
+
+
+def test_the_memory_of_verified_chunks_has_a_limit(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Above the limit, the copier remembers the chunks of the manifest in work."""
+    assert VERIFIED_MAX >= 100_000
+    monkeypatch.setattr("swansongd.mirror.transfer.VERIFIED_MAX", 5)
+    copier = rig.copier()
+    places = [
+        rig.commit(step, files={"weights": bytes([step, *range(250)]) * 18}) for step in (1, 2)
+    ]
+    for place in places:
+        copier.copy(place)
+    assert [copier.lacks(rig.chunks(place)[0]) for place in places] == [True, False]
+    assert len(rig.whole()) == 2
 
 
 def test_two_copiers_at_once_are_harmless(rig: Rig) -> None:
@@ -172,34 +239,51 @@ def test_a_manifest_of_another_line_is_a_conflict(rig: Rig) -> None:
     assert rig.mirror.objects[key] == b"another manifest"
 
 
-def test_an_object_of_another_size_is_a_conflict(rig: Rig) -> None:
-    """A key that a foreign writer took is never counted as copied."""
+def test_a_chunk_of_another_size_is_a_conflict(rig: Rig) -> None:
+    """A key that a foreign writer took is never counted as copied, also during the copy."""
     place = rig.commit()
-    key = next(key for key in rig.primary.objects if key.endswith("/weights"))
-    rig.mirror.put(key, b"short")
-    with pytest.raises(CorruptError, match="the mirror has other bytes under"):
+    key = rig.chunks(place)[0].key
+
+    def plant(what: str, asked: str) -> None:
+        if what == "create" and asked == key:
+            rig.mirror.objects.setdefault(key, b"short")
+
+    rig.mirror.before = plant
+    for _ in range(2):
+        with pytest.raises(CorruptError, match="the mirror has other bytes under"):
+            rig.copier().copy(place)
+    assert rig.whole() == []
+
+
+@pytest.mark.parametrize("data", [None, b"short"])
+def test_a_commit_without_its_chunks_is_damaged(rig: Rig, data: bytes | None) -> None:
+    """A chunk that is missing or too short costs this commit; it is no error of the store."""
+    place = rig.commit()
+    key = rig.chunks(place)[2].key
+    if data is None:
+        del rig.primary.objects[key]
+    else:
+        rig.primary.objects[key] = data
+    with pytest.raises(CorruptError, match=r"is missing from the store|5 bytes in the store"):
         rig.copier().copy(place)
     assert rig.whole() == []
 
 
 def test_a_commit_that_retention_deletes_is_gone(rig: Rig) -> None:
-    """A manifest that vanishes before or during its copy is no damage; one that stays without its data is."""
+    """A manifest that vanishes before or during its copy is no damage."""
     place = rig.commit()
     manifest_key = rig.keys.commit(place.ref, 0, 1)
-    shard_key = next(key for key in rig.primary.objects if key.endswith("/weights"))
-    del rig.primary.objects[shard_key]
-    with pytest.raises(CorruptError, match="weights is missing from the store"):
-        rig.copier().copy(place)
+    chunk_key = rig.chunks(place)[0].key
+    del rig.primary.objects[chunk_key]
 
     def before(_what: str, key: str) -> None:
-        if key == shard_key:
+        if key == chunk_key:
             rig.primary.objects.pop(manifest_key, None)
 
     rig.primary.before = before
-    with pytest.raises(Gone):
-        rig.copier().copy(place)
-    with pytest.raises(Gone):
-        rig.copier().copy(place)
+    for _ in range(2):
+        with pytest.raises(Gone):
+            rig.copier().copy(place)
     assert rig.whole() == []
 
 
@@ -208,7 +292,7 @@ def test_a_mirror_without_its_bucket_is_an_error_of_the_mirror(rig: Rig) -> None
     place = rig.commit()
 
     def before(what: str, _key: str) -> None:
-        if what in ("put_part", "put_shard", "begin"):
+        if what == "create":
             raise NotFound("no such bucket")
 
     rig.mirror.before = before
@@ -223,7 +307,7 @@ def test_a_mirror_that_refuses_leaves_the_store_as_it_is(rig: Rig) -> None:
     before = dict(rig.primary.objects)
 
     def refuse(what: str, _key: str) -> None:
-        if what.startswith(("put", "begin")):
+        if what in ("put", "create"):
             raise Permanent("access denied")
 
     rig.mirror.before = refuse
@@ -249,46 +333,49 @@ def test_a_signed_manifest_stays_valid() -> None:
     assert rig.whole() == [place.ref]
 
 
-def test_a_pause_ends_a_transfer_within_a_window(rig: Rig) -> None:
-    """A notice during a request ends that request; after the pause its chunk is sent again."""
-    place = rig.commit(files={"weights": bytes(20_000)})
-    is_open = threading.Event()
-    is_open.set()
-    parts = 0
+class Switch:
+    """Returns False for a while after each of the first requests of a store."""
 
-    def before(what: str, _key: str) -> None:
-        nonlocal parts
-        parts += what == "put_part"
-        if what == "put_part" and parts == 1:
-            is_open.clear()
-            threading.Timer(0.1, is_open.set).start()
+    def __init__(self, pause_s: float, times: int = 1) -> None:
+        self.creates = 0
+        self._pause_s = pause_s
+        self._times = times
+        self._is_open = threading.Event()
+        self._is_open.set()
 
-    rig.mirror.before = before
-    rig.copier(gate=Gate(rig.stop, is_open.is_set)).copy(place)
+    def before(self, what: str, _key: str) -> None:
+        self.creates += what == "create"
+        if what == "create" and self.creates <= self._times:
+            self._is_open.clear()
+            threading.Timer(self._pause_s, self._is_open.set).start()
+
+    def may_run(self) -> bool:
+        return self._is_open.is_set()
+
+
+@pytest.mark.parametrize(("held_s", "repeated"), [(10.0, 0), (0.0, 1)])
+def test_a_pause_holds_a_transfer_and_a_long_one_repeats_it(
+    rig: Rig, held_s: float, repeated: int
+) -> None:
+    """A checkpoint during a request stops its bytes; a request that was idle for too long is sent again."""
+    place = rig.commit(files={"weights": bytes(range(200)) * 20})
+    switch = Switch(pause_s=0.3)
+    rig.mirror.before = switch.before
+    copier = rig.copier(gate=Gate(rig.stop, switch.may_run, held_s=held_s), connections=1)
+    copier.copy(place)
     assert rig.whole() == [place.ref]
-    assert parts > 20_000 // CHUNK
+    assert switch.creates == len(rig.chunks(place)) + repeated
 
 
-def test_digests_that_cover_bytes_of_two_chunks_are_compared(rig: Rig) -> None:
-    """A pack has small shards at any offset: its chunks move in order, and a flipped bit is found."""
-    rig.commit(step=100)
-    made = manifest.decode(rig.primary.objects[rig.keys.commit(CommitRef(1, 100), 0, 1)])
-    (weights,) = [shard for shard in made.shards if shard.path == "weights"]
-    data = b"odd" + rig.primary.objects[weights.extents[0].object.key]
-    pack = StoredObject(rig.keys.pack(1, CheckpointId(200, "abc"), "b1", 0, 0), len(data))
-    rig.primary.put(pack.key, data)
-    packed = replace(weights, extents=(Extent(pack, 3, weights.size_bytes),))
-    later = replace(made, step=200, shards=(packed,))
-    place = ManifestPlace(later.ref, 0, 1)
-    rig.primary.put(rig.keys.commit(later.ref, 0, 1), manifest.encode(later))
-    flipped = bytearray(data)
-    flipped[CHUNK + 1] ^= 1
-    rig.primary.objects[pack.key] = bytes(flipped)
-    with pytest.raises(CorruptError, match="do not match the digest"):
-        rig.copier().copy(place)
-    rig.primary.objects[pack.key] = data
-    rig.copier().copy(place)
-    assert rig.mirror.objects[pack.key] == data
+def test_a_run_that_always_commits_still_gets_a_commit_into_its_mirror(rig: Rig) -> None:
+    """A checkpoint is sent during each chunk: the requests are held, and each of them ends."""
+    place = rig.commit(files={"weights": bytes(range(200)) * 20})
+    switch = Switch(pause_s=0.05, times=10**6)
+    rig.mirror.before = switch.before
+    copier = rig.copier(gate=Gate(rig.stop, switch.may_run), connections=1)
+    threading.Timer(10.0, rig.stop.set).start()  # for a copy that never ends
+    copier.copy(place)
+    assert rig.whole() == [place.ref]
 
 
 def test_a_stop_ends_a_pause(rig: Rig) -> None:
@@ -323,7 +410,7 @@ def test_a_promotion_during_a_copy_keeps_the_manifest_out(rig: Rig) -> None:
     once: list[Callable[[], None]] = [lambda: rig.claim(1001, rig.mirror)]
 
     def before(what: str, _key: str) -> None:
-        if what == "complete" and once:
+        if what == "create" and once:
             once.pop()()
 
     rig.mirror.before = before
@@ -342,40 +429,31 @@ def test_records_are_created_and_never_replaced(rig: Rig) -> None:
 
 
 def test_retention_of_the_mirror_during_a_copy_is_repaired(rig: Rig) -> None:
-    """An object that a prune deletes after it was counted as present is copied before the manifest."""
-    place = rig.commit()
-    key = next(key for key in rig.primary.objects if key.endswith("/index.json"))
-    rig.mirror.put(key, rig.primary.objects[key])
+    """A chunk that a prune deletes after it was counted as present is copied before the manifest."""
+    copier = rig.copier()
+    first = rig.commit()
+    copier.copy(first)
+    second = rig.commit(step=200, files={**FILES, "head": b"new"})
+    key = rig.chunks(first)[0].key
 
     def before(what: str, _key: str) -> None:
-        if what == "begin":
+        if what == "create":
             rig.mirror.objects.pop(key, None)
 
     rig.mirror.before = before
+    copier.copy(second)
+    assert key in rig.mirror.objects
+
+
+def test_a_chunk_that_only_the_look_has_found_is_copied(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A store may still report an object that it has deleted."""
+    place = rig.commit()
+    sizes = {chunk.key: chunk.size_bytes for chunk in rig.chunks(place)}
+    head = rig.mirror.head
+    monkeypatch.setattr(
+        rig.mirror, "head", lambda k: ObjectInfo(k, sizes[k]) if k in sizes else head(k)
+    )
     rig.copier().copy(place)
     assert rig.whole() == [place.ref]
-
-
-def test_digests_of_the_first_commit_cover_what_a_later_one_leaves_out(rig: Rig) -> None:
-    """A later manifest names a part of an object: the first commit verifies the others."""
-    rig.commit(step=100)
-    key = next(key for key in rig.primary.objects if key.endswith("/weights"))
-    first = manifest.decode(rig.primary.objects[rig.keys.commit(CommitRef(1, 100), 0, 1)])
-    (weights,) = [shard for shard in first.shards if shard.path == "weights"]
-    whole = weights.extents[0]
-    begin = replace(
-        weights,
-        size_bytes=1000,
-        part_digests=weights.part_digests[:32],
-        extents=(replace(whole, size_bytes=1000),),
-    )
-    later = replace(first, step=200, shards=(begin,))
-    place = ManifestPlace(later.ref, 0, 1)
-    rig.primary.put(rig.keys.commit(later.ref, 0, 1), manifest.encode(later))
-    data = rig.primary.objects[key]
-    rig.primary.objects[key] = data[:-1] + bytes([data[-1] ^ 1])
-    with pytest.raises(CorruptError, match="do not match the digest"):
-        rig.copier().copy(place)
-    rig.primary.objects[key] = data
-    rig.copier().copy(place)
-    assert rig.mirror.objects[key] == data
