@@ -80,6 +80,7 @@ from swansongd.model import (
     Verdict,
     is_healthy,
 )
+from swansongd.restore.downloads import BUDGET_S
 from swansongd.sources.gpu import GpuNotices
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, restored, start_of
@@ -460,6 +461,8 @@ class World:
             if self.gpu.health.has_failed and not had_failed and self.trainer is not None:
                 self.suspect_starts |= {self.trainer.process_id} & self._joined
             self.step(GpusRead((self.gpu,)))
+            if self.trainer is not None and self.life in self.trainer.line.lives:
+                self._joined.add(self.trainer.process_id)  # it was here before the first reading
             self._look_at_gpu()
 
         self.at(self.delay_s(within_s), happens)
@@ -945,7 +948,7 @@ class World:
         for rank in trainer.ranks:
             begun = StartBegun(rank.connection, trainer.start_id)
             self.post(lambda begun=begun: begun, 0.05)  # type: ignore[misc]
-        nonce, give_up_s = chosen.id.nonce, self.now + 60.0
+        nonce, give_up_s = chosen.id.nonce, self.now + BUDGET_S
         self.at(0.1, lambda: self._rolled_back(trainer, point, nonce, give_up_s))
 
     def _rolled_back(self, trainer: Trainer, point: Point, chosen: str, give_up_s: float) -> None:

@@ -26,6 +26,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.starts import CLAIMS_MAX, FINISH_S, STARTS_MAX, WINDOW_S
 from swansongd.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
+from swansongd.restore.downloads import BUDGET_S
 
 from testkit.story import Story, a_set
 
@@ -152,6 +153,34 @@ def test_a_rank_of_an_earlier_start_that_connects_late_ends_no_later_start() -> 
     story.tell(GenerationClaimed("new", 2, CommitRef(1, 14), "old"))
     assert story.state.start == story.state.start_of("new")
     assert story.state.start.is_open
+
+
+@pytest.mark.fault("H01")
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_the_start_whose_processes_began_first_is_the_earlier_one(is_claimed: bool) -> None:
+    """A restarted daemon without its record: the late rank of a dead start takes nothing from the new one."""
+    story = Story(claimed=False)
+    story.grants = False
+    story.scan()
+    story.join(1, start_id="new", ranks=2, pid=200)
+    if is_claimed:
+        story.tell(GenerationClaimed("new", 8, None, ""))
+    story.join(2, rank=1, ranks=2, pid=101, start_id="old")
+    story.leave(2)
+    assert claims(story) == ["new"]
+    if not is_claimed:
+        story.tell(GenerationClaimed("new", 8, None, ""))
+    story.grants = True
+    story.join(3, rank=1, ranks=2, pid=201, start_id="")
+    story.seal(48, start_id="new")
+    story.store_all()
+    assert story.state.start == story.state.start_of("new")
+    assert story.state.commits.last_complete == CommitRef(8, 48)
+
+
+def test_a_start_waits_for_its_claim_no_longer_than_its_trainer_does() -> None:
+    """The limit of the rate of claims is no reason for which a restore fails."""
+    assert WINDOW_S < BUDGET_S
 
 
 def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
