@@ -416,8 +416,7 @@ class World:
         if not self.has_hooks:
             self._looks()
         if self.notice is not None:
-            notice = self.notice
-            self.post(lambda: NoticeRaised(notice), 1.0)
+            self._finds(self.notice)
         for trainer, rank, until_s in self._dying:
             if until_s > self.now:
                 self._joins_late(trainer, rank, until_s)
@@ -1466,6 +1465,16 @@ class World:
         notice = self.notice
         self._withdrawn_sources.discard(source)
         self.post(lambda: NoticeRaised(notice), 0.2)
+
+    def _finds(self, notice: Notice) -> None:
+        """A source that was started again finds the notice, unless it was withdrawn by then."""
+
+        def found() -> Event:
+            if notice.source in self._withdrawn_sources:
+                return NoticeWithdrawn(notice.source, "gone")
+            return NoticeRaised(notice)
+
+        self.post(found, 1.0)
 
     def withdraw_notice(self, source: str = "") -> None:
         """The source withdraws its notice; by default, that of the newest one."""
