@@ -89,7 +89,7 @@ MUTANTS = (
     Mutant("verdict", "        or _settles(state, evacuation, transition.now)\n", ""),
     Mutant("verdict", "        or not has_scanned\n", ""),
     Mutant("verdict", "if is_worse or (last", "if (last"),
-    Mutant("emergency", "is_unsent or _is_of_earlier_start(transition.state, request)", "is_unsent"),
+    Mutant("emergency", "or _is_to_another_start(transition.state, request) or", "or"),
     Mutant("emergency", "if not is_usable and not state.is_covered(answer):", "if False:"),
     Mutant("state", "return ref is not None and ref <= last",
            "return ref is not None and ref.step <= last.step"),
