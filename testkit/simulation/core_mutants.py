@@ -81,7 +81,6 @@ MUTANTS = (
     Mutant("starts", "is_open=is_of_boot and not is_overtaken", "is_open=is_of_boot"),
     Mutant("starts", "start.ended.items() if rank != trainer.rank}", "start.ended.items()}"),
     Mutant("starts", "< EVACUATION_CLAIMS_MAX", "< 0"),
-    Mutant("commits", "event.whole is not None and is_of_start and", "event.whole is not None and"),
     Mutant("staged_sets", "newest_first[:NEWEST]}", "newest_first[:1]}"),
     Mutant("gpus", "if not state.gpus.suspect_starts.isdisjoint(running):", "if False:"),
     Mutant("gpus", "suspect_starts=frozenset(record.suspect_starts),", "suspect_starts=frozenset(),"),
