@@ -293,6 +293,8 @@ class World:
         self._slow_until_s = 0.0
         self._slow_factor = 1.0
         self._refs: list[CommitRef] = []
+        self._first_refs: dict[str, CommitRef] = {}
+        """The commit of each set, by its nonce."""
         self._placed: list[tuple[CommitRef, tuple[int, int]]] = []
         """This VM's commits in the order of readers, each with the place of its state."""
         self.takes_periodic = self.random.random() < 0.5
@@ -415,6 +417,7 @@ class World:
         self._tick()
         if not self.has_hooks:
             self._looks()
+            self.at(SETTLE_S + 0.4, lambda: self.post(self._scan_result, 0.1))
         if self.notice is not None:
             self._finds(self.notice)
         for trainer, rank, until_s in self._dying:
@@ -700,6 +703,7 @@ class World:
             self.at(self.delay_s(1.0), lambda: self._asks(trainer))
         else:
             point = self._older()
+            line.loads = None if loads in ASKING else point
             load_s = self.delay_s(LOAD_S)
             if loads == "asks, then older":
                 self.at(load_s, lambda: self._begins_over(trainer))
@@ -929,10 +933,10 @@ class World:
             and staged.id.step < trainer.step
         ]
         is_idle = not any(rank.standing for rank in trainer.ranks) and not trainer.is_saving
-        if not own or not is_idle or not self._is_even(trainer) or not self.is_up:
+        if not own or not is_idle or not self._is_even(trainer):
             return
         knows = all(rank.is_connected and rank.knows_start for rank in trainer.ranks)
-        if trainer.has_hooks and not knows:
+        if trainer.has_hooks and not (self.is_up and knows):
             return
         chosen = own[-2] if len(own) > 1 and self.random.random() < 0.6 else self.random.choice(own)
         point = self.witness.sets[chosen.id.nonce]
@@ -941,6 +945,7 @@ class World:
         trainer.line = self.witness.begins(trainer.start_id)
         trainer.is_loading = True
         if not trainer.has_hooks:
+            trainer.line.loads = point
             self.at(self.delay_s(LOAD_S), lambda: self._begins(trainer, point))
             return
         trainer.parent, trainer.loads = UNKNOWN_PARENT, "newest"
@@ -1567,6 +1572,9 @@ class World:
         before, after = self._placed[max(0, index - 1)], self._placed[index + 1 : index + 2]
         if self._has_lost_record:
             return
+        first = self._first_refs.setdefault(made.nonce, made.ref)
+        if first != made.ref:
+            raise Broken(f"I6: {key} is of the same set as {first}")
         if before[1] > entry[1] or any(entry[1] > other[1] for other in after):
             raise Broken(f"I6: {entry} is out of order, between {before} and {after}")
 

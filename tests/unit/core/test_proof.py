@@ -85,6 +85,16 @@ def left(step: int, *, is_goodbye: bool) -> Story:
     return story
 
 
+def attaches_again() -> Story:
+    """Over several VMs, rank 0 gives its start to any process with the rank."""
+    story = committed()
+    story.leave(is_goodbye=True)
+    story.join(2, start_id="a")
+    story.notice(60)
+    story.tell(TrainerFailed(2, story.request_id, "disk full"))
+    return story
+
+
 def disconnected() -> Story:
     story = committed()
     story.leave(exited=False)
@@ -151,6 +161,39 @@ def final() -> Story:
     story.leave()
     story.store_all()
     story.notice(60)
+    return story
+
+
+def trains_past_its_end() -> Story:
+    story = committed()
+    story.seal(460, "end", is_final=True)
+    story.store_all()
+    story.progress(470)
+    story.notice(60)
+    return story
+
+
+def loads_by_itself() -> Story:
+    """The script does not query a checkpoint, and has not reported yet what it loads."""
+    story = Story(newest=NEWEST)
+    story.join()
+    return refused(story, -1)
+
+
+def answers_twice() -> Story:
+    """The first request failed and was repeated.  Both sets come, and the second one is never stored."""
+    story = committed(460)
+    story.notice(60)
+    story.accept(460)
+    first = story.request_id
+    story.tell(TrainerFailed(1, first, "a rank hangs"))
+    story.wait(1)
+    assert story.request_id != first
+    story.seal(461, "late", request_id=first)
+    story.flushed()
+    story.accept(464)
+    story.answer(465)
+    story.committed()
     return story
 
 
@@ -269,6 +312,7 @@ CASES: list[Case] = [
     ("goodbye after it", lambda: left(460, is_goodbye=True), "PARTIAL", "12 steps after 448"),
     ("crash", lambda: left(448, is_goodbye=False), "PARTIAL", "ended without a goodbye"),
     ("crash, then shutdown", crashed_in_a_shutdown, "PARTIAL", "ended without a goodbye"),
+    ("goodbye, then again", attaches_again, "PARTIAL", "the position of rank 0 is unknown"),
     ("no connection", disconnected, "PARTIAL", "the position of rank 0 is unknown"),
     ("rank hangs", one_rank_hangs, "PARTIAL", "the position of rank 3 is unknown: ranks [3]"),
     ("rank never came", one_rank_never_came, "PARTIAL", "the position of a rank is unknown"),
@@ -284,6 +328,9 @@ CASES: list[Case] = [
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
     ("restarted", restarted, "PARTIAL", "has not reconnected since the daemon's restart"),
     ("end of the run", final, "SAFE", "step 460"),
+    ("steps after the end", trains_past_its_end, "PARTIAL", "the position of rank 0 is unknown"),
+    ("no query", loads_by_itself, "PARTIAL", "has not said what it loaded"),
+    ("two answers", answers_twice, "SAFE", "training was at step 461"),
     ("process answers", process, "SAFE", "at step 461"),
     ("process is silent", lambda: process(answers=False), "PARTIAL", "sealed nothing since"),
     ("process not asked", lambda: process(is_asked=False), "PARTIAL", "was not asked"),

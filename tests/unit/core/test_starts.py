@@ -362,6 +362,17 @@ def test_the_next_start_begins_after_the_sealed_sets_are_committed() -> None:
     assert [told.waits for told in story.all(TellFinished)] == [False, False]
 
 
+def test_a_start_that_has_lost_the_run_before_its_claim_claims_nothing() -> None:
+    """It waits for the limit of claims.  A later claim would take the run from the start elsewhere."""
+    story = Story()
+    story.join(nodes=2, start_id="")
+    for number in range(CLAIMS_MAX + 1):
+        story.tell(StartBegun(1, f"start-{number}"))
+    story.tell(FenceFound(99))
+    story.wait(WINDOW_S)
+    assert len(claims(story)) == CLAIMS_MAX
+
+
 # ---------------------------------------------------------------- trainers without hooks
 
 
@@ -473,6 +484,24 @@ def test_an_adopted_set_that_a_restarted_daemon_has_seen_at_once_is_no_new_start
     story.store_all()
     assert claims(story) == []
     assert story.state.commits.last_complete == CommitRef(2, 500)
+
+
+@pytest.mark.fault("H01")
+@pytest.mark.parametrize("nonces", [("x", "y"), ("y", "x")])
+def test_of_two_adopted_sets_of_one_step_the_later_one_is_committed(
+    nonces: tuple[str, str],
+) -> None:
+    """The process loaded an older state and came to the step again, while no daemon ran."""
+    first, again = (
+        a_set(500, nonce, framework="checkpoint-n", written_ns=written_ns)
+        for nonce, written_ns in zip(nonces, (500, 1000), strict=True)
+    )
+    story = Story(claimed=False, staged=[first, again])
+    story.scan()
+    story.tell(RunRead(None))
+    story.store_all()
+    story.wait(60)
+    assert [order.staged.id.nonce for order in story.all(CommitManifest)] == [nonces[1]]
 
 
 def test_a_rebuilt_state_gives_adopted_sets_to_the_same_start() -> None:
