@@ -54,13 +54,13 @@ def resumed(step: int, parent: Parent | None = None) -> Story:
     return story
 
 
-def refused(story: Story, *steps: int, fails: bool = True) -> Story:
-    """Ranks accept each request at these steps, and no checkpoint comes."""
+def refused(story: Story, *steps: int, fails: bool = True, first: int = 1) -> Story:
+    """Ranks accept each request at these steps, and no checkpoint comes; ``first`` is the first connection."""
     story.notice(60)
     for _ in range(60):
         evacuation = story.state.evacuation
         if evacuation and evacuation.request and evacuation.request.is_waiting:
-            for connection, step in enumerate(steps, start=1):
+            for connection, step in enumerate(steps, start=first):
                 story.accept(step, connection)
             if fails:
                 story.tell(TrainerFailed(1, story.request_id, "disk full"))
@@ -147,6 +147,18 @@ def loaded_after_the_request() -> Story:
     story.starts(455, 2, start_id="b", parent=Parent("a", 455))
     story.store_all()
     return story
+
+
+def commit_is_unknown() -> Story:
+    """The manifest of a later set may exist: the store broke off.  The next start loads the one before."""
+    story = committed()
+    story.seal(460, "late")
+    story.flushed()
+    story.leave()
+    story.join(2, pid=200, start_id="b")
+    story.commit_fails()
+    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    return refused(story, 448, fails=False, first=2)
 
 
 def restarted() -> Story:
@@ -326,6 +338,7 @@ CASES: list[Case] = [
     ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
+    ("commit unknown", commit_is_unknown, "PARTIAL", "448"),
     ("restarted", restarted, "PARTIAL", "has not reconnected since the daemon's restart"),
     ("end of the run", final, "SAFE", "step 460"),
     ("steps after the end", trains_past_its_end, "PARTIAL", "the position of rank 0 is unknown"),
