@@ -55,7 +55,7 @@ def resumed(step: int, parent: Parent | None = None) -> Story:
 
 
 def refused(story: Story, *steps: int, fails: bool = True, first: int = 1) -> Story:
-    """Ranks accept each request at these steps, and no checkpoint comes; ``first`` is the first connection."""
+    """Ranks accept each request at these steps, and no checkpoint comes; ``first`` is a connection."""
     story.notice(60)
     for _ in range(60):
         evacuation = story.state.evacuation
