@@ -78,11 +78,13 @@ from testkit.simulation.world import MIB, TICK_QUIET_S, TICK_S, is_no_worse
 from testkit.story import a_notice, a_set, chunks_of, shards_of
 
 FINISH_LIMIT_S = 100.0
+SLOWEST = 5.0
+"""The flushes of a VM that lags take longer by this factor."""
 EVERY_STEPS = 20
 REPORT_STEPS = 4
 FAULTS = (
     "store_lost", "lost_reply", "daemon_dies", "lags", "vm_lost", "round_fails", "crash", "grows",
-    "late_scan", "survives", "not_pruned",
+    "late_scan", "survives", "not_pruned", "uneven",
 )  # fmt: skip
 
 
@@ -134,6 +136,11 @@ class Start:
     @property
     def is_alone(self) -> bool:
         return len(self.members) == 1
+
+    @property
+    def first_step(self) -> int:
+        """The step from which it trains."""
+        return 0 if self.resumed is None else self.resumed.step
 
     def is_ready(self, state: State) -> bool:
         """Whether the daemon of rank 0 may choose a checkpoint, by the production rule."""
@@ -484,7 +491,7 @@ class Fleet:
         if start.is_alone:
             newest = self._local_choice(first.state, newest)
         start.resumed = newest
-        start.step = newest.step if newest is not None else 0
+        start.step = start.first_step
         start.parent = Parent("", 0)
         if newest is not None:
             start.parent = Parent(self.start_of[newest].job_start_id, newest.step)
@@ -531,9 +538,12 @@ class Fleet:
             self.follow_ups.add(request_id)
             if is_new and 0 not in {trainer.rank for trainer in vm.state.connected}:
                 raise Broken(f"{request_id}: a follow-up of a VM that does not lead")
+        step = start.step if start.trains else -1
         steps = self.asked_at.setdefault(evacuation_of(request_id), {})
-        steps.setdefault(start.number, start.step if start.trains else -1)
-        step = start.accepted.setdefault(request_id, start.step if start.trains else -1)
+        steps.setdefault(start.number, step)
+        if step > start.first_step and not start.is_alone and self.chance("uneven", 0.5):
+            step -= 1  # the ranks of other VMs are a step ahead
+        step = start.accepted.setdefault(request_id, step)
         if not start.is_over and vm in start.members:
             vm.post(lambda: TrainerAccepted(connection, request_id, step), 0.05)
         if request_id in start.targets:
@@ -566,7 +576,7 @@ class Fleet:
             if self.chance("store_lost", 0.3):
                 vm.cut_until_s = self.now + self.delay_s(60.0)
             if self.chance("lags", 0.3):
-                vm.slow = self.random.choice((1.0, 1.0, 5.0))
+                vm.slow = self.random.choice((1.0, 1.0, SLOWEST))
             if self.chance("vm_lost", 0.1):
                 self.lose(vm)
         if self.chance("grows", 0.05):

@@ -21,7 +21,7 @@ from swansongd.core import planner
 from swansongd.model import GpuHealth, Severity, Verdict
 
 from testkit.simulation.bucket import Broken
-from testkit.simulation.fleet import Fleet
+from testkit.simulation.fleet import SLOWEST, Fleet
 from testkit.simulation.world import LOAD_S, RESERVE_S, SETTLE_S, World
 
 SOURCES = ("aws.spot", "gcp.preempted", "aws.rebalance")
@@ -37,6 +37,8 @@ SOON_S = (0.05, 0.3, 1.0, 3.0, 10.0)
 """Times between two things that happen."""
 CRASHES_MAX = 5
 """Starts within two minutes after which the training may start twice more."""
+AFTER_SAVE_S = 4.0
+"""Longest time to another start in the last evacuation: many requests have their answer by then."""
 AGAIN_S = 8.0
 """Longest pause before a request is repeated."""
 
@@ -129,7 +131,13 @@ def _awaits_nothing(world: World, weather: random.Random) -> None:
 
 
 def _restarts_after_safe(world: World, weather: random.Random) -> None:
-    """Run until SAFE, or until none comes; then the daemon and the training start again."""
+    """Run until SAFE, or until none comes; then the daemon and the training start again.
+
+    The training may do so before SAFE, too, while the set that answers the request is stored.
+    """
+    if weather.random() < 0.5:
+        _awaits_a_save(world, weather)
+        world.restart_trainer(is_behind=True)
     known, until_s = len(world.conclusions), world.now + 20.0
     while world.now < until_s and not any(
         each.verdict is Verdict.SAFE for each in world.conclusions[known:]
@@ -172,7 +180,8 @@ def honest(seed: int) -> World:
     restarts = weather.choice((0, 0, 0, 1, 2)) if may_crash else 0
     world.hangs = weather.choice((0, 0, 1, 2)) if world.has_hooks else 0
     needed_s = _needed_s(world)
-    needed_s += restarts * (3 * LOAD_S + 2 * world.boundary_s) + 2 * world.hangs * AGAIN_S
+    needed_s += restarts * (3 * LOAD_S + 2 * world.boundary_s + AFTER_SAVE_S)
+    needed_s += 2 * world.hangs * AGAIN_S
     is_shutdown = not restarts and world.has_hooks and weather.random() < 0.3
     if is_shutdown:
         world.run(world.now + 1.5)  # a host that shuts down waits for no trainer to connect
@@ -180,8 +189,8 @@ def honest(seed: int) -> World:
     world.raise_notice(needed_s, source="host" if is_shutdown else "deadline")
     ends_s = world.now + needed_s + 0.3
     for _ in range(restarts):
-        world.run(world.now + weather.choice((0.3, 1.0)))
-        world.restart_trainer()
+        world.run(world.now + weather.choice((0.3, 1.0, AFTER_SAVE_S)))
+        weather.choice((world.restart_trainer, world.rolls_back))()
     world.run(ends_s)
     told = [each for each in world.conclusions[before:] if each.is_final]
     if not told:
@@ -212,8 +221,12 @@ def _happens(world: World, weather: random.Random) -> None:
         case 11 | 12 if world.gpu is not None:
             world.gpu_becomes(weather.choice(tuple(GpuHealth)))
         case 13 | 14:  # both at once: the daemon may learn of neither
-            world.stop_daemon(weather.choice((0.0, 1.0)))
-            world.restart_trainer(is_behind=weather.random() < 0.7)
+            if world.has_hooks or weather.random() < 0.5:
+                world.stop_daemon(weather.choice((0.0, 1.0)))
+                world.restart_trainer(is_behind=weather.random() < 0.7)
+            else:
+                world.stop_daemon(15.0)
+                world.rolls_back()
         case 15 | 16:
             _awaits_a_save(world, weather)
         case 17 | 18:  # its last set has not settled yet
@@ -291,6 +304,8 @@ def live_fleet(seed: int) -> Fleet:
     fleet.trouble()
     for _ in range(fleet.random.choice((1, 2, 4))):
         fleet.run(fleet.now + fleet.delay_s(40.0))
+        if fleet.random.random() < 0.3:
+            _awaits_a_step(fleet)
         alive = [vm for vm in fleet.vms if vm.is_alive]
         if alive:
             fleet.take(fleet.random.choice(alive), fleet.random.choice((8.0, 30.0, 60.0, 120.0)))
@@ -305,12 +320,23 @@ def live_fleet(seed: int) -> Fleet:
     return fleet
 
 
+def _awaits_a_step(fleet: Fleet) -> None:
+    """The job starts again; run until just after the first step, or until none comes."""
+    fleet.restart(fleet.delay_s(2.0))
+    until_s = fleet.now + 20.0
+    while fleet.now < until_s and fleet.start is not None:
+        if fleet.start.step > fleet.start.first_step:
+            return
+        fleet.run(fleet.now + 0.1)
+
+
 def _hands_over(fleet: Fleet) -> None:
     """F6: without faults, the next start resumes from the set that all VMs have sealed just before it."""
     start = fleet.start
     assert start is not None
     for vm in fleet.vms:
         vm.slow = 1.0
+    fleet.run(fleet.now + SLOWEST * fleet.flush_s)  # a slow flush that began before ends
     newest = max(fleet.whole_sets(start), default=-1)
     fleet.run_until(lambda: max(fleet.whole_sets(start), default=-1) > newest, 120.0)
     step = max(fleet.whole_sets(start))

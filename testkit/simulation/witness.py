@@ -30,6 +30,8 @@ class Line:
     id: str
     number: int
     """Lines that began later have a greater number."""
+    loads: Point | None = None
+    """The state that it loads without a query to the daemon; None: what the daemon answers."""
     loaded: Point | None = None
     """None before it has loaded a state; a fresh run has loaded ``Point("", 0)``."""
     step: int = -1
@@ -60,7 +62,8 @@ class Witness:
         """The state in each sealed set, by the nonce of the set."""
         self.opened: dict[str, Opened] = {}
         self.safe: dict[str, tuple[Point, str]] = {}
-        """The first SAFE of each evacuation: the state that a reader restored, and the processes."""
+        """The first SAFE of each evacuation: the state that a reader restored, and the processes of which
+        it was true."""
 
     def begins(self, line_id: str) -> Line:
         """A line begins; it has loaded nothing yet."""
@@ -143,6 +146,7 @@ class Witness:
         why = [self._what_is_lost(evacuation_id, line, read, newest) for line in lines]
         if all(why):
             raise Broken(f"S: SAFE at {read}, and {why[0]}")
+        process_id = lines[why.index("")].id.partition("~")[0]
         self.safe.setdefault(evacuation_id, (read, process_id))
 
     def _between(self, asked: Line | None, read: Point | None, now: Line | None) -> Line | None:
@@ -155,11 +159,12 @@ class Witness:
     def _what_is_lost(self, evacuation_id: str, line: Line, read: Point, newest: Point) -> str:
         """Why the training of this line is not what a reader restores; empty if it is."""
         step = self.step_at_request(evacuation_id, line)
-        if line.loaded is None:
+        loaded = line.loaded or line.loads
+        if loaded is None:
             is_newer = self.place(newest) > self.place(read)
             return f"{line.id} loads {newest}" if is_newer else ""
         if read.line == line.id:
             return f"{line.id} was at step {step}" if read.step < step else ""
-        if read == line.loaded and step <= read.step:
+        if read == loaded and step <= read.step:
             return ""
-        return f"{line.id} was at step {step}; it loaded {line.loaded}"
+        return f"{line.id} was at step {step}; it loaded {loaded}"

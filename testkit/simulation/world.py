@@ -80,6 +80,7 @@ from swansongd.model import (
     Verdict,
     is_healthy,
 )
+from swansongd.restore.downloads import BUDGET_S
 from swansongd.sources.gpu import GpuNotices
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, restored, start_of
@@ -292,6 +293,8 @@ class World:
         self._slow_until_s = 0.0
         self._slow_factor = 1.0
         self._refs: list[CommitRef] = []
+        self._first_refs: dict[str, CommitRef] = {}
+        """The commit of each set, by its nonce."""
         self._placed: list[tuple[CommitRef, tuple[int, int]]] = []
         """This VM's commits in the order of readers, each with the place of its state."""
         self.takes_periodic = self.random.random() < 0.5
@@ -414,9 +417,9 @@ class World:
         self._tick()
         if not self.has_hooks:
             self._looks()
+            self.at(SETTLE_S + 0.4, lambda: self.post(self._scan_result, 0.1))
         if self.notice is not None:
-            notice = self.notice
-            self.post(lambda: NoticeRaised(notice), 1.0)
+            self._finds(self.notice)
         for trainer, rank, until_s in self._dying:
             if until_s > self.now:
                 self._joins_late(trainer, rank, until_s)
@@ -460,6 +463,8 @@ class World:
             if self.gpu.health.has_failed and not had_failed and self.trainer is not None:
                 self.suspect_starts |= {self.trainer.process_id} & self._joined
             self.step(GpusRead((self.gpu,)))
+            if self.trainer is not None and self.life in self.trainer.line.lives:
+                self._joined.add(self.trainer.process_id)  # it was here before the first reading
             self._look_at_gpu()
 
         self.at(self.delay_s(within_s), happens)
@@ -698,6 +703,7 @@ class World:
             self.at(self.delay_s(1.0), lambda: self._asks(trainer))
         else:
             point = self._older()
+            line.loads = None if loads in ASKING else point
             load_s = self.delay_s(LOAD_S)
             if loads == "asks, then older":
                 self.at(load_s, lambda: self._begins_over(trainer))
@@ -927,10 +933,10 @@ class World:
             and staged.id.step < trainer.step
         ]
         is_idle = not any(rank.standing for rank in trainer.ranks) and not trainer.is_saving
-        if not own or not is_idle or not self._is_even(trainer) or not self.is_up:
+        if not own or not is_idle or not self._is_even(trainer):
             return
         knows = all(rank.is_connected and rank.knows_start for rank in trainer.ranks)
-        if trainer.has_hooks and not knows:
+        if trainer.has_hooks and not (self.is_up and knows):
             return
         chosen = own[-2] if len(own) > 1 and self.random.random() < 0.6 else self.random.choice(own)
         point = self.witness.sets[chosen.id.nonce]
@@ -939,13 +945,14 @@ class World:
         trainer.line = self.witness.begins(trainer.start_id)
         trainer.is_loading = True
         if not trainer.has_hooks:
+            trainer.line.loads = point
             self.at(self.delay_s(LOAD_S), lambda: self._begins(trainer, point))
             return
         trainer.parent, trainer.loads = UNKNOWN_PARENT, "newest"
         for rank in trainer.ranks:
             begun = StartBegun(rank.connection, trainer.start_id)
             self.post(lambda begun=begun: begun, 0.05)  # type: ignore[misc]
-        nonce, give_up_s = chosen.id.nonce, self.now + 60.0
+        nonce, give_up_s = chosen.id.nonce, self.now + BUDGET_S
         self.at(0.1, lambda: self._rolled_back(trainer, point, nonce, give_up_s))
 
     def _rolled_back(self, trainer: Trainer, point: Point, chosen: str, give_up_s: float) -> None:
@@ -1462,6 +1469,16 @@ class World:
         self._withdrawn_sources.discard(source)
         self.post(lambda: NoticeRaised(notice), 0.2)
 
+    def _finds(self, notice: Notice) -> None:
+        """A source that was started again finds the notice, unless it was withdrawn by then."""
+
+        def found() -> Event:
+            if notice.source in self._withdrawn_sources:
+                return NoticeWithdrawn(notice.source, "gone")
+            return NoticeRaised(notice)
+
+        self.post(found, 1.0)
+
     def withdraw_notice(self, source: str = "") -> None:
         """The source withdraws its notice; by default, that of the newest one."""
         if self.notice is not None and source in ("", self.notice.source):
@@ -1553,6 +1570,9 @@ class World:
         before, after = self._placed[max(0, index - 1)], self._placed[index + 1 : index + 2]
         if self._has_lost_record:
             return
+        first = self._first_refs.setdefault(made.nonce, made.ref)
+        if first != made.ref:
+            raise Broken(f"I6: {key} is of the same set as {first}")
         if before[1] > entry[1] or any(entry[1] > other[1] for other in after):
             raise Broken(f"I6: {entry} is out of order, between {before} and {after}")
 

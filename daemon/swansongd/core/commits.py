@@ -120,8 +120,7 @@ def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
     )
     _put(transition, replace(commits, incomplete=counted))
     last = commits.last_complete
-    is_of_start = event.newest.generation == incomplete.newest.generation
-    if event.whole is not None and is_of_start and (last is None or event.whole > last):
+    if event.whole is not None and (last is None or event.whole > last):
         _record_whole(transition, event.whole)
 
 

@@ -30,10 +30,11 @@ def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
 
     Hooks repeat their answer to an id that they have answered before.  No id may therefore return within a
     boot: the monotonic time is part of it.  The exception is the evacuation that an earlier life of the
-    daemon had open for this notice.  VMs with identical notices have different ids.
+    daemon had open for this notice.  VMs with identical notices have different ids.  The first evacuation for
+    the request of another VM has the id of that request.
     """
-    if notice.source == PEER_SOURCE:
-        return notice.identity  # the request of that VM
+    if notice.source == PEER_SOURCE and notice.identity not in state.course.opened:
+        return notice.identity
     if notice.evacuation_id and notice.evacuation_id not in state.course.opened:
         return notice.evacuation_id
     facts = f"{notice.identity} {state.settings.vm} {now_mono_s!r} {len(state.course.opened)}"

@@ -60,7 +60,9 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
         return not state.uncommitted  # it loads the newest set, which may be sealed only
     loaded = (start.parent.start_id, start.parent.step)
     is_loaded = bool(start.parent.start_id) and loaded == (state.owner_of(newest), newest.step)
-    return is_loaded and position.step <= newest.step
+    # The manifest of a later set may exist although its commit has failed: the reply can be lost.
+    is_newest = not state.commits.stored
+    return is_loaded and is_newest and position.step <= newest.step
 
 
 def _distance(state: State, newest: CommitRef, position: Position) -> str:

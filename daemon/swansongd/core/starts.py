@@ -54,9 +54,9 @@ from swansongd.model import (
 
 STARTS_MAX = 64
 """Number of starts that are remembered, however often a trainer starts."""
-CLAIMS_MAX = 8
-WINDOW_S = 120.0
-"""No more than CLAIMS_MAX claims within this time ..."""
+CLAIMS_MAX = 6
+WINDOW_S = 90.0
+"""No more than CLAIMS_MAX claims within this time, for which a trainer waits with its restore query ..."""
 EVACUATION_CLAIMS_MAX = 2
 """... and, above that, this number in an evacuation."""
 FINISH_S = 30.0
@@ -68,8 +68,13 @@ FINISH_S_MAX = 90.0
 # ---------------------------------------------------------------- starts that become known
 
 
-def see(transition: Transition, start_id: str) -> None:
-    """A process of this start runs on this VM."""
+def see(transition: Transition, start_id: str, process_start: int = 0) -> None:
+    """A process of this start runs on this VM.
+
+    Args:
+        process_start: when the process began.  A process of an earlier start may end late, and connect to a
+            restarted daemon after those of the newest one.
+    """
     state = transition.state
     known = state.start_of(start_id)
     if known is not None and known.is_live:
@@ -77,12 +82,23 @@ def see(transition: Transition, start_id: str) -> None:
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
-        _set_starts(transition, (*others, seen))
+        later = [start for start in others if _began_after(start, process_start)]
+        earlier = others[: others.index(later[0])] if later else others
+        is_overtaken = any(start.generation is not None for start in later)
+        seen = replace(seen, is_open=not is_overtaken)
+        _set_starts(transition, (*earlier, seen, *others[len(earlier) :]))
         transition.log("info", "start_seen", start=start_id)
-        _end_requests(transition, start_id)
+        if not later:
+            _end_requests(transition, start_id)
     else:
         in_order = tuple(sorted((*others, seen), key=_place))
         _put(transition, replace(state.starts, known=in_order))
+
+
+def _began_after(start: Start, process_start: int) -> bool:
+    """Whether all known processes of a start began after this time."""
+    began = [ticks for _, ticks in start.members.values()]
+    return start.is_live and bool(began) and 0 < process_start < min(began)
 
 
 def _place(start: Start) -> float:
@@ -126,7 +142,7 @@ def record_joined(transition: Transition, connection: int) -> None:
 
 def _record_member(transition: Transition, trainer: TrainerView) -> None:
     """A rank belongs to a start."""
-    see(transition, trainer.start_id)
+    see(transition, trainer.start_id, trainer.process_start)
     start = transition.state.start_of(trainer.start_id)
     assert start is not None
     process = (trainer.pid, trainer.process_start)

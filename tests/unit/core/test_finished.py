@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 from swansongd.core.events import AskTrainers, CommitManifest, Prune, RestoreAsked
-from swansongd.model import CheckpointKind, CommitRef
+from swansongd.core.transition import LOGIND_SOURCE
+from swansongd.model import CheckpointKind, CommitRef, Severity
 
 from testkit.story import Story, a_set
 
@@ -67,6 +68,20 @@ def test_a_notice_while_the_end_is_flushed_asks_no_trainer() -> None:
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 9 (final)"]
     assert not story.all(AskTrainers)
+
+
+def test_a_shutdown_waits_for_the_manifest_of_a_set_that_is_removed() -> None:
+    """The script removes its directory after the last byte is stored."""
+    story = finished(committed=False)
+    story.leave()
+    story.flushed()
+    story.lose(story.staging[0])
+    story.wait(60)
+    story.notice(60, LOGIND_SOURCE, severity=Severity.SHUTTING_DOWN)
+    story.scan()
+    assert not story.verdicts
+    story.committed()
+    assert story.verdicts == ["SAFE generation 2 step 9 (final)"]
 
 
 def test_the_end_answers_a_request_that_the_ranks_cannot_answer() -> None:

@@ -178,6 +178,23 @@ def test_a_request_of_another_vm_is_as_urgent_as_our_own() -> None:
     assert node.final == ["SAFE generation 3 step 9"]
 
 
+def test_a_request_of_another_vm_that_outlasts_our_notice_is_made_again_with_our_id() -> None:
+    """The ranks would repeat their answer to its own id, and its verdict would be followed by a worse one."""
+    node = Node()
+    node.begin()
+    node.tell(PeerRequested("theirs", "aws.spot: reclaim", 100.0))
+    node.tell(TrainerAgreed("theirs", 9))
+    node.seal_part(9, request_id="theirs")
+    node.counted(node.commit_own_part(), 2)
+    node.notice(in_s=8)
+    for _ in range(30):
+        node.wait(1)
+    ids = [ask.request_id for ask in node.all(AskTrainers)]
+    assert node.state.evacuation is not None
+    assert node.state.evacuation.verdict is None
+    assert len(set(ids)) == len(ids)
+
+
 def test_our_own_request_from_another_rank_is_not_a_notice() -> None:
     """Another rank of this VM may report it first."""
     node = Node()

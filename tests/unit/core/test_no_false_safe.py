@@ -14,14 +14,16 @@ from swansongd.core import machine
 from swansongd.core.events import (
     Exit,
     NoticeRaised,
+    ProcessFound,
     Scanned,
     SignalSent,
     SignalTrainer,
+    TrainerSealed,
 )
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
 from swansongd.model import CommitRef, Parent, Severity
 
-from testkit.story import Story, a_set
+from testkit.story import MIB, Story, a_set
 
 pytestmark = pytest.mark.fault("T09", "T17")
 
@@ -98,6 +100,45 @@ def test_a_save_from_before_the_notice_is_no_answer(*, signals_trainer: bool) ->
     story.scan()
     story.store_all()
     assert story.conclude() == ["PARTIAL generation 2 step 500"]
+
+
+def test_a_set_of_the_process_before_the_signalled_one_is_no_answer() -> None:
+    """The script writes it between the order of the signal and the signal, and systemd starts it again."""
+    story = Story(signals_trainer=True)
+    story.tell(ProcessFound("process-a", 900, started_wall_ns=10))
+    story.seal(5, framework="hf", written_ns=20)
+    story.store_all()
+    story.notice(60)
+    late = replace(a_set(6, framework="hf", written_ns=30), begun_mono_s=story.now)
+    story.tell(ProcessFound("process-b", 901, started_wall_ns=40))
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 901))
+    story.staging.append(late)
+    story.scan()
+    story.store_all()
+    assert story.conclude() == ["PARTIAL generation 2 step 6"]
+
+
+def test_a_step_that_another_start_has_committed_answers_no_request() -> None:
+    """A rank reports its answer again after a restart of the daemon; a scan finds the set only later."""
+    story = committed(6)
+    story.leave()
+    story.join(2, pid=200, start_id="b")
+    story.starts(4, 2, start_id="b", parent=Parent("a", 4))
+    story.notice(60)
+    story.accept(5, 2)
+    live = story.state.notices.live["aws.spot"]
+    after = story.restarted()
+    after.tell(NoticeRaised(live))
+    after.join(2, pid=200, start_id="b")
+    after.tell(TrainerSealed(2, after.request_id, 6, 2.0, MIB))
+    after.scan()
+    after.wait(1)
+    assert after.state.evacuation is not None
+    assert after.state.evacuation.request is not None
+    assert after.state.evacuation.request.is_waiting
+    after.seal(6, "late", start_id="b", request_id=after.request_id)
+    after.store_all()
+    assert after.verdicts == ["SAFE generation 3 step 6"]
 
 
 def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:

@@ -54,13 +54,13 @@ def resumed(step: int, parent: Parent | None = None) -> Story:
     return story
 
 
-def refused(story: Story, *steps: int, fails: bool = True) -> Story:
-    """Ranks accept each request at these steps, and no checkpoint comes."""
+def refused(story: Story, *steps: int, fails: bool = True, first: int = 1) -> Story:
+    """Ranks accept each request at these steps, and no checkpoint comes; ``first`` is a connection."""
     story.notice(60)
     for _ in range(60):
         evacuation = story.state.evacuation
         if evacuation and evacuation.request and evacuation.request.is_waiting:
-            for connection, step in enumerate(steps, start=1):
+            for connection, step in enumerate(steps, start=first):
                 story.accept(step, connection)
             if fails:
                 story.tell(TrainerFailed(1, story.request_id, "disk full"))
@@ -82,6 +82,16 @@ def left(step: int, *, is_goodbye: bool) -> Story:
     story = committed(step)
     story.leave(is_goodbye=is_goodbye)
     story.notice(60)
+    return story
+
+
+def attaches_again() -> Story:
+    """Over several VMs, rank 0 gives its start to any process with the rank."""
+    story = committed()
+    story.leave(is_goodbye=True)
+    story.join(2, start_id="a")
+    story.notice(60)
+    story.tell(TrainerFailed(2, story.request_id, "disk full"))
     return story
 
 
@@ -139,6 +149,18 @@ def loaded_after_the_request() -> Story:
     return story
 
 
+def commit_is_unknown() -> Story:
+    """The manifest of a later set may exist: the store broke off.  The next start loads the one before."""
+    story = committed()
+    story.seal(460, "late")
+    story.flushed()
+    story.leave()
+    story.join(2, pid=200, start_id="b")
+    story.commit_fails()
+    story.starts(448, 2, start_id="b", parent=Parent("a", 448))
+    return refused(story, 448, fails=False, first=2)
+
+
 def restarted() -> Story:
     story = committed().restarted()
     story.notice(60)
@@ -151,6 +173,39 @@ def final() -> Story:
     story.leave()
     story.store_all()
     story.notice(60)
+    return story
+
+
+def trains_past_its_end() -> Story:
+    story = committed()
+    story.seal(460, "end", is_final=True)
+    story.store_all()
+    story.progress(470)
+    story.notice(60)
+    return story
+
+
+def loads_by_itself() -> Story:
+    """The script does not query a checkpoint, and has not reported yet what it loads."""
+    story = Story(newest=NEWEST)
+    story.join()
+    return refused(story, -1)
+
+
+def answers_twice() -> Story:
+    """The first request failed and was repeated.  Both sets come, and the second one is never stored."""
+    story = committed(460)
+    story.notice(60)
+    story.accept(460)
+    first = story.request_id
+    story.tell(TrainerFailed(1, first, "a rank hangs"))
+    story.wait(1)
+    assert story.request_id != first
+    story.seal(461, "late", request_id=first)
+    story.flushed()
+    story.accept(464)
+    story.answer(465)
+    story.committed()
     return story
 
 
@@ -269,6 +324,7 @@ CASES: list[Case] = [
     ("goodbye after it", lambda: left(460, is_goodbye=True), "PARTIAL", "12 steps after 448"),
     ("crash", lambda: left(448, is_goodbye=False), "PARTIAL", "ended without a goodbye"),
     ("crash, then shutdown", crashed_in_a_shutdown, "PARTIAL", "ended without a goodbye"),
+    ("goodbye, then again", attaches_again, "PARTIAL", "the position of rank 0 is unknown"),
     ("no connection", disconnected, "PARTIAL", "the position of rank 0 is unknown"),
     ("rank hangs", one_rank_hangs, "PARTIAL", "the position of rank 3 is unknown: ranks [3]"),
     ("rank never came", one_rank_never_came, "PARTIAL", "the position of a rank is unknown"),
@@ -282,8 +338,12 @@ CASES: list[Case] = [
     ("restore failed", lambda: restoring(fails=True), "PARTIAL", "of rank 0 is unknown"),
     ("restoring a set", lambda: restoring(is_sealed=True), "PARTIAL", "448"),
     ("loaded after the request", loaded_after_the_request, "SAFE", ""),
+    ("commit unknown", commit_is_unknown, "PARTIAL", "448"),
     ("restarted", restarted, "PARTIAL", "has not reconnected since the daemon's restart"),
     ("end of the run", final, "SAFE", "step 460"),
+    ("steps after the end", trains_past_its_end, "PARTIAL", "the position of rank 0 is unknown"),
+    ("no query", loads_by_itself, "PARTIAL", "has not said what it loaded"),
+    ("two answers", answers_twice, "SAFE", "training was at step 461"),
     ("process answers", process, "SAFE", "at step 461"),
     ("process is silent", lambda: process(answers=False), "PARTIAL", "sealed nothing since"),
     ("process not asked", lambda: process(is_asked=False), "PARTIAL", "was not asked"),

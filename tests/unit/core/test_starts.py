@@ -26,6 +26,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.starts import CLAIMS_MAX, FINISH_S, STARTS_MAX, WINDOW_S
 from swansongd.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
+from swansongd.restore.downloads import BUDGET_S
 
 from testkit.story import Story, a_set
 
@@ -152,6 +153,34 @@ def test_a_rank_of_an_earlier_start_that_connects_late_ends_no_later_start() -> 
     story.tell(GenerationClaimed("new", 2, CommitRef(1, 14), "old"))
     assert story.state.start == story.state.start_of("new")
     assert story.state.start.is_open
+
+
+@pytest.mark.fault("H01")
+@pytest.mark.parametrize("is_claimed", [False, True])
+def test_the_start_whose_processes_began_first_is_the_earlier_one(is_claimed: bool) -> None:
+    """A restarted daemon without its record: the late rank of a dead start takes nothing from the new one."""
+    story = Story(claimed=False)
+    story.grants = False
+    story.scan()
+    story.join(1, start_id="new", ranks=2, pid=200)
+    if is_claimed:
+        story.tell(GenerationClaimed("new", 8, None, ""))
+    story.join(2, rank=1, ranks=2, pid=101, start_id="old")
+    story.leave(2)
+    assert claims(story) == ["new"]
+    if not is_claimed:
+        story.tell(GenerationClaimed("new", 8, None, ""))
+    story.grants = True
+    story.join(3, rank=1, ranks=2, pid=201, start_id="")
+    story.seal(48, start_id="new")
+    story.store_all()
+    assert story.state.start == story.state.start_of("new")
+    assert story.state.commits.last_complete == CommitRef(8, 48)
+
+
+def test_a_start_waits_for_its_claim_no_longer_than_its_trainer_does() -> None:
+    """The limit of the rate of claims is no reason for which a restore fails."""
+    assert WINDOW_S < BUDGET_S
 
 
 def test_a_start_that_is_known_from_its_sets_ends_no_daemon() -> None:
@@ -333,6 +362,17 @@ def test_the_next_start_begins_after_the_sealed_sets_are_committed() -> None:
     assert [told.waits for told in story.all(TellFinished)] == [False, False]
 
 
+def test_a_start_that_has_lost_the_run_before_its_claim_claims_nothing() -> None:
+    """It waits for the limit of claims.  A later claim would take the run from the start elsewhere."""
+    story = Story()
+    story.join(nodes=2, start_id="")
+    for number in range(CLAIMS_MAX + 1):
+        story.tell(StartBegun(1, f"start-{number}"))
+    story.tell(FenceFound(99))
+    story.wait(WINDOW_S)
+    assert len(claims(story)) == CLAIMS_MAX
+
+
 # ---------------------------------------------------------------- trainers without hooks
 
 
@@ -444,6 +484,24 @@ def test_an_adopted_set_that_a_restarted_daemon_has_seen_at_once_is_no_new_start
     story.store_all()
     assert claims(story) == []
     assert story.state.commits.last_complete == CommitRef(2, 500)
+
+
+@pytest.mark.fault("H01")
+@pytest.mark.parametrize("nonces", [("x", "y"), ("y", "x")])
+def test_of_two_adopted_sets_of_one_step_the_later_one_is_committed(
+    nonces: tuple[str, str],
+) -> None:
+    """The process loaded an older state and came to the step again, while no daemon ran."""
+    first, again = (
+        a_set(500, nonce, framework="checkpoint-n", written_ns=written_ns)
+        for nonce, written_ns in zip(nonces, (500, 1000), strict=True)
+    )
+    story = Story(claimed=False, staged=[first, again])
+    story.scan()
+    story.tell(RunRead(None))
+    story.store_all()
+    story.wait(60)
+    assert [order.staged.id.nonce for order in story.all(CommitManifest)] == [nonces[1]]
 
 
 def test_a_rebuilt_state_gives_adopted_sets_to_the_same_start() -> None:
