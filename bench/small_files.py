@@ -73,9 +73,7 @@ def flush(store: ObjectStore, run: Path, staged: Staged) -> Flushed:
         keys,
         run,
         events.put,
-        known=KnownChunks(
-            run / ".swansongd", run="r", store_url=store.url, is_data=keys.is_data
-        ),
+        known=KnownChunks(run / ".swansongd", run="r", store_url=store.url, is_data=keys.is_data),
         layout=Layout(16 * 2**20, CONNECTIONS),
     )
     engine.start("flush", staged, 1)

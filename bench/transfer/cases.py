@@ -216,8 +216,6 @@ def _shards(workload: Workload, keys: RunKeys, pattern: bytes) -> tuple[StoredSh
             extents[piece.file.path].append(Extent(chunk, offset, piece.size_bytes))
             offset += piece.size_bytes
     return tuple(
-        StoredShard(
-            path=file.path, size_bytes=file.size_bytes, extents=tuple(extents[file.path])
-        )
+        StoredShard(path=file.path, size_bytes=file.size_bytes, extents=tuple(extents[file.path]))
         for file in files
     )

@@ -339,7 +339,7 @@ CHUNK_BYTES_MAX = 2**28
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One data object.  Its name contains the digest of its bytes, so whoever reads it verifies it."""
+    """One data object.  Its name contains the digest of its bytes, so each reader verifies it."""
 
     key: str
     """See :meth:`swansongd.bucket.keys.RunKeys.chunk`."""

@@ -29,7 +29,7 @@ FILES = {
 
 
 class Place:
-    """Where an export goes: its URL, and what is there."""
+    """The target of an export: its URL, and the files there."""
 
     def __init__(
         self, url: str, files: Callable[[], dict[str, bytes]], written: Callable[[str], object]
@@ -128,7 +128,7 @@ def test_the_files_are_those_of_the_commit(
 def test_an_interrupted_export_continues(
     store: FileStore, place: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a bucket has already is not written again; a file of other bytes is replaced."""
+    """A bucket gets no file twice; a file of other bytes is replaced."""
     monkeypatch.setattr(export, "BATCH_BYTES", 1)
     commit(store, {**FILES, "config.json": b"[]"}, step=100)
     assert exported(store, tmp_path, "--to", place.url) == 0

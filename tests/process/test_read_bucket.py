@@ -48,7 +48,9 @@ def test_the_reader_of_the_format_page_restores_a_bucket(
     (large,) = (shard for shard in newest["shards"] if shard["path"] == "large")
     (old_large,) = (shard for shard in older["shards"] if shard["path"] == "large")
     small = [extent for shard in newest["shards"] for extent in shard["extents"] if shard != large]
-    assert any(isinstance(extent, list) for extent in small), "no shared chunk: the test proves less"
+    assert any(isinstance(extent, list) for extent in small), (
+        "no shared chunk: the test proves less"
+    )
 
     copy = tmp_path / "copy"
     for key, data in bucket.objects().items():

@@ -79,9 +79,7 @@ def prepare(job: Job) -> Callable[[], object]:
         keys,
         job.directory.parent,
         events.put,
-        known=KnownChunks(
-            Path(own), run=job.prefix, store_url=store.url, is_data=keys.is_data
-        ),
+        known=KnownChunks(Path(own), run=job.prefix, store_url=store.url, is_data=keys.is_data),
         layout=Layout(flush.chunk_bytes, connections),
     )
 

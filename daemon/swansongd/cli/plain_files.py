@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Where ``swansong export`` writes plain files: a bucket of S3 or GCS, or a directory.
+"""The places to which ``swansong export`` writes plain files: a bucket of S3 or GCS, or a directory.
 
 Speed does not matter here, so the SDKs of the clouds move the bytes, with their own credentials, retries and
 checksums.  Each file carries its identity, so that an interrupted export continues.
