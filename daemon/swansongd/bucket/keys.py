@@ -87,8 +87,9 @@ class RunKeys:
         Args:
             generation: of the writer.
             digest: BLAKE3 of the bytes.
-            nonce: new for each object, so that no other role can create the key before its writer, and prune can
-                delete an object that no manifest names without a race with a flush that needs the same bytes.
+            nonce: new for each object, so that no other role can create the key before its writer.  Prune can
+                therefore delete an object that no manifest names without a race with a flush that needs the
+                same bytes.
         """
         return f"{self.data}{_generation(generation)}/{digest.hex()}-{nonce}"
 
