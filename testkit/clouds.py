@@ -109,9 +109,10 @@ class Bucket:
         self.order("corrupt", object=f"{self.prefix}/{key}")
 
     def damage(self, shard: dict[str, Any]) -> None:
-        """Flip one bit of a shard of :meth:`manifests`, and none of the other shards in its object."""
+        """Flip one bit of a shard of :meth:`manifests`."""
         data = bytearray(self.get(shard["key"]))
-        data[shard["extents"][0][1]] ^= 1
+        first = shard["extents"][0]
+        data[0 if isinstance(first, int) else first[1]] ^= 1
         self.put(shard["key"], bytes(data))
 
     def manifests(self, run: str = "run") -> list[dict[str, Any]]:
@@ -127,13 +128,17 @@ class Bucket:
 
     def content(self, manifest: dict[str, Any]) -> dict[str, bytes]:
         """The bytes of each shard of a manifest, by path."""
-        objects = [self.get(key) for key, _ in manifest["objects"]]
+        prefix = f"{manifest['run']}/data/"
+        chunks = [self.get(prefix + name) for name, _ in manifest["chunks"]]
+
+        def bytes_of(extent: int | list[int]) -> bytes:
+            if isinstance(extent, int):
+                return chunks[extent]
+            number, offset, size_bytes = extent
+            return chunks[number][offset : offset + size_bytes]
+
         return {
-            shard["path"]: b"".join(
-                objects[number][offset : offset + size_bytes]
-                for number, offset, size_bytes in shard["extents"]
-            )
-            for shard in manifest["shards"]
+            each["path"]: b"".join(map(bytes_of, each["extents"])) for each in manifest["shards"]
         }
 
     def farewells(self, run: str = "run") -> list[dict[str, Any]]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlencode
 
+from blake3 import blake3
 from swansongd.bucket.keys import RunKeys
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
@@ -50,13 +51,14 @@ class Strict:
         return {key: hashlib.sha256(store.get(key)).hexdigest() for key in found}
 
     def manifests(self) -> list[dict[str, Any]]:
-        """All manifests, newest first; each shard has the ``key`` of its first object, too."""
+        """All manifests, newest first; each shard has the ``keys`` of its chunks, too."""
         store = self.store
         keys = sorted((info.key for info in store.list("run/commits/")), reverse=True)
         found: list[dict[str, Any]] = [json.loads(store.get(key)) for key in keys]
         for manifest in found:
-            for shard in (each for each in manifest["shards"] if each["extents"]):
-                shard["key"] = manifest["objects"][shard["extents"][0][0]][0]
+            for shard in manifest["shards"]:
+                numbers = [each if isinstance(each, int) else each[0] for each in shard["extents"]]
+                shard["keys"] = [f"run/data/{manifest['chunks'][n][0]}" for n in numbers]
         return found
 
     def restored(self, place: Path) -> dict[str, bytes]:
@@ -64,9 +66,15 @@ class Strict:
         restore(self.store, RunKeys("run"), RestoreTarget(place))
         return {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
 
-    def parts_sent(self) -> Counter[tuple[str, str]]:
-        """Number of requests for each part of each upload since the last ``clear``."""
-        wanted = re.compile(rf"/{self.prefix}/.*[?&](?=.*partNumber=(\d+))(?=.*uploadId=([^&]+))")
+    def chunks_sent(self) -> Counter[str]:
+        """Number of requests for each chunk since the last ``clear``, by digest."""
+        wanted = re.compile(rf"/{self.prefix}/run/data/[0-9]{{8}}/([0-9a-f]{{64}})-")
         requests = control(self.url, "requests")
         found = (wanted.search(target) for method, target in requests if method == "PUT")
-        return Counter((match[2], match[1]) for match in found if match)
+        return Counter(match[1] for match in found if match)
+
+
+def digests_of(data: bytes, chunk_bytes: int) -> list[str]:
+    """The digests of the chunks of a large file, in order."""
+    starts = range(0, len(data), chunk_bytes)
+    return [blake3(data[start : start + chunk_bytes]).hexdigest() for start in starts]

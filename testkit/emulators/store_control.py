@@ -292,7 +292,8 @@ class StoreControl:
                 self._faults.append(self._fault(call, "answer"))
             elif name == "say":
                 status = int(call.parameter("status", "200") or 0)
-                said = StoreResponse(status, (call.parameter("body") or "").encode())
+                headers = {"ETag": tag} if (tag := call.parameter("etag")) else {}
+                said = StoreResponse(status, (call.parameter("body") or "").encode(), headers)
                 self._faults.append(replace(self._fault(call, "answer"), response=said))
             elif name in ("break", "flip", "pace") and not self.reads_pieces:
                 return StoreResponse(400, b"this server reads whole requests: it cannot do that")

@@ -11,10 +11,11 @@ import pytest
 from swansong import protocol
 
 from testkit.staged import seal_files
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.strict_bucket import ACCOUNT, Strict, digests_of
 from testkit.waiting import until
 
-FLUSH = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
+CHUNK_BYTES = 5 * 2**20
+FLUSH = {"flush": {"chunk_bytes": CHUNK_BYTES, "connections": 2}}
 FROZEN = random.Random(7).randbytes(20 * 2**20 + 4321)
 
 
@@ -22,18 +23,16 @@ FROZEN = random.Random(7).randbytes(20 * 2**20 + 4321)
 def test_a_file_that_changes_during_its_upload_voids_the_set(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """The file changes after two of its parts are stored.  The set is not committed, the older commit
+    """The file changes after two of its chunks are stored.  The set is not committed, the older commit
     remains, and the next set is committed."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     seal_files(vm.run_directory, 1, {"model.bin": b"older"})
     daemon.lines.wait(event="committed", step=1)
-    for number in (3, 4, 5):
-        strict_bucket.order(
-            "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
-        )
+    for digest in digests_of(FROZEN, CHUNK_BYTES)[2:]:
+        strict_bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
     seal_files(vm.run_directory, 2, {"model.bin": FROZEN})
-    until(lambda: len(strict_bucket.parts_sent()) >= 4, what="parts in flight")
+    until(lambda: len(strict_bucket.chunks_sent()) >= 4, what="chunks in flight")
     changed = vm.run_directory / protocol.sealed_name(2, "abc") / "rank-00000" / "model.bin"
     with changed.open("r+b") as file:
         file.write(b"x")

@@ -14,21 +14,22 @@ import pytest
 from testkit.rig import Vm
 from testkit.staged import another_boot, seal_files
 from testkit.store_tap import WRITES, StoreTap, When
-from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.strict_bucket import ACCOUNT, Strict, digests_of
 from testkit.waiting import until
 
 MIB = 2**20
-PART = 5 * MIB
+CHUNK = 5 * MIB
 FLUSH = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
-FROZEN = random.Random(7).randbytes(4 * PART + 4321)
+FROZEN = random.Random(7).randbytes(4 * CHUNK + 4321)
+DIGESTS = digests_of(FROZEN, CHUNK)
 
 
 @pytest.mark.fault("H01", "G01", "O19")
 @pytest.mark.parametrize("when", ["before", "after"])
-def test_killed_at_any_request_the_uploads_continue(
+def test_killed_at_any_request_the_flush_continues(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path, when: When
 ) -> None:
-    """Each process of the daemon is killed one request later; none restarts an upload of an earlier one.
+    """Each process of the daemon is killed one request later; none sends what an earlier one has stored.
 
     ``before``: the request never arrives.  ``after``: a write took effect, and its reply is lost.
     """
@@ -57,95 +58,68 @@ def test_killed_at_any_request_the_uploads_continue(
     starts = request - first + 1
     assert starts > 4
     assert strict_bucket.restored(tmp_path / "restored") == content
-    parts = strict_bucket.parts_sent()
-    uploads = {upload for upload, _ in parts}
-    assert len(uploads) == 1, "an upload whose id was lost never got a part"
-    assert sum(parts.values()) <= 5 + 2 * starts, (
-        "two connections, so at most two parts for each start"
+    assert sum(strict_bucket.chunks_sent().values()) <= 6 + 2 * starts, (
+        "two connections, so at most two chunks for each start"
     )
 
 
 @pytest.mark.fault("H01", "D06")
-def test_a_reboot_that_keeps_the_disk_continues_the_same_uploads(
+def test_a_reboot_that_keeps_the_disk_continues_the_same_set(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
     """No other VM has taken the run over: the next boot commits the set under the generation of its start."""
     content, vm = _cut_off(strict_bucket, new_vm)
     another_boot(vm.run_directory)
-    before = strict_bucket.parts_sent()
     strict_bucket.order("clear")
     vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
 
     assert strict_bucket.restored(tmp_path / "restored") == content
     (manifest,) = strict_bucket.manifests()
     assert manifest["generation"] == 1
-    keys = {shard["path"]: shard["key"] for shard in manifest["shards"]}
-    assert keys["rank-00000/model.bin"].startswith("run/data/00000001/")
-    after = strict_bucket.parts_sent()
-    assert {upload for upload, _ in after} == {upload for upload, _ in before}
-    assert {number for _, number in after} == {"3", "4", "5"}
+    assert all(name.startswith("00000001/") for name, _ in manifest["chunks"])
+    sent = strict_bucket.chunks_sent()
+    assert {DIGESTS.index(digest) for digest in sent if digest in DIGESTS} == {2, 3, 4}
 
 
-@pytest.mark.fault("H01")
-def test_without_listed_checksums_no_part_is_sent_twice(
+def test_chunks_that_the_store_has_dropped_are_sent_again(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Foreign stores list number, ETag and size of a part; that is sufficient after a restart."""
+    """The daemon names no chunk of its earlier life that the store does not confirm."""
     content, vm = _cut_off(strict_bucket, new_vm)
-    before = strict_bucket.parts_sent()
+    for key in strict_bucket.objects("run/data/"):
+        strict_bucket.store.delete(key)
     strict_bucket.order("clear")
-    strict_bucket.order(
-        "spoil", how="without", field="ChecksumCRC32C", method="GET", match="uploadId", times=1000
-    )
     vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
 
     assert strict_bucket.restored(tmp_path / "restored") == content
-    after = strict_bucket.parts_sent()
-    assert {upload for upload, _ in after} == {upload for upload, _ in before}
-    assert {number for _, number in after} == {"3", "4", "5"}
-
-
-def test_uploads_that_the_store_has_dropped_start_over(
-    strict_bucket: Strict, new_vm: Any, tmp_path: Path
-) -> None:
-    """The daemon uses no entry of its journal that the store does not confirm."""
-    content, vm = _cut_off(strict_bucket, new_vm)
-    before = {upload for upload, _ in strict_bucket.parts_sent()}
-    strict_bucket.order("clear")
-    strict_bucket.order("forget")
-    vm.start_daemon(**ACCOUNT).lines.wait(event="committed", step=7)
-
-    assert strict_bucket.restored(tmp_path / "restored") == content
-    after = strict_bucket.parts_sent()
-    assert len(after) == 5
-    assert not before & {upload for upload, _ in after}
+    assert set(DIGESTS) < strict_bucket.chunks_sent().keys()
 
 
 @pytest.mark.fault("H01", "O61")
-def test_killed_while_it_sends_changed_parts_the_next_daemon_sends_only_the_others(
+def test_killed_while_it_sends_changed_chunks_the_next_daemon_sends_only_the_others(
     strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Three of five parts have changed.  The first one is stored when the daemon is killed."""
+    """Three of five chunks have changed.  One of them is stored when the daemon is killed."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     seal_files(vm.run_directory, 1, {"model.bin": FROZEN})
     daemon.lines.wait(event="committed", step=1)
     changed = bytearray(FROZEN)
     for index in (0, 2, 3):
-        changed[index * PART] ^= 1
-    for number in (2, 3):
-        strict_bucket.order(
-            "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
-        )
+        changed[index * CHUNK] ^= 1
+    first, *others = (digests_of(bytes(changed), CHUNK)[index] for index in (0, 2, 3))
+    for digest in others:
+        strict_bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
     content = seal_files(vm.run_directory, 2, {"model.bin": bytes(changed)})
-    journal = vm.run_directory / ".swansongd" / "uploads.journal"
-    until(lambda: journal.read_bytes().count(b'"is":"part"') == 5 + 1, what="a part to be stored")
+    until(lambda: first.encode() in _known(vm), what="a chunk to be stored")
     daemon.kill()
     strict_bucket.order("clear")
     daemon = vm.start_daemon(**ACCOUNT)
     daemon.lines.wait(event="committed", step=2)
-    assert {number for _, number in strict_bucket.parts_sent()} == {"2", "3"}
-    assert vm.status()["bytes_referenced"] == len(FROZEN) - 3 * PART
+    sent = strict_bucket.chunks_sent().keys()
+    assert set(others) <= sent
+    assert not sent & {first, DIGESTS[1], DIGESTS[4]}
+    assert vm.status()["bytes_referenced"] == len(FROZEN) - 3 * CHUNK
     assert strict_bucket.restored(tmp_path / "restored") == content
 
 
@@ -164,37 +138,37 @@ def test_frozen_weights_are_sent_once(strict_bucket: Strict, new_vm: Any, tmp_pa
             assert vm.status()["bytes_referenced"] == len(FROZEN)
             daemon.kill()
             daemon = vm.start_daemon(**ACCOUNT)
-    assert sum(strict_bucket.parts_sent().values()) == 5
-    keys = {
-        shard["key"]
-        for manifest in strict_bucket.manifests()
-        for shard in manifest["shards"]
-        if shard["path"] == "rank-00000/model.bin"
-    }
-    assert len(keys) == 1
+    sent = strict_bucket.chunks_sent()
+    assert [sent[digest] for digest in DIGESTS] == [1] * 5
     assert strict_bucket.restored(tmp_path / "restored") == content
 
+    strict_bucket.order("clear")
     fresh = new_vm("fresh", strict_bucket.table(), settings=FLUSH)
     daemon = fresh.start_daemon(**ACCOUNT)
-    daemon.lines.wait(event="health", source="store", health="ok")
-    until(lambda: (fresh.run_directory / ".swansongd" / "uploads.journal").stat().st_size > 500)
+    until(lambda: b"named" in _known(fresh), what="the newest commit to be read")
     seal_files(fresh.run_directory, 5, {"model.bin": FROZEN, "adapter.bin": b"5"})
     daemon.lines.wait(event="committed", step=5)
-    assert sum(strict_bucket.parts_sent().values()) == 5
+    assert not strict_bucket.chunks_sent().keys() & set(DIGESTS)
+
+
+def _known(vm: Vm) -> bytes:
+    """The daemon's file of the chunks that it has created."""
+    content: bytes = (vm.run_directory / ".swansongd" / "chunks").read_bytes()
+    return content
 
 
 def _cut_off(strict_bucket: Strict, new_vm: Any) -> tuple[dict[str, bytes], Vm]:
-    """A daemon that was killed when two of five parts were stored and the others were in flight."""
+    """A daemon that was killed when two of five chunks were stored and the others were in flight."""
     vm = new_vm("vm", strict_bucket.table(), settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     daemon.lines.wait(event="health", source="store", health="ok")
-    for number in (3, 4, 5):
-        strict_bucket.order(
-            "answer", status=503, method="PUT", match=f"partNumber={number}", times=1_000_000
-        )
+    for digest in DIGESTS[2:]:
+        strict_bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
     content = seal_files(vm.run_directory, 7, {"model.bin": FROZEN, "adapter.bin": b"small"})
-    journal = vm.run_directory / ".swansongd" / "uploads.journal"
-    until(lambda: journal.read_bytes().count(b'"is":"part"') == 2, what="two parts to be stored")
+    until(
+        lambda: all(digest.encode() in _known(vm) for digest in DIGESTS[:2]),
+        what="two chunks to be stored",
+    )
     daemon.kill()
     return content, vm
 

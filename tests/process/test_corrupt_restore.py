@@ -13,12 +13,6 @@ from testkit.clouds import Bucket
 CORRUPT = 8
 
 
-def key_of(manifest: dict[str, Any], shard: dict[str, Any]) -> str:
-    """Key of the object with the first bytes of the shard."""
-    key: str = manifest["objects"][shard["extents"][0][0]][0]
-    return key
-
-
 @pytest.fixture
 def two_commits(bucket: Bucket, new_vm: Any, witness: str) -> Bucket:
     """A run with commits at steps 20 and 40, whose VM is terminated."""
@@ -42,13 +36,13 @@ def damaged(two_commits: Bucket) -> Bucket:
 
 
 def test_verify_finds_the_flipped_bit(damaged: Bucket, new_vm: Any) -> None:
-    """Exit code 8, and one finding that names the commit and the object."""
+    """Exit code 8, and findings that name the commit and the files of the chunk."""
     vm = new_vm("vm", damaged.store)
     answer = vm.swansong("verify", "--json")
     assert answer.returncode == CORRUPT
-    (finding,) = json.loads(answer.stdout)["defects"]
-    assert (finding["generation"], finding["step"]) == (2, 40)
-    assert "weights.bin" in finding["problem"]
+    findings = json.loads(answer.stdout)["defects"]
+    assert {(finding["generation"], finding["step"]) for finding in findings} == {(2, 40)}
+    assert any("weights.bin" in finding["problem"] for finding in findings)
 
 
 def test_restore_skips_the_damaged_commit_and_reports_why(damaged: Bucket, new_vm: Any) -> None:
@@ -62,7 +56,7 @@ def test_restore_skips_the_damaged_commit_and_reports_why(damaged: Bucket, new_v
     assert restored["step"] == 20
     ((step, reason),) = [(item["step"], item["reason"]) for item in restored["skipped"]]
     assert step == 40
-    assert "weights.bin" in reason
+    assert "does not match its digest" in reason
     assert "skipped generation 2 step 40" in answer.stderr
     assert (
         (place / "rank-00000" / "weights.bin").read_bytes().startswith(b"weights.bin at step 20;")
@@ -80,7 +74,7 @@ def test_a_trainer_on_a_new_vm_resumes_from_the_older_commit(
     assert trainer.lines.wait(event="resumed")["from_step"] == 20
     (skipped,) = daemon.lines.all(event="commit_skipped")
     assert skipped["commit"] == "generation 2 step 40"
-    assert "weights.bin" in skipped["reason"]
+    assert "does not match its digest" in skipped["reason"]
 
 
 def test_with_every_commit_damaged_no_run_starts_from_scratch(
@@ -109,7 +103,7 @@ def test_other_damaged_commits_are_skipped_as_well(
         two_commits.flip_bit(max(two_commits.keys("run/commits/")))
     else:
         newest = two_commits.manifests()[0]
-        two_commits.delete(key_of(newest, newest["shards"][-1]))
+        two_commits.delete(newest["shards"][-1]["key"])
     vm = new_vm("vm", two_commits.store)
     assert vm.swansong("verify").returncode == CORRUPT
     answer = vm.swansong("restore", "--to", str(vm.disk / "restored"))

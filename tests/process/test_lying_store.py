@@ -19,7 +19,7 @@ from testkit.waiting import until
 MIB = 2**20
 FLUSH = {"flush": {"chunk_bytes": "5MiB", "connections": 2}}
 LARGE = random.Random(3).randbytes(6 * MIB)
-"""More than one part, so its upload has to be completed."""
+"""More than one chunk."""
 FILES = {"model.bin": LARGE, "optimizer.bin": b"small"}
 
 
@@ -68,20 +68,20 @@ def test_a_truncated_listing_causes_no_fresh_start(
 
 
 @pytest.mark.fault("O12", "O11")
-def test_a_store_that_acknowledges_completions_and_stores_nothing(
+def test_a_store_that_acknowledges_chunks_and_stores_nothing(
     aws: Aws, strict_bucket: Strict, new_vm: Any, tmp_path: Path
 ) -> None:
-    """Completions return an empty 200, and every HEAD returns 404: no verdict is SAFE.
+    """Each chunk gets an empty 200 and is not there: no verdict is SAFE.
 
-    No commit references such a shard; once the store works, everything is stored and committed.
+    No commit names such a chunk; once the store works, everything is stored and committed.
     """
     vm = new_vm("vm", strict_bucket.table(), metadata=aws.metadata, settings=FLUSH)
     daemon = vm.start_daemon(**ACCOUNT)
     daemon.lines.wait(event="health", source="store", health="ok")
-    strict_bucket.order("say", body="", method="POST", match="uploadId", times=1_000_000)
-    strict_bucket.order("answer", status=404, method="HEAD", times=1_000_000)
+    strict_bucket.order("say", etag='"1"', method="PUT", match="/data/", times=1_000_000)
     content = seal_files(vm.run_directory, 7, FILES)
     aws.notice(in_s=5)
+    daemon.lines.wait(event="chunk_lost")
     assert daemon.lines.wait(event="verdict")["verdict"] != "SAFE"
     assert strict_bucket.manifests() == []
     assert not daemon.lines.all(event="committed")

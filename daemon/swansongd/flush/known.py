@@ -3,8 +3,11 @@
 
 - Those of the newest commit, by digest.  Prune may delete the chunks of an older commit at any time.
 - Those that this VM has created and no commit names yet: of a set that was interrupted, of one that is still
-  written, and of an earlier life of the daemon.  A file in the daemon's own directory holds their keys.
-  After a restart each of them counts only once the store has confirmed its size and its age.
+  written, and of an earlier life of the daemon.  After a restart each of them counts only once the store has
+  confirmed its size and its age.
+
+A file in the daemon's own directory holds the keys of both, so that a restarted daemon sends none of them
+again, also before it has read the newest manifest.
 
 A chunk that another writer has created is never named because of its key alone: any role that may create
 objects could have put other bytes under a digest that can be predicted.
@@ -21,7 +24,6 @@ import os
 import re
 import threading
 import time
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -35,13 +37,15 @@ from swansongd.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent, StoredSha
 FILE_NAME = "chunks"
 _TEMPORARY = f".{FILE_NAME}.new"
 CREATED_MAX = 400_000
-"""Chunks without a commit that are remembered: as many as a manifest can name."""
+"""Chunks without a commit that are remembered, and chunks of a commit: as many as a manifest can name."""
 FILE_BYTES_MAX = 128 * 2**20
 CREATED_S_MAX = 12 * 3600.0
 """A chunk without a commit counts up to this age.  Prune may delete it after a day (``ORPHANS_AFTER_S_MIN``
 of the configuration), and the flush needs time, too."""
 
 _SIZE = re.compile(r"0|[1-9][0-9]{0,9}")
+_NEWEST = re.compile(r"newest ([0-9]{1,8}) ([0-9]{1,12}) ([01])")
+_NAMED = "named "
 
 _log = structlog.get_logger(__name__)
 
@@ -183,6 +187,12 @@ class KnownChunks:
                 self._forget([chunk])
                 self._append(_line(f"{chunk.key} 0"))
 
+    def distrust(self) -> None:
+        """The store has lost a chunk that it had acknowledged: all bytes without a commit are sent again."""
+        with self._lock:
+            self._forget(self._created.values())
+            self._rewrite()
+
     def committed(self, shards: Sequence[StoredShard], ref: CommitRef) -> None:
         """A set of this VM is committed as these shards."""
         with self._lock:
@@ -205,6 +215,7 @@ class KnownChunks:
         with self._lock:
             if self._newest == ref and not self._named:
                 self._named = _by_digest(shards)
+                self._rewrite()
 
     def _forget(self, chunks: Iterable[Chunk]) -> None:
         for chunk in list(chunks):
@@ -241,10 +252,22 @@ class KnownChunks:
         if _text(lines.readline()) != self._header:
             return []
         found: dict[str, Chunk] = {}
-        for line in deque(lines, CREATED_MAX):
-            chunk = self._chunk(_text(line))
-            if chunk is not None:
+        for line in lines:
+            text = _text(line)
+            if match := _NEWEST.fullmatch(text):
+                generation, step, is_final = (int(word) for word in match.groups())
+                self._newest = CommitRef(generation, step, bool(is_final))
+            elif (chunk := self._chunk(text.removeprefix(_NAMED))) is None:
+                continue
+            elif text.startswith(_NAMED):
+                if len(self._named) < CREATED_MAX:
+                    self._named[chunk.digest] = chunk
+            else:
                 found[chunk.key] = chunk
+                if len(found) > CREATED_MAX:
+                    del found[next(iter(found))]
+        if self._newest is None:
+            self._named = {}
         return [chunk for chunk in found.values() if chunk.size_bytes]
 
     def _chunk(self, text: str) -> Chunk | None:
@@ -269,6 +292,11 @@ class KnownChunks:
             os.close(self._fd)
             self._fd = -1
         lines = [_line(self._header)]
+        if self._newest is not None:
+            ref = self._newest
+            lines.append(_line(f"newest {ref.generation} {ref.step} {int(ref.is_final)}"))
+            named = self._named.values()
+            lines += [_line(f"{_NAMED}{chunk.key} {chunk.size_bytes}") for chunk in named]
         lines += [_line(f"{chunk.key} {chunk.size_bytes}") for chunk in self._created.values()]
         try:
             with self._opened() as own_fd:

@@ -1,9 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Reads created chunks back, at random, while their set is still sent.
 
-A store that acknowledges bytes and drops them would otherwise get SAFE.  A chunk that the store does not
-return is forgotten, so the set sends its bytes again, and no manifest names it meanwhile.  The reads run
-beside the uploads and delay none of them; a commit waits a short time for the read in progress.
+A store that acknowledges bytes and drops them would otherwise get SAFE.  If the store does not return a
+chunk, all chunks without a commit are forgotten: their bytes are sent again, and no manifest names them
+meanwhile.  The reads run beside the uploads and delay none of them.  Each commit of new chunks waits a short
+time for one of them to be read.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class Possession:
 
     Args:
         store: retries failed requests for a short time.
-        known: forgets a chunk that the store has lost.
+        known: forgets what the store may have lost.
         is_urgent: whether an evacuation is open.
         stop: ends the thread.
         monotonic: the clock.
@@ -75,13 +76,15 @@ class Possession:
                 self._changed.notify_all()
 
     def settle(self) -> None:
-        """Wait for the read in progress, but not for long.
+        """Read one of the chunks that were created since the last read, but do not wait for long.
 
         Afterwards :meth:`KnownChunks.holds` says what a manifest may name.
         """
         limit_s = URGENT_WAIT_S if self._is_urgent() else WAIT_S
         with self._changed:
-            self._changed.wait_for(lambda: not (self._is_reading or self._is_due), limit_s)
+            self._next_mono_s = self._monotonic()
+            self._changed.notify_all()
+            self._changed.wait_for(lambda: not self._is_reading and self._chosen is None, limit_s)
 
     @property
     def _is_due(self) -> bool:
@@ -112,12 +115,12 @@ class Possession:
             _log.exception("possession_fault")
         else:
             if why:
-                self._known.is_gone(chunk)
+                self._known.distrust()
                 _log.error(
                     "chunk_lost",
                     key=chunk.key,
                     reason=why,
-                    hint="The store has acknowledged this object; its bytes are sent again",
+                    hint="The store has acknowledged this object; all bytes without a commit are sent again",
                 )
 
     def _defect(self, chunk: Chunk) -> str:

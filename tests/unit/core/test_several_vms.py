@@ -23,7 +23,7 @@ from swansongd.core.events import (
 from swansongd.errors import Transient
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
-from swansongd.flush.journal import UploadJournal
+from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
 from swansongd.model import CommitRef
 from swansongd.restore.context import RestoreContext
@@ -75,7 +75,7 @@ class Desk:
                 boot_id="boot",
                 wall=lambda: "2030-01-01T00:00:00Z",
             ),
-            journal=UploadJournal(self.own, run="r", store_url=self.store.url),
+            known=KnownChunks(self.own, run="r", store_url=self.store.url, is_data=KEYS.is_data),
             wall=lambda: "2030-01-01T00:00:00Z",
             health=StoreHealth(note, monotonic=lambda: 0.0),
         )

@@ -62,10 +62,14 @@ def reads(rig: Rig) -> int:
 @pytest.mark.parametrize("stored", [b"", b"other", b"wrong, and longer"])
 def test_a_lost_chunk_is_not_named(rig: Rig, stored: bytes) -> None:
     """After the wait of a commit, no manifest may name it: its bytes are sent again."""
+    other = rig.created(b"other bytes")
+    rig.possession.settle()
+    assert rig.known.holds([other])
     chunk = rig.created(b"bytes", stored=stored)
     rig.possession.settle()
     assert not rig.known.holds([chunk])
     assert rig.known.find(chunk.digest) is None
+    assert not rig.known.holds([other]), "the store may have lost it as well"
 
 
 def test_a_chunk_that_is_there_stays_known(rig: Rig) -> None:
@@ -94,12 +98,21 @@ def test_the_reads_are_few(rig: Rig) -> None:
     """Between two reads lies a time, and one of the chunks created meanwhile is read then."""
     chunks = [rig.created(f"{number}".encode()) for number in range(50)]
     until(lambda: reads(rig) == 1)
-    rig.possession.settle()
-    assert reads(rig) == 1
     rig.now += INTERVAL_S
     rig.created(b"one more")
     until(lambda: reads(rig) == 2)
     assert rig.known.holds(chunks)
+
+
+def test_a_commit_has_at_least_one_of_its_new_chunks_read_back(rig: Rig) -> None:
+    """Also right after another read; a commit without new chunks reads nothing."""
+    for number in range(3):
+        rig.created(f"{number}".encode())
+        rig.possession.settle()
+        assert reads(rig) >= number + 1
+    before = reads(rig)
+    rig.possession.settle()
+    assert reads(rig) == before
 
 
 def test_a_commit_waits_for_no_read_that_hangs(rig: Rig) -> None:
