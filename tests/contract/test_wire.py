@@ -753,7 +753,7 @@ def test_an_exception_of_moved_passes_unchanged(
     body = Body(CONTENT[:size_bytes], torn(_Trouble("unwanted"), windows))
     with pytest.raises(_Trouble):
         wire.request("PUT", "/", {}, body=body)
-    until(lambda: got, what="the end of the connection")
+    until(lambda: got, what="the end of the connection", timeout_s=5)
     assert CONTENT[: windows * WINDOW_BYTES].startswith(got[0])
     server.script = answering(200)
     assert put(wire).status == 200
@@ -804,7 +804,11 @@ def test_memory_is_bounded(plain: Place) -> None:
     try:
         sinks = [Discarding() for _ in range(4)]
         running = [
-            Running(lambda sink=sink: wire.request("PUT", "/", {}, body=Body(content), sink=sink))
+            Running(
+                lambda sink=sink: wire.request(
+                    "PUT", "/", {}, body=Body(memoryview(content)), sink=sink
+                )
+            )
             for sink in sinks
         ]
         until(lambda: all(one.is_over for one in running), what="four requests", timeout_s=60)
