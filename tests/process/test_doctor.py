@@ -415,7 +415,7 @@ def test_staging_full(vm: Vm) -> None:
 
 
 def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
-    """A directory with 2 MB or 60 inodes is too small for a checkpoint; the finding states the numbers."""
+    """A directory with 4 MB or 60 inodes is too small for a checkpoint; the finding states the numbers."""
     store = tmp_path / "store"
     store.mkdir()
     vm = new_vm("a", {"url": store.as_uri()})
@@ -425,7 +425,7 @@ def test_store_of_files_full(new_vm: NewVm, tmp_path: Path) -> None:
     until(record.exists, what="the record")
     record.unlink()
     for size, number, fix in (
-        ("size=2m", " MB free in ", "df -h "),
+        ("size=4m", " MB free in ", "df -h "),
         ("nr_inodes=60", " more files", "df -i "),
     ):
         result = examine(vm, "--trial", prefix=on_a_disk_of(size, store))
