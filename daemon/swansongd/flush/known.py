@@ -208,6 +208,7 @@ class KnownChunks:
         with self._lock:
             if self._newest is None or self._newest < ref:
                 self._newest, self._named = ref, {}
+                self._rewrite()
 
     def seed(self, ref: CommitRef, shards: Sequence[StoredShard]) -> None:
         """Note the chunks of the newest commit, made by another VM or life, unless a newer one is known."""

@@ -481,7 +481,6 @@ def test_any_history_of_commits_sends_only_what_is_not_stored(
                 named = set()
             if event == "restart":
                 flush.start_daemon()  # it has not read the newest commit
-                named = set()
             for key in list(store.objects):
                 if event == "delete" and blake3(store.objects[key]).digest() not in {
                     blake3(chunk).digest() for chunk in named | created
