@@ -111,12 +111,7 @@ class Storage:
             store_url=config.store.url,
             is_data=self.keys.is_data,
         )
-        possession = Possession(
-            self._retrying(self.backend, lambda: -math.inf if is_urgent() else None),
-            known,
-            is_urgent=is_urgent,
-            stop=stop,
-        )
+        possession = Possession(self.backend, known, is_urgent=is_urgent, stop=stop)
         self.flush = FlushEngine(
             data_store,
             self.keys,

@@ -36,7 +36,7 @@ class Possession:
     """Reads back one of the chunks that were created since the last read.
 
     Args:
-        store: retries failed requests for a short time.
+        store: without retries; a read that fails proves nothing.
         known: forgets what the store may have lost.
         is_urgent: whether an evacuation is open.
         stop: ends the thread.
