@@ -1076,7 +1076,9 @@ class World:
         if (request_id, rank.connection) in self.asks:
             raise Broken("I9: a rank is asked twice on one connection")
         self.asks.add((request_id, rank.connection))
-        if not is_periodic:
+        # The start before may have answered a daemon that has died since.
+        is_answered = any(staged.request_id == request_id for staged in self.sealed)
+        if not is_periodic and not is_answered:
             self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
         rank.asked = request_id
         if self.hangs and rank.number == self.world_size - 1:
