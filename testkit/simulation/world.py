@@ -1089,7 +1089,8 @@ class World:
             self.fired.add("never_answers")
             return
         self.at(
-            self.delay_s(self.accept_s or self.boundary_s),
+            # The hooks answer in a thread of their own, and not at the next boundary.
+            self.delay_s(self.accept_s or min(1.0, self.boundary_s)),
             lambda: self._accepts(trainer, rank, request_id),
         )
 
