@@ -780,6 +780,10 @@ class World:
             rank.step = point.step
             rank.owes_start = trainer.has_hooks and trainer.loads != "silent"
             self._report_start(rank)
+            if rank.standing and rank.accepted > point.step:  # with a step of the start before
+                rank.declined.add(rank.standing)
+                self._declines(rank, rank.standing)
+                rank.standing = ""
 
     def _report_start(self, rank: Rank) -> None:
         """The rank reports what its start has loaded, as soon as it can."""
