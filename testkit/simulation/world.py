@@ -419,7 +419,7 @@ class World:
             self._looks()
             self.at(SETTLE_S + 0.4, lambda: self.post(self._scan_result, 0.1))
         if self.notice is not None:
-            self._finds(self.notice)
+            self._finds(self.notice, 1.0)
         for trainer, rank, until_s in self._dying:
             if until_s > self.now:
                 self._joins_late(trainer, rank, until_s)
@@ -1476,17 +1476,17 @@ class World:
         )
         notice = self.notice
         self._withdrawn_sources.discard(source)
-        self.post(lambda: NoticeRaised(notice), 0.2)
+        self._finds(notice, 0.2)
 
-    def _finds(self, notice: Notice) -> None:
-        """A source that was started again finds the notice, unless it was withdrawn by then."""
+    def _finds(self, notice: Notice, within_s: float) -> None:
+        """A source finds the notice, unless it was withdrawn by then: a source posts in order."""
 
         def found() -> Event:
             if notice.source in self._withdrawn_sources:
                 return NoticeWithdrawn(notice.source, "gone")
             return NoticeRaised(notice)
 
-        self.post(found, 1.0)
+        self.post(found, within_s)
 
     def withdraw_notice(self, source: str = "") -> None:
         """The source withdraws its notice; by default, that of the newest one."""
