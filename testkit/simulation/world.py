@@ -1082,8 +1082,9 @@ class World:
         self.asks.add((request_id, rank.connection))
         # The start before may have answered a daemon that has died since.
         is_answered = any(staged.request_id == request_id for staged in self.sealed)
-        if not is_periodic and not is_answered:
-            self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
+        if not is_periodic:
+            line_id = trainer.line.id
+            self.witness.is_asked(evacuation_of(request_id), line_id, is_answered=is_answered)
         rank.asked = request_id
         if self.hangs and rank.number == self.world_size - 1:
             self.hangs -= 1
