@@ -1625,8 +1625,8 @@ class World:
     def _check_safe(self, conclusion: Conclude) -> None:
         """S: what a fresh reader of the bucket restores is the newest training on this VM."""
         made = restored(self.store)
-        is_other = made is not None and made.nonce == OTHER
-        if is_other and self._placed:  # no daemon could know it at once
+        is_other = made is not None and made.nonce == OTHER and made.ref != conclusion.commit
+        if is_other and self._placed:  # not read yet: no daemon could know it at once
             made = self._manifest_of(max(ref for ref, _ in self._placed))
         if made is not None and made.nonce in self.suspect_sets:
             raise Broken(f"S: SAFE at {made.ref}, which suspect training has sealed")
