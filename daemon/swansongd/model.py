@@ -427,8 +427,8 @@ class GpuRecord:
     """Starts of trainers that are suspect if a GPU fails before they connect again; the newest last."""
     sound_sets: frozenset[CheckpointId]
     """Sets in staging from before a failure."""
-    doubtful_commit: CommitRef | None
-    """The newest commit, if a GPU had failed before its set was sealed."""
+    doubtful_commits: tuple[CommitRef, ...]
+    """Newest commits of sets that were sealed after a GPU had failed, the newest last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -419,7 +419,7 @@ class World:
             self._looks()
             self.at(SETTLE_S + 0.4, lambda: self.post(self._scan_result, 0.1))
         if self.notice is not None:
-            self._finds(self.notice)
+            self._finds(self.notice, 1.0)
         for trainer, rank, until_s in self._dying:
             if until_s > self.now:
                 self._joins_late(trainer, rank, until_s)
@@ -780,6 +780,10 @@ class World:
             rank.step = point.step
             rank.owes_start = trainer.has_hooks and trainer.loads != "silent"
             self._report_start(rank)
+            if rank.standing and rank.accepted > point.step:  # with a step of the start before
+                rank.declined.add(rank.standing)
+                self._declines(rank, rank.standing)
+                rank.standing = ""
 
     def _report_start(self, rank: Rank) -> None:
         """The rank reports what its start has loaded, as soon as it can."""
@@ -1078,8 +1082,9 @@ class World:
         self.asks.add((request_id, rank.connection))
         # The start before may have answered a daemon that has died since.
         is_answered = any(staged.request_id == request_id for staged in self.sealed)
-        if not is_periodic and not is_answered:
-            self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
+        if not is_periodic:
+            line_id = trainer.line.id
+            self.witness.is_asked(evacuation_of(request_id), line_id, is_answered=is_answered)
         rank.asked = request_id
         if self.hangs and rank.number == self.world_size - 1:
             self.hangs -= 1
@@ -1470,17 +1475,17 @@ class World:
         )
         notice = self.notice
         self._withdrawn_sources.discard(source)
-        self.post(lambda: NoticeRaised(notice), 0.2)
+        self._finds(notice, 0.2)
 
-    def _finds(self, notice: Notice) -> None:
-        """A source that was started again finds the notice, unless it was withdrawn by then."""
+    def _finds(self, notice: Notice, within_s: float) -> None:
+        """A source finds the notice, unless it was withdrawn by then: a source posts in order."""
 
         def found() -> Event:
             if notice.source in self._withdrawn_sources:
                 return NoticeWithdrawn(notice.source, "gone")
             return NoticeRaised(notice)
 
-        self.post(found, 1.0)
+        self.post(found, within_s)
 
     def withdraw_notice(self, source: str = "") -> None:
         """The source withdraws its notice; by default, that of the newest one."""
@@ -1618,8 +1623,8 @@ class World:
     def _check_safe(self, conclusion: Conclude) -> None:
         """S: what a fresh reader of the bucket restores is the newest training on this VM."""
         made = restored(self.store)
-        is_other = made is not None and made.nonce == OTHER
-        if is_other and self._placed:  # no daemon could know it at once
+        is_other = made is not None and made.nonce == OTHER and made.ref != conclusion.commit
+        if is_other and self._placed:  # not read yet: no daemon could know it at once
             made = self._manifest_of(max(ref for ref, _ in self._placed))
         if made is not None and made.nonce in self.suspect_sets:
             raise Broken(f"S: SAFE at {made.ref}, which suspect training has sealed")

@@ -186,6 +186,35 @@ def test_a_failed_agreement_is_repeated_under_another_id(how: str) -> None:
     assert agreement.decide(6) == Due("emergency", "r1.again-1")
 
 
+@pytest.mark.parametrize("has_target", [True, False])
+def test_a_request_during_a_rollback_is_made_again(has_target: bool) -> None:
+    """Its target is a step that the start before had reached, and this start may need minutes to reach it."""
+    said: list[Message] = []
+    agreement = Agreement(2, None, said.append)
+    agreement.step = 221
+    agreement.request(Request("r1", "test", 100.0))
+    if has_target:
+        agreement.target(Target("r1", 222))
+    agreement.begin(30)
+    assert said[-1] == Declined("r1", "the training was started again")
+    assert agreement.decide(31) is None
+    agreement.step = 31
+    agreement.request(Request("r1.again-1", "test", 100.0))
+    agreement.target(Target("r1.again-1", 32))
+    assert agreement.decide(32) == Due("emergency", "r1.again-1")
+
+
+def test_a_request_before_the_first_load_stays() -> None:
+    """It was accepted before any step, so every step after the load is a later one."""
+    said: list[Message] = []
+    agreement = Agreement(2, None, said.append)
+    agreement.request(Request("r1", "test", 100.0))
+    agreement.begin(30)
+    agreement.target(Target("r1", 31))
+    assert said == [Accepted("r1", -1)]
+    assert agreement.decide(31) == Due("emergency", "r1")
+
+
 @pytest.mark.parametrize(("urgency", "expected"), [("emergency", True), ("drain", False)])
 def test_an_emergency_request_is_remembered(urgency: str, expected: bool) -> None:
     """Also after it was withdrawn: the run is marked as preempting.  A precaution does not count."""

@@ -23,7 +23,6 @@ from swansongd.core.transition import Transition
 from swansongd.model import (
     GPU_IS_SOUND,
     CheckpointId,
-    CommitRef,
     GpuHealth,
     GpuRecord,
     GpuStatus,
@@ -34,7 +33,7 @@ SOURCE = "gpu"
 KNOWN_MAX = 256
 """Bound of each list in a record."""
 DOUBTFUL_MAX = 16
-"""Doubtful commits that are remembered: only the newest whole one counts."""
+"""Doubtful commits that are remembered: only the newest whole one counts, and some are never written."""
 
 
 def resumed(state: State, record: GpuRecord) -> State:
@@ -44,7 +43,7 @@ def resumed(state: State, record: GpuRecord) -> State:
         log_number=record.log_number,
         suspect_starts=frozenset(record.suspect_starts),
         before=record,
-        doubtful_commits=() if record.doubtful_commit is None else (record.doubtful_commit,),
+        doubtful_commits=record.doubtful_commits,
     )
     return replace(state, gpus=gpus)
 
@@ -72,17 +71,24 @@ def record_of(state: State) -> GpuRecord | None:
         suspect_starts=tuple(sorted(state.gpus.suspect_starts)),
         known_starts=tuple(known)[-KNOWN_MAX:],
         sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
-        doubtful_commit=max(state.gpus.doubtful_commits, default=None),
+        doubtful_commits=state.gpus.doubtful_commits,
     )
 
 
-def record_commit(transition: Transition, flush_id: str, ref: CommitRef) -> None:
-    """A commit, or this VM's part of one, was written: it is doubtful if its set is suspect."""
-    gpus, stored = transition.state.gpus, transition.state.commits.stored
-    done = next((item.staged for item in stored if item.flush_id == flush_id), None)
-    if done is not None and GPU_IS_SOUND in done.health:
-        newest = sorted({*gpus.doubtful_commits, ref})[-DOUBTFUL_MAX:]
-        _put(transition, replace(gpus, doubtful_commits=tuple(newest)))
+def reconcile(transition: Transition) -> None:
+    """The commit of a suspect set, or this VM's part of one, is doubtful before its manifest is written.
+
+    The reply can be lost, and the daemon may be restarted before the retry.  The next life then reads the
+    commit from the bucket.
+    """
+    state = transition.state
+    suspect = (
+        item.staged.id for item in state.commits.stored if GPU_IS_SOUND in item.staged.health
+    )
+    refs = {ref for ref in map(state.ref_of, suspect) if ref is not None}
+    if not refs.issubset(state.gpus.doubtful_commits):
+        newest = sorted(refs.union(state.gpus.doubtful_commits))[-DOUBTFUL_MAX:]
+        _put(transition, replace(state.gpus, doubtful_commits=tuple(newest)))
 
 
 def _away(state: State) -> tuple[str, ...]:

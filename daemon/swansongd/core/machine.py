@@ -136,7 +136,6 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case events.FlushFailed():
             flight.record_failed(transition, event)
         case events.CommitDone(flush_id, ref):
-            gpus.record_commit(transition, flush_id, ref)
             commits.record_done(transition, flush_id, ref)
         case events.PartsCounted():
             commits.record_parts_counted(transition, event)
@@ -180,6 +179,7 @@ def _reconcile(transition: Transition) -> None:
     stall.reconcile(transition)
     flight.reconcile(transition)
     commits.reconcile(transition)
+    gpus.reconcile(transition)
     staged_sets.reconcile(transition)
     verdict.reconcile(transition)
 

@@ -404,14 +404,20 @@ def reconcile(transition: Transition) -> None:
 
 
 def _due(state: State) -> Start | None:
-    """The oldest start that needs a generation and has none; the first scan may find older ones."""
+    """The oldest start that needs a generation, has none, and does not precede the claim in flight.
+
+    The first scan may find older ones.
+    """
     if state.staging.first_scan_mono_s is None or (
         state.starts.fenced_by is not None and not state.spans_vms
     ):
         return None
     with_sets = {staged.id.start for staged in state.uncommitted}
-    for start in state.starts.known:
-        is_newest = start is state.starts.known[-1] and start.is_live
+    known, claiming = state.starts.known, state.start_of(state.starts.claiming)
+    # A claim in flight may have succeeded: an earlier start would get a greater generation.
+    first = known.index(claiming) if claiming is not None and claiming.is_open else 0
+    for start in known[first:]:
+        is_newest = start is known[-1] and start.is_live
         is_needed = start.has_hooks or state.evacuation is not None  # for its farewell
         is_wanted = (is_newest and is_needed) or start.id in with_sets
         if start.generation is None and start.is_of_boot and start.is_open and is_wanted:

@@ -287,7 +287,7 @@ class GpuState:
     inherited: frozenset[CheckpointId] = frozenset()
     """Sets of the first scan, which predate this life of the daemon."""
     doubtful_commits: tuple[CommitRef, ...] = ()
-    """Newest commits of suspect sets, or this VM's parts of them, the newest last."""
+    """Newest commits of suspect sets, or this VM's parts of them, the newest last; some are not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -23,6 +23,7 @@ BYTES_MAX = 2**18
 _GPUS_MAX = 64
 _FAULTS_MAX = 16
 _NAMES_MAX = 256
+_COMMITS_MAX = 16
 _STEPS_MAX = 2**63
 _FACTS_MAX = 16
 _TEXT_MAX = 200
@@ -36,9 +37,7 @@ def facts_of(record: GpuRecord) -> dict[str, Any]:
         "suspect_starts": list(record.suspect_starts),
         "known_starts": list(record.known_starts),
         "sound_sets": [[each.step, each.nonce] for each in sorted(record.sound_sets)],
-        "doubtful_commit": None
-        if record.doubtful_commit is None
-        else asdict(record.doubtful_commit),
+        "doubtful_commits": [asdict(ref) for ref in record.doubtful_commits],
     }
 
 
@@ -58,7 +57,10 @@ def parse(facts: Mapping[str, Any]) -> GpuRecord:
         sound_sets=frozenset(
             _set(each) for each in bounds.items(facts["sound_sets"], "sound_sets", _NAMES_MAX)
         ),
-        doubtful_commit=_commit(facts["doubtful_commit"]),
+        doubtful_commits=tuple(
+            _commit(each)
+            for each in bounds.items(facts["doubtful_commits"], "doubtful_commits", _COMMITS_MAX)
+        ),
     )
 
 
@@ -95,9 +97,7 @@ def _set(value: Any) -> CheckpointId:
     return CheckpointId(step, bounds.text(pair[1], "nonce"))
 
 
-def _commit(value: Any) -> CommitRef | None:
-    if value is None:
-        return None
+def _commit(value: Any) -> CommitRef:
     facts = bounds.mapping(value, "a commit", _FACTS_MAX)
     return CommitRef(
         bounds.integer(facts["generation"], "generation", 0, _STEPS_MAX),

@@ -29,6 +29,7 @@ from swansongd.model import (
     CommitRef,
     GpuHealth,
     GpuStatus,
+    Parent,
     Severity,
     is_healthy,
     merged_health,
@@ -413,6 +414,37 @@ def test_a_restart_raises_no_verdict() -> None:
     after.scan()
     after.store_all()
     after.wait(1)
+    assert after.verdicts == ["PARTIAL generation 2 step 5"]
+
+
+@pytest.mark.fault("X09")
+@pytest.mark.parametrize("is_retried", [True, False])
+def test_a_doubtful_commit_whose_reply_was_lost_stays_doubtful(is_retried: bool) -> None:
+    """The next life of the daemon reads it from the bucket, and a later start has loaded it.
+
+    With ``is_retried``, the manifest of a later set is ordered and never written.
+    """
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, start_id="first")
+    story.flushed()
+    order = story.last(CommitManifest)
+    written = CommitRef(order.generation, 5)
+    story.commit_fails()
+    if is_retried:
+        story.wait(30)
+        story.committed()
+        story.seal(6, start_id="first")
+        story.flushed()
+    after = restarted(restarted(story, claimed=False), newest=written)
+    after.leave(exited=True)
+    after.join(2, step=-1, pid=2, start_id="second")
+    after.starts(5, 2, start_id="second", parent=Parent("first", 5))
+    after.notice(SPOT_S)
+    after.accept(5, 2)
+    after.wait(1)
+    assert not after.verdicts
+    after.wait(SPOT_S)
     assert after.verdicts == ["PARTIAL generation 2 step 5"]
 
 

@@ -139,6 +139,22 @@ def test_no_start_gets_a_greater_generation_than_a_later_one() -> None:
     assert story.state.commits.last_complete == CommitRef(2, 1)
 
 
+def test_no_earlier_start_is_claimed_while_the_claim_of_a_later_one_is_in_flight() -> None:
+    """Its first set is found meanwhile.  The reply to the later claim may be lost."""
+    story = Story()
+    story.grants = False
+    story.join(start_id="a")
+    again(story, "b")
+    story.seal(9, start_id="a")
+    story.wait(1)
+    assert claims(story) == ["a", "b"]
+    story.grant("b")
+    story.seal(10, start_id="b")
+    story.store_all()
+    assert claims(story) == ["a", "b"]
+    assert manifests(story) == [(2, 10)]
+
+
 @pytest.mark.fault("H01")
 def test_a_rank_of_an_earlier_start_that_connects_late_ends_no_later_start() -> None:
     """A restarted daemon without its record sees a dying rank of the start before after the new rank 0."""

@@ -213,7 +213,7 @@ def a_gpu_record() -> GpuRecord:
         suspect_starts=("c", "a"),
         known_starts=("b", "a"),
         sound_sets=frozenset({CheckpointId(4, "abc")}),
-        doubtful_commit=CommitRef(2, 5),
+        doubtful_commits=(CommitRef(2, 4), CommitRef(2, 5)),
     )
 
 
@@ -324,8 +324,9 @@ def with_gpu(**changes: object) -> dict[str, object]:
         {"known_starts": ["x"] * 1000},
         {"sound_sets": [[3]]},
         {"sound_sets": [[3, 4]]},
-        {"doubtful_commit": {}},
-        {"doubtful_commit": [1]},
+        {"doubtful_commits": {}},
+        {"doubtful_commits": [1]},
+        {"doubtful_commits": [{}]},
     ],
     ids=lambda changes: repr(changes)[:40],
 )

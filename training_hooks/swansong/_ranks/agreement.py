@@ -231,10 +231,17 @@ class Agreement:
     # ------------------------------------------------------------ training loop
 
     def begin(self, step: int) -> None:
-        """A start of the training begins after this step: answers of an earlier start do not count for it."""
+        """A start of the training begins after this step: answers of an earlier start do not count for it.
+
+        A request that arrived during a rollback was accepted with the step before it.  Its target is such a
+        step, too, which this start may not reach in time.
+        """
         with self._changed:
             self._answers.clear()
             self.step = step
+            active = self._active
+            if active is not None and active.accepted.step > step:
+                self._answer(Declined(active.request.id, "the training was started again"))
 
     @property
     def current(self) -> CheckpointRequest | None:
