@@ -1255,6 +1255,8 @@ class World:
 
     def _signal(self, request_id: str) -> None:
         life = self.life
+        if self.trainer is not None and self.trainer.process_id in self.suspect_starts:
+            raise Broken("suspect training is asked for a checkpoint")
 
         def happens() -> None:
             if life != self.life or self.exit is not None:
@@ -1266,8 +1268,6 @@ class World:
             if trainer is None:
                 self.step(SignalRefused(request_id, "no process runs"))
                 return
-            if trainer.process_id in self.suspect_starts:
-                raise Broken("suspect training is asked for a checkpoint")
             self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
             trainer.signalled.append(request_id)
             self._answers_signal(trainer)
