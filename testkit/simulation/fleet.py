@@ -591,7 +591,7 @@ class Fleet:
         vm.post(lambda: NoticeRaised(notice), 0.2)
 
         def ends() -> None:
-            if vm.notice is notice and vm.is_alive and not self.chance("survives", 0.3):
+            if vm.notice is notice and vm.is_alive and not self.chance("survives", 0.4):
                 self.lose(vm)
 
         self.at(in_s, ends)

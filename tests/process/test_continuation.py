@@ -56,7 +56,7 @@ def test_killed_at_any_request_the_flush_continues(
             if daemon.popen.poll() is None:
                 break
     starts = request - first + 1
-    assert starts > 4
+    assert starts >= 4
     assert strict_bucket.restored(tmp_path / "restored") == content
     assert sum(strict_bucket.chunks_sent().values()) <= 6 + 2 * starts, (
         "two connections, so at most two chunks for each start"

@@ -12,6 +12,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -322,11 +323,12 @@ def test_unreadable_lifecycle_rules_are_skipped(vm: Vm, bucket: Bucket) -> None:
 
 def test_a_lifecycle_rule_that_deletes_by_age_is_a_failure(vm: Vm, bucket: Bucket) -> None:
     rule = {"ID": "x", "Status": "Enabled", "Filter": {"Prefix": ""}, "Expiration": {"Days": 9999}}
-    put_lifecycle(bucket, {"Rules": [rule]})
-    assert examine(vm)[1]["lifecycle rule"]["level"] == "failure"
+    with lifecycle_of(bucket, {"Rules": [rule]}):
+        assert examine(vm)[1]["lifecycle rule"]["level"] == "failure"
 
 
-def put_lifecycle(bucket: Bucket, rules: dict[str, Any]) -> None:
+@contextmanager
+def lifecycle_of(bucket: Bucket, rules: dict[str, Any]) -> Iterator[None]:
     import boto3
 
     client = boto3.client(
@@ -337,7 +339,11 @@ def put_lifecycle(bucket: Bucket, rules: dict[str, Any]) -> None:
         aws_secret_access_key="emulated",
     )
     client.put_bucket_lifecycle_configuration(Bucket="ckpt", LifecycleConfiguration=rules)
-    client.close()
+    try:
+        yield
+    finally:  # further tests have the same bucket
+        client.delete_bucket_lifecycle(Bucket="ckpt")
+        client.close()
 
 
 # ---------------------------------------------------------------- staging

@@ -195,7 +195,7 @@ def test_a_damaged_object_comes_from_the_mirror(
     following.start_trainer("--every-steps", "20", script=witness)
     assert daemon.lines.wait(event="resume")["step"] == step
     assert daemon.lines.all(event="read_from_mirror")
-    assert mirror_of(following)["objects_taken"] == 1
+    assert mirror_of(following)["objects_taken"] >= 1
     # A command without a daemon does the same, and an empty mirror gets no damaged byte.
     empty = {**mirror, "url": f"{mirror['url']}-new"}
     other = vm_with(new_vm, "other", bucket.store, empty)

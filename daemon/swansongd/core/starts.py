@@ -54,7 +54,7 @@ from swansongd.model import (
 
 STARTS_MAX = 64
 """Number of starts that are remembered, however often a trainer starts."""
-CLAIMS_MAX = 6
+CLAIMS_MAX = 8
 WINDOW_S = 90.0
 """No more than CLAIMS_MAX claims within this time, for which a trainer waits with its restore query ..."""
 EVACUATION_CLAIMS_MAX = 2
@@ -73,7 +73,7 @@ def see(transition: Transition, start_id: str, process_start: int = 0) -> None:
 
     Args:
         process_start: when the process began.  A process of an earlier start may end late, and connect to a
-            restarted daemon after those of the newest one.
+            restarted daemon after those of the newest one, which are still connected.
     """
     state = transition.state
     known = state.start_of(start_id)
@@ -82,7 +82,8 @@ def see(transition: Transition, start_id: str, process_start: int = 0) -> None:
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
-        later = [start for start in others if _began_after(start, process_start)]
+        here = {trainer.start_id for trainer in state.connected}
+        later = [s for s in others if s.id in here and _began_after(s, process_start)]
         earlier = others[: others.index(later[0])] if later else others
         is_overtaken = any(start.generation is not None for start in later)
         seen = replace(seen, is_open=not is_overtaken)
@@ -98,7 +99,7 @@ def see(transition: Transition, start_id: str, process_start: int = 0) -> None:
 def _began_after(start: Start, process_start: int) -> bool:
     """Whether all known processes of a start began after this time."""
     began = [ticks for _, ticks in start.members.values()]
-    return start.is_live and bool(began) and 0 < process_start < min(began)
+    return bool(began) and 0 < process_start < min(began)
 
 
 def _place(start: Start) -> float:
