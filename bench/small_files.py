@@ -127,7 +127,7 @@ def measure(name: str, store: ObjectStore, files: int, size_bytes: int, place: P
         files,
     )
     assert sum(path.is_file() for path in to.rglob("*")) == files
-    some = [stored.key for stored in made.objects[:2000]]
+    some = [chunk.key for chunk in made.chunks[:2000]]
     timed(f"{name} bare get", lambda: bare(some, store.get), len(some))
     data = bytes(size_bytes)
     timed(f"{name} bare put", lambda: bare(some, lambda key: store.put(f"bare/{key}", data)), 2000)
