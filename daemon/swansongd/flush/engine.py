@@ -23,7 +23,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
-from swansong.bounds import BoundsError
 
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
@@ -34,7 +33,7 @@ from swansongd.flush.layout import Layout, size_of
 from swansongd.flush.queue import UploadQueue
 from swansongd.flush.reading import Cancelled
 from swansongd.flush.sender import ChunkSender, chunk_nonce
-from swansongd.flush.tasks import Begin, Finish, StoreChunk, Task, TaskOutcome
+from swansongd.flush.tasks import Begin, Finish, StoreChunk, Task
 from swansongd.model import CheckpointId, Chunk, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
@@ -167,7 +166,8 @@ class FlushEngine:
     def _work(self) -> None:
         while True:
             flush, task = self._take()
-            self._leave(flush, task, self._carry_out(flush, task))
+            is_readable = self._carry_out(flush, task)
+            self._leave(flush, task, is_readable=is_readable)
 
     def _take(self) -> tuple[ActiveFlush, Task]:
         """Wait for a task."""
@@ -205,7 +205,8 @@ class FlushEngine:
         if self._admits_worker(active):
             self._has_work.notify()
 
-    def _carry_out(self, flush: ActiveFlush, task: Task) -> TaskOutcome:
+    def _carry_out(self, flush: ActiveFlush, task: Task) -> bool:
+        """Returns False if a file cannot be read now."""
         try:
             match task:
                 case Begin():
@@ -215,22 +216,18 @@ class FlushEngine:
                 case StoreChunk():
                     self._sender.carry_out(flush, task)
         except Cancelled:
-            return TaskOutcome.RETRY
+            pass
         except StagingError as error:
             self._fail(flush, error.line(), void=True)
-            return TaskOutcome.DEFERRED
-        except BoundsError as error:  # the set has a number that no key can contain
-            self._fail(flush, str(error), void=True)
+            return False
         except SwansongError as error:
             self._fail(flush, error.line(), void=False)
         except Exception as error:  # a fault of the daemon must not end the worker
             _log.exception("flush_fault", flush_id=flush.flush_id)
             self._fail(flush, f"{type(error).__name__}: {error}", void=False)
-        else:
-            return TaskOutcome.DONE
-        return TaskOutcome.RETRY
+        return True
 
-    def _leave(self, flush: ActiveFlush, task: Task, outcome: TaskOutcome) -> None:
+    def _leave(self, flush: ActiveFlush, task: Task, *, is_readable: bool) -> None:
         with self._lock:
             flush.workers -= 1
             self._in_flight_bytes -= _chunk_bytes(task)
@@ -238,10 +235,9 @@ class FlushEngine:
                 self._is_beginning = False
                 self._has_work.notify()
             elif isinstance(task, StoreChunk):
-                if outcome is TaskOutcome.DEFERRED and self._active is not flush:
-                    # A newer flush of the set may be able to read the file.
-                    outcome = TaskOutcome.RETRY
-                flush.queue.finish(task, outcome)
+                # A newer flush of the set may be able to read the file.
+                is_deferred = not is_readable and self._active is flush
+                flush.queue.finish(task, is_deferred=is_deferred)
             self._close_if_over(flush)
 
     def _begin(self, flush: ActiveFlush) -> None:

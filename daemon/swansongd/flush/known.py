@@ -156,7 +156,7 @@ class KnownChunks:
             return chunk
 
     def confirmed(self, chunk: Chunk, age_s: float | None) -> bool:
-        """The store has this chunk.  Returns whether a manifest may name it: not if it is too old.
+        """The store has this chunk.  Returns whether a manifest may name it: not if it is old or forgotten.
 
         Args:
             age_s: as the store reports it; None: unknown.
@@ -164,6 +164,8 @@ class KnownChunks:
         with self._lock:
             if self._named.get(chunk.digest) == chunk:
                 return True
+            if not self._holds(chunk):
+                return False  # forgotten while the request was in flight
             self._created_boot_s[chunk] = self._boottime() - (age_s or 0.0)
             return (age_s or 0.0) < CREATED_S_MAX
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import Layout, Piece, Pieces, size_of
-from swansongd.flush.tasks import Finish, StoreChunk, TaskOutcome
+from swansongd.flush.tasks import Finish, StoreChunk
 from swansongd.model import Chunk, Extent, Staged, StagedFile, StoredShard
 
 
@@ -115,12 +115,18 @@ class UploadQueue:
                 self.bytes_stored += piece.size_bytes
                 self._left -= 1
 
-    def finish(self, task: StoreChunk, outcome: TaskOutcome) -> None:
-        """Take a task back from its worker, and queue it again unless it is done or has to wait."""
+    def finish(self, task: StoreChunk, *, is_deferred: bool = False) -> None:
+        """Take a task back from its worker, and queue again what is not stored.
+
+        The worker does not know that: the queue may have been opened again since it looked.
+
+        Args:
+            is_deferred: a file cannot be read now; the next :meth:`open` tries again.
+        """
         self._in_flight.difference_update(task.pieces)
         self.in_flight -= 1
         missing = tuple(piece for piece in task.pieces if self._is_missing(piece))
-        if missing and outcome is TaskOutcome.RETRY:
+        if missing and not is_deferred:
             self._waiting.appendleft(missing)
 
     def _is_missing(self, piece: Piece) -> bool:

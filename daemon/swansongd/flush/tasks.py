@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from enum import Enum
 
 from swansongd.flush.layout import Pieces
 
@@ -27,12 +26,3 @@ class Finish:
 
 
 Task = Begin | StoreChunk | Finish
-
-
-class TaskOutcome(Enum):
-    """The result of a task."""
-
-    DONE = "done"
-    RETRY = "retry"
-    DEFERRED = "deferred"
-    """A file cannot be read now; the next flush of the set tries again."""

@@ -91,18 +91,6 @@ def test_a_hundred_small_files_need_few_requests(tmp_path: Path) -> None:
     assert len(flush.store.requests) == len(set(keys_of(done))) == 10
 
 
-def test_a_set_with_a_generation_that_no_key_can_contain_is_void(flush: FlushRig) -> None:
-    """No reader would find its chunks.  The flush fails immediately, and the next set is sent."""
-    staged = staged_set(flush.run_directory, {"a": noise(3 * CHUNK)})
-    flush.engine.start("beyond", staged, 10**8)
-    failed = flush.outcome()
-    assert isinstance(failed, FlushFailed)
-    assert failed.void
-    assert "not an integer from 0" in failed.reason
-    other = staged_set(flush.run_directory, {"a": b"a"}, step=6, directory="s-6.abc")
-    flush.flushed(other)
-
-
 # ---------------------------------------------------------------------- void sets and failures
 
 

@@ -301,6 +301,17 @@ def test_a_chunk_is_not_known_by_its_digest_alone(tmp_path: Path) -> None:
         assert known.holds([chunk])
 
 
+def test_a_chunk_that_is_forgotten_while_the_store_confirms_it_stays_forgotten(
+    tmp_path: Path,
+) -> None:
+    """The store has lost another chunk meanwhile: no manifest may name this one."""
+    known = opened(tmp_path)
+    known.created(CHUNKS[0], {})
+    known.distrust()
+    assert not known.confirmed(CHUNKS[0], 0.0)
+    assert known.age_s(CHUNKS[0]) is None
+
+
 def test_small_files_are_known_while_their_chunk_is(tmp_path: Path) -> None:
     known = opened(tmp_path)
     small = Extent(CHUNKS[0], 0, 1)

@@ -19,7 +19,7 @@ from swansongd.flush.layout import (
     size_of,
 )
 from swansongd.flush.queue import UploadQueue
-from swansongd.flush.tasks import Finish, StoreChunk, TaskOutcome
+from swansongd.flush.tasks import Finish, StoreChunk
 from swansongd.model import (
     CHUNK_BYTES_MAX,
     CheckpointId,
@@ -136,6 +136,10 @@ class Queue(UploadQueue):
         return task
 
     def store(self, task: StoreChunk) -> None:
+        self.note(task)
+        self.finish(task)
+
+    def note(self, task: StoreChunk) -> None:
         data = repr(task.pieces).encode()
         chunk = self._known.created(chunk_of(data, size_bytes=size_of(task.pieces)), {})
         offset, extents = 0, {}
@@ -143,7 +147,6 @@ class Queue(UploadQueue):
             extents[piece] = Extent(chunk, offset, piece.size_bytes)
             offset += piece.size_bytes
         self.stored(extents)
-        self.finish(task, TaskOutcome.DONE)
 
 
 @pytest.fixture
@@ -177,9 +180,9 @@ def test_a_chunk_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next
     set_ = staged({"a": 250})
     queue.reopen(set_)
     first, second = queue.take(), queue.take()
-    queue.finish(first, TaskOutcome.RETRY)
+    queue.finish(first)
     assert queue.take() == first
-    queue.finish(second, TaskOutcome.DEFERRED)
+    queue.finish(second, is_deferred=True)
     third = queue.take()
     assert queue.next_task() is None
     queue.reopen(set_)
@@ -188,6 +191,50 @@ def test_a_chunk_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next
     for task in (first, second, third):
         queue.store(task)
     assert queue.next_task() == Finish()
+
+
+@given(
+    actions=st.lists(
+        st.sampled_from(["take", "store", "note", "give back", "close", "reopen", "distrust"]),
+        max_size=40,
+    ),
+    number=st.integers(0, 10),
+)
+@example(actions=["take", "close", "reopen", "give back"], number=0)
+@example(actions=["take", "note", "distrust", "reopen", "give back"], number=0)
+def test_no_chunk_is_left_out_whatever_happened_while_it_was_in_flight(
+    tmp_path_factory: pytest.TempPathFactory, actions: list[str], number: int
+) -> None:
+    """A flush that waits for a chunk which no worker has, and which is not queued, never ends."""
+    known = KnownChunks(
+        tmp_path_factory.mktemp("known"), run="r", store_url="u", is_data=RunKeys("r").is_data
+    )
+    queue, set_ = Queue(known), staged({"a": 250, "b": 10, "c": 20})
+    queue.reopen(set_)
+    in_flight: list[StoreChunk] = []
+    for action in actions:
+        match action:
+            case "take" if queue.has_task() and isinstance(task := queue.next_task(), StoreChunk):
+                in_flight.append(task)
+            case "store" if in_flight:
+                queue.store(in_flight.pop(number % len(in_flight)))
+            case "note" if in_flight:
+                queue.note(in_flight[0])
+            case "give back" if in_flight:
+                queue.finish(in_flight.pop(number % len(in_flight)))
+            case "close":
+                queue.close()
+            case "reopen":
+                queue.reopen(set_)
+            case "distrust":
+                known.distrust()
+    queue.reopen(set_)
+    for task in in_flight:
+        queue.finish(task)
+    while isinstance(task := queue.next_task(), StoreChunk):
+        queue.store(task)
+    assert task == Finish()
+    assert [shard.size_bytes for shard in queue.shards()] == [250, 10, 20]
 
 
 def test_a_chunk_that_is_stored_while_the_set_is_reopened_counts_once(queue: Queue) -> None:
@@ -223,7 +270,7 @@ def test_a_changed_file_loses_its_progress_alone(queue: Queue) -> None:
     queue.store(tasks[0])
     queue.reopen(staged({"a": 200, "b": 100}, "a"))
     assert queue.bytes_stored == 100
-    queue.finish(tasks[1], TaskOutcome.RETRY)
+    queue.finish(tasks[1])
     assert [queue.take().pieces[0].file.inode for _ in range(2)] == [2, 2]
     assert queue.next_task() is None
 
