@@ -221,11 +221,6 @@ class Start:
     def has_hooks(self) -> bool:
         return not self.id.startswith(PROCESS_PREFIX)
 
-    @property
-    def process_id(self) -> str:
-        """The same for all starts of the same processes, which a rollback begins."""
-        return self.id.partition("~")[0]
-
 
 class CheckpointKind(StrEnum):
     """Why a checkpoint was taken."""

@@ -23,7 +23,7 @@ from swansong.bounds import BYTES_MAX, STEP_MAX
 from swansongd.model import CHUNK_BYTES_MAX
 
 CHUNK_BYTES_MIN = 2**20
-"""Minimum of S3 for all parts but the last."""
+"""Smaller chunks cost more for their requests than for their bytes."""
 
 DAYS_MAX = 36_500
 """A hundred years: the limit of S3 and GCS for a retention."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from swansong import bounds
 
+from swansongd.core.gpus import DOUBTFUL_MAX, KNOWN_MAX
 from swansongd.model import (
     CheckpointId,
     CommitRef,
@@ -22,8 +23,6 @@ from swansongd.util.printable import printable
 BYTES_MAX = 2**18
 _GPUS_MAX = 64
 _FAULTS_MAX = 16
-_NAMES_MAX = 256
-_COMMITS_MAX = 16
 _STEPS_MAX = 2**63
 _FACTS_MAX = 16
 _TEXT_MAX = 200
@@ -55,11 +54,11 @@ def parse(facts: Mapping[str, Any]) -> GpuRecord:
         suspect_starts=tuple(_names(facts, "suspect_starts")),
         known_starts=tuple(_names(facts, "known_starts")),
         sound_sets=frozenset(
-            _set(each) for each in bounds.items(facts["sound_sets"], "sound_sets", _NAMES_MAX)
+            _set(each) for each in bounds.items(facts["sound_sets"], "sound_sets", KNOWN_MAX)
         ),
         doubtful_commits=tuple(
             _commit(each)
-            for each in bounds.items(facts["doubtful_commits"], "doubtful_commits", _COMMITS_MAX)
+            for each in bounds.items(facts["doubtful_commits"], "doubtful_commits", DOUBTFUL_MAX)
         ),
     )
 
@@ -107,9 +106,7 @@ def _commit(value: Any) -> CommitRef:
 
 
 def _names(facts: Mapping[str, Any], field: str) -> list[str]:
-    return [
-        bounds.identifier(each, field) for each in bounds.items(facts[field], field, _NAMES_MAX)
-    ]
+    return [bounds.identifier(each, field) for each in bounds.items(facts[field], field, KNOWN_MAX)]
 
 
 def _text(facts: Mapping[str, Any], field: str) -> str:
