@@ -141,7 +141,7 @@ bench-preemption: $(STAMP)  ## measure what one preemption costs, also with othe
 bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)
 	$(BIN)/python -m bench.frozen
 
-bench-delta: $(STAMP)  ## measure the flush of a 4 GiB file of which no, some or all parts have changed (2 minutes)
+bench-delta: $(STAMP)  ## measure the flush of a 4 GiB file of which no, some or all chunks have changed (2 minutes)
 	$(BIN)/python -m bench.delta $(BENCH_ARGS)
 
 bench-small: $(STAMP)  ## measure flush, commit, verify and restore of 20,000 files of 4 KiB, with a directory and the S3 emulator (2 minutes)

@@ -2,9 +2,8 @@
 """Compares the forecast of each evacuation with the time that it took: ``python -m bench.plans``.
 
 A real ``swansongd`` and a trainer with the hooks run against an S3 emulator.  The emulator limits the rate of
-all bodies together, and takes longer to complete an upload with more parts.  Each VM makes one periodic
-checkpoint and then a few evacuations.  The next VM continues the run with an empty disk, and plans with the
-figures of the last manifest.
+all bodies together.  Each VM makes one periodic checkpoint and then a few evacuations.  The next VM continues
+the run with an empty disk, and plans with the figures of the last manifest.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ from swansongd.errors import Unreachable
 
 from bench.transfer.results import write_page
 from testkit.emulators.s3_strict import S3
-from testkit.emulators.store_control import Call, StoreControl, StoreResponse
+from testkit.emulators.store_control import StoreControl
 from testkit.emulators.store_server import StoreServer
 from testkit.rig import Process, Vm
 from testkit.strict_bucket import ACCOUNT
@@ -39,8 +38,6 @@ from testkit.waiting import until
 T = TypeVar("T")
 
 MIB = 2**20
-COMPLETE_S, COMPLETE_PART_S = 0.05, 0.02
-"""Time to complete an upload, and for each of its parts."""
 NOTICE_S = 100.0
 
 
@@ -78,13 +75,8 @@ class Outcome:
         return abs(self.took_s / self.expected_s - 1)
 
 
-class SlowS3(S3):
-    """Takes time to complete an upload, outside the lock of the store."""
-
-    def respond(self, call: Call) -> StoreResponse:
-        if call.method == "POST" and "uploadId=" in call.query:
-            time.sleep(COMPLETE_S + COMPLETE_PART_S * call.body.count(b"<Part>"))
-        return super().respond(call)
+class EmptiedS3(S3):
+    """A store that can be emptied."""
 
     def drop_data(self) -> None:
         """Forget the shards, so that the memory stays bounded."""
@@ -96,7 +88,7 @@ class SlowS3(S3):
 
 def measured(size: Size, evacuations: int, evacuations_per_vm: int) -> list[Outcome]:
     """The outcomes of one size."""
-    s3 = SlowS3(["ckpt"])
+    s3 = EmptiedS3(["ckpt"])
     control = StoreControl(s3.respond, s3.corrupt, (), s3.order)
     control.total_bytes_per_s = size.link_bytes_per_s
     outcomes: list[Outcome] = []
@@ -112,7 +104,7 @@ def measured(size: Size, evacuations: int, evacuations_per_vm: int) -> list[Outc
 
 
 def _one_vm(
-    size: Size, store: dict[str, str], s3: SlowS3, evacuations: int, *, from_step: int
+    size: Size, store: dict[str, str], s3: EmptiedS3, evacuations: int, *, from_step: int
 ) -> list[Outcome]:
     outcomes = []
     with running_vm(size, store, from_step=from_step) as (client, _):
@@ -127,7 +119,7 @@ def running_vm(
     size: Size, store: dict[str, str], *, from_step: int, **settings: dict[str, Any]
 ) -> Iterator[tuple[DaemonClient, Process]]:
     """A VM with an empty disk, after its periodic checkpoint: a client of its daemon, and the daemon."""
-    # A part size of 5 MiB gives the files of these sizes several parts, as 16 MiB does to larger ones.
+    # Chunks of 5 MiB give the files of these sizes several chunks, as 16 MiB does to larger ones.
     settings["flush"] = {"chunk_bytes": "5MiB", "connections": 8}
     with (
         tempfile.TemporaryDirectory() as directory,

@@ -25,7 +25,7 @@ from typing import Any
 from swansong import protocol
 from swansongd.cli.client import DaemonClient
 
-from bench.plans import NOTICE_S, Size, SlowS3, command, report_of, running_vm
+from bench.plans import NOTICE_S, EmptiedS3, Size, command, report_of, running_vm
 from testkit.emulators.store_control import StoreControl
 from testkit.emulators.store_server import StoreServer
 from testkit.rig import Process
@@ -67,7 +67,7 @@ def judged(size: Size, evacuations: int, evacuations_per_vm: int) -> list[Judgem
     low, high = FACTORS
     factors = [low + (high - low) * (i + 0.5) / evacuations for i in range(evacuations)]
     random.Random(size.name).shuffle(factors)
-    s3 = SlowS3(["ckpt"])
+    s3 = EmptiedS3(["ckpt"])
     control = StoreControl(s3.respond, s3.corrupt, (), s3.order)
     control.total_bytes_per_s = size.link_bytes_per_s
     found: list[Judgement] = []
@@ -83,7 +83,7 @@ def judged(size: Size, evacuations: int, evacuations_per_vm: int) -> list[Judgem
 
 
 def _one_vm(
-    size: Size, store: dict[str, str], s3: SlowS3, factors: list[float], *, from_step: int
+    size: Size, store: dict[str, str], s3: EmptiedS3, factors: list[float], *, from_step: int
 ) -> list[Judgement]:
     """One periodic checkpoint, one evacuation with ample time, and one for each factor."""
     found = []

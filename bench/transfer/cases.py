@@ -41,7 +41,7 @@ class Workload:
     count: int
     size_bytes: int
     is_sparse: bool = False
-    """Only the begin of each chunk has data: for cases that the network limits, not the memory."""
+    """Only the start of each chunk has data: for cases that the network limits, not the memory."""
 
     @property
     def files(self) -> list[tuple[str, int]]:
@@ -137,7 +137,7 @@ def reference_of(case: Case) -> str:
 
 
 def make_files(workload: Workload, directory: Path) -> None:
-    """Write the files with different blocks; a sparse file has data only at the begin of each chunk."""
+    """Write the files with different blocks; a sparse file has data only at the start of each chunk."""
     shutil.rmtree(directory, ignore_errors=True)
     directory.mkdir(parents=True)
     space = os.statvfs(directory)

@@ -81,7 +81,7 @@ def live(seed: int) -> World:
 
 
 def _awaits_a_save(world: World, weather: random.Random) -> None:
-    """Run until just after the next set, or until none comes."""
+    """Run until just after the next set; at most for some time."""
     sealed, until_s = len(world.sealed), world.now + 30.0
     while len(world.sealed) == sealed and world.now < until_s:
         world.run(world.now + 0.2)
@@ -131,7 +131,7 @@ def _awaits_nothing(world: World, weather: random.Random) -> None:
 
 
 def _restarts_after_safe(world: World, weather: random.Random) -> None:
-    """Run until SAFE, or until none comes; then the daemon and the training start again.
+    """Run until SAFE, at most for some time; then the daemon and the training start again.
 
     The training may do so before SAFE, too, while the set that answers the request is stored.
     """
@@ -321,7 +321,7 @@ def live_fleet(seed: int) -> Fleet:
 
 
 def _awaits_a_step(fleet: Fleet) -> None:
-    """The job starts again; run until just after the first step, or until none comes."""
+    """The job starts again; run until just after the first step, at most for 20 s."""
     fleet.restart(fleet.delay_s(2.0))
     until_s = fleet.now + 20.0
     while fleet.now < until_s and fleet.start is not None:

@@ -712,7 +712,7 @@ class World:
         self._trains(trainer)
 
     def _begins_over(self, trainer: Trainer) -> None:
-        """It cannot load what the daemon answered, and tells it."""
+        """The start cannot load the checkpoint from the daemon's answer, and reports this to the daemon."""
         trainer.begins_over = True
         for rank in trainer.ranks if trainer is self.trainer else ():
             if rank.is_connected:

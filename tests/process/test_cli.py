@@ -495,7 +495,7 @@ def test_verify_finds_damage(place: Place) -> None:
     done = place.run("verify")
     counts = "52 objects read, 0 of them shared by several commits"
     assert done.returncode == 0
-    assert done.stdout == f"all stored bytes of run r match their manifests: {counts}\n"
+    assert done.stdout == f"all stored bytes of run r match their names: {counts}\n"
     assert place.run_json("verify")["defects"] == []
     flip_bit(object_path(place.tmp_path / "store", made.chunks[0].key), 3)
     done = place.run("verify")

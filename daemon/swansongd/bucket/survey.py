@@ -79,7 +79,7 @@ class Chunks:
         return all(self._stored[number] for number in numbers)
 
     def stored_bytes(self, numbers: Iterable[int]) -> int:
-        """Size of those of the chunks that are stored."""
+        """Size of the stored chunks."""
         return sum(self._sizes_bytes[number] for number in numbers if self._stored[number])
 
     def count_except(self, named: bytearray) -> int:

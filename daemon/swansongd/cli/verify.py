@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""``swansong verify``: compare the stored bytes with the manifests, and repair what is damaged."""
+"""``swansong verify``: compare the stored bytes with their names, and repair what is damaged."""
 
 from __future__ import annotations
 
@@ -131,7 +131,7 @@ def run(args: argparse.Namespace) -> int:
         )
     what = "all stored bytes" if args.sample >= 1 else f"{human_bytes(findings.read_bytes)}"
     print(
-        f"{what} of run {run_name} match their manifests: {findings.objects} objects "
+        f"{what} of run {run_name} match their names: {findings.objects} objects "
         f"{'read' if args.sample >= 1 else 'counted'}, {findings.shared} of them shared by several commits"
     )
     return 0

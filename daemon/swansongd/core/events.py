@@ -306,10 +306,10 @@ class FlushProgress:
     """Bytes of the set that need not be sent any more: stored by any flush, or referenced."""
     bytes_sent: int = 0
     """Bytes of this flush, which measure the bandwidth.  They count window by window as they are sent, and
-    are subtracted when they must be sent again.  Whole parts would be too coarse: parallel parts finish in
-    bursts, and seconds without a finished part would look like an idle link."""
+    are subtracted when they must be sent again.  Whole chunks would be too coarse: parallel chunks
+    finish in bursts, and seconds without a finished chunk would look like an idle link."""
     bytes_compared: int = 0
-    """Bytes that were only read, to find the parts that an earlier commit has."""
+    """Bytes that were only read: the store has them already."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -76,9 +76,9 @@ class Flight:
     """Bytes of the set that this flush need not send: stored earlier, or referenced."""
     bytes_sent: int = 0
     bytes_compared: int = 0
-    """Bytes that were only read: comparing says nothing about the bandwidth."""
+    """Bytes that were only read: they say nothing about the bandwidth."""
     sending_mono_s: float | None = None
-    """The last instant at which it compared parts and had sent nothing."""
+    """The last instant at which it had read known bytes and had sent nothing."""
     sampled_mono_s: float
     """Instant and ``bytes_sent`` of the last bandwidth sample."""
     sampled_bytes: int = 0

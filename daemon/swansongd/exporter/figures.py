@@ -42,7 +42,7 @@ class CommitFacts:
     ref: CommitRef
     kind: CheckpointKind
     size_bytes: int
-    """Over all nodes.  A part that several commits share counts in each of them."""
+    """Over all nodes.  A chunk that several commits share counts in each of them."""
     created_wall_s: float | None
     """When the last VM wrote its manifest; None if no manifest has a valid time."""
 

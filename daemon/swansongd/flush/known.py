@@ -172,7 +172,7 @@ class KnownChunks:
     def forget_old(self) -> None:
         """Forget chunks without a commit that are too old.  Called when a flush begins, not during one.
 
-        Else a flush of more than 12 h would send its first chunks again when it ends, and so on.
+        Otherwise a flush of more than 12 h would never end: it would send its oldest chunks again and again.
         """
         with self._lock:
             before_boot_s = self._boottime() - CREATED_S_MAX
@@ -328,7 +328,7 @@ def _by_digest(shards: Sequence[StoredShard]) -> dict[bytes, Chunk]:
 
 
 def _line(text: str) -> bytes:
-    """A line with a check of its own, so that a torn or damaged line is passed over."""
+    """A line with its own checksum, so that a damaged line is skipped."""
     return f"{blake3(text.encode()).hexdigest(8)} {text}\n".encode()
 
 

@@ -64,7 +64,7 @@ class Possession:
         self._chosen: Chunk | None = None
         self._is_reading = False
         self._next_mono_s = -1.0
-        """Earliest begin of the next read."""
+        """The next read starts no earlier."""
         threading.Thread(target=self._run, name="possession", daemon=True).start()
 
     def offer(self, chunk: Chunk) -> None:
@@ -78,7 +78,7 @@ class Possession:
     def settle(self) -> None:
         """Read one of the chunks that were created since the last read, but do not wait for long.
 
-        Afterwards :meth:`KnownChunks.holds` says what a manifest may name.
+        Afterwards :meth:`KnownChunks.holds` returns whether a manifest may name its chunks.
         """
         limit_s = URGENT_WAIT_S if self._is_urgent() else WAIT_S
         with self._changed:

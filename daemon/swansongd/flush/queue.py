@@ -15,7 +15,7 @@ from swansongd.model import Chunk, Extent, Staged, StagedFile, StoredShard
 
 @dataclass(slots=True)
 class _File:
-    """A file of the set, with the extents of those of its pieces that are stored."""
+    """A file of the set, with the extents of its stored pieces."""
 
     file: StagedFile
     pieces: list[Piece]

@@ -22,7 +22,7 @@ from swansongd.stores.base import ObjectStore
 from swansongd.util.threads import parallel
 
 VERIFIED_MAX = 200_000
-"""Verified chunks that are remembered, besides those of the manifest in work."""
+"""Verified chunks that are remembered, besides those of the manifest that is being copied."""
 _LISTED_MIN = 100
 """With more chunks of one generation, a listing costs less than their HEADs."""
 
@@ -104,7 +104,7 @@ class ChunkCopier:
         self._parallel(chunks, self._copy)
 
     def verify(self, chunks: Sequence[Chunk]) -> None:
-        """Read those of the chunks back from the mirror that are not verified yet; raises as :meth:`copy`."""
+        """Read the chunks back from the mirror that are not verified yet; raises as :meth:`copy`."""
         unverified = [chunk for chunk in chunks if chunk.key not in self.verified]
         self._parallel(unverified, self._verify)
         if len(self.verified) > VERIFIED_MAX:
