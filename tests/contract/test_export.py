@@ -12,6 +12,7 @@ from typing import Any
 import boto3
 import pytest
 from google.cloud import storage
+from swansongd.bucket.keys import RunKeys
 from swansongd.cli import export, main
 from swansongd.stores.file.store import FileStore
 
@@ -149,9 +150,57 @@ def test_a_damaged_commit_is_not_exported(store: FileStore, place: Place, tmp_pa
     assert place.files() == {}
 
 
+@pytest.mark.parametrize("url", ["ftp://x/y", "s3://"])
 def test_the_url_is_checked(
-    store: FileStore, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    store: FileStore, tmp_path: Path, capsys: pytest.CaptureFixture[str], url: str
 ) -> None:
-    """Another scheme is an error that names the option and the value."""
-    assert exported(store, tmp_path, "--to", "ftp://x/y") == 2
-    assert "--to: 'ftp://x/y' is not s3://" in capsys.readouterr().err
+    """Another scheme or no bucket is an error that names the option and the value."""
+    assert exported(store, tmp_path, "--to", url) == 2
+    assert f"--to: '{url}' is not s3://" in capsys.readouterr().err
+
+
+def test_a_failure_of_the_sdk_is_an_error_of_the_store(
+    store: FileStore,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Also one that occurs before the first request."""
+    commit(store, FILES, step=100)
+    monkeypatch.setenv("AWS_PROFILE", "missing")
+    assert exported(store, tmp_path, "--to", "s3://b/p") == 16
+    assert "no credentials for s3://b/p/: The config profile (missing)" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("plant", ["file", "directory"])
+def test_a_link_in_the_directory_is_not_followed(
+    store: FileStore, tmp_path: Path, plant: str
+) -> None:
+    """Another user may write to the directory; nothing outside it changes."""
+    commit(store, FILES, step=100)
+    to, outside = tmp_path / "exported", tmp_path / "outside"
+    to.mkdir()
+    outside.mkdir()
+    if plant == "directory":
+        (to / "rank-00000").symlink_to(outside)
+        assert exported(store, tmp_path, "--to", str(to)) != 0
+    else:
+        (outside / "victim").write_bytes(b"as before")
+        (to / "config.json").symlink_to(outside / "victim")
+        assert exported(store, tmp_path, "--to", str(to)) == 0
+        assert tree(to) == FILES
+        assert not (to / "config.json").is_symlink()
+    assert tree(outside) == ({} if plant == "directory" else {"victim": b"as before"})
+
+
+def test_a_damaged_manifest_is_passed_over(store: FileStore, tmp_path: Path) -> None:
+    """As by a restore: the newest whole commit is exported, and with a step and no other commit none is."""
+    commit(store, FILES, step=100)
+    made = commit(store, {"model": b"m"}, step=200, nonce="a2")
+    key = RunKeys("r").commit(made.ref, 0, 1)
+    flip_bit(object_path(tmp_path / "store", key), 77)
+    to = tmp_path / "exported"
+    assert exported(store, tmp_path, "200", "--to", str(to)) == 17
+    assert not to.exists()
+    assert exported(store, tmp_path, "--to", str(to)) == 0
+    assert tree(to) == FILES

@@ -1,28 +1,33 @@
 # SPDX-License-Identifier: Apache-2.0
 """``swansong export``: write a commit as plain files, for evaluation and serving.
 
-The files are restored in batches to a temporary directory, which verifies them, and written from there.
+A directory is restored.  For a bucket, the files are restored in batches to a temporary directory, which
+verifies them, and written from there.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import tempfile
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from swansongd.bucket import catalog
-from swansongd.bucket.commit import newest_whole_commit
+from swansongd.bucket.manifest import Manifest
 from swansongd.cli import plain_files
 from swansongd.cli.common import add_json, add_quiet, add_run, generation, note, print_json, step
 from swansongd.cli.opening import Opened, opened, perhaps_mirror
 from swansongd.cli.plain_files import PlainFiles
 from swansongd.cli.progress import Progress
-from swansongd.errors import NothingToRestore
+from swansongd.cli.rehearse_restore import SCRATCH
+from swansongd.errors import CorruptError
 from swansongd.model import CommitRef, StoredShard
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import Selection, merged, nothing_found, restore, whole
+from swansongd.restore.restore import fetch, manifests_of, merged, nothing_found
 from swansongd.restore.target import RestoreTarget
+from swansongd.stores.base import ObjectStore
 from swansongd.util.units import human_bytes
 
 BATCH_BYTES = 2**30
@@ -55,26 +60,32 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     to = plain_files.opened(args.to)
     with opened(args) as here:
-        commit = _chosen(here, args.step, args.generation)
-        shards = merged(whole(here.store, here.keys, commit))
-        missing = [shard for shard in shards if not to.has(shard.path, shard)]
+        mirror = perhaps_mirror(here)
+        ref, manifests = _chosen(here, mirror, args.step, args.generation)
+        shards = merged(manifests)
+        missing = [shard for shard in shards if to is None or not to.has(shard.path, shard)]
         total_bytes = sum(shard.size_bytes for shard in missing)
         with Progress("export", is_quiet=args.quiet or args.json) as progress:
-            done_bytes = 0
-            for batch in _batches(missing):
-                _export(here, commit.ref, batch, to)
-                done_bytes += sum(shard.size_bytes for shard in batch)
-                progress(done_bytes, total_bytes)
+            fetched = _Fetched(here, mirror, ref, manifests, progress, total_bytes)
+            try:
+                if to is None:
+                    absolute = os.path.abspath(args.to)
+                    directory = Path(os.path.realpath(os.path.dirname(absolute)))
+                    fetched.to(directory / os.path.basename(absolute), missing)
+                else:
+                    _write(fetched, missing, to)
+            except CorruptError as error:
+                raise nothing_found(here.keys, ref.step, [(ref, error.line())]) from None
     size_bytes = sum(shard.size_bytes for shard in shards)
-    facts = {"run": here.keys.run, "generation": commit.ref.generation, "step": commit.ref.step}
     if args.json:
+        facts = {"run": here.keys.run, "generation": ref.generation, "step": ref.step}
         written = {"files_written": len(missing), "bytes_written": total_bytes}
         print_json(
             {**facts, "to": args.to, "files": len(shards), "size_bytes": size_bytes, **written}
         )
     else:
         print(
-            f"exported step {commit.ref.step} of run {here.keys.run} (generation {commit.ref.generation}) to "
+            f"exported step {ref.step} of run {here.keys.run} (generation {ref.generation}) to "
             f"{args.to}: {len(shards)} files, {human_bytes(size_bytes)}"
         )
         if len(missing) < len(shards):
@@ -82,54 +93,81 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _chosen(here: Opened, wanted_step: int | None, wanted_generation: int | None) -> catalog.Commit:
-    """The commit to export.
+def _chosen(
+    here: Opened,
+    mirror: ObjectStore | None,
+    wanted_step: int | None,
+    wanted_generation: int | None,
+) -> tuple[CommitRef, tuple[Manifest, ...]]:
+    """The newest whole commit of this step and generation, and its manifests.
 
     Raises:
-        NothingToRestore: there is no such whole commit.
+        NothingToRestore: there is none.
     """
-    ref = newest_whole_commit(here.store, here.keys)
-    is_newest = wanted_step is None and wanted_generation is None
-    for found in catalog.newest_commits(here.store, here.keys):
-        is_wanted = (
-            found.ref == ref
-            if is_newest
-            else wanted_step in (None, found.ref.step)
-            and wanted_generation in (None, found.ref.generation)
-        )
-        if is_wanted and found.is_complete:
-            return found
-    raise nothing_found(here.keys, wanted_step, [])
+    skipped: list[tuple[CommitRef, str]] = []
+    for commit in catalog.newest_commits(here.store, here.keys):
+        ref = commit.ref
+        if wanted_step not in (None, ref.step) or wanted_generation not in (None, ref.generation):
+            continue
+        try:
+            return ref, manifests_of(here.store, here.keys, commit, mirror)[0]
+        except CorruptError as error:
+            skipped.append((ref, error.line()))
+    raise nothing_found(here.keys, wanted_step, skipped)
+
+
+@dataclass(slots=True)
+class _Fetched:
+    """Fetches files of one commit, and counts their bytes."""
+
+    here: Opened
+    mirror: ObjectStore | None
+    ref: CommitRef
+    manifests: Sequence[Manifest]
+    progress: Progress
+    total_bytes: int
+    done_bytes: int = 0
+
+    def to(self, directory: Path, shards: Sequence[StoredShard]) -> None:
+        """Put these files into a directory, verified.  Each one appears whole; links are not followed."""
+        before_bytes = self.done_bytes
+
+        def moved(done_bytes: int, _total_bytes: int) -> None:
+            self.progress(before_bytes + done_bytes, self.total_bytes)
+
+        here = self.here
+        options = ReadOptions(connections=here.connections, stop=here.stop, progress=moved)
+        with RestoreTarget(directory, extends=directory.exists()) as target:
+            fetch(
+                here.store,
+                here.keys,
+                self.ref,
+                self.manifests,
+                target,
+                wanted=shards,
+                options=options,
+                mirror=self.mirror,
+            )
+        self.done_bytes += sum(shard.size_bytes for shard in shards)
+
+
+def _write(fetched: _Fetched, shards: Sequence[StoredShard], to: PlainFiles) -> None:
+    for batch in _batches(shards):
+        with tempfile.TemporaryDirectory(prefix="swansong-export-", dir=SCRATCH) as scratch:
+            copy = Path(os.path.realpath(scratch), "files")
+            fetched.to(copy, batch)
+            for shard in batch:
+                to.write(shard.path, shard, copy / shard.path)
 
 
 def _batches(shards: Sequence[StoredShard]) -> Iterator[list[StoredShard]]:
     batch: list[StoredShard] = []
+    batch_bytes = 0
     for shard in shards:
-        if batch and sum(s.size_bytes for s in batch) + shard.size_bytes > BATCH_BYTES:
+        if batch and batch_bytes + shard.size_bytes > BATCH_BYTES:
             yield batch
-            batch = []
+            batch, batch_bytes = [], 0
         batch.append(shard)
+        batch_bytes += shard.size_bytes
     if batch:
         yield batch
-
-
-def _export(here: Opened, ref: CommitRef, batch: Sequence[StoredShard], to: PlainFiles) -> None:
-    paths = {shard.path for shard in batch}
-    selection = Selection(
-        step=ref.step,
-        near=ref.generation,
-        wanted=lambda found, _health: found == ref,
-        files=lambda shard: shard.path in paths,
-    )
-    options = ReadOptions(connections=here.connections, stop=here.stop)
-    with tempfile.TemporaryDirectory(prefix="swansong-export-") as scratch:
-        copy = Path(scratch) / "files"
-        try:
-            mirror = perhaps_mirror(here)
-            restore(here.store, here.keys, RestoreTarget(copy), selection, options, mirror=mirror)
-        except NothingToRestore as error:
-            raise NothingToRestore(
-                f"{ref} cannot be exported: {error}", hint="See: swansong verify"
-            ) from None
-        for shard in batch:
-            to.write(shard.path, shard, copy / shard.path)

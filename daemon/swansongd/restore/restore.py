@@ -29,7 +29,7 @@ from swansongd.bucket.manifest import Manifest, check_paths
 from swansongd.errors import CorruptError, NothingToRestore, StoreError
 from swansongd.model import CommitRef, StoredShard, is_healthy, merged_health
 from swansongd.restore.journal import identity_of
-from swansongd.restore.reader import Reader, ReadOptions
+from swansongd.restore.reader import PassResult, Reader, ReadOptions
 from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectStore
 
@@ -168,28 +168,16 @@ def _restore_commit(
     Raises:
         CorruptError: the commit is incomplete or damaged.
     """
-    from_mirror: list[str] = []
-    try:
-        manifests = whole(store, keys, commit)
-    except CorruptError as error:
-        manifests = _manifests_of_mirror(mirror, keys, commit, error)
-        from_mirror.append(f"manifest of {commit.ref}")
+    manifests, from_mirror = manifests_of(store, keys, commit, mirror)
     if selection.wanted is not None and not selection.wanted(commit.ref, health_of(manifests)):
         return None
     shards = merged(manifests)
     wanted = [shard for shard in shards if selection.files is None or selection.files(shard)]
     if selection.chosen is not None:
         selection.chosen(commit.ref, wanted)
-    refused = partial(catalog.refused, store, keys, commit.ref.generation)
-    reader = Reader(store, options, refused, mirror)
-    find_local = options.local or (lambda _ref, _shards: nullcontext({}))
-    with find_local(commit.ref, wanted) as local:
-        # The next checkpoints of this VM are as large as the largest share of a VM.
-        set_bytes = max(manifest.size_bytes for manifest in manifests)
-        identity = identity_of(keys.run, commit.ref, shards)
-        noted = target.begin(identity, shards, wanted, set_bytes=set_bytes)
-        done = reader.read(wanted, target=target, noted=noted, local=local)
-    target.publish()
+    done = fetch(
+        store, keys, commit.ref, manifests, target, wanted=wanted, options=options, mirror=mirror
+    )
     return RestoreResult(
         ref=commit.ref,
         path=target.destination,
@@ -199,6 +187,52 @@ def _restore_commit(
         skipped=(),
         from_mirror=(*from_mirror, *done.from_mirror),
     )
+
+
+def fetch(
+    store: ObjectStore,
+    keys: RunKeys,
+    ref: CommitRef,
+    manifests: Sequence[Manifest],
+    target: RestoreTarget,
+    *,
+    wanted: Sequence[StoredShard],
+    options: ReadOptions,
+    mirror: ObjectStore | None,
+) -> PassResult:
+    """Fetch these shards of a commit, and publish the target.
+
+    Raises:
+        CorruptError: a chunk is missing or damaged in all places.
+        StagingError, StoreError, Stopped: as :func:`restore`.
+    """
+    shards = merged(manifests)
+    refused = partial(catalog.refused, store, keys, ref.generation)
+    reader = Reader(store, options, refused, mirror)
+    find_local = options.local or (lambda _ref, _shards: nullcontext({}))
+    with find_local(ref, wanted) as local:
+        # The next checkpoints of this VM are as large as the largest share of a VM.
+        set_bytes = max(manifest.size_bytes for manifest in manifests)
+        identity = identity_of(keys.run, ref, shards)
+        noted = target.begin(identity, shards, wanted, set_bytes=set_bytes)
+        done = reader.read(wanted, target=target, noted=noted, local=local)
+    target.publish()
+    return done
+
+
+def manifests_of(
+    store: ObjectStore, keys: RunKeys, commit: Commit, mirror: ObjectStore | None
+) -> tuple[tuple[Manifest, ...], list[str]]:
+    """The manifests of a commit, and what the mirror had of them.
+
+    Raises:
+        CorruptError: the commit is incomplete or damaged.
+    """
+    try:
+        return whole(store, keys, commit), []
+    except CorruptError as error:
+        manifests = _manifests_of_mirror(mirror, keys, commit, error)
+    return manifests, [f"manifest of {commit.ref}"]
 
 
 def _manifests_of_mirror(
@@ -271,13 +305,13 @@ def merged(manifests: Sequence[Manifest]) -> list[StoredShard]:
     by_path: dict[str, StoredShard] = {}
     for shard in itertools.chain.from_iterable(manifest.shards for manifest in manifests):
         other = by_path.setdefault(shard.path, shard)
-        if other is not shard and _bytes_of(other) != _bytes_of(shard):
+        if other is not shard and bytes_of(other) != bytes_of(shard):
             raise CorruptError(f"two nodes have different files called {shard.path}")
     check_paths(list(by_path))
     return list(by_path.values())
 
 
-def _bytes_of(shard: StoredShard) -> tuple[int, list[tuple[bytes, int, int]]]:
+def bytes_of(shard: StoredShard) -> tuple[int, list[tuple[bytes, int, int]]]:
     """Equal for two shards only if they have equal bytes."""
     extents = shard.extents
     ranges = [(each.chunk.digest, each.offset_bytes, each.size_bytes) for each in extents]
