@@ -7,7 +7,7 @@ Time moves only by calls, and nothing responds by itself: a test plays the train
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
@@ -45,7 +45,6 @@ from swansongd.model import (
     UNKNOWN_PARENT,
     CheckpointId,
     CheckpointKind,
-    Chunk,
     CommitRef,
     DeadlineQuality,
     Notice,
@@ -119,10 +118,6 @@ def shards_of(staged: Staged, flush_id: str = "f") -> tuple[StoredShard, ...]:
         )
         for file in staged.files
     )
-
-
-def chunks_of(shards: Sequence[StoredShard]) -> list[Chunk]:
-    return [extent.chunk for shard in shards for extent in shard.extents]
 
 
 def as_stored(facts: Mapping[str, Any]) -> dict[str, Any]:

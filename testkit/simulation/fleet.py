@@ -26,6 +26,7 @@ from functools import partial
 from swansong._ranks.rendezvous import has_all_shares
 from swansong.protocol import Finished, RestoreQuery
 from swansongd.bucket import commit, manifest
+from swansongd.bucket.manifest import chunks_of
 from swansongd.core import machine, resume
 from swansongd.core.events import (
     Action,
@@ -75,7 +76,7 @@ from swansongd.stores.base import ObjectInfo
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, start_of
 from testkit.simulation.world import MIB, TICK_QUIET_S, TICK_S, is_no_worse
-from testkit.story import a_notice, a_set, chunks_of, shards_of
+from testkit.story import a_notice, a_set, shards_of
 
 FINISH_LIMIT_S = 100.0
 SLOWEST = 5.0

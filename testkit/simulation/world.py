@@ -19,7 +19,7 @@ from swansong.protocol import PROCESS_PREFIX, RestoreQuery
 from swansongd.bucket import claim as claims
 from swansongd.bucket import commit, manifest
 from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.manifest import Manifest, chunks_of
 from swansongd.core import followup, gpus, machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
@@ -85,7 +85,7 @@ from swansongd.sources.gpu import GpuNotices
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, restored, start_of
 from testkit.simulation.witness import Line, Point, Witness
-from testkit.story import a_notice, a_set, chunks_of, shards_of
+from testkit.story import a_notice, a_set, shards_of
 
 MIB = 2**20
 RESERVE_S = 5.0

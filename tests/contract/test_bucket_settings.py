@@ -181,11 +181,9 @@ def test_swansong_lifecycle_prints_rules_and_warns(
 
 
 def test_our_own_rules_harm_nothing() -> None:
-    """They delete rehearsals and old versions only."""
+    """They delete rehearsals only."""
     own = [LifecycleRule(name="probes", prefixes=("p/run/probes/",), deletes=True)]
     assert lifecycle.harmful(own, KEYS, "p/") == []
-    versions = LifecycleRule(name="versions", prefixes=("p/run/",), deletes_noncurrent=True)
-    assert lifecycle.harmful([versions], KEYS, "p/") == []
 
 
 @pytest.mark.fault("K11")

@@ -8,7 +8,7 @@ acts on its content, so ``decode`` checks every field.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -77,8 +77,12 @@ class Manifest:
     @property
     def chunks(self) -> tuple[Chunk, ...]:
         """The chunks with bytes of its shards, each once."""
-        extents = (extent for shard in self.shards for extent in shard.extents)
-        return tuple(dict.fromkeys(extent.chunk for extent in extents))
+        return chunks_of(self.shards)
+
+
+def chunks_of(shards: Iterable[StoredShard]) -> tuple[Chunk, ...]:
+    """The chunks with bytes of these shards, each once, in the order of their first use."""
+    return tuple(dict.fromkeys(extent.chunk for shard in shards for extent in shard.extents))
 
 
 def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:

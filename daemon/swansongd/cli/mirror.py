@@ -77,7 +77,7 @@ def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> in
         shown = _CommitProgress(progress)
         copier = Copier(
             here.store,
-            Throttled(mirror, lambda: limit),
+            Throttled(mirror, lambda: limit, limits_reads=True),
             here.keys,
             here.stop,
             connections=here.config.mirror.connections,

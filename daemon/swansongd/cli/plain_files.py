@@ -129,7 +129,7 @@ class _GcsFiles(PlainFiles):
         super().__init__(f"gs://{bucket}/{prefix}", (GoogleAPIError, GoogleAuthError))
         try:
             self._bucket: Any = storage.Client().bucket(bucket)
-        except (*self._errors, OSError) as error:
+        except (GoogleAPIError, GoogleAuthError, OSError) as error:
             raise StoreError(f"no credentials for {self._url}: {error}") from error
         self._prefix = prefix
 

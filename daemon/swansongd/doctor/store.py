@@ -49,8 +49,6 @@ _LIMIT_STEP_S = 30.0
 """Time limit of a step with a few requests, each retried."""
 _LIMIT_DATA_S = FLUSH_S + 15
 _DATE_TIMEOUT_S = 5.0
-_SPEED_BYTES = 16 * 2**20
-"""Size of each object of the measurement: that of a chunk."""
 _SPEED_OBJECTS = 2
 """Objects of each connection."""
 _SPEED_LIMIT_S = 120.0
@@ -273,7 +271,7 @@ class _Probe:
         connections = self._config.flush.connections
         # At half the time limit no further object starts; the ones sent until then are enough to measure.
         begun_mono_s = time.monotonic()
-        zeros = memoryview(bytes(_SPEED_BYTES))
+        zeros = memoryview(bytes(self._config.flush.chunk_bytes))
         sent: list[int] = []
         lock = threading.Lock()
 
@@ -282,7 +280,7 @@ class _Probe:
                 key = f"{self.rehearsal.keys.run}/speed-{number}"
                 self.store.create(key, zeros)
                 with lock:
-                    sent.append(_SPEED_BYTES)
+                    sent.append(zeros.nbytes)
 
         try:
             parallel(range(_SPEED_OBJECTS * connections), send, threads=connections)

@@ -28,9 +28,13 @@ class Place:
         return self.at_bytes + self.size_bytes
 
 
-def chunks_of(shards: Iterable[StoredShard]) -> tuple[Chunk, ...]:
-    """The chunks with bytes of these shards, each once, in the order of their first use."""
-    return tuple(dict.fromkeys(extent.chunk for shard in shards for extent in shard.extents))
+def defect_of_size(chunk: Chunk, size_bytes: int | None) -> str:
+    """The defect of a chunk with an object of this size, None if there is no object; empty without one."""
+    if size_bytes is None:
+        return "is missing from the store"
+    if size_bytes != chunk.size_bytes:
+        return f"has an object of {size_bytes} bytes instead of {chunk.size_bytes}"
+    return ""
 
 
 def places_of(shards: Iterable[StoredShard]) -> dict[Chunk, list[Place]]:

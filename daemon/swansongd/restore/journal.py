@@ -24,7 +24,7 @@ Noted = frozenset[Chunk]
 def identity_of(run: str, ref: CommitRef, shards: Sequence[StoredShard]) -> str:
     """The first line of the journal: equal if and only if the same files are restored from the same chunks.
 
-    Every other line is the index of a chunk in :func:`swansongd.restore.chunks.chunks_of` of the shards.
+    Every other line is the index of a chunk in :func:`swansongd.bucket.manifest.chunks_of` of the shards.
     """
     facts = hashlib.sha256(repr((run, ref)).encode())
     for shard in shards:

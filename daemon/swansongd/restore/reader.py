@@ -30,7 +30,7 @@ from swansongd.errors import (
     Transient,
 )
 from swansongd.model import Chunk, CommitRef, StoredShard
-from swansongd.restore.chunks import Place, cover, places_of
+from swansongd.restore.chunks import Place, cover, defect_of_size, places_of
 from swansongd.restore.journal import Noted
 from swansongd.restore.target import RestoredFile, RestoreTarget
 from swansongd.stores.base import WINDOW_BYTES, ObjectStore
@@ -59,7 +59,6 @@ CONNECTIONS = 16
 _SYNCS = 2
 """Threads of a restore for each connection: a thread that waits for the disk fetches nothing."""
 _SMALL_BYTES = 2**20
-_MISSING = "is missing from the store"
 _WRONG = "does not match its digest"
 
 _log = structlog.get_logger(__name__)
@@ -181,7 +180,7 @@ class Reader:
         try:
             self.store.get_range(chunk.key, 0, chunk.size_bytes, sink)
         except NotFound:
-            return _MISSING
+            return defect_of_size(chunk, None)
         except Permanent as error:
             return self._why_refused(chunk, error)
         return "" if sink.is_intact() else _WRONG
@@ -190,10 +189,8 @@ class Reader:
         """The defect of a chunk that cannot be read; raises ``error`` if the store refuses all objects."""
         with suppress(Permanent):
             info = self.store.head(chunk.key)
-            if info is None:
-                return _MISSING
-            if info.size_bytes != chunk.size_bytes:
-                return f"has an object of {info.size_bytes} bytes instead of {chunk.size_bytes}"
+            if why := defect_of_size(chunk, None if info is None else info.size_bytes):
+                return why
         if self.refused is None:
             raise error
         self.refused(chunk.key, error)

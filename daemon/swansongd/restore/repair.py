@@ -45,7 +45,7 @@ from swansongd.stores.base import BytesSink, ObjectStore
 from swansongd.util.threads import parallel
 
 _THREADS = 4
-"""Each holds one chunk in memory."""
+"""Each holds one copy of a chunk in memory, and what the store returns for it."""
 
 _log = structlog.get_logger(__name__)
 
@@ -138,7 +138,7 @@ def _repaired(
     store: ObjectStore,
     chunk: Chunk,
     commits: Sequence[CommitRef],
-    copies: Iterator[tuple[str, bytes]],
+    copies: Iterator[tuple[str, bytes | bytearray]],
 ) -> RepairOutcome:
     """Replace the object by the first intact copy; the outcome has the reason if that is impossible."""
     origin, problem = "", ""
@@ -161,7 +161,9 @@ def _repaired(
     )
 
 
-def _replaced(store: ObjectStore, chunk: Chunk, copies: Iterator[tuple[str, bytes]]) -> str:
+def _replaced(
+    store: ObjectStore, chunk: Chunk, copies: Iterator[tuple[str, bytes | bytearray]]
+) -> str:
     """Make the object match its name; returns the source of the bytes.
 
     Raises:
@@ -177,14 +179,14 @@ def _replaced(store: ObjectStore, chunk: Chunk, copies: Iterator[tuple[str, byte
         return "object"
     for origin, data in copies:
         if len(data) == chunk.size_bytes and _is_intact(chunk, data):
-            store.put(chunk.key, data)
+            store.put(chunk.key, memoryview(data))
             if _read(store, chunk.key, len(data)) != data:
                 raise CorruptError("the store does not return the bytes that were written")
             return origin
     raise CorruptError(f"there is no intact copy of its {chunk.size_bytes} bytes")
 
 
-def _is_intact(chunk: Chunk, data: bytes) -> bool:
+def _is_intact(chunk: Chunk, data: bytes | bytearray) -> bool:
     return blake3(data).digest() == chunk.digest
 
 
@@ -194,7 +196,7 @@ def _copies(
     plan: _Plan,
     local: Sequence[LocalSet],
     mirror: ObjectStore | None,
-) -> Iterator[tuple[str, bytes]]:
+) -> Iterator[tuple[str, bytes | bytearray]]:
     """The bytes of possible copies, each with its origin."""
     for key in plan.others:
         yield "run", _read(store, key, chunk.size_bytes)
@@ -205,20 +207,22 @@ def _copies(
         try:
             yield "mirror", _read(mirror, chunk.key, chunk.size_bytes)
         except Transient as error:
-            _log.warning("mirror_not_read", reason=error.line())
+            raise CorruptError(
+                f"there is no intact copy here, and the mirror failed: {error.line()}"
+            ) from None
 
 
-def _read(store: ObjectStore, key: str, size_bytes: int) -> bytes:
+def _read(store: ObjectStore, key: str, size_bytes: int) -> bytes | bytearray:
     """The first bytes of an object; empty if the store does not return all of them."""
     sink = BytesSink(size_bytes)
     try:
         store.get_range(key, 0, size_bytes, sink)
     except (NotFound, Permanent):
         return b""
-    return bytes(sink.data)
+    return sink.data
 
 
-def _read_local(directory: LocalSet, ranges: Sequence[Place]) -> bytes:
+def _read_local(directory: LocalSet, ranges: Sequence[Place]) -> bytes | bytearray:
     """The bytes of these ranges of files in one set; empty if a file is missing or has another size."""
     data = bytearray()
     for each in ranges:
@@ -230,7 +234,7 @@ def _read_local(directory: LocalSet, ranges: Sequence[Place]) -> bytes:
                 data += os.pread(opened.fileno(), each.size_bytes, each.offset_bytes)
         except (OSError, StagingError):
             return b""
-    return bytes(data)
+    return data
 
 
 def repair_manifests(
@@ -274,7 +278,7 @@ def repair_manifests(
 def _repaired_manifest(
     store: ObjectStore, keys: RunKeys, mirror: ObjectStore, commit: Commit, node: int
 ) -> RepairOutcome | None:
-    """None if the manifest is intact."""
+    """None if the manifest is intact, or not there any more."""
     try:
         catalog.load_node(store, keys, commit, node)
         return None
@@ -288,8 +292,9 @@ def _repaired_manifest(
         catalog.load_node(mirror, keys, commit, node)
         data = mirror.get(key)
         manifests.decode(data, keys.signer)
-        if store.head(key) is not None:  # prune may have deleted it
-            store.put(key, data)
+        if store.head(key) is None:
+            return None  # prune has deleted it meanwhile
+        store.put(key, data)
     except CorruptError as error:
         problem = f"in the mirror {error.line()}"
     except Permanent as error:

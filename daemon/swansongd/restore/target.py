@@ -32,10 +32,10 @@ from typing import Self
 
 from swansong import openat
 
+from swansongd.bucket.manifest import chunks_of
 from swansongd.errors import StagingError, Stopped, StoreError, SwansongError
 from swansongd.model import Chunk, StoredShard
 from swansongd.restore import journal
-from swansongd.restore.chunks import chunks_of
 from swansongd.restore.journal import Noted
 
 _FILE = os.O_RDWR | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

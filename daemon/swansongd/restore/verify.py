@@ -17,10 +17,11 @@ from functools import partial
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.errors import CorruptError, Permanent
+from swansongd.bucket.manifest import Manifest, chunks_of
+from swansongd.bucket.survey import stored_objects
+from swansongd.errors import CorruptError
 from swansongd.model import Chunk, CommitRef, StoredShard
-from swansongd.restore.chunks import chunks_of
+from swansongd.restore.chunks import defect_of_size
 from swansongd.restore.reader import Reader, ReadOptions
 from swansongd.restore.restore import merged, nothing_found
 from swansongd.stores.base import ObjectStore
@@ -157,18 +158,13 @@ def wrong_sizes(
     unlisted: list[Chunk] = []
 
     def compare(chunk: Chunk, size_bytes: int | None) -> None:
-        if size_bytes is None:
-            wrong[chunk] = "is missing from the store"
-        elif size_bytes != chunk.size_bytes:
-            wrong[chunk] = f"has an object of {size_bytes} bytes instead of {chunk.size_bytes}"
+        if why := defect_of_size(chunk, size_bytes):
+            wrong[chunk] = why
 
     def listed(prefix: str) -> None:
         names = {chunk.key for chunk in wanted[prefix]}  # there can be any number of other objects
-        try:
-            infos = store.list(prefix)
-            sizes_bytes = {info.key: info.size_bytes for info in infos if info.key in names}
-        except Permanent:
-            sizes_bytes = {}  # more objects than a listing may have
+        infos = stored_objects(store, prefix)
+        sizes_bytes = {info.key: info.size_bytes for info in infos if info.key in names}
         for chunk in wanted[prefix]:
             if chunk.key in sizes_bytes:
                 compare(chunk, sizes_bytes[chunk.key])

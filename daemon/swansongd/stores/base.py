@@ -42,8 +42,7 @@ from swansongd.stores.checksums import crc32c
 
 WINDOW_BYTES = 2**20
 """Bodies and sinks move in windows of at most this many bytes: a window that was hashed is still in the
-processor's cache when it is sent or written.  A store holds one window for each request in flight, which
-bounds the memory of a flush or a restore at the number of connections times this size."""
+processor's cache when it is sent or written.  A restore holds one window for each request in flight."""
 RENEW_BELOW_S = 900.0
 """Credentials that expire sooner are renewed by :meth:`ObjectStore.warm`."""
 GET_BYTES_MAX = 64 * 2**20

@@ -1,8 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """CRC32C, the checksum of every object that is sent to a store.
 
-Values are integers below 2**32, reflected, with initial value and final complement.  An intermediate value
-is therefore also the final value of the bytes so far.
+Values are integers below 2**32, reflected, with initial value and final complement.
 """
 
 from __future__ import annotations
@@ -15,15 +14,12 @@ _ALONE_BYTES_MAX = 256 * 2**10
 """Hashed in a few microseconds; acquiring the interpreter's lock again would take longer."""
 
 
-def crc32c(data: bytes | bytearray | memoryview, value: int = 0) -> int:
+def crc32c(data: bytes | bytearray | memoryview) -> int:
     """CRC32C of ``data``, a buffer of bytes.
 
     Releases the interpreter's lock, except for data of at most 256 KiB.
-
-    Args:
-        value: CRC32C of the bytes before ``data``; the result is then that of both together.
     """
-    return _implementation()(data, value, gil_release_mode=1 if len(data) > _ALONE_BYTES_MAX else 0)
+    return _implementation()(data, 0, gil_release_mode=1 if len(data) > _ALONE_BYTES_MAX else 0)
 
 
 @cache

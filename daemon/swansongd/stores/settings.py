@@ -18,8 +18,6 @@ class LifecycleRule:
     """The rule applies to keys that begin with one of them, from the start of the bucket."""
     deletes: bool = False
     """It deletes objects by age or date."""
-    deletes_noncurrent: bool = False
-    """It deletes versions that are not current."""
     storage_class: str = ""
     """Class to which the rule moves objects; empty: it moves none."""
 

@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swansongd.bucket.manifest import chunks_of
 from swansongd.model import CommitRef, Extent
 from swansongd.restore import journal
-from swansongd.restore.chunks import chunks_of
 
 from testkit.committed import named_shard
 

@@ -142,12 +142,12 @@ def test_other_calls_are_not_limited(files: Watched) -> None:
     assert store.url == files.url
     store.check()
     store.warm()
-    content = bytes(2 * WINDOW_BYTES)
+    content = bytes(WINDOW_BYTES)
     store.put("key", content, if_absent=True)
     assert store.get("key") == content
     sink = CountedSink()
-    store.get_range("key", 1, WINDOW_BYTES, sink)
-    assert sink.data == content[1 : WINDOW_BYTES + 1]
+    store.get_range("key", 1, WINDOW_BYTES - 1, sink)
+    assert sink.data == content[1:]
     assert store.head("key") == next(store.list("k"))
     store.delete("key")
 
@@ -168,3 +168,14 @@ def test_ranges_keep_to_the_rate_on_request(files: Watched) -> None:
     sink = CountedSink()
     fast.get_range("key", 0, size_bytes, sink)  # at one byte a second this would never return
     assert len(sink.data) == size_bytes
+
+
+def test_the_chunk_that_a_repair_puts_keeps_to_the_rate(files: Watched) -> None:
+    """A verification beside training limits what it writes again as what it reads."""
+    size_bytes = 8 * WINDOW_BYTES
+    store = Throttled(files, Limit(RATE))
+    began_s = time.monotonic()
+    for key in ("first", "second"):
+        store.put(key, bytes(size_bytes))
+    assert time.monotonic() - began_s >= 0.9 * size_bytes / RATE
+    assert files.head("second") is not None

@@ -88,6 +88,5 @@ def _rule(rule: Mapping[str, Any]) -> LifecycleRule:
         name="",
         prefixes=tuple(text(each, "a prefix", 2000) for each in prefixes) or ("",),
         deletes=kind == "Delete" and not is_noncurrent,
-        deletes_noncurrent=kind == "Delete" and is_noncurrent,
         storage_class=str(action.get("storageClass", "")) if kind == "SetStorageClass" else "",
     )

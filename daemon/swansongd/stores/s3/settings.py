@@ -81,6 +81,5 @@ def _rule(rule: ET.Element) -> LifecycleRule:
         name=rule.findtext("ID") or "",
         prefixes=(prefix,),
         deletes=deletes,
-        deletes_noncurrent=rule.find("NoncurrentVersionExpiration") is not None,
         storage_class="" if moves is None else moves.findtext("StorageClass") or "",
     )

@@ -27,7 +27,7 @@ _POLL_S = 0.05
 
 
 class Throttled:
-    """The same store, with a limit on the rate of all bodies of :meth:`create` together.
+    """The same store, with a limit on the rate of all large bodies together.
 
     The number of bodies in flight is at most the number of windows per second.  Each body then sends about
     one window a second, and no server closes its connection as idle.  The others have not started and use no
@@ -54,6 +54,8 @@ class Throttled:
         self._bucket = _TokenBucket(rate_bytes_per_s, monotonic)
 
     def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        if len(data) > WINDOW_BYTES:  # of a repair
+            self._bucket.spend(len(data))
         self._store.put(key, data, if_absent=if_absent)
 
     def get(self, key: str) -> bytes:
