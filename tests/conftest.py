@@ -8,7 +8,7 @@ from collections.abc import Generator, Iterator
 
 import pytest
 import structlog
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 
 from testkit.time_limits import TimeLimits
 from testkit.warm import WarmPythons
@@ -17,6 +17,8 @@ settings.register_profile(
     "machines",
     deadline=None,
     suppress_health_check=[HealthCheck.too_slow],
+    # The explanation of a failing example can exceed the time limit of its test, which then shows no example.
+    phases=[phase for phase in Phase if phase is not Phase.explain],
     print_blob=True,  # how to repeat a failing example
 )
 settings.load_profile("machines")

@@ -6,6 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from io import StringIO
 
+from rich.cells import cell_len, set_cell_size
 from rich.console import Console
 from rich.text import Text
 
@@ -126,7 +127,7 @@ def _wrapped(sentence: str) -> Iterator[Text]:
 
 def _picture(picture: Picture, *, is_unicode: bool) -> Iterator[Text]:
     for lane in (*picture.old_vm, *picture.next_vm):
-        line = Text(f"{_cut(lane.name, _NAME - 1):<{_NAME}}")
+        line = Text(set_cell_size(_cut(lane.name, _NAME - 1), _NAME))
         line.append_text(_bars(lane, picture, is_unicode=is_unicode))
         line.append(f" {_cut(lane.note, _NOTE)}", "dim")
         yield line
@@ -178,5 +179,6 @@ def _share(seconds: float, longest_s: float) -> str:
     return "#" * max(1, round(40 * seconds / longest_s))
 
 
-def _cut(text: str, length: int) -> str:
-    return text if len(text) <= length else f"{text[: length - 3]}..."
+def _cut(text: str, columns: int) -> str:
+    """The text, cut to at most this number of columns: a wide character takes two."""
+    return text if cell_len(text) <= columns else f"{set_cell_size(text, columns - 3)}..."

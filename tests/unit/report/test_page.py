@@ -157,6 +157,15 @@ def test_a_long_note_takes_several_lines(past: Report) -> None:
         assert below.top - row.bars_top == drawing.LANE_PIXELS - 17
 
 
+def test_wide_characters_make_no_line_of_the_terminal_longer(past: Report) -> None:
+    """A name, a note and the key of a damaged record are cut by columns, not by characters."""
+    first, *others = past.stories
+    lane = replace(first.picture.old_vm[0], name="\U00017e04" * 70, note="\U00017e04" * 70)
+    wide = replace(first, picture=replace(first.picture, old_vm=(lane,)))
+    found = replace(past, stories=(wide, *others), run="\U00017e04" * 70)
+    assert all(line.cell_len < 80 for line in report_text.lines(found))
+
+
 def test_every_picture_has_a_title(past: Report) -> None:
     """Screen readers announce each picture; tables have headers with a scope."""
     root = parsed(page.html(past))
