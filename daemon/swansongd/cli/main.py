@@ -31,7 +31,7 @@ COMMANDS = {
     "restore": "fetch the newest whole commit of a run",
     "export": "write a commit as plain files to a bucket or a directory",
     "mirror": "copy commits to the mirror, or continue the run there",
-    "verify": "compare all stored bytes of a run with the digests in their names",
+    "verify": "compare all stored bytes of a run with their digests",
     "lifecycle": "print lifecycle rules that fit the bucket of a run",
     "doctor": "check the installation and print a fix for each problem",
     "completion": "print a completion script for bash, zsh or fish",

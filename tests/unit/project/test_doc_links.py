@@ -16,7 +16,6 @@ PAGES = [
     *sorted((REPOSITORY / "docs").rglob("*.md")),
     *sorted((REPOSITORY / "packer").rglob("*.md")),
 ]
-LINES_MAX = 150
 
 
 def prose(page: Path) -> str:
@@ -44,9 +43,3 @@ def broken(page: Path) -> Iterator[str]:
 def test_every_link_has_a_target(page: Path) -> None:
     """Only relative links are followed: the test makes no request."""
     assert list(broken(page)) == []
-
-
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(REPOSITORY)))
-def test_no_page_is_too_long(page: Path) -> None:
-    """A page over 150 lines is probably two pages."""
-    assert len(page.read_text(encoding="utf-8").splitlines()) <= LINES_MAX
