@@ -145,7 +145,7 @@ def costs(store: Any, generations: int) -> Iterator[Cost]:
             lambda: commit.ensure_not_fenced(store, KEYS, held)
         ),
         "claim: find the next number": (
-            lambda: catalog.counting_claims(store, KEYS, catalog.claimed(store, KEYS), enough=5)
+            lambda: catalog.newest_claims(store, KEYS, catalog.claimed(store, KEYS), 5)
         ),
         "start: history of earlier VMs": lambda: catalog.history(store, KEYS, generations),
         "start: end of the earlier VM": (

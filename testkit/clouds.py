@@ -118,7 +118,7 @@ class Bucket:
     def manifests(self, run: str = "run") -> list[dict[str, Any]]:
         """The manifests of all commits, newest first; each shard has the ``key`` of its first chunk, too."""
         keys = sorted(self.keys(f"{run}/commits/"), reverse=True)
-        found: list[dict[str, Any]] = [json.loads(self.get(key)) for key in keys]
+        found: list[dict[str, Any]] = [json.loads(self.get(key).split(b"\n")[0]) for key in keys]
         for manifest in found:
             for shard in (each for each in manifest["shards"] if each["extents"]):
                 first = shard["extents"][0]

@@ -211,7 +211,7 @@ def code(mutation: Mutation | None = None) -> Any:
             del sys.modules[name]
         sys.modules.update(saved)
     own_pins, _, survey, prune = (made[name] for name in names)
-    vars(own_pins)["decode"] = lambda data, _signer: _pin_of(data)
+    vars(own_pins)["decode"] = _pin_of
     vars(survey)["catalog"] = SimpleNamespace(
         load_each=load_each, grouped=catalog.grouped, is_folder=catalog.is_folder
     )
@@ -280,11 +280,15 @@ def always(
 
 
 def by_rank(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> bool:
-    """Whether a rule without a clock keeps it."""
+    """Whether a rule without the clock of this machine keeps it."""
     if not commit.is_whole:
         return False
     whole = [other for other in commits if other.is_whole]
     if sum(other.key > commit.key for other in whole) < rules.keep_last:
+        return True
+    if commit.age_s < rules.keep_starts_s and not any(
+        other.ref.generation == commit.ref.generation and other.key > commit.key for other in whole
+    ):
         return True
     if rules.keep_every_steps is not None:
 
@@ -476,6 +480,7 @@ class World:
             keep_best=count(),
             best_is_highest=self.random.random() < 0.5,
             orphans_after_s=self.random.choice((2 * DAY_S, 7 * DAY_S)),
+            keep_starts_s=self.random.choice((0.0, 7 * DAY_S)),
         )
 
     def _wait(self) -> None:

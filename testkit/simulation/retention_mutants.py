@@ -25,7 +25,7 @@ MUTANTS: dict[str, Mutation] = {
             "        for _, info in sorted(read.commit.manifests.items()):"
         ),
     ),
-    "foreign objects are orphans": ("survey", "if not keys.is_data(info.key):", "if False:"),
+    "foreign objects are orphans": ("survey", "if generation is None:", "if False:"),
     "only the newest whole commit stays": (
         "retention",
         "base = next((commit for commit in whole if not commit.is_younger(since_s)), None)",

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
@@ -18,9 +17,16 @@ from hypothesis import strategies as st
 from swansongd.bucket import catalog, manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.signing import Signer
-from swansongd.errors import NotFound, NothingToRestore, StagingError, Stopped, Transient
-from swansongd.model import Chunk, CommitRef
+from swansongd.bucket.signing import signed
+from swansongd.errors import (
+    CorruptError,
+    NotFound,
+    NothingToRestore,
+    StagingError,
+    Stopped,
+    Transient,
+)
+from swansongd.model import Chunk, CommitRef, Verdict
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import Selection, restore
 from swansongd.restore.target import RestoreTarget
@@ -39,6 +45,7 @@ from testkit.committed import (
     whole_shard,
 )
 from testkit.odd_store import OddStore
+from testkit.records import KEY, farewell
 from testkit.waiting import until
 
 KEYS = RunKeys("r")
@@ -345,8 +352,8 @@ def test_a_candidate_that_costs_too_much_processor_time_is_skipped(
         commit(store, {f"n{node}": b"x"}, step=300, node=node, nodes=3)
     decode = catalog.decode
 
-    def busy(data: bytes, signer: object) -> Manifest:
-        made = decode(data, None)
+    def busy(data: bytes) -> Manifest:
+        made = decode(data)
         began_s = time.thread_time()
         while made.step == 300 and time.thread_time() - began_s < 0.3:
             pass
@@ -379,35 +386,58 @@ def test_a_run_whose_farewell_names_a_commit_is_not_fresh(store: FileStore, to: 
     """
     for info in list(store.list(KEYS.commits)):
         store.delete(info.key)
-    store.put(f"{KEYS.farewells}00000001-a.json", b'{"verdict": "LOST", "commit": null}')
-    store.put(f"{KEYS.farewells}00000001-b.json", b"no json")
-    for number in range(110):  # more than restore reads: the newest ones decide
-        store.put(f"{KEYS.farewells}00000001-a{number:03d}.json", b'{"commit": null}')
-    with pytest.raises(NothingToRestore, match="has no commit") as caught:
-        restore(store, KEYS, RestoreTarget(to))
-    assert caught.value.is_fresh
-    named = json.dumps({"verdict": "SAFE", "commit": {"generation": 1, "step": 300}}).encode()
-    store.put(f"{KEYS.farewells}00000001-c.json", named)
-    with pytest.raises(NothingToRestore, match="00000001-c") as caught:
+    named = farewell(verdict=Verdict.SAFE, commit=CommitRef(1, 300))
+    store.put(KEYS.farewell(1, "a"), named)
+    for number in range(110):
+        store.put(KEYS.farewell(1, f"b{number:03d}"), farewell())
+    with pytest.raises(NothingToRestore, match="00000001-a") as caught:
         restore(store, KEYS, RestoreTarget(to))
     assert not caught.value.is_fresh
     assert "run.name" in caught.value.hint
+    store.delete(KEYS.farewell(1, "a"))
+    with pytest.raises(NothingToRestore, match="has no commit") as caught:
+        restore(store, KEYS, RestoreTarget(to))
+    assert caught.value.is_fresh
+    store.put(KEYS.farewell(1, "c"), b"no json")
+    with pytest.raises(NothingToRestore, match="may name one") as caught:
+        restore(store, KEYS, RestoreTarget(to))
+    assert not caught.value.is_fresh
+
+
+@pytest.mark.parametrize("prefix", ["commits", "farewells"])
+def test_more_records_than_a_reader_holds_are_not_fresh(
+    store: FileStore, to: Path, monkeypatch: pytest.MonkeyPatch, prefix: str
+) -> None:
+    """A flood of valid keys may hide the commits of the run."""
+    for info in list(store.list(KEYS.commits)):
+        store.delete(info.key)
+    monkeypatch.setattr(catalog, "LISTED_MAX", 20)
+    monkeypatch.setattr(catalog, "FRESH_FAREWELLS_MAX", 20)
+    for number in range(21):
+        flood = KEYS.commit(CommitRef(9, number), 0, 2)
+        if prefix == "farewells":
+            flood = KEYS.farewell(9, f"x{number}")
+        store.put(flood, farewell())
+    with pytest.raises(NothingToRestore, match=r"20 manifests|21 farewells") as caught:
+        restore(store, KEYS, RestoreTarget(to))
+    assert not caught.value.is_fresh
 
 
 @pytest.mark.fault("S25")
 def test_with_a_key_only_signed_commits_are_restored(store: FileStore, to: Path) -> None:
-    """A newer commit without a signature is skipped with the reason; a run of such commits is not fresh."""
-    keys = RunKeys("r", Signer(b"k" * 32))
-    with pytest.raises(NothingToRestore, match="not signed") as caught:
-        restore(store, keys, RestoreTarget(to))
+    """A newer commit of another writer is passed over; a run of such commits is not fresh."""
+    view = signed(store, KEY)
+    with pytest.raises(NothingToRestore, match="none has a name that this key signed") as caught:
+        restore(view, KEYS, RestoreTarget(to))
     assert not caught.value.is_fresh
     key = KEYS.commit(OLD_REF, 0, 1)
-    store.put(key, manifest.encode(manifest.decode(store.get(key)), keys.signer))
-    got = restore(store, keys, RestoreTarget(to))
-    assert (got.ref, tree(to)) == (OLD_REF, OLD)
-    assert [ref for ref, _ in got.skipped] == [NEW_REF]
-    assert [finding.ref for finding in verify(store, keys).defects] == [NEW_REF]
-    assert verify(store, KEYS).defects == []
+    view.put(key, store.get(key))
+    got = restore(view, KEYS, RestoreTarget(to))
+    assert (got.ref, got.skipped, tree(to)) == (OLD_REF, (), OLD)
+    assert verify(view, KEYS).defects == []
+    with pytest.raises(CorruptError, match="no key is configured") as without:
+        restore(store, KEYS, RestoreTarget(to.with_name("other")))
+    assert "store.signing_key_file" in without.value.hint
 
 
 def test_the_error_does_not_grow_with_the_number_of_damaged_commits(

@@ -32,6 +32,7 @@ from swansongd.model import CheckpointKind, CommitRef
 from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
+from testkit.records import farewell
 from testkit.rig import BIN
 from testkit.waiting import until
 
@@ -158,11 +159,10 @@ def test_a_fresh_run_has_an_exit_code_of_its_own(place: Place) -> None:
 
 def test_a_run_whose_farewell_names_a_commit_is_not_fresh(place: Place) -> None:
     """--fresh-ok fails with 17 when a farewell names a commit and the listing contains none."""
-    farewell = b'{"verdict": "SAFE", "commit": {"generation": 1, "step": 7}}'
-    place.store.put("r/farewells/00000001-x.json", farewell)
+    place.store.put("r/farewells/00000001-x.json", farewell(commit=CommitRef(1, 7)))
     done = place.run("restore", "--to", str(place.to), "--fresh-ok")
     assert done.returncode == 17
-    assert "r/farewells/00000001-x.json names one" in done.stderr
+    assert "r/farewells/00000001-x.json names generation 1 step 7" in done.stderr
 
 
 def test_a_run_with_only_damaged_commits_is_not_a_fresh_one(place: Place) -> None:
@@ -460,7 +460,8 @@ def test_pins_and_prune(place: Place) -> None:
         ["best loss"],
     ]
     assert foretold["freed_bytes"] == 0
-    place.configure("[retention]\nkeep_last = 1\nkeep_best = 0\nkeep_hourly = 1\nkeep_daily = 1")
+    none = "keep_starts_s = 1\nkeep_best = 0"
+    place.configure(f"[retention]\nkeep_last = 1\n{none}\nkeep_hourly = 1\nkeep_daily = 1")
     foretold = place.run_json("prune", "--dry-run", "--price", "gb_month=1e5")
     assert (foretold["freed_bytes"], foretold["freed_cost_per_month"]) == (50_004, 4.66)
     text = place.run("prune")
@@ -473,6 +474,33 @@ def test_pins_and_prune(place: Place) -> None:
     assert place.run("unpin", "paper").returncode == 16
     assert place.run_json("prune")["objects"] == 51
     assert place.run("restore", "--step", "200", "--to", str(place.to) + "2").returncode == 17
+
+
+@pytest.mark.fault("O80")
+def test_a_damaged_pin_is_named_and_repaired(place: Place) -> None:
+    """``ls`` and ``verify`` name it, the other pins stay usable, and the mirror has a copy."""
+    commit(place.store, FILES, step=100)
+    for name in ("paper", "other"):
+        assert place.run("pin", "100", "--name", name).returncode == 0
+    file_store(place.tmp_path / "mirror")
+    shutil.copytree(place.tmp_path / "store/r", place.tmp_path / "mirror/r")
+    flip_bit(object_path(place.tmp_path / "store", "r/pins/paper.json"), 3)
+    listed = place.run("ls")
+    assert listed.returncode == 0
+    assert "the pin paper is damaged, and keeps all older commits" in listed.stderr
+    assert "pin other" in listed.stdout
+    done = place.run("verify")
+    assert done.returncode == 8
+    assert done.stdout.startswith("pin paper: ")
+    assert place.run("prune").returncode == 0
+    place.configure(f"""
+            [mirror]
+            url = "file://{place.tmp_path}/mirror"
+    """)
+    report = place.run_json("verify", "--repair")
+    assert report["damaged_pins"] == []
+    assert [each["key"] for each in report["repairs"]] == ["r/pins/paper.json"]
+    assert tree(place.tmp_path / "store/r") == tree(place.tmp_path / "mirror/r")
 
 
 def test_restore_healthy_takes_the_newest_healthy_commit(place: Place) -> None:

@@ -2,8 +2,8 @@
 """The commits and generations of a run, from listings of the bucket.
 
 A key below ``commits/`` or ``generations/`` that no writer formats is an error, which names the object to
-delete: a foreign object never makes a run look empty.  With a signing key, only signed claims and manifests
-count, so such an object is logged and skipped.
+delete: a foreign object never makes a run look empty.  With a signing key, an object that no holder of the
+key has created is logged and passed over, at the price of the listing.
 
 An object that cannot be read differs from a store that cannot be read, see :func:`refused`.  Readers skip the
 commit of such an object, as a damaged one, and fail on an error of the store.
@@ -15,12 +15,11 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import datetime
 from heapq import nlargest
 from itertools import islice
-from operator import attrgetter
 from typing import TypeVar
 
 import structlog
@@ -29,7 +28,8 @@ from swansong.bounds import GENERATION_MAX
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import CommitKey, RunKeys
+from swansongd.bucket.farewell import RecordedEvacuation
+from swansongd.bucket.keys import SIGNED, UNSIGNED, CommitKey, RunKeys
 from swansongd.bucket.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansongd.bucket.manifest import Manifest, decode
 from swansongd.core.cadence import History
@@ -64,12 +64,12 @@ HISTORY_LISTED_MAX = 40
 """Number of newest generations whose claims the history lists; older ones are read by their number."""
 HISTORY_CLAIMS_MAX = 100
 """Number of claims that the history reads, besides our own."""
-FENCE_CLAIMS_MAX = 20
-"""Number of newest claims whose signature the fence verifies.  Safety does not depend on the fence."""
 _LIFE_S_MAX = 366 * 24 * 3600.0
 """Limit of the lifetime of a VM in the history: times in claims may be wrong or forged."""
 _FAREWELLS_MAX = 100
-"""Limit of the farewells that are read."""
+"""Limit of the farewells of one generation that the history reads."""
+FRESH_FAREWELLS_MAX = 1000
+"""A run with more farewells is not fresh."""
 
 _FURTHER_BACK = 8
 """Each further listing of :func:`newest_commits` goes back this many times as far."""
@@ -144,11 +144,7 @@ def list_commits(
     """
     prefix = keys.commits if ref is None else keys.parts(ref)
     after = keys.commits_before(since) if since_step is None else keys.parts_before(since_step)
-    found, foreign = _listed(store, prefix, keys.parse_commit, after=after)
-    if foreign:
-        if keys.signer is None or not (found or since):
-            raise _foreign(store, foreign)
-        _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
+    found, _ = _listed(store, prefix, keys.parse_commit, after=after)
     return grouped((info, parsed) for info, parsed in found if parsed.ref.generation >= since)
 
 
@@ -192,7 +188,7 @@ def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, .
 
     Raises:
         UnreadableError: the store refuses a manifest, and returns other objects.
-        CorruptError: a manifest is damaged, missing, not signed, or does not match its key; or all of them
+        CorruptError: a manifest is damaged, missing, or does not match its key; or all of them
             exceed the limit of size or processor time.
         StoreError: a request to the store failed.
     """
@@ -224,7 +220,7 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
     except Permanent as error:
         raise refused(store, keys, commit.ref.generation, what, error) from error
     with _decoding:
-        manifest = decode(data, keys.signer)
+        manifest = decode(data)
     content = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
     if content != (keys.run, commit.ref, node, commit.nodes):
         raise CorruptError(
@@ -310,11 +306,63 @@ def expect_run(store: ObjectStore, keys: RunKeys) -> None:
         )
 
 
+def expect_fresh(store: ObjectStore, keys: RunKeys) -> None:
+    """Check that a run without a whole commit has lost none: a start from scratch then loses nothing.
+
+    Once a run has a commit, each later farewell names one.  So farewells contradict an empty listing.
+
+    Raises:
+        NothingToRestore: an object may be, or may name, a commit of the run; the message names it.
+        CorruptError: the listing contains an object that no swansong wrote.
+        StoreError: the store failed.
+    """
+    manifests, unsigned = _listed(store, keys.commits, keys.parse_commit)
+    if unsigned:
+        raise NothingToRestore(
+            f"{store.url} has commits of run {keys.run}, and none has a name that this key signed for this "
+            f"store: {f'{store.url}/{unsigned[0]}'!r:.1500}",
+            hint="Check store.signing_key_file and store.url.  If the run began without this key, continue "
+            "under another run.name; else find the writer of these objects, and delete them",
+        )
+    if len(manifests) == LISTED_MAX:
+        raise NothingToRestore(
+            f"run {keys.run} has {LISTED_MAX} manifests or more, and none of them belongs to a whole commit",
+            hint=f"Find the writer of {store.url}/{keys.commits}, and delete what no VM of the run wrote",
+        )
+    named = _may_name_a_commit(store, keys)
+    if named is not None:
+        raise NothingToRestore(
+            f"the listing of {store.url} contains no commit of run {keys.run}, but {named}",
+            hint=f"If the commits were deleted on purpose, delete {store.url}/{keys.farewells} as well, or "
+            "continue under another run.name",
+        )
+
+
+def _may_name_a_commit(store: ObjectStore, keys: RunKeys) -> str | None:
+    """A farewell that names a commit, or that may name one; None without such a farewell."""
+    infos = [info for info in store.list(keys.farewells) if keys.parse_farewell(info.key)]
+    if len(infos) > FRESH_FAREWELLS_MAX:
+        return f"it has {len(infos)} farewells, more than {FRESH_FAREWELLS_MAX}"
+    found: list[str] = []
+
+    def read(info: ObjectInfo) -> None:
+        try:
+            farewell = farewells.decode(_content(store, info.key, "it"))
+        except CorruptError as error:
+            found.append(f"{info.key} may name one: {error}")
+        else:
+            if farewell.commit is not None:
+                found.append(f"{info.key} names {farewell.commit}")
+
+    parallel(infos, read, threads=min(READS, len(infos)))
+    return min(found, default=None)
+
+
 # ---------------------------------------------------------------- claims
 
 
 def claimed(store: ObjectStore, keys: RunKeys, *, since: int = 0) -> list[int]:
-    """The numbers of all claims, ascending, signed or not.
+    """The numbers of all claims, ascending.
 
     Args:
         since: only this number and higher ones; lower ones cost no request.
@@ -323,63 +371,38 @@ def claimed(store: ObjectStore, keys: RunKeys, *, since: int = 0) -> list[int]:
         CorruptError: an object has a key that no writer formats; the message names it.
         StoreError: the listing failed.
     """
-    found, foreign = _listed(
+    found, _ = _listed(
         store, keys.generations, keys.parse_generation, after=keys.claims_before(since)
     )
-    if foreign:
-        if keys.signer is None:
-            raise _foreign(store, foreign)
-        _log.error("foreign_objects_ignored", first=foreign[0], count=len(foreign))
     return sorted(number for _, number in found if number >= since)
 
 
 def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject | None:
-    """The claim of a generation; None if it is missing, not signed, of another run, or malformed.
+    """The claim of a generation; None if it is missing, of another run, or damaged.
 
     Raises:
         StoreError: a request to the store failed.
     """
     key = keys.generation(generation)
     try:
-        claim = claims.decode(_content(store, key, "the claim"), keys.signer)
+        claim = claims.decode(_content(store, key, "the claim"))
     except CorruptError:
         return None
     return claim if (claim.run, claim.generation) == (keys.run, generation) else None
 
 
-def counting_claims(
-    store: ObjectStore,
-    keys: RunKeys,
-    numbers: Sequence[int],
-    *,
-    enough: int,
-    examined_max: int = LISTED_MAX,
+def newest_claims(
+    store: ObjectStore, keys: RunKeys, numbers: Sequence[int], count: int
 ) -> list[tuple[int, ClaimObject | None]]:
-    """The newest ``enough`` claims that count, newest first; with a signing key, only signed ones count.
+    """The newest ``count`` claims of these numbers, newest first; a damaged one is None.
 
     Args:
-        numbers: numbers of all claims, ascending.
-        examined_max: limit of the claims that are read.
+        numbers: ascending.
 
     Raises:
         StoreError: a request to the store failed.
     """
-    counting: list[tuple[int, ClaimObject | None]] = []
-    is_logged = False
-    for number in islice(reversed(numbers), examined_max):
-        claim = claim_of(store, keys, number)
-        if claim is not None or keys.signer is None:
-            counting.append((number, claim))
-            if len(counting) == enough:
-                break
-        elif not is_logged:
-            is_logged = True  # only the newest: there may be thousands
-            _log.error(
-                "unsigned_claim_ignored",
-                claim=f"{store.url}/{keys.generation(number)}",
-                hint="Find its writer, then delete it; no VM claims its number while it exists",
-            )
-    return counting
+    return [(number, claim_of(store, keys, number)) for number in reversed(numbers[-count:])]
 
 
 def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> int:
@@ -388,11 +411,7 @@ def newest_generation(store: ObjectStore, keys: RunKeys, *, above: int = 0) -> i
     Raises:
         CorruptError, StoreError: as for :func:`claimed`.
     """
-    newer = claimed(store, keys, since=above + 1)
-    if keys.signer is not None:
-        signed = counting_claims(store, keys, newer, enough=1, examined_max=FENCE_CLAIMS_MAX)
-        newer = [number for number, _ in signed]
-    return max(newer, default=above)
+    return max(claimed(store, keys, since=above + 1), default=above)
 
 
 # ---------------------------------------------------------------- history
@@ -433,19 +452,18 @@ def history(
                 newest.setdefault(vm.last, commit)
     observed_s, uncovered = 0.0, 0
     for vm in vms:
-        verdicts = _verdicts(store, keys, vm.last, is_cancelled)
+        said = _farewells_of(store, keys, vm.last, is_cancelled)
         if is_cancelled():
             return History()
         last = newest.get(vm.last)
         created, kind = _last_commit(store, keys, last)
-        signs = [
-            instant_s(text) for text in (vm.last_claimed, created, *(at for _, at in verdicts))
-        ]
+        signs = [instant_s(text) for text in (vm.last_claimed, created)]
+        signs += [farewell.written_wall_s for farewell in said]
         begun_s = instant_s(vm.first_claimed)
         ended_s = max((sign for sign in signs if sign is not None), default=None)
         if begun_s is not None and ended_s is not None:
             observed_s += min(max(0.0, ended_s - begun_s), _LIFE_S_MAX)
-        is_covered = any(verdict == Verdict.SAFE for verdict, _ in verdicts)
+        is_covered = any(farewell.verdict is Verdict.SAFE for farewell in said)
         is_of_last_start = last is not None and last.ref.generation == vm.last
         has_ended = is_of_last_start and kind is CheckpointKind.FINAL  # the end of the run
         uncovered += not (is_covered or has_ended)
@@ -490,7 +508,7 @@ class _Claims:
     def vms(self, own_boot: str | None) -> Iterator[_Vm]:
         """The VMs, newest first, without the one of ``own_boot``.
 
-        A listed claim without a boot id counts as a VM; with a signing key, an unsigned claim does not count.
+        A listed claim without a boot id counts as a VM.
         """
         seen = set() if own_boot is None else {own_boot}
         place = self._below + len(self._listed) - 1
@@ -498,8 +516,7 @@ class _Claims:
             last, boot = place, self._boot(place)
             if boot is not None:
                 place = self._first(place, boot)
-            is_listed = last >= self._below and self._keys.signer is None
-            is_counted = is_listed or self._claim(last) is not None
+            is_counted = last >= self._below or self._claim(last) is not None
             if boot not in seen and is_counted:
                 yield _Vm(
                     first=self._number(place),
@@ -513,7 +530,7 @@ class _Claims:
 
     @property
     def _may_read(self) -> bool:
-        # A bucket writer can plant any number of claims.
+        # Without a signing key, a bucket writer can plant any number of claims.
         return len(self._read) < HISTORY_CLAIMS_MAX and not self._is_cancelled()
 
     def _number(self, place: int) -> int:
@@ -546,34 +563,17 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
     return {} if claim is None else claim.identity
 
 
-def _verdicts(
+def _farewells_of(
     store: ObjectStore, keys: RunKeys, generation: int, is_cancelled: Callable[[], bool]
-) -> list[tuple[str, str]]:
-    """Verdict and time of the farewells of a generation; malformed ones are left out."""
+) -> list[RecordedEvacuation]:
+    """The farewells of a generation; damaged ones are left out."""
     found = []
     for info in islice(store.list(keys.farewell_prefix(generation)), _FAREWELLS_MAX):
         if is_cancelled():
             break
-        try:
-            found.append(farewells.verdict_and_time(_content(store, info.key, "the farewell")))
-        except CorruptError:
-            continue
+        with suppress(CorruptError):
+            found.append(farewells.decode(_content(store, info.key, "the farewell")))
     return found
-
-
-def farewell_with_commit(store: ObjectStore, keys: RunKeys) -> str | None:
-    """Key of a farewell that names a commit of the run; None if no recent farewell does.
-
-    Once a run has a commit, each later farewell names one.
-    """
-    newest = nlargest(_FAREWELLS_MAX, store.list(keys.farewells), key=attrgetter("key"))
-    for info in newest:
-        try:
-            if farewells.names_commit(_content(store, info.key, "the farewell")):
-                return info.key
-        except CorruptError:
-            continue
-    return None
 
 
 def _last_commit(
@@ -624,7 +624,7 @@ def refused(
 def _is_returned(store: ObjectStore, keys: RunKeys, generation: int) -> bool:
     try:
         store.get(keys.generation(generation))
-    except TooLarge:
+    except (CorruptError, TooLarge):
         return True  # it is readable, which is enough here
     except Permanent:
         return False
@@ -644,23 +644,33 @@ def _content(store: ObjectStore, key: str, what: str) -> bytes:
 def _listed(
     store: ObjectStore, prefix: str, parse: Callable[[str], T | None], *, after: str = ""
 ) -> tuple[list[tuple[ObjectInfo, T]], list[str]]:
-    """The newest objects below ``prefix``, each with its parsed key, and the keys that do not parse.
+    """The newest objects below ``prefix``, each with its parsed key, and the keys of unsigned ones.
 
     Empty objects whose key ends in a slash are left out: consoles create them to show folders.
+
+    Raises:
+        CorruptError: an object has a key that no writer formats; the message names it.
     """
     foreign: list[str] = []
+    unsigned: list[str] = []
 
     def ours() -> Iterator[tuple[ObjectInfo, T]]:
         for info in store.list(prefix, after=after):
             parsed = parse(info.key)
             if parsed is not None:
                 yield info, parsed
-            elif not is_folder(info) and len(foreign) < LISTED_MAX:
+            elif info.key.endswith(UNSIGNED):
+                unsigned.append(info.key.removesuffix(UNSIGNED))
+            elif not is_folder(info):
                 foreign.append(info.key)
 
     # A listing has any order; numbers in keys have a fixed width.
     newest = nlargest(LISTED_MAX, ours(), key=lambda pair: pair[0].key)
-    return newest, foreign
+    if foreign:
+        raise foreign_objects(store, foreign)
+    if unsigned:
+        _log.error("unsigned_objects_ignored", first=unsigned[0], count=len(unsigned))
+    return newest, unsigned
 
 
 def is_folder(info: ObjectInfo) -> bool:
@@ -668,10 +678,16 @@ def is_folder(info: ObjectInfo) -> bool:
     return not info.size_bytes and info.key.endswith("/")
 
 
-def _foreign(store: ObjectStore, keys: Sequence[str]) -> CorruptError:
+def foreign_objects(store: ObjectStore, keys: Sequence[str]) -> CorruptError:
+    """The error for objects with keys that no writer formats."""
     more = f", and {len(keys) - 1} more," if len(keys) > 1 else ""
+    named = f"the object {f'{store.url}/{keys[0]}'!r:.1500}{more}"
+    if SIGNED.fullmatch(keys[0]):
+        return CorruptError(
+            f"{named} is signed, and no key is configured",
+            hint="Name the key of the run in store.signing_key_file",
+        )
     return CorruptError(
-        f"the object {f'{store.url}/{keys[0]}'!r:.1500}{more} has a key that no swansong of this version "
-        "writes",
+        f"{named} has a key that no swansong of this version writes",
         hint="Upgrade swansong if a newer version wrote the object, else delete it",
     )

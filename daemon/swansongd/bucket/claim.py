@@ -7,18 +7,16 @@ checks every field.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.bucket.signing import Signer
+from swansongd.bucket import record
 from swansongd.errors import CorruptError
 
 FORMAT = "swansong-claim"
-VERSION = 1
 BYTES_MAX = 64 * 2**10
 _IDENTITY_MAX = 20
 
@@ -39,29 +37,25 @@ class ClaimObject:
         return (self.generation, self.start) == (other.generation, other.start)
 
 
-def encode(claim: ClaimObject, signer: Signer | None = None) -> bytes:
-    """The claim as the bytes of its object, signed if there is a ``signer``."""
-    body: dict[str, object] = {
-        "version": VERSION,
+def encode(claim: ClaimObject) -> bytes:
+    """The claim as the bytes of its object."""
+    body = {
         "run": claim.run,
         "generation": claim.generation,
         "start": claim.start,
         "identity": dict(claim.identity),
     }
-    if signer is not None:
-        body = signer.signed(FORMAT, body)
-    return json.dumps(body, sort_keys=True).encode()
+    return record.encode(FORMAT, body)
 
 
-def decode(data: bytes, signer: Signer | None = None) -> ClaimObject:
+def decode(data: bytes) -> ClaimObject:
     """Parse and check the bytes of a claim.
 
     Raises:
-        CorruptError: a field is missing or out of bounds, or ``signer`` did not sign it.
+        CorruptError: a field is missing or out of bounds.
     """
+    body = record.decode(data, FORMAT, BYTES_MAX)
     try:
-        body = bounds.json_object(data, "the claim", BYTES_MAX)
-        bounds.integer(body.get("version"), "version of the claim", VERSION, VERSION)
         identity = bounds.mapping(body.get("identity"), "identity of the claim", _IDENTITY_MAX)
         claim = ClaimObject(
             run=bounds.text(body.get("run"), "run of the claim", bounds.ID_CHARS_MAX),
@@ -80,6 +74,4 @@ def decode(data: bytes, signer: Signer | None = None) -> ClaimObject:
         raise CorruptError(str(error)) from None
     if not claim.start:
         raise CorruptError("the claim names no start of the training")
-    if signer is not None and not signer.is_valid(FORMAT, body):
-        raise CorruptError("the claim has no signature of this key")
     return claim

@@ -33,7 +33,6 @@ from swansongd.errors import (
     FencedError,
     StoreError,
     TooLarge,
-    UnreadableError,
 )
 from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
@@ -90,25 +89,20 @@ def claim_generation(
         StoreError: the store failed, or the race was lost too often.
     """
     numbers = catalog.claimed(store, keys)
-    recent = catalog.counting_claims(store, keys, numbers, enough=look_back)
+    recent = catalog.newest_claims(store, keys, numbers, look_back)
     newest = recent[0][0] if recent else 0
     for number, found in recent:
         if found is not None and found.start == start_id:
             if number < newest and not _is_of(recent[0][1], own):
                 raise FencedError(number, newest)
             return Claim(found, honours_if_absent=True, is_found=True)
-    taken = set(numbers)
-    generation = newest + gap
-    for _ in range(_CLAIM_ATTEMPTS_MAX):
-        generation += 1
-        while generation in taken:  # by unsigned claims above the newest signed one
-            generation += 1
+    for generation in range(newest + gap + 1, newest + gap + 1 + _CLAIM_ATTEMPTS_MAX):
         if generation > bounds.GENERATION_MAX:
             raise _no_number_left(store, keys, generation - 1)
         key = keys.generation(generation)
         claim = ClaimObject(run=keys.run, generation=generation, start=start_id, identity=identity)
-        data = claims.encode(claim, keys.signer)
-        claims.decode(data, keys.signer)  # fails before a claim that no other VM could read
+        data = claims.encode(claim)
+        claims.decode(data)  # fails before a claim that no other VM could read
         try:
             store.put(key, data, if_absent=True)
         except Exists:
@@ -139,31 +133,19 @@ def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptEr
 def newest_whole_commit(
     store: ObjectStore, keys: RunKeys, *, before: CommitRef | None = None, near: int = 0
 ) -> CommitRef | None:
-    """The newest commit with the manifests of all its nodes; with a signing key, the newest signed one.
-
-    Does not check its shards.
+    """The newest commit with the manifests of all its nodes.  Does not read them.
 
     Args:
         before: only older commits than this one.
         near: a generation near the newest one, see :func:`swansongd.bucket.catalog.newest_commits`.
 
     Raises:
-        CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
-            return the only commits that might count.
+        CorruptError: the listing contains an object that no swansong wrote.
         StoreError: a request to the store failed.
     """
-    unread: UnreadableError | None = None
     for found in catalog.newest_commits(store, keys, near=near):
-        if before is not None and found.ref >= before:
-            continue
-        try:
-            if found.is_complete and (keys.signer is None or _is_signed(store, keys, found)):
-                return found.ref
-        except UnreadableError as error:
-            _log.error("commit_skipped", commit=str(found.ref), reason=error.line())
-            unread = unread or error
-    if unread is not None:
-        raise unread
+        if found.is_complete and (before is None or found.ref < before):
+            return found.ref
     return None
 
 
@@ -177,8 +159,7 @@ def parts_committed(
 ) -> tuple[int, CommitRef | None]:
     """The number of nodes with a part of the newest checkpoint, and the newest whole one.
 
-    Costs one listing of the commits since ``after``.  With a signing key, a checkpoint with an unsigned part
-    is not whole: no reader would accept it.
+    Costs one listing of the commits since ``after``.
 
     Args:
         newest: the newest checkpoint of which this VM has committed its part.
@@ -189,8 +170,7 @@ def parts_committed(
         ``nodes`` and ``newest`` if that checkpoint is whole.
 
     Raises:
-        CorruptError: the listing contains an object that no swansong wrote, or the store refuses to
-            return a part.
+        CorruptError: the listing contains an object that no swansong wrote.
         StoreError: a request to the store failed.
     """
     first = CommitRef(newest.generation, 0)
@@ -200,23 +180,11 @@ def parts_committed(
     for found in catalog.list_commits(store, keys, since_step=first):
         if found.nodes != nodes or not first <= found.ref <= newest or found.ref == after:
             continue
-        is_whole = found.is_complete and (keys.signer is None or _is_signed(store, keys, found))
         if found.ref == newest:
-            committed = nodes if is_whole else min(len(found.manifest_keys), nodes - 1)
-        if is_whole:
+            committed = len(found.manifest_keys)
+        if found.is_complete:
             return committed, found.ref
     return committed, None
-
-
-def _is_signed(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:
-    try:
-        catalog.load(store, keys, found)
-    except UnreadableError:
-        raise  # it may be signed
-    except CorruptError as error:
-        _log.error("commit_skipped", commit=str(found.ref), reason=error.line())
-        return False
-    return True
 
 
 def ensure_not_fenced(
@@ -254,13 +222,11 @@ def _claimed_again(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> Cla
     """Create a deleted claim again; returns the claim that is in the store then."""
     key = keys.generation(claim.generation)
     try:
-        store.put(key, claims.encode(claim, keys.signer), if_absent=True)
+        store.put(key, claims.encode(claim), if_absent=True)
     except Exists:
         try:
-            return claims.decode(store.get(key), keys.signer)
+            return claims.decode(store.get(key))
         except CorruptError as error:
-            if keys.signer is not None:
-                return claim  # no VM with the key claims a number that an unsigned object has
             raise CorruptError(
                 f"{store.url}/{key} is not the claim that this VM made: {error}",
                 hint="Delete it if no VM of this run wrote it",
@@ -300,9 +266,9 @@ def commit(
         StoreError: the store failed, or its listing does not contain the manifest.  The manifest may exist;
             a retry is safe.
     """
-    data = manifests.encode(manifest, keys.signer)
+    data = manifests.encode(manifest)
     try:
-        written = manifests.decode(data, keys.signer)
+        written = manifests.decode(data)
     except CorruptError as error:
         raise BoundsError(str(error)) from None
     if manifest.generation != claim.generation:
@@ -313,7 +279,7 @@ def commit(
     try:
         store.put(key, data, if_absent=True)
     except Exists:
-        if not _is_ours(store, keys, key, manifest):
+        if not _is_ours(store, key, manifest):
             raise
         is_new = False  # created by an attempt whose reply was lost, and just read back
     found = next(
@@ -333,13 +299,13 @@ def commit(
         raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
 
 
-def _is_ours(store: ObjectStore, keys: RunKeys, key: str, manifest: Manifest) -> bool:
+def _is_ours(store: ObjectStore, key: str, manifest: Manifest) -> bool:
     """Whether the object is a manifest of the same set for the same key.
 
-    Equal nonces are not enough: a signed manifest of the set can be a copy from another generation.
+    Equal nonces are not enough: it can be a copy of the set's manifest from another generation.
     """
     try:
-        found = manifests.decode(store.get(key), keys.signer)
+        found = manifests.decode(store.get(key))
     except (CorruptError, TooLarge):
         return False
     return _names(found) == _names(manifest)

@@ -1,19 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """The farewell: the object that records an evacuation and its verdict.
 
-docs/format-records.md describes the bytes.  Farewells are not signed, and no commit depends on one.
+docs/format-records.md describes the bytes.  No commit depends on a farewell.
 """
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.bucket import wall
+from swansongd.bucket import record, wall
 from swansongd.core.events import Conclude
 from swansongd.errors import CorruptError
 from swansongd.loss_records import EvacuationRecord, LastReport, NoticeRecord
@@ -21,7 +20,6 @@ from swansongd.model import CommitRef, Verdict, VmPart
 from swansongd.util.printable import printable
 
 FORMAT = "swansong-farewell"
-VERSION = 1
 BYTES_MAX = 2**20
 NOTICES_MAX = 100
 ENTRIES_MAX = 1000
@@ -58,8 +56,6 @@ def encode(farewell: Farewell) -> bytes:
     conclusion, evacuation = farewell.conclusion, farewell.evacuation
     commit, part = conclusion.commit, conclusion.part
     body: dict[str, object] = {
-        "format": FORMAT,
-        "version": VERSION,
         "run": farewell.run,
         "generation": farewell.generation,
         "evacuation": conclusion.evacuation_id,
@@ -84,7 +80,7 @@ def encode(farewell: Farewell) -> bytes:
         body["left_out"] = evacuation.left_out
     if farewell.training is not None:
         body["training"] = _training(farewell.training)
-    return json.dumps(body, indent=1, sort_keys=True).encode()
+    return record.encode(FORMAT, body)
 
 
 def _training(report: LastReport) -> dict[str, object]:
@@ -163,11 +159,8 @@ def decode(data: bytes) -> RecordedEvacuation:
     Raises:
         CorruptError: a field is missing or out of bounds.
     """
-    body = _body(data)
+    body = record.decode(data, FORMAT, BYTES_MAX)
     try:
-        if body.get("format") != FORMAT:
-            raise CorruptError("the object is not a farewell")
-        bounds.integer(body.get("version"), "version of the farewell", VERSION, VERSION)
         return _recorded(body)
     except BoundsError as error:
         raise CorruptError(str(error)) from None
@@ -297,19 +290,6 @@ def _count(body: Mapping[str, object], name: str, low: int, high: int) -> int:
     return bounds.integer(body.get(name), f"{name} of the farewell", low, high)
 
 
-def training(data: bytes) -> LastReport | None:
-    """The training of a farewell; None if it has none.
-
-    Raises:
-        CorruptError: a field is missing or out of bounds.
-    """
-    found = _body(data).get("training")
-    try:
-        return None if found is None else _last_report(found)
-    except BoundsError as error:
-        raise CorruptError(str(error)) from None
-
-
 def _last_report(value: object) -> LastReport:
     body = bounds.mapping(value, "training of the farewell", bounds.FACTS_MAX)
     return LastReport(
@@ -322,31 +302,3 @@ def _last_report(value: object) -> LastReport:
         is_over=bounds.boolean(body.get("over"), "over"),
         deadline_wall_s=wall.optional_s(body.get("deadline"), "deadline of the farewell"),
     )
-
-
-def verdict_and_time(data: bytes) -> tuple[str, str]:
-    """The verdict of a farewell, and the wall-clock time at which it was written.
-
-    Raises:
-        CorruptError: a field is missing or out of bounds.
-    """
-    body = _body(data)
-    try:
-        return (
-            bounds.text(body.get("verdict"), "verdict of the farewell", bounds.ID_CHARS_MAX),
-            bounds.text(body.get("written"), "time of the farewell", bounds.ID_CHARS_MAX),
-        )
-    except BoundsError as error:
-        raise CorruptError(str(error)) from None
-
-
-def names_commit(data: bytes) -> bool:
-    """Whether the run had a commit when the farewell was written; raises CorruptError."""
-    return _body(data).get("commit") is not None
-
-
-def _body(data: bytes) -> Mapping[str, object]:
-    try:
-        return bounds.json_object(data, "the farewell", BYTES_MAX)
-    except BoundsError as error:
-        raise CorruptError(str(error)) from None

@@ -13,15 +13,19 @@ from dataclasses import dataclass
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.bucket.signing import Signer
 from swansongd.model import CommitRef
 
 _GENERATION = re.compile(r"([0-9]{8})\.json")
 _FAREWELL = re.compile(r"([0-9]{8})-[0-9A-Za-z-]{1,100}\.json")
 _FINAL = "-final"
 _COMMIT = re.compile(rf"([0-9]{{8}})/([0-9]{{12}})({_FINAL})?/([0-9]{{5}})-of-([0-9]{{5}})\.json")
-_PIN = re.compile(r"([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
+_PIN = re.compile(r"(?!.*\.[0-9a-f]{32}\.json)([A-Za-z0-9][A-Za-z0-9._-]{0,99})\.json")
 _CHUNK = re.compile(r"([0-9]{8})/([0-9a-f]{64})-[0-9a-z]{1,32}")
+_DATA = re.compile(r"[^/]+/(probes/[^/]+/)?data/.*", re.DOTALL)
+SIGNED = re.compile(r"(.+)\.([0-9a-f]{32})\.json", re.DOTALL)
+"""The stored key of a record of a run with a signing key: see :mod:`swansongd.bucket.signing`."""
+UNSIGNED = "#unsigned"
+"""End of the key of an object that no holder of the signing key has created, as a signed store lists it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,11 +42,6 @@ class RunKeys:
     """Formats and parses the keys of one run.  The store adds the prefix of its URL."""
 
     run: str
-    signer: Signer | None = None
-    """Signs the manifests, claims and resumptions of the run, and decides which ones count; None: all count.
-
-    Every reader and writer of the run has this object, so none can omit the check.
-    """
 
     @property
     def generations(self) -> str:
@@ -158,9 +157,24 @@ class RunKeys:
         ref = CommitRef(generation, step, is_final=match[3] is not None)
         return CommitKey(ref=ref, node=node, nodes=nodes)
 
+    def parse_chunk(self, key: str) -> int | None:
+        """The generation of a chunk."""
+        match = _CHUNK.fullmatch(key.removeprefix(self.data))
+        return int(match[1]) if match and key.startswith(self.data) else None
+
     def is_data(self, key: str) -> bool:
         """Whether the key is that of a chunk of this run."""
-        return key.startswith(self.data) and bool(_CHUNK.fullmatch(key.removeprefix(self.data)))
+        return self.parse_chunk(key) is not None
+
+
+def is_below_data(key: str) -> bool:
+    """Whether the key is below the folder of the chunks of a run, or of a rehearsal."""
+    return _DATA.fullmatch(key) is not None
+
+
+def is_record(key: str) -> bool:
+    """Whether the key can be that of a record: of anything but a chunk."""
+    return key.endswith(".json") and not is_below_data(key)
 
 
 def is_pin_name(text: str) -> bool:

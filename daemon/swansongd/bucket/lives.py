@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from heapq import nlargest
 from operator import attrgetter
@@ -202,10 +203,10 @@ def _resumptions(
 
 
 def _resumption(store: ObjectStore, keys: RunKeys, generation: int) -> Resumption | None:
-    """None if it is missing, malformed, not signed, or of another run or generation."""
+    """None if it is missing, damaged, or of another run or generation."""
     data = _content(store, keys.resumption(generation))
     try:
-        found = None if data is None else resumptions.decode(data, keys.signer)
+        found = None if data is None else resumptions.decode(data)
     except CorruptError:
         return None
     is_own = found is not None and (found.run, found.generation) == (keys.run, generation)
@@ -247,10 +248,8 @@ class _Stored:
         found = []
         for info in newest:
             data = _content(self.store, info.key)
-            try:
-                found.append(None if data is None else farewells.training(data))
-            except CorruptError:
-                continue
+            with suppress(CorruptError):
+                found.append(None if data is None else farewells.decode(data).training)
         return newest_report(found)
 
     def created_wall_s(self, commit: Commit) -> float | None:
@@ -289,7 +288,8 @@ def instant_s(text: str) -> float | None:
 
 
 def _content(store: ObjectStore, key: str) -> bytes | None:
+    """None if the object is missing, too large, or not signed."""
     try:
         return store.get(key)
-    except (NotFound, TooLarge):
+    except (CorruptError, NotFound, TooLarge):
         return None

@@ -1,13 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """The manifest: what one VM committed at one step.  docs/format-objects.md describes the bytes.
 
-Canonical JSON with its own digest.  Every writer of the bucket can write a manifest, and a restore
+Every writer of the bucket can write a manifest, and a restore
 acts on its content, so ``decode`` checks every field.
 """
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,9 +14,8 @@ from typing import Any
 from swansong import bounds
 from swansong.bounds import BoundsError
 
+from swansongd.bucket import record
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import FIELD as SIGNATURE
-from swansongd.bucket.signing import Signer, canonical
 from swansongd.errors import CorruptError
 from swansongd.model import (
     CHUNK_BYTES_MAX,
@@ -29,7 +27,6 @@ from swansongd.model import (
 )
 
 FORMAT = "swansong-manifest"
-VERSION = 1
 
 BYTES_MAX = 48 * 2**20
 """Room for bounds.FILES_MAX shards with 480 bytes each, or for 400,000 chunks.  Decoding any bytes up to this
@@ -85,33 +82,28 @@ def chunks_of(shards: Iterable[StoredShard]) -> tuple[Chunk, ...]:
     return tuple(dict.fromkeys(extent.chunk for shard in shards for extent in shard.extents))
 
 
-def encode(manifest: Manifest, signer: Signer | None = None) -> bytes:
-    """The manifest as the bytes of its object, signed if there is a ``signer``.
+def encode(manifest: Manifest) -> bytes:
+    """The manifest as the bytes of its object.
 
     Raises:
         BoundsError: a number is not finite, or JSON has no such value.
     """
-    try:
-        body: dict[str, Any] = {"format": FORMAT, "version": VERSION, **_fields(manifest)}
-        if manifest.parent is not None:
-            body["parent"] = _fields(manifest.parent)
-        prefix = len(RunKeys(manifest.run).data)
-        chunks = manifest.chunks
-        place = {chunk: index for index, chunk in enumerate(chunks)}
-        body["chunks"] = [[chunk.key[prefix:], chunk.size_bytes] for chunk in chunks]
-        body["shards"] = [
-            {
-                "path": shard.path,
-                "size_bytes": shard.size_bytes,
-                "extents": [_extent_fields(extent, place) for extent in shard.extents],
-            }
-            for shard in manifest.shards
-        ]
-        if signer is not None:
-            body = signer.signed(FORMAT, body)
-        return _digested(body)[1]
-    except (ValueError, TypeError, RecursionError) as error:
-        raise BoundsError(f"the manifest cannot be written as JSON: {error!s:.120}") from None
+    body = _fields(manifest)
+    if manifest.parent is not None:
+        body["parent"] = _fields(manifest.parent)
+    prefix = len(RunKeys(manifest.run).data)
+    chunks = manifest.chunks
+    place = {chunk: index for index, chunk in enumerate(chunks)}
+    body["chunks"] = [[chunk.key[prefix:], chunk.size_bytes] for chunk in chunks]
+    body["shards"] = [
+        {
+            "path": shard.path,
+            "size_bytes": shard.size_bytes,
+            "extents": [_extent_fields(extent, place) for extent in shard.extents],
+        }
+        for shard in manifest.shards
+    ]
+    return record.encode(FORMAT, body)
 
 
 def _extent_fields(extent: Extent, place: Mapping[Chunk, int]) -> int | list[int]:
@@ -127,60 +119,17 @@ def _fields(item: Manifest | CommitRef) -> dict[str, Any]:
     return {name: getattr(item, name) for name in item.__dataclass_fields__}
 
 
-def decode(data: bytes, signer: Signer | None = None) -> Manifest:
+def decode(data: bytes) -> Manifest:
     """Parse and check the bytes of a manifest.
 
-    Args:
-        signer: refuses a manifest without its signature; None accepts all.
-
     Raises:
-        CorruptError: the bytes are not exactly those of ``encode``, a field is out of bounds, or the
-            signature is missing or wrong.
+        CorruptError: the bytes are not exactly those of ``encode``, or a field is out of bounds.
     """
+    body = record.decode(data, FORMAT, BYTES_MAX, values_max=VALUES_MAX)
     try:
-        return _decode(data, signer)
+        return _manifest(body)
     except BoundsError as error:
         raise CorruptError(str(error)) from None
-
-
-def _decode(data: bytes, signer: Signer | None) -> Manifest:
-    body = bounds.json_object(data, "the manifest", BYTES_MAX, max_values=VALUES_MAX)
-    if body.get("format") != FORMAT:
-        raise CorruptError("the object is not a manifest")
-    version = bounds.integer(body.get("version"), "version of the manifest", 1, 10**6)
-    if version != VERSION:
-        raise CorruptError(
-            f"the manifest has format version {version}; this swansong knows {VERSION}",
-            hint="upgrade swansong to read it",
-        )
-    claimed = body.pop("digest", None)
-    try:
-        intact = (claimed, data) == _digested(body)
-    except (ValueError, RecursionError):
-        intact = False
-    if not intact:
-        raise CorruptError("the manifest does not match its own digest")
-    if signer is not None and not signer.is_valid(FORMAT, body):
-        raise CorruptError(
-            "the manifest is not signed"
-            if SIGNATURE not in body
-            else "the manifest has the signature of another key",
-            hint="Commits made without store.signing_key_file, or with another key, do not count",
-        )
-    return _manifest(body)
-
-
-def _digested(body: Mapping[str, object]) -> tuple[str, bytes]:
-    """The digest of a body, and the canonical JSON of body and digest.
-
-    The body is encoded only once, in two pieces with the digest between them: it may have 20,000 shards.
-    """
-    before = canonical({key: value for key, value in body.items() if key < "digest"})[1:-1]
-    after = canonical({key: value for key, value in body.items() if key > "digest"})[1:-1]
-    bare = b",".join(filter(None, (before, after)))
-    digest = f"sha256:{hashlib.sha256(b'{%b}' % bare).hexdigest()}"
-    field = canonical({"digest": digest})[1:-1]
-    return digest, b"{%b}" % b",".join(filter(None, (before, field, after)))
 
 
 def _manifest(body: dict[str, Any]) -> Manifest:

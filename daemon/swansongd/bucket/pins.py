@@ -7,22 +7,20 @@ until the pin is removed.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.bucket.catalog import is_folder
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
+from swansongd.bucket import record
+from swansongd.bucket.catalog import foreign_objects, is_folder
+from swansongd.bucket.keys import UNSIGNED, RunKeys
 from swansongd.errors import CorruptError, Exists, NotFound, TooLarge
 from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 
 FORMAT = "swansong-pin"
-VERSION = 1
 BYTES_MAX = 64 * 2**10
 NOTE_CHARS_MAX = bounds.TEXT_CHARS_MAX
 
@@ -39,11 +37,32 @@ class Pin:
     """UTC, informational."""
 
 
-def encode(pin: Pin, signer: Signer | None = None) -> bytes:
-    """The pin as the bytes of its object, signed if there is a ``signer``."""
-    body: dict[str, object] = {
-        "format": FORMAT,
-        "version": VERSION,
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoredPin:
+    """An object below ``pins/``."""
+
+    key: str
+    name: str
+    pin: Pin | None
+    """None: it is damaged."""
+    problem: str = ""
+    age_s: float | None = None
+    """By the store's clock, when the pins were listed."""
+
+    def may_mean(self, ref: CommitRef, age_s: float | None) -> bool:
+        """Whether it keeps a commit of this age: a damaged pin keeps every commit that is older.
+
+        Args:
+            age_s: at a listing of the commits that is not older than that of the pins.
+        """
+        if self.pin is not None:
+            return self.pin.ref == ref
+        return self.age_s is None or age_s is None or age_s >= self.age_s
+
+
+def encode(pin: Pin) -> bytes:
+    """The pin as the bytes of its object."""
+    body = {
         "run": pin.run,
         "name": pin.name,
         "generation": pin.ref.generation,
@@ -52,22 +71,17 @@ def encode(pin: Pin, signer: Signer | None = None) -> bytes:
         "note": pin.note,
         "created": pin.created,
     }
-    if signer is not None:
-        body = signer.signed(FORMAT, body)
-    return json.dumps(body, indent=1, sort_keys=True).encode()
+    return record.encode(FORMAT, body)
 
 
-def decode(data: bytes, signer: Signer | None = None) -> Pin:
+def decode(data: bytes) -> Pin:
     """Parse and check the bytes of a pin.
 
     Raises:
-        CorruptError: a field is missing or out of bounds, or ``signer`` did not sign it.
+        CorruptError: a field is missing or out of bounds.
     """
+    body = record.decode(data, FORMAT, BYTES_MAX)
     try:
-        body = bounds.json_object(data, "the pin", BYTES_MAX)
-        if body.get("format") != FORMAT:
-            raise CorruptError("the object is not a pin")
-        bounds.integer(body.get("version"), "version of the pin", VERSION, VERSION)
         pin = Pin(
             run=bounds.text(body.get("run"), "run of the pin", bounds.ID_CHARS_MAX),
             name=bounds.text(body.get("name"), "name of the pin", bounds.ID_CHARS_MAX),
@@ -83,8 +97,6 @@ def decode(data: bytes, signer: Signer | None = None) -> Pin:
         )
     except BoundsError as error:
         raise CorruptError(str(error)) from None
-    if signer is not None and not signer.is_valid(FORMAT, body):
-        raise CorruptError("the pin has no signature of this key")
     return pin
 
 
@@ -95,8 +107,8 @@ def create(store: ObjectStore, keys: RunKeys, pin: Pin) -> None:
         Exists: the name is taken.
         StoreError: the store failed.
     """
-    key, data = keys.pin(pin.name), encode(pin, keys.signer)
-    decode(data, keys.signer)  # fails before a pin that no reader accepts
+    key, data = keys.pin(pin.name), encode(pin)
+    decode(data)  # fails before a pin that no reader accepts
     try:
         store.put(key, data, if_absent=True)
     except Exists:
@@ -131,7 +143,7 @@ def read(store: ObjectStore, keys: RunKeys, key: str) -> Pin | None:
         StoreError: the store failed.
     """
     try:
-        pin = decode(store.get(key), keys.signer)
+        pin = decode(store.get(key))
     except NotFound:
         return None
     except (CorruptError, TooLarge) as error:
@@ -153,29 +165,39 @@ class Pins:
         self._known: Mapping[tuple[str, str], Pin] = {}
         """By key and tag: the tag distinguishes a pin from an earlier one of the same name."""
 
-    def now(self) -> list[Pin]:
-        """The pins in the store now, by name.
+    def now(self) -> list[StoredPin]:
+        """The pins in the store now, by name; damaged ones, too.
 
         Raises:
-            CorruptError: an object below ``pins/`` is not a valid pin.
+            CorruptError: an object below ``pins/`` has a key that no swansong wrote.
             StoreError: the store failed.
         """
         found: dict[tuple[str, str], Pin] = {}
+        stored: list[StoredPin] = []
         for info in self._store.list(self._keys.pins):
-            if is_folder(info):
+            if is_folder(info) or info.key.endswith(UNSIGNED):
                 continue
-            if self._keys.parse_pin(info.key) is None:
-                raise _invalid(self._store, info.key, "its key is not that of a pin")
-            known = self._known.get((info.key, info.tag))
-            pin = known or read(self._store, self._keys, info.key)
+            name = self._keys.parse_pin(info.key)
+            if name is None:
+                raise foreign_objects(self._store, [info.key])
+            pin, problem = self._known.get((info.key, info.tag)), ""
+            try:
+                pin = pin or read(self._store, self._keys, info.key)
+            except CorruptError as error:
+                problem = error.line()
             if pin is not None:
                 found[info.key, info.tag] = pin
+            if pin is not None or problem:
+                stored.append(
+                    StoredPin(key=info.key, name=name, pin=pin, problem=problem, age_s=info.age_s)
+                )
         self._known = {identity: pin for identity, pin in found.items() if identity[1]}
-        return sorted(found.values(), key=lambda pin: pin.name)
+        return sorted(stored, key=lambda pin: pin.name)
 
 
 def _invalid(store: ObjectStore, key: str, why: str) -> CorruptError:
     return CorruptError(
         f"{store.url}/{key} is not a valid pin of this run: {why}",
-        hint="Upgrade swansong if a newer version wrote the object, else delete it",
+        hint="Repair it with swansong verify --repair, or delete it with swansong unpin; "
+        "upgrade swansong if a newer version wrote it",
     )

@@ -105,7 +105,7 @@ def prune(
         stop: checked before each request that deletes.
 
     Raises:
-        CorruptError: a manifest, a pin, or a key cannot be read; no object was deleted.
+        CorruptError: a manifest or a key cannot be read; no object was deleted.
         StoreError: the store failed, or the role may not delete.
         Stopped: ``stop`` was set.
     """
@@ -164,7 +164,12 @@ class _Run:
 
     def _delete_commit(self, read: ReadCommit) -> None:
         ref = read.commit.ref
-        names = [pin.name for pin in self._pins.now() if pin.ref == ref]
+        known = {pin.key for pin in self._found.pins if pin.pin is None}
+        names = [
+            pin.name
+            for pin in self._pins.now()
+            if pin.key not in known and (pin.pin is None or pin.pin.ref == ref)
+        ]
         if names:
             self._remains(read, f"pin {names[0]}")
             return

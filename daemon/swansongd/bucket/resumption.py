@@ -7,30 +7,25 @@ bucket can write one, so ``decode`` checks every field.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping
 from typing import Any
 
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.bucket import wall
-from swansongd.bucket.signing import Signer
+from swansongd.bucket import record, wall
 from swansongd.errors import CorruptError
 from swansongd.loss_records import Ending, Resumption
 from swansongd.model import CommitRef
 
 FORMAT = "swansong-resumption"
-VERSION = 1
 BYTES_MAX = 64 * 2**10
 
 
-def encode(resumption: Resumption, signer: Signer | None = None) -> bytes:
-    """The resumption as the bytes of its object, signed if there is a ``signer``."""
+def encode(resumption: Resumption) -> bytes:
+    """The resumption as the bytes of its object."""
     restored = resumption.restored
-    body: dict[str, object] = {
-        "format": FORMAT,
-        "version": VERSION,
+    body = {
         "run": resumption.run,
         "generation": resumption.generation,
         "vm": resumption.vm,
@@ -52,9 +47,7 @@ def encode(resumption: Resumption, signer: Signer | None = None) -> bytes:
         "restored": restored and {"generation": restored.generation, "step": restored.step},
         "earlier": resumption.earlier and _ending(resumption.earlier),
     }
-    if signer is not None:
-        body = signer.signed(FORMAT, body)
-    return json.dumps(body, indent=1, sort_keys=True).encode()
+    return record.encode(FORMAT, body)
 
 
 def _ending(ending: Ending) -> dict[str, object]:
@@ -70,22 +63,17 @@ def _ending(ending: Ending) -> dict[str, object]:
     }
 
 
-def decode(data: bytes, signer: Signer | None = None) -> Resumption:
+def decode(data: bytes) -> Resumption:
     """Parse and check the bytes of a resumption.
 
     Raises:
-        CorruptError: a field is missing or out of bounds, or ``signer`` did not sign it.
+        CorruptError: a field is missing or out of bounds.
     """
+    body = record.decode(data, FORMAT, BYTES_MAX)
     try:
-        body = bounds.json_object(data, "the resumption", BYTES_MAX)
-        if body.get("format") != FORMAT:
-            raise CorruptError("the object is not a resumption")
-        bounds.integer(body.get("version"), "version of the resumption", VERSION, VERSION)
         resumption = _resumption(body)
     except BoundsError as error:
         raise CorruptError(str(error)) from None
-    if signer is not None and not signer.is_valid(FORMAT, body):
-        raise CorruptError("the resumption has no signature of this key")
     return resumption
 
 

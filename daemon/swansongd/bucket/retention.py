@@ -142,6 +142,11 @@ def _by_rule(
 
     for commit in whole[: rules.keep_last]:
         yield commit, f"last {rules.keep_last}"
+    starts: set[int] = set()
+    for commit in whole:
+        if commit.ref.generation not in starts and commit.is_younger(rules.keep_starts_s):
+            yield commit, "newest of its start"
+        starts.add(commit.ref.generation)
     cuts = (
         ("hourly", rules.keep_hourly, since(_HOUR_S)),
         ("daily", rules.keep_daily, since(_DAY_S)),

@@ -1,28 +1,35 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Signatures of manifests and claims, with a key that the writers of the bucket do not have.
+"""Signed records: only holders of the run's key can create a record that readers see.
 
-Off unless ``store.signing_key_file`` names a key.  docs/format-objects.md describes the signed bytes.
+A writer of the bucket can create any object.  So the name of each record contains a tag that only the key
+gives, for this name in this store: a listing alone shows which records count, for any number of others.  The
+bytes end with a signature over the store, the name and the bytes, so no record is valid under another name or
+in another bucket.  Chunks need neither: a chunk is named by the digest of its bytes, and by a record.
+
+Off unless ``store.signing_key_file`` names a key.  docs/format.md describes names and bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
 import hmac
-import json
 import os
 import stat
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from swansong import openat
 
-from swansongd.errors import ConfigError
+from swansongd.bucket.keys import SIGNED, UNSIGNED, is_below_data, is_record
+from swansongd.errors import ConfigError, CorruptError
+from swansongd.stores.base import ObjectInfo, ObjectStore, Page
+from swansongd.stores.wrappers.forwarding import Forwarding
 
-ALGORITHM = "hmac-sha256"
-FIELD = "signature"
 KEY_BYTES_MIN = 32
 KEY_BYTES_MAX = 4096
+_LINE = b"\nhmac-sha256:"
+SIGNATURE_BYTES = len(_LINE) + 64
 _KEY_NAME = "store.signing_key_file"
 _REMEDY = (
     "create one with: (umask 077; openssl rand 32 >FILE), readable for the daemon's user alone"
@@ -30,50 +37,101 @@ _REMEDY = (
 
 
 @dataclass(frozen=True, slots=True)
-class Signer:
-    """Signs the JSON bodies of objects, and verifies their signatures."""
+class SigningKey:
+    """The key of a run."""
 
-    key: bytes = field(repr=False)
+    secret: bytes = field(repr=False)
 
-    def signed(self, kind: str, body: Mapping[str, object]) -> dict[str, object]:
-        """The body with its signature.
+    def tag(self, store_url: str, key: str) -> str:
+        """The tag in the name of the record ``key`` of a store: 32 hex digits."""
+        return self._mac(b"name", store_url, key).hex()[:32]
 
-        Args:
-            kind: format of the object; a signature is valid for one kind only.
+    def signature(self, store_url: str, key: str, data: bytes | memoryview) -> bytes:
+        """The line at the end of a record with these bytes."""
+        return _LINE + self._mac(b"record", store_url, key, data).hex().encode()
 
-        Raises:
-            ValueError: the body has no JSON form.
-        """
-        return {**body, FIELD: self._signature(kind, body)}
-
-    def is_valid(self, kind: str, body: Mapping[str, object]) -> bool:
-        """Whether the body has a valid signature of this kind and key."""
-        claimed = body.get(FIELD)
-        if not isinstance(claimed, str):
-            return False
-        try:
-            expected = self._signature(kind, body)
-        except (ValueError, RecursionError):
-            return False
-        return hmac.compare_digest(claimed.encode(errors="replace"), expected.encode())
-
-    def _signature(self, kind: str, body: Mapping[str, object]) -> str:
-        unsigned = {name: value for name, value in body.items() if name != FIELD}
-        message = kind.encode() + b"\n" + canonical(unsigned)
-        return f"{ALGORITHM}:{hmac.new(self.key, message, hashlib.sha256).hexdigest()}"
+    def _mac(self, kind: bytes, store_url: str, key: str, data: bytes | memoryview = b"") -> bytes:
+        named = b"\n".join((kind, store_url.rstrip("/").encode(), key.encode(), b""))
+        made = hmac.new(self.secret, named, hashlib.sha256)
+        made.update(data)
+        return made.digest()
 
 
-def canonical(body: Mapping[str, object]) -> bytes:
-    """Canonical JSON: sorted keys, no white space, ASCII, no NaN.
+def signed(store: ObjectStore, key: SigningKey | None) -> ObjectStore:
+    """The store as the holders of a key see it; without a key the store itself."""
+    return store if key is None else SignedStore(store, key)
 
-    Raises:
-        ValueError: a number is not finite.
-        TypeError: JSON has no such value.
+
+class SignedStore(Forwarding):
+    """The same store, with a tag in the name of each record and a signature at its end.
+
+    Callers see neither.  An object without a valid tag is listed with :data:`~swansongd.bucket.keys.UNSIGNED`
+    at the end of its key, which is the key of no record.
     """
-    return json.dumps(body, sort_keys=True, separators=(",", ":"), allow_nan=False).encode()
+
+    def __init__(self, store: ObjectStore, key: SigningKey) -> None:
+        super().__init__(store)
+        self._key = key
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        if is_record(key):
+            data = b"".join((data, self._key.signature(self.url, key, data)))
+        self._store.put(self._stored(key), data, if_absent=if_absent)
+
+    def get(self, key: str) -> bytes:
+        data = self._store.get(self._stored(key))
+        if not is_record(key):
+            return data
+        body = memoryview(data)[: max(0, len(data) - SIGNATURE_BYTES)]
+        if not hmac.compare_digest(data[len(body) :], self._key.signature(self.url, key, body)):
+            raise CorruptError(
+                f"{self.url}/{key} has no signature of this key",
+                hint=f"Check {_KEY_NAME}; else a writer without the key has replaced the object",
+            )
+        return bytes(body)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        info = self._store.head(self._stored(key))
+        return None if info is None else self._shown(info)
+
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        infos, token = self._store.page(prefix, token, after=after)
+        return Page([self._shown(info) for info in infos], token)
+
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        self._store.delete(self._stored(key), if_tag=if_tag)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        stored = {self._stored(info.key): info for info in infos}
+        remain = self._store.delete_many([replace(info, key=key) for key, info in stored.items()])
+        return {stored[key].key: reason for key, reason in remain.items()}
+
+    def locked_until(self, key: str) -> float | None:
+        return self._store.locked_until(self._stored(key))
+
+    def lock(self, key: str) -> float | None:
+        return self._store.lock(self._stored(key))
+
+    def _stored(self, key: str) -> str:
+        """The key under which the inner store has an object."""
+        if not is_record(key):
+            return key
+        return f"{key.removesuffix('.json')}.{self._key.tag(self.url, key)}.json"
+
+    def _shown(self, info: ObjectInfo) -> ObjectInfo:
+        """The object as callers see it."""
+        if is_below_data(info.key) or info.key.endswith("/"):
+            return info
+        match = SIGNED.fullmatch(info.key)
+        if match is not None:
+            key = f"{match[1]}.json"
+            if hmac.compare_digest(self._key.tag(self.url, key), match[2]):
+                size_bytes = max(0, info.size_bytes - SIGNATURE_BYTES)
+                return replace(info, key=key, size_bytes=size_bytes)
+        return replace(info, key=info.key + UNSIGNED)
 
 
-def load(path: Path, *, owners: Collection[int] | None) -> Signer:
+def load(path: Path, *, owners: Collection[int] | None) -> SigningKey:
     """Read the key: all bytes of the file, including a line feed at the end.
 
     Args:
@@ -99,7 +157,7 @@ def load(path: Path, *, owners: Collection[int] | None) -> Signer:
         allowed = f"not {KEY_BYTES_MIN} to {KEY_BYTES_MAX}"
         count = f"over {KEY_BYTES_MAX}" if len(key) > KEY_BYTES_MAX else str(len(key))
         raise _wrong(path, f"has {count} bytes, {allowed}", _REMEDY)
-    return Signer(key)
+    return SigningKey(key)
 
 
 def _wrong(path: Path, problem: str, remedy: str) -> ConfigError:

@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
 """All commits, pins and data objects of a run, for the decision which of them to delete.
 
-A survey is complete or fails.  A manifest, a pin or a key that cannot be read could name any object, so
-there is no survey of a run that has one.  Ages are those of the store's clock.
+A survey is complete or fails.  A manifest or a key that cannot be read could name any object, so there is no
+survey of a run that has one.  A pin that cannot be read keeps all commits that are older than the pin.  Ages
+are those of the store's clock.
 """
 
 from __future__ import annotations
 
 import threading
 from array import array
-from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import chain
@@ -17,10 +17,10 @@ from operator import gt
 
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
+from swansongd.bucket.keys import UNSIGNED, RunKeys
 from swansongd.bucket.keys import CommitKey as KeyOfManifest
-from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.pins import Pin, Pins
+from swansongd.bucket.pins import Pins, StoredPin
 from swansongd.bucket.retention import Candidate, CommitKey
 from swansongd.errors import CorruptError, Permanent, Transient
 from swansongd.model import Chunk, merged_health
@@ -114,7 +114,7 @@ class Survey:
 
     commits: list[ReadCommit]
     """Newest first."""
-    pins: list[Pin]
+    pins: list[StoredPin]
     claims: dict[int, float | None]
     """Age of each claim that counts, by generation."""
     chunks: Chunks
@@ -123,13 +123,11 @@ class Survey:
     young_bytes: int = 0
     """Size of the younger objects that no manifest names: a flush may be about to commit them."""
     foreign: int = 0
-    """Objects below ``data/`` with a key that no writer formats.  Nothing deletes them."""
+    """Objects below ``data/`` with a key that no writer formats, or from before the signing key.
+    Nothing deletes them."""
 
     def candidates(self) -> list[Candidate]:
         """The commits, as the rules see them."""
-        pins: defaultdict[object, list[str]] = defaultdict(list)
-        for pin in self.pins:
-            pins[pin.ref].append(pin.name)
         return [
             Candidate(
                 ref=read.commit.ref,
@@ -137,7 +135,11 @@ class Survey:
                 age_s=read.commit.age_s,
                 is_whole=read.commit.is_complete and self.chunks.are_stored(read.chunks),
                 health=read.health,
-                pins=pins[read.commit.ref],
+                pins=[
+                    pin.name
+                    for pin in self.pins
+                    if pin.may_mean(read.commit.ref, read.commit.age_s)
+                ],
             )
             for read in self.commits
         ]
@@ -152,23 +154,28 @@ def survey(
     progress: Progress | None = None,
     stop: threading.Event | None = None,
 ) -> Survey:
-    """Read all commits and pins, then list all data objects.
+    """Read all pins and commits, then list all data objects.
 
-    In this order, the list of objects has those of all commits.
+    In this order, a pin is not older than a commit that it may mean, and the list of objects has those of all
+    commits.
 
     Raises:
-        CorruptError: a manifest, a pin, or a key is not valid.
+        CorruptError: a manifest or a key is not valid.
         StoreError: the store failed, or the commits changed all the time.
         Stopped: ``stop`` was set.
     """
-    chunks = Chunks()
+    chunks, stored_pins = Chunks(), pins.now()
     commits = read_commits(store, keys, chunks, progress=progress, stop=stop)
-    found = Survey(commits, pins.now(), claim_ages(store, keys, commits), chunks)
+    claims, unsigned = claim_ages(store, keys)
+    found = Survey(commits, stored_pins, claims, chunks)
     for info in stored_objects(store, keys.data):
         if chunks.found(info):
             continue
-        if not keys.is_data(info.key):
+        generation = keys.parse_chunk(info.key)
+        if generation is None:
             found.foreign += 1
+        elif generation in unsigned and not _is_younger(info.age_s, claims.get(generation)):
+            found.foreign += 1  # the run began without the signing key
         elif info.age_s is None or info.age_s < orphans_after_s:
             found.young_bytes += info.size_bytes
         else:
@@ -176,25 +183,25 @@ def survey(
     return found
 
 
-def claim_ages(
-    store: ObjectStore, keys: RunKeys, commits: Sequence[ReadCommit]
-) -> dict[int, float | None]:
-    """The age of each claim by generation; with a signing key, without unsigned ones above all commits.
+def claim_ages(store: ObjectStore, keys: RunKeys) -> tuple[dict[int, float | None], set[int]]:
+    """The age of each claim by generation, and the generations with a claim that is not signed.
 
     Raises:
         StoreError: the listing failed.
     """
-    newest = max((read.commit.ref.generation for read in commits), default=0)
     ages_s: dict[int, float | None] = {}
+    unsigned: set[int] = set()
     for info in store.list(keys.generations):
-        generation = keys.parse_generation(info.key)
-        if generation is None:
-            continue
-        is_checked = generation > newest and keys.signer is not None
-        # Unsigned claims do not count: every writer of the bucket could stop retention by one.
-        if not is_checked or catalog.claim_of(store, keys, generation) is not None:
-            ages_s[generation] = info.age_s
-    return ages_s
+        number = keys.parse_generation(info.key.removesuffix(UNSIGNED))
+        if number is not None and info.key.endswith(UNSIGNED):
+            unsigned.add(number)
+        elif number is not None:
+            ages_s[number] = info.age_s
+    return ages_s, unsigned
+
+
+def _is_younger(age_s: float | None, than_s: float | None) -> bool:
+    return age_s is not None and than_s is not None and age_s <= than_s
 
 
 def list_commits(store: ObjectStore, keys: RunKeys) -> list[Commit]:
@@ -210,10 +217,10 @@ def list_commits(store: ObjectStore, keys: RunKeys) -> list[Commit]:
         parsed = keys.parse_commit(info.key)
         if parsed is not None:
             manifests.append((info, parsed))
-        elif not catalog.is_folder(info):
-            foreign.append(f"{info.key} has a key that no swansong of this version writes")
+        elif not catalog.is_folder(info) and not info.key.endswith(UNSIGNED):
+            foreign.append(info.key)
     if foreign:
-        raise _unreadable(store, foreign)
+        raise catalog.foreign_objects(store, foreign)
     return catalog.grouped(manifests)
 
 

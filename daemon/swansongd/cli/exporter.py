@@ -16,7 +16,7 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from swansongd.bucket import signing
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import SigningKey, signed
 from swansongd.cli.common import run_argument
 from swansongd.cli.prices import add_prices, prices_of
 from swansongd.config import values
@@ -152,12 +152,12 @@ def _readers(
     healths: dict[str, StoreHealth] = {}
     readers = []
     for each in watched:
-        store = open_store(each.store, connections=CONNECTIONS)
+        key = _signing_key(each.store.signing_key_file)
+        store = signed(open_store(each.store, connections=CONNECTIONS), key)
         mirror = open_mirror(each.mirror, connections=CONNECTIONS)
         source = Source(
             store=store,
-            mirror=mirror,
-            signer=_signer(each.store.signing_key_file),
+            mirror=None if mirror is None else signed(mirror, key),
             runs=tuple(dict.fromkeys(args.run)) or each.runs,
         )
         health = healths.setdefault(store.url, StoreHealth(store.url))
@@ -178,7 +178,7 @@ def _readers(
     return readers, list(healths.values())
 
 
-def _signer(key_file: Path | None) -> Signer | None:
+def _signing_key(key_file: Path | None) -> SigningKey | None:
     owners = None if os.geteuid() == 0 else {0, os.geteuid()}
     return None if key_file is None else signing.load(key_file, owners=owners)
 

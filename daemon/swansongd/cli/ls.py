@@ -17,7 +17,7 @@ from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.history import AddedBytes
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.pins import Pin, Pins
+from swansongd.bucket.pins import Pins, StoredPin
 from swansongd.bucket.retention import Candidate, reasons_to_keep
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import Opened, opened
@@ -78,8 +78,8 @@ def run(args: argparse.Namespace) -> int:
         if args.best is not None:
             rules = replace(rules, best_metric=args.best, best_is_highest=args.highest)
         catalog.expect_run(here.store, here.keys)
-        rows = rows_of(here, args.newest, is_quiet=args.json)
         pins = Pins(here.store, here.keys).now()
+        rows = rows_of(here, args.newest, is_quiet=args.json)
         claims = {
             generation: info.age_s
             for info in here.store.list(here.keys.generations)
@@ -163,16 +163,16 @@ def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[st
 
 def _protect(
     rows: list[dict[str, Any]],
-    pins: list[Pin],
+    pins: list[StoredPin],
     claims: Mapping[int, float | None],
     rules: RetentionConfig,
 ) -> None:
     """Add to each row its pins, and all reasons for which prune keeps the commit."""
     for row in rows:
         row["pins"] = [
-            {"name": pin.name, "note": pin.note, "created": pin.created}
-            for pin in pins
-            if pin.ref == _ref(row)
+            {"name": stored.name, "note": stored.pin.note, "created": stored.pin.created}
+            for stored in pins
+            if stored.pin is not None and stored.pin.ref == _ref(row)
         ]
     candidates = [
         Candidate(
@@ -181,7 +181,7 @@ def _protect(
             age_s=row["age_s"],
             is_whole=row["complete"],
             health=row["health"],
-            pins=[pin["name"] for pin in row["pins"]],
+            pins=[pin.name for pin in pins if pin.may_mean(_ref(row), row["age_s"])],
         )
         for row in rows
     ]
@@ -194,11 +194,13 @@ def _ref(row: dict[str, Any]) -> CommitRef:
     return CommitRef(row["generation"], row["step"], row["final"])
 
 
-def _note_lost(pins: list[Pin], rows: list[dict[str, Any]]) -> None:
+def _note_lost(pins: list[StoredPin], rows: list[dict[str, Any]]) -> None:
     known = {_ref(row) for row in rows}
-    for pin in pins:
-        if pin.ref not in known:
-            note(f"the pin {pin.name} names {pin.ref}, which does not exist")
+    for stored in pins:
+        if stored.pin is None:
+            note(f"the pin {stored.name} is damaged, and keeps all older commits: {stored.problem}")
+        elif stored.pin.ref not in known:
+            note(f"the pin {stored.name} names {stored.pin.ref}, which does not exist")
 
 
 def _note_damaged(rows: list[dict[str, Any]]) -> None:

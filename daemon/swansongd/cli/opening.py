@@ -14,6 +14,7 @@ from types import FrameType
 
 from swansongd.bucket import locks, signing
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.signing import SigningKey
 from swansongd.config.config import Config, load
 from swansongd.errors import ConfigError
 from swansongd.flush.claim_record import expect_recorded_store
@@ -41,6 +42,7 @@ class Opened:
     """Set by SIGINT or SIGTERM; a second signal ends the process immediately."""
     connections: int
     """Maximum number of connections to the store.  No trainer needs a share of them."""
+    signing_key: SigningKey | None = None
 
 
 def opened_store(args: argparse.Namespace) -> tuple[Config, ObjectStore, RunKeys]:
@@ -70,7 +72,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     key_file = config.store.signing_key_file
     # The daemon's user owns the key.  Root, who restores as well, accepts any owner.
     owners = None if os.geteuid() == 0 else {0, os.geteuid()}
-    signer = None if key_file is None else signing.load(key_file, owners=owners)
+    key = None if key_file is None else signing.load(key_file, owners=owners)
     budget_s = _CALL_BUDGET_S if config.mirror.url is None else _CALL_BUDGET_WITH_MIRROR_S
     stop = threading.Event()
     before = {}
@@ -84,10 +86,16 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     try:
         yield Opened(
             config=config,
-            store=Retrying(store, give_up_mono_s=lambda: None, budget_s=budget_s, stop=stop),
-            keys=RunKeys(args.run or config.run.name, signer),
+            store=Retrying(
+                signing.signed(store, key),
+                give_up_mono_s=lambda: None,
+                budget_s=budget_s,
+                stop=stop,
+            ),
+            keys=RunKeys(args.run or config.run.name),
             stop=stop,
             connections=connections,
+            signing_key=key,
         )
     finally:
         for number, handler in before.items():
@@ -99,7 +107,12 @@ def perhaps_mirror(here: Opened) -> ObjectStore | None:
     mirror = open_mirror(here.config.mirror, connections=here.connections)
     if mirror is None:
         return None
-    return Retrying(mirror, give_up_mono_s=lambda: None, budget_s=_CALL_BUDGET_S, stop=here.stop)
+    return Retrying(
+        signing.signed(mirror, here.signing_key),
+        give_up_mono_s=lambda: None,
+        budget_s=_CALL_BUDGET_S,
+        stop=here.stop,
+    )
 
 
 def mirror_of(here: Opened) -> ObjectStore:

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from swansongd.bucket.pins import Pins, StoredPin
 from swansongd.cli.common import add_json, add_quiet, add_run, add_step, print_json
 from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import Progress
@@ -17,7 +18,7 @@ from swansongd.errors import CorruptError
 from swansongd.model import Chunk, CommitRef
 from swansongd.restore.local_files import sets_in
 from swansongd.restore.reader import ReadOptions
-from swansongd.restore.repair import RepairOutcome, repair, repair_manifests
+from swansongd.restore.repair import RepairOutcome, repair, repair_manifests, repair_pins
 from swansongd.restore.verify import Defect, Findings, verify
 from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
@@ -92,6 +93,7 @@ def run(args: argparse.Namespace) -> int:
         if mirror is not None:
             with Progress("repairing manifests", "commits", is_quiet=is_quiet) as progress:
                 outcomes += repair_manifests(store, here.keys, mirror, options, progress=progress)
+            outcomes += repair_pins(store, here.keys, mirror)
         with (
             Progress("reading manifests", "commits", is_quiet=is_quiet) as manifests,
             Progress("verify", is_quiet=is_quiet) as progress,
@@ -104,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
                 manifests=manifests,
                 options=replace(options, progress=progress),
             )
+        damaged_pins = [each for each in Pins(store, here.keys).now() if each.pin is None]
         if args.repair and findings.damaged:
             with (
                 sets_in(here.config.staging.path / run_name) as local,
@@ -119,12 +122,15 @@ def run(args: argparse.Namespace) -> int:
                 )
     defects = remaining(findings.defects, outcomes)
     if args.json:
-        print_json(_report(run_name, args.sample, findings, defects, outcomes))
-        return CorruptError.exit_code if defects else 0
-    _print(defects, outcomes)
-    if defects:
+        report = _report(args.sample, findings, defects, damaged_pins, outcomes)
+        print_json({"run": run_name, **report})
+        return CorruptError.exit_code if defects or damaged_pins else 0
+    _print(defects, damaged_pins, outcomes)
+    if defects or damaged_pins:
+        what = f"{len(defects)} shards or manifests are damaged or missing"
+        what += f", and {len(damaged_pins)} pins" if damaged_pins else ""
         raise CorruptError(
-            f"verifying run {run_name} failed: {len(defects)} shards or manifests are damaged or missing",
+            f"verifying run {run_name} failed: {what}",
             hint="swansong restore skips the commits that reference them"
             if args.repair
             else "swansong restore skips the commits that reference them; see: swansong verify --repair",
@@ -143,7 +149,9 @@ def remaining(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> l
     return [defect for defect in defects if not defect.chunks or not defect.chunks <= whole]
 
 
-def _print(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> None:
+def _print(
+    defects: Sequence[Defect], damaged_pins: Sequence[StoredPin], outcomes: Sequence[RepairOutcome]
+) -> None:
     for outcome in outcomes:
         if outcome.problem:
             names = ", ".join(str(ref) for ref in outcome.commits)
@@ -155,17 +163,18 @@ def _print(defects: Sequence[Defect], outcomes: Sequence[RepairOutcome]) -> None
             print(f"repaired: {printable(outcome.key)}: {size} from {_ORIGINS[outcome.origin]}")
     for defect in defects:
         print(f"{defect.ref}: {printable(defect.problem)}")
+    for pin in damaged_pins:
+        print(f"pin {pin.name}: {printable(pin.problem)}")
 
 
 def _report(
-    run_name: str,
     sample: float,
     findings: Findings,
     defects: Sequence[Defect],
+    damaged_pins: Sequence[StoredPin],
     outcomes: Sequence[RepairOutcome],
 ) -> dict[str, Any]:
     return {
-        "run": run_name,
         "sample": sample,
         "commits": findings.commits,
         "objects": findings.objects,
@@ -173,6 +182,7 @@ def _report(
         "bytes": findings.size_bytes,
         "bytes_read": findings.read_bytes,
         "defects": [{**_place(defect.ref), "problem": defect.problem} for defect in defects],
+        "damaged_pins": [{"name": pin.name, "problem": pin.problem} for pin in damaged_pins],
         "repairs": [
             {
                 "key": outcome.key,

@@ -171,6 +171,9 @@ class RetentionConfig:
     keep_last: int = _key(read.count, default=3)
     keep_within_s: float = _key(read.duration, default=24 * 3600.0)
     """No commit that is younger is deleted."""
+    keep_starts_s: float = _key(read.duration, default=7 * 24 * 3600.0)
+    """The newest commit of each start that is younger: without a signing key, another writer can pass for a
+    later start of the run."""
     keep_hourly: int = _key(read.count, default=24)
     keep_daily: int = _key(read.count, default=7)
     keep_weekly: int = _key(read.count, default=4)

@@ -51,7 +51,7 @@ def judge(config: Config, path: Path) -> Judgement:
 
 def _rehearsed(mirror: ObjectStore, run: str, edit: str) -> Judgement:
     store = RetryingBriefly(mirror)
-    rehearsal = Rehearsal(store, run, None)
+    rehearsal = Rehearsal(store, run)
     try:
         store.check()
         honours_if_absent = rehearsal.claim()

@@ -27,7 +27,6 @@ from swansong import protocol
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.signing import Signer
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
 from swansongd.flush.engine import FlushEngine
@@ -93,12 +92,11 @@ class Rehearsal:
     Args:
         store: the daemon's store.
         run: name of the configured run.
-        signer: the daemon's signer.
     """
 
-    def __init__(self, store: RetryingBriefly, run: str, signer: Signer | None) -> None:
+    def __init__(self, store: RetryingBriefly, run: str) -> None:
         self._store = store
-        self.keys = RunKeys(f"{RunKeys(run).probes}doctor-{secrets.token_hex(4)}", signer)
+        self.keys = RunKeys(f"{RunKeys(run).probes}doctor-{secrets.token_hex(4)}")
         self._claim: commit.Claim | None = None
         self._shards: tuple[StoredShard, ...] = ()
         self._nonce = secrets.token_hex(4)

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from swansongd.bucket import locks, signing
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import SigningKey, signed
 from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes, staging, store_fixes
 from swansongd.doctor.accounts import Account
@@ -90,7 +90,7 @@ def checks(
         return
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(where, own, config.run.name)
-    probe = _Probe(where, config, path, _signer(config, daemon), operator_file)
+    probe = _Probe(where, config, path, _signing_key(config, daemon), operator_file)
     if isinstance(where, (S3Store, GcsStore)):
         yield probe.check(
             "credentials", probe.credentials, needs="network", limit_s=_LIMIT_CREDENTIALS_S
@@ -124,16 +124,16 @@ class _Probe:
         store: ObjectStore,
         config: Config,
         path: Path,
-        signer: Signer | None,
+        key: SigningKey | None,
         operator_file: Path | None,
     ) -> None:
         self._backend = store
-        self.store = RetryingBriefly(store)
+        self.store = RetryingBriefly(signed(store, key))
         self._config = config
         self._path = path
         self._edit = fixes.edit(path)
         self._operator_file = operator_file
-        self.rehearsal = Rehearsal(self.store, config.run.name, signer)
+        self.rehearsal = Rehearsal(self.store, config.run.name)
         self._honours_if_absent = False
         self._clock_fix = ""
         """Set if clock skew explains why the store refuses requests."""
@@ -327,8 +327,8 @@ def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) 
     )
 
 
-def _signer(config: Config, daemon: Account) -> Signer | None:
-    """The daemon's signer; None without a key or with an invalid one, which another check reports."""
+def _signing_key(config: Config, daemon: Account) -> SigningKey | None:
+    """The daemon's key; None without a key or with an invalid one, which another check reports."""
     key_file = config.store.signing_key_file
     try:
         return None if key_file is None else signing.load(key_file, owners={0, daemon.uid})

@@ -15,7 +15,6 @@ from dataclasses import dataclass, replace
 import structlog
 
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
 from swansongd.config.values import InvalidValue, run_name
 from swansongd.errors import Stopped, StoreError, SwansongError
 from swansongd.exporter.figures import RunFigures
@@ -52,7 +51,6 @@ class Source:
 
     store: ObjectStore
     mirror: ObjectStore | None = None
-    signer: Signer | None = None
     runs: tuple[str, ...] = ()
     """Names of the runs to read; empty: all."""
 
@@ -222,7 +220,7 @@ class StoreReader:
             self._due_mono_s[name] = self._monotonic() + REFUSED_S
 
     def _refresh(self, name: str, counts: _Counts) -> None:
-        keys = RunKeys(name, self._source.signer)
+        keys = RunKeys(name)
         listing = listed(self._store, keys)
         if not listing.is_run:
             self._pass_over(name)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
-from heapq import nlargest
 from typing import Any, Generic, TypeVar
 
 import structlog
@@ -164,11 +163,8 @@ class RunRecords:
 
     @property
     def generation(self) -> int:
-        """The highest claimed generation, 0 without a claim; with a signing key only signed claims count."""
-        numbers = self._listing.claims
-        if self._keys.signer is not None:
-            return max((n for n in self._newest_claims() if self._is_valid_claim(n)), default=0)
-        return max(numbers, default=0)
+        """The highest claimed generation, 0 without a claim."""
+        return max(self._listing.claims, default=0)
 
     @property
     def damaged(self) -> dict[str, int]:
@@ -294,34 +290,26 @@ class RunRecords:
         )
 
     def _resumption(self, key: str, data: bytes) -> Resumption:
-        found = resumptions.decode(data, self._keys.signer)
+        found = resumptions.decode(data)
         if (found.run, found.generation) != (self._keys.run, self._keys.parse_resumption(key)):
             raise CorruptError(f"{key} is the resumption of another generation")
         return found
 
     def _claim(self, key: str, data: bytes) -> float | None:
-        found = claims.decode(data, self._keys.signer)
+        found = claims.decode(data)
         if (found.run, found.generation) != (self._keys.run, self._keys.parse_generation(key)):
             raise CorruptError(f"{key} is the claim of another generation")
         return lives.instant_s(found.identity.get("claimed", ""))
 
     def _wanted_claims(self) -> dict[int, ObjectInfo]:
-        """The claims of generations without a resumption, for their times, and the newest if signed."""
+        """The claims of generations without a resumption, for their times."""
         recorded = self.resumptions
         traces = {commit.ref.generation for commit in self._listing.commits}
         traces |= {each.generation for each in self._farewells.facts}
         unrecorded = sorted(traces.difference(recorded))[-lives.LIVES_MAX :]
         named = {each.earlier.generation for each in recorded.values() if each.earlier is not None}
         wanted = {*unrecorded, *named.difference(recorded)}
-        if self._keys.signer is not None:
-            wanted.update(self._newest_claims())
         return {n: self._listing.claims[n] for n in wanted if n in self._listing.claims}
-
-    def _newest_claims(self) -> list[int]:
-        return nlargest(catalog.FENCE_CLAIMS_MAX, self._listing.claims)
-
-    def _is_valid_claim(self, generation: int) -> bool:
-        return self._claims.has(identity_of(self._listing.claims[generation]))
 
     def _newest_reports(self) -> dict[int, LastReport]:
         """The newest report of each generation, as :mod:`swansongd.bucket.lives` chooses it."""

@@ -16,7 +16,7 @@ import structlog
 from swansongd.bucket import locks, signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import SigningKey, signed
 from swansongd.config.config import Config
 from swansongd.core import limits
 from swansongd.core.events import Event, Flushed, FlushFailed
@@ -84,17 +84,21 @@ class Storage:
         self._stop = stop
         self.bytes_referenced = 0
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
-        self.keys = RunKeys(config.run.name, _signer(config.store.signing_key_file))
+        self.keys = RunKeys(config.run.name)
+        key = _signing_key(config.store.signing_key_file)
         mirror = open_mirror(config.mirror)
+        if mirror is not None:
+            mirror = signed(mirror, key)
         connections = config.flush.connections + SMALL_CONNECTIONS
         if mirror is not None:
             connections += config.mirror.connections
-        self.backend = open_store(
+        opened = open_store(
             config.store,
             connections=connections,
             lock=locks.of(config.store),
         )
-        expect_recorded_store(self.backend, staging.own, config.run.name)
+        expect_recorded_store(opened, staging.own, config.run.name)
+        self.backend = signed(opened, key)
         dns.remember()
         checksums.load()
         self._health = StoreHealth(post)
@@ -141,7 +145,7 @@ class Storage:
             staging.own,
             boot_id=boot_id,
             wall=utc_now,
-            store_id=self._store_id,
+            store_id=lambda: opened.store_id if isinstance(opened, FileStore) else "",
         )
         locker = Locker(
             # A notice ends its retries: the manifest of the evacuation must not wait behind them.
@@ -227,9 +231,6 @@ class Storage:
         if self.mirroring is not None:
             self.mirroring.committed(manifest)
 
-    def _store_id(self) -> str:
-        return self.backend.store_id if isinstance(self.backend, FileStore) else ""
-
     def _post_flush(self, event: Event) -> None:
         if isinstance(event, FlushFailed) and not event.void:
             self._health.failed("flush", event.reason)
@@ -241,7 +242,7 @@ class Storage:
         self._post(event)
 
 
-def _signer(key_file: Path | None) -> Signer | None:
+def _signing_key(key_file: Path | None) -> SigningKey | None:
     return None if key_file is None else signing.load(key_file, owners={0, os.geteuid()})
 
 

@@ -164,10 +164,8 @@ class Ledger:
             ended_by_s=ended_by(resumption),
         )
         resumption = replace(resumption, earlier=earlier)
-        data = resumptions.encode(resumption, self._keys.signer)
-        resumptions.decode(
-            data, self._keys.signer
-        )  # fails before a record that no reader would accept
+        data = resumptions.encode(resumption)
+        resumptions.decode(data)  # fails before a record that no reader would accept
         self._store.put(self._keys.resumption(resumption.generation), data, if_absent=True)
         self._count(resumption)
         _log.info(

@@ -176,7 +176,7 @@ class Copier:
             raise Gone(f"{place.ref} was deleted") from None
         except TooLarge as error:
             raise CorruptError(f"the manifest of {place.ref} is too large: {error}") from None
-        manifest = manifests.decode(data, self._keys.signer)
+        manifest = manifests.decode(data)
         named = ManifestPlace(manifest.ref, manifest.node, manifest.nodes)
         if (manifest.run, named) != (self._keys.run, place):
             raise CorruptError(f"{key} contains the manifest of {manifest.ref}")

@@ -47,7 +47,7 @@ class PromotedError(FencedError):
 def foreign_claim(primary: ObjectStore, mirror: ObjectStore, keys: RunKeys) -> int | None:
     """The number of the mirror's newest claim, if the primary store does not have that claim; else None.
 
-    Costs a listing of each store, and a small GET of each.  With a signing key, only signed claims count.
+    Costs a listing of each store, and a small GET of each.
 
     Raises:
         CorruptError: a listing contains an object that no swansong wrote.
@@ -55,12 +55,9 @@ def foreign_claim(primary: ObjectStore, mirror: ObjectStore, keys: RunKeys) -> i
     """
     # The mirror first: a claim that is made and copied meanwhile is in both.
     numbers = catalog.claimed(mirror, keys)
-    newest = catalog.counting_claims(
-        mirror, keys, numbers, enough=1, examined_max=catalog.FENCE_CLAIMS_MAX
-    )
-    if not newest:
+    if not numbers:
         return None
-    number = newest[0][0]
+    number = numbers[-1]
     key = keys.generation(number)
     try:
         ours = primary.get(key)
@@ -96,7 +93,7 @@ def promote(mirror: ObjectStore, keys: RunKeys, *, host: str, force: bool = Fals
     if newest is None:
         raise NothingToRestore(f"the mirror {mirror.url} has no whole commit of run {keys.run}")
     numbers = catalog.claimed(mirror, keys)
-    recent = catalog.counting_claims(mirror, keys, numbers, enough=_LOOK_BACK)
+    recent = catalog.newest_claims(mirror, keys, numbers, _LOOK_BACK)
     for number, claim in () if force else recent:
         promoted = None if claim is None else claim.identity.get(_PROMOTED)
         if promoted == mirror.url:

@@ -24,10 +24,11 @@ from functools import partial
 import structlog
 from blake3 import blake3
 
-from swansongd.bucket import catalog
+from swansongd.bucket import catalog, pins
 from swansongd.bucket import manifest as manifests
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.pins import Pins
 from swansongd.errors import (
     CorruptError,
     NotFound,
@@ -275,6 +276,38 @@ def repair_manifests(
     return done
 
 
+def repair_pins(store: ObjectStore, keys: RunKeys, mirror: ObjectStore) -> list[RepairOutcome]:
+    """Replace each damaged pin by that of the mirror.
+
+    Raises:
+        StoreError: a store failed.
+    """
+    done = []
+    for stored in Pins(store, keys).now():
+        if stored.pin is not None:
+            continue
+        problem, ref, data = "the mirror has no such pin", None, b""
+        try:
+            pin = pins.read(mirror, keys, stored.key)
+            if pin is not None:
+                ref, data, problem = pin.ref, pins.encode(pin), ""
+                store.put(stored.key, data)
+        except CorruptError as error:
+            problem = f"in the mirror {error.line()}"
+        except Permanent as error:
+            problem = f"the store refused the new pin: {error.line()}"
+        done.append(
+            RepairOutcome(
+                key=stored.key,
+                size_bytes=len(data),
+                commits=[] if ref is None else [ref],
+                problem=problem,
+                origin="" if problem else "mirror",
+            )
+        )
+    return done
+
+
 def _repaired_manifest(
     store: ObjectStore, keys: RunKeys, mirror: ObjectStore, commit: Commit, node: int
 ) -> RepairOutcome | None:
@@ -291,7 +324,7 @@ def _repaired_manifest(
     try:
         catalog.load_node(mirror, keys, commit, node)
         data = mirror.get(key)
-        manifests.decode(data, keys.signer)
+        manifests.decode(data)
         if store.head(key) is None:
             return None  # prune has deleted it meanwhile
         store.put(key, data)

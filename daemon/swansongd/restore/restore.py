@@ -144,12 +144,8 @@ def restore(
                 continue
             if restored is not None:
                 return replace(restored, skipped=tuple(skipped))
-    if is_fresh and (farewell := catalog.farewell_with_commit(store, keys)) is not None:
-        raise NothingToRestore(
-            f"the listing of {store.url} contains no commit of run {keys.run}, but {farewell} names one",
-            hint=f"If the commits were deleted on purpose, delete {store.url}/{keys.farewells} as well, or "
-            "continue under another run.name",
-        )
+    if is_fresh:
+        catalog.expect_fresh(store, keys)
     raise nothing_found(keys, selection.step, skipped, is_fresh=is_fresh)
 
 

@@ -21,6 +21,7 @@ from swansongd.model import CommitRef, Verdict
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
+from testkit.records import record_of
 
 KEYS = RunKeys("r")
 OPENED_S = 1893456000.0
@@ -124,7 +125,7 @@ def test_damaged_farewells_are_counted(store: MemoryStore) -> None:
     farewell(store, 2, "good")
     body = json.loads(store.get(KEYS.farewell(2, "good")))
     for stamp, change in (("run", {"run": "other"}), ("generation", {"generation": 1})):
-        store.put(KEYS.farewell(2, stamp), json.dumps(body | change).encode())
+        store.put(KEYS.farewell(2, stamp), record_of(body | change))
     store.put(KEYS.farewell(1, "bytes"), b"\xff")
     found = history.read_evacuations(store, KEYS)
     assert len(found.evacuations) == 1
@@ -153,7 +154,7 @@ def test_a_hostile_farewell_is_read_or_counted(name: str, value: Any) -> None:
     store = MemoryStore()
     farewell(store, 1, "t")
     body = json.loads(store.get(KEYS.farewell(1, "t"))) | {name: value}
-    store.put(KEYS.farewell(1, "t"), json.dumps(body).encode())
+    store.put(KEYS.farewell(1, "t"), record_of(body))
     found = history.read_evacuations(store, KEYS)
     assert len(found.evacuations) + len(found.damaged) == 1
 

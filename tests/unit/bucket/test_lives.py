@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,6 +22,7 @@ from swansongd.observe.loss import loss
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
+from testkit.records import changed
 from tests.unit.bucket.test_resumption import RESUMPTION
 
 KEYS = RunKeys("r")
@@ -176,8 +176,8 @@ def test_records_of_another_run_or_generation_do_not_count() -> None:
     store = MemoryStore()
     a_run(store)
     store.objects[KEYS.resumption(3)] = store.objects[KEYS.resumption(2)]
-    body = json.loads(store.objects[KEYS.resumption(2)]) | {"run": "other"}
-    store.objects[KEYS.resumption(2)] = json.dumps(body).encode()
+    key = KEYS.resumption(2)
+    store.objects[key] = changed(store.objects[key], run="other")
     assert [life.generation for life in lives.read(store, KEYS).lives] == [1]
 
 

@@ -11,11 +11,9 @@ from swansongd.bucket import claim as claims
 from swansongd.bucket import commit as commits
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
 from swansongd.errors import CorruptError
 from swansongd.model import CommitRef
 
-from testkit.committed import commit
 from testkit.memory_store import PAGE_KEYS, MemoryStore
 
 KEYS = RunKeys("r")
@@ -95,13 +93,3 @@ def test_a_foreign_object_among_the_claims_hides_no_commit() -> None:
     store.objects[f"{KEYS.commits}later"] = b"x"
     with pytest.raises(CorruptError, match="later"):
         commits.newest_whole_commit(store, KEYS)
-
-
-def test_with_a_key_foreign_objects_do_not_end_the_search() -> None:
-    """An object above all commits is the only one in the first listing."""
-    keys = RunKeys("r", Signer(b"k" * 32))
-    store = MemoryStore()
-    commit(store, {"a": b"x"}, generation=1, step=3)
-    store.objects[f"{KEYS.commits}later"] = b"x"
-    (found,) = catalog.newest_commits(store, keys, near=500)
-    assert found.ref == CommitRef(1, 3)

@@ -7,11 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansongd.bucket import manifest
-from swansongd.bucket.commit import newest_whole_commit, parts_committed
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
-from swansongd.errors import CorruptError, NothingToRestore, Permanent, TooLarge, Transient
+from swansongd.errors import NothingToRestore, Permanent, TooLarge, Transient
 from swansongd.model import CommitRef
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
@@ -21,7 +18,6 @@ from testkit.committed import chunk_of, commit
 from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
-SIGNED = RunKeys("r", Signer(b"k" * 32))
 OLD, NEW = CommitRef(1, 100), CommitRef(1, 200)
 Refuses = Callable[[str, str], bool]
 """Whether this request for this key is refused."""
@@ -33,8 +29,7 @@ def store() -> MemoryStore:
     made = MemoryStore()
     made.put(KEYS.generation(1), b"{}")
     for ref in (OLD, NEW):
-        new = commit(made, {"model.pt": b"%d" % ref.step, "x/y": b"y"}, step=ref.step)
-        made.put(KEYS.commit(ref, 0, 1), manifest.encode(new, SIGNED.signer))
+        commit(made, {"model.pt": b"%d" % ref.step, "x/y": b"y"}, step=ref.step)
     return made
 
 
@@ -97,8 +92,6 @@ def test_a_store_that_refuses_everything_is_an_error_of_the_store(
         restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     with pytest.raises(Permanent, match="403"):
         verify(store, KEYS)
-    with pytest.raises(Permanent, match="403"):
-        newest_whole_commit(store, SIGNED)
 
 
 def test_a_network_that_fails_for_one_object_ends_a_restore(
@@ -111,14 +104,8 @@ def test_a_network_that_fails_for_one_object_ends_a_restore(
 
 
 def test_no_commit_is_never_concluded_from_a_refusal(store: MemoryStore, tmp_path: Path) -> None:
-    """With a key, a refused manifest may be signed: an older commit counts, and no commit is an error."""
-    refuse(store, manifest_of_new)
-    assert newest_whole_commit(store, SIGNED) == OLD
+    """A refused manifest may be whole: the run is not fresh."""
     refuse(store, lambda what, key: what == "get" and key.startswith(KEYS.commits))
-    with pytest.raises(CorruptError, match="403"):
-        newest_whole_commit(store, SIGNED)
-    with pytest.raises(CorruptError, match="403"):
-        parts_committed(store, SIGNED, NEW, 1)
     with pytest.raises(NothingToRestore, match="403") as caught:
         restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     assert not caught.value.is_fresh

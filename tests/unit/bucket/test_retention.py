@@ -17,7 +17,13 @@ from swansongd.model import CommitRef, is_healthy
 HOUR_S, DAY_S = 3600.0, 86400.0
 NOON_WALL_S = 1_800_014_400.0  # a Friday, 12:00 UTC
 NO_RULE = RetentionConfig(
-    keep_last=0, keep_hourly=0, keep_daily=0, keep_weekly=0, keep_monthly=0, keep_best=0
+    keep_last=0,
+    keep_starts_s=0.0,
+    keep_hourly=0,
+    keep_daily=0,
+    keep_weekly=0,
+    keep_monthly=0,
+    keep_best=0,
 )
 
 
@@ -106,6 +112,15 @@ def test_the_newest_healthy_commit_and_pins_stay() -> None:
     assert found[3][:3] == ["healthy", "pin a", "pin b"]
     assert 2 not in found
     assert 0 not in found
+
+
+def test_the_newest_commit_of_each_start_stays_for_a_while() -> None:
+    """A writer that passes for later starts, with any number of commits, displaces none at once."""
+    honest = [whole(10, 6 * DAY_S, 1), whole(20, 5 * DAY_S, 1), whole(30, 8 * DAY_S, 0)]
+    planted = [whole(1000 + n, 4 * DAY_S, 2 + n) for n in range(100)]
+    found = kept([*honest, *planted], rules(keep_starts_s=7 * DAY_S))
+    assert found[20] == ["newest of its start"]
+    assert {10, 30}.isdisjoint(found)
 
 
 def test_the_last_commit_of_each_span_stays() -> None:

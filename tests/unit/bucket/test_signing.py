@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The signing key: its location, its permissions and its size."""
+"""Signed records: nothing that another writer creates is seen.  The key: its file, rights and size."""
 
 from __future__ import annotations
 
@@ -7,10 +7,35 @@ import os
 from pathlib import Path
 
 import pytest
-from swansongd.bucket import signing
-from swansongd.errors import ConfigError
+from hypothesis import given
+from hypothesis import strategies as st
+from swansongd.bucket import catalog, signing
+from swansongd.bucket.commit import claim_generation, ensure_not_fenced
+from swansongd.bucket.keys import UNSIGNED, RunKeys
+from swansongd.bucket.pins import Pins
+from swansongd.bucket.signing import SigningKey, signed
+from swansongd.errors import ConfigError, CorruptError
+from swansongd.model import CommitRef
+from swansongd.stores.base import ObjectInfo
+
+from testkit import committed
+from testkit.memory_store import MemoryStore
+from testkit.records import KEY as RUN_KEY
+from testkit.records import farewell
 
 KEY = bytes(range(64))
+KEYS = RunKeys("r")
+RECORDS = [
+    KEYS.generation(1),
+    KEYS.generation(2),
+    KEYS.commit(CommitRef(1, 10), 0, 1),
+    KEYS.commit(CommitRef(2, 10), 0, 1),
+    KEYS.commit(CommitRef(2, 10), 0, 2),
+    KEYS.farewell(1, "x"),
+    KEYS.resumption(2),
+    KEYS.pin("paper"),
+]
+keys = st.sampled_from(RECORDS)
 
 
 @pytest.fixture
@@ -33,8 +58,8 @@ def problem(path: Path) -> str:
 
 
 def test_all_bytes_of_the_file_are_the_key(key_file: Path) -> None:
-    assert signing.load(key_file, owners={0, os.geteuid()}).key == KEY
-    assert signing.load(key_file, owners=None).key == KEY
+    assert signing.load(key_file, owners={0, os.geteuid()}).secret == KEY
+    assert signing.load(key_file, owners=None).secret == KEY
 
 
 @pytest.mark.fault("S25")
@@ -69,3 +94,141 @@ def test_only_a_regular_file_is_accepted(key_file: Path, tmp_path: Path) -> None
     directory.mkdir(0o700)
     for path in (link, fifo, directory, tmp_path / "missing", tmp_path / "no" / "directory"):
         assert "cannot be used" in problem(path)
+
+
+# ---------------------------------------------------------------- records
+
+
+def contents(store: MemoryStore) -> dict[str, bytes | None]:
+    """The records that a holder of the key sees; None for a damaged one."""
+    view, found = signed(store, RUN_KEY), dict[str, bytes | None]()
+    for info in view.list("r/"):
+        if info.key.endswith(UNSIGNED):
+            continue
+        try:
+            found[info.key] = view.get(info.key)
+        except CorruptError:
+            found[info.key] = None
+        else:
+            assert info.size_bytes == len(found[info.key] or b"")
+    return found
+
+
+@pytest.mark.fault("S25")
+@given(st.data())
+def test_nothing_that_another_writer_creates_is_seen(data: st.DataObject) -> None:
+    """Any history of honest writes and deletes, with a writer that can create, read and list.
+
+    It can replace nothing.  It can only bring back a record that was deleted, whole or damaged.
+    """
+    store = MemoryStore()
+    view = signed(store, RUN_KEY)
+    elsewhere = MemoryStore()
+    elsewhere.url = "memory://elsewhere"
+    live: dict[str, bytes] = {}
+    written: dict[str, set[bytes]] = {}
+    seen: list[tuple[str, bytes]] = []
+    for number in range(data.draw(st.integers(1, 12), label="steps")):
+        key, content = data.draw(keys), b"%d" % number
+        action = data.draw(
+            st.sampled_from(("write", "write elsewhere", "delete", "plant", "plant"))
+        )
+        if action == "write" and key not in live:
+            view.delete(key)  # what was brought back
+            view.put(key, content, if_absent=True)
+            live[key] = content
+            written.setdefault(key, set()).add(content)
+        elif action == "write elsewhere":
+            signed(elsewhere, RUN_KEY).put(key, content)
+        elif action == "delete":
+            view.delete(key)
+            live.pop(key, None)
+        elif action == "plant":
+            seen += store.objects.items()
+            seen += elsewhere.objects.items()
+            tags = [name.split(".")[-2] for name, _ in seen if name.count(".") == 2]
+            tag = data.draw(st.sampled_from([*tags, "0" * 32]))
+            named = [key, f"{key.removesuffix('.json')}.{tag}.json", *(name for name, _ in seen)]
+            bodies = [content, *(body for _, body in seen)]
+            name = data.draw(st.sampled_from(named), label="key")
+            store.objects.setdefault(name, data.draw(st.sampled_from(bodies), label="bytes"))
+    found = contents(store)
+    assert found.items() >= live.items()
+    for key, body in found.items():
+        assert body is None or body in written[key]
+        assert key in written
+
+
+def test_a_record_counts_for_one_key_one_store_and_one_name() -> None:
+    """Another key, another bucket with the same objects, and another name; other bytes are damage."""
+    store = MemoryStore()
+    signed(store, RUN_KEY).put(KEYS.generation(1), b"{}")
+    assert contents(store) == {KEYS.generation(1): b"{}"}
+    ((name, data),) = store.objects.items()
+    assert list(signed(store, SigningKey(b"K" * 32)).list("r/")) == [
+        ObjectInfo(name + UNSIGNED, len(data))
+    ]
+    store.url = "memory://elsewhere"
+    assert contents(store) == {}
+    store.url = MemoryStore().url
+    store.objects = {name.replace("00000001", "00000002"): data}
+    assert contents(store) == {}
+    for forged in (data[1:], b"[]" + data[2:], b"", data[2:]):
+        store.objects = {name: forged}
+        assert contents(store) == {KEYS.generation(1): None}
+
+
+def test_a_chunk_has_no_signature() -> None:
+    """Its name contains the digest of its bytes."""
+    store = MemoryStore()
+    view = signed(store, RUN_KEY)
+    made = committed.commit(view, {"a": b"x"})
+    (chunk,) = made.chunks
+    assert store.objects[chunk.key] == b"x"
+    assert [info.key for info in view.list(KEYS.data)] == [chunk.key]
+
+
+def test_each_call_reaches_the_stored_record() -> None:
+    """HEAD, conditional and multiple deletes, and locks, with the names that callers know."""
+    store = MemoryStore()
+    view = signed(store, RUN_KEY)
+    for key in RECORDS:
+        view.put(key, key.encode())
+    info = view.head(RECORDS[0])
+    assert info == ObjectInfo(RECORDS[0], len(RECORDS[0]))
+    assert info.tag
+    view.delete(info.key, if_tag=info.tag)
+    assert view.head(RECORDS[0]) is None
+    assert view.delete_many(list(view.list(KEYS.commits))) == {}
+    assert {info.key for info in view.list("r/")} == {*RECORDS[1:2], *RECORDS[5:]}
+    assert view.locked_until(RECORDS[1]) is view.lock(RECORDS[1]) is None
+
+
+@pytest.mark.fault("S25")
+def test_a_flood_of_planted_records_costs_the_listing_alone() -> None:
+    """Claims, commits, farewells and pins of another writer cause no request besides the listings."""
+    store = MemoryStore()
+    view = signed(store, RUN_KEY)
+    ours = claim_generation(view, KEYS, start_id="us", identity={}).content
+    made = committed.commit(view, {"a": b"x"}, step=10)
+    for number in range(2, 302):
+        store.put(KEYS.generation(number), b"{}")
+        store.put(KEYS.commit(CommitRef(number, 1), 0, 1), b"{}")
+        store.put(KEYS.farewell(1, f"x{number}"), farewell(commit=CommitRef(number, 1)))
+        store.put(KEYS.pin(f"x{number}"), b"{}")
+    store.put(f"{KEYS.commits}junk", b"")
+    store.requests.clear()
+    assert catalog.newest_generation(view, KEYS) == 1
+    assert [commit.ref for commit in catalog.newest_commits(view, KEYS)] == [made.ref]
+    assert catalog.history(view, KEYS, 1) == catalog.History()
+    assert Pins(view, KEYS).now() == []
+    assert {what for what, _ in store.requests} == {"list"}
+    ensure_not_fenced(view, KEYS, ours)
+    assert store.count("get") == 1
+    again = claim_generation(view, KEYS, start_id="next", identity={})
+    assert again.generation == 2
+
+
+def test_a_key_is_never_shown() -> None:
+    """Neither in the text of the key nor in that of a store."""
+    assert "kkk" not in repr(RUN_KEY)

@@ -12,7 +12,7 @@ import pytest
 from swansong.protocol import Message, Restored, RestoreQuery
 from swansongd.bucket import commit
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import signed
 from swansongd.core.events import (
     CheckComplete,
     Event,
@@ -33,6 +33,7 @@ from swansongd.stores.base import ObjectInfo
 from swansongd.stores.file.store import FileStore
 
 from testkit import committed
+from testkit.records import KEY
 from testkit.story import Story, a_set
 
 KEYS = RunKeys("r")
@@ -134,11 +135,11 @@ def test_a_look_for_parts_is_always_answered(tmp_path: Path, store: FileStore) -
 
 @pytest.mark.fault("S25")
 def test_an_unsigned_part_makes_no_checkpoint_whole(tmp_path: Path, store: FileStore) -> None:
-    """A reader with a key would refuse it."""
-    keys = RunKeys("r", Signer(b"k" * 32))
-    for node in (0, 1):
-        committed.commit(store, FILES, step=9, node=node, nodes=2, nonce=f"a{node}")
-    assert commit.parts_committed(store, keys, CommitRef(1, 9), 2) == (1, None)
+    """No reader with the key sees it."""
+    view = signed(store, KEY)
+    committed.commit(view, FILES, step=9, node=0, nodes=2, nonce="a0")
+    committed.commit(store, FILES, step=9, node=1, nodes=2, nonce="a1")
+    assert commit.parts_committed(view, KEYS, CommitRef(1, 9), 2) == (1, None)
 
 
 class Vm:

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
 from swansongd.bucket import history, lives, pins, wall
 from swansongd.bucket.pins import Pin
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import signed
 from swansongd.errors import Permanent, Transient
 from swansongd.exporter import listing, reader, records
 from swansongd.exporter.health import Reading, StoreHealth
@@ -27,6 +27,7 @@ from swansongd.observe.loss import loss
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
+from testkit.records import KEY, record_of
 from tests.unit.bucket.test_lives import BEGUN_S, KEYS, a_run, claim, farewell
 
 Metrics = dict[tuple[str, tuple[str, ...]], float]
@@ -43,7 +44,7 @@ class Rig:
         self.mirror_health = None if mirror is None else StoreHealth(mirror.url)
         options = {"runs_max": source.pop("runs_max", 10), "prices": source.pop("prices", None)}
         self.reader = StoreReader(
-            Source(store=store, **source),
+            Source(store=source.pop("view", store), **source),
             self.health,
             self.mirror_health,
             interval_s=60.0,
@@ -404,7 +405,7 @@ def lost(store: MemoryStore, stamp: str, *, evacuation: str = "e9", **fields: ob
     farewell(store, 2, 160, BEGUN_S + 500, over=False, stamp=stamp)
     key = KEYS.farewell(2, stamp)
     body = json.loads(store.objects[key]) | {"evacuation": evacuation, "verdict": "LOST"}
-    store.objects[key] = json.dumps(body | fields).encode()
+    store.objects[key] = record_of(body | fields)
 
 
 @pytest.mark.fault("OX03")
@@ -470,7 +471,7 @@ def test_farewells_with_wrong_types_do_not_count(
     farewell(store, 1, 160, BEGUN_S + 210, over=True, stamp="t3")
     key = KEYS.farewell(1, "t3")
     body = json.loads(store.objects[key])
-    store.objects[key] = json.dumps(body | {field: value}).encode()
+    store.objects[key] = record_of(body | {field: value})
     rig = Rig(store)
     assert rig.read()
     assert rig.metrics()["swansong_run_damaged_objects", ("r", "farewell")] == 1
@@ -576,15 +577,25 @@ def test_too_many_folders_end_the_search(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.fault("OX03")
 def test_with_a_key_only_signed_objects_count(store: MemoryStore) -> None:
-    """Unsigned claims, resumptions and manifests of a bucket writer are damaged objects."""
-    rig = Rig(store, signer=Signer(b"k" * 32))
+    """Planted claims, resumptions and manifests change no figure; they are counted, and cost no request."""
+    honest = MemoryStore()
+    view = signed(honest, KEY)
+    for key, data in store.objects.items():
+        view.put(key, data)
+    rig = Rig(honest, view=view)
     assert rig.read()
-    found = rig.metrics()
-    assert found["swansong_run_generation", ("r",)] == 0
-    assert found["swansong_run_interruptions_total", ("r", "new")] == 0
-    assert found["swansong_run_damaged_objects", ("r", "claim")] == 3
-    assert found["swansong_run_damaged_objects", ("r", "commit")] == 1
-    assert ("swansong_run_last_commit_step", ("r",)) not in found
+    before = rig.metrics()
+    assert before["swansong_run_generation", ("r",)] > 0
+    for number in range(2_000):
+        honest.objects[KEYS.farewell(99_999_999, f"junk{number}")] = b"{}"
+    honest.objects |= {key: data for key, data in store.objects.items() if "/data/" not in key}
+    assert rig.read()
+    assert rig.requests["get"] == 0
+    after = rig.metrics()
+    foreign = "swansong_run_foreign_objects", ("r",)
+    assert after[foreign] > 2_000
+    kept = {name for name in before if name != foreign and name[0].startswith("swansong_run_")}
+    assert {name: after[name] for name in kept} == {name: before[name] for name in kept}
 
 
 # ---------------------------------------------------------------- schedule

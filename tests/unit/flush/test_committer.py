@@ -19,7 +19,7 @@ from structlog.testing import capture_logs
 from swansong import bounds
 from swansongd.bucket import commit, manifest
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import signed
 from swansongd.core.events import (
     ClaimGeneration,
     CommitDone,
@@ -47,6 +47,7 @@ from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
 
 from testkit import committed
+from testkit.records import KEY
 from testkit.story import a_set
 from testkit.waiting import until
 
@@ -791,8 +792,8 @@ def test_the_first_commit_of_a_daemon_is_read_back(rig: CommitterRig) -> None:
 @pytest.mark.fault("S25")
 def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(rig: CommitterRig) -> None:
     """A higher claim, an unknown object and a higher commit are logged, and the commit succeeds."""
-    keys = RunKeys("r", Signer(b"k" * 32))
-    with rig.committer(keys=keys) as committer, capture_logs() as logs:
+    view = signed(rig.store, KEY)
+    with rig.committer(store=view) as committer, capture_logs() as logs:
         rig.claim(committer)
         rig.store.put(KEYS.generation(bounds.GENERATION_MAX), b"{}")
         rig.store.put(f"{KEYS.generations}junk", b"")
@@ -802,10 +803,10 @@ def test_with_a_signing_key_unsigned_objects_neither_fence_nor_block(rig: Commit
         committer.check_fence()
         assert committer.drain(10)
         assert not any(isinstance(event, FenceFound) for event in rig.events.queue)
-    assert any(line["event"] == "unsigned_claim_ignored" for line in logs)
+    assert any(line["event"] == "unsigned_objects_ignored" for line in logs)
     claimed = GenerationClaimed(START, 1, CommitRef(1, 10), START)
-    assert claimed in rig.started(keys=keys)
-    assert rig.claimed("next", keys=keys) == 2
+    assert claimed in rig.started(store=view)
+    assert rig.claimed("next", store=view) == 2
 
 
 def test_a_fenced_vm_commits_nothing(rig: CommitterRig, working: Committer) -> None:

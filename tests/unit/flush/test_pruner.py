@@ -19,7 +19,13 @@ from testkit.waiting import until
 
 KEYS = RunKeys("r")
 RULES = RetentionConfig(
-    keep_last=1, keep_hourly=0, keep_daily=0, keep_weekly=0, keep_best=0, in_daemon=True
+    keep_last=1,
+    keep_starts_s=0.0,
+    keep_hourly=0,
+    keep_daily=0,
+    keep_weekly=0,
+    keep_best=0,
+    in_daemon=True,
 )
 DAY_S = 86400.0
 

@@ -12,7 +12,7 @@ from blake3 import blake3
 from swansongd.bucket import catalog, claim, manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import signed
 from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
 from swansongd.mirror.copier import Copier, Gone, ManifestPlace
 from swansongd.mirror.fence import PromotedError
@@ -24,6 +24,7 @@ from swansongd.util.threads import parallel
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
+from testkit.records import KEY
 
 KEYS = RunKeys("r")
 FILES = {"weights": bytes(range(256)) * 40, "index.json": b"{}", "empty": b""}
@@ -46,7 +47,7 @@ class Rig:
 
     def claim(self, generation: int, store: MemoryStore | None = None, by: str = "vm") -> None:
         made = claim.ClaimObject(run="r", generation=generation, start=f"{by}{generation}")
-        data = claim.encode(made, self.keys.signer)
+        data = claim.encode(made)
         (store or self.primary).put(self.keys.generation(generation), data)
 
     def commit(self, step: int = 100, generation: int = 1, **options: object) -> ManifestPlace:
@@ -318,19 +319,23 @@ def test_a_mirror_that_refuses_leaves_the_store_as_it_is(rig: Rig) -> None:
     assert {what for what, _ in rig.primary.requests} <= {"get", "head", "list"}
 
 
-def test_a_signed_manifest_stays_valid() -> None:
-    """A manifest is copied byte for byte; one without the signature of the run is not copied."""
-    signer = Signer(b"k" * 32)
-    rig = Rig(RunKeys("r", signer))
-    rig.claim(1)
-    place = rig.commit()
-    with pytest.raises(CorruptError, match="not signed"):
-        rig.copier().copy(place)
-    key = rig.keys.commit(place.ref, 0, 1)
-    made = manifest.decode(rig.primary.objects[key])
-    rig.primary.objects[key] = manifest.encode(made, signer)
-    rig.copier().copy(place)
-    assert rig.whole() == [place.ref]
+@pytest.mark.fault("S25")
+def test_records_are_signed_for_the_mirror() -> None:
+    """With a key, a copy counts in the mirror and nowhere else; a planted commit is not copied."""
+    store, mirror = MemoryStore(), MemoryStore()
+    mirror.url = "memory://mirror"
+    committed.commit(store, FILES, step=900, generation=9)
+    primary, copies = signed(store, KEY), signed(mirror, KEY)
+    made = committed.commit(primary, FILES, step=100)
+    place = ManifestPlace(made.ref, 0, 1)
+    copier = Copier(primary, copies, KEYS, threading.Event(), connections=4)
+    assert [commit.ref for commit in copier.absent()] == [made.ref]
+    copier.copy(place)
+    assert [commit.ref for commit in catalog.list_commits(copies, KEYS)] == [made.ref]
+    store.objects.update(mirror.objects)
+    assert [commit.ref for commit in catalog.list_commits(primary, KEYS)] == [made.ref]
+    mirror.url = "memory://elsewhere"
+    assert catalog.list_commits(signed(mirror, KEY), KEYS) == []
 
 
 class Switch:

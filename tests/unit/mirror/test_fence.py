@@ -8,13 +8,14 @@ import threading
 import pytest
 from swansongd.bucket import catalog, commit
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import signed
 from swansongd.errors import NothingToRestore
 from swansongd.mirror.copier import Copier, ManifestPlace
 from swansongd.mirror.fence import PROMOTION_GAP, PromotedError, foreign_claim, promote
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
+from testkit.records import KEY
 
 KEYS = RunKeys("r")
 
@@ -134,12 +135,12 @@ def test_two_lines_of_a_run_are_never_merged(east: MemoryStore, west: MemoryStor
 
 def test_an_unsigned_claim_in_the_mirror_fences_no_vm() -> None:
     """With a signing key, write access to the mirror is not enough to stop the run."""
-    keys = RunKeys("r", Signer(b"k" * 32))
-    east, west = a_store("east"), a_store("west")
-    claim(east, "vm1", keys)
-    Copier(east, west, keys, threading.Event(), connections=1).copy_claims()
-    claim(west, "planted")
+    east, planted_in = signed(a_store("east"), KEY), a_store("west")
+    west = signed(planted_in, KEY)
+    claim(east, "vm1")
+    Copier(east, west, KEYS, threading.Event(), connections=1).copy_claims()
+    planted_in.put(KEYS.generation(2), b"{}")
+    planted_in.put(KEYS.generation(7), west.get(KEYS.generation(1)))
+    assert foreign_claim(east, west, KEYS) is None
+    claim(west, "signed")
     assert foreign_claim(east, west, KEYS) == 2
-    assert foreign_claim(east, west, keys) is None
-    claim(west, "signed", keys)
-    assert foreign_claim(east, west, keys) == 3

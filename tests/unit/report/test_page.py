@@ -27,6 +27,7 @@ from swansongd.report.facts import Amount, Report, sentences
 from testkit import past_run
 from testkit.hostile_farewells import MARKUP, evacuations, interruptions
 from testkit.memory_store import MemoryStore
+from testkit.records import record_of
 
 EMPTY = RunHistory(
     commits=Commits(commits=()), evacuations=Evacuations(evacuations=()), lives=Lives(())
@@ -289,7 +290,7 @@ def test_hostile_numbers_of_the_bucket_make_a_page_of_bounded_size(data: st.Data
             container, place, _ = data.draw(st.sampled_from([at for at in found if at[2] == name]))
             is_text = isinstance(container[place], str)
             container[place] = data.draw(st.sampled_from(FAR_INSTANTS) if is_text else numbers)
-        store.objects[key] = json.dumps(body).encode()
+        store.objects[key] = record_of(body)
     checked_size(store)
 
 
@@ -306,5 +307,5 @@ def test_each_number_of_a_farewell_at_an_extreme(extreme: float | str) -> None:
             for container, place, field in list(places(body)):
                 if field == name and isinstance(container[place], str) == isinstance(extreme, str):
                     container[place] = extreme
-            store.objects[key] = json.dumps(body).encode()
+            store.objects[key] = record_of(body)
         checked_size(store)

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import Signer
+from swansongd.bucket.signing import signed
 from swansongd.core.events import Event, RolledBack, SourceChanged
 from swansongd.core.state import State
 from swansongd.errors import Permanent
@@ -28,6 +28,7 @@ from swansongd.stores.file.store import FileStore
 
 from testkit import committed
 from testkit.odd_store import OddStore
+from testkit.records import KEY
 from testkit.story import Story, a_set
 from testkit.waiting import until
 
@@ -253,10 +254,10 @@ def test_a_run_of_damaged_commits_is_an_error_and_not_fresh(vm: Vm) -> None:
 def test_a_run_of_unsigned_commits_is_an_error_and_not_fresh(vm: Vm) -> None:
     """With a wrong key, or a key that was added later, no trainer starts from scratch."""
     vm.commit(100)
-    vm.keys = RunKeys("r", Signer(b"k" * 32))
+    vm.store = signed(vm.store, KEY)
     answer = vm.ask()
     assert answer.path == ""
-    assert "not signed" in answer.error
+    assert "none has a name that this key signed" in answer.error
 
 
 @pytest.mark.fault("G16")

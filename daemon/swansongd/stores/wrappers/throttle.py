@@ -8,25 +8,17 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from swansongd.stores.base import (
-    WINDOW_BYTES,
-    Folders,
-    Moved,
-    ObjectInfo,
-    ObjectStore,
-    Page,
-    Sink,
-    ignore_moved,
-)
+from swansongd.stores.base import WINDOW_BYTES, Moved, ObjectStore, Sink, ignore_moved
+from swansongd.stores.wrappers.forwarding import Forwarding
 
 _POLL_S = 0.05
 """Interval at which a waiting thread reads the rate again."""
 
 
-class Throttled:
+class Throttled(Forwarding):
     """The same store, with a limit on the rate of all large bodies together.
 
     The number of bodies in flight is at most the number of windows per second.  Each body then sends about
@@ -48,8 +40,7 @@ class Throttled:
         limits_reads: bool = False,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.url = store.url
-        self._store = store
+        super().__init__(store)
         self._limits_reads = limits_reads
         self._bucket = _TokenBucket(rate_bytes_per_s, monotonic)
 
@@ -58,39 +49,12 @@ class Throttled:
             self._bucket.spend(len(data))
         self._store.put(key, data, if_absent=if_absent)
 
-    def get(self, key: str) -> bytes:
-        return self._store.get(key)
-
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
         if not self._limits_reads:
-            self._store.get_range(key, offset, size_bytes, sink)
+            super().get_range(key, offset, size_bytes, sink)
             return
         with self._bucket.slot():
             self._store.get_range(key, offset, size_bytes, _ThrottledSink(sink, self._bucket))
-
-    def head(self, key: str) -> ObjectInfo | None:
-        return self._store.head(key)
-
-    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
-        return self._store.list(prefix, after=after)
-
-    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        return self._store.page(prefix, token, after=after)
-
-    def folders(self, prefix: str, token: str | None) -> Folders:
-        return self._store.folders(prefix, token)
-
-    def delete(self, key: str, *, if_tag: str = "") -> None:
-        self._store.delete(key, if_tag=if_tag)
-
-    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        return self._store.delete_many(infos)
-
-    def locked_until(self, key: str) -> float | None:
-        return self._store.locked_until(key)
-
-    def lock(self, key: str) -> float | None:
-        return self._store.lock(key)
 
     def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
         def paced(size_bytes: int) -> None:
@@ -100,12 +64,6 @@ class Throttled:
 
         with self._bucket.slot():
             self._store.create(key, data, moved=paced)
-
-    def check(self) -> None:
-        self._store.check()
-
-    def warm(self) -> None:
-        self._store.warm()
 
 
 class _TokenBucket:

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Records of the bucket with other fields than a writer gives them, and a key that signs them."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+
+from swansongd.bucket import farewell as farewells
+from swansongd.bucket.farewell import Farewell
+from swansongd.bucket.signing import SigningKey
+from swansongd.core.events import Conclude
+from swansongd.loss_records import EvacuationRecord
+from swansongd.model import CommitRef, Verdict
+
+KEY = SigningKey(b"k" * 32)
+
+
+def record_of(body: Mapping[str, object]) -> bytes:
+    """The bytes of a record with these fields, with the digest that matches them."""
+    fields = {name: value for name, value in body.items() if name != "digest"}
+    digest = hashlib.sha256(_canonical(fields)).hexdigest()
+    return _canonical({**fields, "digest": f"sha256:{digest}"})
+
+
+def changed(data: bytes, **changes: object) -> bytes:
+    """A record with other values of these fields."""
+    return record_of(json.loads(data) | changes)
+
+
+def farewell(
+    verdict: Verdict = Verdict.LOST,
+    commit: CommitRef | None = None,
+    *,
+    generation: int = 1,
+    written: str = "2030-01-01T00:00:00Z",
+) -> bytes:
+    """A farewell of the run ``r``."""
+    made = Farewell(
+        run="r",
+        generation=generation,
+        conclusion=Conclude("e", verdict, "", commit, 0.0),
+        evacuation=EvacuationRecord(opened_wall_s=0.0),
+        written=written,
+    )
+    return farewells.encode(made)
+
+
+def _canonical(body: Mapping[str, object]) -> bytes:
+    return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
