@@ -42,6 +42,7 @@ _LOCKED_CODES = {
 }  # fmt: skip
 _OFFLINE_CODES = {"BlobArchived", "BlobBeingRehydrated"}
 _ROLE = "Grant the role Storage Blob Data Contributor on the container, or packer/permissions/azure-vm.json"
+_ELSEWHERE = "Redirects are not followed: set store.endpoint to the store's own address"
 _HINTS = {
     "ContainerNotFound": "Create the container, or fix store.url",
     "ResourceNotFound": "Create the container, or fix store.url",
@@ -192,7 +193,8 @@ def _message(response: Response, code: str) -> str:
 
 def _refusal(response: Response, code: str) -> StoreError:
     """The error of the contract for a response with an error status."""
-    status, message, hint = response.status, _message(response, code), _HINTS.get(code, "")
+    status, message = response.status, _message(response, code)
+    hint = _HINTS.get(code, _ELSEWHERE if status < 400 else "")
     if status == 404:
         return (BlobMissing if code == "BlobNotFound" else NotFound)(message, hint=hint)
     if code in _LOCKED_CODES:
