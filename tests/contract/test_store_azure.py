@@ -88,6 +88,7 @@ def refusal(status: int, code: str) -> Answer:
         (403, "AuthorizationPermissionMismatch", Permanent, "Storage Blob Data Contributor"),
         (409, "BlobArchived", Permanent, "Rehydrate"),
         (400, "InvalidQueryParameterValue", Permanent, ""),
+        (307, "", Permanent, "store.endpoint"),
         (501, "NotImplemented", Permanent, ""),
     ],
 )
