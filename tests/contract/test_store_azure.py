@@ -1,24 +1,30 @@
 # SPDX-License-Identifier: Apache-2.0
 """Azure: refusals, rights, and tokens of a managed identity, from scripted servers.
 
-Azurite shows the rest, in ``make test-stores``.
+Azurite shows the rest, in ``make test-stores``; its rights here, too.
 """
 
 from __future__ import annotations
 
+import base64
+import hmac
 import json
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from pathlib import Path
+from urllib.parse import urlencode
 
 import pytest
 from swansongd.errors import Exists, Locked, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.azure.access import Forbidden
 from swansongd.stores.azure.auth import Identity, content_md5
 from swansongd.stores.azure.store import AzureStore
 from swansongd.stores.options import AzureOptions
 
+from testkit.foreign_servers import AZURE_ACCOUNT, AZURE_KEY
 from testkit.raw_server import Peer, RawServer, Request, certificate
+from testkit.store_backends import SERVERS, Cloud
 
 Answer = tuple[int, dict[str, str], bytes]
 LISTING = b"<EnumerationResults><Blobs>%b</Blobs><NextMarker/></EnumerationResults>"
@@ -33,7 +39,6 @@ def no_credentials(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.delenv(f"AZURE_{name}", raising=False)
     monkeypatch.setenv("AZURE_STORAGE_KEY", "a2V5")
     monkeypatch.setenv("NO_PROXY", "127.0.0.1")
-    monkeypatch.setenv("PATH", "/nonexistent")  # no Azure CLI
 
 
 @pytest.fixture
@@ -153,6 +158,41 @@ def test_an_acknowledgement_with_another_md5_is_transient(serve: Callable[..., R
         store.put("key", b"content")
 
 
+@pytest.mark.parametrize("name", [name for name in SERVERS if name == "azurite"])
+def test_a_signature_that_may_only_create(
+    open_cloud: Callable[[str], Cloud], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """With the rights to read, create and list, only overwrites and deletes are refused."""
+    cloud = open_cloud(name)
+    monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature("rcl"))
+    store = cloud.open()
+    for _ in range(2):
+        store.create("key", DATA)
+    assert [info.key for info in store.list("")] == ["key"]
+    assert store.get("key") == DATA
+    for refused in (
+        lambda: store.create("key", DATA[1:]),
+        lambda: store.put("key", b"", if_absent=True),
+    ):
+        with pytest.raises(Exists):
+            refused()
+    for refused in (lambda: store.put("key", b""), lambda: store.delete("key")):
+        with pytest.raises(Forbidden):
+            refused()
+    assert store.get("key") == DATA
+
+
+def signature(rights: str) -> str:
+    """A shared access signature for all containers of Azurite's account."""
+    fields = {"sp": rights, "ss": "b", "srt": "sco", "st": "", "se": "2100-01-01", "sip": ""}
+    fields |= {"spr": "http,https", "sv": "2021-12-02", "ses": ""}
+    text = "\n".join([AZURE_ACCOUNT, *fields.values(), ""])
+    digest = hmac.digest(base64.b64decode(AZURE_KEY), text.encode(), "sha256")
+    sent = {name: value for name, value in fields.items() if value}
+    return urlencode({**sent, "sig": base64.b64encode(digest).decode()})
+
+
 BLOB = b"<Blob><Name>%b</Name><Properties><Content-Length>1</Content-Length></Properties></Blob>"
 
 
@@ -206,6 +246,7 @@ def desk(serve: Callable[..., RawServer], monkeypatch: pytest.MonkeyPatch) -> De
     """The metadata service of the VM, instead of keys."""
     desk = Desk()
     monkeypatch.delenv("AZURE_STORAGE_KEY")
+    monkeypatch.setenv("PATH", "/nonexistent")  # no Azure CLI
     monkeypatch.setenv("AZURE_POD_IDENTITY_AUTHORITY_HOST", serve(desk).url)
     return desk
 
@@ -279,4 +320,15 @@ def test_the_configured_identity_is_used(
     """The variables of the unit or of the pod choose the identity; without any it is that of the VM."""
     for name, value in environment.items():
         monkeypatch.setenv(f"AZURE_{name}", value)
-    assert type(Identity(None, 1.0)._found).__name__ == kind
+    assert type(Identity(1.0)._found).__name__ == kind
+
+
+def test_a_principal_that_is_not_whole_is_permanent(
+    serve: Callable[..., RawServer], desk: Desk, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A secret without its tenant is an error at once: no other identity is used instead."""
+    monkeypatch.setenv("AZURE_CLIENT_SECRET", "s")
+    pem = certificate(tmp_path)
+    with pytest.raises(Permanent, match="not fully configured"):
+        opened(serve(lambda _request: EMPTY, pem), pem).check()
+    assert desk.issued == 0

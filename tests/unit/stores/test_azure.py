@@ -67,6 +67,7 @@ def test_variables_of_the_azure_cli(
     environment.setenv(f"AZURE_STORAGE_{name}", value)
     assert from_environment("acct") == found
     assert ENCODED not in repr(found)
+    assert repr(KEY) not in repr(found)
     assert "sig=" not in repr(found)
 
 

@@ -53,7 +53,9 @@ _HINTS = {
     "AuthenticationFailed": (
         "Renew the key, the signature or the identity; if they are valid, fix the clock of this VM"
     ),
-    "AuthorizationFailure": "Allow the network of this VM in the firewall of the storage account",
+    "AuthorizationFailure": (
+        "Allow the network of this VM in the firewall of the storage account, or fix the key"
+    ),
     "AuthorizationSourceIPMismatch": "Allow the address of this VM in the shared access signature",
     "AuthorizationPermissionMismatch": _ROLE,
     "InsufficientAccountPermissions": "Allow read, list and create in the shared access signature",
@@ -83,7 +85,6 @@ class AzureAccess:
         self._path = f"{urlsplit(self._address).path}/{container}"
         self._timeout_s = options.read_timeout_s
         trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
-        self._trusted = trusted
         self._credentials = CredentialCache(
             "Azure", load=self._load_credentials, fetch=_fetched, has_expired=_has_expired
         )
@@ -156,7 +157,7 @@ class AzureAccess:
                 hint="Set store.endpoint to an https address, or set AZURE_STORAGE_KEY",
             )
         with _errors_of_identity():
-            return Identity(self._trusted, self._timeout_s)
+            return Identity(self._timeout_s)
 
 
 def _fetched(source: AzureCredentials | Identity) -> AzureCredentials:
@@ -186,7 +187,7 @@ def _errors_of_identity() -> Iterator[None]:
 
 def _message(response: Response, code: str) -> str:
     # Further lines of the message have the id and the time of the request.
-    reason = xml_text(response.body, "Message").partition("\n")[0]
+    reason = xml_text(response.body, "Message").partition("\n")[0].strip().rstrip(".")
     words = (str(response.status), one_line(code, 80), one_line(reason, 300))
     return " ".join(filter(None, words))
 

@@ -12,7 +12,6 @@ import hashlib
 import hmac
 import os
 import re
-import shutil
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -23,7 +22,8 @@ from swansongd.stores.base import is_certificate_problem
 
 _SCOPE = "https://storage.azure.com/.default"
 CREDENTIALS_HINT = (
-    "Assign a managed identity to the VM, or set AZURE_STORAGE_KEY or AZURE_STORAGE_SAS_TOKEN"
+    "Assign a managed identity to the VM, or run az login, or set AZURE_STORAGE_KEY or "
+    "AZURE_STORAGE_SAS_TOKEN"
 )
 _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 _KEY = "AZURE_STORAGE_KEY"
@@ -89,14 +89,14 @@ class Identity:
 
     A service principal (``AZURE_CLIENT_SECRET`` or ``AZURE_CLIENT_CERTIFICATE_PATH``), a workload identity
     (``AZURE_FEDERATED_TOKEN_FILE``), or the VM's managed identity, of several the one of ``AZURE_CLIENT_ID``.
-    A machine without managed identities uses the login of the Azure CLI.  Not DefaultAzureCredential, which
+    A machine without a managed identity uses the login of the Azure CLI.  Not DefaultAzureCredential, which
     reports a metadata service that does not respond as a missing identity.
 
     azure-identity keeps a token in memory.  It renews the token in its last five minutes, or earlier if the
     issuer asks for that.
     """
 
-    def __init__(self, ca_bundle: str | None, timeout_s: float) -> None:
+    def __init__(self, timeout_s: float) -> None:
         # Slow to import, and a VM on another cloud need not load it.
         import azure.identity as of  # noqa: PLC0415
 
@@ -104,10 +104,9 @@ class Identity:
             "connection_timeout": _CONNECT_S,
             "read_timeout": timeout_s,
             "retry_total": _RETRIES,
-            **({} if ca_bundle is None else {"connection_verify": ca_bundle}),
         }
         self._ends_unix_s = 0.0
-        self._fallback: Any = None
+        self._cli: Any = None
         self._found: Any
         if any(os.environ.get(name) for name in _PRINCIPAL):
             self._found = of.EnvironmentCredential(**options)
@@ -116,7 +115,7 @@ class Identity:
         else:
             client_id = os.environ.get("AZURE_CLIENT_ID") or None
             self._found = of.ManagedIdentityCredential(client_id=client_id, **options)
-            self._fallback = of.AzureCliCredential() if shutil.which("az") else None
+            self._cli = of.AzureCliCredential()
 
     @property
     def has_expired(self) -> bool:
@@ -125,12 +124,20 @@ class Identity:
 
     def token(self) -> Token:
         """A valid token, renewed if it expires soon."""
+        from azure.identity import CredentialUnavailableError  # noqa: PLC0415
+
         try:
             found = self._found.get_token(_SCOPE)
-        except Exception:
-            if self._fallback is None:
+        except CredentialUnavailableError as error:
+            if self._cli is None:
                 raise
-            found = self._fallback.get_token(_SCOPE)
+            try:
+                found = self._cli.get_token(_SCOPE)
+            except CredentialUnavailableError:
+                # azure-identity keeps no status of the metadata service, which may still be starting.
+                if _NO_IDENTITY in str(error):
+                    raise error from None
+                raise Transient(_message(error), hint=CREDENTIALS_HINT) from error
         self._ends_unix_s = float(found.expires_on)
         return Token(str(found.token))
 
@@ -189,17 +196,18 @@ def content_md5(data: memoryview) -> str:
 
 
 def classified(error: Exception) -> StoreError:
-    """The error of the contract for one of azure-identity, by its type and its OAuth code."""
+    """The error of the contract for one of azure-identity, by its type."""
     from azure.core import exceptions as of  # noqa: PLC0415
-    from azure.identity import CredentialUnavailableError  # noqa: PLC0415
 
-    message = f"credentials for Azure: {' '.join(str(error).split()):.300}"
     if is_certificate_problem(error):
-        return Permanent(message, hint="The certificate of the token endpoint is not trusted here")
-    # azure-identity keeps no status of the metadata service, which may still be starting.
-    is_silent = isinstance(error, CredentialUnavailableError) and _NO_IDENTITY not in message
+        hint = "The certificate of the token endpoint is not trusted on this VM"
+        return Permanent(_message(error), hint=hint)
     network = (of.ServiceRequestError, of.ServiceResponseError, OSError)
     status = error.status_code if isinstance(error, of.HttpResponseError) else None
     is_busy = status is not None and (status in (408, 429) or status >= 500)
-    kind = Transient if is_silent or is_busy or isinstance(error, network) else Permanent
-    return kind(message, hint=CREDENTIALS_HINT)
+    kind = Transient if is_busy or isinstance(error, network) else Permanent
+    return kind(_message(error), hint=CREDENTIALS_HINT)
+
+
+def _message(error: Exception) -> str:
+    return f"credentials for Azure: {' '.join(str(error).split()):.300}"
