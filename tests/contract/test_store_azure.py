@@ -226,13 +226,14 @@ class Desk:
         self.issued = 0
         self.status = 200
         self.lifetime_s = 86400
+        self.suffix = ""
 
     def __call__(self, _request: Request) -> Answer:
         if self.status != 200:
             return self.status, {}, b'{"error": "invalid_request"}' if self.status == 400 else b"{}"
         self.issued += 1
         token = {
-            "access_token": f"token-{self.issued}",
+            "access_token": f"token-{self.issued}{self.suffix}",
             "expires_in": str(self.lifetime_s),
             "expires_on": str(int(time.time()) + self.lifetime_s),
             "resource": "https://storage.azure.com/",
@@ -291,6 +292,19 @@ def test_an_identity_that_is_missing_or_silent(
         store.check()
     assert type(caught.value) is wanted
     assert "managed identity" in caught.value.hint
+
+
+@pytest.mark.parametrize("suffix", ["\r\nx-ms-version: 2009-09-19", "x" * 10_000])
+def test_an_invalid_token_is_not_sent(
+    serve: Callable[..., RawServer], desk: Desk, tmp_path: Path, suffix: str
+) -> None:
+    """A line break or an excessive length in a token is an error of the issuer."""
+    desk.suffix = suffix
+    pem = certificate(tmp_path)
+    server = serve(lambda _request: EMPTY, pem)
+    with pytest.raises(Transient, match="invalid token"):
+        opened(server, pem).check()
+    assert server.accepted == 0
 
 
 def test_no_token_over_plain_http(serve: Callable[..., RawServer], desk: Desk) -> None:

@@ -29,6 +29,7 @@ _CONNECTION = "AZURE_STORAGE_CONNECTION_STRING"
 _KEY = "AZURE_STORAGE_KEY"
 _SAS = "AZURE_STORAGE_SAS_TOKEN"
 _SAS_FORM = re.compile(r"[!-~]*\bsig=[!-~]+")
+_TOKEN_FORM = re.compile(r"[!-~]{1,8192}")
 _SIGNED = (
     "content-encoding", "content-language", "content-length", "content-md5", "content-type", "date",
     "if-modified-since", "if-match", "if-none-match", "if-unmodified-since", "range",
@@ -138,8 +139,10 @@ class Identity:
                 if _NO_IDENTITY in str(error):
                     raise error from None
                 raise Transient(_message(error), hint=CREDENTIALS_HINT) from error
+        if not _TOKEN_FORM.fullmatch(found.token):
+            raise Transient("credentials for Azure: the issuer returned an invalid token")
         self._ends_unix_s = float(found.expires_on)
-        return Token(str(found.token))
+        return Token(found.token)
 
 
 def from_environment(account: str) -> SharedKey | Sas | None:
