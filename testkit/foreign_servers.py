@@ -1,12 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 and GCS servers of other projects, as processes on loopback.
+"""Servers of S3, GCS and Azure Blob Storage by other projects, as processes on loopback.
 
-Their bucket is :data:`BUCKET`.  The S3 servers accept the key pair of :data:`ACCOUNT`; the GCS server needs
-no credentials.
+Their bucket or container is :data:`BUCKET`.  The servers of S3 and Azure accept the keys of :data:`ACCOUNT`;
+the GCS server needs no credentials.
 """
 
 from __future__ import annotations
 
+import base64
 import ctypes
 import importlib.util
 import json
@@ -24,19 +25,27 @@ import urllib.request
 import uuid
 from collections.abc import Callable
 from contextlib import ExitStack
+from email.utils import formatdate
 from pathlib import Path
 from types import TracebackType
 from typing import Self
+from urllib.parse import parse_qsl, urlsplit
 
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+from swansongd.stores.azure.auth import SharedKey
 
 from testkit import REPOSITORY
 from testkit.waiting import until
 
 BUCKET = "checkpoints"
-ACCOUNT = {"AWS_ACCESS_KEY_ID": "test", "AWS_SECRET_ACCESS_KEY": "test"}
+AZURE_ACCOUNT, AZURE_KEY = "swansong", base64.b64encode(b"a key of the tests").decode()
+ACCOUNT = {
+    "AWS_ACCESS_KEY_ID": "test",
+    "AWS_SECRET_ACCESS_KEY": "test",
+    "AZURE_STORAGE_KEY": AZURE_KEY,
+}
 STORES = REPOSITORY / "build" / "stores"
 """Directory of the servers that ``make test-stores`` installs."""
 
@@ -285,11 +294,29 @@ def fake_gcs(folder: Path) -> ForeignServer:
     return server
 
 
+def azurite(folder: Path, pem: Path | None = None) -> ForeignServer:
+    """Microsoft's emulator of Azure Blob Storage, from npm; with TLS it also accepts any token."""
+    program = STORES / "node_modules" / "azurite" / "dist" / "src" / "blob" / "main.js"
+    assert program.is_file(), "Azurite is missing: run make test-stores"
+    server = ForeignServer(
+        [_program("node", "Node.js"), str(program), "--blobHost", "127.0.0.1", "--blobPort", "0",
+         "--location", str(folder), "--silent", "--disableTelemetry", "--disableProductStyleUrl",
+         *(["--cert", str(pem), "--key", str(pem), "--oauth", "basic"] if pem else [])],
+        folder / "log",
+        environment={**os.environ, "AZURITE_ACCOUNTS": f"{AZURE_ACCOUNT}:{AZURE_KEY}"},
+    )  # fmt: skip
+    server = _announced(server, r"https?://127\.0\.0\.1:[1-9]\d*")
+    server.url += f"/{AZURE_ACCOUNT}"
+    server.wait(lambda: azure_status("PUT", f"{server.url}/{BUCKET}?restype=container") == 201)
+    return server
+
+
 SERVE: dict[str, Callable[[Path, Path | None], ForeignServer]] = {
     "rclone": rclone,
     "seaweedfs": seaweedfs,
     "s3rver": s3rver,
     "ceph": ceph,
+    "azurite": azurite,
 }
 """Functions that start a server in an empty directory, with TLS if given a key with certificate."""
 
@@ -326,6 +353,29 @@ def _s3_put(url: str) -> int:
     request = AWSRequest("PUT", url, data=b"")
     S3SigV4Auth(Credentials("test", "test"), "s3", "us-east-1").add_auth(request)
     return _status(urllib.request.Request(url, b"", dict(request.headers.items()), method="PUT"))
+
+
+def azure_status(
+    method: str,
+    url: str,
+    body: bytes = b"",
+    headers: dict[str, str] | None = None,
+    *,
+    key: str = AZURE_KEY,
+) -> int:
+    """Status of a request to Azurite, signed with an account key."""
+    parts = urlsplit(url)
+    sent = {
+        "x-ms-date": formatdate(usegmt=True),
+        "x-ms-version": "2021-12-02",
+        "content-type": "application/octet-stream",
+        **(headers or {}),
+    }
+    length = {"content-length": str(len(body))} if body else {}
+    signer = SharedKey(AZURE_ACCOUNT, base64.b64decode(key))
+    query = dict(parse_qsl(parts.query))
+    sent["authorization"] = signer.authorization(method, parts.path, query, {**sent, **length})
+    return _status(urllib.request.Request(url, body, sent, method=method))
 
 
 def _status(request: urllib.request.Request) -> int:

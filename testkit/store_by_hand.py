@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Requests to stores with any content, signed by botocore."""
+"""Requests to S3 and GCS with any content, signed by botocore."""
 
 from __future__ import annotations
 

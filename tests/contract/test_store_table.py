@@ -14,9 +14,11 @@ from collections.abc import Callable
 import google_crc32c
 import pytest
 from swansongd.errors import Changed, Exists, StoreError
+from swansongd.stores.azure.auth import content_md5
 from swansongd.stores.base import Body, ObjectInfo
 
 from testkit import REPOSITORY
+from testkit.foreign_servers import BUCKET, azure_status
 from testkit.store_backends import MIB, OURS, SERVERS, Cloud, get_range
 from testkit.store_by_hand import signed
 
@@ -73,6 +75,8 @@ def lists_in_byte_order(cloud: Cloud) -> bool:
 def returns_checksums_of_objects(cloud: Cloud) -> bool:
     store = cloud.open()
     store.create("chunk", memoryview(b"abc"))
+    if cloud.is_azure:
+        return bool(store._properties("chunk")[1] == content_md5(memoryview(b"abc")))
     if not cloud.is_s3:
         value = google_crc32c.value(b"abc")
         return bool(store._metadata("chunk") == (ObjectInfo("chunk", 3), value))
@@ -92,6 +96,9 @@ def keeps_a_chunk(cloud: Cloud) -> bool:
 
 
 def refuses_a_wrong_checksum(cloud: Cloud) -> bool:
+    if cloud.is_azure:
+        wrong = {"x-ms-blob-type": "BlockBlob", "content-md5": content_md5(memoryview(b"else"))}
+        return azure_status("PUT", _url(cloud), b"1234", wrong) == 400
     if not cloud.is_s3:
         return _put(cloud, {"x-goog-hash": f"crc32c={WRONG}"}) == 400
     headers = {"x-amz-checksum-crc32c": WRONG, "x-amz-content-sha256": "UNSIGNED-PAYLOAD"}
@@ -99,9 +106,15 @@ def refuses_a_wrong_checksum(cloud: Cloud) -> bool:
 
 
 def refuses_a_wrong_signature(cloud: Cloud) -> bool | None:
+    if cloud.is_azure:
+        return azure_status("GET", _url(cloud), key=WRONG) == 403
     if not cloud.is_s3:
         return None  # tokens instead
     return signed(cloud, "PUT", secret_key="guessed").status_code == 403
+
+
+def _url(cloud: Cloud) -> str:
+    return f"{cloud.server.url}/{BUCKET}/{cloud.prefix}/by-hand"
 
 
 def _put(cloud: Cloud, headers: dict[str, str], body: bytes = b"1234") -> int:
@@ -115,7 +128,7 @@ ROWS: dict[str, Callable[[Cloud], bool | None]] = {
     "create again: the same bytes count as stored, others are refused": keeps_a_chunk,
     "listings in byte order": lists_in_byte_order,
     "checksums of objects": returns_checksums_of_objects,
-    "a wrong CRC32C in a header is refused": refuses_a_wrong_checksum,
+    "a wrong checksum in a header is refused": refuses_a_wrong_checksum,
     "a wrong signature is refused": refuses_a_wrong_signature,
 }
 WORDS = {True: "yes", False: "**no**", None: "-"}

@@ -16,10 +16,12 @@ from hypothesis import strategies as st
 from swansong.bounds import BYTES_MAX, BoundsError
 from swansongd.errors import StoreError, Transient
 from swansongd.stores import responses
+from swansongd.stores.azure.auth import SharedKey
+from swansongd.stores.azure.store import AzureStore
 from swansongd.stores.base import ObjectInfo, Page, listed
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.http.client import Response
-from swansongd.stores.options import GcsOptions, S3Options
+from swansongd.stores.options import AzureOptions, GcsOptions, S3Options
 from swansongd.stores.s3.access import Route
 from swansongd.stores.s3.store import S3Store
 from swansongd.util.http1 import HEADERS_MAX, ResponseReader
@@ -40,9 +42,9 @@ FIELDS: dict[str, st.SearchStrategy[str]] = {
     "Key": keys, "Size": numbers, "ETag": text, "LastModified": text, "Prefix": keys,
     "IsTruncated": flags, "KeyCount": numbers,
     "NextContinuationToken": text, "EncodingType": st.sampled_from(["url", ""]), "Code": text,
-    "Message": text,
+    "Message": text, "Name": keys, "NextMarker": text, "Content-Length": numbers,
 }  # fmt: skip
-ROOTS = ["ListBucketResult", "DeleteResult", "Error", "html", "x"]
+ROOTS = ["ListBucketResult", "EnumerationResults", "DeleteResult", "Error", "html", "x"]
 
 
 def element(tag: str, inner: str) -> str:
@@ -61,10 +63,16 @@ def documents(draw: st.DrawFn) -> bytes:
     """Documents as stores send them, with missing, misplaced or truncated content."""
     items = draw(
         st.lists(
-            st.tuples(st.sampled_from(["Contents", "CommonPrefixes", "Error", "Rule"]), elements()),
+            st.tuples(
+                st.sampled_from(["Contents", "CommonPrefixes", "Error", "Rule", "Blobs"]),
+                elements(),
+            ),
             max_size=3,
         )
     )
+    blob = draw(elements()) + element("Properties", draw(elements()))
+    blobs = element(draw(st.sampled_from(["Blob", "BlobPrefix"])), blob)
+    items += [("Blobs", blobs)] * draw(st.integers(0, 1))
     inner = draw(elements()) + "".join(element(tag, item) for tag, item in items)
     body = element(draw(st.sampled_from(ROOTS)), inner).encode()
     return body[: draw(st.one_of(st.just(len(body)), st.integers(0, len(body))))]
@@ -105,7 +113,7 @@ bodies = st.one_of(
 headers = st.dictionaries(
     st.sampled_from([
         "etag", "content-length", "content-range", "date", "retry-after", "x-goog-hash", "location",
-        "x-amz-bucket-region", "x-amz-checksum-crc32c",
+        "x-amz-bucket-region", "x-amz-checksum-crc32c", "x-ms-error-code", "content-md5",
     ]),
     st.one_of(text, numbers, st.sampled_from(['"x"', "crc32c=AAAAAA==", "bytes 0-2/3", "eu-west-1"])),
     max_size=5,
@@ -136,6 +144,7 @@ def test_documents_are_whole_or_refused(body: bytes, fields: dict[str, str]) -> 
     for page in (
         parsed(lambda: responses.objects(answer, BASE, "")),
         parsed(lambda: responses.json_objects(answer, BASE, "")),
+        parsed(lambda: responses.blobs(answer, BASE, "")),
     ):
         for info in page.infos if page is not None else ():
             assert 0 <= info.size_bytes <= BYTES_MAX
@@ -144,6 +153,7 @@ def test_documents_are_whole_or_refused(body: bytes, fields: dict[str, str]) -> 
     for found in (
         parsed(lambda: responses.folders(answer, BASE, "")),
         parsed(lambda: responses.json_folders(answer, BASE, "")),
+        parsed(lambda: responses.blob_folders(answer, BASE, "")),
     ):
         assert found is None or found.token is None or 0 < len(found.token) <= 4096
     metadata = parsed(lambda: responses.json_metadata(answer, BASE, "key"))
@@ -353,6 +363,14 @@ def gcs(wire: Any) -> GcsStore:
     return made
 
 
+def azure(wire: Any) -> AzureStore:
+    store: Any = AzureStore("az://acct/box/prefix", AzureOptions(endpoint="http://store/acct"))
+    store._access._credentials._load = lambda: SharedKey("acct", b"key")
+    store._access._wire = wire
+    made: AzureStore = store
+    return made
+
+
 CALLS: dict[str, Callable[[Any], object]] = {
     "put": lambda store: store.put("key", b"abc", if_absent=True),
     "get": lambda store: store.get("key"),
@@ -366,7 +384,7 @@ CALLS: dict[str, Callable[[Any], object]] = {
 
 
 @given(
-    st.sampled_from([s3, s3_tls, gcs]),
+    st.sampled_from([s3, s3_tls, gcs, azure]),
     st.sampled_from(sorted(CALLS)),
     st.lists(said, min_size=1, max_size=4),
 )

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""S3 servers of other projects: from the notice to the restored files, with a kill during the flush."""
+"""Servers of other projects: from the notice to the restored files, with a kill during the flush."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from testkit.clouds import Aws
 from testkit.emulators import tls
 from testkit.emulators.fault_proxy import FaultProxy
-from testkit.foreign_servers import ACCOUNT, BUCKET, SERVE
+from testkit.foreign_servers import ACCOUNT, AZURE_ACCOUNT, BUCKET, SERVE
 from testkit.trainers.witness import FILES, content
 from testkit.waiting import until
 
@@ -47,9 +47,12 @@ def test_a_foreign_store_returns_what_was_committed(
         SERVE[name.removesuffix("-tls")](folder, pem if is_tls else None) as server,
         FaultProxy(server.url) as proxy,
     ):
+        is_azure = name.startswith("azurite")
+        endpoint = f"http{'s' if is_tls else ''}:{proxy.url.partition(':')[2]}"
+        bucket = f"az://{AZURE_ACCOUNT}/{BUCKET}" if is_azure else f"s3://{BUCKET}"
         store = {
-            "url": f"s3://{BUCKET}/{secrets.token_hex(4)}",
-            "endpoint": f"http{'s' if is_tls else ''}:{proxy.url.partition(':')[2]}",
+            "url": f"{bucket}/{secrets.token_hex(4)}",
+            "endpoint": f"{endpoint}/{AZURE_ACCOUNT}" if is_azure else endpoint,
             "region": "us-east-1",
             **({"ca_bundle": str(ca)} if is_tls else {}),
         }

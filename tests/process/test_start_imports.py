@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-SDKS = {"boto3", "botocore", "google", "requests", "urllib3"}
+SDKS = {"azure", "boto3", "botocore", "google", "msal", "requests", "urllib3"}
 """Loaded for the first request, or for a proxy."""
 
 
@@ -27,7 +27,7 @@ def loaded(program: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "unwanted", "most"),
     [
-        ("swansongd.cli.daemon", SDKS | {"watchdog", "crc32c"}, 540),
+        ("swansongd.cli.daemon", SDKS | {"watchdog", "crc32c"}, 545),
         # Beside a daemon the restore unit only asks it.
         (
             "swansongd.cli.restore",

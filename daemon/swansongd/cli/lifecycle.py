@@ -32,7 +32,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     config, store, keys = opened_store(args)
     if not isinstance(store, (S3Store, GcsStore)):
-        raise ConfigError([f"store.url: {config.store.url} has no lifecycle rules"])
+        problem = (
+            f"swansong lifecycle has rules for S3 and GCS only (got {config.store.url!r:.100})"
+        )
+        raise ConfigError([f"store.url: {problem}; set rules with the tools of your store"])
     settings = store.settings
     is_s3 = isinstance(store, S3Store)
     rules = (lifecycle.for_s3 if is_s3 else lifecycle.for_gcs)(keys, settings.prefix)

@@ -300,15 +300,31 @@ def _split(value: str) -> tuple[str, str, str, str]:
     return parts.scheme, parts.netloc, parts.path, parts.query + parts.fragment
 
 
+_AZURE_HOST = re.compile(r"az://([^/@]*@)?[^/@]*\.(blob|dfs)\.")
+"""The form of adlfs and Hadoop, ``container@account.blob.core.windows.net``, in which @ precedes no host."""
+_AZURE_PLACE = re.compile(r"[a-z0-9]{3,24}/(?=[^/]{3,63}(/|\Z))[a-z0-9]+(-[a-z0-9]+)*(/.*)?")
+
+
 def store_url(value: object) -> str:
-    remedy = "give s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or file:///ABSOLUTE/PATH"
+    remedy = (
+        "give s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, az://ACCOUNT/CONTAINER/PREFIX or "
+        "file:///ABSOLUTE/PATH"
+    )
+    if isinstance(value, str) and _AZURE_HOST.match(value):
+        raise InvalidValue("has the host of an account", "give az://ACCOUNT/CONTAINER/PREFIX")
     try:
         scheme, host, path, rest = _split(value if isinstance(value, str) else "")
     except ValueError:
         raise InvalidValue("is not a URL", remedy) from None
     is_file = scheme == "file" and not host and path.startswith("/") and path.strip("/")
     is_bucket = scheme in ("s3", "gs") and re.fullmatch(r"[a-z0-9][a-z0-9._-]{2,221}", host)
-    if not (is_file or is_bucket) or rest or ".." in path.split("/") or not path.isprintable():
+    is_container = scheme == "az" and _AZURE_PLACE.fullmatch(f"{host}{path}")
+    if (
+        not (is_file or is_bucket or is_container)
+        or rest
+        or ".." in path.split("/")
+        or not path.isprintable()
+    ):
         raise InvalidValue("is not the URL of a store", remedy)
     return str(value)
 

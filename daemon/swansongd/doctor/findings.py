@@ -132,7 +132,7 @@ def of_error(error: Exception, fix: str) -> Judgement:
     if command:
         if command.string == words:
             words = words[: command.start()].removesuffix("; fix it with ").rstrip(" ,;:")
-        is_of_the_cloud = command[1].startswith(("aws ", "gcloud "))
+        is_of_the_cloud = command[1].startswith(("aws ", "gcloud ", "az "))
         return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
     return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, fix)
 

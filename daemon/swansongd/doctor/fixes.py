@@ -21,7 +21,7 @@ BOOTED = Path("/run/systemd/system")
 PROVISION = "# in a clone of Swansong: sudo packer/provision.sh"
 
 _DROP_INS = Path("/etc/systemd/system") / f"{DAEMON}.d"
-_CLOUD_TOOLS = ("aws", "gcloud")
+_CLOUD_TOOLS = ("aws", "gcloud", "az")
 _BUILT_IN = ("unset",)
 _SUDO = re.compile(r"(^|&& |\| )sudo ")
 _EDITOR = "${EDITOR:-vi}"

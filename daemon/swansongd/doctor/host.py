@@ -36,7 +36,7 @@ _DROP_IN = Path("/etc/systemd/logind.conf.d/zz-swansong.conf")
 _DELAY_S = 24.0
 """Below the 30 s after which GCP cuts the power."""
 _PACKAGES = (
-    "blake3", "boto3", "crc32c", "google.auth", "jeepney", "requests", "rich",
+    "azure.identity", "blake3", "boto3", "crc32c", "google.auth", "jeepney", "requests", "rich",
     "structlog", "swansong.protocol", "watchdog",
 )  # fmt: skip
 _STOP_RESERVE_S = 30.0

@@ -31,6 +31,7 @@ from swansongd.doctor.rehearsal import FLUSH_S, SET_BYTES, Rehearsal, RetryingBr
 from swansongd.errors import ConfigError, Permanent, StoreError
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
+from swansongd.stores.azure.store import AzureStore
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file import mounts
 from swansongd.stores.file.store import FileStore
@@ -52,6 +53,10 @@ _DATE_TIMEOUT_S = 5.0
 _SPEED_OBJECTS = 2
 """Objects of each connection."""
 _SPEED_LIMIT_S = 120.0
+_AZURE_SETTINGS = (
+    "Azure reports versions, soft delete and lifecycle rules to its management interface only; "
+    "docs/operations/stores.md has the commands that show them"
+)
 
 
 def checks(
@@ -91,7 +96,7 @@ def checks(
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(where, own, config.run.name)
     probe = _Probe(where, config, path, _signing_key(config, daemon), operator_file)
-    if isinstance(where, (S3Store, GcsStore)):
+    if isinstance(where, (S3Store, GcsStore, AzureStore)):
         yield probe.check(
             "credentials", probe.credentials, needs="network", limit_s=_LIMIT_CREDENTIALS_S
         )
@@ -109,6 +114,9 @@ def checks(
         settings = BucketChecks(config, probe.store, where.settings)
         for name, judge in settings.checks().items():
             yield probe.check(name, judge, needs="bucket")
+    if isinstance(where, AzureStore):
+        unreadable = skipped(f"unknown: {_AZURE_SETTINGS}")
+        yield probe.check("container settings", lambda: unreadable, needs="bucket")
     if speed:
         usable_s = max(0.0, grace_s - config.deadline.reserve_s)
         yield probe.check(
@@ -163,7 +171,7 @@ class _Probe:
         )
 
     def credentials(self) -> Judgement:
-        assert isinstance(self._backend, (S3Store, GcsStore))
+        assert isinstance(self._backend, (S3Store, GcsStore, AzureStore))
         try:
             self._backend.renew_credentials()
         except StoreError as error:

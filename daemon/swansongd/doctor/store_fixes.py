@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Fixes for refusals of a store: commands for AWS and Google, instructions for other stores."""
+"""Fixes for refusals of a store: commands for AWS, Google and Azure, instructions for other stores."""
 
 from __future__ import annotations
 
@@ -18,7 +18,13 @@ from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, account
 from swansongd.doctor.configuration import set_key
 from swansongd.errors import NotFound, StoreError
-from swansongd.stores.base import bucket_and_prefix, is_certificate_problem
+from swansongd.stores.azure import access as azure_access
+from swansongd.stores.azure import auth
+from swansongd.stores.base import (
+    account_container_and_prefix,
+    bucket_and_prefix,
+    is_certificate_problem,
+)
 from swansongd.stores.file import mounts
 from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.s3.access import CREDENTIALS_HINT, Unsupported
@@ -34,7 +40,11 @@ _GCP_FILES = (
     ),
 )
 """Variables of the unit and their files; fixes write the operator's credentials to the first file."""
-_PROVIDERS = {"s3": (".amazonaws.com", ".amazonaws.com.cn"), "gs": (".googleapis.com",)}
+_PROVIDERS = {
+    "s3": (".amazonaws.com", ".amazonaws.com.cn"),
+    "gs": (".googleapis.com",),
+    "az": (".core.windows.net", ".core.usgovcloudapi.net", ".core.chinacloudapi.cn"),
+}
 
 
 def directory_of(config: Config) -> Path:
@@ -46,6 +56,9 @@ def address(config: Config) -> str:
     """The URL of the store's server; empty for a directory."""
     if config.store.endpoint:
         return config.store.endpoint
+    if _is_azure(config):
+        account, _, _ = account_container_and_prefix(config.store.url)
+        return f"https://{account}.blob.core.windows.net"
     if _is_s3(config):
         region = config.store.region
         return f"https://s3.{region}.amazonaws.com" if region else "https://s3.amazonaws.com"
@@ -60,7 +73,7 @@ def trusted(config: Config) -> str | None:
 
 
 def is_providers_own(config: Config) -> bool:
-    """Whether AWS or Google hosts the bucket, rather than a compatible store."""
+    """Whether AWS, Google or Azure hosts the bucket, rather than a compatible store."""
     host = urlsplit(address(config)).hostname or ""
     return host.endswith(_PROVIDERS.get(config.store.url.partition("://")[0], ("-",)))
 
@@ -78,6 +91,8 @@ def of_refusal(
         return _of_directory(directory_of(config), error)
     if is_certificate_problem(error):
         return set_key(path, "ca_bundle", "/PATH/OF/AUTHORITY.pem", table="store")
+    if _is_azure(config):
+        return _of_azure(config, error)
     bucket, prefix = bucket_and_prefix(config.store.url)
     is_own = is_providers_own(config)
     if isinstance(error, NotFound):
@@ -109,6 +124,30 @@ def of_refusal(
         f"gcloud storage buckets add-iam-policy-binding gs://{bucket} "
         "--member=serviceAccount:EMAIL --role=projects/PROJECT/roles/swansongVm"
         "  # the role is packer/permissions/gcp-vm.yaml"
+    )
+
+
+def _of_azure(config: Config, error: StoreError) -> str:
+    account, container, _ = account_container_and_prefix(config.store.url)
+    if isinstance(error, NotFound):
+        if is_providers_own(config):
+            create = f"az storage container create --account-name {account} --name {container}"
+            return f"{create} --auth-mode login"
+        return f"# at {address(config)}, create the container {container}, or change store.url"
+    if error.retryable:
+        return request_by_hand(config)
+    if error.hint == auth.CREDENTIALS_HINT:
+        return of_credentials(config, None)
+    if not is_providers_own(config) or not isinstance(error, azure_access.Forbidden):
+        return f"# {error.hint}" if error.hint else request_by_hand(config)
+    scope = (
+        "/subscriptions/SUBSCRIPTION/resourceGroups/GROUP/providers/Microsoft.Storage/storageAccounts/"
+        f"{account}/blobServices/default/containers/{container}"
+    )
+    return (
+        "az role assignment create --role 'Storage Blob Data Contributor' "
+        f"--assignee-principal-type ServicePrincipal --assignee-object-id ID --scope {scope}"
+        "  # ID: az vm show --query identity.principalId"
     )
 
 
@@ -160,6 +199,11 @@ def of_credentials(config: Config, operator_file: Path | None) -> str:
     Args:
         operator_file: credentials in an operator's home, which the daemon does not read.
     """
+    if _is_azure(config):
+        if is_providers_own(config):
+            return "az vm identity assign --resource-group GROUP --name VM"
+        keys = fixes.drop_in("azure", "EnvironmentFile=/etc/swansong/azure.env")
+        return f"{keys}  # the file has AZURE_STORAGE_KEY=, and only root may read it"
     files = _AWS_FILES if _is_s3(config) else _GCP_FILES
     for variable, default in files:
         path = Path(os.environ.get(variable) or default)
@@ -215,6 +259,10 @@ def _of_directory(root: Path, error: StoreError) -> str:
 
 def _is_s3(config: Config) -> bool:
     return config.store.url.startswith("s3://")
+
+
+def _is_azure(config: Config) -> bool:
+    return config.store.url.startswith("az://")
 
 
 def aws(config: Config, command: str) -> str:

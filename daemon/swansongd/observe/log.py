@@ -31,7 +31,17 @@ LEVELS = {
 }
 _LINES_MAX = 10_000
 _TRACEBACK_MAX = 8_000
-_CAPPED = ("boto3", "botocore", "s3transfer", "urllib3", "requests", "google", "watchdog")
+_CAPPED = (
+    "boto3",
+    "botocore",
+    "s3transfer",
+    "urllib3",
+    "requests",
+    "google",
+    "azure",
+    "msal",
+    "watchdog",
+)
 
 
 class _Writer:

@@ -22,6 +22,7 @@ from __future__ import annotations
 
 import copy
 import hashlib
+import re
 import ssl
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -39,6 +40,7 @@ from swansongd.errors import (
     TooLarge,
 )
 from swansongd.stores.checksums import crc32c
+from swansongd.util.threads import parallel
 
 WINDOW_BYTES = 2**20
 """Bodies and sinks move in windows of at most this many bytes: a window that was hashed is still in the
@@ -52,6 +54,8 @@ DELETED_MAX = 1000
 LISTED_MAX = 1_000_000
 """Entries of one listing, which is in memory: 20,000 files of each of 50 VMs."""
 _PAGES_MAX = 20_000
+_AZURE_ACCOUNT = re.compile(r"[a-z0-9]{3,24}")
+_AZURE_CONTAINER = re.compile(r"(?=.{3,63}\Z)[a-z0-9]+(-[a-z0-9]+)*")
 
 Item = TypeVar("Item")
 Token = TypeVar("Token", bound=Hashable)
@@ -68,7 +72,7 @@ class ObjectInfo:
     tag: str = field(default="", compare=False)
     """Identifies these bytes under this key, for a conditional delete; empty: the store has no tags.
 
-    S3 may give an equal tag to equal bytes that are written again; GCS and directories give another one.
+    S3 may give an equal tag to equal bytes that are written again; other stores give another one.
     """
 
 
@@ -198,8 +202,8 @@ class ObjectStore(Protocol):
         """Delete the object.  A missing object is not an error.
 
         With ``if_tag`` only the object with this tag is deleted; raises Changed if the key has another one.
-        S3 and GCS compare atomically.  A directory compares first and deletes then.  A compatible store
-        without conditional deletes ignores the tag: never delete a key that can be written again.
+        S3, GCS and Azure compare atomically.  A directory compares first and deletes then.  A compatible
+        store without conditional deletes ignores the tag: never delete a key that can be written again.
 
         Raises Locked, and deletes nothing, while :meth:`locked_until` returns a date in the future.
         """
@@ -255,6 +259,21 @@ def bucket_and_prefix(url: str) -> tuple[str, str]:
     return parts.netloc, f"{prefix}/" if prefix else ""
 
 
+def account_container_and_prefix(url: str) -> tuple[str, str, str]:
+    """Account, container and key prefix (empty, or with a ``/`` at its end) of an ``az://`` URL.
+
+    Raises:
+        ConfigError: the URL names no container, or contains more than these parts.
+    """
+    parts = urlsplit(url)
+    container, _, rest = parts.path.removeprefix("/").partition("/")
+    is_whole = _AZURE_ACCOUNT.fullmatch(parts.netloc) and _AZURE_CONTAINER.fullmatch(container)
+    if not is_whole or parts.query:
+        raise ConfigError(["store.url: must read az://ACCOUNT/CONTAINER/PREFIX"])
+    prefix = rest.strip("/")
+    return parts.netloc, container, f"{prefix}/" if prefix else ""
+
+
 def listed(
     prefix: str, page: Callable[[str | None], Page], after: str = ""
 ) -> Iterator[ObjectInfo]:
@@ -297,15 +316,20 @@ def all_pages(
         tokens.add(token)
 
 
-def delete_each(store: ObjectStore, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-    """Delete one object after the other; see :meth:`ObjectStore.delete_many`."""
+def delete_each(
+    store: ObjectStore, infos: Sequence[ObjectInfo], *, threads: int = 1
+) -> Mapping[str, str]:
+    """Delete objects with a request for each one; see :meth:`ObjectStore.delete_many`."""
     expect_few(infos)
     remaining: dict[str, str] = {}
-    for info in infos:
+
+    def delete(info: ObjectInfo) -> None:
         try:
             store.delete(info.key, if_tag=info.tag)
         except (Changed, Locked) as error:
             remaining[info.key] = str(error)
+
+    parallel(infos, delete, threads=threads)
     return remaining
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 
 from swansongd.config.config import MirrorConfig, StoreAccess
 from swansongd.errors import ConfigError
+from swansongd.stores.azure.store import AzureStore
 from swansongd.stores.base import ObjectStore
 from swansongd.stores.file.store import FileStore
 from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions, S3Options
+from swansongd.stores.options import AzureOptions, GcsOptions, S3Options
 from swansongd.stores.retention import Lock
 from swansongd.stores.s3.store import S3Store
 
@@ -19,7 +20,7 @@ def open_store(
     connections: int = 16,
     lock: Lock | None = None,
 ) -> ObjectStore:
-    """The backend for ``file://``, ``s3://`` or ``gs://``.  Sends no request: see ``check()``.
+    """The backend for ``file://``, ``s3://``, ``gs://`` or ``az://``.  Sends no request: see ``check()``.
 
     The options of one provider are ignored by the others.
 
@@ -60,9 +61,23 @@ def open_store(
                     lock=lock,
                 ),
             )
+        case "az":
+            if lock is not None:
+                raise ConfigError(
+                    ["store.lock_days: Azure locks no blob; set it to 0, or use S3 or GCS"],
+                    hint="An immutability policy of the container keeps all blobs",
+                )
+            return AzureStore(
+                url,
+                AzureOptions(
+                    endpoint=config.endpoint,
+                    connections=connections,
+                    ca_bundle=config.ca_bundle,
+                ),
+            )
         case scheme:
             raise ConfigError(
-                [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3:// or gs://"]
+                [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3://, gs:// or az://"]
             )
 
 

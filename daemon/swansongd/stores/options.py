@@ -18,6 +18,9 @@ _GCS_ENDPOINT = "https://storage.googleapis.com"
 ENDPOINT = re.compile(r"https?://([^/@?#:\[\]]+|\[[0-9A-Fa-f:.]+\])(:[0-9]{1,5})?")
 
 
+_AZURE_ENDPOINT = re.compile(rf"{ENDPOINT.pattern}(/[a-z0-9]{{3,24}})?/?")
+
+
 @dataclass(frozen=True, kw_only=True)
 class StoreOptions:
     """Options of every store that is reached over the network.
@@ -82,6 +85,25 @@ class GcsOptions(StoreOptions):
     def is_google(self) -> bool:
         """Whether no endpoint and no emulator is configured."""
         return not (self.endpoint or _emulator())
+
+
+@dataclass(frozen=True, kw_only=True)
+class AzureOptions(StoreOptions):
+    """Options of Azure Blob Storage.
+
+    Raises:
+        ConfigError: ``ca_bundle`` is not a file, or the endpoint is not ``https://host[:port][/account]``.
+    """
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.endpoint and not _AZURE_ENDPOINT.fullmatch(self.endpoint):
+            problem = f"{self.endpoint!r:.80} must read https://host[:port], and for Azurite"
+            raise ConfigError([f"store.endpoint: {problem} http://host:port/account"])
+
+    def address(self, account: str) -> str:
+        """The endpoint, else Azure's for this account."""
+        return (self.endpoint or f"https://{account}.blob.core.windows.net").rstrip("/")
 
 
 def _emulator() -> str | None:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Parses the responses of S3 and GCS, and requires every field that a response must have.
+"""Parses the responses of S3, GCS and Azure, and requires every field that a response must have.
 
 A proxy, a crash or a foreign server can truncate a response, empty it, or replace it by another page, with
 status 200.  Such a response is Transient.  It never means that there is no object.
@@ -178,6 +178,39 @@ def folders(response: Response, base: str, prefix: str) -> Folders:
     is_last = not is_truncated(page)
     token = None if is_last else field(page, "NextContinuationToken", _TOKEN_CHARS_MAX)
     return Folders(names, token)
+
+
+def blobs(response: Response, base: str, prefix: str) -> Page:
+    """Parse a page of a listing of Azure; see :func:`objects`."""
+    page = document(response, "EnumerationResults")
+    now = _stated_date(response)
+    found = [
+        ObjectInfo(
+            _below(field(item, "Name", _KEY_CHARS_MAX), base, prefix),
+            decimal(item.findtext("Properties/Content-Length"), "Content-Length", 0, BYTES_MAX),
+            _seconds_between(_http_date(item.findtext("Properties/Last-Modified") or ""), now),
+            _tag(item.findtext("Properties/Etag") or ""),
+        )
+        for item in page.findall("Blobs/Blob")
+    ]
+    return Page(found, _next_marker(page))
+
+
+def blob_folders(response: Response, base: str, prefix: str) -> Folders:
+    """Parse a page of a listing of Azure with the delimiter ``/``; see :func:`objects`."""
+    page = document(response, "EnumerationResults")
+    names = [
+        _folder(field(item, "Name", _KEY_CHARS_MAX), base, prefix)
+        for item in page.findall("Blobs/BlobPrefix")
+    ]
+    return Folders(names, _next_marker(page))
+
+
+def _next_marker(page: ET.Element) -> str | None:
+    """The token of the next page of Azure; None on the last page, whose element is empty."""
+    if page.find("Blobs") is None or page.find("NextMarker") is None:
+        raise BoundsError("Blobs or NextMarker is missing")
+    return text(page.findtext("NextMarker"), "NextMarker", _TOKEN_CHARS_MAX) or None
 
 
 def _decoder(page: ET.Element) -> Any:

@@ -50,6 +50,8 @@ from swansongd.doctor.staging import (
 from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
 from swansongd.doctor.store_fixes import of_credentials, of_refusal, put_lifecycle, request_by_hand
 from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
+from swansongd.stores.azure import access as azure_access
+from swansongd.stores.azure import auth
 from swansongd.stores.file.mounts import parsed
 from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.s3.access import CREDENTIALS_HINT
@@ -397,6 +399,19 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
     assert refused_by(s3, wrong_key).startswith("aws ec2 associate-iam-instance-profile ")
     assert "packer/permissions/gcp-vm.yaml" in refused_by(gs, Forbidden(""))
     assert refused_by(gs, Permanent("401")).startswith("gcloud compute instances ")
+    az: dict[str, object] = {"url": "az://acct/box/x"}
+    assert refused_by(az, NotFound("")).startswith(
+        "az storage container create --account-name acct"
+    )
+    role = "Storage Blob Data Contributor"
+    assert role in (fix := refused_by(az, azure_access.Forbidden("")))
+    assert "storageAccounts/acct/blobServices/default/containers/box" in fix
+    no_identity = Permanent("", hint=auth.CREDENTIALS_HINT)
+    assert refused_by(az, no_identity).startswith("az vm identity assign ")
+    assert "https://acct.blob.core.windows.net" in refused_by(az, Transient(""))
+    azurite = {**az, "endpoint": "http://127.0.0.1:10000/acct"}
+    assert "AZURE_STORAGE_KEY" in refused_by(azurite, no_identity)
+    assert "az " not in refused_by(azurite, NotFound(""))
     assert "'/srv/a b'" in refused_by({"url": "file:///srv/a%20b"}, NotFound(""))
 
 

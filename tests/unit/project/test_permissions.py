@@ -167,6 +167,23 @@ def test_gcp_role_allows_what_the_code_does_and_no_more() -> None:
     assert "storage.objects.delete" not in gcp()
 
 
+@pytest.mark.fault("S21")
+def test_azure_role_allows_what_the_code_does_and_no_more() -> None:
+    """Each permission of GCS has its action of Azure, all in the page; none overwrites or deletes."""
+    actions = {
+        "objects.create": "blobs/add/action",
+        "objects.get": "blobs/read",
+        "objects.list": "blobs/read",
+    }
+    needed = {actions[permission] for _, on_gcs in NEEDS.values() for permission in on_gcs}
+    role = json.loads((PERMISSIONS / "azure-vm.json").read_text())
+    where = "Microsoft.Storage/storageAccounts/blobServices/containers/"
+    assert role["Actions"] == role["NotActions"] == role["NotDataActions"] == []
+    assert sorted(role["DataActions"]) == sorted(f"{where}{action}" for action in needed)
+    readme = (PERMISSIONS / "README.md").read_text()
+    assert set(re.findall(r"^\| `(blobs/[a-z/]+)` \|", readme, re.MULTILINE)) == needed
+
+
 @pytest.mark.fault("K09")
 def test_the_prune_roles_allow_what_prune_does_and_no_more() -> None:
     """It lists, reads, asks for retentions and deletes; it writes nothing."""

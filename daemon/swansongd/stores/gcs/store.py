@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from urllib.parse import quote, urlencode
 
-from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, Transient
+from swansongd.errors import Changed, Exists, NotFound, Permanent, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
     GET_BYTES_MAX,
@@ -24,7 +24,7 @@ from swansongd.stores.base import (
     Page,
     Sink,
     bucket_and_prefix,
-    expect_few,
+    delete_each,
     ignore_moved,
     listed,
     named,
@@ -36,7 +36,6 @@ from swansongd.stores.gcs.settings import GcsSettings
 from swansongd.stores.http.client import Response
 from swansongd.stores.options import GcsOptions
 from swansongd.stores.retention import StoreClock
-from swansongd.util.threads import parallel
 
 _HASH = "x-goog-hash"
 _INFO_FIELDS = "name,size,timeCreated,generation"
@@ -106,17 +105,7 @@ class GcsStore:
                 raise Changed(str(other)) from other
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
-        expect_few(infos)
-        remaining: dict[str, str] = {}
-
-        def delete(info: ObjectInfo) -> None:
-            try:
-                self.delete(info.key, if_tag=info.tag)
-            except (Changed, Locked) as error:
-                remaining[info.key] = str(error)
-
-        parallel(infos, delete, threads=_DELETE_THREADS)
-        return remaining
+        return delete_each(self, infos, threads=_DELETE_THREADS)
 
     def locked_until(self, key: str) -> float | None:
         return self._retention.until(key) if self._retention.may_lock() else None
