@@ -136,10 +136,6 @@ class MemoryStore:
             self.after("delete_many", info.key)  # a crash between two objects
         return remaining
 
-    def locked_until(self, key: str) -> float | None:
-        self._request("locked_until", key)
-        return self.locked_until_unix_s.get(key)
-
     def lock(self, key: str) -> float | None:
         self._request("lock", key)
         with self._lock:

@@ -325,7 +325,7 @@ def test_the_store_in_memory_locks_as_the_others() -> None:
     assert isinstance(store, MemoryStore)
     store.lock_period_s = period_s
     store.put("kept/a", b"1")
-    assert ends_in(store.locked_until("kept/a"), DAYS)
+    assert ends_in(store.locked_until_unix_s["kept/a"], DAYS)
     with pytest.raises(Locked):
         store.delete("kept/a")
     now_s = store.clock()

@@ -36,7 +36,6 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     # Only doctor deletes objects, those of its rehearsal, and works without the permission.
     "delete": (set(), set()),
     "delete_many": (set(), set()),
-    "locked_until": (set(), set()),
     # In a file of their own, for store.lock_days.
     "lock": (set(), set()),
 }

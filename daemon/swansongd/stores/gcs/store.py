@@ -117,9 +117,6 @@ class GcsStore:
         parallel(infos, delete, threads=_DELETE_THREADS)
         return remaining
 
-    def locked_until(self, key: str) -> float | None:
-        return self._retention.until(key)
-
     def lock(self, key: str) -> float | None:
         return self._retention.extend(key)
 

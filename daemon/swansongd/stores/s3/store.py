@@ -148,9 +148,6 @@ class S3Store:
         # A conditional delete of a missing object is refused.
         return held | {key: code for key, code in remaining.items() if code != "NoSuchKey"}
 
-    def locked_until(self, key: str) -> float | None:
-        return self._retention.until(key)
-
     def lock(self, key: str) -> float | None:
         return self._retention.extend(key)
 
