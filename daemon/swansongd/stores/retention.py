@@ -12,7 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Literal
+from typing import Any, Literal
+
+from swansong.bounds import BoundsError, text
 
 from swansongd.errors import Locked, NotFound, Permanent, Transient
 
@@ -68,15 +70,19 @@ def stamp(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def instant(text: str) -> float:
+def instant(value: Any, field: str) -> float:
     """The Unix time of an ISO 8601 instant.
 
     Raises:
-        ValueError: the text is not an instant with a time zone.
+        BoundsError: the value is not an instant with a time zone.
     """
-    found = datetime.fromisoformat(text)
+    stated = text(value, field, 40)
+    try:
+        found = datetime.fromisoformat(stated)
+    except ValueError as error:
+        raise BoundsError(f"{field}: {error}") from None
     if found.tzinfo is None:
-        raise ValueError(f"{text:.40} has no time zone")
+        raise BoundsError(f"{field} {stated} has no time zone")
     return found.timestamp()
 
 

@@ -6,9 +6,9 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
-from swansong.bounds import BoundsError, json_object, mapping, text
+from swansong.bounds import json_object, mapping
 
 from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores import responses
@@ -100,11 +100,5 @@ class GcsRetention(Retention):
             found = json_object(response.body, "the metadata", RESPONSE_BYTES_MAX).get("retention")
             if found is None:
                 return None
-            return _instant(mapping(found, "retention", 10))
-
-
-def _instant(retention: Mapping[str, Any]) -> float:
-    try:
-        return instant(text(retention.get("retainUntilTime"), "retainUntilTime", 40))
-    except ValueError as error:
-        raise BoundsError(str(error)) from None
+            end = mapping(found, "retention", 10).get("retainUntilTime")
+            return instant(end, "retainUntilTime")

@@ -102,15 +102,11 @@ class GcsSettings:
 
 
 def _rule(rule: Mapping[str, Any]) -> LifecycleRule:
-    action = mapping(rule.get("action"), "action", 10)
     condition = mapping(rule.get("condition", {}), "condition", 50)
     prefixes = items(condition.get("matchesPrefix", []), "matchesPrefix", 1000)
-    kind = text(action.get("type"), "type", 100)
-    is_noncurrent = condition.get("isLive") is False or any(
-        name in condition for name in _NONCURRENT
-    )
+    is_noncurrent = condition.get("isLive") is False or not condition.keys().isdisjoint(_NONCURRENT)
     return LifecycleRule(
         name="",
         prefixes=tuple(text(each, "a prefix", 2000) for each in prefixes) or ("",),
-        deletes=kind == "Delete" and not is_noncurrent,
+        deletes=rule["action"]["type"] == "Delete" and not is_noncurrent,
     )

@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from typing import Protocol
 from xml.etree import ElementTree as ET
 
-from swansong.bounds import BoundsError, text
-
 from swansongd.errors import NotFound, Permanent
 from swansongd.stores import responses
 from swansongd.stores.base import Body
@@ -116,10 +114,7 @@ class S3Retention(Retention):
             return None
         with responses.complete(what):
             found = responses.document(response, "Retention").findtext("RetainUntilDate")
-            try:
-                return instant(text(found, "RetainUntilDate", 40))
-            except ValueError as error:
-                raise BoundsError(str(error)) from None
+            return instant(found, "RetainUntilDate")
 
     def _enable(self) -> str:
         return (
