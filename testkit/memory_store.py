@@ -136,18 +136,14 @@ class MemoryStore:
             self.after("delete_many", info.key)  # a crash between two objects
         return remaining
 
-    def locked_until(self, key: str) -> float | None:
-        self._request("locked_until", key)
-        return self.locked_until_unix_s.get(key)
-
     def lock(self, key: str) -> float | None:
+        period_s = self.lock_period_s(key)
+        if not period_s:
+            return None
         self._request("lock", key)
         with self._lock:
             if key not in self.objects:
                 raise NotFound(key)
-            period_s = self.lock_period_s(key)
-            if not period_s:
-                return None
             self.locked_until_unix_s[key] = self.clock() + period_s
         self.after("lock", key)
         return self.locked_until_unix_s[key]

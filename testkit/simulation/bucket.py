@@ -156,10 +156,6 @@ class SimStore:
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         return delete_each(self, infos)
 
-    def locked_until(self, key: str) -> float | None:
-        del key
-        return None
-
     def lock(self, key: str) -> float | None:
         del key
         return None

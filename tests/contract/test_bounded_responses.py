@@ -327,6 +327,35 @@ def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> No
         assert peak_of(ask) < 20 * MIB
 
 
+@pytest.mark.fault("H07")
+@pytest.mark.parametrize("kind", ["s3", "gcs"])
+def test_settings_of_a_bucket_are_bounded(kind: str, cloud_environment: None) -> None:
+    """The SDKs read a body of any size; their requests use the store's client, which ends the body."""
+    body = b'<LifecycleConfiguration x="' if kind == "s3" else b'{"kind": "'
+
+    def script(peer: Peer) -> None:
+        while peer.request() is not None:
+            with suppress(OSError):
+                peer.send(b"HTTP/1.1 200 OK\r\nContent-Length: %d\r\n\r\n" % (100 * MIB))
+                peer.send(body)
+                for _ in range(100):
+                    peer.send(b"x" * MIB)
+
+    with RawServer(script) as server:
+        store: Any = (
+            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
+            if kind == "s3"
+            else GcsStore("gs://bucket", GcsOptions(endpoint=server.url))
+        )
+
+        def ask() -> None:
+            with pytest.raises(Transient):
+                store.settings.lifecycle_rules()
+
+        ask()
+        assert peak_of(ask) < 12 * MIB
+
+
 def test_errors_of_a_hostile_store_are_short(tmp_path: Path, cloud_environment: None) -> None:
     """The log gets one line of bounded length."""
     body = (

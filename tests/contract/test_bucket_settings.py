@@ -121,6 +121,61 @@ def test_a_rule_that_deletes_checkpoints_by_age_is_a_failure(s3: Place) -> None:
     assert "the rule 'old' of all objects of the bucket deletes checkpoints by age" in found.found
 
 
+@pytest.mark.parametrize("server", ["moto", "seaweedfs"])
+def test_settings_of_a_foreign_s3_are_read(open_cloud: Callable[[str], Cloud], server: str) -> None:
+    """Settings that another client has set are read; those of a new bucket are absent."""
+    cloud, name = open_cloud(server), f"settings-{uuid.uuid4().hex[:12]}"
+    client = client_of(cloud)
+    client.create_bucket(Bucket=name)
+    settings = cloud.open(bucket=name).settings
+    assert not settings.is_versioned()
+    assert not settings.has_lock()
+    assert settings.lifecycle_rules() == []
+    assert settings.policy() is None
+    client.put_bucket_versioning(Bucket=name, VersioningConfiguration={"Status": "Enabled"})
+    rule = {**EXPIRES, "Filter": {"Prefix": "p/"}}
+    client.put_bucket_lifecycle_configuration(Bucket=name, LifecycleConfiguration={"Rules": [rule]})
+    assert settings.is_versioned()
+    assert settings.lifecycle_rules() == [LifecycleRule(name="old", prefixes=("p/",), deletes=True)]
+
+
+@pytest.mark.fault("K10")
+@pytest.mark.parametrize("how", ["empty", "half", "foreign"])
+def test_a_damaged_setting_is_unknown(s3: Place, how: str) -> None:
+    """boto3 alone reads an empty document, or the page of a proxy, as a bucket without rules."""
+    place = Place(s3.cloud, lock=1)
+    rules = lifecycle.for_s3(KEYS, "p/")
+    place.client.put_bucket_lifecycle_configuration(Bucket=place.name, LifecycleConfiguration=rules)
+    policy = json.dumps(policies.added(None, place.name, KEYS, "p/"))
+    place.client.put_bucket_policy(Bucket=place.name, Policy=policy)
+    for setting in ("lifecycle", "versioning", "object-lock", "policy"):
+        place.cloud.order("spoil", how=how, method="GET", match=f"?{setting}")
+    assert set(place.levels(lock_days=30).values()) == {Level.SKIPPED}
+    assert set(place.levels(lock_days=30).values()) == {Level.OK}
+
+
+def test_too_many_rules_are_unknown(s3: Place) -> None:
+    """S3 has up to 1,000 rules; a response with more is not judged."""
+    rules = [{**EXPIRES, "ID": str(number)} for number in range(1001)]
+    s3.client.put_bucket_lifecycle_configuration(
+        Bucket=s3.name, LifecycleConfiguration={"Rules": rules}
+    )
+    assert s3.levels()["lifecycle rule"] is Level.SKIPPED
+
+
+@pytest.mark.fault("K11")
+def test_each_transition_of_a_rule_counts(s3: Place) -> None:
+    """A rule that moves objects to a readable class first, and offline later, is a failure."""
+    moves = [{"Days": 30, "StorageClass": "STANDARD_IA"}, {"Days": 90, "StorageClass": "GLACIER"}]
+    rule = {"ID": "cold", "Status": "Enabled", "Filter": {"Prefix": ""}, "Transitions": moves}
+    s3.client.put_bucket_lifecycle_configuration(
+        Bucket=s3.name, LifecycleConfiguration={"Rules": [rule]}
+    )
+    found = s3.judged()["lifecycle rule"]
+    assert found.level is Level.FAILURE
+    assert "moves checkpoints to GLACIER" in found.found
+
+
 def test_gcs_settings(open_cloud: Callable[[str], Cloud]) -> None:
     """The same checks on GCS; the role of the VM cannot overwrite, so no policy is needed."""
     cloud = open_cloud("gcs")
@@ -194,9 +249,9 @@ def test_a_rule_harms_by_any_overlap(prefix: str) -> None:
     """Also one of a part of the run, or of a longer prefix in which the run lies."""
     rule = LifecycleRule(name="x", prefixes=("elsewhere/", prefix), deletes=True)
     assert len(lifecycle.harmful([rule], KEYS, "p/")) == 1
-    moves = LifecycleRule(name="x", prefixes=(prefix,), storage_class="GLACIER")
+    moves = LifecycleRule(name="x", prefixes=(prefix,), storage_classes=("STANDARD_IA", "GLACIER"))
     assert len(lifecycle.harmful([moves], KEYS, "p/")) == 1
-    near = LifecycleRule(name="x", prefixes=(prefix,), storage_class="STANDARD_IA")
+    near = LifecycleRule(name="x", prefixes=(prefix,), storage_classes=("STANDARD_IA",))
     assert lifecycle.harmful([near], KEYS, "p/") == []
 
 

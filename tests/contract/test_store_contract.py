@@ -177,10 +177,12 @@ def test_delete_many_has_a_limit(store: ObjectStore) -> None:
 
 
 def test_no_retention_by_default(store: ObjectStore) -> None:
-    """Without a retention, neither an object nor a missing one is locked."""
+    """Without a retention, neither an object nor a missing one is locked, and a delete deletes."""
     store.put("key", b"content")
-    assert store.locked_until("key") is None
-    assert store.locked_until("absent") is None
+    assert store.lock("key") is None
+    assert store.lock("absent") is None
+    store.delete("key")
+    assert store.head("key") is None
 
 
 def test_get_refuses_a_large_object(

@@ -14,6 +14,7 @@ from swansongd.errors import NotFound, Permanent
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
 from swansongd.stores.base import ObjectInfo
+from swansongd.stores.gcs.settings import GcsSettings
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.options import GcsOptions
 from swansongd.stores.wrappers.retry import Retrying
@@ -80,6 +81,19 @@ def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: 
     restore(filled(server, "commit", dict(made.objects)), RunKeys("r"), RestoreTarget(place))
     found = {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
     assert found == files
+
+
+def test_settings_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
+    """The client of Google's library reads them; a right that the server cannot report is an error."""
+
+    def settings() -> GcsSettings:  # each on a connection of its own: see filled()
+        return GcsStore(f"gs://{BUCKET}/read", GcsOptions(endpoint=server.url)).settings
+
+    assert not settings().is_versioned()
+    assert not settings().has_lock()
+    assert settings().lifecycle_rules() == []
+    with pytest.raises(NotFound):
+        settings().rights(["storage.objects.delete"])
 
 
 def test_a_gcs_without_the_xml_interface_is_refused(server: ForeignServer) -> None:

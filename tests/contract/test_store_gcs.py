@@ -454,7 +454,8 @@ def test_exceptions_of_bodies_and_sinks_pass_unchanged(gcs: Cloud) -> None:
 
 # ---------------------------------------------------------------- settings of the bucket
 
-RULES = {"rule": [{"action": {"type": "SetStorageClass"}, "condition": {"age": 3}}]}
+MOVES = {"type": "SetStorageClass", "storageClass": "NEARLINE"}
+RULES = {"rule": [{"action": MOVES, "condition": {"age": 3}}]}
 
 
 def opened(server: _Server) -> GcsStore:
@@ -467,7 +468,7 @@ def opened(server: _Server) -> GcsStore:
 )
 @pytest.mark.usefixtures("cloud_environment")
 def test_a_rule_that_deletes_is_found(lifecycle: Any, deletes: bool) -> None:
-    """The rules are read with one request, without a library."""
+    """A rule that deletes by age counts; one that moves to another class does not."""
     body: dict[str, Any] = {"kind": "storage#bucket", "name": "bucket"}
     if lifecycle is not None:
         body["lifecycle"] = lifecycle
@@ -510,7 +511,29 @@ def test_settings_of_the_bucket_are_read_without_redirects() -> None:
             each.server_close()
 
 
-@pytest.mark.parametrize("body", [b"", b"[]", b'{"lifecycle": 5}', b'{"lifecycle": {"rule": 5}}'])
+MANY_RULES = {"rule": 1001 * RULES["rule"]}
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"[]",
+        b"{}",
+        *(
+            json.dumps({"kind": "storage#bucket", "lifecycle": lifecycle}).encode()
+            for lifecycle in (
+                5,
+                {"rule": 5},
+                {"rule": [5]},
+                {"rule": [{"action": {"type": "SetStorageClass"}, "condition": {"age": 3}}]},
+                {"rule": [{"action": MOVES, "condition": {"matchesPrefix": 5}}]},
+                MANY_RULES,
+            )
+        ),
+    ],
+    ids=lambda body: body[:80].decode(),
+)
 @pytest.mark.usefixtures("cloud_environment")
 def test_malformed_settings_are_an_error(body: bytes) -> None:
     """Doctor reports that they cannot be read, and does not fail itself."""

@@ -83,8 +83,10 @@ def harmful(rules: Sequence[LifecycleRule], keys: RunKeys, prefix: str) -> list[
         on = f"of objects below {where!r:.200}" if where else "of all objects of the bucket"
         if rule.deletes:
             found.append(f"{name} {on} deletes checkpoints by age, also protected and pinned ones")
-        elif rule.storage_class in _OFFLINE:
-            found.append(f"{name} {on} moves checkpoints to {rule.storage_class}: no restore reads")
+        found += [
+            f"{name} {on} moves checkpoints to {offline}: no restore reads"
+            for offline in sorted(_OFFLINE.intersection(rule.storage_classes))
+        ]
     return found
 
 

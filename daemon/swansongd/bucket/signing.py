@@ -106,9 +106,6 @@ class SignedStore(Forwarding):
         remain = self._store.delete_many([replace(info, key=key) for key, info in stored.items()])
         return {stored[key].key: reason for key, reason in remain.items()}
 
-    def locked_until(self, key: str) -> float | None:
-        return self._store.locked_until(self._stored(key))
-
     def lock(self, key: str) -> float | None:
         return self._store.lock(self._stored(key))
 

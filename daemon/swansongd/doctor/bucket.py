@@ -18,7 +18,9 @@ from swansongd.doctor import policies, store_fixes
 from swansongd.doctor.findings import Judgement, failure, ok, skipped, warning
 from swansongd.errors import NotFound, StoreError
 from swansongd.stores.base import ObjectStore
-from swansongd.stores.settings import BucketSettings, LifecycleRule
+from swansongd.stores.gcs.settings import GcsSettings
+from swansongd.stores.s3.settings import S3Settings
+from swansongd.stores.settings import LifecycleRule
 
 _DELETE = "storage.objects.delete"
 
@@ -30,12 +32,13 @@ class BucketChecks:
         store: with the retention of the configuration.
     """
 
-    def __init__(self, config: Config, store: ObjectStore, settings: BucketSettings) -> None:
+    def __init__(
+        self, config: Config, store: ObjectStore, settings: S3Settings | GcsSettings
+    ) -> None:
         self._config = config
         self._store = store
         self._settings = settings
         self._keys = RunKeys(config.run.name)
-        self._is_s3 = config.store.url.startswith("s3://")
 
     def checks(self) -> Mapping[str, Callable[[], Judgement]]:
         """The judges, by the name of the check."""
@@ -85,10 +88,11 @@ class BucketChecks:
         return failure(f"{self._keys.data}absent exists", f"# delete {self._keys.data}absent")
 
     def policy(self) -> Judgement:
-        if not self._is_s3:
-            return self._overwriting()
-        found = self._settings.policy()
-        bucket, prefix = self._settings.bucket, self._settings.prefix
+        settings = self._settings
+        if isinstance(settings, GcsSettings):
+            return _judge_overwriting(settings)
+        found = settings.policy()
+        bucket, prefix = settings.bucket, settings.prefix
         if policies.enforces_create_if_absent(found, bucket, self._keys, prefix):
             return ok("the bucket policy enforces create-if-absent for manifests and claims")
         policy: dict[str, Any] = policies.added(found, bucket, self._keys, prefix)
@@ -99,15 +103,16 @@ class BucketChecks:
             f"{store_fixes.aws(self._config, command)} --policy {shlex.quote(json.dumps(policy))}",
         )
 
-    def _overwriting(self) -> Judgement:
-        """On GCS an overwrite takes the right to delete."""
-        if _DELETE not in self._settings.rights([_DELETE]):
-            return ok("this role cannot overwrite or delete objects")
-        return warning(
-            f"this role has {_DELETE}: an intruder on a VM could overwrite and delete checkpoints",
-            f"gcloud storage buckets remove-iam-policy-binding gs://{self._settings.bucket} "
-            "--member=serviceAccount:EMAIL --role=ROLE  # grant packer/permissions/gcp-vm.yaml instead",
-        )
+
+def _judge_overwriting(settings: GcsSettings) -> Judgement:
+    """On GCS an overwrite takes the right to delete."""
+    if _DELETE not in settings.rights([_DELETE]):
+        return ok("this role cannot overwrite or delete objects")
+    return warning(
+        f"this role has {_DELETE}: an intruder on a VM could overwrite and delete checkpoints",
+        f"gcloud storage buckets remove-iam-policy-binding gs://{settings.bucket} "
+        "--member=serviceAccount:EMAIL --role=ROLE  # grant packer/permissions/gcp-vm.yaml instead",
+    )
 
 
 def judge_lifecycle(rules: Sequence[LifecycleRule], keys: RunKeys, prefix: str) -> Judgement:

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The lifecycle hook of an Auto Scaling group: heartbeats during an evacuation, completion after the verdict.
 
-Besides the S3 store, only this module imports boto3; it does so in its own thread.
+This module imports boto3 in its own thread.
 """
 
 from __future__ import annotations

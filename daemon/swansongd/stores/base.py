@@ -205,7 +205,8 @@ class ObjectStore(Protocol):
         S3, GCS and Azure compare atomically.  A directory compares first and deletes then.  A compatible
         store without conditional deletes ignores the tag: never delete a key that can be written again.
 
-        Raises Locked, and deletes nothing, while :meth:`locked_until` returns a date in the future.
+        Raises Locked, and deletes nothing, while a retention protects the object.  Raises Permanent when the
+        credentials lack the right to read the retention: unknown is not unlocked.
         """
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
@@ -213,13 +214,6 @@ class ObjectStore(Protocol):
 
         Sends one request where the store can.  Returns the keys that remain, each with the reason; they are
         not an error.  Raises when the store did not process the request: objects may then be deleted or not.
-        """
-
-    def locked_until(self, key: str) -> float | None:
-        """End of the retention of an object, in Unix seconds by the store's clock; None: it has none.
-
-        A date in the past protects nothing.  A missing object has no retention.  Raises Permanent when the
-        credentials lack the right to read the retention: unknown is not unlocked.
         """
 
     def lock(self, key: str) -> float | None:

@@ -6,14 +6,17 @@ The end of a retention is computed on the store's clock, which the Date header o
 
 from __future__ import annotations
 
+import abc
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
-from typing import Literal
+from typing import Any, Literal
 
-from swansongd.errors import Locked, Transient
+from swansong.bounds import BoundsError, text
+
+from swansongd.errors import Locked, NotFound, Permanent, Transient
 
 LockMode = Literal["governance", "compliance"]
 DAY_S = 86400.0
@@ -67,23 +70,74 @@ def stamp(unix_s: float) -> str:
     return datetime.fromtimestamp(unix_s, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
-def instant(text: str) -> float:
+def instant(value: Any, field: str) -> float:
     """The Unix time of an ISO 8601 instant.
 
     Raises:
-        ValueError: the text is not an instant with a time zone.
+        BoundsError: the value is not an instant with a time zone.
     """
-    found = datetime.fromisoformat(text)
+    stated = text(value, field, 40)
+    try:
+        found = datetime.fromisoformat(stated)
+    except ValueError as error:
+        raise BoundsError(f"{field}: {error}") from None
     if found.tzinfo is None:
-        raise ValueError(f"{text:.40} has no time zone")
+        raise BoundsError(f"{field} {stated} has no time zone")
     return found.timestamp()
 
 
-def locked(key: str, until_unix_s: float | None) -> Locked:
-    """The error of a delete that a retention forbids."""
-    until = "a date that the store does not return" if until_unix_s is None else stamp(until_unix_s)
-    return Locked(
-        f"delete {key}: the store keeps the object until {until}",
-        hint="Delete it after that date; store.lock_days sets the retention of new objects",
-        until_unix_s=until_unix_s,
-    )
+class Retention(abc.ABC):
+    """The retention of the objects of one bucket.
+
+    Args:
+        lock: retention of new objects; None: they get none.
+        has_lock: reads whether objects of the bucket can have a retention.
+        clock: of the store.
+    """
+
+    def __init__(self, lock: Lock | None, has_lock: Callable[[], bool], clock: StoreClock) -> None:
+        self._lock = lock
+        self._has_lock = has_lock
+        self._clock = clock
+        self._may_lock: bool | None = None
+        """None: not known yet."""
+
+    def expect_none(self, key: str) -> None:
+        """Raise Locked if a retention protects the object.
+
+        Also in a bucket with versions, where a delete would hide the object, and its bytes would remain.
+        """
+        until = self.until(key)
+        if until is not None and until > self._clock.now_unix_s():
+            raise Locked(
+                f"delete {key}: the store keeps the object until {stamp(until)}",
+                hint="Delete it after that date; store.lock_days sets the retention of new objects",
+                until_unix_s=until,
+            )
+
+    def until(self, key: str) -> float | None:
+        """End of the retention of an object in Unix seconds; None: it has none, or does not exist."""
+        return self._until(key) if self.may_lock() else None
+
+    def may_lock(self) -> bool:
+        """Whether objects of the bucket may have a retention; asks the store once."""
+        if self._may_lock is None:
+            try:
+                self._may_lock = self._has_lock()
+            except NotFound:
+                raise
+            except Permanent:  # no right to read the setting
+                self._may_lock = True
+        return self._may_lock
+
+    @abc.abstractmethod
+    def _until(self, key: str) -> float | None:
+        """Read the end of the retention of an object."""
+
+    def _period_s(self, key: str) -> float:
+        return 0.0 if self._lock is None else self._lock.period_s(key)
+
+    def _end(self, key: str) -> float | None:
+        """End of the retention of an object that is written now; None: it gets none."""
+        period_s = self._period_s(key)
+        return self._clock.now_unix_s() + period_s if period_s else None

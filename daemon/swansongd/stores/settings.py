@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Settings of a bucket that decide whether checkpoints remain, for doctor and ``swansong lifecycle``."""
+"""Settings of a bucket that decide whether checkpoints remain, for the tools.
+
+The SDKs of the clouds form the requests and parse the responses.  Their own clients read a body of any size,
+and Google's follows redirects; so the requests are sent as those of the data path are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Protocol
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,8 +22,8 @@ class LifecycleRule:
     """The rule applies to keys that begin with one of them, from the start of the bucket."""
     deletes: bool = False
     """It deletes objects by age or date."""
-    storage_class: str = ""
-    """Class to which the rule moves objects; empty: it moves none."""
+    storage_classes: tuple[str, ...] = ()
+    """Classes of S3 to which the rule moves objects."""
 
 
 class BucketSettings(Protocol):
@@ -40,9 +44,3 @@ class BucketSettings(Protocol):
 
     def lifecycle_rules(self) -> Sequence[LifecycleRule]:
         """The rules that are in force."""
-
-    def policy(self) -> Mapping[str, Any] | None:
-        """The bucket policy of S3; None without one."""
-
-    def rights(self, wanted: Sequence[str]) -> frozenset[str]:
-        """The rights among ``wanted`` that these credentials have on the whole bucket; GCS only."""

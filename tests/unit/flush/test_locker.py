@@ -58,7 +58,7 @@ class Rig:
         self.locker.extend(manifest_of(*keys))
 
     def left_s(self, key: str) -> float:
-        return (self.store.locked_until(key) or 0.0) - self.now_s
+        return self.store.locked_until_unix_s.get(key, 0.0) - self.now_s
 
 
 def manifest_of(*keys: str) -> Manifest:

@@ -36,21 +36,20 @@ NEEDS: dict[str, tuple[set[str], set[str]]] = {
     # Only doctor deletes objects, those of its rehearsal, and works without the permission.
     "delete": (set(), set()),
     "delete_many": (set(), set()),
-    "locked_until": (set(), set()),
     # In a file of their own, for store.lock_days.
     "lock": (set(), set()),
 }
 
-# Permissions of each AWS operation in the calls of the code.
+# Permissions of each AWS operation in the calls of the code, under the names of our client or of boto3.
 OPERATIONS: dict[str, set[str]] = {
     "PutObject": {"s3:PutObject"},
     "GetObject": {"s3:GetObject"},
     "HeadObject": {"s3:GetObject"},
     "ListObjectsV2": {"s3:ListBucket"},
-    "GetBucketLifecycleConfiguration": {"s3:GetLifecycleConfiguration"},
-    "GetBucketVersioning": {"s3:GetBucketVersioning"},
-    "GetBucketPolicy": {"s3:GetBucketPolicy"},
-    "GetObjectLockConfiguration": {"s3:GetBucketObjectLockConfiguration"},
+    "get_bucket_lifecycle_configuration": {"s3:GetLifecycleConfiguration"},
+    "get_bucket_versioning": {"s3:GetBucketVersioning"},
+    "get_bucket_policy": {"s3:GetBucketPolicy"},
+    "get_object_lock_configuration": {"s3:GetBucketObjectLockConfiguration"},
     "GetObjectRetention": set(),
     "PutObjectRetention": set(),
     "DeleteObject": set(),
@@ -110,7 +109,7 @@ def operations(module: Any) -> set[str]:
         for node in ast.walk(ast.parse(inspect.getsource(module)))
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
-        and node.func.attr == "_call"
+        and node.func.attr in ("_call", "_read")
         and node.args
         and isinstance(node.args[0], ast.Constant)
         and isinstance(node.args[0].value, str)

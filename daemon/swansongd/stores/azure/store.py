@@ -101,15 +101,12 @@ class AzureStore:
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         return delete_each(self, infos, threads=_DELETE_THREADS)
 
-    def locked_until(self, key: str) -> float | None:  # noqa: ARG002
+    def lock(self, key: str) -> float | None:  # noqa: ARG002
         """See the contract.  Swansong gives blobs no retention.
 
         The policy of a container refuses a delete with Locked.  In a container with policies for versions, a
         delete keeps the bytes as an older version.
         """
-        return None
-
-    def lock(self, key: str) -> float | None:  # noqa: ARG002
         return None
 
     # ------------------------------------------------------------ chunks

@@ -182,10 +182,6 @@ class FileStore:
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         return delete_each(self, infos)
 
-    def locked_until(self, key: str) -> float | None:
-        _names(key)
-        return None
-
     def lock(self, key: str) -> float | None:
         _names(key)
         return None

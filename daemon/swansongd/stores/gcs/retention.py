@@ -6,16 +6,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Protocol
 
-from swansong.bounds import BoundsError, json_object, mapping, text
+from swansong.bounds import json_object, mapping
 
 from swansongd.errors import Exists, NotFound, Permanent
 from swansongd.stores import responses
 from swansongd.stores.base import Body
 from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
-from swansongd.stores.retention import Lock, StoreClock, instant, locked, stamp
+from swansongd.stores.retention import Lock, Retention, StoreClock, instant, stamp
 
 _RIGHT = "Grant the role of packer/permissions/gcp-vm-lock.yaml on the bucket"
 _ENABLE = (
@@ -38,29 +38,18 @@ class Call(Protocol):
     ) -> Response: ...
 
 
-class GcsRetention:
-    """The retention of the objects of one bucket.
+class GcsRetention(Retention):
+    """The retention of the objects of one bucket of GCS.
 
     Args:
-        lock: retention of new objects; None: they get none.
         call: sends requests.
-        has_lock: reads whether the bucket has object retention.
-        clock: of the store.
     """
 
     def __init__(
-        self,
-        lock: Lock | None,
-        call: Call,
-        has_lock: Callable[[], bool],
-        clock: StoreClock,
+        self, lock: Lock | None, has_lock: Callable[[], bool], clock: StoreClock, call: Call
     ) -> None:
-        self._lock = lock
+        super().__init__(lock, has_lock, clock)
         self._call = call
-        self._has_lock = has_lock
-        self._clock = clock
-        self._is_enabled: bool | None = None
-        """None: not known yet."""
 
     def headers(self, key: str) -> dict[str, str]:
         """Headers of the request to the XML interface that creates an object."""
@@ -81,11 +70,11 @@ class GcsRetention:
         except (NotFound, Exists):
             raise
         except Forbidden as error:
-            if self._applies(key):
+            if self._period_s(key):
                 error.hint = f"{error.hint}. {_RIGHT}".removeprefix(". ")
             raise
         except Permanent as error:
-            if self._applies(key):
+            if self._period_s(key):
                 error.hint = error.hint or _ENABLE
             raise
 
@@ -101,8 +90,7 @@ class GcsRetention:
             self._call(f"lock {key}", "PATCH", key, body=body)
         return until
 
-    def until(self, key: str) -> float | None:
-        """End of the retention of an object; see ObjectStore.locked_until."""
+    def _until(self, key: str) -> float | None:
         what = f"retention of {key}"
         try:
             response = self._call(what, "GET", key, {"fields": "kind,retention"})
@@ -112,38 +100,5 @@ class GcsRetention:
             found = json_object(response.body, "the metadata", RESPONSE_BYTES_MAX).get("retention")
             if found is None:
                 return None
-            return _instant(mapping(found, "retention", 10))
-
-    def expect_none(self, key: str) -> None:
-        """Raise Locked if a retention protects the object.
-
-        Also in a bucket with versions, where a delete would hide the object, and its bytes would remain.
-        """
-        until = self.until(key)
-        if until is not None and until > self._clock.now_unix_s():
-            raise locked(key, until)
-
-    def may_lock(self) -> bool:
-        """Whether the bucket may have object retention; asks the store once."""
-        if self._is_enabled is None:
-            try:
-                self._is_enabled = self._has_lock()
-            except NotFound:
-                raise
-            except Permanent:  # no right to read the setting
-                self._is_enabled = True
-        return self._is_enabled
-
-    def _applies(self, key: str) -> bool:
-        return self._lock is not None and self._lock.period_s(key) > 0
-
-    def _end(self, key: str) -> float | None:
-        period_s = 0.0 if self._lock is None else self._lock.period_s(key)
-        return self._clock.now_unix_s() + period_s if period_s else None
-
-
-def _instant(retention: Mapping[str, Any]) -> float:
-    try:
-        return instant(text(retention.get("retainUntilTime"), "retainUntilTime", 40))
-    except ValueError as error:
-        raise BoundsError(str(error)) from None
+            end = mapping(found, "retention", 10).get("retainUntilTime")
+            return instant(end, "retainUntilTime")

@@ -1,11 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the settings of a bucket of GCS."""
+"""Reads the settings of a bucket of GCS with google-cloud-storage."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import cached_property
+from io import BytesIO
+from types import SimpleNamespace
 from typing import Any
-from urllib.parse import quote, urlencode
+from urllib.parse import urlsplit
 
 from swansong.bounds import BoundsError, items, json_object, mapping, text
 
@@ -14,7 +18,7 @@ from swansongd.stores.base import named
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 from swansongd.stores.settings import LifecycleRule
 
-_FIELDS = "kind,lifecycle,objectRetention,softDeletePolicy,versioning"
+_KINDS = ("storage#bucket", "storage#testIamPermissionsResponse")
 _NONCURRENT = ("daysSinceNoncurrentTime", "noncurrentTimeBefore", "numNewerVersions")
 _RULES_MAX = 1000
 
@@ -32,61 +36,77 @@ class GcsSettings:
         self._exchange = exchange
 
     def is_versioned(self) -> bool:
-        kept_s = self._section("softDeletePolicy").get("retentionDurationSeconds", "0")
-        return self._section("versioning").get("enabled") is True or kept_s not in ("0", 0)
+        with self._read() as bucket:
+            kept_s = bucket.soft_delete_policy.retention_duration_seconds
+            return bucket.versioning_enabled is True or bool(kept_s)
 
     def has_lock(self) -> bool:
-        return self._section("objectRetention").get("mode") == "Enabled"
+        with self._read() as bucket:
+            return bool(bucket.object_retention_mode == "Enabled")
 
     def lifecycle_rules(self) -> Sequence[LifecycleRule]:
-        found = self._section("lifecycle")
-        with responses.complete("the lifecycle rules"):
-            rules = items(found.get("rule", []), "rule", _RULES_MAX)
-            return [_rule(mapping(rule, "a rule", 10)) for rule in rules]
-
-    def policy(self) -> Mapping[str, Any] | None:
-        return None
+        with self._read() as bucket:
+            rules = items(list(bucket.lifecycle_rules), "rule", _RULES_MAX)
+            return [_rule(dict(rule)) for rule in rules]
 
     def rights(self, wanted: Sequence[str]) -> frozenset[str]:
-        query = urlencode([("permissions", each) for each in wanted])
-        found = self._read(
-            f"{self._target}/iam/testPermissions?{query}", "storage#testIamPermissionsResponse"
-        )
-        with responses.complete("the rights"):
-            listed = items(found.get("permissions", []), "permissions", len(wanted))
+        """The rights among ``wanted`` that these credentials have on the whole bucket."""
+        with self._checked():
+            found = self._bucket.test_iam_permissions(wanted, retry=None)
+            listed = items(found, "permissions", len(wanted))
             return frozenset(text(each, "a permission", 200) for each in listed)
 
-    @property
-    def _target(self) -> str:
-        return f"/storage/v1/b/{quote(self.bucket, safe='')}"
+    @contextmanager
+    def _read(self) -> Iterator[Any]:
+        """The bucket of google-cloud-storage, with its present settings."""
+        with self._checked():
+            self._bucket.reload(retry=None)
+            yield self._bucket
 
-    def _section(self, name: str) -> Mapping[str, Any]:
-        found = self._read(f"{self._target}?fields={_FIELDS}", "storage#bucket").get(name, {})
-        with responses.complete(f"settings of bucket {self.bucket}"):
-            return mapping(found, name, 100)
-
-    def _read(self, target: str, kind: str) -> Mapping[str, Any]:
+    @contextmanager
+    def _checked(self) -> Iterator[None]:
+        """Turn a field of a wrong type into an error of the contract: the library checks no types."""
         what = f"settings of bucket {self.bucket}"
-        with named(what):
-            response = self._exchange("GET", target)
-        with responses.complete(what):
-            found = json_object(response.body, "the settings", RESPONSE_BYTES_MAX)
-            if found.get("kind") != kind:
-                raise BoundsError(f"kind is {found.get('kind')!r:.40}, not {kind!r}")
-            return found
+        with named(what), responses.complete(what):
+            try:
+                yield
+            except (AttributeError, KeyError, TypeError, ValueError) as error:
+                raise BoundsError(str(error)) from error
+
+    @cached_property
+    def _bucket(self) -> Any:
+        """The bucket of a client that forms the requests and parses the responses."""
+        from google.auth.credentials import AnonymousCredentials  # noqa: PLC0415
+        from google.cloud import storage  # noqa: PLC0415 - slow to import
+
+        client = storage.Client(
+            project="unused",
+            credentials=AnonymousCredentials(),
+            client_options={"api_endpoint": "https://unused"},
+            _http=SimpleNamespace(request=self._send),
+        )
+        return client.bucket(self.bucket)
+
+    def _send(self, url: str, method: str, **_: object) -> Any:
+        """Send a request of the library with the credentials, address, limits and errors of the data path."""
+        import requests  # noqa: PLC0415 - slow to import
+
+        parts = urlsplit(url)
+        response = self._exchange(method, f"{parts.path}?{parts.query}")
+        found = json_object(response.body, "the settings", RESPONSE_BYTES_MAX)
+        if found.get("kind") not in _KINDS:
+            raise BoundsError(f"kind is {found.get('kind')!r:.40}, not {_KINDS[0]!r}")
+        received = requests.Response()
+        received.status_code, received.raw = response.status, BytesIO(response.body)
+        return received
 
 
 def _rule(rule: Mapping[str, Any]) -> LifecycleRule:
-    action = mapping(rule.get("action"), "action", 10)
     condition = mapping(rule.get("condition", {}), "condition", 50)
     prefixes = items(condition.get("matchesPrefix", []), "matchesPrefix", 1000)
-    kind = text(action.get("type"), "type", 100)
-    is_noncurrent = condition.get("isLive") is False or any(
-        name in condition for name in _NONCURRENT
-    )
+    is_noncurrent = condition.get("isLive") is False or not condition.keys().isdisjoint(_NONCURRENT)
     return LifecycleRule(
         name="",
         prefixes=tuple(text(each, "a prefix", 2000) for each in prefixes) or ("",),
-        deletes=kind == "Delete" and not is_noncurrent,
-        storage_class=str(action.get("storageClass", "")) if kind == "SetStorageClass" else "",
+        deletes=rule["action"]["type"] == "Delete" and not is_noncurrent,
     )

@@ -58,7 +58,7 @@ class GcsStore:
         self._clock = StoreClock(self.check)
         self.settings = GcsSettings(self._bucket, self._prefix, self._exchange)
         self._retention = GcsRetention(
-            options.lock, self._json, self.settings.has_lock, self._clock
+            options.lock, self.settings.has_lock, self._clock, self._json
         )
 
     # ------------------------------------------------------------ small objects
@@ -93,8 +93,7 @@ class GcsStore:
             return responses.json_folders(response, self._prefix, prefix)
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
-        if self._retention.may_lock():
-            self._retention.expect_none(key)
+        self._retention.expect_none(key)
         condition = {"ifGenerationMatch": if_tag} if if_tag else {}
         try:
             self._json(f"delete {key}", "DELETE", key, condition)
@@ -106,9 +105,6 @@ class GcsStore:
 
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         return delete_each(self, infos, threads=_DELETE_THREADS)
-
-    def locked_until(self, key: str) -> float | None:
-        return self._retention.until(key) if self._retention.may_lock() else None
 
     def lock(self, key: str) -> float | None:
         return self._retention.extend(key)

@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Credentials, address, signed requests and error responses of a bucket of S3.
 
-The only module of the stores that imports boto3, and only when a client is first needed.  botocore finds the
-address of the bucket, the region and the credentials.  It sends no request to the store.
+Imports botocore only when a client is first needed.  botocore finds the address of the bucket, the region
+and the credentials.  It sends no request to the store.
 """
 
 from __future__ import annotations
@@ -208,7 +208,7 @@ class S3Access:
         return is_certain
 
     def _found_route(self) -> Route:
-        with _errors_of(
+        with errors_of(
             "find the address of the bucket", "Check table [store] of the configuration"
         ):
             endpoint, base_path, region = self._address()
@@ -262,7 +262,7 @@ class S3Access:
         """botocore's credentials, from the first source that has some."""
         import botocore.session  # noqa: PLC0415
 
-        with _errors_of("credentials for S3", CREDENTIALS_HINT):
+        with errors_of("credentials for S3", CREDENTIALS_HINT):
             # A new session: an old one caches files and assumed roles.
             session = botocore.session.Session(profile=self._options.profile)
             found = session.get_component("credential_provider").load_credentials()
@@ -297,7 +297,7 @@ def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Resp
 
 def _aws_credentials(found: Any) -> AwsCredentials:
     """The keys of botocore's credentials, which renew themselves in their last 15 minutes."""
-    with _errors_of("credentials for S3", CREDENTIALS_HINT):
+    with errors_of("credentials for S3", CREDENTIALS_HINT):
         frozen = found.get_frozen_credentials()
         credentials = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
         if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
@@ -336,7 +336,7 @@ def _refusal(response: Response, code: str) -> StoreError:
 
 
 @contextmanager
-def _errors_of(what: str, hint: str) -> Iterator[None]:
+def errors_of(what: str, hint: str) -> Iterator[None]:
     """Turn errors of botocore and its plug-ins into errors of the contract."""
     try:
         with named(what):

@@ -1,19 +1,31 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads the settings of a bucket of S3."""
+"""Reads the settings of a bucket of S3 with boto3."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cached_property
+from types import SimpleNamespace
 from typing import Any
-from xml.etree import ElementTree as ET
+from urllib.parse import parse_qsl, urlsplit
 
-from swansong.bounds import json_object
+from swansong.bounds import items, json_object
 
-from swansongd.errors import NotFound, Permanent
+from swansongd.errors import NotFound
 from swansongd.stores import responses
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX
-from swansongd.stores.s3.retention import Call, S3Retention
+from swansongd.stores.s3.access import Unsupported, errors_of
+from swansongd.stores.s3.retention import Call
 from swansongd.stores.settings import LifecycleRule
+
+_RULES_MAX = 1000
+"""Limit of S3."""
+_ROOTS = {
+    "GetBucketVersioning": ("VersioningConfiguration", "GetBucketVersioningResponse"),  # moto
+    "GetBucketLifecycleConfiguration": ("LifecycleConfiguration",),
+    # A store that does not know the operation lists the bucket.
+    "GetObjectLockConfiguration": ("ObjectLockConfiguration", "ListBucketResult"),
+}
 
 
 class S3Settings:
@@ -23,63 +35,81 @@ class S3Settings:
         call: sends requests.
     """
 
-    def __init__(self, bucket: str, prefix: str, call: Call, retention: S3Retention) -> None:
+    def __init__(self, bucket: str, prefix: str, call: Call) -> None:
         self.bucket = bucket
         self.prefix = prefix
         self._call = call
-        self._retention = retention
 
     def is_versioned(self) -> bool:
-        what = "GetBucketVersioning"
-        response = self._call("GetBucketVersioning", "GET", None, {"versioning": ""})
-        with responses.complete(what):
-            # moto sends the second one
-            root = responses.document(
-                response, "VersioningConfiguration", "GetBucketVersioningResponse"
-            )
-        return root.findtext("Status") == "Enabled"
+        return bool(self._read("get_bucket_versioning").get("Status") == "Enabled")
 
     def has_lock(self) -> bool:
-        return self._retention.is_enabled()
+        try:
+            found = self._read("get_object_lock_configuration")
+        except (NotFound, Unsupported):
+            return False
+        lock = found.get("ObjectLockConfiguration", {})
+        return bool(lock.get("ObjectLockEnabled") == "Enabled")
 
     def lifecycle_rules(self) -> Sequence[LifecycleRule]:
-        what = "GetBucketLifecycleConfiguration"
         try:
-            response = self._call("GetBucketLifecycleConfiguration", "GET", None, {"lifecycle": ""})
+            found = self._read("get_bucket_lifecycle_configuration")
         except NotFound:
             return []
-        with responses.complete(what):
-            rules = responses.document(response, "LifecycleConfiguration").findall("Rule")
-        return [_rule(rule) for rule in rules if rule.findtext("Status") == "Enabled"]
+        with responses.complete("GetBucketLifecycleConfiguration"):
+            rules = items(found.get("Rules", []), "Rules", _RULES_MAX)
+        return [_rule(rule) for rule in rules if rule.get("Status") == "Enabled"]
 
     def policy(self) -> Mapping[str, Any] | None:
-        what = "GetBucketPolicy"
+        """The bucket policy; None without one."""
         try:
-            response = self._call("GetBucketPolicy", "GET", None, {"policy": ""})
+            found = self._read("get_bucket_policy")
         except NotFound:
             return None
-        with responses.complete(what):
-            return json_object(response.body, "the policy", RESPONSE_BYTES_MAX)
+        with responses.complete("GetBucketPolicy"):
+            return json_object(found["Policy"].encode(), "the policy", RESPONSE_BYTES_MAX)
 
-    def rights(self, wanted: Sequence[str]) -> frozenset[str]:
-        raise Permanent(f"S3 has no request that tells whether the caller has {', '.join(wanted)}")
+    def _read(self, operation: str) -> Mapping[str, Any]:
+        with errors_of("settings of the bucket", ""):
+            found: Mapping[str, Any] = getattr(self._client, operation)(Bucket=self.bucket)
+            return found
+
+    @cached_property
+    def _client(self) -> Any:
+        """A client of boto3, which forms the requests and parses the responses."""
+        import boto3  # noqa: PLC0415 - slow to import
+        from botocore import UNSIGNED  # noqa: PLC0415
+        from botocore.config import Config  # noqa: PLC0415
+
+        # The region is unused, too: _send takes only the query.
+        config = Config(signature_version=UNSIGNED, retries={"total_max_attempts": 1})
+        client = boto3.client("s3", region_name="us-east-1", config=config)
+        client.meta.events.register("before-send.s3", self._send)
+        return client
+
+    def _send(self, request: Any, event_name: str, **_: object) -> Any:
+        """Send a request of boto3 with the credentials, address, limits and errors of the data path."""
+        from botocore.awsrequest import AWSResponse  # noqa: PLC0415
+
+        operation = event_name.rpartition(".")[2]
+        query = dict(parse_qsl(urlsplit(request.url).query, keep_blank_values=True))
+        response = self._call(operation, request.method, None, query)
+        if operation in _ROOTS:
+            # botocore reads an empty document, and each foreign one, as settings without a value.
+            with responses.complete(operation):
+                responses.document(response, *_ROOTS[operation])
+        raw = SimpleNamespace(stream=lambda: [response.body])
+        return AWSResponse(request.url, response.status, response.headers, raw)
 
 
-def _rule(rule: ET.Element) -> LifecycleRule:
-    """Parse a rule; an older form has the prefix outside of the filter."""
-    filter_ = rule.find("Filter")
-    where = rule if filter_ is None else filter_
-    both = where.find("And")
-    prefix = (where if both is None else both).findtext("Prefix") or ""
-    expiration = rule.find("Expiration")
-    # ExpiredObjectDeleteMarker removes markers without versions, and no object.
-    deletes = expiration is not None and any(
-        expiration.find(tag) is not None for tag in ("Days", "Date")
-    )
-    moves = rule.find("Transition")
+def _rule(rule: Mapping[str, Any]) -> LifecycleRule:
+    """Convert a rule; an older form has the prefix outside of the filter."""
+    where = rule.get("Filter", rule)
+    expiration = rule.get("Expiration", {})
     return LifecycleRule(
-        name=rule.findtext("ID") or "",
-        prefixes=(prefix,),
-        deletes=deletes,
-        storage_class="" if moves is None else moves.findtext("StorageClass") or "",
+        name=rule.get("ID", ""),
+        prefixes=(where.get("And", where).get("Prefix", ""),),
+        # ExpiredObjectDeleteMarker removes markers without versions, and no object.
+        deletes="Days" in expiration or "Date" in expiration,
+        storage_classes=tuple(move.get("StorageClass", "") for move in rule.get("Transitions", [])),
     )

@@ -59,8 +59,10 @@ class S3Store:
         bucket, self._prefix = bucket_and_prefix(url)
         self._access = S3Access(bucket, options)
         self._clock = StoreClock(self.check)
-        self._retention = S3Retention(bucket, options.lock, self._call, self._clock)
-        self.settings = S3Settings(bucket, self._prefix, self._call, self._retention)
+        self.settings = S3Settings(bucket, self._prefix, self._call)
+        self._retention = S3Retention(
+            options.lock, self.settings.has_lock, self._clock, self._call, bucket
+        )
 
     # ------------------------------------------------------------ small objects
 
@@ -99,8 +101,7 @@ class S3Store:
 
     def delete(self, key: str, *, if_tag: str = "") -> None:
         """See the contract.  In a bucket with versions the object's bytes remain as an older version."""
-        if self._retention.may_lock():
-            self._retention.expect_none(key)
+        self._retention.expect_none(key)
         self._delete(key, if_tag)
 
     def _delete(self, key: str, if_tag: str) -> None:
@@ -146,9 +147,6 @@ class S3Store:
             remaining = responses.remaining(response, self._prefix)
         # A conditional delete of a missing object is refused.
         return held | {key: code for key, code in remaining.items() if code != "NoSuchKey"}
-
-    def locked_until(self, key: str) -> float | None:
-        return self._retention.until(key)
 
     def lock(self, key: str) -> float | None:
         return self._retention.extend(key)

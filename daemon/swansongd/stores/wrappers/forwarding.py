@@ -55,9 +55,6 @@ class Forwarding:
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         return self._store.delete_many(infos)
 
-    def locked_until(self, key: str) -> float | None:
-        return self._store.locked_until(key)
-
     def lock(self, key: str) -> float | None:
         return self._store.lock(key)
 

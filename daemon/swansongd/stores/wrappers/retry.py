@@ -105,9 +105,6 @@ class Retrying:
     def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
         return self._try(f"delete {len(infos)} objects", lambda: self._store.delete_many(infos))
 
-    def locked_until(self, key: str) -> float | None:
-        return self._try(f"retention of {key}", lambda: self._store.locked_until(key))
-
     def lock(self, key: str) -> float | None:
         return self._try(f"lock {key}", lambda: self._store.lock(key))
 
