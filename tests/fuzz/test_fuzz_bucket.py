@@ -13,9 +13,11 @@ from swansongd.bucket import catalog, claim, manifest
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import CorruptError
+from swansongd.model import Verdict
 
-from testkit import committed
+from testkit import committed, records
 from testkit.memory_store import MemoryStore
+from testkit.records import changed, record_of
 
 KEYS = RunKeys("r")
 json_values = st.recursive(
@@ -46,12 +48,7 @@ def altered(draw: st.DrawFn) -> bytes:
     if isinstance(shards, list) and shards and isinstance(shards[0], dict):
         for name in draw(st.lists(st.sampled_from(sorted(HONEST["shards"][0])), max_size=2)):
             shards[0][name] = draw(json_values | st.sampled_from(["../x", "/etc/x", -1, 2**70]))
-    body.pop("digest", None)
-    try:
-        body["digest"] = manifest._digested(body)[0]
-        return json.dumps(body, sort_keys=True, separators=(",", ":")).encode()
-    except ValueError:
-        return b"{}"
+    return record_of(body)
 
 
 @pytest.mark.fault("G08", "G16", "S6")
@@ -69,9 +66,8 @@ def test_a_manifest_is_understood_or_refused(data: bytes) -> None:
 @given(
     data=st.binary(max_size=200)
     | st.dictionaries(
-        st.sampled_from(["version", "run", "generation", "start", "identity", "x"]),
-        json_values,
-    ).map(lambda body: json.dumps(body).encode())
+        st.sampled_from(["run", "generation", "start", "identity", "x"]), json_values
+    ).map(lambda body: record_of({"format": claim.FORMAT, "version": 1, **body}))
 )
 def test_a_claim_is_understood_or_refused(data: bytes) -> None:
     try:
@@ -93,8 +89,14 @@ instants = st.sampled_from(
 )
 
 
+hostile = st.dictionaries(
+    st.sampled_from(["run", "generation", "verdict", "written", "timeline", "training"]),
+    json_values,
+)
+
+
 @given(
-    farewells=st.lists(st.binary(max_size=60) | json_values, max_size=4),
+    farewells=st.lists(st.binary(max_size=60) | hostile, max_size=4),
     claimed=instants | st.text(max_size=30),
     written=instants | st.text(max_size=30),
 )
@@ -109,9 +111,9 @@ def test_the_history_of_a_hostile_bucket_is_an_estimate(
             run="r", generation=number, start="s", identity={"boot_id": "b", "claimed": claimed}
         )
         store.put(KEYS.generation(number), claim.encode(made))
-    verdict = json.dumps({"verdict": "SAFE", "written": written}).encode()
+    verdict = changed(records.farewell(Verdict.SAFE), written=written)
     for number, content in enumerate([verdict, *farewells]):
-        data = content if isinstance(content, bytes) else json.dumps(content).encode()
+        data = content if isinstance(content, bytes) else changed(verdict, **content)
         store.put(KEYS.farewell(1, f"stamp-{number}"), data)
     found = catalog.history(store, KEYS, 2)
     assert 0.0 <= found.observed_s < 10**9
