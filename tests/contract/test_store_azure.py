@@ -158,29 +158,30 @@ def test_an_acknowledgement_with_another_md5_is_transient(serve: Callable[..., R
         store.put("key", b"content")
 
 
-@pytest.mark.parametrize("name", [name for name in SERVERS if name == "azurite"])
-def test_a_signature_that_may_only_create(
-    open_cloud: Callable[[str], Cloud], monkeypatch: pytest.MonkeyPatch, name: str
-) -> None:
-    """With the rights to read, create and list, only overwrites and deletes are refused."""
-    cloud = open_cloud(name)
-    monkeypatch.delenv("AZURE_STORAGE_KEY")
-    monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature("rcl"))
-    store = cloud.open()
-    for _ in range(2):
-        store.create("key", DATA)
-    assert [info.key for info in store.list("")] == ["key"]
-    assert store.get("key") == DATA
-    for refused in (
-        lambda: store.create("key", DATA[1:]),
-        lambda: store.put("key", b"", if_absent=True),
-    ):
-        with pytest.raises(Exists):
-            refused()
-    for refused in (lambda: store.put("key", b""), lambda: store.delete("key")):
-        with pytest.raises(Forbidden):
-            refused()
-    assert store.get("key") == DATA
+if "azurite" in SERVERS:  # make test-stores
+
+    def test_a_signature_that_may_only_create(
+        open_cloud: Callable[[str], Cloud], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """With the rights to read, create and list, only overwrites and deletes are refused."""
+        cloud = open_cloud("azurite")
+        monkeypatch.delenv("AZURE_STORAGE_KEY")
+        monkeypatch.setenv("AZURE_STORAGE_SAS_TOKEN", signature("rcl"))
+        store = cloud.open()
+        for _ in range(2):
+            store.create("key", DATA)
+        assert [info.key for info in store.list("")] == ["key"]
+        assert store.get("key") == DATA
+        for refused in (
+            lambda: store.create("key", DATA[1:]),
+            lambda: store.put("key", b"", if_absent=True),
+        ):
+            with pytest.raises(Exists):
+                refused()
+        for refused in (lambda: store.put("key", b""), lambda: store.delete("key")):
+            with pytest.raises(Forbidden):
+                refused()
+        assert store.get("key") == DATA
 
 
 def signature(rights: str) -> str:
