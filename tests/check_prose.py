@@ -47,7 +47,7 @@ OPENING = re.compile(r"\W*((?:What|Who|Whoever|Where)|Of the)\s(?!.*\?\W*\Z)", r
 SENTENCE = re.compile(r"\S.*?(?:[.!?]['\")*_]*(?=\s+[^a-z\s])|\Z)", re.DOTALL)
 CODE = re.compile(r":\w+:(?=`)|(`+)(?:(?!\1).)+\1|<!--.*?-->|\]\([^)]*\)", re.DOTALL)
 BLOCK = re.compile(r"^( *)```.*?^\1```|(?<=\n\n)(?: {4}[^\n]*\n)+", re.DOTALL | re.MULTILINE)
-MOST_LINES, MOST_WORDS = 150, 40
+MOST_WORDS = 40
 SUFFIXES = {".c", ".conf", ".hcl", ".md", ".py", ".service", ".sh", ".tf", ".toml", ".yaml"}
 EXEMPT = {"CHANGELOG.md", "tests/check_prose.py", "tests/unit/project/test_check_prose.py"}
 
@@ -132,8 +132,6 @@ def of_other(text: str) -> Pieces:
 
 def findings(path: str, text: str) -> Iterator[tuple[int, str, str]]:
     """Line, rule and text of each finding in a file."""
-    if path.endswith(".md") and text.count("\n") > MOST_LINES:
-        yield 1, "page", f"{text.count(chr(10))} lines; split it into pages below {MOST_LINES}"
     read = of_markdown if path.endswith(".md") else of_python if path.endswith(".py") else of_other
     for kind, first, passage in read(text):
         for rule, pattern, instead, kinds in CHECKS:

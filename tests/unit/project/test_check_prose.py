@@ -116,13 +116,6 @@ def test_terms_that_the_glossary_replaces(bad: str, good: str) -> None:
     assert not rules("m.py", good)
 
 
-def test_length_of_a_page() -> None:
-    """A page has at most 150 lines."""
-    assert rules("p.md", "Fast.\n\n" * 76) == [(1, "page")]
-    assert not rules("p.md", "Fast.\n\n" * 75)
-    assert not rules("m.py", "pass\n" * 200)
-
-
 def test_length_of_a_sentence() -> None:
     """A sentence of a page has at most 40 words; tables, code and link targets do not count."""
     words = "Word" + " word" * 39 + " "

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Links between pages lead to a file and a heading that exist; no page is longer than 150 lines."""
+"""Links between pages lead to a file and a heading that exist."""
 
 from __future__ import annotations
 
