@@ -6,6 +6,9 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Cache bytecode: without a cache each of the thousands of processes that the tests start compiles its modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
 .PHONY: help setup lock wheelhouse pictures demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-delta bench-small bench-preemption format clean
 
@@ -56,7 +59,7 @@ demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power of
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
 
 test: $(STAMP)  ## run all tests, except those of whole machines
-	$(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 6 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 
