@@ -6,8 +6,11 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.installed
 
+# Cache bytecode: without a cache each of the thousands of processes that the tests start compiles its modules.
+unexport PYTHONDONTWRITEBYTECODE
+
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse pictures demo test fuzz test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-delta bench-small bench-preemption format clean
+.PHONY: help setup lock wheelhouse pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-delta bench-small bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -56,13 +59,19 @@ demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power of
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
 
 test: $(STAMP)  ## run all tests, except those of whole machines
-	$(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
+	$(BIN)/python -m pytest -n 6 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 
 fuzz: $(STAMP)  ## fuzz the parsers of external input, with EXAMPLES=5000 inputs for each property
 	SWANSONG_FUZZ_EXAMPLES=$(EXAMPLES) $(BIN)/python -m pytest -n 2 --dist worksteal \
 		--timeout=$$((600 + $(EXAMPLES))) tests/fuzz $(PYTEST_ARGS)
+
+SEEDS ?= 200
+
+simulate: $(STAMP)  ## run the simulations of the decision loop with SEEDS=200 seeds each
+	SWANSONG_SEEDS=$(SEEDS) SWANSONG_FOLLOW_UP_SEEDS=$(SEEDS) $(BIN)/python -m pytest -n 2 --dist worksteal \
+		--timeout=$$((600 + 10 * $(SEEDS))) tests/simulation $(PYTEST_ARGS)
 
 JAX := build/jax/.installed
 

@@ -2,10 +2,11 @@
 """Warm Python: an executable that starts a script like ``python`` does, in a process that has torch already.
 
 A server imports the modules once, with one thread, and forks for each start.  The executable is a small
-client: it passes its arguments, environment, working directory and open files to the server, waits for the
-forked process, and ends with its status.  The forked process has its own pid and session.  Signals to the
-client are passed on.  The end of the client kills the process group of the forked process, and the end of
-the server kills all.  :class:`WarmProcess` is a client without a process: its pid is that of the forked one.
+client: it passes its arguments, environment, working directory, network namespace and open files to the
+server, waits for the forked process, and ends with its status.  The forked process has its own pid and
+session.  Signals to the client are passed on.  The end of the client kills the process group of the forked
+process, and the end of the server kills all.  :class:`WarmProcess` is a client without a process: its pid is
+that of the forked one.
 """
 
 from __future__ import annotations
@@ -46,7 +47,8 @@ for name in os.listdir("/proc/self/fd"):
             passed.append(fd)
     except OSError:
         pass  # the directory itself
-asked = repr((sys.argv, dict(os.environ), os.getcwd(), passed)).encode()
+passed.append(os.open("/proc/self/ns/net", os.O_RDONLY))
+asked = repr((sys.argv, dict(os.environ), os.getcwd(), passed[:-1])).encode()
 rights = b"".join(fd.to_bytes(4, sys.byteorder) for fd in passed)
 for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
     signal.signal(number, lambda number, frame: server.send(bytes([number])))
@@ -86,6 +88,7 @@ _MAX_BYTES, _MAX_FDS = 2**18, 250
 _ABOVE_ALL = 700
 """Received descriptors wait here until their own numbers are free."""
 _PR_SET_PDEATHSIG = 1
+_CLONE_NEWNET = 0x40000000
 _END_PATIENCE_S = 10
 
 
@@ -183,7 +186,9 @@ class WarmProcess:
         self._server = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._server.connect(os.path.join(os.path.dirname(python), "socket"))
         start = ([sys.executable, *arguments], env, os.getcwd(), list(range(len(streams))))
-        socket.send_fds(self._server, [repr(start).encode()], list(streams))
+        network = os.open("/proc/thread-self/ns/net", os.O_RDONLY | os.O_CLOEXEC)
+        socket.send_fds(self._server, [repr(start).encode()], [*streams, network])
+        os.close(network)
         self.pid = int.from_bytes(self._server.recv(4), "big")
         self._pidfd = os.pidfd_open(self.pid)
         self._lock = (
@@ -276,6 +281,7 @@ class _Server:
         if not pid:
             client.close()
             os.close(0)
+            _join_network(fds.pop())
             return arguments, environment, directory, dict(zip(numbers, fds, strict=True))
         for fd in fds:
             os.close(fd)
@@ -329,6 +335,18 @@ def _import(kind: str) -> None:
     gc.freeze()
     threads = os.listdir("/proc/self/task")
     assert len(threads) == 1, f"{MODULES[kind]} started {len(threads) - 1} threads"
+
+
+def _join_network(fd: int) -> None:
+    """Move to a network namespace, and close its descriptor.  Only a move needs rights."""
+    own = os.stat("/proc/self/ns/net")
+    if not os.path.samestat(own, os.fstat(fd)):
+        libc = ctypes.CDLL(None, use_errno=True)
+        if libc.setns(fd, _CLONE_NEWNET):
+            raise OSError(
+                ctypes.get_errno(), "the network namespace of the client cannot be joined"
+            )
+    os.close(fd)
 
 
 def _become(start: Start) -> dict[str, Any]:

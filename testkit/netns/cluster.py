@@ -21,6 +21,7 @@ from testkit.clouds import Aws
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Process, Vm
 from testkit.strict_bucket import ACCOUNT, Strict
+from testkit.warm import python_of
 
 METADATA_ADDRESS = "169.254.169.254"
 STORE_ADDRESS = "10.77.0.254"
@@ -112,15 +113,17 @@ class Machine:
         endpoint: str,
         restarts: int = 0,
         script: Path = TRAINER,
+        is_warm: bool = True,
         **environment: str,
     ) -> Process:
-        """Start this VM's part of the job."""
+        """Start this VM's part of the job; with ``is_warm``, as forks of a warm Python."""
         settings = {
             "is_host": int(endpoint == self.address),
             "last_call_timeout": 3,
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 3,
         }
+        warm = python_of(os.environ["SWANSONG_TEST_WARM"], "torch") if is_warm else None
         rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
@@ -128,17 +131,21 @@ class Machine:
             *(f"--rdzv-endpoint={endpoint}:{RENDEZVOUS_PORT}", "--rdzv-id=job"),
             *(f"--local-addr={self.address}", "--monitor-interval=0.2"),
             f"--rdzv-conf={rendezvous}",
+            *(["--no-python", warm] if warm else []),
             *(str(script), *arguments),
         ]
         with self.namespace.inside():
-            return self.vm.spawn(
+            process = Process(
                 command,
                 lines_on="stdout",
+                warm=warm,
                 SWANSONG_SOCKET=str(self.vm.socket),
                 GLOO_SOCKET_IFNAME="eth0",
                 TORCH_CPP_LOG_LEVEL="ERROR",
                 **environment,
             )
+        self.vm.processes.append(process)
+        return process
 
     def power_off(self) -> None:
         """Kill every process of the VM, including torchrun's workers; the disk is lost."""
@@ -196,6 +203,7 @@ class Cluster:
         nodes: str = "",
         restarts: int = 0,
         script: Path = TRAINER,
+        is_warm: bool = True,
         **environment: str,
     ) -> list[Process]:
         """Start a job on these VMs; the first one hosts the rendezvous."""
@@ -206,6 +214,7 @@ class Cluster:
                 endpoint=machines[0].address,
                 restarts=restarts,
                 script=script,
+                is_warm=is_warm,
                 **environment,
             )
             for machine in machines

@@ -200,15 +200,17 @@ print(*missing, sep="\\n")
         ("fully_shard(model, mesh=DeviceMesh('cpu', [0, 1]))", False),
     ],
 )
-def test_a_model_on_some_ranks_of_the_job_is_refused(wrap: str, is_whole: bool) -> None:
+def test_a_model_on_some_ranks_of_the_job_is_refused(
+    warm_python: str, wrap: str, is_whole: bool
+) -> None:
     """The lost ranks of a pipeline hold a stage that the living ranks do not know."""
-    found = run_python(SUBGROUPS.format(wrap=wrap))
+    found = run_python(SUBGROUPS.format(wrap=wrap), warm_python)
     assert not found.returncode, found.stderr
     assert ("the counterpart of model" in found.stdout) is not is_whole
     assert bool(found.stdout.strip()) is not is_whole
 
 
-def run_python(script: str) -> subprocess.CompletedProcess[str]:
+def run_python(script: str, python: str = sys.executable) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=False
+        [python, "-c", script], capture_output=True, text=True, timeout=60, check=False
     )

@@ -68,6 +68,24 @@ def test_ends(warm_python: str, code: str, status: int, error: str) -> None:
     assert error in done.stderr
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root to make a network namespace")
+def test_the_network_is_that_of_the_client(warm_python: str) -> None:
+    """A client in a network namespace has a process there; the next client is where the server is."""
+    code = "import os; print(os.readlink('/proc/self/ns/net'))"
+    script = f'readlink /proc/self/ns/net; exec "$0" -c "{code}"'
+    apart, here = (
+        subprocess.run(
+            [*prefix, "sh", "-c", script, warm_python],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=True,
+        ).stdout.split()
+        for prefix in (["unshare", "--net"], [])
+    )
+    assert apart[0] == apart[1] != here[0] == here[1]
+
+
 FORKS = """
 import os, signal
 signal.signal(signal.SIGTERM, lambda number, frame: print("terminated", flush=True))

@@ -67,6 +67,12 @@ def warm_python() -> str:
     return python_of(os.environ["SWANSONG_TEST_WARM"], "swansongd")
 
 
+@pytest.fixture(scope="session")
+def warm_torch() -> str:
+    """Path of a Python that starts scripts in processes that have torch already; see ``testkit/warm.py``."""
+    return python_of(os.environ["SWANSONG_TEST_WARM"], "torch")
+
+
 @pytest.fixture
 def new_vm(tmp_path: Path, warm_python: str) -> Iterator[NewVm]:
     """Make VMs: ``new_vm("a", store, metadata=...)``.  They are shut down after the test.

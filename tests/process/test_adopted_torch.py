@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +20,13 @@ SCRIPT = str(TRAINERS / "signalled_torch.py")
 @pytest.mark.filterwarnings("ignore:torch.distributed is")
 @pytest.mark.parametrize("layout", ["dcp", "ckpt"])
 def test_a_checkpoint_of_a_framework_is_adopted_and_restored(
-    aws: Aws, bucket: Bucket, new_vm: Any, tmp_path: Path, layout: str
+    aws: Aws, bucket: Bucket, new_vm: Any, warm_torch: str, tmp_path: Path, *, layout: str
 ) -> None:
     """The signalled worker saves once and continues; another VM loads the files."""
     settings = {"trainer": {"signal": "SIGTERM", "pid_file": str(tmp_path / "vm" / "trainer.pid")}}
     vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
     daemon = vm.start_daemon()
-    command = [sys.executable, "-u", SCRIPT, layout, str(vm.run_directory), str(vm.pid_file)]
+    command = [warm_torch, "-u", SCRIPT, layout, str(vm.run_directory), str(vm.pid_file)]
     trainer = vm.spawn(command, lines_on="stdout")
     trainer.lines.wait(step=5)
 

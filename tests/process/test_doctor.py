@@ -21,7 +21,7 @@ import pytest
 from swansongd.stores.file.tree import MARKER
 
 from testkit import TRAINERS
-from testkit.clouds import Aws, Bucket, Gcp
+from testkit.clouds import SPOT_PATH, Aws, Bucket, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import BIN, CREDENTIALS, Vm, control, environment
 from testkit.waiting import until
@@ -180,8 +180,9 @@ def test_metadata_off_is_a_failure(vm: Vm, aws: Aws) -> None:
 def test_doctor_and_the_sources_are_equally_patient(
     new_vm: NewVm, bucket: Bucket, aws: Aws
 ) -> None:
-    """Every answer takes 1.2 s, longer than the first timeout; doctor and the daemon accept it."""
-    control(aws.url, "fault", kind="delay", value=1.2, path="/latest/*")
+    """Token and notice take 1.2 s, longer than the first timeout; doctor and the daemon accept them."""
+    for path in ("/latest/api/token", SPOT_PATH):
+        control(aws.url, "fault", kind="delay", value=1.2, path=path)
     vm = new_vm("slow", bucket.store, metadata=aws.metadata)
     daemon = vm.start_daemon()
     daemon.lines.wait(event="health", source="aws.spot", health="ok")

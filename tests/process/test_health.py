@@ -59,18 +59,19 @@ def test_a_run_rolls_back_from_a_nan_and_continues_as_a_new_generation(
 
 
 @pytest.mark.fault("T12")
-def test_a_nan_at_one_rank_rolls_all_ranks_back(new_vm: NewVm, tmp_path: Path) -> None:
+def test_a_nan_at_one_rank_rolls_all_ranks_back(
+    new_vm: NewVm, warm_torch: str, tmp_path: Path
+) -> None:
     """DDP with two ranks: both load the same checkpoint, and the steps after it are committed again."""
     pytest.importorskip("torch")
     store = {"url": f"file://{tmp_path}/store"}
     (tmp_path / "store").mkdir()
     vm = new_vm("a", store)
     vm.start_daemon()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    launcher = [warm_torch, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
+    command = [*launcher, "--no-python", warm_torch, "-u", GLOO]
     arguments = ["--every-steps", "10", "--bad-from", "29", "--bad-rank", "1", "--steps", "60"]
-    trainer = vm.spawn(
-        [*command, GLOO, *arguments], lines_on="stdout", SWANSONG_SOCKET=str(vm.socket)
-    )
+    trainer = vm.spawn([*command, *arguments], lines_on="stdout", SWANSONG_SOCKET=str(vm.socket))
     for rank in (0, 1):
         back = trainer.lines.wait(60, event="rolled_back", rank=rank)
         assert (back["from_step"], back["to_step"], back["weights"]) == (30, 20, [20.0]), back

@@ -134,10 +134,7 @@ def test_a_killed_copy_is_finished_by_the_next_daemon(
 
 
 @pytest.mark.fault("M01")
-@pytest.mark.parametrize(
-    "place",
-    ["at=before_answer&match=/data/", "at=in_answer&match=/data/", "at=before_answer&match=ckpt"],
-)
+@pytest.mark.parametrize("place", ["at=in_answer&match=/data/", "at=before_answer&match=ckpt"])
 def test_a_command_ends_when_the_store_hangs(
     bucket: Bucket, new_vm: Any, mirror: dict[str, str], witness: str, place: str
 ) -> None:
