@@ -110,5 +110,5 @@ def test_ci_has_a_limit_and_names_its_step(tmp_path: Path) -> None:
         timeout=60,
     )
     assert ended.returncode == 124, ended
-    assert "ci: the limit of 5 s is reached, during: nice make test" in ended.stderr
+    assert "ci: the limit of 5 s is reached, during: make test" in ended.stderr
     assert re.search(r"ci: running: \d+ sleep 1000", ended.stderr)
