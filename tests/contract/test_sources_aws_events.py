@@ -33,7 +33,7 @@ from swansongd.sources.aws_events import (
 from swansongd.sources.base import Clocks
 from swansongd.sources.opening import open_sources
 
-from testkit.emulators.aws_imds import ASG_KEY, META_DATA, event_date
+from testkit.emulators.aws_imds import ASG_KEY, HISTORY_KEY, META_DATA, event_date
 from testkit.emulators.process import EmulatorProcess
 from testkit.source_run import SourceRun, asked, control
 from testkit.waiting import until
@@ -391,6 +391,17 @@ def test_finished_event_withdraws(imds: str, state: str) -> None:
         assert state in withdrawn.reason
         polls(imds, SCHEDULED_PATH)
     assert (len(run.notices), len(run.withdrawals)) == (1, 1)
+
+
+def test_an_event_that_moves_between_two_requests_is_withdrawn_with_its_end(imds: str) -> None:
+    """It is listed as active, and as canceled in the history, which is read later."""
+    with SourceRun(source(AwsScheduledSource, imds)) as run:
+        event = control(imds, "schedule", code="instance-stop", in_s=3600, event_id="e-1")
+        until(lambda: run.notices, what="the notice")
+        ended = {**event, "Description": "[Canceled] by AWS", "State": "canceled"}
+        control(imds, "set", path=HISTORY_KEY, value=json.dumps([ended]))
+        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
+        assert "canceled" in withdrawn.reason
 
 
 def test_vanished_event_withdraws(imds: str) -> None:

@@ -37,7 +37,7 @@ from testkit.rig import BIN
 from testkit.waiting import until
 
 YOUNG = ["younger than 24 h"]
-CUTS = ["hourly", "daily", "weekly"]
+CUTS = ["newest of its start", "hourly", "daily", "weekly"]
 FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
 SWANSONG = [sys.executable, "-m", "swansongd.cli.main"]
 

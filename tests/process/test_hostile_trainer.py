@@ -158,8 +158,8 @@ def test_a_rank_of_a_job_on_one_vm_cannot_open_an_evacuation(vm: Vm, witness: st
         with Liar(vm) as liar:
             liar.send(type="finish", start_id=f"i{number}")
             assert "over several VMs" in liar.last_reply()["reason"]
-    report = vm.status()
-    assert (report["generation"], report["state"]) == (generation + 1, "IDLE")
+    until(lambda: vm.status()["generation"] == generation + 1, what="the claim of that start")
+    assert vm.status()["state"] == "IDLE"
     assert not daemon.lines.all(event="evacuation")
     assert len(daemon.lines.all(event="trainer_refused")) == 1  # once a minute, with a count
     vm.start_trainer(script=witness)

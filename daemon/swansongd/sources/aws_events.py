@@ -138,7 +138,8 @@ class AwsScheduledSource(AwsSource):
             notice, event = min(notices, key=lambda item: item[0].deadline_mono_s)
             self._event_id = _text(event, "EventId")
             return PollResult(answer, notice)
-        over |= {_text(event, "EventId"): _over(event) for event in events}
+        # The event may have moved to the history between the two requests.
+        over = {_text(event, "EventId"): how for event in events if (how := _over(event))} | over
         how = over.get(self._event_id, "no longer listed")
         return PollResult(answer, None, withdrawn_because=f"the event is {how}")
 
