@@ -103,7 +103,7 @@ $(STORES): testkit/install_stores.sh $(wildcard requirements/stores/*)
 
 test-stores: $(STAMP) $(STORES)  ## test the stores with further servers: s3rver, Ceph, Azurite, TLS (Node.js with npm, apt of Debian 12; 500 MB, 12 minutes)
 	SWANSONG_STORES="$(FOREIGN)" $(BIN)/python -m pytest --timeout=300 tests/contract/test_store_contract.py \
-		tests/contract/test_store_create.py tests/contract/test_store_table.py tests/contract/test_store_azure.py tests/process/test_foreign_stores.py $(PYTEST_ARGS)
+		tests/contract/test_store_create.py tests/contract/test_store_table.py tests/contract/test_store_azure.py tests/contract/test_store_histories.py tests/process/test_foreign_stores.py $(PYTEST_ARGS)
 
 test-system: $(STAMP)  ## test the image in containers with a real systemd (root, systemd-container, mmdebstrap)
 	$(BIN)/python -m pytest -n 3 --dist worksteal tests/system/nspawn $(PYTEST_ARGS)
