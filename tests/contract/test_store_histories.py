@@ -58,7 +58,7 @@ Files = dict[str, bytes]
 
 
 class PowerCut(Forwarding):
-    """A store that nobody reaches after a number of requests."""
+    """The same store, which refuses all requests after a number of them."""
 
     def __init__(self, store: ObjectStore, requests: float) -> None:
         super().__init__(store)
