@@ -76,9 +76,10 @@ def run(args: argparse.Namespace, destination: Path) -> int:
                 target = RestoreTarget(destination)
                 restored = restore(mirror, here.keys, target, selection, options)
         except NothingToRestore as error:
-            # Only a run that never committed is fresh.  Damaged or missing commits need an operator.
+            # Only a run that never committed is fresh.  Damaged or missing commits need an operator, and a
+            # mirror without a commit proves nothing about the store.
             is_any = args.step is None and args.generation is None and not args.healthy
-            if not args.fresh_ok or skipped or not is_any or not error.is_fresh:
+            if not args.fresh_ok or skipped or source or not is_any or not error.is_fresh:
                 raise
     seconds = time.monotonic() - began_mono_s
     found: dict[str, object] = {"run": run_name, "skipped": skipped, "seconds": round(seconds, 3)}
