@@ -168,7 +168,7 @@ class _Run:
         names = [
             pin.name
             for pin in self._pins.now()
-            if pin.key not in known and (pin.pin is None or pin.pin.ref == ref)
+            if (pin.key not in known if pin.pin is None else pin.pin.ref == ref)
         ]
         if names:
             self._remains(read, f"pin {names[0]}")

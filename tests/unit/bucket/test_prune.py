@@ -266,6 +266,23 @@ def test_a_damaged_pin_keeps_what_it_may_have_meant(store: Clocked, is_known: bo
     assert {v.remains for v in report.verdicts if v.remains} == {"pin paper"}
 
 
+@pytest.mark.fault("G42")
+def test_a_pin_that_replaces_a_damaged_one_counts(store: Clocked) -> None:
+    """The name of a damaged pin is given to another commit while prune decides."""
+    store.put(KEYS.pin("paper"), b"damaged")
+    store.written_unix_s[KEYS.pin("paper")] = NOW_S - 45 * DAY_S
+
+    def replaced(what: str, wanted: str) -> None:
+        if wanted.startswith(KEYS.data) and KEYS.pin("paper") in store.objects:
+            store.before = lambda *_: None
+            del store.objects[KEYS.pin("paper")]
+            pinned(store, 3)
+
+    store.before = replaced
+    run(store)
+    assert store.steps() == {3, 4, 5}
+
+
 @pytest.mark.fault("G40")
 def test_two_prunes_at_once_agree(store: Clocked) -> None:
     """The second one runs within each request of the first; nothing that stays is damaged."""
