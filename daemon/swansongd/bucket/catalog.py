@@ -660,8 +660,9 @@ def _listed(
             if parsed is not None:
                 yield info, parsed
             elif info.key.endswith(UNSIGNED):
-                unsigned.append(info.key.removesuffix(UNSIGNED))
-            elif not is_folder(info):
+                if len(unsigned) < LISTED_MAX:
+                    unsigned.append(info.key.removesuffix(UNSIGNED))
+            elif not is_folder(info) and len(foreign) < LISTED_MAX:
                 foreign.append(info.key)
 
     # A listing has any order; numbers in keys have a fixed width.

@@ -19,6 +19,7 @@ from swansongd.bucket.history import AddedBytes
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pins, StoredPin
 from swansongd.bucket.retention import Candidate, reasons_to_keep
+from swansongd.bucket.survey import claim_ages
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import Opened, opened
 from swansongd.cli.progress import Progress
@@ -80,11 +81,7 @@ def run(args: argparse.Namespace) -> int:
         catalog.expect_run(here.store, here.keys)
         pins = Pins(here.store, here.keys).now()
         rows = rows_of(here, args.newest, is_quiet=args.json)
-        claims = {
-            generation: info.age_s
-            for info in here.store.list(here.keys.generations)
-            if (generation := here.keys.parse_generation(info.key)) is not None
-        }
+        claims, _ = claim_ages(here.store, here.keys)
         _protect(rows, pins, claims, rules)
         if args.json:
             print_json(rows)
