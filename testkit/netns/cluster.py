@@ -142,6 +142,8 @@ class Machine:
                 SWANSONG_SOCKET=str(self.vm.socket),
                 GLOO_SOCKET_IFNAME="eth0",
                 TORCH_CPP_LOG_LEVEL="ERROR",
+                # With the shared store of torch 2.13, gloo may find the addresses of an earlier start.
+                TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1",
                 **environment,
             )
         self.vm.processes.append(process)

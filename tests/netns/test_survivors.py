@@ -42,11 +42,9 @@ def train(cluster: Cluster, count: int) -> list[Process]:
     arguments = ("--resize", "--every-steps", "100000", "--timeout-s", "10")
     machines = cluster.add(count)
     nodes = f"{count - 1}:{count}"
-    # With a shared store, gloo on three VMs finds the addresses of the earlier start.
-    own_store = {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     # Plain processes: below torchrun, a rank in a fork of a warm Python makes no save after its exception.
     trainers = cluster.start(
-        machines, *arguments, nodes=nodes, restarts=3, script=RANK, is_warm=False, **own_store
+        machines, *arguments, nodes=nodes, restarts=3, script=RANK, is_warm=False
     )
     for each in trainers:
         each.lines.wait(120, step=20)

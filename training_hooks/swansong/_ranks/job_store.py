@@ -106,17 +106,19 @@ def wait_for_key(
 
 
 def warn_about_shared_store(ranks: Ranks) -> None:
-    """Warn, once for each VM, if a VM cannot join this torchrun job again after the job has shrunk.
+    """Warn, once for each VM, if restarts of this torchrun job share one store.
 
-    The agents of torch 2.13 share the store of their rendezvous with the ranks.  When a VM returns to a job
-    that has shrunk, the agent on the surviving VM fails at that store, and the job ends.
+    The agents of torch 2.13 share the store of their rendezvous with the ranks.  After a restart, gloo may
+    find the address of an earlier process in it, and that restart fails.  When a VM returns to a job that has
+    shrunk, the agent on the surviving VM fails at that store, and the job ends.
     """
     is_elastic = os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") not in ("", "0")
     shares = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if ranks.nodes > 1 and ranks.local_rank == 0 and is_elastic and shares:
         log.warning(
-            "torchrun shares its store with the ranks: once the job has shrunk, no VM can join it again; set"
-            " TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the environment of torchrun on every VM"
+            "torchrun shares its store with the ranks: a restart may fail with 'Connection refused', and once"
+            " the job has shrunk, no VM can join it again; set TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 in the"
+            " environment of torchrun on every VM"
         )
 
 
