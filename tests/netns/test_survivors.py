@@ -52,7 +52,7 @@ def train(cluster: Cluster, count: int) -> list[Process]:
 
 
 @pytest.mark.fault("N12")
-@pytest.mark.parametrize(("count", "has_network"), [(2, True), (2, False)])
+@pytest.mark.parametrize(("count", "has_network"), [(2, False), (3, True)])
 def test_a_vm_that_disappears_costs_the_job_no_step(
     cluster: Cluster, count: int, has_network: bool
 ) -> None:
