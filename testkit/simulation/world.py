@@ -653,7 +653,9 @@ class World:
     def _loadable(self) -> list[Point]:
         """The states that a start on this VM may load from staging."""
         # No start loads a set without a place among the commits: its start was overtaken before its claim.
-        overtaken = {s.id for s in self.state.starts.known if not s.is_open and s.generation is None}
+        overtaken = {
+            s.id for s in self.state.starts.known if not s.is_open and s.generation is None
+        }
         here = [each for each in (*self.staging, *self.adopted) if each.id.start not in overtaken]
         nonces = [staged.id.nonce for staged in here]
         return [self.witness.sets[nonce] for nonce in nonces if nonce not in self.rejected]

@@ -171,22 +171,30 @@ def test_sigterm_ends_the_process_and_the_scripts_handler_comes_first(
 
 
 SUBGROUPS = """
-import torch, torch.distributed as dist
+import sys, torch, torch.distributed as dist
 from swansong._ranks.agreement import Ranks
 from swansong.torch import TrainingState
 from torch import nn
-from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+class Fails(nn.Module):
+    def forward(self, _input):
+        raise RuntimeError("a collective has failed")
+
 dist.init_process_group("fake", rank=0, world_size=4, store=FakeStore())
-model = nn.Linear(4, 4)
+model = nn.Sequential(nn.Linear(4, 4), Fails())
 {wrap}
 state = TrainingState(model)
 state.ranks = Ranks(rank=0, world_size=4)
 state.rehearse()
 state.note_boundary()
+try:
+    model(torch.ones(2, 4))
+except RuntimeError as error:
+    print(error, file=sys.stderr)
 _, missing = state.snapshot_without([2, 3], Ranks(rank=0, world_size=2))
 print(*missing, sep="\\n")
 """
@@ -198,14 +206,22 @@ print(*missing, sep="\\n")
         ("model = DistributedDataParallel(model)", True),
         ("model = DistributedDataParallel(model, process_group=dist.new_group([0, 1]))", False),
         ("fully_shard(model, mesh=DeviceMesh('cpu', [0, 1]))", False),
+        (
+            "fully_shard(model, mesh=init_device_mesh('cpu', (2, 2), mesh_dim_names=('copy', 'shard')))",
+            True,
+        ),
     ],
 )
 def test_a_model_on_some_ranks_of_the_job_is_refused(
     warm_python: str, wrap: str, is_whole: bool
 ) -> None:
-    """The lost ranks of a pipeline hold a stage that the living ranks do not know."""
+    """The lost ranks of a pipeline hold a stage that the living ranks do not know.
+
+    A failure in the forward pass leaves the parameters of ``fully_shard`` gathered, and changes nothing.
+    """
     found = run_python(SUBGROUPS.format(wrap=wrap), warm_python)
     assert not found.returncode, found.stderr
+    assert "a collective has failed" in found.stderr
     assert ("the counterpart of model" in found.stdout) is not is_whole
     assert bool(found.stdout.strip()) is not is_whole
 

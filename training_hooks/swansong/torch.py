@@ -62,7 +62,7 @@ from swansong._torch.objects import (
 )
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
-from swansong._torch.sharding import is_sharded, reshard, writers
+from swansong._torch.sharding import is_sharded, writers
 from swansong.protocol import PREFIXES_MAX, rank_directory
 from swansong.state import decode_tree
 
@@ -264,7 +264,8 @@ class TrainingState:
         """
         for item in self._objects.values():
             if isinstance(item, torch.nn.Module):
-                reshard(item)
+                # fully_shard then holds shards again; its reshard() does nothing within a forward pass.
+                item.state_dict()
         missing = self._held_by_one_rank() + self._held_by_subgroups()
         self._lost, self.ranks = frozenset(lost), ranks
         assert self._last_boundary is not None

@@ -49,16 +49,6 @@ def is_written_here(tensor: Any, lost: Collection[int] = ()) -> bool:
     return here == next((rank for rank in equal.flatten().tolist() if rank not in lost), None)
 
 
-def reshard(module: torch.nn.Module) -> None:
-    """Free the whole parameters that ``fully_shard`` gathers during a step, so that the shards remain."""
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    for each in module.modules():
-        if isinstance(each, fsdp.FSDPModule):
-            each.reshard()
-
-
 def ranks_of_lost_parts(tensor: Any, lost: Collection[int]) -> list[int]:
     """Return those of the ``lost`` ranks whose part of a DTensor no other rank holds."""
     ranks = tensor.device_mesh.mesh
