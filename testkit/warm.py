@@ -407,7 +407,8 @@ def _main() -> None:
         _run(main)
     except SystemExit as ended:
         _end(ended.code)
-    except BaseException:
+    except BaseException as error:
+        sys.last_value = error  # as Python does for functions that atexit calls
         sys.excepthook(*sys.exc_info())
         _end(1)
     _end(0)

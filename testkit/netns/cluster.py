@@ -113,17 +113,16 @@ class Machine:
         endpoint: str,
         restarts: int = 0,
         script: Path = TRAINER,
-        is_warm: bool = True,
         **environment: str,
     ) -> Process:
-        """Start this VM's part of the job; with ``is_warm``, as forks of a warm Python."""
+        """Start this VM's part of the job, as forks of a warm Python."""
         settings = {
             "is_host": int(endpoint == self.address),
             "last_call_timeout": 3,
             "keep_alive_interval": 1,
             "keep_alive_max_attempt": 3,
         }
-        warm = python_of(os.environ["SWANSONG_TEST_WARM"], "torch") if is_warm else None
+        warm = python_of(os.environ["SWANSONG_TEST_WARM"], "torch")
         rendezvous = ",".join(f"{name}={value}" for name, value in settings.items())
         command = [
             *(sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1"),
@@ -131,7 +130,7 @@ class Machine:
             *(f"--rdzv-endpoint={endpoint}:{RENDEZVOUS_PORT}", "--rdzv-id=job"),
             *(f"--local-addr={self.address}", "--monitor-interval=0.2"),
             f"--rdzv-conf={rendezvous}",
-            *(["--no-python", warm] if warm else []),
+            *("--no-python", warm),
             *(str(script), *arguments),
         ]
         with self.namespace.inside():
@@ -205,7 +204,6 @@ class Cluster:
         nodes: str = "",
         restarts: int = 0,
         script: Path = TRAINER,
-        is_warm: bool = True,
         **environment: str,
     ) -> list[Process]:
         """Start a job on these VMs; the first one hosts the rendezvous."""
@@ -216,7 +214,6 @@ class Cluster:
                 endpoint=machines[0].address,
                 restarts=restarts,
                 script=script,
-                is_warm=is_warm,
                 **environment,
             )
             for machine in machines

@@ -42,10 +42,7 @@ def train(cluster: Cluster, count: int) -> list[Process]:
     arguments = ("--resize", "--every-steps", "100000", "--timeout-s", "10")
     machines = cluster.add(count)
     nodes = f"{count - 1}:{count}"
-    # Plain processes: below torchrun, a rank in a fork of a warm Python makes no save after its exception.
-    trainers = cluster.start(
-        machines, *arguments, nodes=nodes, restarts=3, script=RANK, is_warm=False
-    )
+    trainers = cluster.start(machines, *arguments, nodes=nodes, restarts=3, script=RANK)
     for each in trainers:
         each.lines.wait(120, step=20)
     return trainers
