@@ -974,6 +974,10 @@ class World:
             else:
                 self.at(0.3, lambda: self._rolled_back(trainer, point, chosen, give_up_s))
             return
+        life = self.life
+        self.step(self._scan_result())
+        if life != self.life or trainer is not self.trainer:
+            return
         later = [s.id.nonce for s in self.staging if s.id.step > point.step]
         self.rejected.update(later)
         here = [s.id.nonce for s in self.staging]
@@ -1049,7 +1053,9 @@ class World:
     def _saves_by_itself(self, trainer: Trainer) -> None:
         if not trainer.has_hooks:
             self._process_saves(trainer)
-        elif all(rank.knows_start for rank in trainer.ranks) and not trainer.is_saving:
+        elif (
+            all(rank.knows_start and rank.life for rank in trainer.ranks) and not trainer.is_saving
+        ):
             self._seal(self._new_set(trainer.step))
 
     def _process_saves(self, trainer: Trainer) -> None:

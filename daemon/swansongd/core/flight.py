@@ -212,10 +212,10 @@ def _change_flight(transition: Transition) -> None:
     data_left_s = transition.left_s - reserve_s
     if transition.left_s <= 0:  # the VM has outlived its deadline: whatever still arrives counts
         data_left_s = math.inf
-    answer = state.answer if state.evacuation.verdict is None else state.follow_up_answer
-    if answer is not None and not state.is_covered(answer):
+    for answer in (state.answer, state.follow_up_answer):
         # A trainer that continues may seal newer sets: they wait until this one is committed.
-        candidates = tuple(c for c in candidates if c.order <= state.order(answer))
+        if answer is not None and not state.is_covered(answer):
+            candidates = tuple(c for c in candidates if c.order <= state.order(answer))
     wanted = planner.choose(
         candidates,
         left_s=data_left_s,

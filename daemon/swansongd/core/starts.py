@@ -325,7 +325,8 @@ def _adopting(
     own = [start for start in state.starts.known if not start.has_hooks and start.is_of_boot]
     ids = [start.id for start in own if start.process_ns <= written_ns]
     if len(ids) < len(own):  # written before the newest process began
-        return ids[-1] if ids else ""
+        is_next = bool(ids) and (is_early or not _is_back(state, staged, ids[-1], known))
+        return ids[-1] if is_next else ""
     ids = ids or [f"{PROCESS_PREFIX}{state.settings.vm}"]
     later = [each for each in known if _written_ns(each) > written_ns]
     start_id = _recorded(staged, ids, later) if is_early else ids[-1]

@@ -165,6 +165,9 @@ def _remembered(
         return verdict, reason
     if _MERIT[earlier[0]] <= _MERIT[verdict]:
         return verdict, reason
+    newest = state.commits.last_complete
+    if newest is not None and newest.generation > (start.generation or newest.generation):
+        return verdict, reason  # another VM has continued the run meanwhile
     return earlier[0], f"as before the daemon's restart; {reason}"
 
 

@@ -14,12 +14,14 @@ from swansongd.core.events import (
     FlushFailed,
     FlushProgress,
     Rescan,
+    StartBegun,
     StartFlush,
+    TrainerFailed,
 )
 from swansongd.core.flight import EARLY_EVERY_S, RETRY_URGENT_S
 from swansongd.core.planner import BANDWIDTH_MEMORY_S
 from swansongd.core.state import Flight
-from swansongd.model import CheckpointId, CommitRef, Severity, Staged, StagedFile
+from swansongd.model import CheckpointId, CommitRef, Parent, Severity, Staged, StagedFile
 
 from testkit.story import MIB, Story, a_set, shards_of
 
@@ -428,3 +430,27 @@ def test_a_set_with_obsolete_references_is_flushed_again() -> None:
     story.committed()
     assert story.state.commits.last is not None
     assert story.state.commits.last.step == 5
+
+
+def test_newer_sets_never_replace_the_answer_that_can_improve_a_verdict() -> None:
+    """The notice was PARTIAL at first; training that continues would otherwise keep any flush from ending."""
+    story = Story()
+    story.join()
+    story.starts(0)
+    story.seal(10)
+    story.store_all()
+    story.notice(60)
+    story.tell(TrainerFailed(1, story.request_id, "a rank hangs"))
+    story.leave()
+    assert story.conclude() == ["PARTIAL generation 2 step 10"]
+    story.join(2, pid=200, start_id="b")
+    story.starts(10, 2, start_id="b", parent=Parent("a", 10))
+    story.accept(11, 2)
+    story.answer(12, connection=2)
+    story.tell(StartBegun(2, "b~1"))
+    for step in (15, 18, 21):
+        story.wait(1)
+        story.seal(step, f"later{step}", start_id="b~1")
+    assert story.flushes[-1] == 12
+    story.store_all()
+    assert story.verdicts[-1] == "SAFE generation 3 step 12"

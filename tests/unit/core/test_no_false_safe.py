@@ -160,3 +160,24 @@ def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:
     story.wait(0.1)
     assert story.all(Exit)
     assert story.state.commits.last_complete == CommitRef(2, 880)
+
+
+@pytest.mark.parametrize("is_taken_over", [False, True])
+def test_a_restarted_daemon_repeats_safe_unless_another_vm_has_continued_the_run(
+    is_taken_over: bool,
+) -> None:
+    """The next VM then resumes from the commit of that other VM, of which this training knows nothing."""
+    story = committed(5, at=6)
+    story.notice(60)
+    story.accept(6)
+    story.answer(7)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 7"]
+    (live,) = story.state.notices.live.values()
+    after = story.restarted(newest=CommitRef(3, 8) if is_taken_over else None)
+    after.tell(NoticeRaised(live))
+    after.join(step=9)
+    after.accept(9)
+    after.leave()
+    expected = "PARTIAL generation 3 step 8" if is_taken_over else "SAFE generation 2 step 7"
+    assert after.conclude()[-1] == expected

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 from swansongd.core import resume
-from swansongd.core.events import Prune, SignalSent, SignalTrainer, StartBegun
+from swansongd.core.events import ProcessFound, Prune, SignalSent, SignalTrainer, StartBegun
 from swansongd.model import CommitRef, Start
 
 from testkit.story import Story
@@ -62,6 +62,22 @@ def test_a_verdict_is_recorded_for_the_start_that_it_is_about() -> None:
     assert story.verdicts == ["SAFE generation 2 step 12"]
     (notice,) = story.state.notices.live.values()
     assert notice.verdict_start == "process-a"
+
+
+@pytest.mark.fault("H01", "T09")
+def test_a_set_of_a_process_that_went_back_before_it_ended_answers_for_nothing() -> None:
+    """It has the step of a commit and another state, and the next process is seen before the set."""
+    story = Story(signals_trainer=True)
+    story.process("process-a", pid=900)
+    story.seal(2, "two", framework="checkpoint-n", written_ns=1)
+    story.seal(4, "four", framework="checkpoint-n", written_ns=2)
+    story.store_all()
+    story.notice()
+    story.tell(SignalSent(story.last(SignalTrainer).request_id, 900))
+    story.now += 2
+    story.tell(ProcessFound("process-b", 901, started_wall_ns=10))
+    story.seal(4, "again", framework="checkpoint-n", written_ns=5)
+    assert story.conclude() == ["PARTIAL generation 2 step 4"]
 
 
 def test_a_set_whose_start_has_yet_to_claim_is_the_newest() -> None:
