@@ -252,13 +252,35 @@ def test_a_flood_of_connections_is_slowed_down(rig: Rig, monkeypatch: pytest.Mon
 
 @pytest.mark.fault("OM02")
 def test_an_address_that_is_taken_is_tried_again(rig: Rig, tmp_path: Path) -> None:
-    """The metrics start as soon as the other process has ended."""
+    """The metrics start as soon as the other process has ended; until then the failure names it."""
     with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
-        served = rig.serve(ListenAddress(host="127.0.0.1", port=other.getsockname()[1]))
+        address = ListenAddress(host="127.0.0.1", port=other.getsockname()[1])
+        served = rig.serve(address)
+        until(lambda: served.failure, what="the failure")
         assert not served.served_at
+        assert f"process {os.getpid()} (" in served.failure
+        assert served.report() == {"address": str(address), "failure": served.failure}
     assert scrape(served)[0] == 200
+    assert served.report() == {"address": str(address), "failure": None}
+
+
+def test_no_other_process_shares_the_port(rig: Rig) -> None:
+    """Not at the same address, and not at an address that includes it."""
+    served = rig.serve()
+    port = int(until(lambda: served.served_at, what="the metrics").rpartition(":")[2])
+    for family, host in (
+        (socket.AF_INET, "127.0.0.1"),
+        (socket.AF_INET, "0.0.0.0"),
+        (socket.AF_INET6, "::"),
+    ):
+        with socket.socket(family) as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            with pytest.raises(OSError, match="Address already in use"):
+                other.bind((host, port))
 
 
 @pytest.mark.fault("OM02")
