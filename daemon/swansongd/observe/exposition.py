@@ -21,6 +21,7 @@ from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from prometheus_client import generate_latest
@@ -44,6 +45,7 @@ _POLL_S = 0.5
 _ROOM_S = 0.5
 """Time in which the thread of a connection that was ended gives its place to a new one."""
 _FAULT_LINE_EVERY_S = 60.0
+_OPENMETRICS = "application/openmetrics-text"
 
 _log = structlog.get_logger(__name__)
 
@@ -226,6 +228,16 @@ class _Handler(MetricsHandler):
         return head
 
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+        try:
+            urlsplit(self.path)
+        except ValueError:
+            self.send_error(400)
+            return
+        # The library fails at versions that it cannot compare, and repeats the client's text in its answer.
+        accepted = self.headers.get("Accept", "")
+        del self.headers["Accept"]
+        if _OPENMETRICS in accepted:
+            self.headers["Accept"] = _OPENMETRICS
         try:
             super().do_GET()
         except Exception as error:
