@@ -1,11 +1,14 @@
 # SPDX-License-Identifier: Apache-2.0
 """``swansongd`` as another user: ``python daemon_as.py UID GID --config FILE``, started as root.
 
+As in its unit, it has the capability ``CAP_KILL`` and would pass it on to the programs that it starts.
+
 The interpreter may be readable only for root, so all modules are imported before the user changes.
 """
 
 from __future__ import annotations
 
+import ctypes
 import importlib
 import os
 import pkgutil
@@ -13,6 +16,9 @@ import sys
 
 import swansongd
 from swansongd.cli import daemon
+
+CAP_KILL, CAPABILITY_VERSION_3 = 5, 0x20080522
+PR_SET_KEEPCAPS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 8, 47, 2
 
 
 def preload() -> None:
@@ -23,11 +29,22 @@ def preload() -> None:
         importlib.import_module(name)
 
 
+def become(uid: int, gid: int) -> None:
+    """Change the user, and keep ``CAP_KILL`` as ``AmbientCapabilities=`` does."""
+    libc = ctypes.CDLL(None)
+    os.setgroups([gid])
+    os.setresgid(gid, gid, gid)
+    libc.prctl(PR_SET_KEEPCAPS, 1, 0, 0, 0)
+    os.setresuid(uid, uid, uid)
+    kill = 1 << CAP_KILL
+    sets = (ctypes.c_uint32 * 6)(kill, kill, kill, 0, 0, 0)  # effective, permitted, inheritable
+    assert libc.capset((ctypes.c_uint32 * 2)(CAPABILITY_VERSION_3, 0), sets) == 0
+    assert libc.prctl(PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE, CAP_KILL, 0, 0) == 0
+
+
 if __name__ == "__main__":
     uid, gid = int(sys.argv[1]), int(sys.argv[2])
     preload()
-    os.setgroups([gid])
-    os.setresgid(gid, gid, gid)
-    os.setresuid(uid, uid, uid)
+    become(uid, gid)
     os.umask(0o077)
     daemon.main(sys.argv[3:])

@@ -177,6 +177,7 @@ class Service:
             own_fd=self._staging.own_fd,
             boot_id=boot_id,
             training=lambda: self._accounting.training,
+            metrics_failure=lambda: "" if self._metrics is None else self._metrics.failure,
         )
         uids = users.uids_of(config.trainer.users)
         self._signal_sender = open_sender(config.trainer, uids, boot_id, self._post)
@@ -516,6 +517,7 @@ class Service:
             loss=storage.ledger.figures,
             log_lines_dropped=logs.dropped(),
             notifications=None if self._notifications is None else self._notifications.report(),
+            metrics=None if self._metrics is None else self._metrics.report(),
         )
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import secrets
 import socket
 import sys
@@ -49,7 +50,8 @@ class Site(Vm):
             disk,
             {"url": f"file://{self.bucket}"},
             settings={
-                "trainer": {"users": [TRAINER], "socket": str(disk / "runtime" / "trainer.sock")}
+                "trainer": {"users": [TRAINER], "socket": str(disk / "runtime" / "trainer.sock")},
+                "notify": {"exec": ["/bin/grep", "^Cap", "/proc/self/status"]},
             },
         )
         self.socket = disk / "runtime" / "trainer.sock"
@@ -114,6 +116,24 @@ class Site(Vm):
 def site() -> Iterator[Site]:
     with place_for_all(0) as disk, Site(disk) as made:
         yield made
+
+
+def capabilities(status: str) -> dict[str, int]:
+    """The sets of a process by their names in ``/proc/PID/status``; the log escapes white space."""
+    found = re.findall(r"(Cap\w{3}):(?:\s|\\t)([0-9a-f]{16})", status)
+    return {name: int(mask, 16) for name, mask in found}
+
+
+def test_a_program_of_the_operator_gets_no_capability_of_the_daemon(site: Site) -> None:
+    """The daemon may signal processes of other users; nothing that ``notify.exec`` starts may."""
+    daemon = site.start_daemon()
+    kill = 1 << 5
+    own = capabilities(Path("/proc", str(daemon.pid), "status").read_text())
+    assert (own["CapEff"], own["CapPrm"]) == (kill, kill)
+    assert site.swansong("notify", "--in", "60s").returncode == 0
+    child = capabilities(daemon.lines.wait(event="notification_command", exit_code=0)["output"])
+    # The inheritable set alone gives nothing: no file of the system names the capability.
+    assert (child["CapEff"], child["CapPrm"], child["CapAmb"]) == (0, 0, 0)
 
 
 def size_of_tree(path: str) -> int:

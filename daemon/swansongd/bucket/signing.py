@@ -15,7 +15,7 @@ import hashlib
 import hmac
 import os
 import stat
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -128,19 +128,20 @@ class SignedStore(Forwarding):
         return replace(info, key=info.key + UNSIGNED)
 
 
-def load(path: Path, *, owners: Collection[int] | None) -> SigningKey:
-    """Read the key: all bytes of the file, including a line feed at the end.
+def load(path: Path | None) -> SigningKey | None:
+    """Read the key: all bytes of the file, including a line feed at the end.  None without a file.
 
-    Args:
-        owners: user ids that may own the file; None accepts all.
+    The owner is not checked: of a private file of another user, only root gets this far.
 
     Raises:
         ConfigError: the file cannot be read, is not private, or has too few or too many bytes.
     """
+    if path is None:
+        return None
     try:
         directory_fd = openat.open_directory(os.path.realpath(path.parent))
         try:
-            fd = openat.open_file(path.name, dir_fd=directory_fd, owners=owners)
+            fd = openat.open_file(path.name, dir_fd=directory_fd)
         finally:
             os.close(directory_fd)
         with os.fdopen(fd, "rb") as file:

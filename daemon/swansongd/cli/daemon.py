@@ -14,6 +14,7 @@ import structlog
 import swansongd
 from swansongd.config.config import DEFAULT_PATH, load
 from swansongd.errors import ConfigError, SwansongError
+from swansongd.host import capabilities
 from swansongd.observe import log
 from swansongd.service import Service
 
@@ -62,6 +63,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(path: Path) -> int:
+    capabilities.keep_from_children()
     config = load(path)
     log.configure(config.log.format, config.log.level)
     return Service(config).run()

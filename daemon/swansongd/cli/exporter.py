@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import sys
 import threading
@@ -16,7 +15,7 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from swansongd.bucket import signing
-from swansongd.bucket.signing import SigningKey, signed
+from swansongd.bucket.signing import signed
 from swansongd.cli.common import run_argument
 from swansongd.cli.prices import add_prices, prices_of
 from swansongd.config import values
@@ -152,7 +151,7 @@ def _readers(
     healths: dict[str, StoreHealth] = {}
     readers = []
     for each in watched:
-        key = _signing_key(each.store.signing_key_file)
+        key = signing.load(each.store.signing_key_file)
         store = signed(open_store(each.store, connections=CONNECTIONS), key)
         mirror = open_mirror(each.mirror, connections=CONNECTIONS)
         source = Source(
@@ -176,11 +175,6 @@ def _readers(
             )
         )
     return readers, list(healths.values())
-
-
-def _signing_key(key_file: Path | None) -> SigningKey | None:
-    owners = None if os.geteuid() == 0 else {0, os.geteuid()}
-    return None if key_file is None else signing.load(key_file, owners=owners)
 
 
 def _watched(args: argparse.Namespace) -> tuple[WatchedStore, ...]:

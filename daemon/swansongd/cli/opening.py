@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 import signal
 import threading
 from collections.abc import Iterator
@@ -69,10 +68,7 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     )
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(store, own, config.run.name)
-    key_file = config.store.signing_key_file
-    # The daemon's user owns the key.  Root, who restores as well, accepts any owner.
-    owners = None if os.geteuid() == 0 else {0, os.geteuid()}
-    key = None if key_file is None else signing.load(key_file, owners=owners)
+    key = signing.load(config.store.signing_key_file)
     budget_s = _CALL_BUDGET_S if config.mirror.url is None else _CALL_BUDGET_WITH_MIRROR_S
     stop = threading.Event()
     before = {}

@@ -17,6 +17,7 @@ from swansongd.doctor import (
     host,
     image,
     inside,
+    metrics,
     sandbox,
     trainers,
 )
@@ -133,6 +134,7 @@ def _vm_findings(
         yield from map(checked.note, findings)
     yield from checked.run(trainers.needed_checks(config, path))
     yield from checked.run(daemon.checks(config, path, fetch_report, by_systemd=by_systemd))
+    yield from checked.run(metrics.address_checks(config, path, fetch_report))
     yield from checked.run(trainers.checks(config, path, user, fetch_report, by_systemd=by_systemd))
 
 

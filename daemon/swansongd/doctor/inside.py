@@ -84,7 +84,7 @@ def checks(config: Config, options: Options) -> Iterator[Check]:
     )
     yield from mirror.checks(config, options.config)
     yield from staging.checks(config, daemon)
-    yield from metrics.checks(config, options.config)
+    yield from metrics.textfile_checks(config)
     yield from notifications.checks(config, options.config, send=options.send_notification)
 
 

@@ -1,61 +1,76 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of ``[metrics]``: the address answers or is free, and the textfile can be written."""
+"""Checks of ``[metrics]``: the daemon serves the address or could, and the textfile can be written.
+
+None of them is a failure: checkpoints do not depend on metrics.
+"""
 
 from __future__ import annotations
 
-import http.client
 import os
 import socket
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from swansongd.config.config import Config
 from swansongd.config.values import ListenAddress
 from swansongd.doctor import fixes
 from swansongd.doctor.accounts import DAEMON_USER, account
+from swansongd.doctor.daemon import FetchReport
 from swansongd.doctor.findings import Check, Judgement, ok, warning
+from swansongd.errors import Unreachable
+from swansongd.util import listeners
 
 FAMILY = "metrics"
-_TIMEOUT_S = 3.0
-_ANSWER_BYTES_MAX = 2**20
 
 
-def checks(config: Config, path: Path) -> Iterator[Check]:
-    """The checks of what is configured.  None of them is a failure: checkpoints do not depend on them.
+def address_checks(config: Config, path: Path, fetch_report: FetchReport) -> Iterator[Check]:
+    """The check of ``metrics.listen``.  Root also sees which process has taken the address.
 
     Args:
         config: of the daemon.
         path: of the configuration.
+        fetch_report: returns the report of the daemon on a socket; raises Unreachable.
     """
-    listen, textfile = config.metrics.listen, config.metrics.textfile
+    listen = config.metrics.listen
     if listen is not None:
         yield Check(
             family=FAMILY,
             name="metrics address",
-            judge=lambda: judge_address(listen, config.run.name, fixes.edit(path)),
+            judge=lambda: judge_address(
+                listen, lambda: fetch_report(config.trainer.socket), fixes.edit(path)
+            ),
         )
+
+
+def textfile_checks(config: Config) -> Iterator[Check]:
+    """The check of ``metrics.textfile``, which must run as the daemon."""
+    textfile = config.metrics.textfile
     if textfile is not None:
         yield Check(
             family=FAMILY, name="metrics textfile", judge=lambda: judge_directory(textfile.parent)
         )
 
 
-def judge_address(listen: ListenAddress, run: str, edit: str) -> Judgement:
-    """Whether the daemon answers there, or could."""
+def judge_address(
+    listen: ListenAddress, report: Callable[[], Mapping[str, Any]], edit: str
+) -> Judgement:
+    """Whether the daemon serves its metrics there, or could.
+
+    The daemon itself reports it, on its own socket: any process can answer a scrape with forged metrics.
+    """
+    try:
+        metrics = report().get("metrics")
+    except Unreachable:
+        return _judge_free(listen, edit)
+    if metrics is None:
+        return warning("the daemon was started without metrics.listen", fixes.restart())
+    if metrics.get("failure"):
+        return _not_served(listen, str(metrics["failure"]), edit)
     if not listen.is_local:
         return warning(f"{listen}: other machines can read the metrics, without a password", edit)
-    try:
-        answer = _scraped(listen)
-    except (FileNotFoundError, ConnectionRefusedError):
-        return _judge_free(listen, edit)
-    except (OSError, http.client.HTTPException) as error:
-        return warning(f"{listen}: another program listens there ({error!s:.100})", edit)
-    if b"swansong_build_info{" not in answer:
-        return warning(f"{listen}: another program listens there", edit)
-    if f'run="{run}"'.encode() not in answer:
-        return warning(f"{listen}: the daemon of another run listens there", edit)
-    return ok(f"{listen}: the daemon serves its metrics")
+    return ok(f"{metrics.get('address')}: the daemon serves its metrics")
 
 
 def _judge_free(listen: ListenAddress, edit: str) -> Judgement:
@@ -67,27 +82,19 @@ def _judge_free(listen: ListenAddress, edit: str) -> Judgement:
         family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
         socket.create_server((listen.host, listen.port), family=family).close()
     except OSError as error:
-        return warning(f"listening at {listen} failed: {error.strerror}", edit)
+        return _not_served(listen, error.strerror or "unknown error", edit)
     return ok(f"{listen} is free")
 
 
-def _scraped(listen: ListenAddress) -> bytes:
-    """The answer at this address.
-
-    Raises:
-        OSError: no program answers there.
-        HTTPException: the answer is not HTTP.
-    """
-    kind = socket.AF_UNIX if listen.path is not None else socket.AF_INET
-    if ":" in listen.host:
-        kind = socket.AF_INET6
-    connection = http.client.HTTPConnection("localhost")
-    with socket.socket(kind) as client:
-        client.settimeout(_TIMEOUT_S)
-        client.connect(os.fspath(listen.path) if listen.path else (listen.host, listen.port))
-        connection.sock = client
-        connection.request("GET", "/metrics")
-        return connection.getresponse().read(_ANSWER_BYTES_MAX)
+def _not_served(listen: ListenAddress, reason: str, edit: str) -> Judgement:
+    who = "" if listen.path is not None else listeners.holder(listen.host, listen.port)
+    if not who:
+        return warning(f"{listen}: {reason}", edit)
+    return warning(
+        f"{who} listens at {listen}: Prometheus gets the metrics of that process. Stop it, or name another "
+        "address in metrics.listen",
+        edit,
+    )
 
 
 def judge_directory(directory: Path) -> Judgement:

@@ -95,7 +95,7 @@ def checks(
         return
     own = config.staging.path / config.run.name / OWN_DIRECTORY
     expect_recorded_store(where, own, config.run.name)
-    probe = _Probe(where, config, path, _signing_key(config, daemon), operator_file)
+    probe = _Probe(where, config, path, _signing_key(config), operator_file)
     if isinstance(where, (S3Store, GcsStore, AzureStore)):
         yield probe.check(
             "credentials", probe.credentials, needs="network", limit_s=_LIMIT_CREDENTIALS_S
@@ -335,11 +335,10 @@ def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) 
     )
 
 
-def _signing_key(config: Config, daemon: Account) -> SigningKey | None:
+def _signing_key(config: Config) -> SigningKey | None:
     """The daemon's key; None without a key or with an invalid one, which another check reports."""
-    key_file = config.store.signing_key_file
     try:
-        return None if key_file is None else signing.load(key_file, owners={0, daemon.uid})
+        return signing.load(config.store.signing_key_file)
     except ConfigError:
         return None
 
@@ -350,7 +349,7 @@ def judge_signing_key(path: Path, account: Account) -> Judgement:
     own = fixes.as_root(f"chown {account.name}: {key}")
     fix = fixes.then(own, fixes.as_root(f"chmod 0400 {key}"), fixes.restart())
     try:
-        signing.load(path, owners={0, account.uid})
+        signing.load(path)
     except ConfigError as error:
         return failure(str(error), fix)
     if not account.may("r", path):

@@ -4,19 +4,17 @@
 from __future__ import annotations
 
 import math
-import os
 import threading
 import time
 from collections.abc import Callable
 from datetime import UTC, datetime
-from pathlib import Path
 
 import structlog
 
 from swansongd.bucket import locks, signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.signing import SigningKey, signed
+from swansongd.bucket.signing import signed
 from swansongd.config.config import Config
 from swansongd.core import limits
 from swansongd.core.events import Event, Flushed, FlushFailed
@@ -85,7 +83,7 @@ class Storage:
         self.bytes_referenced = 0
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
         self.keys = RunKeys(config.run.name)
-        key = _signing_key(config.store.signing_key_file)
+        key = signing.load(config.store.signing_key_file)
         mirror = open_mirror(config.mirror)
         if mirror is not None:
             mirror = signed(mirror, key)
@@ -240,10 +238,6 @@ class Storage:
                 self.bytes_referenced += event.bytes_referenced
                 _log.info("shards_referenced", bytes_referenced=event.bytes_referenced)
         self._post(event)
-
-
-def _signing_key(key_file: Path | None) -> SigningKey | None:
-    return None if key_file is None else signing.load(key_file, owners={0, os.geteuid()})
 
 
 def utc_now() -> str:

@@ -50,6 +50,7 @@ class Notifier:
         record: remembers what earlier daemons of this boot have sent.
         settle_s: see :data:`SETTLE_S`.
         training: returns the progress of the training; by default there is none.
+        metrics_failure: returns why ``metrics.listen`` is not served.
     """
 
     def __init__(
@@ -61,6 +62,7 @@ class Notifier:
         record: Record,
         settle_s: float = SETTLE_S,
         training: Callable[[], Training] = Training,
+        metrics_failure: Callable[[], str] = str,
     ) -> None:
         origin = Origin(run=run, vm=vm, host=platform.node())
         self._config = config
@@ -71,6 +73,7 @@ class Notifier:
         self._watch = Watch(settle_s, {each for each in record.begun if each not in GROUPS})
         self._settle_s = settle_s
         self._training = training
+        self._metrics_failure = metrics_failure
         self._answered_mono_s: dict[str, float] = {}
         self._latest: tuple[State, float] | None = None
         self._stretch: Stretch | None = None
@@ -158,7 +161,13 @@ class Notifier:
         state, _ = self._latest
         now_mono_s = time.monotonic()
         step = self._training().step
-        due = self._watch.look(state, step=step, now_mono_s=now_mono_s, wall_s=time.time())
+        due = self._watch.look(
+            state,
+            step=step,
+            now_mono_s=now_mono_s,
+            wall_s=time.time(),
+            metrics_failure=self._metrics_failure(),
+        )
         for made in due:
             self._put(made)
         told = frozenset[str]() if self._webhook is None else self._webhook.open
@@ -185,6 +194,7 @@ class Notifier:
             decided_mono_s=decided_mono_s,
             now_mono_s=time.monotonic(),
             heartbeat_interval_s=self._config.heartbeat_interval_s,
+            metrics_failure=self._metrics_failure(),
         )
 
 
@@ -196,9 +206,17 @@ def open_notifier(
     own_fd: int,
     boot_id: str,
     training: Callable[[], Training],
+    metrics_failure: Callable[[], str],
 ) -> Notifier | None:
     """The notifier of the configuration; None if there is nothing to notify."""
     if not (config.has_webhook or config.has_heartbeat or config.exec):
         return None
     record = Record(own_fd, boot_id=boot_id)
-    return Notifier(config, run=run, vm=vm, record=record, training=training)
+    return Notifier(
+        config,
+        run=run,
+        vm=vm,
+        record=record,
+        training=training,
+        metrics_failure=metrics_failure,
+    )

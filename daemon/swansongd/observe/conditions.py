@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Problems that last: a stalled trainer, a blind source, a negative margin.  Pure.
+"""Problems that last: a stalled trainer, a blind source, a negative margin, unserved metrics.  Pure.
 
 They are found in a state, and not in a transition, so a restart of the daemon neither repeats nor loses their
 begin and their end.
@@ -46,13 +46,15 @@ class Condition:
         )
 
 
-def conditions(state: State, step: int) -> dict[str, Condition]:
+def conditions(state: State, step: int, metrics_failure: str = "") -> dict[str, Condition]:
     """The known conditions by group.  One that is absent is unknown: its last value remains.
 
     Args:
         step: newest one that training has completed.
+        metrics_failure: why ``metrics.listen`` is not served.
     """
     found = {f"blind/{name}": made for name, made in _blind(state).items()}
+    found["metrics"] = _metrics(metrics_failure)
     stall = _stall(state, step)
     if stall is not None:
         found["stall"] = stall
@@ -81,6 +83,18 @@ def _blind(state: State) -> dict[str, Condition]:
             importance=Importance.ERROR,
         )
     return found
+
+
+def _metrics(failure: str) -> Condition:
+    return Condition(
+        kind=Kind.METRICS,
+        holds=bool(failure),
+        summary=f"The metrics are not served, do not trust what Prometheus shows: {failure}"
+        if failure
+        else "The metrics are served again",
+        reason=failure,
+        importance=Importance.ERROR,
+    )
 
 
 def _stall(state: State, step: int) -> Condition | None:
@@ -129,15 +143,21 @@ class Watch:
     _changed_mono_s: dict[str, float] = field(default_factory=dict)
 
     def look(
-        self, state: State, *, step: int, now_mono_s: float, wall_s: float
+        self,
+        state: State,
+        *,
+        step: int,
+        now_mono_s: float,
+        wall_s: float,
+        metrics_failure: str = "",
     ) -> list[Notification]:
         """The notifications that are due; call it about once a second.
 
         Args:
-            step: newest one that training has completed.
+            step, metrics_failure: see :func:`conditions`.
         """
         found = []
-        known = conditions(state, step)
+        known = conditions(state, step, metrics_failure)
         for group in self._changed_mono_s.keys() - known.keys():
             del self._changed_mono_s[group]
         for group, condition in known.items():

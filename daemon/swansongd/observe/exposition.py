@@ -10,6 +10,7 @@ A failure here changes nothing else in the process: it is logged, and tried agai
 
 from __future__ import annotations
 
+import errno
 import os
 import socket
 import socketserver
@@ -20,6 +21,7 @@ from contextlib import suppress
 from io import BytesIO
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import structlog
 from prometheus_client import generate_latest
@@ -28,7 +30,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 
 from swansongd.config.values import ListenAddress
 from swansongd.errors import SwansongError
-from swansongd.util import unix
+from swansongd.util import listeners, unix
 from swansongd.util.rates import LogLimit, TokenBucket
 
 CONNECTIONS_MAX = 16
@@ -43,6 +45,7 @@ _POLL_S = 0.5
 _ROOM_S = 0.5
 """Time in which the thread of a connection that was ended gives its place to a new one."""
 _FAULT_LINE_EVERY_S = 60.0
+_OPENMETRICS = "application/openmetrics-text"
 
 _log = structlog.get_logger(__name__)
 
@@ -82,6 +85,12 @@ class Exposition:
         self._own_file: os.stat_result | None = None
         self.served_at = ""
         """The address with the port that the kernel chose; empty while it does not listen."""
+        self.failure = ""
+        """Why the last attempt to listen failed; empty before the first one."""
+
+    def report(self) -> dict[str, object]:
+        """The JSON fields of the status."""
+        return {"address": self.served_at or str(self._address), "failure": self.failure or None}
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""
@@ -96,25 +105,32 @@ class Exposition:
                 os.unlink(path)
 
     def _run(self) -> None:
-        is_failing = False
         while not self._stop.is_set():
             try:
                 listener = open_listener(self._address, key=self._key)
             except (OSError, SwansongError) as error:
-                if not is_failing:
-                    reason = error.line() if isinstance(error, SwansongError) else str(error)
-                    _log.warning(
-                        "metrics_failed", key=self._key, address=str(self._address), reason=reason
-                    )
-                is_failing = True
+                self._failed(error)
                 self._stop.wait(self._retry_s)
                 continue
-            is_failing = False
+            self.failure = ""
             try:
                 self._serve(listener)
             except Exception:
                 _log.exception("metrics_fault")
                 self._stop.wait(self._retry_s)
+
+    def _failed(self, error: Exception) -> None:
+        """Log each reason once."""
+        reason = str(error)
+        if reason != self.failure:
+            _log.error(
+                "metrics_failed",
+                key=self._key,
+                address=str(self._address),
+                reason=reason,
+                hint=getattr(error, "hint", "") or f"name another address in {self._key}",
+            )
+        self.failure = reason
 
     def _serve(self, listener: socket.socket) -> None:
         if self._address.path is not None:
@@ -140,14 +156,24 @@ def open_listener(address: ListenAddress, *, key: str) -> socket.socket:
     """A listening socket.
 
     Raises:
-        SwansongError: another process listens at the path, or the path is not a socket.
-        OSError: the address is taken, is not one of this machine, or the directory is not writable.
+        SwansongError: another process listens at the address, or the path is not a socket.
+        OSError: the address is not one of this machine, or the directory is not writable.
     """
     if address.path is not None:
         return unix.listen(address.path, socket.SOCK_STREAM, key=key, backlog=CONNECTIONS_MAX)
     family = socket.AF_INET6 if ":" in address.host else socket.AF_INET
     where = (address.host, address.port)
-    return socket.create_server(where, family=family, backlog=CONNECTIONS_MAX)
+    try:
+        # Without SO_REUSEPORT, which is the default: no other process can share the port.
+        return socket.create_server(where, family=family, backlog=CONNECTIONS_MAX)
+    except OSError as error:
+        if error.errno != errno.EADDRINUSE:
+            raise
+        who = listeners.holder(address.host, address.port) or "another process"
+        raise SwansongError(
+            f"{who} listens at {address} and answers the scrapes",
+            hint=f"stop that process, or name another address in {key}",
+        ) from None
 
 
 def _shown(listener: socket.socket) -> str:
@@ -202,6 +228,16 @@ class _Handler(MetricsHandler):
         return head
 
     def do_GET(self) -> None:  # noqa: N802 - the name that http.server calls
+        try:
+            urlsplit(self.path)
+        except ValueError:
+            self.send_error(400)
+            return
+        # The library fails at versions that it cannot compare, and repeats the client's text in its answer.
+        accepted = self.headers.get("Accept", "")
+        del self.headers["Accept"]
+        if _OPENMETRICS in accepted:
+            self.headers["Accept"] = _OPENMETRICS
         try:
             super().do_GET()
         except Exception as error:

@@ -57,12 +57,14 @@ def why_silent(
     decided_mono_s: float,
     now_mono_s: float,
     heartbeat_interval_s: float,
+    metrics_failure: str = "",
 ) -> str:
     """The reason against a heartbeat; empty if all is well.
 
     Args:
         stretch: see :func:`continued`.
         decided_mono_s: when the state was decided.
+        metrics_failure: why ``metrics.listen`` is not served: no alert of Prometheus can be trusted then.
     """
     if now_mono_s - decided_mono_s > DECIDED_S:
         return "the decision loop hangs"
@@ -74,6 +76,8 @@ def why_silent(
     blind = sorted(name for name, s in state.notices.sources.items() if s.health is Health.BLIND)
     if blind:
         return f"source {blind[0]} is blind"
+    if metrics_failure:
+        return f"the metrics are not served: {metrics_failure}"
     if state.ranks.stalled:
         return "the trainer is stalled"
     return _why_stale(state, stretch, now_mono_s, heartbeat_interval_s)

@@ -61,6 +61,15 @@ class Metrics:
         if config.textfile is not None:
             self._textfile = Textfile(config.textfile, registry, key="metrics.textfile", stop=stop)
 
+    def report(self) -> dict[str, object] | None:
+        """The JSON fields of the status; None without ``metrics.listen``."""
+        return None if self._exposition is None else self._exposition.report()
+
+    @property
+    def failure(self) -> str:
+        """Why ``metrics.listen`` is not served; empty if it is, or if it is not configured."""
+        return "" if self._exposition is None else self._exposition.failure
+
     def start(self) -> None:
         """Start the threads.  Returns immediately."""
         if self._exposition is not None:

@@ -35,6 +35,7 @@ class Kind(StrEnum):
     STALL = "stall"
     BLIND = "blind"
     MARGIN = "margin"
+    METRICS = "metrics"
     RESUMPTION = "resumption"
     TEST = "test"
 

@@ -35,6 +35,7 @@ def full_report(snapshot: Snapshot) -> dict[str, object]:
         "mirror": _mirror(snapshot.mirror, snapshot.mirror_objects_taken),
         "prune": _prune(snapshot.prune, now_mono_s),
         "notifications": snapshot.notifications and dict(snapshot.notifications),
+        "metrics": snapshot.metrics and dict(snapshot.metrics),
         **status_report(snapshot.state, snapshot.tally, now_mono_s),
     }
 

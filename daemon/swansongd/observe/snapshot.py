@@ -113,6 +113,8 @@ class Snapshot:
     log_lines_dropped: int = 0
     notifications: Mapping[str, object] | None = None
     """Their fields of the status; None without any."""
+    metrics: Mapping[str, object] | None = None
+    """Their fields of the status; None without ``metrics.listen``."""
 
     def wall_s(self, mono_s: float) -> float:
         """An instant of the monotonic clock by the wall clock."""

@@ -333,14 +333,16 @@ STEPS = st.lists(
         st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2)),
         max_size=5,
     ),
+    flood=st.sampled_from([1, 100]),
 )
 def test_with_a_key_prune_decides_as_without_the_other_writer(
     steps: list[tuple[int, int]],
     ages_days: list[int],
     pinned_step: int,
     planted: list[tuple[int, int, int, int]],
+    flood: int,
 ) -> None:
-    """The other writer creates claims, pins, whole commits and copies of records."""
+    """The other writer creates claims, pins, whole commits and copies of records, one or many."""
     honest, attacked = Clocked(), Clocked()
     for store in (honest, attacked):
         view = signed(store, KEY)
@@ -360,14 +362,16 @@ def test_with_a_key_prune_decides_as_without_the_other_writer(
     for source, generation, step, kind in planted:
         name, data = sorted(own.items())[source % len(own)]
         tag = name.split(".")[-2] if name.endswith(".json") else "0" * 32
-        ref = CommitRef(generation, step)
         if kind == 0:
-            attacked.objects.setdefault(f"{KEYS.commit(ref, 0, 1)[:-5]}.{tag}.json", data)
+            for more in range(flood):
+                copy = KEYS.commit(CommitRef(generation, step + more), 0, 1)
+                attacked.objects.setdefault(f"{copy[:-5]}.{tag}.json", data)
         elif kind == 1:
             commit(attacked, {"x": b"planted"}, generation=generation, step=step, nonce="planted")
             attacked.objects.setdefault(KEYS.generation(generation + 5), data)
         else:
-            attacked.objects.setdefault(KEYS.pin(f"p{step}"), data)
+            for more in range(flood):
+                attacked.objects.setdefault(KEYS.pin(f"p{step + more}"), data)
     for store in (honest, attacked):
         prune(signed(store, KEY), KEYS, RULES, now_wall_s=NOW_S)
     assert {key: data for key, data in attacked.objects.items() if key in own} == honest.objects

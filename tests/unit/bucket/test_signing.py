@@ -19,6 +19,7 @@ from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectInfo
 
 from testkit import committed
+from testkit.as_user import DAEMON, GROUP, TRAINER, as_user, place_for_all
 from testkit.memory_store import MemoryStore
 from testkit.records import KEY as RUN_KEY
 from testkit.records import farewell
@@ -48,7 +49,7 @@ def key_file(tmp_path: Path) -> Path:
 
 def problem(path: Path) -> str:
     with pytest.raises(ConfigError) as caught:
-        signing.load(path, owners={0, os.geteuid()})
+        signing.load(path)
     (line,) = caught.value.problems
     assert line.startswith("store.signing_key_file: ")
     assert str(path) in line
@@ -58,8 +59,8 @@ def problem(path: Path) -> str:
 
 
 def test_all_bytes_of_the_file_are_the_key(key_file: Path) -> None:
-    assert signing.load(key_file, owners={0, os.geteuid()}).secret == KEY
-    assert signing.load(key_file, owners=None).secret == KEY
+    assert signing.load(key_file) == SigningKey(KEY)
+    assert signing.load(None) is None
 
 
 @pytest.mark.fault("S25")
@@ -71,10 +72,17 @@ def test_a_key_with_rights_for_others_is_refused(key_file: Path, mode: int) -> N
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
-def test_a_key_of_another_user_is_refused(key_file: Path) -> None:
-    """Its owner could replace it."""
-    os.chown(key_file, 65534, 65534)
-    assert "belongs to user id 65534" in problem(key_file)
+def test_a_key_of_another_user_is_for_root_alone() -> None:
+    """The daemon's user owns the key, and root restores with it; no third user gets it."""
+    with place_for_all(DAEMON) as place:
+        path = place / "signing.key"
+        path.write_bytes(KEY)
+        path.chmod(0o400)
+        os.chown(path, DAEMON, GROUP)
+        assert signing.load(path) == SigningKey(KEY)
+        assert as_user(DAEMON, lambda: signing.load(path) == SigningKey(KEY)) is True
+        refused = as_user(TRAINER, lambda: str(signing.load(path)))
+    assert "Permission denied" in refused
 
 
 @pytest.mark.parametrize("size_bytes", [0, 1, signing.KEY_BYTES_MIN - 1, signing.KEY_BYTES_MAX + 1])

@@ -37,6 +37,16 @@ def test_a_silent_heartbeat_has_its_reason() -> None:
     assert "no commit for 900 s" in shown(report)["heartbeat"][0]
 
 
+def test_metrics_that_are_not_served_are_marked() -> None:
+    """A daemon without ``metrics.listen`` has no row."""
+    address = "127.0.0.1:9469"
+    (good,) = (r for r in rows({"metrics": {"address": address}}) if r.label == "metrics")
+    (bad,) = (r for r in rows({"metrics": {"failure": "taken"}}) if r.label == "metrics")
+    assert (good.text, good.style) == (address, "")
+    assert (bad.text, bad.style) == ("not served: taken", BAD)
+    assert not [row for row in rows({"metrics": None}) if row.label == "metrics"]
+
+
 def test_without_notifications_there_is_no_row() -> None:
     for report in (None, {}, "hostile", {"webhook": "hostile"}):
         assert shown(report) == {}

@@ -5,82 +5,64 @@ from __future__ import annotations
 
 import os
 import socket
-import threading
-from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
-from prometheus_client.core import GaugeMetricFamily
 from swansongd.config.values import ListenAddress
-from swansongd.doctor.findings import Level
+from swansongd.doctor.findings import Judgement, Level
 from swansongd.doctor.metrics import judge_address, judge_directory
-from swansongd.observe.exposition import Exposition, registry_of
+from swansongd.errors import Unreachable
 
-from testkit.waiting import until
-
-
-class Build:
-    """A collector with the build info of a daemon."""
-
-    def collect(self) -> Iterator[GaugeMetricFamily]:
-        found = GaugeMetricFamily("swansong_build_info", "Version", labels=["run"])
-        found.add_metric(["llm"], 1.0)
-        yield found
+LOOPBACK = ListenAddress(host="127.0.0.1", port=9469)
 
 
-@pytest.fixture
-def served(tmp_path: Path) -> Iterator[list[ListenAddress]]:
-    """A daemon of the run ``llm`` at a port and at a Unix socket."""
-    stop, found = threading.Event(), []
-    for address in (
-        ListenAddress(host="127.0.0.1", port=0),
-        ListenAddress(path=tmp_path / "metrics.sock"),
-    ):
-        made = Exposition(address, registry_of(Build()), key="metrics.listen", stop=stop)
-        made.start()
-        at = until(lambda made=made: made.served_at, what="the metrics")  # type: ignore[misc]
-        port = 0 if address.path else int(at.rpartition(":")[2])
-        found.append(ListenAddress(host=address.host, port=port, path=address.path))
-    yield found
-    stop.set()
+def judged(address: ListenAddress, report: Any = None) -> Judgement:
+    """By the report of the daemon; None: it does not run."""
+
+    def fetch() -> Any:
+        if report is None:
+            raise Unreachable("no daemon answers")
+        return report
+
+    return judge_address(address, fetch, "edit")
 
 
-def test_a_daemon_that_answers_is_recognised(served: list[ListenAddress]) -> None:
-    """By the name of its run."""
-    for address in served:
-        assert judge_address(address, "llm", "edit").level is Level.OK
-        other = judge_address(address, "vision", "edit")
-        assert (other.level, other.fix) == (Level.WARNING, "edit")
-        assert "another run" in other.found
+def test_the_daemon_itself_reports_whether_it_serves_its_metrics() -> None:
+    """A failure has the fix of the configuration."""
+    served = {"metrics": {"address": "127.0.0.1:9469", "failure": None}}
+    assert judged(LOOPBACK, served).level is Level.OK
+    failed = {"metrics": {"address": "127.0.0.1:9469", "failure": "Permission denied"}}
+    found = judged(ListenAddress(host="127.0.0.1", port=1), failed)
+    assert (found.level, found.fix) == (Level.WARNING, "edit")
+    assert "Permission denied" in found.found
+    old = judged(LOOPBACK, {"metrics": None})
+    assert (old.level, "started without" in old.found) == (Level.WARNING, True)
 
 
-def test_an_address_of_another_program_is_a_warning(tmp_path: Path) -> None:
-    """It answers with something else, or not at all."""
+@pytest.mark.parametrize("is_running", [True, False])
+def test_a_process_that_has_taken_the_address_is_named(is_running: bool) -> None:
+    """By its process id and user, whatever it answers to a scrape."""
+    report = {"metrics": {"address": "", "failure": "taken"}} if is_running else None
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = ListenAddress(host="127.0.0.1", port=other.getsockname()[1])
-
-        def answer() -> None:
-            client, _ = other.accept()
-            client.recv(4096)
-            client.sendall(b"SSH-2.0-OpenSSH\r\n")
-            client.close()
-
-        threading.Thread(target=answer, daemon=True).start()
-        found = judge_address(address, "llm", "edit")
-    assert (found.level, "another program" in found.found) == (Level.WARNING, True)
-    assert judge_address(address, "llm", "edit").found.endswith("is free")
+        found = judged(address, report)
+    assert (found.level, found.fix) == (Level.WARNING, "edit")
+    assert f"process {os.getpid()} (" in found.found
+    assert judged(address).found.endswith("is free")
 
 
 def test_a_free_socket_needs_its_directory(tmp_path: Path) -> None:
     """Nothing is created there."""
-    assert judge_address(ListenAddress(path=tmp_path / "m.sock"), "llm", "e").level is Level.OK
-    lost = judge_address(ListenAddress(path=tmp_path / "none" / "m.sock"), "llm", "edit")
+    assert judged(ListenAddress(path=tmp_path / "m.sock")).level is Level.OK
+    lost = judged(ListenAddress(path=tmp_path / "none" / "m.sock"))
     assert lost.level is Level.WARNING
     assert os.listdir(tmp_path) == []
 
 
 def test_an_address_for_other_machines_is_a_warning() -> None:
-    found = judge_address(ListenAddress(host="0.0.0.0", port=9469), "llm", "edit")
+    served = {"metrics": {"address": "0.0.0.0:9469", "failure": None}}
+    found = judged(ListenAddress(host="0.0.0.0", port=9469), served)
     assert (found.level, "without a password" in found.found) == (Level.WARNING, True)
 
 

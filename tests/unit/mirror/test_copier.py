@@ -175,11 +175,18 @@ def test_damaged_bytes_are_never_copied_as_good(rig: Rig, place_of_chunk: int) -
 
 
 @pytest.mark.parametrize("has_manifest", [False, True])
-def test_planted_bytes_of_the_right_size_are_found(rig: Rig, has_manifest: bool) -> None:
+@pytest.mark.parametrize("planted", ["one chunk", "all chunks", "each the bytes of the next"])
+def test_planted_bytes_of_the_right_size_are_found(
+    rig: Rig, has_manifest: bool, planted: str
+) -> None:
     """Equal size is no proof: a chunk that this process did not write is read back and hashed."""
     place = rig.commit()
-    key = rig.chunks(place)[3].key
-    rig.mirror.put(key, flipped(rig.primary.objects[key]))
+    names = [each.key for each in rig.chunks(place)][:-1]
+    for key, other in zip(names, [*names[1:], names[0]], strict=True):
+        if planted == "each the bytes of the next":
+            rig.mirror.put(key, rig.primary.objects[other])
+        elif planted == "all chunks" or key == names[3]:
+            rig.mirror.put(key, flipped(rig.primary.objects[key]))
     if has_manifest:
         manifest_key = rig.keys.commit(place.ref, 0, 1)
         rig.mirror.put(manifest_key, rig.primary.objects[manifest_key])

@@ -134,13 +134,15 @@ def test_two_lines_of_a_run_are_never_merged(east: MemoryStore, west: MemoryStor
 
 
 def test_an_unsigned_claim_in_the_mirror_fences_no_vm() -> None:
-    """With a signing key, write access to the mirror is not enough to stop the run."""
+    """With a signing key, write access to the mirror is not enough: not with many claims, nor with copies."""
     east, planted_in = signed(a_store("east"), KEY), a_store("west")
     west = signed(planted_in, KEY)
     claim(east, "vm1")
     Copier(east, west, KEYS, threading.Event(), connections=1).copy_claims()
-    planted_in.put(KEYS.generation(2), b"{}")
-    planted_in.put(KEYS.generation(7), west.get(KEYS.generation(1)))
+    (name,) = planted_in.objects
+    for number in range(2, 300):
+        planted_in.put(KEYS.generation(number), west.get(KEYS.generation(1)))
+        planted_in.put(name.replace("00000001", f"{number:08d}"), planted_in.objects[name])
     assert foreign_claim(east, west, KEYS) is None
     claim(west, "signed")
     assert foreign_claim(east, west, KEYS) == 2

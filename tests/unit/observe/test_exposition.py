@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import random
 import socket
 import stat
 import threading
@@ -118,6 +119,44 @@ def test_only_get_is_answered_with_metrics(rig: Rig) -> None:
             client.sendall(request)
             answer = client.recv(65536)
         assert b"swansong_one" not in answer
+    assert scrape(served)[0] == 200
+
+
+HOSTILE_WORDS = (
+    *("application/openmetrics-text", "text/plain", "*/*", ";version=", ";escaping=allow-utf-8", ";q=0.5"),
+    *(",", ";", "=", "1.0.0", "0.0.4", "2", "9" * 900, "x", "-1", "\r\n folded", "\xe9", "\0", " "),
+)  # fmt: skip
+HOSTILE_PATHS = (
+    *("/metrics", "http://[", "//[", "/metrics?name[]=swansong_one", "/?name[]=x&name[]=", "/?" + "&" * 2000),
+    *("/\xe9", "%", "*", "/?a=%ff%00", "http://\u2100@x/".encode().decode("latin-1")),
+)  # fmt: skip
+
+
+@pytest.mark.fault("OM01")
+def test_every_request_gets_an_answer_and_none_is_a_fault(
+    rig: Rig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Any value of Accept, also several that contradict each other, any address, and each one twice."""
+    faults: list[object] = []
+    monkeypatch.setattr(exposition._Server, "fault", lambda _, error: faults.append(error))
+    monkeypatch.setattr(exposition, "CONNECTIONS_PER_S", 1e6)
+    monkeypatch.setattr(exposition, "CONNECTIONS_AT_ONCE", 1e6)
+    served, chosen = rig.serve(), random.Random(27)
+    for number in range(400):
+        accepts = [
+            "".join(chosen.choices(HOSTILE_WORDS, k=chosen.randrange(1, 6)))
+            for _ in range(chosen.randrange(1, 4))
+        ]
+        path = "/metrics" if number % 2 else chosen.choice(HOSTILE_PATHS)
+        head = "".join(f"Accept: {each}\r\n" for each in accepts)
+        request = f"GET {path} HTTP/1.1\r\n{head}\r\n".encode("latin-1")
+        for _ in range(2):
+            with connected(served) as client:
+                client.sendall(request)
+                answer = client.recv(65536)
+            assert answer.startswith((b"HTTP/1.0 200", b"HTTP/1.0 4")), (request, answer)
+            assert b"folded" not in answer.partition(b"\r\n\r\n")[0]
+    assert faults == []
     assert scrape(served)[0] == 200
 
 
@@ -252,13 +291,35 @@ def test_a_flood_of_connections_is_slowed_down(rig: Rig, monkeypatch: pytest.Mon
 
 @pytest.mark.fault("OM02")
 def test_an_address_that_is_taken_is_tried_again(rig: Rig, tmp_path: Path) -> None:
-    """The metrics start as soon as the other process has ended."""
+    """The metrics start as soon as the other process has ended; until then the failure names it."""
     with socket.socket() as other:
+        other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         other.bind(("127.0.0.1", 0))
         other.listen()
-        served = rig.serve(ListenAddress(host="127.0.0.1", port=other.getsockname()[1]))
+        address = ListenAddress(host="127.0.0.1", port=other.getsockname()[1])
+        served = rig.serve(address)
+        until(lambda: served.failure, what="the failure")
         assert not served.served_at
+        assert f"process {os.getpid()} (" in served.failure
+        assert served.report() == {"address": str(address), "failure": served.failure}
     assert scrape(served)[0] == 200
+    assert served.report() == {"address": str(address), "failure": None}
+
+
+def test_no_other_process_shares_the_port(rig: Rig) -> None:
+    """Not at the same address, and not at an address that includes it."""
+    served = rig.serve()
+    port = int(until(lambda: served.served_at, what="the metrics").rpartition(":")[2])
+    for family, host in (
+        (socket.AF_INET, "127.0.0.1"),
+        (socket.AF_INET, "0.0.0.0"),
+        (socket.AF_INET6, "::"),
+    ):
+        with socket.socket(family) as other:
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            other.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+            with pytest.raises(OSError, match="Address already in use"):
+                other.bind((host, port))
 
 
 @pytest.mark.fault("OM02")

@@ -297,6 +297,24 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
     assert look(Watch(settle_s=15.0), story.state, 30.0, 90.0) == []
 
 
+def test_metrics_that_are_not_served_are_told_once_over_a_restart() -> None:
+    """With the reason, and again when they are served."""
+    state, failure = Story().state, "a process of user 12004 listens at 127.0.0.1:9469"
+
+    def seen(watch: Watch, metrics_failure: str, *at_s: float) -> list[Notification]:
+        facts = {"step": STEP, "wall_s": WALL_S, "metrics_failure": metrics_failure}
+        return [made for s in at_s for made in watch.look(state, now_mono_s=s, **facts)]
+
+    watch = Watch(settle_s=15.0)
+    assert seen(watch, failure, 0.0, 14.0) == []
+    (begun,) = seen(watch, failure, 15.0, 100.0)
+    assert (begun.kind, begun.importance, begun.reason) == (Kind.METRICS, "error", failure)
+    restarted = Watch(settle_s=15.0, begun=set(watch.begun))
+    assert seen(restarted, "", 100.0) + seen(restarted, failure, 101.0, 200.0) == []
+    (over,) = seen(restarted, "", 201.0, 216.0, 300.0)
+    assert (over.is_over, over.group) == (True, begun.group)
+
+
 def test_a_stall_is_told_with_its_ranks() -> None:
     story = Story()
     story.join(step=40)
@@ -319,10 +337,15 @@ def silent(
     *,
     now: float = 1000.0,
     decided: float | None = None,
+    metrics_failure: str = "",
 ) -> str:
-    decided_mono_s = now if decided is None else decided
     return why_silent(
-        state, stretch, decided_mono_s=decided_mono_s, now_mono_s=now, heartbeat_interval_s=300.0
+        state,
+        stretch,
+        decided_mono_s=now if decided is None else decided,
+        now_mono_s=now,
+        heartbeat_interval_s=300.0,
+        metrics_failure=metrics_failure,
     )
 
 
@@ -352,6 +375,11 @@ def test_a_bad_health_silences_the_heartbeat(source: str, health: Health, reason
 def test_a_decision_loop_that_hangs_silences_the_heartbeat() -> None:
     """The thread of the heartbeat still runs then."""
     assert silent(well().state, now=1011.0, decided=1000.0) == "the decision loop hangs"
+
+
+def test_metrics_that_are_not_served_silence_the_heartbeat() -> None:
+    """Another process may answer the scrapes, so the silence is the only alarm."""
+    assert silent(well().state, metrics_failure="x") == "the metrics are not served: x"
 
 
 class Trained(Story):

@@ -57,6 +57,8 @@ def rows(report: dict[str, Any], *, is_brief: bool = False) -> Iterator[Row]:
     if report.get("bytes_referenced"):
         yield Row("reused", size(report["bytes_referenced"]), rank=70)
     yield from _notifications(table(report.get("notifications")))
+    if isinstance(report.get("metrics"), dict):
+        yield _metrics(report["metrics"])
     yield Row("evacuation", _evacuation(report.get("evacuation")), rank=21)
     for margin in tables(report.get("margins")):
         is_bad = margin.get("fits") is False
@@ -96,6 +98,13 @@ def _notifications(report: dict[str, Any]) -> Iterator[Row]:
             shown += f"; the last attempt failed: {word(found['last_error'])}"
         is_bad = bool(found.get("silent") or found.get("last_error"))
         yield Row(name, shown, BAD if is_bad else PLAIN, 15 if is_bad else 65)
+
+
+def _metrics(metrics: dict[str, Any]) -> Row:
+    """The address, or why the daemon does not serve it."""
+    if metrics.get("failure"):
+        return Row("metrics", f"not served: {word(metrics['failure'])}", BAD, 15)
+    return Row("metrics", word(metrics.get("address")), rank=65)
 
 
 def _sources(report: dict[str, Any]) -> Iterator[Row]:
