@@ -9,6 +9,7 @@ from pathlib import Path
 
 from swansongd.bucket import history
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.run import Run
 from swansongd.report import facts, page
 
 from testkit import REPOSITORY, past_run
@@ -26,7 +27,7 @@ def main() -> None:
     """Write both pictures."""
     store = MemoryStore()
     past_run.write(store)
-    found = history.read(store, RunKeys(past_run.RUN))
+    found = history.read(Run.listed(store, RunKeys(past_run.RUN)))
     made = facts.report(
         found,
         run=past_run.RUN,

@@ -18,6 +18,7 @@
     │   └── Locked                   the store keeps the object until a date
     ├── NothingToRestore        17   the run has no whole commit
     ├── CorruptError             8   stored bytes or a manifest do not match their digest
+    │   ├── MissingError             an object was deleted since it was listed
     │   └── UnreadableError          the store refuses one object, and returns others
     ├── Stopped                  9   a stop was requested during the operation
     └── Unready                 12   ``swansong doctor`` found a failure
@@ -143,6 +144,10 @@ class NothingToRestore(SwansongError):
 
 class CorruptError(SwansongError):
     exit_code = 8
+
+
+class MissingError(CorruptError):
+    pass
 
 
 class UnreadableError(CorruptError):

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 from swansongd.bucket import history
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.run import Run
 from swansongd.report import facts, page
 
 from testkit import past_run
@@ -87,7 +88,7 @@ def site() -> Iterator[Site]:
     past_run.write(store)
     served.report = page.html(
         facts.report(
-            history.read(store, RunKeys(past_run.RUN)),
+            history.read(Run.listed(store, RunKeys(past_run.RUN))),
             run=f'"><img src={served.url}/leak onerror=fetch("/ran")><script>fetch("/ran")</script>',
             store_url=f"s3://bucket/<iframe src={served.url}/frame>",
             written_wall_s=past_run.BEGUN_S + 50000,

@@ -11,22 +11,23 @@ commit of such an object, as a damaged one, and fail on an error of the store.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from datetime import datetime
 from heapq import nlargest
 from itertools import islice
-from typing import TypeVar
+from typing import Generic, Protocol, TypeVar
 
 import structlog
 from swansong.bounds import GENERATION_MAX
 
 from swansongd.bucket import claim as claims
 from swansongd.bucket import farewell as farewells
+from swansongd.bucket import wall
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import SIGNED, UNSIGNED, CommitKey, RunKeys
@@ -35,6 +36,7 @@ from swansongd.bucket.manifest import Manifest, decode
 from swansongd.core.cadence import History
 from swansongd.errors import (
     CorruptError,
+    MissingError,
     NotFound,
     NothingToRestore,
     Permanent,
@@ -79,6 +81,18 @@ _decoding = threading.Lock()
 
 T = TypeVar("T")
 
+
+class Record(Protocol):
+    """A record that names its run and its generation."""
+
+    @property
+    def run(self) -> str: ...
+    @property
+    def generation(self) -> int: ...
+
+
+R = TypeVar("R", bound=Record)
+
 _log = structlog.get_logger(__name__)
 
 
@@ -118,9 +132,7 @@ class Commit:
     @property
     def identity(self) -> tuple[object, ...]:
         """The same for the same manifests with the same bytes."""
-        return tuple(
-            (info.key, info.size_bytes, info.tag) for _, info in sorted(self.manifests.items())
-        )
+        return tuple(info.identity for _, info in sorted(self.manifests.items()))
 
 
 def list_commits(
@@ -144,8 +156,8 @@ def list_commits(
     """
     prefix = keys.commits if ref is None else keys.parts(ref)
     after = keys.commits_before(since) if since_step is None else keys.parts_before(since_step)
-    found, _ = _listed(store, prefix, keys.parse_commit, after=after)
-    return grouped((info, parsed) for info, parsed in found if parsed.ref.generation >= since)
+    listed = listing(store, prefix, keys.parse_commit, after=after).expect_own(store)
+    return grouped((info, parsed) for info, parsed in listed if parsed.ref.generation >= since)
 
 
 def grouped(manifests: Iterable[tuple[ObjectInfo, CommitKey]]) -> list[Commit]:
@@ -184,12 +196,18 @@ def newest_commits(store: ObjectStore, keys: RunKeys, *, near: int = 0) -> Itera
 
 
 def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, ...]:
-    """Read the manifests of the commit, by node.
+    """Read the manifests of the commit, by node; raises as :func:`each_manifest`."""
+    return tuple(each_manifest(store, keys, commit))
+
+
+def each_manifest(store: ObjectStore, keys: RunKeys, commit: Commit) -> Iterator[Manifest]:
+    """Read the manifests of the commit, by node, one at a time: those of many VMs take hundreds of megabytes.
 
     Raises:
         UnreadableError: the store refuses a manifest, and returns other objects.
-        CorruptError: a manifest is damaged, missing, or does not match its key; or all of them
-            exceed the limit of size or processor time.
+        MissingError: a manifest was deleted since the listing.
+        CorruptError: a manifest is damaged or does not match its key; or all of them exceed the limit of
+            size or processor time.
         StoreError: a request to the store failed.
     """
     limit_bytes = min(COMMIT_BYTES_MAX, commit.nodes * MANIFEST_BYTES_MAX)
@@ -198,14 +216,12 @@ def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, .
             f"its manifests have {commit.size_bytes} bytes; the limit is {limit_bytes}"
         )
     began_s = time.thread_time()
-    manifests = []
     for node in sorted(commit.manifest_keys):
-        manifests.append(load_node(store, keys, commit, node))
+        yield load_node(store, keys, commit, node)
         if time.thread_time() - began_s > EXAMINE_CPU_S:
             raise CorruptError(
                 f"its manifests cost more than {EXAMINE_CPU_S:g} s of processor time"
             )
-    return tuple(manifests)
 
 
 def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> Manifest:
@@ -216,13 +232,13 @@ def load_node(store: ObjectStore, keys: RunKeys, commit: Commit, node: int) -> M
     """
     what = f"the manifest of node {node}"
     try:
-        data = _content(store, commit.manifest_keys[node], what)
+        data = content(store, commit.manifest_keys[node], what)
     except Permanent as error:
         raise refused(store, keys, commit.ref.generation, what, error) from error
     with _decoding:
         manifest = decode(data)
-    content = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
-    if content != (keys.run, commit.ref, node, commit.nodes):
+    place = (manifest.run, manifest.ref, manifest.node, manifest.nodes)
+    if place != (keys.run, commit.ref, node, commit.nodes):
         raise CorruptError(
             f"the manifest of node {node} is that of run {manifest.run!r:.100} {manifest.ref} "
             f"node {manifest.node} of {manifest.nodes}"
@@ -316,7 +332,8 @@ def expect_fresh(store: ObjectStore, keys: RunKeys) -> None:
         CorruptError: the listing contains an object that no swansong wrote.
         StoreError: the store failed.
     """
-    manifests, unsigned = _listed(store, keys.commits, keys.parse_commit)
+    listed = listing(store, keys.commits, keys.parse_commit)
+    manifests, unsigned = listed.expect_own(store), listed.unsigned
     if unsigned:
         raise NothingToRestore(
             f"{store.url} has commits of run {keys.run}, and none has a name that this key signed for this "
@@ -347,7 +364,8 @@ def _may_name_a_commit(store: ObjectStore, keys: RunKeys) -> str | None:
 
     def read(info: ObjectInfo) -> None:
         try:
-            farewell = farewells.decode(_content(store, info.key, "it"))
+            generation = keys.parse_farewell(info.key)
+            farewell = own_record(store, info.key, (keys.run, generation), farewells.decode)
         except CorruptError as error:
             found.append(f"{info.key} may name one: {error}")
         else:
@@ -371,10 +389,9 @@ def claimed(store: ObjectStore, keys: RunKeys, *, since: int = 0) -> list[int]:
         CorruptError: an object has a key that no writer formats; the message names it.
         StoreError: the listing failed.
     """
-    found, _ = _listed(
-        store, keys.generations, keys.parse_generation, after=keys.claims_before(since)
-    )
-    return sorted(number for _, number in found if number >= since)
+    after = keys.claims_before(since)
+    listed = listing(store, keys.generations, keys.parse_generation, after=after).expect_own(store)
+    return sorted(number for _, number in listed if number >= since)
 
 
 def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject | None:
@@ -383,12 +400,10 @@ def claim_of(store: ObjectStore, keys: RunKeys, generation: int) -> ClaimObject 
     Raises:
         StoreError: a request to the store failed.
     """
-    key = keys.generation(generation)
-    try:
-        claim = claims.decode(_content(store, key, "the claim"))
-    except CorruptError:
-        return None
-    return claim if (claim.run, claim.generation) == (keys.run, generation) else None
+    with suppress(CorruptError):
+        place = keys.run, generation
+        return own_record(store, keys.generation(generation), place, claims.decode)
+    return None
 
 
 def newest_claims(
@@ -457,9 +472,9 @@ def history(
             return History()
         last = newest.get(vm.last)
         created, kind = _last_commit(store, keys, last)
-        signs = [instant_s(text) for text in (vm.last_claimed, created)]
+        signs = [wall.instant_s(text) for text in (vm.last_claimed, created)]
         signs += [farewell.written_wall_s for farewell in said]
-        begun_s = instant_s(vm.first_claimed)
+        begun_s = wall.instant_s(vm.first_claimed)
         ended_s = max((sign for sign in signs if sign is not None), default=None)
         if begun_s is not None and ended_s is not None:
             observed_s += min(max(0.0, ended_s - begun_s), _LIFE_S_MAX)
@@ -572,7 +587,7 @@ def _farewells_of(
         if is_cancelled():
             break
         with suppress(CorruptError):
-            found.append(farewells.decode(_content(store, info.key, "the farewell")))
+            found.append(own_record(store, info.key, (keys.run, generation), farewells.decode))
     return found
 
 
@@ -584,14 +599,6 @@ def _last_commit(
     except CorruptError:
         manifests = ()
     return (manifests[0].created, manifests[0].kind) if manifests else ("", None)
-
-
-def instant_s(text: str) -> float | None:
-    """Seconds since 1970 of a wall-clock time as text; None if the text is not a time."""
-    try:
-        return datetime.fromisoformat(text).timestamp()
-    except (ValueError, OverflowError, OSError):
-        return None
 
 
 # ---------------------------------------------------------------- objects and listings
@@ -631,25 +638,80 @@ def _is_returned(store: ObjectStore, keys: RunKeys, generation: int) -> bool:
     return True
 
 
-def _content(store: ObjectStore, key: str, what: str) -> bytes:
-    """The bytes of a small object; raises CorruptError if it is missing or too large."""
+def own_record(
+    store: ObjectStore, key: str, place: tuple[str, int | None], decode: Callable[[bytes], R]
+) -> R:
+    """A small record.
+
+    Args:
+        place: the run and the generation in the key.
+
+    Raises:
+        MissingError: it was deleted since the listing.
+        CorruptError: it is damaged, too large, or the record of another run or generation.
+        StoreError: the request failed.
+    """
+    record = decode(content(store, key, key))
+    if (record.run, record.generation) != place:
+        raise CorruptError(f"{key} is the record of another run or generation")
+    return record
+
+
+def content(store: ObjectStore, key: str, what: str) -> bytes:
+    """The bytes of a small object.
+
+    Raises:
+        MissingError: it was deleted since the listing.
+        CorruptError: it is too large.
+        StoreError: the request failed.
+    """
     try:
         return store.get(key)
     except NotFound:
-        raise CorruptError(f"{what} is missing") from None
+        raise MissingError(f"{what} is missing") from None
     except TooLarge as error:
         raise CorruptError(f"{what} is too large: {error}") from None
 
 
-def _listed(
-    store: ObjectStore, prefix: str, parse: Callable[[str], T | None], *, after: str = ""
-) -> tuple[list[tuple[ObjectInfo, T]], list[str]]:
-    """The newest objects below ``prefix``, each with its parsed key, and the keys of unsigned ones.
+@dataclass(frozen=True, slots=True)
+class Listing(Generic[T]):
+    """The objects below a prefix."""
+
+    newest: list[tuple[ObjectInfo, T]]
+    """Those with the greatest keys, at most :data:`LISTED_MAX`, each with its parsed key."""
+    foreign: list[str]
+    """Keys that no writer formats."""
+    unsigned: list[str]
+    """Keys of objects that no holder of the signing key has created."""
+
+    def expect_own(self, store: ObjectStore) -> list[tuple[ObjectInfo, T]]:
+        """The newest objects.
+
+        Raises:
+            CorruptError: an object has a key that no writer formats; the message names it.
+        """
+        if self.foreign:
+            raise foreign_objects(store, self.foreign)
+        if self.unsigned:
+            first, count = self.unsigned[0], len(self.unsigned)
+            _log.error("unsigned_objects_ignored", first=first, count=count)
+        return self.newest
+
+
+def listing(
+    store: ObjectStore,
+    prefix: str,
+    parse: Callable[[str], T | None],
+    *,
+    after: str = "",
+    is_whole: bool = False,
+) -> Listing[T]:
+    """List the objects whose key starts with ``prefix``.
 
     Empty objects whose key ends in a slash are left out: consoles create them to show folders.
 
-    Raises:
-        CorruptError: an object has a key that no writer formats; the message names it.
+    Args:
+        is_whole: without the limit of :data:`LISTED_MAX`.
     """
     foreign: list[str] = []
     unsigned: list[str] = []
@@ -666,12 +728,9 @@ def _listed(
                 foreign.append(info.key)
 
     # A listing has any order; numbers in keys have a fixed width.
-    newest = nlargest(LISTED_MAX, ours(), key=lambda pair: pair[0].key)
-    if foreign:
-        raise foreign_objects(store, foreign)
-    if unsigned:
-        _log.error("unsigned_objects_ignored", first=unsigned[0], count=len(unsigned))
-    return newest, unsigned
+    count_max = sys.maxsize if is_whole else LISTED_MAX
+    newest = nlargest(count_max, ours(), key=lambda pair: pair[0].key)
+    return Listing(newest, foreign, unsigned)
 
 
 def is_folder(info: ObjectInfo) -> bool:

@@ -9,27 +9,24 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from heapq import nlargest
-from operator import attrgetter
 
-from swansongd.bucket import catalog, lives
-from swansongd.bucket import farewell as farewells
+from swansongd.bucket import lives
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.lives import Lives
 from swansongd.bucket.manifest import Manifest
-from swansongd.errors import CorruptError, NotFound, Stopped, TooLarge
-from swansongd.model import CheckpointKind, CommitRef, merged_health
-from swansongd.stores.base import ObjectInfo, ObjectStore
-from swansongd.util.threads import parallel
+from swansongd.bucket.run import READS, Progress, RecordedCommit, Run
+from swansongd.errors import CorruptError, Stopped
+from swansongd.model import CommitRef
+from swansongd.stores.base import ObjectStore
 
 _Key = tuple[CommitRef, int]
 
-Progress = Callable[[int, int], None]
 ProgressOf = Callable[[str], AbstractContextManager[Progress | None]]
 
 COMMITS_MAX = 500
@@ -40,29 +37,6 @@ STORED_MAX = 500_000
 """Number of stored objects that are listed: 500 requests."""
 OUTLIVED_S = 120.0
 """An evacuation whose deadline was this long before the end of the VM was a drill, or was withdrawn."""
-_READS = 16
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RecordedCommit:
-    """The facts of the manifests of one commit."""
-
-    ref: CommitRef
-    kind: CheckpointKind | None
-    """None: a manifest is damaged, so all facts from manifests are missing."""
-    created_wall_s: float | None
-    """When the last VM wrote its manifest."""
-    size_bytes: int
-    bytes_sent: int
-    """Size of the chunks that no older commit names."""
-    loss: float | None
-    nodes: int
-    is_whole: bool
-    """All VMs have committed their parts, and no manifest is damaged."""
-
-    @property
-    def bytes_referenced(self) -> int:
-        return max(0, self.size_bytes - self.bytes_sent)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,66 +80,50 @@ class RunHistory:
 
 
 def read(
-    store: ObjectStore,
-    keys: RunKeys,
+    run: Run,
     *,
-    commits_max: int = COMMITS_MAX,
     evacuations_max: int = EVACUATIONS_MAX,
-    lives_max: int = lives.LIVES_MAX,
     progress_of: ProgressOf = lambda _: nullcontext(),
-    stop: threading.Event | None = None,
 ) -> RunHistory:
-    """The history of a run, at most this number of newest objects of each kind.
+    """The history of a run.
 
     Args:
+        evacuations_max: number of newest evacuations.
         progress_of: the progress of reading ``farewells``, ``commits`` or ``resumptions``.
 
     Raises:
-        CorruptError: the listing contains an object that no swansong wrote.
         StoreError: a request to the store failed.
-        Stopped: ``stop`` was set.
+        Stopped: the run's ``stop`` was set.
     """
     with progress_of("farewells") as progress:
-        evacuated = read_evacuations(
-            store, keys, evacuations_max=evacuations_max, progress=progress, stop=stop
-        )
+        evacuated = evacuations(run, evacuations_max=evacuations_max, progress=progress)
     with progress_of("commits") as progress:
-        commits = read_commits(store, keys, commits_max=commits_max, progress=progress, stop=stop)
+        committed = commits(run, progress=progress)
     with progress_of("resumptions") as progress:
-        lived = lives.read(store, keys, lives_max=lives_max, progress=progress, stop=stop)
-    return RunHistory(commits=commits, evacuations=evacuated, lives=lived)
+        lived = lives.lives_of(run, progress=progress)
+    return RunHistory(commits=committed, evacuations=evacuated, lives=lived)
 
 
-def read_commits(
-    store: ObjectStore,
-    keys: RunKeys,
-    *,
-    commits_max: int = COMMITS_MAX,
-    progress: Progress | None = None,
-    stop: threading.Event | None = None,
+def commits(
+    run: Run, *, commits_max: int = COMMITS_MAX, progress: Progress | None = None
 ) -> Commits:
     """The newest commits of a run, whole or not.
 
     Raises:
-        CorruptError, StoreError, Stopped: as :func:`read`.
+        StoreError, Stopped: as :func:`read`.
     """
-    listed = catalog.list_commits(store, keys)
-    newest = listed[:commits_max]
-    found: dict[_Key, RecordedCommit] = {}
+    newest = run.commits[:commits_max]
     added = AddedBytes()
-
-    def take(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
-        added.take(commit, loaded)
-        found[commit.key] = _recorded(commit, loaded)
-
     # One more: the oldest one adds what the commit before it does not name.
-    read = listed[: commits_max + 1]
-    catalog.load_each(store, keys, read, take, progress=progress, stop=stop)
+    run.read_commits(run.commits[: commits_max + 1], take=added.take, progress=progress)
     sent_bytes = added.by_commit()
-    ordered = (
-        replace(found[commit.key], bytes_sent=sent_bytes[commit.key]) for commit in reversed(newest)
+    return Commits(
+        commits=tuple(
+            replace(found, bytes_sent=sent_bytes[found.ref, found.nodes])
+            for found in run.recorded(reversed(newest))
+        ),
+        left_out=len(run.commits) - len(newest),
     )
-    return Commits(commits=tuple(ordered), left_out=len(listed) - len(newest))
 
 
 class AddedBytes:
@@ -214,32 +172,22 @@ def stored_bytes(
     return total_bytes, True
 
 
-def read_evacuations(
-    store: ObjectStore,
-    keys: RunKeys,
-    *,
-    evacuations_max: int = EVACUATIONS_MAX,
-    progress: Progress | None = None,
-    stop: threading.Event | None = None,
+def evacuations(
+    run: Run, *, evacuations_max: int = EVACUATIONS_MAX, progress: Progress | None = None
 ) -> Evacuations:
     """The newest evacuations of a run; those of several VMs count separately.
 
     Raises:
-        StoreError: a request to the store failed.
-        Stopped: ``stop`` was set.
+        StoreError, Stopped: as :func:`read`.
     """
+    count = len(run.farewells.infos)
     # A bucket writer can plant any number of farewells.
-    listed = [info for info in store.list(keys.farewells) if keys.parse_farewell(info.key)]
-    newest = nlargest(FAREWELLS_MAX, listed, key=attrgetter("key"))
+    newest = nlargest(FAREWELLS_MAX, run.farewells.infos)
     found: dict[tuple[int, str, int], RecordedEvacuation] = {}
-    damaged: list[str] = []
     done = 0
-    for start in range(0, len(newest), _READS):
-        batch = newest[start : start + _READS]
-        for info, recorded in _farewells(store, keys, batch, stop):
-            if recorded is None:
-                damaged.append(info.key)
-                continue
+    for start in range(0, len(newest), READS):
+        batch = newest[start : start + READS]
+        for recorded in run.farewells.contents(batch):
             identity = (recorded.generation, recorded.evacuation_id, recorded.node)
             found[identity] = max(recorded, found.get(identity, recorded), key=_newness)
         done += len(batch)
@@ -253,8 +201,8 @@ def read_evacuations(
     newest_first = sorted(found.values(), key=_opening, reverse=True)
     return Evacuations(
         evacuations=tuple(reversed(newest_first[:evacuations_max])),
-        farewells_left_out=len(listed) - done,
-        damaged=tuple(damaged),
+        farewells_left_out=count - done,
+        damaged=run.farewells.damaged,
     )
 
 
@@ -279,32 +227,6 @@ def last_evacuation(
     return max(possible, key=lambda each: each.opened_wall_s, default=None)
 
 
-def _farewells(
-    store: ObjectStore,
-    keys: RunKeys,
-    infos: Sequence[ObjectInfo],
-    stop: threading.Event | None,
-) -> Iterator[tuple[ObjectInfo, RecordedEvacuation | None]]:
-    read_by_key: dict[str, RecordedEvacuation | None] = {}
-
-    def one(info: ObjectInfo) -> None:
-        read_by_key[info.key] = _farewell(store, keys, info.key)
-
-    parallel(infos, one, threads=min(_READS, len(infos)), stop=stop)
-    for info in infos:
-        yield info, read_by_key[info.key]
-
-
-def _farewell(store: ObjectStore, keys: RunKeys, key: str) -> RecordedEvacuation | None:
-    """None if the farewell is damaged, too large, deleted, or of another run or generation."""
-    try:
-        recorded = farewells.decode(store.get(key))
-    except (CorruptError, NotFound, TooLarge):
-        return None
-    is_own = (recorded.run, recorded.generation) == (keys.run, keys.parse_farewell(key))
-    return recorded if is_own else None
-
-
 def _newness(recorded: RecordedEvacuation) -> tuple[int, float, float]:
     """Farewells of one second have no order in their keys."""
     entries = len(recorded.timeline) + recorded.left_out
@@ -313,27 +235,3 @@ def _newness(recorded: RecordedEvacuation) -> tuple[int, float, float]:
 
 def _opening(recorded: RecordedEvacuation) -> tuple[int, float]:
     return recorded.generation, recorded.opened_wall_s
-
-
-def _recorded(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> RecordedCommit:
-    if isinstance(loaded, CorruptError):
-        return RecordedCommit(
-            ref=commit.ref,
-            kind=None,
-            created_wall_s=None,
-            size_bytes=0,
-            bytes_sent=0,
-            loss=None,
-            nodes=commit.nodes,
-            is_whole=False,
-        )
-    return RecordedCommit(
-        ref=commit.ref,
-        kind=loaded[0].kind,
-        created_wall_s=lives.whole_since_s(loaded),
-        size_bytes=sum(manifest.size_bytes for manifest in loaded),
-        bytes_sent=0,
-        loss=merged_health([manifest.health for manifest in loaded]).get("loss"),
-        nodes=commit.nodes,
-        is_whole=commit.is_complete,
-    )

@@ -18,11 +18,10 @@ from operator import gt
 from swansongd.bucket import catalog
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import UNSIGNED, RunKeys
-from swansongd.bucket.keys import CommitKey as KeyOfManifest
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pins, StoredPin
 from swansongd.bucket.retention import Candidate, CommitKey
-from swansongd.errors import CorruptError, Permanent, Transient
+from swansongd.errors import CorruptError, MissingError, Permanent, Transient
 from swansongd.model import Chunk, merged_health
 from swansongd.stores.base import ObjectInfo, ObjectStore
 
@@ -204,26 +203,6 @@ def _is_younger(age_s: float | None, than_s: float | None) -> bool:
     return age_s is not None and than_s is not None and age_s <= than_s
 
 
-def list_commits(store: ObjectStore, keys: RunKeys) -> list[Commit]:
-    """The commits of the run, complete or not, newest first; unlike a reader's list without a limit.
-
-    Raises:
-        CorruptError: an object has a key that no writer formats.
-        StoreError: the listing failed.
-    """
-    manifests: list[tuple[ObjectInfo, KeyOfManifest]] = []
-    foreign: list[str] = []
-    for info in store.list(keys.commits):
-        parsed = keys.parse_commit(info.key)
-        if parsed is not None:
-            manifests.append((info, parsed))
-        elif not catalog.is_folder(info) and not info.key.endswith(UNSIGNED):
-            foreign.append(info.key)
-    if foreign:
-        raise catalog.foreign_objects(store, foreign)
-    return catalog.grouped(manifests)
-
-
 def read_commits(
     store: ObjectStore,
     keys: RunKeys,
@@ -243,13 +222,15 @@ def read_commits(
     """
     have: dict[object, ReadCommit] = {read.commit.identity: read for read in known}
     for _ in range(_ATTEMPTS):
-        listed = {found.identity: found for found in list_commits(store, keys)}
+        manifests = catalog.listing(store, keys.commits, keys.parse_commit, is_whole=True)
+        commits = catalog.grouped(manifests.expect_own(store))
+        listed = {found.identity: found for found in commits}
         fresh = [found for identity, found in listed.items() if identity not in have]
         read, failed = _read(store, keys, chunks, fresh, progress=progress, stop=stop)
         have |= read
         if not failed:
             return [have[identity] for identity in listed]
-        if all(_is_there(store, commit) for commit, _ in failed):
+        if not any(isinstance(error, MissingError) for _, error in failed):
             raise _unreadable(
                 store, [f"the commit {commit.ref} is damaged: {why}" for commit, why in failed]
             )
@@ -282,10 +263,6 @@ def _read(
 
     catalog.load_each(store, keys, commits, take, progress=progress, stop=stop)
     return done, failed
-
-
-def _is_there(store: ObjectStore, commit: Commit) -> bool:
-    return all(store.head(key) is not None for key in commit.manifest_keys.values())
 
 
 def stored_objects(store: ObjectStore, prefix: str) -> Iterator[ObjectInfo]:

@@ -45,6 +45,14 @@ def optional_s(value: object, field: str) -> float | None:
     return None if value is None else required_s(value, field)
 
 
+def instant_s(text: str) -> float | None:
+    """As :func:`required_s`; None if the text is not a time that a record can have."""
+    try:
+        return required_s(text, "time")
+    except BoundsError:
+        return None
+
+
 def optional(value: object, field: str) -> float | None:
     """A duration in seconds; None remains None."""
     return None if value is None else bounds.number(value, field, 0.0, bounds.SECONDS_MAX)

@@ -15,6 +15,7 @@ from typing import Any
 from prometheus_client import generate_latest
 
 from swansongd.bucket import signing
+from swansongd.bucket.run import READS
 from swansongd.bucket.signing import signed
 from swansongd.cli.common import run_argument
 from swansongd.cli.prices import add_prices, prices_of
@@ -26,7 +27,6 @@ from swansongd.errors import ConfigError, StoreError
 from swansongd.exporter.health import StoreHealth
 from swansongd.exporter.metrics import ExporterCollector
 from swansongd.exporter.reader import RUNS_AT_ONCE, Source, StoreReader
-from swansongd.exporter.records import READS
 from swansongd.observe import log
 from swansongd.observe.cost import Prices
 from swansongd.observe.exposition import Exposition, registry_of

@@ -9,7 +9,9 @@ from typing import Any
 
 from rich.table import Table
 
-from swansongd.bucket import lives, wall
+from swansongd.bucket import wall
+from swansongd.bucket.lives import lives_of
+from swansongd.bucket.run import Run
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import opened
 from swansongd.cli.progress import Progress
@@ -33,8 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
+        listed = Run.listed(here.store, here.keys, stop=here.stop)
         with Progress("reading resumptions", "resumptions", is_quiet=args.json) as progress:
-            found = lives.read(here.store, here.keys, progress=progress, stop=here.stop)
+            found = lives_of(listed, progress=progress)
         loss = losses.loss(found.lives)
         if args.json:
             print_json(facts(here.keys.run, loss, found.left_out))

@@ -19,6 +19,7 @@ from swansongd.bucket.history import AddedBytes
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pins, StoredPin
 from swansongd.bucket.retention import Candidate, reasons_to_keep
+from swansongd.bucket.run import Run
 from swansongd.bucket.survey import claim_ages
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import Opened, opened
@@ -114,13 +115,14 @@ def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[st
         added.take(commit, loaded)
         rows[commit.key] = _row(commit, loaded)
 
+    run = Run(here.store, here.keys, stop=here.stop)
     with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
-        catalog.load_each(here.store, here.keys, commits, take, progress=progress, stop=here.stop)
+        run.read_commits(commits, take=take, progress=progress)
     added_bytes = added.by_commit()
     for key, row in rows.items():
         if row["problem"] is None:
             row["added_bytes"] = added_bytes[key]
-    return [rows[commit.key] for commit in commits[:newest]]
+    return [rows[commit.key] for commit in commits[:newest] if commit.key in rows]
 
 
 def _row(commit: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> dict[str, Any]:

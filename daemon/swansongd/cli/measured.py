@@ -5,14 +5,15 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from statistics import fmean, median
 
-from swansongd.bucket import catalog, history, lives
+from swansongd.bucket import catalog, history
 from swansongd.bucket.farewell import RecordedEvacuation
-from swansongd.bucket.history import RecordedCommit
 from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.run import RecordedCommit, Run
 from swansongd.cli.assumed import DOWN_S, SNAPSHOT_BYTES_PER_S, Subject
 from swansongd.cli.opening import Opened
 from swansongd.cli.progress import Progress
@@ -62,46 +63,40 @@ def measured(here: Opened, *, is_quiet: bool) -> Subject:
         CorruptError, StoreError, Stopped: reading the bucket failed.
     """
     store, keys, stop = here.store, here.keys, here.stop
-    with Progress("reading resumptions", "resumptions", is_quiet=is_quiet) as progress:
-        found = lives.read(store, keys, progress=progress, stop=stop).lives
-    loss, newest = losses.loss(found), _newest_manifest(here)
+    run = Run.listed(store, keys, stop=stop)
+    found = history.read(
+        run,
+        evacuations_max=EVACUATIONS_MAX,
+        progress_of=lambda what: Progress(f"reading {what}", what, is_quiet=is_quiet),
+    )
+    loss, newest = losses.loss(found.lives.lives), _newest_manifest(run)
     if loss is None or newest is None:
         raise NothingToRestore(
             f"advice for run {keys.run} failed: the run has no commit, or its trainers report no steps",
             hint="Describe the run with --size, --bandwidth and --notice",
         )
-    with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
-        commits = history.read_commits(store, keys, progress=progress, stop=stop).commits
-    with Progress("reading farewells", "farewells", is_quiet=is_quiet) as progress:
-        evacuations = history.read_evacuations(
-            store, keys, evacuations_max=EVACUATIONS_MAX, progress=progress, stop=stop
-        ).evacuations
     stored_bytes, is_all_stored = history.stored_bytes(store, keys, stop=stop)
     return _subject(
         _Bucket(
             config=here.config,
             run=keys.run,
-            lives=found,
+            lives=found.lives.lives,
             loss=loss,
             newest=newest,
-            commits=commits,
-            evacuations=evacuations,
+            commits=found.commits.commits,
+            evacuations=found.evacuations.evacuations,
             stored_bytes=stored_bytes,
             is_all_stored=is_all_stored,
         )
     )
 
 
-def _newest_manifest(here: Opened) -> Manifest | None:
+def _newest_manifest(run: Run) -> Manifest | None:
     """The manifest of the first VM, of the newest commit that can be read."""
-    for number, commit in enumerate(catalog.newest_commits(here.store, here.keys)):
-        if number == _MANIFESTS_MAX:
-            break
-        try:
+    for commit in run.commits[:_MANIFESTS_MAX]:
+        with suppress(CorruptError):
             if 0 in commit.manifests:
-                return catalog.load_node(here.store, here.keys, commit, 0)
-        except CorruptError:
-            continue
+                return catalog.load_node(run.store, run.keys, commit, 0)
     return None
 
 

@@ -13,7 +13,8 @@ from typing import Any
 
 from swansongd.bucket import history, wall
 from swansongd.bucket.farewell import RecordedEvacuation
-from swansongd.bucket.history import RecordedCommit, RunHistory
+from swansongd.bucket.history import RunHistory
+from swansongd.bucket.run import RecordedCommit, Run
 from swansongd.cli import loss as loss_command
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import opened
@@ -62,11 +63,9 @@ def run(args: argparse.Namespace) -> int:
     prices = prices_of(args)
     with opened(args) as here:
         found = history.read(
-            here.store,
-            here.keys,
+            Run.listed(here.store, here.keys, stop=here.stop),
             evacuations_max=args.evacuations,
             progress_of=lambda what: Progress(f"reading {what}", what, is_quiet=args.json),
-            stop=here.stop,
         )
         made = facts.report(
             found,

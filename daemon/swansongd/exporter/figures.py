@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 
-from swansongd.loss_records import Ending, LastReport, Life, Resumption
+from swansongd.bucket.run import FarewellFacts, RecordedCommit
+from swansongd.loss_records import Ending, Life, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.cost import Costs
@@ -35,31 +36,6 @@ _MERIT = {
 }
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class CommitFacts:
-    """A whole commit."""
-
-    ref: CommitRef
-    kind: CheckpointKind
-    size_bytes: int
-    """Over all nodes.  A chunk that several commits share counts in each of them."""
-    created_wall_s: float | None
-    """When the last VM wrote its manifest; None if no manifest has a valid time."""
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class FarewellFacts:
-    """A farewell."""
-
-    generation: int
-    evacuation_id: str
-    is_drill: bool
-    verdict: Verdict
-    written_wall_s: float
-    deadline_wall_s: float | None
-    training: LastReport | None
-
-
 @dataclass(frozen=True, slots=True)
 class MirrorLag:
     """The distance of the mirror to the store."""
@@ -78,7 +54,7 @@ class RunFigures:
     read_wall_s: float
     generation: int
     """The highest claimed generation; 0 without a claim."""
-    newest: CommitFacts | None
+    newest: RecordedCommit | None
     """The newest whole commit."""
     oldest_created_wall_s: float | None
     commits: Mapping[CheckpointKind, int]
@@ -253,11 +229,11 @@ def lost_gpu_s(interruptions: Iterable[Interruption]) -> dict[str, float]:
 
 
 def by_kind(
-    commits: Sequence[CommitFacts],
+    commits: Sequence[RecordedCommit],
 ) -> tuple[dict[CheckpointKind, int], dict[CheckpointKind, int]]:
     """Number and bytes of the commits of each kind."""
     counts = Counter(each.kind for each in commits)
-    sizes_bytes: Counter[CheckpointKind] = Counter()
+    sizes_bytes: Counter[CheckpointKind | None] = Counter()
     for each in commits:
         sizes_bytes[each.kind] += each.size_bytes
     return (
@@ -266,7 +242,7 @@ def by_kind(
     )
 
 
-def mirror_lag(commits: Sequence[CommitFacts], mirrored: CommitRef | None) -> MirrorLag:
+def mirror_lag(commits: Sequence[RecordedCommit], mirrored: CommitRef | None) -> MirrorLag:
     """The distance of a mirror whose newest whole commit is ``mirrored``; None: it has none."""
     behind = [each for each in commits if mirrored is None or each.ref > mirrored]
     created_s = [each.created_wall_s for each in behind if each.created_wall_s is not None]

@@ -19,7 +19,6 @@ from swansongd.config.values import InvalidValue, run_name
 from swansongd.errors import Stopped, StoreError, SwansongError
 from swansongd.exporter.figures import RunFigures
 from swansongd.exporter.health import Reading, ReadOnly, StoreHealth
-from swansongd.exporter.listing import listed
 from swansongd.exporter.run import RunReader
 from swansongd.observe.cost import Prices
 from swansongd.stores.base import ObjectStore, all_pages
@@ -220,21 +219,27 @@ class StoreReader:
             self._due_mono_s[name] = self._monotonic() + REFUSED_S
 
     def _refresh(self, name: str, counts: _Counts) -> None:
-        keys = RunKeys(name)
-        listing = listed(self._store, keys)
-        if not listing.is_run:
+        reader = self._readers.get(name) or RunReader(
+            self._store,
+            RunKeys(name),
+            self._prices,
+            stop=self._stop,
+            monotonic=self._monotonic,
+        )
+        now_wall_s = self._wall()
+        reader.run.refresh(now_wall_s)
+        if not reader.run.claims.infos and not reader.run.commits:
             self._pass_over(name)
             return
-        reader = self._reader(name, keys)
-        if reader is None:
+        if not self._has_place(name, reader):
             self._postpone(name, IDLE_S_MAX)
             return
-        found = reader.read(listing, self._wall())
+        found = reader.read(now_wall_s)
         if self._mirror is not None:
             found = self._with_mirror(found, reader, self._mirror, counts)
         with self._lock:
             self._figures[name] = found
-        self._postpone(name, (listing.newest_age_s or 0.0) / IDLE_SHARE)
+        self._postpone(name, (reader.run.newest_age_s or 0.0) / IDLE_SHARE)
 
     def _pass_over(self, name: str) -> None:
         """Postpone a folder without a claim: a run may begin in it."""
@@ -247,8 +252,8 @@ class StoreReader:
             )
         self._postpone(name, 0.0 if self._source.runs else FOLDER_S)
 
-    def _reader(self, name: str, keys: RunKeys) -> RunReader | None:
-        """The reader of a run; None if there are too many runs."""
+    def _has_place(self, name: str, reader: RunReader) -> bool:
+        """Keep the reader of a run; False if there are too many runs."""
         with self._lock:
             if name not in self._readers and len(self._readers) >= self._runs_max:
                 if name not in self._left_out:
@@ -260,13 +265,10 @@ class StoreReader:
                         limit=self._runs_max,
                         hint="Raise --runs-max, or name the runs with --run",
                     )
-                return None
+                return False
             self._left_out.discard(name)
-            if name not in self._readers:
-                self._readers[name] = RunReader(
-                    self._store, keys, self._prices, stop=self._stop, monotonic=self._monotonic
-                )
-            return self._readers[name]
+            self._readers[name] = reader
+            return True
 
     def _postpone(self, name: str, idle_s: float) -> None:
         """Read the run again after this time, but not sooner than the interval, and within half an hour."""

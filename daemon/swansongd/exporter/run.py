@@ -8,18 +8,25 @@ from collections import Counter
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
 
-from swansongd.bucket import catalog, lives
+import structlog
+
+from swansongd.bucket.commit import newest_whole_commit
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.lives import lives_of
+from swansongd.bucket.run import RecordedCommit, Run
+from swansongd.errors import CorruptError
 from swansongd.exporter import figures
 from swansongd.exporter.figures import MirrorLag, RunFigures
-from swansongd.exporter.listing import Listing
-from swansongd.exporter.records import RunRecords
-from swansongd.model import CommitRef
 from swansongd.observe import cost
 from swansongd.observe import loss as losses
 from swansongd.observe.cost import Costs, Prices
 from swansongd.observe.loss import Loss
 from swansongd.stores.base import ObjectStore
+
+RECORDS_MAX = 20_000
+"""Limit of the remembered objects of one kind."""
+
+_log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,38 +57,46 @@ class RunReader:
         stop: threading.Event,
         monotonic: Callable[[], float],
     ) -> None:
-        self._keys = keys
+        self.run = Run(
+            store,
+            keys,
+            records_max=RECORDS_MAX,
+            on_damaged=self._log_damaged,
+            stop=stop,
+            monotonic=monotonic,
+        )
         self._prices = prices
-        self._records = RunRecords(store, keys, stop=stop, monotonic=monotonic)
         self._losses: tuple[Hashable, _Losses] | None = None
 
-    def read(self, listing: Listing, now_wall_s: float) -> RunFigures:
+    def read(self, now_wall_s: float) -> RunFigures:
         """Read the new objects of the listing.
 
         Raises:
             StoreError: a request to the store failed.
             Stopped: ``stop`` was set.
         """
-        self._records.refresh(listing, now_wall_s)
-        records = self._records
-        whole = records.whole
+        run = self.run
+        run.read_commits(commit for commit in run.commits if commit.is_complete)
+        run.farewells.read(run.farewells.infos)
+        run.resumptions.read(run.resumptions.infos)
+        whole = self._whole()
         counts, sizes_bytes = figures.by_kind(whole)
-        evacuated = figures.evacuations(records.farewells, now_wall_s=now_wall_s)
-        lost = self._lost(listing)
+        evacuated = figures.evacuations(run.farewells.facts, now_wall_s=now_wall_s)
+        lost = self._lost()
         created_s = [each.created_wall_s for each in whole if each.created_wall_s is not None]
         return RunFigures(
-            run=self._keys.run,
+            run=run.keys.run,
             read_wall_s=now_wall_s,
-            generation=records.generation,
+            generation=run.generation,
             newest=whole[0] if whole else None,
             oldest_created_wall_s=min(created_s, default=None),
             commits=counts,
             commit_bytes=sizes_bytes,
-            incomplete=sum(not commit.is_complete for commit in listing.commits),
-            pins=listing.pins,
-            damaged=records.damaged,
-            left_out=records.left_out,
-            foreign=listing.foreign,
+            incomplete=sum(not commit.is_complete for commit in run.commits),
+            pins=run.pins,
+            damaged=run.damaged,
+            left_out=run.left_out,
+            foreign=run.foreign,
             evacuations=evacuated,
             interruptions=lost.interruptions,
             lost_gpu_s=lost.lost_gpu_s,
@@ -96,34 +111,33 @@ class RunReader:
             CorruptError: the mirror has an object that no swansong wrote.
             StoreError: a request to the mirror failed.
         """
-        return figures.mirror_lag(
-            self._records.whole, newest_whole(mirror, self._keys, near=generation)
-        )
+        mirrored = newest_whole_commit(mirror, self.run.keys, near=generation)
+        return figures.mirror_lag(self._whole(), mirrored)
 
-    def _lost(self, listing: Listing) -> _Losses:
-        records = self._records
+    def _whole(self) -> list[RecordedCommit]:
+        """The whole commits, newest first."""
+        return [each for each in self.run.recorded(self.run.commits) if each.is_whole]
+
+    def _lost(self) -> _Losses:
+        run = self.run
         identity = hash(
             (
-                tuple(commit.identity for commit in listing.commits),
-                tuple(sorted(listing.claims)),
-                tuple(sorted(listing.farewells)),
-                tuple(sorted(listing.resumptions)),
-                tuple(sorted(records.damaged.items())),
+                tuple(commit.identity for commit in run.commits),
+                tuple(run.claims.infos),
+                tuple(run.farewells.infos),
+                tuple(run.resumptions.infos),
+                tuple(run.damaged.items()),
             )
         )
         if self._losses is None or self._losses[0] != identity:
-            self._losses = identity, self._computed(listing)
+            self._losses = identity, self._computed()
         return self._losses[1]
 
-    def _computed(self, listing: Listing) -> _Losses:
-        records = self._records
-        interruptions = list(
-            figures.recorded_interruptions(records.resumptions, records.claimed_wall_s)
-        )
-        commits = lives.by_generation(listing.commits)
-        traces = {*commits, *records.resumptions, *(each.generation for each in records.farewells)}
-        known = sorted(traces.intersection(listing.claims))[-lives.LIVES_MAX :]
-        loss = losses.loss(lives.lives_of(records, known, commits))
+    def _computed(self) -> _Losses:
+        run = self.run
+        recorded = {each.generation: each for each in run.resumptions.facts}
+        interruptions = list(figures.recorded_interruptions(recorded, run.claims.get))
+        loss = losses.loss(lives_of(run).lives)
         same_vm = Counter(each.is_same_vm for each in interruptions)
         return _Losses(
             interruptions={is_same: same_vm[is_same] for is_same in (False, True)},
@@ -132,12 +146,12 @@ class RunReader:
             costs=None if loss is None or self._prices is None else cost.costs(loss, self._prices),
         )
 
-
-def newest_whole(store: ObjectStore, keys: RunKeys, *, near: int) -> CommitRef | None:
-    """The newest commit with the manifests of all nodes, from the listing alone; None without one.
-
-    Raises:
-        CorruptError, StoreError: as for :func:`swansongd.bucket.catalog.list_commits`.
-    """
-    commits = catalog.newest_commits(store, keys, near=near)
-    return next((commit.ref for commit in commits if commit.is_complete), None)
+    def _log_damaged(self, key: str, error: CorruptError) -> None:
+        """Name the object, at each attempt to read it."""
+        _log.warning(
+            "damaged_object",
+            store=self.run.store.url,
+            run=self.run.keys.run,
+            key=key,
+            reason=error.line(),
+        )

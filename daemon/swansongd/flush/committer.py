@@ -16,7 +16,7 @@ from functools import partial
 import structlog
 from swansong.bounds import BoundsError
 
-from swansongd.bucket import catalog, commit
+from swansongd.bucket import catalog, commit, wall
 from swansongd.bucket import farewell as farewells
 from swansongd.bucket.commit import Claim
 from swansongd.bucket.farewell import Farewell
@@ -316,7 +316,7 @@ class Committer:
             _log.warning("newest_commit_not_read", commit=str(newest), error=error.line())
 
     def _date(self, newest: CommitRef, created: str) -> None:
-        then_s, now_s = catalog.instant_s(created), catalog.instant_s(self._wall())
+        then_s, now_s = wall.instant_s(created), wall.instant_s(self._wall())
         if then_s is not None and now_s is not None:
             self._post(NewestDated(newest, max(0.0, now_s - then_s)))
 

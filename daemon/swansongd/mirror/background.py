@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import structlog
 
-from swansongd.bucket import catalog
+from swansongd.bucket import catalog, wall
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.core import limits
@@ -256,7 +256,7 @@ class Mirroring:
             )
         except CorruptError:
             return 0.0
-        created_s = catalog.instant_s(manifest.created)
+        created_s = wall.instant_s(manifest.created)
         return 0.0 if created_s is None else max(0.0, self._wall_s() - created_s)
 
     def _copy(self, place: ManifestPlace) -> None:

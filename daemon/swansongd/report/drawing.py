@@ -11,7 +11,7 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from swansongd.bucket.history import RecordedCommit
+from swansongd.bucket.run import RecordedCommit
 from swansongd.observe.loss import Interruption, Window
 from swansongd.report.axis import Break, Tick, axis
 from swansongd.report.layout import (

@@ -75,6 +75,11 @@ class ObjectInfo:
     S3 may give an equal tag to equal bytes that are written again; other stores give another one.
     """
 
+    @property
+    def identity(self) -> tuple[str, int, str]:
+        """The same for the same bytes under the same key."""
+        return self.key, self.size_bytes, self.tag
+
 
 class Folders(NamedTuple):
     """A page of a listing of folders."""

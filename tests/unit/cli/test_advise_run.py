@@ -19,9 +19,9 @@ from swansongd.bucket import lives, wall
 from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import Farewell, RecordedEvacuation, encode
-from swansongd.bucket.history import RecordedCommit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
+from swansongd.bucket.run import RecordedCommit
 from swansongd.cli import advise as command
 from swansongd.cli import advise_text, main, measured
 from swansongd.config.config import parse

@@ -8,8 +8,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
+from swansongd.bucket.run import FarewellFacts, RecordedCommit
 from swansongd.exporter import figures
-from swansongd.exporter.figures import CommitFacts, FarewellFacts, MirrorLag
+from swansongd.exporter.figures import MirrorLag
 from swansongd.loss_records import Ending, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 
@@ -236,12 +237,15 @@ def test_a_resumption_cannot_follow_itself() -> None:
 # ---------------------------------------------------------------- mirror
 
 
-def commit(step: int, created_s: float | None) -> CommitFacts:
-    return CommitFacts(
+def commit(step: int, created_s: float | None) -> RecordedCommit:
+    return RecordedCommit(
         ref=CommitRef(1, step),
         kind=CheckpointKind.PERIODIC,
-        size_bytes=1,
         created_wall_s=created_s,
+        size_bytes=1,
+        loss=None,
+        nodes=1,
+        is_whole=True,
     )
 
 

@@ -13,11 +13,15 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
-from swansongd.bucket import history, lives, pins, wall
+from swansongd.bucket import catalog, history, pins, wall
+from swansongd.bucket import run as runs
+from swansongd.bucket.lives import lives_of
 from swansongd.bucket.pins import Pin
+from swansongd.bucket.run import Run
 from swansongd.bucket.signing import signed
 from swansongd.errors import Permanent, Transient
-from swansongd.exporter import listing, reader, records
+from swansongd.exporter import reader
+from swansongd.exporter import run as run_reader
 from swansongd.exporter.health import Reading, StoreHealth
 from swansongd.exporter.metrics import ExporterCollector
 from swansongd.exporter.reader import Source, StoreReader
@@ -130,7 +134,7 @@ def test_the_figures_of_a_run(store: MemoryStore) -> None:
         ("swansong_exporter_runs", ()): 1,
     }
     assert {sample: found[sample] for sample in wanted} == wanted
-    total = loss(lives.read(store, KEYS).lives)
+    total = loss(lives_of(Run.listed(store, KEYS)).lives)
     assert total is not None
     parts = {s[1][1]: v for s, v in found.items() if s[0].endswith("gpu_seconds_total")}
     assert sum(parts.values()) == pytest.approx(total.lost_gpu_s)
@@ -211,20 +215,6 @@ def test_deleted_records_lower_the_counters(store: MemoryStore) -> None:
     assert rig.read()
     assert counters(rig.metrics()) == counters_of(store)
     assert rig.metrics()["swansong_run_interruptions_total", ("r", "new")] == 1
-
-
-def test_prune_between_listing_and_reading_damages_nothing(store: MemoryStore) -> None:
-    """A manifest that is gone when it is read is no damaged commit."""
-    key = KEYS.commit(CommitRef(1, 140), 0, 1)
-
-    def delete(what: str, asked: str) -> None:
-        if (what, asked) == ("get", key):
-            store.objects.pop(key, None)
-
-    store.before = delete
-    rig = Rig(store)
-    assert rig.read()
-    assert rig.metrics()["swansong_run_damaged_objects", ("r", "commit")] == 0
 
 
 # ---------------------------------------------------------------- failures
@@ -397,7 +387,7 @@ def test_damaged_objects_are_counted_and_read_once(store: MemoryStore) -> None:
     assert found["swansong_run_last_commit_step", ("r",)] == 140
     assert rig.read(after_s=60.0)
     assert rig.requests["get"] == 0
-    assert rig.read(after_s=records.AGAIN_AFTER_S)
+    assert rig.read(after_s=runs.AGAIN_AFTER_S)
     assert 0 < rig.requests["get"] < 10
 
 
@@ -455,7 +445,7 @@ def test_a_commit_is_as_old_as_its_last_manifest(store: MemoryStore) -> None:
         )
     rig = Rig(store)
     assert rig.read()
-    newest = history.read_commits(store, KEYS).newest_whole
+    newest = history.commits(Run.listed(store, KEYS)).newest_whole
     assert newest is not None
     created_s = wall.required_s("2027-02-01T00:01:00Z", "created")
     assert newest.created_wall_s == created_s
@@ -535,7 +525,7 @@ def test_a_run_with_too_many_keys_is_not_read(
     store: MemoryStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The listing ends at the limit; other runs are read."""
-    monkeypatch.setattr(listing, "KEYS_MAX", 50)
+    monkeypatch.setattr(catalog, "LISTED_MAX", 50)
     for number in range(60):
         store.objects[f"huge/generations/{number:08d}.json"] = b""
     rig = Rig(store)
@@ -550,7 +540,7 @@ def test_too_many_records_leave_the_oldest(
 ) -> None:
     """A counter never falls because of new records."""
     good = counters_of(store)
-    monkeypatch.setattr(records, "RECORDS_MAX", 3)
+    monkeypatch.setattr(run_reader, "RECORDS_MAX", 3)
     for number in range(10):
         farewell(store, 3, 160, BEGUN_S + 1200 + number, over=False, stamp=f"x{number}")
         committed.commit(store, {"a": b"1"}, generation=3, step=200 + number)

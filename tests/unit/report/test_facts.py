@@ -10,6 +10,7 @@ from swansongd.bucket import history
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.history import RunHistory
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.run import Run
 from swansongd.observe import loss as losses
 from swansongd.report.facts import Story, sentences, stories
 
@@ -22,7 +23,7 @@ def past() -> RunHistory:
     """The second evacuation ends with the VM, 29 s after its notice of 30 s."""
     store = MemoryStore()
     past_run.write(store)
-    return history.read(store, RunKeys(past_run.RUN))
+    return history.read(Run.listed(store, RunKeys(past_run.RUN)))
 
 
 def told(past: RunHistory, *evacuations: RecordedEvacuation) -> list[Story]:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 from swansongd.bucket import history
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import RunKeys
+from swansongd.bucket.run import Run
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption
 from swansongd.report.course import Bar, Course, Lane, course
@@ -27,7 +28,7 @@ def past() -> history.RunHistory:
     """A preemption with a follow-up, and one during which the store failed."""
     store = MemoryStore()
     past_run.write(store)
-    return history.read(store, RunKeys(past_run.RUN))
+    return history.read(Run.listed(store, RunKeys(past_run.RUN)))
 
 
 def course_of(past: history.RunHistory, place: int) -> Course:

@@ -19,6 +19,7 @@ from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.history import Commits, Evacuations, RunHistory
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.lives import Lives
+from swansongd.bucket.run import Run
 from swansongd.cli import report_text
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.report import drawing, facts, page
@@ -63,7 +64,7 @@ def made(found: RunHistory, run: str = "my-run", **fields: object) -> Report:
 def past() -> Report:
     store = MemoryStore()
     past_run.write(store)
-    found = history.read(store, RunKeys(past_run.RUN))
+    found = history.read(Run.listed(store, RunKeys(past_run.RUN)))
     return made(found, amounts=(Amount("GPU time on spot VMs", "12.00 USD"),))
 
 
@@ -267,7 +268,7 @@ def places(value: Any, name: str = "") -> Iterator[tuple[Any, Any, str]]:
 
 def checked_size(store: MemoryStore) -> None:
     """The report of the run has a page of bounded size, and a text of 80 columns."""
-    report = made(history.read(store, RunKeys(past_run.RUN)))
+    report = made(history.read(Run.listed(store, RunKeys(past_run.RUN))))
     text = page.html(report)
     parsed(text)
     assert len(text) < 250_000
