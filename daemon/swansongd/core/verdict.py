@@ -166,7 +166,8 @@ def _remembered(
     if _MERIT[earlier[0]] <= _MERIT[verdict]:
         return verdict, reason
     newest = state.commits.last_complete
-    if newest is not None and newest.generation > (start.generation or newest.generation):
+    known = {start.parent.start_id, *(each.id for each in state.starts.known)}
+    if newest is not None and state.owner_of(newest) not in known:
         return verdict, reason  # another VM has continued the run meanwhile
     return earlier[0], f"as before the daemon's restart; {reason}"
 
