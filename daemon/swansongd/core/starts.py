@@ -323,17 +323,23 @@ def _adopting(
     if live is not None and live.has_hooks and may_be_beside:
         return ""  # the framework saves beside our hooks, which cannot load it
     own = [start for start in state.starts.known if not start.has_hooks and start.is_of_boot]
-    ids = [start.id for start in own if start.process_ns <= written_ns]
-    if len(ids) < len(own):  # written before the newest process began
-        is_next = bool(ids) and (is_early or not _is_back(state, staged, ids[-1], known))
-        return ids[-1] if is_next else ""
-    ids = ids or [f"{PROCESS_PREFIX}{state.settings.vm}"]
-    later = [each for each in known if _written_ns(each) > written_ns]
-    start_id = _recorded(staged, ids, later) if is_early else ids[-1]
-    if not is_early and _is_back(state, staged, start_id, known):
-        first_id, _, number = start_id.partition("~")
-        return _began_again(transition, f"{first_id}~{int(number or 0) + 1}", staged)
-    if start_id and (not is_early or state.start_of(start_id) is None):
+    begun = [start.id for start in own if start.process_ns <= written_ns]
+    is_over = len(begun) < len(own)  # written before the newest process began
+    if is_over and not begun:
+        return ""
+    begun = begun or [f"{PROCESS_PREFIX}{state.settings.vm}"]
+    if is_early:
+        ids = [start.id for start in own] or begun
+        later = [each for each in known if _written_ns(each) > written_ns]
+        start_id = _recorded(staged, ids, later, count=len(begun))
+    else:
+        start_id = begun[-1]
+        if _is_back(state, staged, start_id, known):
+            first_id, _, number = start_id.partition("~")
+            next_id = f"{first_id}~{int(number or 0) + 1}"
+            # Its generation would be greater than that of the process that runs.
+            return "" if is_over else _began_again(transition, next_id, staged)
+    if start_id and (not (is_early or is_over) or state.start_of(start_id) is None):
         see(transition, start_id)
     return start_id
 
@@ -347,19 +353,20 @@ def _began_again(transition: Transition, start_id: str, first: Staged) -> str:
     return start_id
 
 
-def _recorded(staged: Staged, own: Sequence[str], later: Sequence[Staged]) -> str:
+def _recorded(staged: Staged, own: Sequence[str], later: Sequence[Staged], *, count: int) -> str:
     """The start of an early set: an earlier one if a set that was written later has no greater step.
 
     Args:
         staged: the set.
         own: the starts of trainers without hooks, the newest last.
         later: the sets that were written after it, with their starts.
+        count: number of these starts that had begun when it was written.
     """
     places = [
         own.index(each.id.start) - (each.id.step <= staged.id.step) if each.id.start in own else -1
         for each in later
     ]
-    place = min(places, default=len(own) - 1)
+    place = min([*places, count - 1])
     return own[place] if place >= 0 else ""
 
 

@@ -17,6 +17,7 @@ from swansongd.core.events import (
     GpusRead,
     Log,
     Mark,
+    NoticeRaised,
     RunRead,
     SignalTrainer,
     WithdrawRequest,
@@ -583,3 +584,22 @@ def test_the_list_of_suspect_starts_is_bounded() -> None:
     starts = story.state.gpus.suspect_starts
     assert len(starts) == KNOWN_MAX
     assert f"start-{2 * KNOWN_MAX - 1}" in starts
+
+
+@pytest.mark.fault("X09")
+def test_a_restarted_daemon_repeats_safe_for_no_commit_of_suspect_training() -> None:
+    """Its GPU fails after the verdict; the next VM would resume what the training has sealed since."""
+    story = trained()
+    story.notice(SPOT_S)
+    story.accept(5)
+    story.answer(6)
+    story.store_all()
+    assert story.verdicts == ["SAFE generation 2 step 6"]
+    (live,) = story.state.notices.live.values()
+    after = restarted(story)
+    after.tell(NoticeRaised(live))
+    read(after, GpuHealth.LOST, GpuHealth.OK)
+    after.seal(12, "late", start_id="first")
+    after.store_all()
+    after.join(step=9, start_id="first")
+    assert after.conclude()[-1] == "PARTIAL generation 2 step 12"

@@ -5,10 +5,17 @@ from __future__ import annotations
 
 import pytest
 from swansongd.core import resume
-from swansongd.core.events import ProcessFound, Prune, SignalSent, SignalTrainer, StartBegun
+from swansongd.core.events import (
+    ProcessFound,
+    Prune,
+    RunRead,
+    SignalSent,
+    SignalTrainer,
+    StartBegun,
+)
 from swansongd.model import CommitRef, Start
 
-from testkit.story import Story
+from testkit.story import Story, a_set
 
 
 def test_a_commit_of_an_earlier_start_deletes_no_set() -> None:
@@ -78,6 +85,20 @@ def test_a_set_of_a_process_that_went_back_before_it_ended_answers_for_nothing()
     story.tell(ProcessFound("process-b", 901, started_wall_ns=10))
     story.seal(4, "again", framework="checkpoint-n", written_ns=5)
     assert story.conclude() == ["PARTIAL generation 2 step 4"]
+
+
+def test_sets_from_before_a_process_went_back_are_not_committed_after_a_restart() -> None:
+    """The next process runs already; the set of step 16 is the newest one of the process before."""
+    sets = [
+        a_set(step, f"n{step}", framework="checkpoint-n", written_ns=at)
+        for step, at in ((18, 1), (20, 2), (16, 3))
+    ]
+    story = Story(claimed=False, staged=sets, recorded=(Start(id="process-a", generation=1),))
+    story.tell(ProcessFound("process-b", 901, started_wall_ns=10))
+    story.scan()
+    story.tell(RunRead(CommitRef(1, 16), "process-a"))
+    story.wait(1)
+    assert story.flushes == []
 
 
 def test_a_set_whose_start_has_yet_to_claim_is_the_newest() -> None:
