@@ -160,23 +160,18 @@ def close_starts(transition: Transition, start_ids: Set[str]) -> None:
     state, commits = transition.state, transition.state.commits
     generations = {start.generation for start in state.starts.known if start.id in start_ids}
     is_closed = commits.last is not None and commits.last.generation in generations
-    _put(
-        transition,
-        replace(
-            commits,
-            stored=tuple(i for i in commits.stored if i.staged.id.start not in start_ids),
-            incomplete=None if is_closed else commits.incomplete,
-        ),
-    )
+    _put(transition, replace(commits, incomplete=None if is_closed else commits.incomplete))
+    drop(transition, {i.staged.id for i in commits.stored if i.staged.id.start in start_ids})
 
 
 def drop(transition: Transition, ids: Set[CheckpointId]) -> None:
-    """Write no manifest for these sets."""
-    commits = transition.state.commits
-    _put(
-        transition,
-        replace(commits, stored=tuple(i for i in commits.stored if i.staged.id not in ids)),
-    )
+    """Write no manifest for these sets; those that were ordered may exist nevertheless."""
+    state, commits = transition.state, transition.state.commits
+    ordered = (i for i in commits.stored if i.staged.id in ids and i.asked_mono_s is not None)
+    refs = (commits.dropped, *(state.ref_of(i.staged.id) for i in ordered))
+    left = tuple(i for i in commits.stored if i.staged.id not in ids)
+    dropped = max((ref for ref in refs if ref is not None), default=None)
+    _put(transition, replace(commits, stored=left, dropped=dropped))
 
 
 def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:

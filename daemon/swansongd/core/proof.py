@@ -47,6 +47,9 @@ def prove(state: State) -> tuple[Verdict, str]:
         return below, f"{_distance(state, newest, position)}; {stands}"
     if doubt:
         return below, doubt
+    dropped = state.commits.dropped
+    if dropped is not None and dropped > newest:
+        return below, f"{dropped} may exist, from which training has gone back; {stands}"
     was = "had completed no step" if position.step < 0 else f"was at step {position.step}"
     return Verdict.SAFE, f"training {was}, and {newest} is committed"
 

@@ -273,7 +273,7 @@ def record_found(
     """
     for staged in sorted((s for s in new if s.framework == "swansong"), key=_written_ns):
         if transition.state.start_of(staged.id.start) is None:
-            _see_staged(transition, staged)
+            _see_staged(transition, staged, new)
     known = [s for s in transition.state.staging.staged if s.framework != "swansong"]
     adopted = (s for s in new if s.framework != "swansong")
     in_order = sorted(adopted, key=lambda each: (_written_ns(each), each.id))
@@ -287,19 +287,32 @@ def record_found(
     return tuple(named.get(staged.id, staged) for staged in new)
 
 
-def _see_staged(transition: Transition, staged: Staged) -> None:
-    """A start that is known from its sets only is older than those whose processes run."""
+def _see_staged(transition: Transition, staged: Staged, new: Sequence[Staged]) -> None:
+    """A start that is known from its sets only precedes those whose processes run or whose sets are newer.
+
+    Args:
+        staged: its oldest set in staging.
+        new: all sets that a scan just found.
+    """
     state = transition.state
+    first_ns: dict[str, int] = {}
+    for each in sorted((*state.staging.staged, *new), key=_written_ns):
+        first_ns.setdefault(each.id.start, _written_ns(each))
     is_of_boot = _written_ns(staged) >= state.settings.booted_wall_ns
-    live = tuple(start for start in state.starts.known if start.is_live)
-    is_overtaken = any(start.generation is not None for start in live)
+    later = tuple(
+        start
+        for start in state.starts.known
+        if start.is_live or first_ns.get(start.id, 0) > first_ns[staged.id.start]
+    )
+    earlier = tuple(start for start in state.starts.known if start not in later)
+    is_overtaken = any(start.generation is not None for start in later)
     found = Start(
         id=staged.id.start,
         nodes=staged.nodes,
         is_of_boot=is_of_boot,
         is_open=is_of_boot and not is_overtaken,
     )
-    _set_starts(transition, (*(s for s in state.starts.known if not s.is_live), found, *live))
+    _set_starts(transition, (*earlier, found, *later))
 
 
 def _written_ns(staged: Staged) -> int:

@@ -401,6 +401,8 @@ class CommitState:
     incomplete: Incomplete | None = None
     healthy: CommitRef | None = None
     """Newest commit of this generation that is not unhealthy."""
+    dropped: CommitRef | None = None
+    """Newest manifest that was ordered and is not wanted any more: it may exist."""
 
     @cached_property
     def last(self) -> CommitRef | None:

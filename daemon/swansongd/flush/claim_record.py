@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import asdict, dataclass
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -104,12 +105,15 @@ class ClaimRecord:
         """The starts for the decision loop.
 
         Sets of other boots are committed only if no other VM has taken the run over since, and those of an
-        earlier start over several VMs never.
+        earlier start over several VMs never.  A start without a generation gets none if a later one has one.
 
         Args:
             boot_id: of this boot.
         """
         last = self.starts[-1].id if self.starts else ""
+        newest = max((each.generation for each in self.starts), default=0)
+        overtaken = takewhile(lambda each: each.generation < newest, self.starts)
+        unclaimed = {each.id for each in overtaken if not each.generation}
         return tuple(
             Start(
                 id=each.id,
@@ -117,7 +121,9 @@ class ClaimRecord:
                 generation=each.generation or None,
                 process_ns=each.process_ns,
                 is_of_boot=each.boot_id == boot_id,
-                is_open=each.boot_id == boot_id and (each.nodes == 1 or each.id == last),
+                is_open=each.boot_id == boot_id
+                and each.id not in unclaimed
+                and (each.nodes == 1 or each.id == last),
             )
             for each in self.starts
         )

@@ -15,9 +15,12 @@ from swansongd.core.events import (
     Exit,
     NoticeRaised,
     ProcessFound,
+    RolledBack,
     Scanned,
     SignalSent,
     SignalTrainer,
+    StartBegun,
+    TrainerFailed,
     TrainerSealed,
 )
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
@@ -160,6 +163,24 @@ def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:
     story.wait(0.1)
     assert story.all(Exit)
     assert story.state.commits.last_complete == CommitRef(2, 880)
+
+
+def test_a_manifest_that_a_rollback_dropped_may_exist() -> None:
+    """Its commit failed with a lost reply; the next VM would resume the state that training has left."""
+    story = committed(5)
+    story.seal(9, "kept")
+    story.store_all()
+    story.seal(12, "left")
+    story.flushed()
+    story.commit_fails()
+    story.tell(StartBegun(1, "a~1"))
+    story.tell(RolledBack(9))
+    story.starts(9, start_id="a~1", parent=Parent("a", 9))
+    story.notice(60)
+    story.accept(9)
+    story.tell(TrainerFailed(1, story.request_id, "a rank hangs"))
+    story.leave(is_goodbye=True)
+    assert story.conclude() == ["PARTIAL generation 2 step 9"]
 
 
 @pytest.mark.parametrize("is_taken_over", [False, True])

@@ -101,6 +101,21 @@ def test_sets_from_before_a_process_went_back_are_not_committed_after_a_restart(
     assert story.flushes == []
 
 
+def test_a_start_that_is_known_from_its_sets_only_has_the_place_of_its_sets() -> None:
+    """A restarted daemon finds older sets of a start that never had a generation: they get none."""
+    sets = [
+        a_set(39, "before", start_id="a", written_ns=1),
+        a_set(42, "older", start_id="a~1", written_ns=2),
+        a_set(45, "newer", start_id="a~1", written_ns=3),
+    ]
+    story = Story(staged=sets, recorded=(Start(id="a~1", generation=7),))
+    assert [(start.id, start.is_open) for start in story.state.starts.known] == [
+        ("a", False),
+        ("a~1", True),
+    ]
+    assert story.flushes == [45]
+
+
 def test_a_set_whose_start_has_yet_to_claim_is_the_newest() -> None:
     """Sealed during an outage of the store, it gets a generation above that of every commit."""
     story = Story(newest=CommitRef(1, 50))

@@ -349,6 +349,18 @@ def test_the_starts_are_recorded_in_order(rig: CommitterRig) -> None:
         assert not any(start.is_of_boot for start in committer.starts[:-1])
 
 
+def test_a_start_that_was_overtaken_before_its_claim_gets_none_after_a_restart(
+    rig: CommitterRig,
+) -> None:
+    """Its generation would be greater than that of the later start, whose training it precedes."""
+    assert rig.claimed("first") == 1
+    rig.record(*rig.recorded(), RecordedStart("overtaken", "boot-1"))
+    assert rig.claimed("last") == 2
+    assert [each.id for each in rig.recorded()] == ["first", "overtaken", "last"]
+    with rig.committer() as committer:
+        assert [start.is_open for start in committer.starts] == [True, False, True]
+
+
 def test_a_claim_that_is_found_late_is_recorded_at_its_place(rig: CommitterRig) -> None:
     """The record of an earlier start was lost, and its sets are still in staging."""
     assert [rig.claimed("before"), rig.claimed()] == [1, 2]
