@@ -47,11 +47,32 @@ def prove(state: State) -> tuple[Verdict, str]:
         return below, f"{_distance(state, newest, position)}; {stands}"
     if doubt:
         return below, doubt
-    dropped = state.commits.dropped
-    if dropped is not None and dropped > newest:
+    if _is_displaced(state, newest):
+        dropped = state.commits.dropped
         return below, f"{dropped} may exist, from which training has gone back; {stands}"
     was = "had completed no step" if position.step < 0 else f"was at step {position.step}"
     return Verdict.SAFE, f"training {was}, and {newest} is committed"
+
+
+def still_holds(state: State, start: Start) -> bool:
+    """Whether SAFE for this start, which an earlier life of the daemon has proved, is still true.
+
+    The position is not known any more, but the training had it before it made a commit or after its load.
+    """
+    newest = state.commits.last_complete
+    return (
+        newest is not None
+        and state.starts.fenced_by is None
+        and not gpus.doubt(state)
+        and not _is_displaced(state, newest)
+        and _reaches(state, newest, Position(start, 0))
+    )
+
+
+def _is_displaced(state: State, newest: CommitRef) -> bool:
+    """Whether a newer manifest may exist, which a rollback dropped after it was ordered."""
+    dropped = state.commits.dropped
+    return dropped is not None and dropped > newest
 
 
 def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
@@ -90,9 +111,17 @@ def position_of(state: State) -> Position | str | None:
     request = None if state.evacuation is None else state.evacuation.request
     position = _position_in(state, start, request)
     if isinstance(position, str) and request is not None and request.sealed is not None:
-        asked = state.start_of(request.sealed.start)  # the training was started again since
-        return position if asked is None else _position_in(state, asked, request)
+        asked = state.start_of(request.sealed.start)
+        if asked is not None and _began_since(state, start, asked, request):
+            return _position_in(state, asked, request)
     return position
+
+
+def _began_since(state: State, start: Start, asked: Start, request: CheckpointRequest) -> bool:
+    """Whether the training was started again after the request to another start."""
+    greeted_s = [t.greeted_mono_s for t in state.ranks.trainers if t.start_id == start.id]
+    is_later = request.asked_mono_s <= min(greeted_s, default=request.asked_mono_s)
+    return is_later or set(start.members.values()) <= set(asked.members.values())
 
 
 def _position_in(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:

@@ -202,8 +202,8 @@ def _is_durable(staged: Staged) -> bool:
 
 def reconcile(transition: Transition) -> None:
     """Drop the sets that newer ones supersede, unless an evacuation or a restore may choose one of them."""
-    evacuation, start = transition.state.evacuation, transition.state.start
-    if start is not None and start.is_restoring:
+    evacuation = transition.state.evacuation
+    if _may_load(transition.state):
         return
     if evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None:
         return
@@ -227,6 +227,18 @@ def reconcile(transition: Transition) -> None:
         )
     give_up(transition, {staged.id for staged in superseded})
     transition.do(Prune(tuple(staged.directory for staged in superseded)))
+
+
+def _may_load(state: State) -> bool:
+    """Whether a start may be loading a set: it has neither said what it has loaded nor sealed a set.
+
+    A restarted daemon does not know which set a rollback loads.  Without training, no set is added.
+    """
+    start = state.start
+    if start is None or not start.is_live or start.is_restoring:
+        return True
+    has_sealed = any(staged.id.start == start.id for staged in state.staging.staged)
+    return not (start.parent.is_known or has_sealed)
 
 
 def _wanted(state: State) -> frozenset[CheckpointId]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from swansong import protocol
 
-from swansongd.core import arrival, course, emergency, gpus, notices, planner, proof
+from swansongd.core import arrival, course, emergency, notices, planner, proof
 from swansongd.core.events import Conclude
 from swansongd.core.state import (
     Concluded,
@@ -165,11 +165,8 @@ def _remembered(
         return verdict, reason
     if _MERIT[earlier[0]] <= _MERIT[verdict]:
         return verdict, reason
-    newest = state.commits.last_complete
-    known = {start.parent.start_id, *(each.id for each in state.starts.known)}
-    is_continued = newest is not None and state.owner_of(newest) not in known
-    if is_continued or state.starts.fenced_by is not None or gpus.doubt(state):
-        return verdict, reason  # the next VM resumes from a commit that is newer, and not as good
+    if earlier[0] is Verdict.SAFE and not proof.still_holds(state, start):
+        return verdict, reason
     return earlier[0], f"as before the daemon's restart; {reason}"
 
 

@@ -165,6 +165,18 @@ def test_a_shutdown_of_the_host_waits_for_a_set_in_flight() -> None:
     assert story.state.commits.last_complete == CommitRef(2, 880)
 
 
+def test_the_end_of_a_run_does_not_answer_for_the_start_that_was_asked() -> None:
+    """The start before ended the run; rank 1 of the next one was asked before rank 0 named its start."""
+    story = committed(5)
+    story.leave()
+    story.join(2, rank=1, ranks=2, pid=201, start_id="")
+    story.notice(60)
+    story.seal(43, "end", is_final=True)
+    story.join(3, ranks=2, pid=200, start_id="b")
+    story.store_all()
+    assert story.conclude() == ["PARTIAL generation 2 step 43 (final)"]
+
+
 def test_a_manifest_that_a_rollback_dropped_may_exist() -> None:
     """Its commit failed with a lost reply; the next VM would resume the state that training has left."""
     story = committed(5)

@@ -15,7 +15,7 @@ from swansongd.core.events import (
     RestoreAsked,
 )
 from swansongd.core.staged_sets import NEWEST
-from swansongd.model import CommitRef, Staged, Start
+from swansongd.model import CommitRef, Parent, Staged, Start
 from swansongd.observe.report import status_report
 
 from testkit.story import MIB, Story, a_set
@@ -43,6 +43,7 @@ def with_health(staged: Staged, *, is_finite: bool) -> Staged:
 def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
     """Of twenty sets that the store refuses, staging keeps the newest two and deletes each other one once."""
     story = Story(newest=CommitRef(1, 5))
+    story.join()
     for step in range(10, 210, 10):
         story.seal(step)
         if story.state.flush.flight is not None:
@@ -63,6 +64,7 @@ def test_an_outage_of_the_store_does_not_fill_the_disk() -> None:
 def test_the_set_in_flight_and_a_partly_stored_one_stay() -> None:
     """A slow flush is not cut short by newer sets, and bytes that the store has are not wasted."""
     story = Story()
+    story.join()
     story.seal(10)
     assert story.state.flush.flight is not None
     story.tell(FlushProgress(story.state.flush.flight.flush_id, 60 * MIB, 60 * MIB))
@@ -78,6 +80,7 @@ def test_the_set_in_flight_and_a_partly_stored_one_stay() -> None:
 def test_the_newest_healthy_set_stays() -> None:
     """After the loss has diverged, the last healthy state stays in staging however many sets follow it."""
     story = Story()
+    story.join()
     story.staging.append(with_health(a_set(10), is_finite=True))
     story.scan()
     store_refuses(story)
@@ -90,6 +93,7 @@ def test_the_newest_healthy_set_stays() -> None:
 def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
     """An older set may be all that fits before the deadline; after the verdict the rule applies again."""
     story = Story()
+    story.join()
     story.seal(10)
     store_refuses(story)
     story.notice(in_s=30)
@@ -104,6 +108,7 @@ def test_nothing_is_dropped_before_the_verdict_of_an_evacuation() -> None:
 def test_no_set_is_dropped_while_a_start_loads_one() -> None:
     """The answer to its query may be an older set in staging, as after a rollback."""
     story = Story()
+    story.join()
     story.seal(10)
     store_refuses(story)
     story.join(step=10)
@@ -118,6 +123,7 @@ def test_no_set_is_dropped_while_a_start_loads_one() -> None:
 def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
     """They are the trainer's own checkpoints: all of them stay in staging."""
     story = Story()
+    story.join()
     for step in (10, 20, 30, 40):
         story.staging.append(a_set(step, framework="hf"))
         story.scan()
@@ -127,6 +133,7 @@ def test_sets_that_our_hooks_did_not_write_are_not_deleted() -> None:
 def test_status_shows_the_flush_and_the_pressure() -> None:
     """The set in flight, the sets that wait with their bytes, the next attempt, and the dropped sets."""
     story = Story()
+    story.join()
     story.seal(10)
     assert story.state.flush.flight is not None
     story.tell(FlushProgress(story.state.flush.flight.flush_id, 25 * MIB, 25 * MIB))
@@ -158,3 +165,16 @@ def test_a_set_that_was_not_flushed_before_the_boot_is_never_committed() -> None
     story.tell(GenerationClaimed("a", 2, None))
     story.store_all()
     assert story.state.commits.last == CommitRef(2, 50)
+
+
+@pytest.mark.fault("H01")
+def test_a_restarted_daemon_drops_no_set_that_a_rollback_may_load() -> None:
+    """It does not know which one the answer of its earlier life named, until the start says it."""
+    sets = [a_set(step, f"n{step}") for step in (14, 16, 18)]
+    recorded = (Start(id="a", generation=1), Start(id="a~1", generation=2))
+    story = Story(staged=sets, recorded=recorded, newest=CommitRef(1, 10))
+    story.join(start_id="a~1")
+    story.wait(1)
+    assert not dropped_steps(story)
+    story.starts(14, start_id="a~1", parent=Parent("a", 14))
+    assert dropped_steps(story) == {14}
