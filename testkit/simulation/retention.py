@@ -35,7 +35,7 @@ from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import CommitKey, RunKeys
 from swansongd.bucket.pins import Pin
 from swansongd.config.config import RetentionConfig
-from swansongd.errors import CorruptError, Exists, NotFound, Transient
+from swansongd.errors import Exists, MissingError, NotFound, Transient
 from swansongd.model import Chunk, CommitRef, is_healthy, merged_health
 from swansongd.stores.base import ObjectInfo, Page
 
@@ -139,7 +139,8 @@ class Store:
         entry = self._folder(key).get(key)
         return None if entry is None else entry.info_at(self.now_s)
 
-    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        assert not after
         return iter(self.page(prefix, None).infos)
 
     def page(self, prefix: str, token: str | None) -> Page:
@@ -185,7 +186,7 @@ def load_each(
         try:
             take(commit, tuple(store.get(key) for _, key in sorted(commit.manifest_keys.items())))
         except NotFound as error:
-            take(commit, CorruptError(str(error)))
+            take(commit, MissingError(str(error)))
 
 
 def code(mutation: Mutation | None = None) -> Any:
@@ -213,7 +214,7 @@ def code(mutation: Mutation | None = None) -> Any:
     own_pins, _, survey, prune = (made[name] for name in names)
     vars(own_pins)["decode"] = _pin_of
     vars(survey)["catalog"] = SimpleNamespace(
-        load_each=load_each, grouped=catalog.grouped, is_folder=catalog.is_folder
+        load_each=load_each, grouped=catalog.grouped, listing=catalog.listing
     )
     vars(prune)["parallel"] = _one_by_one
     vars(prune)["_log"] = SimpleNamespace(info=lambda *_args, **_kwargs: None)
