@@ -331,7 +331,9 @@ def test_a_listing_of_more_than_one_page(
     keys = [f"shard-{number // 100}/{number:05d}" for number in range(995)]
     keys = sorted([*keys, *(f"shard-{number}.json" for number in range(10))])
 
-    patient = retrying(bare_store, budget_s=10.0)  # rclone may answer 500 while it makes a directory
+    patient = retrying(
+        bare_store, budget_s=10.0
+    )  # rclone may answer 500 while it makes a directory
 
     def create(number: int) -> None:
         for key in keys[number::8]:
