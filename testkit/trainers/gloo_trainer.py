@@ -102,4 +102,4 @@ if __name__ == "__main__":
         main()
     except Exception:
         traceback.print_exc()
-        os._exit(1)  # at once: without the last save of a rank that has lost a peer
+        sys.exit(1)  # so that a rank that has lost a peer ends its save, and makes no last one
