@@ -4,7 +4,7 @@
 A store that acknowledges bytes and drops them would otherwise get SAFE.  If the store does not return a
 chunk, all chunks without a commit are forgotten: their bytes are sent again, and no manifest names them
 meanwhile.  The reads run beside the uploads and delay none of them.  Each commit of new chunks waits a short
-time for one of them to be read.
+time for one of them to be read.  After a loss each further chunk is read, until all those of a commit were.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _log = structlog.get_logger(__name__)
 
 
 class Possession:
-    """Reads back one of the chunks that were created since the last read.
+    """Reads back one of the chunks that were created since the last read; after a loss, all of them.
 
     Args:
         store: without retries; a read that fails proves nothing.
@@ -61,8 +61,13 @@ class Possession:
         self._random = random.SystemRandom()
         self._offered = 0
         """Chunks that were created since the last read began."""
-        self._chosen: Chunk | None = None
+        self._unread: list[Chunk] = []
+        """The chosen one of them; after a loss, all."""
         self._is_reading = False
+        self._is_doubted = False
+        """The store has lost a chunk, and no commit since then was read back whole."""
+        self._has_lost = False
+        """It has lost one since the last commit."""
         self._next_mono_s = -1.0
         """The next read starts no earlier."""
         threading.Thread(target=self._run, name="possession", daemon=True).start()
@@ -71,9 +76,11 @@ class Possession:
         """A chunk was created.  Each one since the last read has the same chance to be read back."""
         with self._changed:
             self._offered += 1
-            if self._random.randrange(self._offered) == 0:
-                self._chosen = chunk
-                self._changed.notify_all()
+            if self._is_doubted:
+                self._unread.append(chunk)
+            elif self._random.randrange(self._offered) == 0:
+                self._unread = [chunk]
+            self._changed.notify_all()
 
     def settle(self) -> None:
         """Read one of the chunks that were created since the last read, but do not wait for long.
@@ -84,20 +91,25 @@ class Possession:
         with self._changed:
             self._next_mono_s = self._monotonic()
             self._changed.notify_all()
-            self._changed.wait_for(lambda: not self._is_reading and self._chosen is None, limit_s)
+            is_read = self._changed.wait_for(
+                lambda: not self._is_reading and not self._unread, limit_s
+            )
+            self._is_doubted = self._has_lost or (self._is_doubted and not is_read)
+            self._has_lost = False
 
     @property
     def _is_due(self) -> bool:
-        return self._chosen is not None and self._monotonic() >= self._next_mono_s
+        is_time = self._is_doubted or self._monotonic() >= self._next_mono_s
+        return bool(self._unread) and is_time
 
     def _run(self) -> None:
         while not self._stop.is_set():
             with self._changed:
                 self._changed.wait_for(lambda: self._is_due or self._stop.is_set(), INTERVAL_S)
-                chunk = self._chosen if self._is_due else None
-                if chunk is None:
+                if not self._is_due:
                     continue
-                self._chosen, self._offered, self._is_reading = None, 0, True
+                chunk = self._unread.pop()
+                self._offered, self._is_reading = 0, True
                 self._next_mono_s = self._monotonic() + INTERVAL_S
             try:
                 self._read_back(chunk)
@@ -116,6 +128,9 @@ class Possession:
         else:
             if why:
                 self._known.distrust()
+                with self._changed:
+                    self._is_doubted = self._has_lost = True
+                    self._unread.clear()  # they are forgotten as well
                 _log.error(
                     "chunk_lost",
                     key=chunk.key,

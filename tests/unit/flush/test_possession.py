@@ -72,6 +72,27 @@ def test_a_lost_chunk_is_not_named(rig: Rig, stored: bytes) -> None:
     assert not rig.known.holds([other]), "the store may have lost it as well"
 
 
+def test_after_a_loss_all_chunks_of_the_next_commit_are_read(rig: Rig) -> None:
+    """One of them is not enough: an attempt may begin while the store still drops bytes, and end later."""
+    rig.created(b"lost", stored=b"")
+    rig.possession.settle()
+    for number in range(5):
+        again = [
+            rig.created(f"{number} {n}".encode(), stored=b"" if n == 0 else None) for n in range(9)
+        ]
+        rig.possession.settle()
+        assert not rig.known.holds(again)
+    whole = [rig.created(f"whole {n}".encode()) for n in range(9)]
+    before = reads(rig)
+    rig.possession.settle()
+    assert rig.known.holds(whole)
+    until(lambda: reads(rig) >= before)
+    for n in range(9):
+        rig.created(f"trusted {n}".encode())
+    rig.possession.settle()
+    assert reads(rig) <= before + 9 + 2, "one chunk is enough again"
+
+
 def test_a_chunk_that_is_there_stays_known(rig: Rig) -> None:
     """Reading back changes nothing for a store that keeps its promise."""
     chunk = rig.created(b"bytes")
