@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from swansongd.core import flight, learning, pace, request, staged_sets
@@ -83,6 +83,7 @@ def record_failed(transition: Transition, event: CommitFailed) -> None:
         transition.log("error", "commit_failed", step=step, reason=event.reason)
     if event.conflict:
         staged_sets.give_up(transition, {failed.staged.id})
+        _note_dropped(transition, (failed,))  # perhaps another set has its place
     elif not event.is_obsolete:
         commits = transition.state.commits
         due = replace(failed, is_asked=False)
@@ -165,13 +166,20 @@ def close_starts(transition: Transition, start_ids: Set[str]) -> None:
 
 
 def drop(transition: Transition, ids: Set[CheckpointId]) -> None:
-    """Write no manifest for these sets; those that were ordered may exist nevertheless."""
-    state, commits = transition.state, transition.state.commits
-    ordered = (i for i in commits.stored if i.staged.id in ids and i.asked_mono_s is not None)
-    refs = (commits.dropped, *(state.ref_of(i.staged.id) for i in ordered))
-    left = tuple(i for i in commits.stored if i.staged.id not in ids)
+    """Write no manifest for these sets."""
+    commits = transition.state.commits
+    _note_dropped(transition, (item for item in commits.stored if item.staged.id in ids))
+    left = tuple(item for item in commits.stored if item.staged.id not in ids)
+    _put(transition, replace(transition.state.commits, stored=left))
+
+
+def _note_dropped(transition: Transition, items: Iterable[StoredSet]) -> None:
+    """Remember the newest of these manifests: one that was ordered may exist, whatever the reply."""
+    state = transition.state
+    ordered = (item.staged.id for item in items if item.asked_mono_s is not None)
+    refs = (state.commits.dropped, *(state.ref_of(id_) for id_ in ordered))
     dropped = max((ref for ref in refs if ref is not None), default=None)
-    _put(transition, replace(commits, stored=left, dropped=dropped))
+    _put(transition, replace(state.commits, dropped=dropped))
 
 
 def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:
@@ -186,6 +194,7 @@ def mark_suspect(transition: Transition, ids: Set[CheckpointId]) -> None:
 
 def forget(transition: Transition) -> None:
     """Forget the manifests that are due, and this VM's parts: the commits of the run stay."""
+    _note_dropped(transition, transition.state.commits.stored)
     _put(transition, replace(transition.state.commits, stored=(), incomplete=None))
 
 

@@ -88,11 +88,14 @@ def make_follow_up(transition: Transition) -> None:
 def _new(transition: Transition, request_id: str) -> CheckpointRequest:
     evacuation, connected = transition.evacuation, transition.state.connected
     by_signal = not connected
+    newest = transition.state.start
+    # A rank that does not know its start yet may belong to one that is not known either.
+    is_named = newest is not None and all(trainer.start_id for trainer in connected)
     made = transition.state.forecast
     return CheckpointRequest(
         request_id=request_id,
         reason=evacuation.reason,
-        start_id="" if transition.state.start is None else transition.state.start.id,
+        start_id=newest.id if newest is not None and is_named else "",
         by_signal=by_signal,
         is_urgent=not evacuation.is_precaution,
         asked_mono_s=transition.now,

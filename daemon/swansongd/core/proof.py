@@ -49,7 +49,10 @@ def prove(state: State) -> tuple[Verdict, str]:
         return below, doubt
     if _is_displaced(state, newest):
         dropped = state.commits.dropped
-        return below, f"{dropped} may exist, from which training has gone back; {stands}"
+        return (
+            below,
+            f"the manifest of {dropped} may exist, and training has left its state; {stands}",
+        )
     was = "had completed no step" if position.step < 0 else f"was at step {position.step}"
     return Verdict.SAFE, f"training {was}, and {newest} is committed"
 
@@ -70,7 +73,7 @@ def still_holds(state: State, start: Start) -> bool:
 
 
 def _is_displaced(state: State, newest: CommitRef) -> bool:
-    """Whether a newer manifest may exist, which a rollback dropped after it was ordered."""
+    """Whether a newer manifest may exist, which was ordered and then dropped."""
     dropped = state.commits.dropped
     return dropped is not None and dropped > newest
 
@@ -111,17 +114,10 @@ def position_of(state: State) -> Position | str | None:
     request = None if state.evacuation is None else state.evacuation.request
     position = _position_in(state, start, request)
     if isinstance(position, str) and request is not None and request.sealed is not None:
-        asked = state.start_of(request.sealed.start)
-        if asked is not None and _began_since(state, start, asked, request):
+        asked = state.start_of(request.sealed.start)  # the training was started again since
+        if asked is not None and (request.by_signal or asked.id == request.start_id):
             return _position_in(state, asked, request)
     return position
-
-
-def _began_since(state: State, start: Start, asked: Start, request: CheckpointRequest) -> bool:
-    """Whether the training was started again after the request to another start."""
-    greeted_s = [t.greeted_mono_s for t in state.ranks.trainers if t.start_id == start.id]
-    is_later = request.asked_mono_s <= min(greeted_s, default=request.asked_mono_s)
-    return is_later or set(start.members.values()) <= set(asked.members.values())
 
 
 def _position_in(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:

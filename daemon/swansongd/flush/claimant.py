@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-import math
 import platform
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import accumulate
 from pathlib import Path
 
 import structlog
@@ -178,21 +176,14 @@ class Claimant:
             self._save(store_id=self._store_id())
 
     def _note(self, start: RecordedStart) -> None:
-        """Record this start in the order of the generations, unless its own is recorded already.
-
-        A start without a generation comes after those that were recorded before it.
-        """
+        """Record this start before those with a greater generation, unless its own is recorded already."""
         starts = self._record.starts
         if any(each.id == start.id and each.generation for each in starts):
             return
         others = [each for each in starts if each.id != start.id]
-        before = list(accumulate((each.generation for each in others), max))
-        places = [each.generation or newest for each, newest in zip(others, before, strict=True)]
-        in_order = sorted(
-            zip((*places, start.generation or math.inf), (*others, start), strict=True),
-            key=lambda placed: placed[0],
-        )
-        self._save(starts=tuple(each for _, each in in_order[-STARTS_MAX:]))
+        later = (n for n, each in enumerate(others) if 0 < start.generation < each.generation)
+        others.insert(next(later, len(others)), start)
+        self._save(starts=tuple(others[-STARTS_MAX:]))
 
     def _forget_generations(self) -> None:
         self._save(starts=tuple(replace(each, generation=0) for each in self._record.starts))

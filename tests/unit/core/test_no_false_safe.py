@@ -177,14 +177,17 @@ def test_the_end_of_a_run_does_not_answer_for_the_start_that_was_asked() -> None
     assert story.conclude() == ["PARTIAL generation 2 step 43 (final)"]
 
 
-def test_a_manifest_that_a_rollback_dropped_may_exist() -> None:
-    """Its commit failed with a lost reply; the next VM would resume the state that training has left."""
+@pytest.mark.parametrize("how", ["the reply is lost", "its place is taken", "the state is rebuilt"])
+def test_a_manifest_that_was_dropped_may_exist(how: str) -> None:
+    """The next VM would resume the state from which a rollback has gone back."""
     story = committed(5)
     story.seal(9, "kept")
     story.store_all()
     story.seal(12, "left")
     story.flushed()
-    story.commit_fails()
+    story.commit_fails(conflict=how == "its place is taken")
+    if how == "the state is rebuilt":
+        story.state = machine.rebuilt(story.state)
     story.tell(StartBegun(1, "a~1"))
     story.tell(RolledBack(9))
     story.starts(9, start_id="a~1", parent=Parent("a", 9))
