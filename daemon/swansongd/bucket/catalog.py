@@ -201,7 +201,7 @@ def load(store: ObjectStore, keys: RunKeys, commit: Commit) -> tuple[Manifest, .
 
 
 def each_manifest(store: ObjectStore, keys: RunKeys, commit: Commit) -> Iterator[Manifest]:
-    """Read the manifests of the commit, by node, one at a time: those of many VMs take hundreds of megabytes.
+    """Read the manifests of the commit, by node, one at a time: many VMs have hundreds of megabytes of them.
 
     Raises:
         UnreadableError: the store refuses a manifest, and returns other objects.

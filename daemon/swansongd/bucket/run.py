@@ -157,7 +157,7 @@ class Records(Generic[Name, Content, Facts]):
         self._memory.keep(listed, self._run.monotonic())
 
     def read(self, names: Iterable[Name], progress: Progress | None = None) -> None:
-        """Read those of these records that were not read before.
+        """Read these records, unless they were read before.
 
         Raises:
             StoreError: a request to the store failed.
@@ -236,7 +236,7 @@ class Run:
 
     Args:
         records_max: limit of the objects of one kind: the newest commits, and the oldest records, because a
-            counter of them must not fall.  None: no limit but those of the listing.
+            counter of them must not fall.  None: only the listing has limits.
         on_damaged: called for each damaged object with its key, from any thread.
         stop: ends the reading.
         monotonic: the clock.
@@ -395,7 +395,7 @@ class Run:
         take: Take | None = None,
         progress: Progress | None = None,
     ) -> None:
-        """Read those of these commits that were not read before.
+        """Read these commits, unless they were read before.
 
         Args:
             take: called as by :func:`swansongd.bucket.catalog.load_each`, for each of these commits, except
@@ -426,7 +426,7 @@ class Run:
     def recorded(self, commits: Iterable[Commit]) -> Iterable[RecordedCommit]:
         """The facts of these commits, as far as they were read.
 
-        A damaged one has only those of its keys, and one that was deleted since the listing is left out.
+        Of a damaged one only the key is known.  One that was deleted since the listing is left out.
         """
         for commit in commits:
             facts = self._commits.facts.get(commit.identity)
