@@ -64,7 +64,7 @@ class Verdict(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """Where training was at a request: a start, and its last completed step."""
+    """The start of the training at a request, and its last completed step."""
 
     start_id: str
     step: int
