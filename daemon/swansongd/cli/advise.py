@@ -59,7 +59,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict[str, Any]:
-    """The advice as JSON values; docs/operations/advise.md describes the fields."""
+    """The advice as JSON values; docs/operations/loss.md names the fields."""
     job, made = subject.job, subject.job.forecast
     return {
         "run": subject.name,

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice for a run: changes that save GPU time, each with its computed saving and its formula.
 
-Pure.  docs/operations/advise.md has the formulas.  Each proposal is a changed :class:`Job`, and its saving is
+Pure.  docs/operations/loss.md has the model.  Each proposal is a changed :class:`Job`, and its saving is
 the difference of the two expected losses.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expected loss of a run: training time that saves and interruptions cost in a day.
 
-Pure.  docs/operations/advise.md has the formulas.  The times of a checkpoint are the daemon's own forecast.
+Pure.  docs/operations/loss.md has the model.  The times of a checkpoint are the daemon's own forecast.
 All times are of each GPU: all GPUs of a job stand still together.
 """
 

@@ -224,18 +224,19 @@ def test_every_log_event_is_explained() -> None:
 
 def test_every_phase_is_explained() -> None:
     """Each phase of the timeline has a row, and each row a phase."""
-    assert sorted(first_cells(section("logs", "Phases"))) == sorted(phases())
+    assert sorted(first_cells(section("monitoring", "Phases"))) == sorted(phases())
 
 
 def test_a_flush_that_stops_is_explained_by_the_reserve() -> None:
     """Only the begin of the reserve stops a flush with this phase."""
-    (row,) = [cells for cells in rows(section("logs", "Phases")) if "flush_stopped" in cells[0]]
+    table = rows(section("monitoring", "Phases"))
+    (row,) = [cells for cells in table if "flush_stopped" in cells[0]]
     assert "the reserve has begun" in row[1]
 
 
 def test_every_verdict_is_explained() -> None:
     """Each verdict has a row, and each row a verdict."""
-    explained = [cells[0] for cells in rows(section("logs", "Verdicts"))]
+    explained = [cells[0] for cells in rows(section("runbook", "Verdicts"))]
     assert sorted(explained) == sorted(Verdict)
 
 
@@ -391,8 +392,7 @@ def test_every_step_of_the_rehearsal_is_explained() -> None:
 
 def test_every_source_of_notices_is_explained() -> None:
     """Each source has a row, and each row a source."""
-    explained = [words(cells[0])[0] for cells in rows(section("notices", "Sources"))]
-    assert sorted(explained) == sorted(notice_sources())
+    assert sorted(first_cells(section("notices", "Sources"))) == sorted(notice_sources())
 
 
 def test_every_quality_of_a_deadline_is_named() -> None:
@@ -412,7 +412,7 @@ STATED = [
     ("notices", f"still runs {gcp.LEARN_AFTER_S:.0f} s after the notice"),
     ("notices", f"has a limit of {metadata.TIMEOUT_S:.0f} s"),
     ("notices", f"up to {metadata.TIMEOUT_MAX_S:.0f} s"),
-    ("drills", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
+    ("notices", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
     ("log-events", f"still runs {notices.OUTLIVED_S:.0f} s after the deadline"),
     ("status", f"it has at most {report.TRAINERS_MAX}"),
     ("trainer", f"| connections | {admission.CONNECTIONS_MAX}; {admission.CONNECTIONS_PER_USER} "),
