@@ -9,18 +9,17 @@ import dataclasses
 import inspect
 import pkgutil
 import re
-import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any
 
 import pytest
 import swansongd
 from swansong import protocol
 from swansongd import doctor, errors, sources
 from swansongd.cli import finished, ls, main, notify
-from swansongd.config.config import METADATA_TIMEOUT_S, Config, section_keys
+from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
 from swansongd.core import notices, starts, state, transition
 from swansongd.core.planner import PlanKind
 from swansongd.doctor import store
@@ -37,7 +36,6 @@ PACKAGE = Path(swansongd.__path__[0])
 PAGES = {
     path.stem: path.read_text() for path in sorted((REPOSITORY / "docs/operations").glob("*.md"))
 }
-CONFIGURATION = PAGES["configuration"] + PAGES["configuration-upkeep"]
 LOG_EVENTS = PAGES["log-events"] + PAGES["log-events-store"]
 LEVELS = {name: name for name in ("debug", "info", "warning", "error")} | {"exception": "error"}
 LEVEL_OF_LIBRARIES = {"any"}
@@ -237,35 +235,6 @@ def test_every_verdict_is_explained() -> None:
     """Each verdict has a row, and each row a verdict."""
     explained = [cells[0] for cells in rows(section("logs", "Verdicts"))]
     assert sorted(explained) == sorted(Verdict)
-
-
-# ---------------------------------------------------------------- configuration
-
-
-def test_every_key_of_the_configuration_is_explained() -> None:
-    """Each key has one row, in the order of the sections, and each row a key."""
-    keys = [f"{name}.{key}" for name, known in section_keys().items() for key in known]
-    assert first_cells(CONFIGURATION) == keys
-
-
-def test_every_default_of_the_configuration_is_true() -> None:
-    """A row shows the default, or "required", or words where the default is computed later."""
-    defaults = {
-        f"{name}.{key}": field
-        for (name, keys), kind in zip(
-            section_keys().items(), get_type_hints(Config).values(), strict=True
-        )
-        for key, field in zip(keys, dataclasses.fields(kind), strict=True)
-    }
-    for key, shown, _ in rows(CONFIGURATION):
-        field = defaults[key.strip("`")]
-        if field.default is dataclasses.MISSING:
-            assert shown == "required", key
-        elif shown.startswith("`") and shown.strip("`") not in defaults:
-            value = tomllib.loads(f"value = {shown.strip('`')}")["value"]
-            assert field.metadata["reader"](value) == field.default, key
-        else:
-            assert field.default is None, key
 
 
 # ---------------------------------------------------------------- status
