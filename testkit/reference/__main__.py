@@ -10,10 +10,11 @@ import sys
 from collections.abc import Callable
 
 from testkit import REPOSITORY
-from testkit.reference import configuration
+from testkit.reference import configuration, metrics
 
 FILES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration.page,
+    "docs/reference/metrics.md": metrics.page,
     "daemon/swansongd/swansong.example.toml": configuration.example,
 }
 
