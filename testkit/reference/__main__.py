@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 
 from testkit import REPOSITORY
-from testkit.reference import configuration, metrics
+from testkit.reference import alerts, configuration, metrics
 
 FILES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration.page,
     "docs/reference/metrics.md": metrics.page,
+    "docs/reference/alerts.md": alerts.page,
     "daemon/swansongd/swansong.example.toml": configuration.example,
 }
 

@@ -39,3 +39,8 @@ def table(heads: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 
 def _cell(text: str) -> str:
     return linked(text).replace("|", r"\|").strip()
+
+
+def sentences(text: str) -> str:
+    """The text with a line for each sentence."""
+    return re.sub(r"(?<=[.!?])\s+(?=[A-Z0-9`])", "\n", " ".join(text.split()))
