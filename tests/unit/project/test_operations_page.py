@@ -36,14 +36,9 @@ PACKAGE = Path(swansongd.__path__[0])
 PAGES = {
     path.stem: path.read_text() for path in sorted((REPOSITORY / "docs/operations").glob("*.md"))
 }
-LOG_EVENTS = PAGES["log-events"] + PAGES["log-events-store"]
-LEVELS = {name: name for name in ("debug", "info", "warning", "error")} | {"exception": "error"}
-LEVEL_OF_LIBRARIES = {"any"}
-BY_THE_WRITER = {"log_dropped": {"warning"}}
-"""Log events written without structlog, by the writer thread."""
 OF_THE_KERNEL = {"Read-only file system"}
-OTHER_NAMES = {"credential_process", "nvme_card", "runbook_url"}
-"""Names of AWS, of disks and of Prometheus."""
+OTHER_NAMES = {"credential_process", "log_dropped", "nvme_card", "runbook_url"}
+"""Names of AWS, of the writer thread's log event, of disks and of Prometheus."""
 
 
 # ---------------------------------------------------------------- reading the pages
@@ -96,29 +91,6 @@ def strings(node: ast.AST) -> set[str]:
             return strings(node.body) | strings(node.orelse)
         case _:
             return set()
-
-
-def events() -> dict[str, set[str]]:
-    """The levels of each log event in the code."""
-    found = dict(BY_THE_WRITER)
-    for call in calls():
-        assert isinstance(call.func, ast.Attribute)
-        method, target = call.func.attr, ast.unparse(call.func.value)
-        names: set[str] = set()
-        levels: set[str] = set()
-        if method in LEVELS and re.search(r"log(ger)?(\(.*\))?$", target) and call.args:
-            names, levels = strings(call.args[0]), {LEVELS[method]}
-            assert names, ast.unparse(call)
-        elif method == "log" and len(call.args) >= 2:
-            names = strings(call.args[1])
-            levels = strings(call.args[0]) or LEVEL_OF_LIBRARIES
-        elif method == "_log_limited":
-            names = strings(call.args[0])
-            given = [strings(keyword.value) for keyword in call.keywords if keyword.arg == "level"]
-            levels = given[0] if given else {"warning"}
-        for name in names:
-            found[name] = found.get(name, set()) | levels
-    return found
 
 
 def phases() -> set[str]:
@@ -208,16 +180,6 @@ def unit(name: str, file: str = "systemd/swansongd.service") -> str:
 
 
 # ---------------------------------------------------------------- logs
-
-
-def test_every_log_event_is_explained() -> None:
-    """Each event of the code has a row with its levels, and each row an event."""
-    explained = {
-        name: set(cells[1].split(", ")) for cells in rows(LOG_EVENTS) for name in words(cells[0])
-    }
-    assert explained == events()
-    named = first_cells(LOG_EVENTS)
-    assert len(named) == len(set(named))
 
 
 def test_every_phase_is_explained() -> None:
@@ -382,7 +344,6 @@ STATED = [
     ("notices", f"has a limit of {metadata.TIMEOUT_S:.0f} s"),
     ("notices", f"up to {metadata.TIMEOUT_MAX_S:.0f} s"),
     ("drills", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
-    ("log-events", f"still runs {notices.OUTLIVED_S:.0f} s after the deadline"),
     ("status", f"it has at most {report.TRAINERS_MAX}"),
     ("trainer", f"| connections | {admission.CONNECTIONS_MAX}; {admission.CONNECTIONS_PER_USER} "),
     ("trainer", f"{admission.CONNECTIONS_RESERVED} are reserved for root"),
@@ -436,7 +397,6 @@ def test_every_name_in_the_pages_exists() -> None:
     known = {keyword.arg for call in calls() for keyword in call.keywords}
     known |= {
         *constants(),
-        *BY_THE_WRITER,
         *OTHER_NAMES,
         *(severity.name.lower() for severity in Severity),
     }
