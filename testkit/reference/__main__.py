@@ -10,11 +10,12 @@ import sys
 from collections.abc import Callable
 
 from testkit import REPOSITORY
-from testkit.reference import alerts, configuration, log_events, metrics
+from testkit.reference import alerts, commands, configuration, log_events, metrics
 
 FILES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration.page,
     "docs/reference/metrics.md": metrics.page,
+    "docs/reference/commands.md": commands.page,
     "docs/reference/alerts.md": alerts.page,
     "docs/reference/log-events.md": log_events.page,
     "daemon/swansongd/swansong.example.toml": configuration.example,

@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import argparse
 import ast
 import dataclasses
 import inspect
@@ -17,8 +16,8 @@ from typing import Any
 import pytest
 import swansongd
 from swansong import protocol
-from swansongd import doctor, errors, sources
-from swansongd.cli import finished, ls, main, notify
+from swansongd import doctor, sources
+from swansongd.cli import ls
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
 from swansongd.core import notices, starts, state, transition
 from swansongd.core.planner import PlanKind
@@ -148,13 +147,6 @@ def fields() -> set[str]:
     }
 
 
-def options(command: str) -> set[str]:
-    """The long options of a command."""
-    parser = argparse.ArgumentParser(add_help=False)
-    import_module(f"swansongd.cli.{command}").add_arguments(parser)
-    return {action.option_strings[-1] for action in parser._actions if action.option_strings}
-
-
 def notice_sources() -> set[str]:
     """The names of all sources of notices."""
     found = {transition.PEER_SOURCE}
@@ -233,22 +225,6 @@ def test_every_value_is_explained(page: str, title: str, known: list[str]) -> No
 # ---------------------------------------------------------------- commands
 
 
-def test_every_command_is_explained() -> None:
-    """Each command has a row with its help text, in the order of the help."""
-    head = PAGES["commands"].partition("\n## ")[0]
-    assert [(name.strip("`"), text) for name, text in rows(head)] == list(main.COMMANDS.items())
-
-
-@pytest.mark.parametrize("command", sorted(main.COMMANDS))
-def test_every_option_is_explained(command: str) -> None:
-    """Each option of the command has a row, and each row an option."""
-    known = options(command)
-    pages = ("store-commands", "figures-commands")
-    page = next((page for page in pages if f"\n## {command}\n" in PAGES[page]), "commands")
-    explained = first_cells(section(page, command)) if known else []
-    assert sorted(explained) == sorted(known)
-
-
 def test_every_column_of_ls_is_explained() -> None:
     """Each column has a row, and each row a column, with ``--wide`` and without."""
     narrow, wide = ls._narrow([{"complete": False}], "loss"), ls._wide("loss")
@@ -264,32 +240,6 @@ def test_every_option_of_provision_is_explained() -> None:
     known = set(re.findall(r"^\t\t  .*?(--[a-z-]+)", usage, re.MULTILINE)) | {"--store"}
     explained = {name.split()[0] for name in first_cells(section("install", "Install on a VM"))}
     assert explained == known
-
-
-def test_every_exit_code_is_explained() -> None:
-    """Each code that a command may end with has a row, and is in the help of the command."""
-    own = {
-        error.exit_code
-        for error in vars(errors).values()
-        if isinstance(error, type) and issubclass(error, errors.SwansongError)
-    }
-    verdicts = set(notify.EXIT_BY_VERDICT.values())
-    explained = {int(cells[0]) for cells in rows(section("commands", "Exit codes"))}
-    answers = {0, finished.EXIT_UNFINISHED}
-    assert explained == own | verdicts | answers == set(main.EXIT_CODES)
-
-
-def test_restarts_are_those_of_the_unit() -> None:
-    """The codes after which the daemon stays down, and the pause before a restart."""
-    down = {
-        int(cells[0])
-        for cells in rows(section("commands", "Exit codes"))
-        if cells[2].startswith("stays down")
-    }
-    assert down == set(map(int, unit("RestartPreventExitStatus").split()))
-    assert unit("StartLimitIntervalSec") == "0"
-    pause = f"after {unit('RestartSec').removesuffix('s')} s"
-    assert f"systemd restarts the daemon {pause} and never gives up" in PAGES["commands"]
 
 
 # ---------------------------------------------------------------- doctor, sources, limits
