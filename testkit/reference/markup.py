@@ -3,8 +3,12 @@
 
 from __future__ import annotations
 
+import ast
+import inspect
 import re
+import textwrap
 from collections.abc import Iterable, Sequence
+from itertools import pairwise
 from os.path import relpath
 from pathlib import Path
 
@@ -44,3 +48,17 @@ def _cell(text: str) -> str:
 def sentences(text: str) -> str:
     """The text with a line for each sentence."""
     return re.sub(r"(?<=[.!?])\s+(?=[A-Z0-9`])", "\n", " ".join(text.split()))
+
+
+def member_docs(kind: type) -> dict[str, str]:
+    """The docstring below each member of a class."""
+    (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
+    assert isinstance(tree, ast.ClassDef)
+    docs = {}
+    for member, text in pairwise(tree.body):
+        match member, text:
+            case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(doc))):
+                docs[name] = " ".join(doc.split())
+            case ast.Assign(targets=[ast.Name(name)]), _:
+                raise AssertionError(f"{kind.__name__}.{name} has no docstring")
+    return docs

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import ast
-import dataclasses
 import inspect
 import pkgutil
 import re
@@ -16,13 +15,11 @@ from typing import Any
 import pytest
 import swansongd
 from swansong import protocol
-from swansongd import doctor, sources
+from swansongd import sources
 from swansongd.cli import ls
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
 from swansongd.core import notices, starts, state, transition
 from swansongd.core.planner import PlanKind
-from swansongd.doctor import store
-from swansongd.doctor.findings import Finding, Level
 from swansongd.flush.store_health import FAILING_AFTER_S
 from swansongd.model import DeadlineQuality, Health, Severity, Verdict
 from swansongd.observe import phase, report
@@ -213,7 +210,6 @@ def test_every_nested_field_of_the_status_is_named() -> None:
         ("status", "Plans", list(PlanKind)),
         ("status", "Severity", [f"`{severity.name.lower()}`" for severity in Severity]),
         ("notices", "Health of a source", [f"`{health}`" for health in Health]),
-        ("doctor", "doctor", [f"`{level}`" for level in Level]),
     ],
 )
 def test_every_value_is_explained(page: str, title: str, known: list[str]) -> None:
@@ -243,31 +239,6 @@ def test_every_option_of_provision_is_explained() -> None:
 
 
 # ---------------------------------------------------------------- doctor, sources, limits
-
-
-def test_every_family_of_doctor_is_explained() -> None:
-    """Each family of checks has a row, and each row a family."""
-    modules = [
-        import_module(f"swansongd.doctor.{info.name}")
-        for info in pkgutil.iter_modules(doctor.__path__)
-    ]
-    known = {module.FAMILY for module in modules if hasattr(module, "FAMILY")}
-    assert sorted(first_cells(section("doctor", "Checks by family"))) == sorted(known)
-
-
-def test_every_field_of_a_finding_is_named() -> None:
-    """The page lists the fields of ``swansong doctor --json`` in their order."""
-    listed = ", ".join(f"`{field.name}`" for field in dataclasses.fields(Finding))
-    head, _, last = listed.rpartition(", ")
-    assert f"objects with {head} and {last}." in PAGES["doctor"]
-
-
-def test_every_step_of_the_rehearsal_is_explained() -> None:
-    """Each check of the rehearsal has a row, in its order."""
-    source = inspect.getsource(store._Probe.rehearsal_checks)
-    known = re.findall(r'step\("([^"]+)"', source)
-    assert len(known) == 6
-    assert first_cells(section("doctor", "The rehearsal")) == known
 
 
 def test_every_source_of_notices_is_explained() -> None:
