@@ -10,7 +10,7 @@ import sys
 from collections.abc import Callable
 
 from testkit import REPOSITORY
-from testkit.reference import alerts, commands, configuration, doctor, log_events, metrics
+from testkit.reference import alerts, commands, configuration, doctor, log_events, metrics, status
 
 FILES: dict[str, Callable[[], str]] = {
     "docs/reference/configuration.md": configuration.page,
@@ -19,6 +19,7 @@ FILES: dict[str, Callable[[], str]] = {
     "docs/reference/alerts.md": alerts.page,
     "docs/reference/log-events.md": log_events.page,
     "docs/reference/doctor.md": doctor.page,
+    "docs/reference/status.md": status.page,
     "daemon/swansongd/swansong.example.toml": configuration.example,
 }
 

@@ -10,7 +10,6 @@ import re
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any
 
 import pytest
 import swansongd
@@ -19,10 +18,7 @@ from swansongd import sources
 from swansongd.cli import ls
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
 from swansongd.core import notices, starts, state, transition
-from swansongd.core.planner import PlanKind
-from swansongd.flush.store_health import FAILING_AFTER_S
 from swansongd.model import DeadlineQuality, Health, Severity, Verdict
-from swansongd.observe import phase, report
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
@@ -111,39 +107,6 @@ def constants() -> set[str]:
     }
 
 
-def keys_of(module: Any) -> set[str]:
-    """Every key of a dictionary that the module writes down."""
-    return {
-        name
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.Dict)
-        for key in node.keys
-        if key is not None
-        for name in strings(key)
-    }
-
-
-def fields() -> set[str]:
-    """The top-level fields of the report: those of the state, and those of the daemon."""
-    reports = [
-        statement.value
-        for function in ast.walk(ast.parse(inspect.getsource(report)))
-        if isinstance(function, ast.FunctionDef)
-        and function.name in ("status_report", "full_report")
-        for statement in function.body
-        if isinstance(statement, ast.Return)
-    ]
-    assert len(reports) == 2
-    return {
-        name
-        for found in reports
-        if isinstance(found, ast.Dict)
-        for key in found.keys
-        if key is not None
-        for name in strings(key)
-    }
-
-
 def notice_sources() -> set[str]:
     """The names of all sources of notices."""
     found = {transition.PEER_SOURCE}
@@ -188,37 +151,13 @@ def test_every_verdict_is_explained() -> None:
     assert sorted(explained) == sorted(Verdict)
 
 
-# ---------------------------------------------------------------- status
+# ---------------------------------------------------------------- values, columns, options
 
 
-def test_every_field_of_the_status_is_explained() -> None:
-    """Each top-level field of ``swansong status --json`` has a row, and each row a field."""
-    explained = [name.removesuffix("[]") for name in first_cells(section("status", "Fields"))]
-    assert sorted(explained) == sorted({*fields(), "unconnected"})  # added by the command
-
-
-def test_every_nested_field_of_the_status_is_named() -> None:
-    """Each field within a field is named in a row."""
-    named = {word.removesuffix("[]") for word in words(section("status", "Fields"))}
-    assert keys_of(report) <= named
-
-
-@pytest.mark.parametrize(
-    ("page", "title", "known"),
-    [
-        ("status", "States", list(phase.Phase)),
-        ("status", "Plans", list(PlanKind)),
-        ("status", "Severity", [f"`{severity.name.lower()}`" for severity in Severity]),
-        ("notices", "Health of a source", [f"`{health}`" for health in Health]),
-    ],
-)
-def test_every_value_is_explained(page: str, title: str, known: list[str]) -> None:
+def test_every_health_of_a_source_is_explained() -> None:
     """Each value has a row, and each row a value."""
-    text = section(page, title) if title != page else PAGES[page].partition("\n## ")[0]
-    assert [cells[0] for cells in rows(text)] == known
-
-
-# ---------------------------------------------------------------- commands
+    explained = [cells[0] for cells in rows(section("notices", "Health of a source"))]
+    assert explained == [f"`{health}`" for health in Health]
 
 
 def test_every_column_of_ls_is_explained() -> None:
@@ -265,7 +204,6 @@ STATED = [
     ("notices", f"has a limit of {metadata.TIMEOUT_S:.0f} s"),
     ("notices", f"up to {metadata.TIMEOUT_MAX_S:.0f} s"),
     ("drills", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
-    ("status", f"it has at most {report.TRAINERS_MAX}"),
     ("trainer", f"| connections | {admission.CONNECTIONS_MAX}; {admission.CONNECTIONS_PER_USER} "),
     ("trainer", f"{admission.CONNECTIONS_RESERVED} are reserved for root"),
     ("trainer", f"closed after {admission.HELLO_LIMIT_S:.0f} s"),
@@ -292,8 +230,6 @@ def test_the_delay_of_logind_is_that_of_its_drop_in() -> None:
     delay = unit("InhibitDelayMaxSec", "systemd/logind.conf.d/zz-swansong.conf")
     assert f"| {delay.removesuffix('s')} s at most |" in PAGES["shutdown"]
     assert METADATA_TIMEOUT_S > metadata.TIMEOUT_S
-    assert FAILING_AFTER_S == 2.0
-    assert "fail for two seconds" in PAGES["status"]
 
 
 # ---------------------------------------------------------------- names, messages and links
