@@ -49,15 +49,16 @@ class RunConfig:
     name: str = _key(
         read.run_name,
         about="Name of the training job, the same on every VM that continues the job. Two jobs "
-        "never share a name.",
+        "never share a name. Up to 100 letters, digits, dots, dashes and underscores.",
         example="my-run",
     )
     checkpoint_interval_s: float | None = _key(
         read.interval,
         "auto",
         about="Training time between two periodic checkpoints, for trainers that leave the "
-        'schedule to the daemon. "auto" computes the optimum from the measured cost of a save and '
-        "the observed rate of preemptions: see docs/operations/retention.md.",
+        'schedule to the daemon (`attach()` without `every_steps=` and `every_s=`). "auto" '
+        "computes the optimum from the measured cost of a save and the observed rate of "
+        "preemptions, at least one minute: see docs/operations/retention.md.",
     )
     mtbf_s: float = _key(
         read.duration,
@@ -157,7 +158,7 @@ class StoreConfig(StoreAccess):
         0,
         about="Days for which the store refuses to delete a committed checkpoint, by Object Lock "
         "of S3 or object retention of GCS; 0 for none. Objects that a newer commit references are "
-        "extended. See docs/operations/stores.md.",
+        "extended. The bucket needs the feature: see docs/operations/stores.md.",
     )
     lock_mode: Literal["governance", "compliance"] = _key(
         read.one_of("governance", "compliance"),

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages in docs/operations match the code: log events, keys, fields, options, exit codes, limits."""
+"""The pages in docs/operations match the code: phases, verdicts, columns, sources, limits, names."""
 
 from __future__ import annotations
 
@@ -177,7 +177,7 @@ def test_every_option_of_provision_is_explained() -> None:
     assert explained == known
 
 
-# ---------------------------------------------------------------- doctor, sources, limits
+# ---------------------------------------------------------------- sources, limits
 
 
 def test_every_source_of_notices_is_explained() -> None:
