@@ -73,7 +73,11 @@ def page() -> str:
 
 def _section(alert: _Alert) -> str:
     consequence, first, command = re.split(r"(First command[^:]*): ", alert.description)
-    hold = f"It fires after {alert.hold[:-1]} {_HOLD[alert.hold[-1]]}." if alert.hold else ""
+    hold = (
+        f"The condition must hold for {alert.hold[:-1]} {_HOLD[alert.hold[-1]]}."
+        if alert.hold
+        else ""
+    )
     parts = [
         f"### {alert.name}",
         f"**{alert.summary}.**\n{sentences(consequence)}",
