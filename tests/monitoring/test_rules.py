@@ -15,6 +15,7 @@ from swansongd.errors import ConfigError
 from swansongd.exporter import reader
 
 from testkit import REPOSITORY
+from testkit.reference.alerts import RULES
 
 from .tables import (
     LABELS_OF_ALL,
@@ -27,7 +28,6 @@ from .tables import (
 )
 
 PROMETHEUS = MONITORING / "prometheus"
-RULES = PROMETHEUS / "swansong.rules.yml"
 TESTS = sorted(PROMETHEUS.glob("*_test.yml"))
 FINDINGS = runpy.run_path(str(REPOSITORY / "tests/check_prose.py"))["findings"]
 
@@ -98,32 +98,15 @@ def test_each_metric_of_a_rule_is_in_the_tables() -> None:
             assert labels <= known.labels.get(metric, frozenset()) | LABELS_OF_ALL, name
 
 
-def test_each_alert_has_a_severity_a_first_command_and_a_section_in_the_docs() -> None:
+def test_each_alert_has_a_severity_a_first_command_and_its_page() -> None:
     """At 3 a.m. a person reads the consequence, types the command and opens the page."""
     for name, alert in ALERTS.items():
         assert alert["labels"].keys() == {"severity"}
-        page = "alerts.md" if alert["labels"]["severity"] == "page" else "alerts-tickets.md"
         texts = alert["annotations"]
-        assert texts["runbook_url"] == f"docs/operations/{page}#{name.lower()}"
-        assert f"\n## {name}\n" in (REPOSITORY / "docs/operations" / page).read_text()
+        assert texts["runbook_url"] == f"docs/reference/alerts.md#{name.lower()}"
         assert "First command" in texts["description"], name
         assert "$labels" in texts["summary"], name
         assert not texts["summary"].endswith("."), name
-
-
-def test_the_docs_describe_exactly_these_alerts() -> None:
-    """A section for an alert that was removed sends a reader astray."""
-    described = [
-        (title, page)
-        for page in ("alerts.md", "alerts-tickets.md")
-        for title in re.findall(
-            r"^## (Swansong\w+)$", (REPOSITORY / "docs/operations" / page).read_text(), re.MULTILINE
-        )
-    ]
-    pages = {"page": "alerts.md", "ticket": "alerts-tickets.md"}
-    assert sorted(described) == sorted(
-        (name, pages[alert["labels"]["severity"]]) for name, alert in ALERTS.items()
-    )
 
 
 @pytest.mark.parametrize(

@@ -429,7 +429,7 @@ class StatusQuery(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """The daemon's state; docs/operations/status.md describes ``report``."""
+    """The daemon's state; docs/reference/status.md describes ``report``."""
 
     TYPE: ClassVar[str] = "status"
     report: Report

@@ -24,6 +24,7 @@ from swansongd.observe.expected import (
 )
 from swansongd.observe.loss import Loss
 
+NOTES = "See docs/operations/loss.md."
 EXAMPLES = {
     "Show what would save most for the configured run.": (
         "swansong advise --price spot=1.20 --price on_demand=3.90"

@@ -61,14 +61,30 @@ def add_assumed(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a run that does not exist yet")
     options: dict[str, tuple[Callable[[str], Any], str, str]] = {
         "--size": (_size, "SIZE", "bytes of a checkpoint on one VM, such as 84GB"),
-        "--bandwidth": (_rate, "RATE", "to the store, such as 2GB/s"),
+        "--bandwidth": (_rate, "RATE", "rate to the store, such as 2GB/s"),
         "--notice": (_notice, "TIME", "time between notice and end, such as 30s; 0s for none"),
         "--gpus": (_count, "N", "GPUs of the VM (default 1)"),
-        "--save-bandwidth": (_rate, "RATE", "of all ranks to staging (default 1GB/s for each GPU)"),
-        "--stall": (_duration, "TIME", "training stands still for one checkpoint"),
-        "--interval": (_duration, "TIME", "between checkpoints (default: the recommended one)"),
+        "--save-bandwidth": (
+            _rate,
+            "RATE",
+            "rate of all ranks to staging (default 1GB/s for each GPU)",
+        ),
+        "--stall": (
+            _duration,
+            "TIME",
+            "standstill for one checkpoint (default: its bytes at 5GB/s for each GPU)",
+        ),
+        "--interval": (
+            _duration,
+            "TIME",
+            "training time between checkpoints (default: recommended)",
+        ),
         "--interruptions-per-day": (_per_day, "X", "interruptions of one day (default 6)"),
-        "--down": (_duration, "TIME", "from the last step to the next one, without the fetch"),
+        "--down": (
+            _duration,
+            "TIME",
+            "from the last step to the next, without the fetch (default 3m)",
+        ),
         "--step-time": (_duration, "TIME", "duration of a step (default 1s)"),
         "--steps": (_count, "N", "steps of the whole run, for its duration and cost"),
     }

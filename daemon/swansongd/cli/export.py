@@ -33,6 +33,14 @@ from swansongd.util.units import human_bytes
 BATCH_BYTES = 2**30
 """Files that are restored together.  The temporary directory needs this room, or that of the largest file."""
 
+NOTES = """\
+A run's bucket has chunks, not files: this command is for evaluation and serving.
+The files are verified before they are written.
+boto3 and google-cloud-storage write them, with their own credentials and settings, such as AWS_ENDPOINT_URL.
+On S3 the role needs s3:PutObject, s3:GetObject and s3:AbortMultipartUpload.
+An interrupted export continues with what is missing, and other files stay.
+A directory gets each file whole, and no link in it is followed.
+For a bucket, /var/tmp needs room for the largest file, or 1 GiB."""
 EXAMPLES = {
     "Write the newest commit for an evaluation.": "swansong export --to s3://models/run-7/newest",
     "Write the commit of one step to a directory.": "swansong export 12000 --to /srv/models/12000",

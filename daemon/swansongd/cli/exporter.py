@@ -39,6 +39,7 @@ _RUNS_MAX = 200
 _ACCESS = ("endpoint", "region", "profile", "ca_bundle")
 _OF_A_STORE = ("mirror", "signing_key_file", *_ACCESS)
 
+NOTES = "See docs/operations/monitoring.md."
 EXAMPLES = {
     "Serve the metrics of all runs below a prefix.": (
         "swansong exporter --store s3://my-bucket/checkpoints"
@@ -94,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_interval,
         default=60.0,
         metavar="TIME",
-        help="time between two readings of a store, such as 60s (the default) or 5m",
+        help="time between two readings of a store, such as 60s (the default) or 5m; at least 5s",
     )
     parser.add_argument(
         "--runs-max",

@@ -20,6 +20,7 @@ from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.util.units import human_bytes, human_s
 
+NOTES = "See docs/operations/loss.md."
 EXAMPLES = {
     "Show what each preemption of the configured run has cost.": "swansong loss",
     "Print the lost GPU seconds of another run.": (

@@ -35,6 +35,7 @@ from swansongd.util.units import human_age, human_bytes
 _NOTES_MAX = 5
 """Damaged commits that are explained below the table."""
 
+NOTES = "See docs/operations/restore.md."
 EXAMPLES = {
     "List all commits of the configured run.": "swansong ls",
     "List the five newest commits.": "swansong ls --newest 5",

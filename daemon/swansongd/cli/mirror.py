@@ -22,6 +22,7 @@ from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
 from swansongd.util.units import human_bytes
 
+NOTES = "See docs/operations/mirror.md."
 EXAMPLES = {
     "Show the commits that the mirror lacks.": "swansong mirror --dry-run",
     "Copy all commits of the configured run.": "swansong mirror",

@@ -22,6 +22,7 @@ from swansongd.observe.cost import Prices, of_storage, with_list_prices
 from swansongd.util.printable import printable
 from swansongd.util.units import human_bytes
 
+NOTES = "See docs/operations/retention.md."
 EXAMPLES = {
     "Explain what would be kept and deleted, and delete nothing.": "swansong prune --dry-run",
     "Delete the commits that no rule keeps.": "swansong prune",

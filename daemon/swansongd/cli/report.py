@@ -26,6 +26,7 @@ from swansongd.observe.cost import Costs, Prices
 from swansongd.report import facts
 from swansongd.report.facts import Amount, Report, Story
 
+NOTES = "See docs/operations/report.md."
 EXAMPLES = {
     "Show the newest evacuations of the configured run.": "swansong report",
     "Write a page with pictures, for a browser.": "swansong report --html report.html",

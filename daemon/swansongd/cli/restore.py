@@ -29,6 +29,7 @@ from swansongd.config.config import Config, load
 from swansongd.errors import ConfigError, StagingError, Stopped, Unreachable
 from swansongd.util.units import human_bytes
 
+NOTES = "See docs/operations/restore.md."
 EXAMPLES = {
     "Fetch the newest whole commit.": "swansong restore --to /mnt/resume",
     "Fetch the commit of one step, after a rollback for example.": (

@@ -24,6 +24,7 @@ from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
 from swansongd.util.units import human_bytes
 
+NOTES = "See docs/operations/verify.md."
 EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",
     "Verify one commit before restoring it.": "swansong verify --step 12000",

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the exporter; docs/operations/exporter-metrics.md lists them.
+"""The metrics of the exporter; docs/reference/metrics.md shows them.
 
 The labels are names of runs, URLs of configured stores, and words of fixed lists.
 """
@@ -26,6 +26,17 @@ Samples = Iterable[tuple[Labels, float | None]]
 _RUN = ("run", "store")
 _VM = {False: "new", True: "same"}
 _DRILL = {False: "no", True: "yes"}
+LABELS = {
+    "store": "URL of the store, or of a mirror",
+    "kind": "Kind of the commit: `periodic`, `emergency` or `final`; of the object: `commit`, `farewell`, "
+    "`resumption` or `claim`; of the error: `transient`, `refused`, `not_found`, `too_large`, `corrupt` or "
+    "`unexpected`",
+    "vm": "`new` or `same`: the VM on which the run resumed",
+    "part": "Part of the loss: see docs/operations/loss.md; of the cost: `spot`, `interruptions`, `saves` or "
+    "`on_demand`",
+    "operation": "`get`, `head` or `list`",
+}
+"""The meaning of labels, beyond the help texts and the labels of the daemon's metrics."""
 
 
 class ExporterCollector(Collector):

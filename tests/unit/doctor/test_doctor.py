@@ -87,7 +87,7 @@ def test_a_check_that_raises_or_hangs_fails_alone() -> None:
         return ok("late")
 
     def check(name: str, ask: object, limit_s: float = 10.0) -> Check:
-        return Check(family="f", name=name, judge=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
+        return Check(family="host", name=name, judge=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
 
     found = list(
         examine(
@@ -106,7 +106,7 @@ def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
     """One fault is one failure: direct and indirect consequences are skipped."""
 
     def check(name: str, judgement: Judgement, needs: str = "") -> Check:
-        return Check(family="f", name=name, judge=lambda: judgement, needs=needs)
+        return Check(family="host", name=name, judge=lambda: judgement, needs=needs)
 
     well = ok("well")
     found = examine(
