@@ -212,7 +212,9 @@ def main() -> None:
             plain = {name: [asdict(each) for each in found] for name, found in results.items()}
             options.json.write_text(json.dumps(plain))
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    text = f"{table(results)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
+    text = (
+        f"{table(results)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
+    )
     print(text)
     if options.write:
         write_page("python -m bench.plans", text)
