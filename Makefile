@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-delta bench-small bench-preemption format clean
+.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-torch bench-frozen bench-small bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -154,14 +154,8 @@ bench-preemption: $(STAMP)  ## measure what one preemption costs, also with othe
 bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)
 	$(BIN)/python -m bench.frozen
 
-bench-delta: $(STAMP)  ## measure the flush of a 4 GiB file of which no, some or all chunks have changed (2 minutes)
-	$(BIN)/python -m bench.delta $(BENCH_ARGS)
-
 bench-small: $(STAMP)  ## measure flush, commit, verify and restore of 20,000 files of 4 KiB, with a directory and the S3 emulator (2 minutes)
 	$(BIN)/python -m bench.small_files $(BENCH_ARGS)
-
-bench-into-tensors: $(STAMP)  ## compare files, memfds and huge pages on the way of a restore into tensors (10 minutes, huge pages only as root)
-	$(BIN)/python -m bench.into_tensors $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-torch: $(STAMP)  ## measure what a checkpoint costs the training loop, also with torch.save and DCP (5 minutes)
 	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
