@@ -80,8 +80,8 @@ def test_two_jobs_on_one_vm_are_both_saved(new_vm: Any, bucket: Bucket, aws: Aws
     vm.wait_active()
     vm.wait_connected()
     vm.run("bash", "-ex", "-c", second_job_commands(), timeout_s=60)
-    larger = "cd /etc/systemd/system; sed 's|$ARGUMENTS|& --pad-mb 20|' trainer.service >trainer-second.service"
-    vm.run("sh", "-ec", f"{larger}; systemctl daemon-reload")
+    larger = "sed 's|$ARGUMENTS|& --pad-mb 20|' trainer.service >trainer-second.service"
+    vm.run("sh", "-ec", f"cd /etc/systemd/system; {larger}; systemctl daemon-reload")
     vm.run("systemctl", "start", "trainer-second")
     status = ("swansong", "--config", "/etc/swansong/second.toml", "status", "--json")
     second = until(lambda: json.loads(vm.run(*status))["trainers"], what="the second trainer")
