@@ -25,7 +25,7 @@ from swansongd.config.config import FlushConfig, StoreConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import ChunkLayout
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
@@ -110,7 +110,7 @@ class Daemon:
             machine.run,
             self._events.put,
             known=self.known,
-            layout=Layout(CHUNK, FlushConfig().connections),
+            layout=ChunkLayout(CHUNK, FlushConfig().connections),
         )
 
     def flush(self, step: int) -> Flushed:
