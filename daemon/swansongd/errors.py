@@ -121,6 +121,10 @@ class Permanent(StoreError):
     pass
 
 
+class Forbidden(Permanent):
+    """The credentials lack a right."""
+
+
 class NotFound(Permanent):
     pass
 

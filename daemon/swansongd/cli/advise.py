@@ -17,7 +17,7 @@ from swansongd.observe.bill import Bill, bill
 from swansongd.observe.cost import Costs, Prices, costs, with_list_prices
 from swansongd.observe.expected import (
     Expected,
-    Margin,
+    ExpectedMargin,
     bandwidth_bytes_per_s,
     observed,
     observed_gpu_s,
@@ -142,7 +142,7 @@ def _bill(money: Bill) -> dict[str, Any]:
     }
 
 
-def _margin(each: Margin) -> dict[str, Any]:
+def _margin(each: ExpectedMargin) -> dict[str, Any]:
     return {
         "source": each.source,
         "grace_s": _rounded(each.grace_s),

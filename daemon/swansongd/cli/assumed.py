@@ -18,7 +18,7 @@ from swansongd.core.planner import Measurements
 from swansongd.errors import ConfigError
 from swansongd.observe.advice import Setup
 from swansongd.observe.bill import Upkeep, upkeep
-from swansongd.observe.expected import DAY_S, Job, Kind, best_interval, saves_per_day
+from swansongd.observe.expected import DAY_S, InterruptionKind, Job, best_interval, saves_per_day
 from swansongd.observe.loss import Loss
 from swansongd.util.units import human_bytes, human_s
 
@@ -147,10 +147,10 @@ def assumed(args: argparse.Namespace) -> Subject:
     silent = 1.0 if args.notice == 0 else EARLY_SHARE_STATED
     if args.notice:
         notes.append(f"{100 * silent:.0f} % of the VMs end without a usable notice")
-    kinds = [Kind(source="", per_day=silent * per_day)]
+    kinds = [InterruptionKind(source="", per_day=silent * per_day)]
     if args.notice:
         noticed = (1 - silent) * per_day
-        kinds.append(Kind(source=PREEMPTION, grace_s=args.notice, per_day=noticed))
+        kinds.append(InterruptionKind(source=PREEMPTION, grace_s=args.notice, per_day=noticed))
     job = Job(
         gpus=gpus,
         measured=Measurements(

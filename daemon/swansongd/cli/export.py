@@ -20,7 +20,7 @@ from swansongd.cli import plain_files
 from swansongd.cli.common import add_json, add_quiet, add_run, generation, note, print_json, step
 from swansongd.cli.opening import Opened, opened, perhaps_mirror
 from swansongd.cli.plain_files import PlainFiles
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.cli.rehearse_restore import SCRATCH
 from swansongd.errors import CorruptError
 from swansongd.model import CommitRef, StoredShard
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         shards = merged(manifests)
         missing = [shard for shard in shards if to is None or not to.has(shard.path, shard)]
         total_bytes = sum(shard.size_bytes for shard in missing)
-        with Progress("export", is_quiet=args.quiet or args.json) as progress:
+        with ProgressDisplay("export", is_quiet=args.quiet or args.json) as progress:
             fetched = _Fetched(here, mirror, ref, manifests, progress, total_bytes)
             try:
                 if to is None:
@@ -132,7 +132,7 @@ class _Fetched:
     mirror: ObjectStore | None
     ref: CommitRef
     manifests: Sequence[Manifest]
-    progress: Progress
+    progress: ProgressDisplay
     total_bytes: int
     done_bytes: int = 0
 

@@ -14,7 +14,7 @@ from swansongd.bucket.lives import lives_of
 from swansongd.bucket.run import Run
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import opened
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.cli.terminal import console
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
@@ -37,7 +37,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
         listed = Run.listed(here.store, here.keys, stop=here.stop)
-        with Progress("reading resumptions", "resumptions", is_quiet=args.json) as progress:
+        with ProgressDisplay("reading resumptions", "resumptions", is_quiet=args.json) as progress:
             found = lives_of(listed, progress=progress)
         loss = losses.loss(found.lives)
         if args.json:

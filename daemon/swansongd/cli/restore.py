@@ -24,7 +24,7 @@ from swansongd.cli.common import (
     note,
     print_json,
 )
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.config.config import Config, load
 from swansongd.errors import ConfigError, StagingError, Stopped, Unreachable
 from swansongd.util.units import human_bytes
@@ -125,7 +125,7 @@ def _answer(args: argparse.Namespace, config: Config) -> Restored | None:
     try:
         with (
             DaemonClient(socket) as daemon,
-            Progress("restore", is_quiet=args.quiet or args.json) as progress,
+            ProgressDisplay("restore", is_quiet=args.quiet or args.json) as progress,
         ):
             answer = daemon.restored(progress)
     except Unreachable as error:

@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from swansongd import __version__
 from swansongd.exporter.figures import RunFigures
-from swansongd.exporter.health import HealthFigures, StoreHealth
+from swansongd.exporter.health import HealthFigures, ReadHealth
 from swansongd.exporter.reader import StoreReader
 from swansongd.model import Verdict
 from swansongd.observe.cost import Costs
@@ -51,7 +51,7 @@ class ExporterCollector(Collector):
     def __init__(
         self,
         readers: Sequence[StoreReader],
-        healths: Sequence[StoreHealth],
+        healths: Sequence[ReadHealth],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._readers = readers

@@ -38,7 +38,7 @@ def size_of(pieces: Sequence[Piece]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ChunkLayout:
     """Decides which bytes share a chunk.
 
     Args:

@@ -49,11 +49,9 @@ from swansongd.doctor.staging import (
 )
 from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
 from swansongd.doctor.store_fixes import of_credentials, of_refusal, put_lifecycle, request_by_hand
-from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.azure import access as azure_access
+from swansongd.errors import FencedError, Forbidden, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.azure import auth
 from swansongd.stores.file.mounts import parsed
-from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.s3.access import CREDENTIALS_HINT
 
 GB = 10**9
@@ -404,7 +402,7 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
         "az storage container create --account-name acct"
     )
     role = "Storage Blob Data Contributor"
-    assert role in (fix := refused_by(az, azure_access.Forbidden("")))
+    assert role in (fix := refused_by(az, Forbidden("")))
     assert "storageAccounts/acct/blobServices/default/containers/box" in fix
     no_identity = Permanent("", hint=auth.CREDENTIALS_HINT)
     assert refused_by(az, no_identity).startswith("az vm identity assign ")
