@@ -965,18 +965,18 @@ class World:
 
     def _rolled_back(self, trainer: Trainer, point: Point, chosen: str, give_up_s: float) -> None:
         """The daemon answers under the generation of the new start, and the state is loaded."""
+        query = RestoreQuery("q", rollback=trainer.further, start_id=trainer.start_id)
+        life = self.life
+        may_answer = self.is_up and self.exit is None and resume.may_answer(self.state, query)
+        if may_answer and trainer is self.trainer:
+            self.step(self._scan_result())
         if trainer is not self.trainer:
             return
-        query = RestoreQuery("q", rollback=trainer.further, start_id=trainer.start_id)
-        if not (self.is_up and self.exit is None and resume.may_answer(self.state, query)):
+        if not may_answer or life != self.life:
             if self.now > give_up_s:
                 self._dies(trainer)
             else:
                 self.at(0.3, lambda: self._rolled_back(trainer, point, chosen, give_up_s))
-            return
-        life = self.life
-        self.step(self._scan_result())
-        if life != self.life or trainer is not self.trainer:
             return
         later = [s.id.nonce for s in self.staging if s.id.step > point.step]
         self.rejected.update(later)

@@ -92,8 +92,7 @@ def see(transition: Transition, start_id: str, process_start: int = 0) -> None:
         if not later:
             _end_requests(transition, start_id)
     else:
-        in_order = tuple(sorted((*others, seen), key=_place))
-        _put(transition, replace(state.starts, known=in_order))
+        update(transition, seen)
 
 
 def _began_after(start: Start, process_start: int) -> bool:

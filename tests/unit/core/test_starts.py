@@ -287,14 +287,14 @@ def test_a_rank_gets_the_start_of_the_newest_rank_0() -> None:
 
 
 @pytest.mark.fault("H01")
-def test_a_start_that_runs_is_newer_than_a_recorded_one_without_a_generation() -> None:
-    """The record names last the start whose claim was requested last, which may be of old sets."""
-    story = Story(claimed=False, recorded=(Start(id="b", generation=2), Start(id="a")))
+def test_a_late_process_of_an_earlier_start_takes_no_place_of_the_recorded_newest_one() -> None:
+    """The record names the starts in their order; the newest one waited for its generation."""
+    story = Story(claimed=False, recorded=(Start(id="a", generation=2), Start(id="b")))
+    story.grants = False
     story.scan()
-    story.tell(RunRead(CommitRef(2, 10), "b"))
-    story.join(start_id="b")
-    assert story.state.start is not None
-    assert story.state.start.id == "b"
+    story.tell(RunRead(CommitRef(2, 10), "a"))
+    story.join(start_id="a", rank=1, ranks=2)
+    assert [start.id for start in story.state.starts.known] == ["a", "b"]
 
 
 def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start() -> None:
