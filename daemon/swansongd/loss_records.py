@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from swansong import bounds
 
-from swansongd.model import CommitRef
+from swansongd.model import CommitRef, Verdict, VmPart
 
 STEP_S_MIN = 1e-6
 """No step is faster: a shorter one is forged."""
@@ -43,6 +43,24 @@ class NoticeRecord:
 
     source: str
     kind: str
+
+
+@dataclass(frozen=True, slots=True)
+class Conclusion:
+    """The verdict of an evacuation, with what led to it."""
+
+    evacuation_id: str
+    verdict: Verdict
+    reason: str
+    commit: CommitRef | None
+    """The newest whole commit: the parts of all VMs are committed."""
+    slack_s: float
+    part: VmPart | None = None
+    """This VM's part of a checkpoint that is newer than ``commit`` and not whole."""
+    expected_s: float | None = None
+    """Forecast of the newest request: time from the request to its commit; None without a forecast."""
+    took_s: float | None = None
+    """That time as it was; None while its checkpoint is not committed."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -109,6 +127,16 @@ class Resumption:
     restored: CommitRef | None
     earlier: Ending | None
     """The end of the generation that trained before; None for the first one of the run."""
+
+
+@dataclass(frozen=True, slots=True)
+class History:
+    """Interruptions of the run's earlier VMs, from the claims and farewells in the bucket."""
+
+    observed_s: float = 0.0
+    """Time for which these VMs lived."""
+    uncovered: int = 0
+    """Interruptions in that time without a SAFE farewell."""
 
 
 # ---------------------------------------------------------------- the end of a generation

@@ -33,7 +33,6 @@ from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import SIGNED, UNSIGNED, CommitKey, RunKeys
 from swansongd.bucket.manifest import BYTES_MAX as MANIFEST_BYTES_MAX
 from swansongd.bucket.manifest import Manifest, decode
-from swansongd.core.cadence import History
 from swansongd.errors import (
     CorruptError,
     MissingError,
@@ -43,6 +42,7 @@ from swansongd.errors import (
     TooLarge,
     UnreadableError,
 )
+from swansongd.loss_records import History
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel

@@ -13,9 +13,8 @@ from swansong import bounds
 from swansong.bounds import BoundsError
 
 from swansongd.bucket import record, wall
-from swansongd.core.events import Conclude
 from swansongd.errors import CorruptError
-from swansongd.loss_records import EvacuationRecord, LastReport, NoticeRecord
+from swansongd.loss_records import Conclusion, EvacuationRecord, LastReport, NoticeRecord
 from swansongd.model import CommitRef, Verdict, VmPart
 from swansongd.util.printable import printable
 
@@ -43,7 +42,7 @@ class Farewell:
 
     run: str
     generation: int
-    conclusion: Conclude
+    conclusion: Conclusion
     evacuation: EvacuationRecord
     training: LastReport | None = None
     """The last step; None if no trainer reported one."""

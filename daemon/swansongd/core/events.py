@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swansongd.loss_records import Conclusion
 from swansongd.model import (
     UNKNOWN_PARENT,
     CommitRef,
@@ -20,8 +21,6 @@ from swansongd.model import (
     Staged,
     StoredShard,
     TrainerView,
-    Verdict,
-    VmPart,
 )
 
 # ---------------------------------------------------------------- events: sources
@@ -579,23 +578,11 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Conclude:
+class Conclude(Conclusion):
     """The evacuation has a verdict: write the farewell and log it."""
 
-    evacuation_id: str
-    verdict: Verdict
-    reason: str
-    commit: CommitRef | None
-    """The newest whole commit: the parts of all VMs are committed."""
-    slack_s: float
-    part: VmPart | None = None
-    """This VM's part of a checkpoint that is newer than ``commit`` and not whole."""
     is_final: bool = True
     """False while other VMs may still commit their parts in time: only the farewell is written."""
-    expected_s: float | None = None
-    """Forecast of the newest request: time from the request to its commit; None without a forecast."""
-    took_s: float | None = None
-    """That time as it was; None while its checkpoint is not committed."""
 
 
 @dataclass(frozen=True, slots=True)

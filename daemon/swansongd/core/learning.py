@@ -13,10 +13,10 @@ from collections.abc import Collection, Iterable
 from dataclasses import replace
 
 from swansongd.core import pace, planner
-from swansongd.core.cadence import History
 from swansongd.core.events import Flushed, HistoryRead, PaceRead
 from swansongd.core.state import CheckpointRequest, Flight, Learned, State, StoredSet
 from swansongd.core.transition import Transition
+from swansongd.loss_records import History
 from swansongd.model import Staged
 
 THROTTLED = 0.8

@@ -8,10 +8,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from swansongd.core.cadence import History
 from swansongd.core.pace import UNKNOWN, Pace
 from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
 from swansongd.core.request_ids import are_of_one
+from swansongd.loss_records import History
 from swansongd.model import (
     GPU_IS_SOUND,
     CheckpointId,

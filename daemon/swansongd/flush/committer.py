@@ -22,7 +22,6 @@ from swansongd.bucket.commit import Claim
 from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.core.cadence import History
 from swansongd.core.events import (
     CheckComplete,
     ClaimGeneration,
@@ -43,7 +42,7 @@ from swansongd.errors import CorruptError, Exists, FencedError, StoreError, Swan
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
-from swansongd.loss_records import EvacuationRecord, LastReport
+from swansongd.loss_records import EvacuationRecord, History, LastReport
 from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 

@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from swansongd.bucket import catalog, claim, manifest, wall
 from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
-from swansongd.core.cadence import History
 from swansongd.errors import CorruptError, Permanent
+from swansongd.loss_records import History
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.stores.file.store import FileStore
