@@ -62,6 +62,19 @@ class Verdict(StrEnum):
     """No training was seen on this VM since it booted: nothing is claimed."""
 
 
+DRILL = "drill"
+"""Source of the notices of ``swansong drill``."""
+DRILL_ID = f"{DRILL}-"
+"""Start of the id of an evacuation that a drill opens.  Other VMs know only this id of its request."""
+PEER_SOURCE = "peer"
+"""Source of the notices that follow from the requests of other VMs of the job."""
+
+
+def is_drill(identities: frozenset[str]) -> bool:
+    """Whether all notices with these identities belong to drills, of this VM or of others."""
+    return bool(identities) and all(each.startswith((f"{DRILL}:", DRILL_ID)) for each in identities)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """A source's message that the VM will be terminated."""

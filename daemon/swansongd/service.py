@@ -65,7 +65,7 @@ from swansongd.flush.committer import Committer
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.inbox import Inbox
-from swansongd.model import NoticeKind, Severity
+from swansongd.model import DRILL, NoticeKind, Severity
 from swansongd.notifications.notifier import open_notifier
 from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
@@ -528,7 +528,7 @@ class Service:
             self._post(NoticeRaised(notice))
             reply(protocol.Noted())
         elif isinstance(message, protocol.NotifyWithdrawn):
-            for name in (manual.MANUAL, manual.DRILL):
+            for name in (manual.MANUAL, DRILL):
                 self._post(NoticeWithdrawn(name, message.reason or "withdrawn by the operator"))
             reply(protocol.Noted())
         elif isinstance(message, protocol.RestoreQuery):

@@ -29,11 +29,17 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import RecordedEvacuation
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
-from swansongd.core.evacuation import DRILL, is_drill
-from swansongd.core.transition import PEER_SOURCE
 from swansongd.errors import CorruptError, MissingError, Permanent
 from swansongd.loss_records import LastReport, Resumption
-from swansongd.model import CheckpointKind, CommitRef, Verdict, merged_health
+from swansongd.model import (
+    DRILL,
+    PEER_SOURCE,
+    CheckpointKind,
+    CommitRef,
+    Verdict,
+    is_drill,
+    merged_health,
+)
 from swansongd.stores.base import ObjectInfo, ObjectStore
 from swansongd.util.threads import parallel
 

@@ -21,8 +21,8 @@ from swansongd.core.request import (
 )
 from swansongd.core.request_ids import AGAIN, FOLLOW_UP
 from swansongd.core.state import CheckpointRequest, Evacuation, State
-from swansongd.core.transition import PEER_SOURCE, Transition
-from swansongd.model import CheckpointId, Verdict
+from swansongd.core.transition import Transition
+from swansongd.model import PEER_SOURCE, CheckpointId, Verdict
 
 AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""

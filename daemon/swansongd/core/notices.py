@@ -18,8 +18,16 @@ from dataclasses import replace
 from swansongd.core import course
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import NoticeState, State
-from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, PEER_SOURCE, Transition
-from swansongd.model import DeadlineQuality, Health, Notice, Severity, SourceStatus, Verdict
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
+from swansongd.model import (
+    PEER_SOURCE,
+    DeadlineQuality,
+    Health,
+    Notice,
+    Severity,
+    SourceStatus,
+    Verdict,
+)
 
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not terminated: watch again."""

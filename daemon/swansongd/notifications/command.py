@@ -15,9 +15,10 @@ from dataclasses import dataclass
 import structlog
 
 from swansongd.config.notify import NotifyConfig
+from swansongd.model import DRILL
 from swansongd.notifications.outbox import Outbox
 from swansongd.notifications.record import Record
-from swansongd.observe.notifications import DRILL, Kind, Notification, Origin, fields
+from swansongd.observe.notifications import Kind, Notification, Origin, fields
 from swansongd.util.rates import TokenBucket
 
 NAME = "exec"

@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from swansongd.core.evacuation import is_drill
 from swansongd.core.events import (
     Action,
     CommitDone,
@@ -23,7 +22,7 @@ from swansongd.core.events import (
     Mark,
 )
 from swansongd.core.state import Concluded, State
-from swansongd.model import CheckpointKind, Verdict
+from swansongd.model import CheckpointKind, Verdict, is_drill
 from swansongd.observe.families import Histogram
 
 KEYS_MAX = 64

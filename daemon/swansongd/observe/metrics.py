@@ -18,8 +18,8 @@ from swansongd.config.config import MetricsConfig
 from swansongd.core import periodic
 from swansongd.core.notices import BY_HAND
 from swansongd.core.state import State
-from swansongd.core.transition import HOST_SOURCE, PEER_SOURCE
-from swansongd.model import GpuHealth, Health, Severity, Verdict
+from swansongd.core.transition import HOST_SOURCE
+from swansongd.model import PEER_SOURCE, GpuHealth, Health, Severity, Verdict
 from swansongd.observe import report
 from swansongd.observe.counters import Counters
 from swansongd.observe.daemon_families import FAMILIES

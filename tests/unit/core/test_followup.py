@@ -33,8 +33,8 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
-from swansongd.core.transition import PEER_SOURCE
 from swansongd.model import (
+    PEER_SOURCE,
     CommitRef,
     DeadlineQuality,
     GpuHealth,

@@ -12,14 +12,13 @@ import pytest
 from swansongd.core import machine
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged, Tick
 from swansongd.core.state import State
-from swansongd.model import CommitRef, Health, NoticeKind, Severity, SourceStatus
+from swansongd.model import DRILL, CommitRef, Health, NoticeKind, Severity, SourceStatus
 from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 from swansongd.observe.conditions import Watch
 from swansongd.observe.heartbeat import GAP_S, Stretch, continued, why_silent
 from swansongd.observe.notifications import Kind, Notification, Origin, caused, fields, of_resume
 from swansongd.observe.report import STORE_HEALTH
-from swansongd.sources import manual
 
 from testkit.story import Story, a_notice
 
@@ -163,7 +162,7 @@ def test_a_drill_is_named_in_its_notice_and_its_verdict() -> None:
     """An operator who is paged sees that the VM is not terminated."""
     story = Told()
     story.join(step=40)
-    story.notice(60, manual.DRILL)
+    story.notice(60, DRILL)
     story.wait(70)
     notice, verdict = story.found[:2]
     assert notice.summary == "Drill: an evacuation is rehearsed, and this VM continues"
