@@ -5,9 +5,9 @@ from __future__ import annotations
 
 from hypothesis import strategies as st
 from swansongd.bucket.farewell import Entry, RecordedEvacuation
-from swansongd.loss_records import LastReport, NoticeRecord
+from swansongd.loss_records import PARTS, LastReport, NoticeRecord
 from swansongd.model import CommitRef, Verdict, VmPart
-from swansongd.observe.loss import PARTS, Interruption
+from swansongd.observe.loss import Interruption
 from swansongd.util.printable import printable
 
 PHASES = (

@@ -16,6 +16,12 @@ from swansongd.model import CommitRef, Verdict, VmPart
 
 STEP_S_MIN = 1e-6
 """No step is faster: a shorter one is forged."""
+PARTS = ("cloud", "boot", "start", "fetch", "load", "warm_up")
+"""The parts of *down*, in the order in which they happen."""
+LOST = ("stall", "redone", *PARTS)
+"""The parts of the preemption loss."""
+TRAINED = ("stall", "redone")
+"""The parts that passed on the GPUs before the interruption; the others are of the GPUs after it."""
 
 
 # ---------------------------------------------------------------- the records in the store
@@ -233,3 +239,56 @@ class Life:
     start_step: int
     """The step of the state that it continued from; without a record, of the newest commit before it."""
     ending: Ending
+
+
+# ---------------------------------------------------------------- the loss before a resumption
+
+
+def down_parts(
+    resumption: Resumption | None, from_s: float, first_s: float
+) -> dict[str, float | None]:
+    """The parts of the time between two instants; their sum is its length."""
+    if resumption is None:
+        return {"unknown": first_s - from_s}
+    is_new = resumption.booted_wall_s >= from_s
+    has_asked = resumption.asked_wall_s is not None and resumption.answered_wall_s is not None
+    # A machine that was up before, such as the host of a container: the time without a daemon is the cloud's.
+    ends = {
+        "cloud": resumption.booted_wall_s if is_new else resumption.daemon_wall_s,
+        "boot": resumption.daemon_wall_s if is_new else None,
+        "start": resumption.asked_wall_s if has_asked else resumption.started_wall_s,
+        "fetch": resumption.answered_wall_s if has_asked else None,
+        "load": resumption.started_wall_s if has_asked else None,
+        "warm_up": first_s,
+    }
+    parts: dict[str, float | None] = {}
+    cursor_s = from_s
+    for name in PARTS:
+        end_s = ends[name]
+        if end_s is None:
+            parts[name] = None
+            continue
+        end_s = min(max(end_s, cursor_s), first_s)
+        parts[name] = end_s - cursor_s
+        cursor_s = end_s
+    return parts
+
+
+def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
+    """GPU seconds of the interruption before this resumption, by part; for metrics.
+
+    The part ``redone`` contains only steps of the generation before; the loss of the run has all of them.
+    """
+    parts_s = dict.fromkeys(LOST, 0.0)
+    last = resumption.earlier
+    if last is not None:
+        first_s = max(last.wall_s, resumption.first_step_wall_s)
+        down = down_parts(resumption, last.wall_s, first_s)
+        parts_s |= {part: seconds or 0.0 for part, seconds in down.items()}
+        parts_s["redone"] = max(0, last.step - resumption.start_step) * (last.step_s or 0.0)
+        parts_s["stall"] = last.stall_s or 0.0
+    before = resumption.ranks if last is None else last.ranks or resumption.ranks
+    return {
+        part: seconds * (before if part in TRAINED else resumption.ranks)
+        for part, seconds in parts_s.items()
+    }

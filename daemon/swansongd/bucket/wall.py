@@ -56,3 +56,8 @@ def instant_s(text: str) -> float | None:
 def optional(value: object, field: str) -> float | None:
     """A duration in seconds; None remains None."""
     return None if value is None else bounds.number(value, field, 0.0, bounds.SECONDS_MAX)
+
+
+def utc_now() -> str:
+    """The wall clock in UTC, as text; for people."""
+    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -16,6 +16,7 @@ from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import opened
 from swansongd.cli.progress import Progress
 from swansongd.cli.terminal import console
+from swansongd.loss_records import PARTS
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.util.units import human_bytes, human_s
@@ -166,12 +167,12 @@ def _lost(loss: Loss) -> Table:
 
 def _down(loss: Loss) -> Table:
     """The parts of DOWN, in the order in which they happen."""
-    parts = [name.upper().replace("_", "-") for name in losses.PARTS]
+    parts = [name.upper().replace("_", "-") for name in PARTS]
     table = _right_aligned(("GEN", *parts, "FETCHED", "LINKED"))
     for each in loss.interruptions:
         table.add_row(
             _name(each),
-            *(_seconds(each.parts_s.get(name)) for name in losses.PARTS),
+            *(_seconds(each.parts_s.get(name)) for name in PARTS),
             *(
                 "?" if size_bytes is None else human_bytes(size_bytes)
                 for size_bytes in (each.bytes_fetched, each.bytes_linked)
@@ -235,4 +236,4 @@ def _remarks(loss: Loss) -> list[str]:
 
 
 def _has_gap(each: Interruption) -> bool:
-    return None in (each.stall_s, *(each.parts_s.get(name) for name in losses.PARTS))
+    return None in (each.stall_s, *(each.parts_s.get(name) for name in PARTS))

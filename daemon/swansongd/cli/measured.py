@@ -23,13 +23,13 @@ from swansongd.core.cadence import expected_mtbf_s
 from swansongd.core.learning import last_share
 from swansongd.core.planner import Measurements
 from swansongd.errors import CorruptError, NothingToRestore
-from swansongd.loss_records import History, Life
+from swansongd.loss_records import PARTS, History, Life
 from swansongd.model import CheckpointKind, NoticeKind, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import Setup
 from swansongd.observe.bill import Upkeep, upkeep
 from swansongd.observe.expected import DAY_S, Job, Kind, best_interval
-from swansongd.observe.loss import PARTS, Interruption, Loss
+from swansongd.observe.loss import Interruption, Loss
 from swansongd.observe.poisson import poisson_interval
 from swansongd.sources.opening import possible_notice_kinds
 from swansongd.util.units import human_s

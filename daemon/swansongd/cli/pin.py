@@ -12,10 +12,10 @@ from swansongd.bucket import catalog, pins
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import is_pin_name
 from swansongd.bucket.pins import Pin
+from swansongd.bucket.wall import utc_now
 from swansongd.cli.common import add_run, generation, step
 from swansongd.cli.opening import Opened, opened
 from swansongd.errors import CorruptError, NothingToRestore, StoreError
-from swansongd.flush.assembly import utc_now
 
 EXAMPLES = {
     "Keep the newest commit of step 12000 under a name.": "swansong pin 12000 --name before-lr-drop",

@@ -11,8 +11,8 @@ from rich.console import Console
 from rich.text import Text
 
 from swansongd.cli.terminal import console
+from swansongd.loss_records import PARTS
 from swansongd.model import Verdict
-from swansongd.observe import loss as losses
 from swansongd.report.facts import Report, Story, comparisons, sentences
 from swansongd.report.layout import Picture, PlacedLane
 from swansongd.util.units import human_bytes, human_span, human_time, minute, second
@@ -39,7 +39,7 @@ _VERDICTS = {
     Verdict.NO_TRAINING: "bold",
 }
 _WRAPPER = Console(file=StringIO(), width=WIDTH)
-_PARTS = ("stall", "redone", *losses.PARTS, "unknown", "saves")
+_PARTS = ("stall", "redone", *PARTS, "unknown", "saves")
 
 
 def show(report: Report) -> None:

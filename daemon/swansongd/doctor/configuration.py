@@ -8,6 +8,7 @@ import shlex
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+import swansongd
 from swansongd.config.config import Config, load
 from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Finding, Judgement, failure, ok, warning
@@ -34,7 +35,7 @@ def read(path: Path) -> tuple[Config | None, list[Finding]]:
     except ConfigError as error:
         fix = fixes.edit(path)
         if not path.exists():
-            source = Path(__file__).parents[1] / "swansong.example.toml"
+            source = Path(swansongd.__file__).with_name("swansong.example.toml")
             make = f"install -D -m 0644 {fixes.quoted(source)} {fixes.quoted(path)}"
             fix = fixes.then(fixes.as_root(make), fixes.restart())
         return None, [_finding(failure(problem, fix)) for problem in error.problems]

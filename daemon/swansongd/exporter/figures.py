@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from swansongd.bucket.run import FarewellFacts, RecordedCommit
-from swansongd.loss_records import Ending, Life, Resumption
+from swansongd.loss_records import PARTS, Ending, Life, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.cost import Costs
@@ -26,7 +26,7 @@ LATE_S = 60.0
 :data:`SETTLED_AFTER_S` is for its upload, and for clocks that differ."""
 DEADLINE_S_MAX = 1800.0
 """A deadline holds a verdict back for this long after its farewell at most: farewells are not signed."""
-LOSS_PARTS = ("stall", "redone", *losses.PARTS)
+LOSS_PARTS = ("stall", "redone", *PARTS)
 """The parts of the loss of a recorded interruption."""
 _MERIT = {
     verdict: merit

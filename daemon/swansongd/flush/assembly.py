@@ -7,7 +7,6 @@ import math
 import threading
 import time
 from collections.abc import Callable
-from datetime import UTC, datetime
 
 import structlog
 
@@ -15,6 +14,7 @@ from swansongd.bucket import locks, signing
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.signing import signed
+from swansongd.bucket.wall import utc_now
 from swansongd.config.config import Config
 from swansongd.core import limits
 from swansongd.core.events import Event, Flushed, FlushFailed
@@ -238,8 +238,3 @@ class Storage:
                 self.bytes_referenced += event.bytes_referenced
                 _log.info("shards_referenced", bytes_referenced=event.bytes_referenced)
         self._post(event)
-
-
-def utc_now() -> str:
-    """The wall clock in UTC, as text; for people."""
-    return datetime.now(UTC).strftime("%Y-%m-%dT%H:%M:%SZ")

@@ -20,8 +20,7 @@ from swansongd.bucket import lives
 from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.keys import RunKeys
 from swansongd.errors import Exists, SwansongError
-from swansongd.loss_records import Resumption, ended_by
-from swansongd.observe import loss
+from swansongd.loss_records import Resumption, ended_by, lost_gpu_s
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.observe.snapshot import LossFigures
 from swansongd.stores.base import ObjectStore
@@ -176,7 +175,7 @@ class Ledger:
         )
 
     def _count(self, resumption: Resumption) -> None:
-        before, lost = self.figures, loss.lost_gpu_s(resumption)
+        before, lost = self.figures, lost_gpu_s(resumption)
         self.figures = LossFigures(
             resumptions=before.resumptions + 1,
             gpu_s={part: before.gpu_s.get(part, 0.0) + gpu_s for part, gpu_s in lost.items()},

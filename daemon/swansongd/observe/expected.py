@@ -18,8 +18,9 @@ from swansongd.core.followup import LATENCY_S, cost_of
 from swansongd.core.pace import Figure
 from swansongd.core.planner import Forecast, Measurements
 from swansongd.core.schedule import lead_s
+from swansongd.loss_records import PARTS
 from swansongd.observe.cost import unpaid_gpu_s
-from swansongd.observe.loss import PARTS, Loss
+from swansongd.observe.loss import Loss
 
 DAY_S = 86400.0
 _BISECTIONS = 60

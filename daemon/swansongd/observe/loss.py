@@ -15,19 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swansongd.loss_records import Ending, Life, Resumption
+from swansongd.loss_records import PARTS, TRAINED, Ending, Life, down_parts
 
 HOUR_S = 3600.0
 WINDOWS_MAX = 48
 _WINDOW_LENGTHS_S = (60.0, 300.0, 900.0, HOUR_S, 6 * HOUR_S, 24 * HOUR_S, 168 * HOUR_S)
 SKEW_S = 1.0
 """A daemon that started this long before the earlier VM's last step has another clock."""
-PARTS = ("cloud", "boot", "start", "fetch", "load", "warm_up")
-"""The parts of *down*, in the order in which they happen."""
-LOST = ("stall", "redone", *PARTS)
-"""The parts of the preemption loss."""
-TRAINED = ("stall", "redone")
-"""The parts that passed on the GPUs before the interruption; the others are of the GPUs after it."""
 GOODPUT = {
     "cloud": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
     "boot": "INFRASTRUCTURE_RECOVERY_FROM_DISRUPTION",
@@ -216,7 +210,7 @@ def loss(lives: Sequence[Life]) -> Loss | None:
     begun_s = cursor_s = _begun_s(lives[0])
     for place, life in enumerate(lives):
         first_s = max(cursor_s, _first_s(life))
-        parts = _down_parts(life.resumption, cursor_s, first_s)
+        parts = down_parts(life.resumption, cursor_s, first_s)
         for name, seconds in parts.items():
             total.add(name, seconds or 0.0, _ranks(life))
         if place > 0:
@@ -246,26 +240,6 @@ def loss(lives: Sequence[Life]) -> Loss | None:
         interruptions=tuple(total.interruptions),
         windows=tuple(_windows(total.segments, begun_s, cursor_s)),
     )
-
-
-def lost_gpu_s(resumption: Resumption) -> dict[str, float]:
-    """GPU seconds of the interruption before this resumption, by part; for metrics.
-
-    The part ``redone`` contains the steps of the generation before it only: :func:`loss` knows all of them.
-    """
-    parts_s = dict.fromkeys(LOST, 0.0)
-    last = resumption.earlier
-    if last is not None:
-        first_s = max(last.wall_s, resumption.first_step_wall_s)
-        down = _down_parts(resumption, last.wall_s, first_s)
-        parts_s |= {part: seconds or 0.0 for part, seconds in down.items()}
-        parts_s["redone"] = max(0, last.step - resumption.start_step) * (last.step_s or 0.0)
-        parts_s["stall"] = last.stall_s or 0.0
-    before = resumption.ranks if last is None else last.ranks or resumption.ranks
-    return {
-        part: seconds * (before if part in TRAINED else resumption.ranks)
-        for part, seconds in parts_s.items()
-    }
 
 
 def _windows(segments: Sequence[_Segment], begun_s: float, until_s: float) -> Iterator[Window]:
@@ -303,36 +277,6 @@ def _ranks(life: Life) -> int:
     if life.resumption is not None:
         return life.resumption.ranks
     return life.ending.ranks or 1
-
-
-def _down_parts(
-    resumption: Resumption | None, from_s: float, first_s: float
-) -> dict[str, float | None]:
-    """The parts of the time between two instants; their sum is its length."""
-    if resumption is None:
-        return {"unknown": first_s - from_s}
-    is_new = resumption.booted_wall_s >= from_s
-    has_asked = resumption.asked_wall_s is not None and resumption.answered_wall_s is not None
-    # A machine that was up before, such as the host of a container: the time without a daemon is the cloud's.
-    ends = {
-        "cloud": resumption.booted_wall_s if is_new else resumption.daemon_wall_s,
-        "boot": resumption.daemon_wall_s if is_new else None,
-        "start": resumption.asked_wall_s if has_asked else resumption.started_wall_s,
-        "fetch": resumption.answered_wall_s if has_asked else None,
-        "load": resumption.started_wall_s if has_asked else None,
-        "warm_up": first_s,
-    }
-    parts: dict[str, float | None] = {}
-    cursor_s = from_s
-    for name in PARTS:
-        end_s = ends[name]
-        if end_s is None:
-            parts[name] = None
-            continue
-        end_s = min(max(end_s, cursor_s), first_s)
-        parts[name] = end_s - cursor_s
-        cursor_s = end_s
-    return parts
 
 
 def _segment(life: Life, first_s: float, following: Life | None) -> _Segment:

@@ -9,7 +9,7 @@ import shlex
 
 import pytest
 from swansongd.cli import main
-from swansongd.observe.loss import PARTS
+from swansongd.loss_records import PARTS
 
 from testkit import REPOSITORY
 from tests.unit.cli.test_loss import names_of

@@ -26,14 +26,13 @@ from swansongd.cli import advise as command
 from swansongd.cli import advise_text, main, measured
 from swansongd.config.config import parse
 from swansongd.core.events import Conclude
-from swansongd.loss_records import EvacuationRecord, LastReport, Life, NoticeRecord
+from swansongd.loss_records import PARTS, EvacuationRecord, LastReport, Life, NoticeRecord
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import advise
 from swansongd.observe.bill import bill
 from swansongd.observe.cost import Prices
 from swansongd.observe.expected import DAY_S
-from swansongd.observe.loss import PARTS
 from swansongd.stores.file.store import FileStore
 
 from testkit import committed

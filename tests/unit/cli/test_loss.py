@@ -14,7 +14,8 @@ from swansongd.bucket import resumption as resumptions
 from swansongd.bucket.keys import RunKeys
 from swansongd.cli import loss as command
 from swansongd.cli import main
-from swansongd.observe.loss import GOODPUT, PARTS, Loss
+from swansongd.loss_records import PARTS
+from swansongd.observe.loss import GOODPUT, Loss
 
 from testkit import REPOSITORY
 from testkit.committed import file_store

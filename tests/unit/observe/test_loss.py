@@ -8,18 +8,9 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.loss_records import Ending, Life, Resumption
+from swansongd.loss_records import LOST, PARTS, Ending, Life, Resumption, lost_gpu_s
 from swansongd.observe import loss as losses
-from swansongd.observe.loss import (
-    GOODPUT,
-    HOUR_S,
-    LOST,
-    PARTS,
-    WINDOWS_MAX,
-    Loss,
-    loss,
-    lost_gpu_s,
-)
+from swansongd.observe.loss import GOODPUT, HOUR_S, WINDOWS_MAX, Loss, loss
 
 BEGUN_S = 1_800_000_000.0
 durations = st.floats(0.0, 5000.0)

@@ -33,6 +33,7 @@ from swansongd.core.events import (
     TrainerRefused,
 )
 from swansongd.core.state import Concluded
+from swansongd.loss_records import LOST
 from swansongd.model import (
     CommitRef,
     GpuHealth,
@@ -48,7 +49,6 @@ from swansongd.observe.counters import KEYS_MAX, PHASES, Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import registry_of
 from swansongd.observe.families import BUCKETS_S, Histogram
-from swansongd.observe.loss import LOST
 from swansongd.observe.metrics import DaemonCollector
 from swansongd.observe.phase import Phase
 from swansongd.observe.report import STORE_HEALTH, full_report
