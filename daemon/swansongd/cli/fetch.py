@@ -13,9 +13,9 @@ from pathlib import Path
 
 from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import note, print_json
+from swansongd.cli.destination import link, report_fresh
 from swansongd.cli.opening import opened, perhaps_mirror
 from swansongd.cli.progress import Progress
-from swansongd.cli.restore import link, report_fresh
 from swansongd.errors import NothingToRestore, Transient
 from swansongd.model import CommitRef
 from swansongd.restore import local_sets
