@@ -7,10 +7,10 @@ of CLOCK_MONOTONIC; wall-clock values are informational and never order anything
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
-from functools import total_ordering
+from functools import cached_property, total_ordering
 from math import inf
 
 from swansong.protocol import PROCESS_PREFIX
@@ -75,6 +75,14 @@ def is_drill(identities: frozenset[str]) -> bool:
     return bool(identities) and all(each.startswith((f"{DRILL}:", DRILL_ID)) for each in identities)
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """The start of the training at a request, and its last completed step."""
+
+    start_id: str
+    step: int
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Notice:
     """A source's message that the VM will be terminated."""
@@ -98,10 +106,8 @@ class Notice:
     """The source named a time in the past, and the VM runs: the deadline is an assumed one."""
     evacuation_id: str = ""
     """The newest evacuation that answers this notice.  A restarted daemon resumes it under the same id."""
-    verdict: Verdict | None = None
-    """The verdict of that evacuation, for a restarted daemon."""
-    verdict_start: str = ""
-    """The start of the training to which that verdict applies."""
+    safe_at: Position | None = None
+    """The position for which that evacuation has got SAFE, for a restarted daemon."""
     repeats: tuple[str, ...] = ()
     """Identities of later notices by hand with the same deadline, which count as this notice."""
     is_prepared: bool = False
@@ -306,7 +312,7 @@ class StagedFile:
     inode: int
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Staged:
     """A sealed checkpoint in staging."""
 
@@ -335,9 +341,31 @@ class Staged:
         """``without_ranks``, if ranks of the job took no part."""
         return {name: value for name, value in self.trainer.items() if name == "without_ranks"}
 
-    @property
+    @cached_property
     def size_bytes(self) -> int:
         return sum(file.size_bytes for file in self.files)
+
+    @cached_property
+    def last_share(self) -> float:
+        """See :func:`last_share`."""
+        return last_share(self.framework, ((file.path, file.size_bytes) for file in self.files))
+
+
+def last_share(framework: str, files: Iterable[tuple[str, int]]) -> float:
+    """Share of the largest file of each rank: no byte of a rank's last file is sent during the save.
+
+    Args:
+        files: path and size of each file of a set.
+    """
+    sizes = list(files)
+    size_bytes = sum(size for _, size in sizes)
+    if framework != "swansong" or not size_bytes:
+        return 1.0
+    largest: dict[str, int] = {}
+    for path, size in sizes:
+        rank = path.partition("/")[0]
+        largest[rank] = max(largest.get(rank, 0), size)
+    return min(1.0, sum(largest.values()) / size_bytes)
 
 
 DIGEST_BYTES = 32

@@ -20,11 +20,10 @@ from swansongd.cli.progress import Progress
 from swansongd.config.config import Config
 from swansongd.core import pace
 from swansongd.core.cadence import expected_mtbf_s
-from swansongd.core.learning import last_share
 from swansongd.core.planner import Measurements
 from swansongd.errors import CorruptError, NothingToRestore
 from swansongd.loss_records import PARTS, History, Life
-from swansongd.model import CheckpointKind, NoticeKind, Verdict
+from swansongd.model import CheckpointKind, NoticeKind, Verdict, last_share
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import Setup
 from swansongd.observe.bill import Upkeep, upkeep

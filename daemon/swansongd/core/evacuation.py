@@ -136,7 +136,6 @@ def _open(
     if follow_up is not None and follow_up.is_waiting:
         request.withdraw(transition, follow_up, "another notice needs a checkpoint at once")
     is_resumed = id_ == notice.evacuation_id
-    has_verdict = is_resumed and notice.verdict is not None
     evacuation = Evacuation(
         id=id_,
         reason=f"{notice.source}: {notice.kind}",
@@ -145,7 +144,7 @@ def _open(
         plan=plan,
         is_precaution=is_precaution,
         is_resumed=is_resumed,
-        earlier=(notice.verdict, notice.verdict_start) if has_verdict and notice.verdict else None,
+        safe_at=notice.safe_at if is_resumed else None,
         identities=frozenset({notice.identity}),
     )
     course.begin(transition, evacuation)

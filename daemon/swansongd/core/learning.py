@@ -9,7 +9,7 @@ set shows it: a VM may flush no other set before its last follow-up.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from dataclasses import replace
 
 from swansongd.core import pace, planner
@@ -40,40 +40,18 @@ def record_history(transition: Transition, event: HistoryRead) -> None:
 def forget(transition: Transition) -> None:
     """Forget what trainers and flushes have shown, which may be forged."""
     learned = transition.state.learned
-    _put(transition, Learned(last_share=learned.last_share, history=learned.history))
+    _put(transition, Learned(history=learned.history))
 
 
 def record_found(transition: Transition, new: Collection[Staged], *, is_first: bool) -> None:
     """A scan found new sealed sets: the ranks have reported how long the save took."""
-    if not new:
+    if not new or is_first:
         return
     newest = max(new, key=lambda staged: staged.id)
-    files = ((file.path, file.size_bytes) for file in newest.files)
-    learned = transition.state.learned
-    _put(transition, replace(learned, last_share=last_share(newest.framework, files)))
-    if is_first:
-        return
     saves_s = [t.save_s for t in transition.state.ranks.trainers if t.save_s is not None]
     _learn(transition, "size_bytes", newest.size_bytes)
     if saves_s:
         _learn(transition, "save_s", max(saves_s))
-
-
-def last_share(framework: str, files: Iterable[tuple[str, int]]) -> float:
-    """Share of the largest file of each rank: no byte of a rank's last file is sent during the save.
-
-    Args:
-        files: path and size of each file of a set.
-    """
-    sizes = list(files)
-    size_bytes = sum(size for _, size in sizes)
-    if framework != "swansong" or not size_bytes:
-        return 1.0
-    largest: dict[str, int] = {}
-    for path, size in sizes:
-        rank = path.partition("/")[0]
-        largest[rank] = max(largest.get(rank, 0), size)
-    return min(1.0, sum(largest.values()) / size_bytes)
 
 
 def record_sealed(transition: Transition, request: CheckpointRequest) -> None:

@@ -24,9 +24,9 @@ from swansongd.model import (
     DeadlineQuality,
     Health,
     Notice,
+    Position,
     Severity,
     SourceStatus,
-    Verdict,
 )
 
 OUTLIVED_S = 10.0
@@ -115,18 +115,18 @@ def extend_overdue(transition: Transition, live: tuple[Notice, ...]) -> None:
 def record_answered(transition: Transition, live: tuple[Notice, ...], evacuation_id: str) -> None:
     """Note the evacuation that answers these notices, for the daemon after a restart."""
     changed = {
-        _key(notice): replace(notice, evacuation_id=evacuation_id, verdict=None, verdict_start="")
+        _key(notice): replace(notice, evacuation_id=evacuation_id, safe_at=None)
         for notice in live
         if notice.evacuation_id != evacuation_id
     }
     _put_live(transition, changed)
 
 
-def record_verdict(transition: Transition, verdict: Verdict, start_id: str) -> None:
-    """Note the verdict on this start in the notices that it answers, for the daemon after a restart."""
+def record_safe(transition: Transition, position: Position) -> None:
+    """Note the position that is SAFE in the notices that it answers, for the daemon after a restart."""
     evacuation = transition.evacuation
     answered = {
-        key: replace(notice, verdict=verdict, verdict_start=start_id)
+        key: replace(notice, safe_at=position)
         for key, notice in transition.state.notices.live.items()
         if notice.evacuation_id == evacuation.id
     }

@@ -8,20 +8,10 @@ the position unknown, and an unknown position is never SAFE.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from swansongd.core import gpus
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import CheckpointRequest, State
-from swansongd.model import CommitRef, Start, Verdict
-
-
-@dataclass(frozen=True, slots=True)
-class Position:
-    """The start and the step at which training was at the request."""
-
-    start: Start
-    step: int
+from swansongd.model import CommitRef, Position, Start, Verdict
 
 
 def prove(state: State) -> tuple[Verdict, str]:
@@ -57,21 +47,6 @@ def prove(state: State) -> tuple[Verdict, str]:
     return Verdict.SAFE, f"training {was}, and {newest} is committed"
 
 
-def still_holds(state: State, start: Start) -> bool:
-    """Whether SAFE for this start, which an earlier life of the daemon has proved, is still true.
-
-    The position is not known any more, but the training had it before it made a commit or after its load.
-    """
-    newest = state.commits.last_complete
-    return (
-        newest is not None
-        and state.starts.fenced_by is None
-        and not gpus.doubt(state)
-        and not _is_displaced(state, newest)
-        and _reaches(state, newest, Position(start, 0))
-    )
-
-
 def _is_displaced(state: State, newest: CommitRef) -> bool:
     """Whether a newer manifest may exist, which was ordered and then dropped."""
     dropped = state.commits.dropped
@@ -80,7 +55,8 @@ def _is_displaced(state: State, newest: CommitRef) -> bool:
 
 def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
     """Whether the next VM resumes from this position, or from a later one of the same start."""
-    start = position.start
+    start = state.start_of(position.start_id)
+    assert start is not None
     if newest.generation == start.generation:
         return newest.step >= position.step
     if position.step < 0 and start.is_restoring:
@@ -93,7 +69,8 @@ def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
 
 
 def _distance(state: State, newest: CommitRef, position: Position) -> str:
-    start, step = position.start, position.step
+    start, step = state.start_of(position.start_id), position.step
+    assert start is not None
     if newest.generation == start.generation:
         return f"{step - newest.step} steps after {newest.step} are not committed"
     parent = start.parent
@@ -117,13 +94,16 @@ def position_of(state: State) -> Position | str | None:
         asked = state.start_of(request.sealed.start)  # the training was started again since
         if asked is not None and (request.by_signal or asked.id == request.start_id):
             return _position_in(state, asked, request)
+    safe_at = None if state.evacuation is None else state.evacuation.safe_at
+    if isinstance(position, str) and start.is_live and safe_at and safe_at.start_id == start.id:
+        return safe_at
     return position
 
 
 def _position_in(state: State, start: Start, request: CheckpointRequest | None) -> Position | str:
     answered = _answered_step(state, start)
     if answered is not None:
-        return Position(start, answered)
+        return Position(start.id, answered)
     if start.has_hooks:
         return _agreed(state, start, request)
     if request is None or not request.by_signal or request.is_unsent:
@@ -179,7 +159,7 @@ def _agreed(state: State, start: Start, request: CheckpointRequest | None) -> Po
         if request is None or request.target is None:
             return "the position of the training is unknown: the ranks of all VMs have not agreed on a step"
         step = max(step, request.target - 1)
-    return Position(start, step)
+    return Position(start.id, step)
 
 
 def range_of(state: State, start: Start) -> list[int]:

@@ -20,6 +20,7 @@ from swansongd.model import (
     GpuStatus,
     Notice,
     NoticeKind,
+    Position,
     Severity,
     SourceStatus,
     Staged,
@@ -219,8 +220,8 @@ class Evacuation:
     """Number of requests so far; each has another id."""
     refusal: str = ""
     """Why the last signal was not sent."""
-    earlier: tuple[Verdict, str] | None = None
-    """Verdict of an earlier life of the daemon, and the start of the training to which it applies."""
+    safe_at: Position | None = None
+    """The position for which an earlier life of the daemon has said SAFE."""
     awaits_trainer: bool = False
     """The verdict waits for a trainer to connect, or to become ready for its signal."""
     foretold: tuple[Verdict, CommitRef | None, CommitRef | None] | None = None
@@ -417,8 +418,6 @@ class Learned:
 
     bandwidth_bytes_per_s: float | None = None
     pace: Pace = UNKNOWN
-    last_share: float = 1.0
-    """Share of the bytes of the newest set that are in the largest file of each rank."""
     signal_save_s: float | None = None
     """From the last signal to its sealed set, settling included."""
     history: History = field(default_factory=History)
@@ -690,7 +689,7 @@ class State:
             save_s=max(save_s, default=None),
             save_bytes=save_bytes,
             step_s=max(steps_s, default=0.0) if self.connected else None,
-            last_share=self.learned.last_share,
+            last_share=1.0 if newest is None else newest.last_share,
             is_sending=self.flush.flight is not None or self.flush.failures > 0,
             pace=self.learned.pace,
         )

@@ -16,9 +16,7 @@ from swansongd.core.state import (
     State,
 )
 from swansongd.core.transition import EXIT_STOPPED, HOST_SOURCE, Transition
-from swansongd.model import (
-    Verdict,
-)
+from swansongd.model import Position, Verdict
 
 SETTLE_S = 10.0
 """A verdict waits this long for sets that still settle: five times the default of ``trainer.settle_s``."""
@@ -121,7 +119,6 @@ def _conclude(
     """Announce a verdict that is new and not worse than the last one."""
     state, before = transition.state, evacuation.verdict
     commit, last = state.commits.last_complete, state.course.last_verdict
-    verdict, reason = _remembered(state, evacuation, verdict, reason)
     is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
     if is_worse or (last is not None and verdict is before and commit == last.commit):
         return
@@ -140,8 +137,8 @@ def _conclude(
         ),
     )
     position = proof.position_of(state)
-    start = position.start if isinstance(position, proof.Position) else state.start
-    notices.record_verdict(transition, verdict, "" if start is None else start.id)
+    if verdict is Verdict.SAFE and isinstance(position, Position):
+        notices.record_safe(transition, position)
     transition.do(
         Conclude(
             evacuation.id,
@@ -154,20 +151,6 @@ def _conclude(
             took_s=took_s,
         )
     )
-
-
-def _remembered(
-    state: State, evacuation: Evacuation, verdict: Verdict, reason: str
-) -> tuple[Verdict, str]:
-    """The verdict of an earlier life of the daemon stands for the same start, once it is seen again."""
-    earlier, start = evacuation.earlier, state.start
-    if earlier is None or start is None or not start.is_live or earlier[1] != start.id:
-        return verdict, reason
-    if _MERIT[earlier[0]] <= _MERIT[verdict]:
-        return verdict, reason
-    if earlier[0] is Verdict.SAFE and not proof.still_holds(state, start):
-        return verdict, reason
-    return earlier[0], f"as before the daemon's restart; {reason}"
 
 
 def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:

@@ -33,7 +33,7 @@ from swansongd.core.notices import REPEATS_MAX
 from swansongd.host import gpu_record
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import StoredDocument
-from swansongd.model import DeadlineQuality, GpuRecord, Notice, Severity, Verdict
+from swansongd.model import DeadlineQuality, GpuRecord, Notice, Position, Severity
 
 LISTENER = "trainer-socket"
 LOCK = "delay-lock"
@@ -191,12 +191,19 @@ def _notice(value: Any) -> Notice:
         else _instant(facts["later_mono_s"], "later_mono_s"),
         is_overdue=bounds.boolean(facts["is_overdue"], "is_overdue"),
         evacuation_id=bounds.identifier(facts["evacuation_id"], "evacuation_id"),
-        verdict=None if facts["verdict"] is None else Verdict(facts["verdict"]),
-        verdict_start=bounds.identifier(facts["verdict_start"], "verdict_start"),
+        safe_at=None if facts["safe_at"] is None else _position(facts["safe_at"]),
         repeats=tuple(
             bounds.text(identity, "a repeat")
             for identity in bounds.items(facts["repeats"], "repeats", REPEATS_MAX)
         ),
+    )
+
+
+def _position(value: Any) -> Position:
+    facts = bounds.mapping(value, "safe_at", _FACTS_MAX)
+    return Position(
+        bounds.identifier(facts["start_id"], "start_id"),
+        bounds.integer(facts["step"], "step", -1, bounds.STEP_MAX),
     )
 
 

@@ -198,11 +198,16 @@ def test_a_manifest_that_was_dropped_may_exist(how: str) -> None:
     assert story.conclude() == ["PARTIAL generation 2 step 9"]
 
 
-@pytest.mark.parametrize("is_taken_over", [False, True])
-def test_a_restarted_daemon_repeats_safe_unless_another_vm_has_continued_the_run(
-    is_taken_over: bool,
-) -> None:
-    """The next VM then resumes from the commit of that other VM, of which this training knows nothing."""
+@pytest.mark.parametrize(
+    ("newest", "expected"),
+    [
+        (None, "SAFE generation 2 step 7"),
+        (CommitRef(3, 8), "PARTIAL generation 3 step 8"),  # another VM has continued the run
+        (CommitRef(2, 6), "PARTIAL generation 2 step 6"),  # the commit that was SAFE is gone
+    ],
+)
+def test_a_restarted_daemon_proves_safe_again(newest: CommitRef | None, expected: str) -> None:
+    """It remembers the position, and the newest commit must still reach it."""
     story = committed(5, at=6)
     story.notice(60)
     story.accept(6)
@@ -210,10 +215,11 @@ def test_a_restarted_daemon_repeats_safe_unless_another_vm_has_continued_the_run
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 7"]
     (live,) = story.state.notices.live.values()
-    after = story.restarted(newest=CommitRef(3, 8) if is_taken_over else None)
+    after = story.restarted(newest=newest)
+    after.staging.clear()
+    after.scan()
     after.tell(NoticeRaised(live))
     after.join(step=9)
     after.accept(9)
     after.leave()
-    expected = "PARTIAL generation 3 step 8" if is_taken_over else "SAFE generation 2 step 7"
     assert after.conclude()[-1] == expected

@@ -13,7 +13,7 @@ from swansongd.core.events import (
     SignalTrainer,
     StartBegun,
 )
-from swansongd.model import CommitRef, Start
+from swansongd.model import CommitRef, Position, Start
 
 from testkit.story import Story, a_set
 
@@ -56,8 +56,8 @@ def test_the_process_that_got_the_signal_answers() -> None:
 
 
 @pytest.mark.fault("H01")
-def test_a_verdict_is_recorded_for_the_start_that_it_is_about() -> None:
-    """A restarted daemon must not repeat it for a process that was started since the signal."""
+def test_safe_is_recorded_for_the_start_that_it_is_about() -> None:
+    """A restarted daemon must not prove it for a process that was started since the signal."""
     story = Story(signals_trainer=True)
     story.process("process-a", pid=900)
     story.notice()
@@ -68,7 +68,7 @@ def test_a_verdict_is_recorded_for_the_start_that_it_is_about() -> None:
     story.store_all()
     assert story.verdicts == ["SAFE generation 2 step 12"]
     (notice,) = story.state.notices.live.values()
-    assert notice.verdict_start == "process-a"
+    assert notice.safe_at == Position("process-a", 12)
 
 
 @pytest.mark.fault("H01", "T09")

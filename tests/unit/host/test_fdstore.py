@@ -24,7 +24,7 @@ from swansongd.model import (
     GpuHealth,
     GpuRecord,
     GpuStatus,
-    Verdict,
+    Position,
 )
 
 from testkit.story import a_notice
@@ -133,15 +133,14 @@ def test_live_notices_come_back_with_their_deadlines(
     assert restart().notices(now_mono_s=10.0) == []
 
 
-def test_a_notice_comes_back_with_its_verdict_and_the_start_that_it_applies_to(
+def test_a_notice_comes_back_with_the_position_that_is_safe(
     systemd: Systemd, restart: Callable[[], FdStore]
 ) -> None:
-    """The verdict stands for that start alone."""
+    """SAFE is proved again for that start and step alone."""
     answered = replace(
         a_notice(deadline_mono_s=50.0),
         evacuation_id="e1",
-        verdict=Verdict.NO_TRAINING,
-        verdict_start="a~1",
+        safe_at=Position("a~1", -1),
     )
     FdStore(systemd.notifier, {}).store_notices([answered])
     assert restart().notices(now_mono_s=10.0) == [answered]
@@ -170,8 +169,9 @@ def as_stored(**changes: object) -> bytes:
         b'{"boot_id": "", "notices": [7]}',
         as_stored().replace(b'"boot_id": ""', b'"boot_id": "of another boot"'),
         as_stored(evacuation_id="../x y"),
-        as_stored(verdict="FINE"),
-        as_stored(verdict_start="../x y"),
+        as_stored(safe_at=7),
+        as_stored(safe_at={"start_id": "../x y", "step": 1}),
+        as_stored(safe_at={"start_id": "a", "step": 1.5}),
         as_stored(is_overdue=1),
         as_stored(later_mono_s="soon"),
         as_stored(repeats=["x"] * 1000),
