@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-into-tensors bench-torch bench-frozen bench-delta bench-small bench-preemption format clean
+.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-torch bench-frozen bench-small bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -114,6 +114,9 @@ test-vm: $(STAMP)  ## test power cuts of VMs (root, QEMU; about 15 minutes; PYTE
 image: $(STAMP)  ## make the image of the VMs with provision.sh, and print the command that boots it in a terminal
 	@$(BIN)/python -m testkit.vm.image
 
+docs: $(STAMP)  ## write docs/reference and the example configuration from the declarations in the code
+	$(BIN)/python -m testkit.reference
+
 PICTURES := $(sort $(basename $(notdir $(wildcard testkit/*_picture.py testkit/*_pictures.py))))
 
 pictures: $(STAMP)  ## take the pictures of docs/operations again (Debian's prometheus, chromium, tmux, gcc and libc6-dev)
@@ -124,12 +127,13 @@ terraform:  ## validate the AWS example against its provider (Terraform; a netwo
 	cd build/terraform/examples/aws && terraform init -input=false -no-color $(TERRAFORM_INIT) && \
 		terraform validate -no-color && terraform fmt -check -recursive ..
 
-check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of units and templates
+check: $(STAMP)  ## run ruff, mypy, import rules, shellcheck and the checks of units, templates and generated pages
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/python tests/check_prose.py
+	$(BIN)/python -m testkit.reference --check
 	./tests/check_system_files.sh
 
 bench: $(STAMP)  ## measure speed, CPU and memory of transfers and of other tools (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)
@@ -150,14 +154,8 @@ bench-preemption: $(STAMP)  ## measure what one preemption costs, also with othe
 bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)
 	$(BIN)/python -m bench.frozen
 
-bench-delta: $(STAMP)  ## measure the flush of a 4 GiB file of which no, some or all chunks have changed (2 minutes)
-	$(BIN)/python -m bench.delta $(BENCH_ARGS)
-
 bench-small: $(STAMP)  ## measure flush, commit, verify and restore of 20,000 files of 4 KiB, with a directory and the S3 emulator (2 minutes)
 	$(BIN)/python -m bench.small_files $(BENCH_ARGS)
-
-bench-into-tensors: $(STAMP)  ## compare files, memfds and huge pages on the way of a restore into tensors (10 minutes, huge pages only as root)
-	$(BIN)/python -m bench.into_tensors $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-torch: $(STAMP)  ## measure what a checkpoint costs the training loop, also with torch.save and DCP (5 minutes)
 	$(BIN)/python -m bench.torch_snapshot $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)

@@ -109,7 +109,7 @@ def main() -> None:
     )
     parser.add_argument("--json", type=Path, help="file for all measurements")
     parser.add_argument(
-        "--write", action="store_true", help="write the table into docs/performance/"
+        "--write", action="store_true", help="write the table into docs/performance.md"
     )
     options = parser.parse_args()
     repeats, seconds = (1, 1.0) if options.quick else (options.repeats, options.seconds)

@@ -23,12 +23,10 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.into_tensors import cpu_name, spread
-from bench.transfer.results import write_page
+from bench.transfer.results import median_and_spread
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Vm
 
-NAME = "python -m bench.load_early"
 TRAINER = str(Path(__file__).with_name("load_early_trainer.py"))
 WAYS = {"early": "while files arrive", "late": "from the finished directory"}
 _LIMIT_S = 300.0
@@ -118,10 +116,10 @@ def table(commit: Commit, bytes_per_s: float, found: dict[tuple[str, str], list[
         cells = (
             f"staging on {place}",
             WAYS[way],
-            spread([each.seconds for each in samples]),
-            spread([each.after_s for each in samples]),
-            spread([each.cpu_s for each in samples]),
-            spread([each.after_cpu_s for each in samples]),
+            median_and_spread([each.seconds for each in samples], ".2f"),
+            median_and_spread([each.after_s for each in samples], ".2f"),
+            median_and_spread([each.cpu_s for each in samples], ".2f"),
+            median_and_spread([each.after_cpu_s for each in samples], ".2f"),
             f"{_megabytes([each.peak_bytes for each in samples])} MB",
         )
         rows.append(f"| {' | '.join(cells)} |")
@@ -155,19 +153,15 @@ def measured(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog=NAME, description=__doc__)
+    parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--quick", action="store_true", help="16 MB, once: a test of the benchmark")
     parser.add_argument("--disk", type=Path, default=Path("/var/tmp"), help="directory on a disk")
     parser.add_argument("--tmpfs", type=Path, default=Path("/dev/shm"), help="directory on tmpfs")
-    parser.add_argument(
-        "--write", action="store_true", help="write the tables into docs/performance/"
-    )
     options = parser.parse_args()
     size = [20, 2048]
     if options.quick:
         size, options.repeats = [20, 256], 1
-    texts = []
     with ExitStack() as stack:
         places = {
             name: Path(stack.enter_context(tempfile.TemporaryDirectory(dir=path)))
@@ -175,17 +169,12 @@ def main() -> None:
         }
         for bytes_per_s in (100e6, 300e6):
             saved, found = measured(places, bytes_per_s, options.repeats, size)
-            texts.append(table(saved, bytes_per_s, found))
+            print(table(saved, bytes_per_s, found), end="\n\n")
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
-    texts.append(
+    print(
         f"State: {saved.size_bytes / 1e6:,.0f} MB in {len(saved.shard_sizes)} shards, the largest of "
-        f"{max(saved.shard_sizes) / 1e6:,.0f} MB.\n"
-        f"{cpu_name()}, {os.cpu_count()} cores; load (1, 5, 15 minutes) at the end: {load}."
+        f"{max(saved.shard_sizes) / 1e6:,.0f} MB; load (1, 5, 15 minutes) of {os.cpu_count()} cores: {load}."
     )
-    text = "\n\n".join(texts)
-    print(text)
-    if options.write:
-        write_page(NAME, text)
 
 
 if __name__ == "__main__":

@@ -17,11 +17,11 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from swansong import protocol
 from swansongd.cli.client import DaemonClient
@@ -31,11 +31,9 @@ from bench.transfer.results import write_page
 from testkit.emulators.s3_strict import S3
 from testkit.emulators.store_control import StoreControl
 from testkit.emulators.store_server import StoreServer
-from testkit.rig import Process, Vm
+from testkit.rig import Vm
 from testkit.strict_bucket import ACCOUNT
 from testkit.waiting import until
-
-T = TypeVar("T")
 
 MIB = 2**20
 NOTICE_S = 100.0
@@ -107,7 +105,7 @@ def _one_vm(
     size: Size, store: dict[str, str], s3: EmptiedS3, evacuations: int, *, from_step: int
 ) -> list[Outcome]:
     outcomes = []
-    with running_vm(size, store, from_step=from_step) as (client, _):
+    with _running_vm(size, store, from_step=from_step) as client:
         for number in range(evacuations):
             outcomes.append(_evacuate(client, is_first=not number))
             s3.drop_data()
@@ -115,12 +113,10 @@ def _one_vm(
 
 
 @contextmanager
-def running_vm(
-    size: Size, store: dict[str, str], *, from_step: int, **settings: dict[str, Any]
-) -> Iterator[tuple[DaemonClient, Process]]:
-    """A VM with an empty disk, after its periodic checkpoint: a client of its daemon, and the daemon."""
+def _running_vm(size: Size, store: dict[str, str], *, from_step: int) -> Iterator[DaemonClient]:
+    """A VM with an empty disk, after its periodic checkpoint: a client of its daemon."""
     # Chunks of 5 MiB give the files of these sizes several chunks, as 16 MiB does to larger ones.
-    settings["flush"] = {"chunk_bytes": "5MiB", "connections": 8}
+    settings = {"flush": {"chunk_bytes": "5MiB", "connections": 8}}
     with (
         tempfile.TemporaryDirectory() as directory,
         Vm(Path(directory), store, settings=settings) as vm,
@@ -136,18 +132,18 @@ def running_vm(
         arguments = [str(word) for pair in facts.items() for word in pair]
         vm.start_trainer(*arguments, script=str(Path(__file__).with_name("plans_trainer.py")))
         daemon.lines.wait(event="committed", timeout_s=120)
-        yield DaemonClient(vm.socket), daemon
+        yield DaemonClient(vm.socket)
 
 
 def _evacuate(client: DaemonClient, *, is_first: bool) -> Outcome:
     """One manual notice, until its verdict."""
-    before = report_of(client)["last_verdict"]
+    before = _report_of(client)["last_verdict"]
     client.request(
         protocol.Notify(nonce=secrets.token_hex(8), seconds_left=NOTICE_S), protocol.Noted
     )
     pessimistic_s = 0.0
     while True:
-        report = report_of(client)
+        report = _report_of(client)
         evacuation, last = report["evacuation"], report["last_verdict"]
         if evacuation and evacuation["pessimistic_s"]:
             pessimistic_s = evacuation["pessimistic_s"]
@@ -155,14 +151,14 @@ def _evacuate(client: DaemonClient, *, is_first: bool) -> Outcome:
             break
         time.sleep(0.05)
     client.request(protocol.NotifyWithdrawn(), protocol.Noted)
-    until(lambda: report_of(client)["evacuation"] is None, what="the withdrawal")
+    until(lambda: _report_of(client)["evacuation"] is None, what="the withdrawal")
     if last["expected_s"] is None:
         raise SystemExit(f"the evacuation had no forecast: {last}")
     took_s = last["took_s"] if last["verdict"] == "SAFE" else math.inf
     return Outcome(last["expected_s"], pessimistic_s, took_s, is_first)
 
 
-def report_of(client: DaemonClient) -> dict[str, Any]:
+def _report_of(client: DaemonClient) -> dict[str, Any]:
     """The daemon's report; a loaded machine may delay it."""
     for _ in range(9):
         with suppress(Unreachable):
@@ -201,55 +197,27 @@ def _quantile(values: list[float], share: float) -> float:
     return ordered[max(0, -(-len(ordered) * round(100 * share) // 100) - 1)]
 
 
-def command(
-    name: str,
-    description: str | None,
-    measure: Callable[[Size, int, int], list[T]],
-    show: Callable[[dict[str, list[T]]], str],
-    *,
-    evacuations: int,
-    per_vm: int,
-) -> None:
-    """Measure each size, print the tables, and write them with ``--write``.
-
-    Args:
-        name: of the command, as in the page.
-        description: for ``--help``.
-        measure: size, number of evacuations, and of those of one VM, to data classes.
-        show: these by size, as a table.
-        evacuations, per_vm: defaults.
-    """
-    parser = argparse.ArgumentParser(description=description)
-    parser.add_argument(
-        "--evacuations", type=int, default=evacuations, help="number over all sizes"
-    )
-    parser.add_argument("--per-vm", type=int, default=per_vm, help="evacuations of one VM")
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--evacuations", type=int, default=50, help="number over all sizes")
+    parser.add_argument("--per-vm", type=int, default=4, help="evacuations of one VM")
     parser.add_argument("--json", type=Path, help="file for the results")
-    parser.add_argument(
-        "--write", action="store_true", help="write the tables into docs/performance/"
-    )
+    parser.add_argument("--write", action="store_true", help="write the table into docs/")
     options = parser.parse_args()
-    results: dict[str, list[T]] = {}
+    results: dict[str, list[Outcome]] = {}
     for index, size in enumerate(SIZES):
         share = (options.evacuations + len(SIZES) - 1 - index) // len(SIZES)
-        results[size.name] = measure(size, share, options.per_vm)
+        results[size.name] = measured(size, share, options.per_vm)
         if options.json:
-            plain: dict[str, list[Any]] = {
-                size_name: [asdict(each) for each in found]  # type: ignore[call-overload]
-                for size_name, found in results.items()
-            }
+            plain = {name: [asdict(each) for each in found] for name, found in results.items()}
             options.json.write_text(json.dumps(plain))
     load = ", ".join(f"{value:.1f}" for value in os.getloadavg())
     text = (
-        f"{show(results)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
+        f"{table(results)}\n\nLoad (1, 5, 15 minutes) of {os.cpu_count()} cores at the end: {load}."
     )
     print(text)
     if options.write:
-        write_page(name, text)
-
-
-def main() -> None:
-    command("python -m bench.plans", __doc__, measured, table, evacuations=50, per_vm=4)
+        write_page("python -m bench.plans", text)
 
 
 if __name__ == "__main__":

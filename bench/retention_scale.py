@@ -127,7 +127,7 @@ def measure(commits: int, objects: int, is_dry_run: bool) -> None:
     began_cpu_s = time.process_time()
     report = prune(store, KEYS, RetentionConfig(), now_wall_s=1.8e9, is_dry_run=is_dry_run)
     cpu_s = time.process_time() - began_cpu_s - store.own_cpu_s
-    kept = sum(bool(verdict.reasons) for verdict in report.verdicts)
+    kept = sum(bool(decision.reasons) for decision in report.decisions)
     print(
         f"{commits} commits, {commits * objects} objects, {'dry run' if is_dry_run else 'prune'}: "
         f"{cpu_s:.1f} CPU s, {(_peak_bytes() - before_bytes) / 1e6:.0f} MB, {kept} kept, "

@@ -23,7 +23,7 @@ from swansongd.bucket.manifest import Manifest
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import ChunkLayout
 from swansongd.model import CheckpointId, CheckpointKind, Staged
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore
@@ -74,7 +74,7 @@ def flush(store: ObjectStore, run: Path, staged: Staged) -> Flushed:
         run,
         events.put,
         known=KnownChunks(run / ".swansongd", run="r", store_url=store.url, is_data=keys.is_data),
-        layout=Layout(16 * 2**20, CONNECTIONS),
+        layout=ChunkLayout(16 * 2**20, CONNECTIONS),
     )
     engine.start("flush", staged, 1)
     while not isinstance(event := events.get(), Flushed | FlushFailed):

@@ -333,7 +333,7 @@ def main() -> None:
         "--data", type=Path, default=Path("/dev/shm"), help="directory for the files"
     )
     parser.add_argument(
-        "--write", action="store_true", help="write the tables into docs/performance/"
+        "--write", action="store_true", help="write the tables into docs/performance.md"
     )
     parser.add_argument("--as-rank", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--store", default="", help=argparse.SUPPRESS)

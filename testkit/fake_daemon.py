@@ -26,7 +26,7 @@ from swansong.protocol import (
     RestoreQuery,
     Sealed,
     ShardVerified,
-    Start,
+    StartDrawn,
     Target,
     Welcome,
 )
@@ -208,7 +208,7 @@ class FakeDaemon:
         if self._rank_0 is not None:
             for each in self._without_start:
                 with contextlib.suppress(OSError):
-                    each.send(protocol.encode(Start(self._rank_0[1])))
+                    each.send(protocol.encode(StartDrawn(self._rank_0[1])))
             self._without_start.clear()
 
     def _is_final(self, directory: Path) -> bool:

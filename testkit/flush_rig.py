@@ -18,7 +18,7 @@ from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import Transient
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import ChunkLayout
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.staging import scan
 
@@ -96,7 +96,7 @@ class FlushRig:
         self.run_directory = tmp_path / "staging" / "r"
         self.own_directory = self.run_directory / ".swansongd"
         self.own_directory.mkdir(parents=True)
-        self._layout = Layout(CHUNK, connections, small_bytes_max)
+        self._layout = ChunkLayout(CHUNK, connections, small_bytes_max)
         self._monotonic = monotonic
         self._nonces = count(1)
         self.start_daemon()

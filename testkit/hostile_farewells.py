@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from swansongd.bucket.farewell import Entry, RecordedEvacuation
+from swansongd.bucket.farewell import RecordedEvacuation, TimelineEntry
 from swansongd.loss_records import PARTS, LastReport, NoticeRecord
 from swansongd.model import CommitRef, Verdict, VmPart
 from swansongd.observe.loss import Interruption
@@ -28,7 +28,7 @@ walls = st.one_of(st.floats(1795312860, 1795320000), st.floats(0, 4.1e9))
 
 
 @st.composite
-def timelines(draw: st.DrawFn) -> tuple[Entry, ...]:
+def timelines(draw: st.DrawFn) -> tuple[TimelineEntry, ...]:
     at_s = 0.0
     entries = []
     for _ in range(draw(st.integers(0, 25))):
@@ -44,7 +44,7 @@ def timelines(draw: st.DrawFn) -> tuple[Entry, ...]:
                 max_size=4,
             )
         )
-        entries.append(Entry(draw(st.one_of(st.sampled_from(PHASES), texts)), at_s, facts))
+        entries.append(TimelineEntry(draw(st.one_of(st.sampled_from(PHASES), texts)), at_s, facts))
     return tuple(entries)
 
 

@@ -16,7 +16,13 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.farewell import Farewell
 from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Conclude
-from swansongd.loss_records import Ending, EvacuationRecord, LastReport, NoticeRecord, Resumption
+from swansongd.loss_records import (
+    EvacuationRecord,
+    GenerationEnd,
+    LastReport,
+    NoticeRecord,
+    Resumption,
+)
 from swansongd.model import (
     CheckpointKind,
     CommitRef,
@@ -268,7 +274,7 @@ def _farewell(
 
 def _resumptions(store: ObjectStore, keys: RunKeys) -> None:
     begun_s = BEGUN_S
-    endings: Mapping[int, Ending | None] = {
+    endings: Mapping[int, GenerationEnd | None] = {
         1: None,
         2: _ending(1, 5120, begun_s + 2678.5, stall_s=0.4),
         3: _ending(2, 17304, begun_s + 13029, stall_s=3.1),
@@ -283,8 +289,8 @@ def _resumptions(store: ObjectStore, keys: RunKeys) -> None:
         )
 
 
-def _ending(generation: int, step: int, wall_s: float, *, stall_s: float) -> Ending:
-    return Ending(
+def _ending(generation: int, step: int, wall_s: float, *, stall_s: float) -> GenerationEnd:
+    return GenerationEnd(
         generation=generation,
         step=step,
         wall_s=wall_s,
@@ -297,7 +303,7 @@ def _ending(generation: int, step: int, wall_s: float, *, stall_s: float) -> End
 
 
 def _resumption(
-    run: str, generation: int, start_step: int, booted_s: float, earlier: Ending | None
+    run: str, generation: int, start_step: int, booted_s: float, earlier: GenerationEnd | None
 ) -> Resumption:
     return Resumption(
         run=run,

@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
-from swansongd.cli.view.history import History
-from swansongd.cli.view.live import Canvas, Moment, view
+from swansongd.cli.view.history import SampleHistory
+from swansongd.cli.view.live import Canvas, Frame, view
 
 from testkit import REPOSITORY
 
@@ -117,10 +117,10 @@ def report(second: float) -> dict[str, Any]:
 
 def picture() -> str:
     """The live view as SVG."""
-    history, newest, at_s = History(), {}, 0.0
+    history, newest, at_s = SampleHistory(), {}, 0.0
     for at_s, newest in reports():
         history.add(newest, at_s)
-    moment = Moment(
+    frame = Frame(
         report=newest,
         report_mono_s=at_s,
         away=None,
@@ -132,7 +132,7 @@ def picture() -> str:
         record=True, width=WIDTH, height=HEIGHT, file=io.StringIO(), force_terminal=True,
         color_system="standard", markup=False, highlight=False, _environ={},
     )  # fmt: skip
-    console.print(view(moment, Canvas(WIDTH, HEIGHT)))
+    console.print(view(frame, Canvas(WIDTH, HEIGHT)))
     return console.export_svg(
         title="swansong status --watch", theme=THEME, code_format=_FORMAT, unique_id="watch"
     )

@@ -2,7 +2,7 @@
 """Fixtures of the store tests: every backend with every server of its protocol.
 
 ``LACKS`` lists the features that a foreign server does not have; a test of such a feature is skipped with
-"does not apply".  docs/operations/store-compatibility.md has the same list for users.
+"does not apply".  docs/operations/stores.md has the same list for users.
 """
 
 from __future__ import annotations

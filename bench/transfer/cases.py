@@ -14,7 +14,7 @@ from swansongd.bucket import manifest
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.config.config import FlushConfig
-from swansongd.flush.layout import Layout, Pieces
+from swansongd.flush.layout import ChunkLayout, Pieces
 from swansongd.model import (
     CheckpointKind,
     Chunk,
@@ -193,7 +193,7 @@ def sink_objects(workload: Workload, directory: Path) -> list[Object]:
 
 def _shards(workload: Workload, keys: RunKeys, pattern: bytes) -> tuple[StoredShard, ...]:
     """The shards of the workload, with the chunks of the flush engine."""
-    layout = Layout(CHUNK_BYTES, FlushConfig().connections)
+    layout = ChunkLayout(CHUNK_BYTES, FlushConfig().connections)
     files = [
         StagedFile(path=name, size_bytes=size_bytes, mtime_ns=0, inode=0)
         for name, size_bytes in workload.files

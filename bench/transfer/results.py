@@ -17,6 +17,7 @@ from bench.transfer.cases import Case, reference_of
 from bench.transfer.contestants import CONTESTANTS, OURS
 
 PAGES = Path(__file__).resolve().parents[2] / "docs" / "performance"
+"""The pages about one benchmark each; ``performance.md`` next to it has the others."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -196,15 +197,15 @@ def _count(of_one: Sequence[Result]) -> str:
 
 
 def write_page(name: str, text: str) -> None:
-    """Replace the text between the marks of this name, on whichever page of docs/performance/ has them."""
+    """Replace the text between the marks of this name, on the page that has them."""
     begin, end = f"<!-- {name}: begin -->", f"<!-- {name}: end -->"
-    for page in PAGES.glob("*.md"):
+    for page in (PAGES.with_suffix(".md"), *PAGES.glob("*.md")):
         before, _, rest = page.read_text().partition(begin)
         _, is_marked, after = rest.partition(end)
         if is_marked:
             page.write_text(f"{before}{begin}\n\n{text}\n\n{end}{after}")
             return
-    raise SystemExit(f"no page in {PAGES} has the marks {begin} and {end}")
+    raise SystemExit(f"no page of {PAGES} has the marks {begin} and {end}")
 
 
 def settings_table(results: Sequence[Result]) -> str:

@@ -31,6 +31,25 @@ show 6 as NOTCONFIGURED.  Swansong uses none of these.  The name of 2 is INVALID
 
 from __future__ import annotations
 
+EXIT_CODES = {
+    0: "success, or the daemon was stopped",
+    1: "a fault of swansong, with a trace in the log; please report it",
+    2: "the configuration or the command line is not valid; each problem is printed",
+    8: "stored bytes or a manifest do not match their digest, or an object has an unknown key",
+    9: "the command was stopped before it finished, or the notice was withdrawn",
+    10: "notify --wait, drill --wait: PARTIAL, only an older commit exists",
+    11: "notify --wait, drill --wait: LOST, the run has no commit",
+    12: "doctor found a failure",
+    13: "the daemon does not answer on its socket",
+    14: "a newer generation owns the run: another VM has taken it over",
+    15: "staging, or the target of a restore, cannot be used",
+    16: "the store refused a request or failed",
+    17: "nothing to restore: the run has no whole commit, or the store has no such run",
+    18: "finished: the run has not ended",
+    19: "notify --wait, drill --wait: NO_TRAINING, no training was seen on this VM",
+}
+DAEMON_EXIT_CODES = (0, 1, 2, 14, 15, 16)
+
 
 class SwansongError(Exception):
     """Base of all errors; ``str()`` is one line for a person, ``hint`` the fix."""
@@ -100,6 +119,10 @@ class Transient(StoreError):
 
 class Permanent(StoreError):
     pass
+
+
+class Forbidden(Permanent):
+    """The credentials lack a right."""
 
 
 class NotFound(Permanent):

@@ -88,7 +88,7 @@ class EvacuationRecord:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Ending:
+class GenerationEnd:
     """The last step that a generation is known to have completed."""
 
     generation: int
@@ -131,7 +131,7 @@ class Resumption:
     """The step of the restored state; 0 for a fresh run."""
     first_step: int
     restored: CommitRef | None
-    earlier: Ending | None
+    earlier: GenerationEnd | None
     """The end of the generation that trained before; None for the first one of the run."""
 
 
@@ -162,7 +162,7 @@ def ending(
     report: LastReport | None,
     points: Sequence[Point],
     ended_by_s: Sequence[float],
-) -> Ending | None:
+) -> GenerationEnd | None:
     """The last step of a generation, from everything that its VM has left behind; None without a trace.
 
     Training continues after the last farewell until the deadline, at the usual pace.  A VM without a farewell
@@ -190,7 +190,7 @@ def ending(
     by_wall_s = min((at_s for at_s in ended_by_s if at_s > last.wall_s), default=last.wall_s)
     if end_s is not None and not is_exact:
         last = _further(last, min(end_s, by_wall_s), pace_s)
-    return Ending(
+    return GenerationEnd(
         generation=generation,
         step=last.step,
         wall_s=last.wall_s,
@@ -238,7 +238,7 @@ class Life:
     """None: it was not recorded."""
     start_step: int
     """The step of the state that it continued from; without a record, of the newest commit before it."""
-    ending: Ending
+    ending: GenerationEnd
 
 
 # ---------------------------------------------------------------- the loss before a resumption

@@ -254,9 +254,14 @@ GPU_IS_SOUND = "gpu_is_sound"
 _LEAST = ("loss_is_finite", GPU_IS_SOUND)
 
 
+def is_sound(health: Mapping[str, float]) -> bool:
+    """False if a GPU of the VM had failed before the checkpoint was sealed."""
+    return health.get(GPU_IS_SOUND) != 0.0
+
+
 def is_healthy(health: Mapping[str, float]) -> bool | None:
     """Whether the loss of a checkpoint is finite and no GPU had failed; None without a loss."""
-    if health.get(GPU_IS_SOUND) == 0.0:
+    if not is_sound(health):
         return False
     is_finite = health.get("loss_is_finite")
     return None if is_finite is None else is_finite != 0.0
@@ -463,8 +468,6 @@ class GpuRecord:
     """Starts of trainers that are suspect if a GPU fails before they connect again; the newest last."""
     sound_sets: frozenset[CheckpointId]
     """Sets in staging from before a failure."""
-    doubtful_commits: tuple[CommitRef, ...]
-    """Newest commits of sets that were sealed after a GPU had failed, the newest last."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

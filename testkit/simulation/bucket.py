@@ -298,10 +298,10 @@ class Committer:
 
         def read() -> bool:
             try:
-                newest, owner = self._newest()
+                newest, owner, is_sound = self._newest()
             except StoreError:
                 return False
-            self._post(RunRead(newest, owner))
+            self._post(RunRead(newest, owner, is_sound))
             return True
 
         self._add(read, 1.0)
@@ -323,9 +323,11 @@ class Committer:
         try:
             claim = attempt()
             if claim is not None:
-                newest, owner = self._newest()
+                newest, owner, is_sound = self._newest()
                 start_id, number = claim.content.start, claim.generation
-                self._post(GenerationClaimed(start_id, number, newest, owner, claim.is_found))
+                self._post(
+                    GenerationClaimed(start_id, number, newest, owner, is_sound, claim.is_found)
+                )
         except FencedError as error:
             self._post(fence_found(error, start_id))
         except StoreError:
@@ -361,17 +363,21 @@ class Committer:
             committed, whole = commit.parts_committed(
                 self._store, KEYS, order.newest, order.nodes, after=order.after
             )
+            if whole is None:
+                return PartsCounted(order.newest, committed, None)
+            is_sound = commit.are_all_sound(self._store, KEYS, whole)
         except StoreError:
-            committed, whole = 0, None
-        return PartsCounted(order.newest, committed, whole)
+            return PartsCounted(order.newest, 0, None)
+        return PartsCounted(order.newest, committed, whole.ref, is_sound)
 
-    def _newest(self) -> tuple[CommitRef | None, str]:
+    def _newest(self) -> tuple[CommitRef | None, str, bool]:
         near = self.claimant.recorded_generation
-        newest = commit.newest_whole_commit(self._store, KEYS, near=near)
+        newest = commit.newest_whole(self._store, KEYS, near=near)
         if newest is None:
-            return None, ""
-        claim = catalog.claim_of(self._store, KEYS, newest.generation)
-        return newest, "" if claim is None else claim.start
+            return None, "", True
+        claim = catalog.claim_of(self._store, KEYS, newest.ref.generation)
+        is_sound = commit.are_all_sound(self._store, KEYS, newest)
+        return newest.ref, "" if claim is None else claim.start, is_sound
 
     def _add(self, job: Callable[[], bool], within_s: float) -> None:
         self._jobs.append((within_s, job))

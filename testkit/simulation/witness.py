@@ -12,6 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
+
 from testkit.simulation.bucket import Broken
 
 
@@ -40,10 +42,8 @@ class Line:
     """When a life of the daemon first got a message of it."""
     lives: set[int] = field(default_factory=set)
     """The lives of the daemon that got a message of it."""
-    requested: dict[str, int] = field(default_factory=dict)
-    """Step at the first request of each evacuation."""
     asked: dict[str, int] = field(default_factory=dict)
-    """The same steps, for evacuations with a request that no start had answered yet."""
+    """Step at the first request of each evacuation that no start had answered yet."""
 
 
 @dataclass
@@ -90,17 +90,11 @@ class Witness:
         steps = {line.id: line.step for line in self.lines.values()}
         self.opened.setdefault(evacuation_id, Opened(now_s, steps))
 
-    def is_asked(self, evacuation_id: str, line_id: str, *, is_answered: bool = False) -> None:
-        """A process of this line gets a request of this evacuation.
-
-        Args:
-            is_answered: the start before has answered this request already.  A follow-up request may come
-                later, and the position stays the one at this request.
-        """
-        line = self.lines[line_id]
-        step = line.requested.setdefault(evacuation_id, line.step)
-        if not is_answered:
-            line.asked.setdefault(evacuation_id, step)
+    def is_asked(self, request_id: str, line_id: str) -> None:
+        """A process of this line gets a request of an evacuation; a follow-up changes no position."""
+        if FOLLOW_UP not in request_id:
+            line = self.lines[line_id]
+            line.asked.setdefault(evacuation_of(request_id), line.step)
 
     def newest_at_request(self, evacuation_id: str) -> Line | None:
         """The newest line that a life of the daemon had seen before the notice, or that was asked since."""

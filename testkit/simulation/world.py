@@ -61,7 +61,7 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
+from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.state import Settings, StartState, State
 from swansongd.errors import StoreError
 from swansongd.flush.claim_record import ClaimRecord
@@ -1092,9 +1092,8 @@ class World:
         self.asks.add((request_id, rank.connection))
         # The start before may have answered a daemon that has died since.
         is_answered = any(staged.request_id == request_id for staged in self.sealed)
-        if not is_periodic:
-            line_id = trainer.line.id
-            self.witness.is_asked(evacuation_of(request_id), line_id, is_answered=is_answered)
+        if not is_periodic and not is_answered:
+            self.witness.is_asked(request_id, trainer.line.id)
         rank.asked = request_id
         if self.hangs and rank.number == self.world_size - 1:
             self.hangs -= 1
@@ -1278,7 +1277,7 @@ class World:
             if trainer is None:
                 self.step(SignalRefused(request_id, "no process runs"))
                 return
-            self.witness.is_asked(evacuation_of(request_id), trainer.line.id)
+            self.witness.is_asked(request_id, trainer.line.id)
             trainer.signalled.append(request_id)
             self._answers_signal(trainer)
             self.step(SignalSent(request_id, trainer.pid))

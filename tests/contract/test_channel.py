@@ -91,7 +91,7 @@ def test_a_rank_learns_its_start_and_names_it_when_it_connects_again(
             ]
             running.channel.send(*message_of(TellStart("a", (second.number,)), 0.0))
             running.channel.send(None, protocol.Committed(1, 10))
-            assert second.receive() == protocol.Start("a")
+            assert second.receive() == protocol.StartDrawn("a")
             assert first.receive() == protocol.Committed(1, 10)
         running.wait(TrainerLeft)
         with running.joined(rank=1, start_id="a", **of_job):

@@ -8,8 +8,8 @@ from collections.abc import Callable
 
 import pytest
 from swansongd.errors import Permanent
-from swansongd.exporter.health import StoreHealth
-from swansongd.exporter.reader import Source, StoreReader
+from swansongd.exporter.health import ReadHealth
+from swansongd.exporter.reader import StoreReader, StoreToRead
 from swansongd.model import CommitRef
 from swansongd.stores.base import ObjectStore
 
@@ -24,9 +24,9 @@ class Exporter:
 
     def __init__(self, store: ObjectStore) -> None:
         self.now_s = 0.0
-        self.health = StoreHealth(store.url)
+        self.health = ReadHealth(store.url)
         self.reader = StoreReader(
-            Source(store=store),
+            StoreToRead(store=store),
             self.health,
             None,
             interval_s=60.0,

@@ -266,7 +266,6 @@ def test_the_kernel_log_is_read_from_where_the_last_life_ended(nvml: FakeNvml) -
         suspect_starts=(),
         known_starts=(),
         sound_sets=frozenset(),
-        doubtful_commits=(),
     )
     with Watched(**log, before=before) as run:
         run.becomes(GpuHealth.OK, GpuHealth.DYING, GpuHealth.OK, GpuHealth.DYING)
@@ -286,7 +285,6 @@ def test_a_record_of_a_number_that_the_log_has_not_reached_silences_nothing(nvml
         suspect_starts=(),
         known_starts=(),
         sound_sets=frozenset(),
-        doubtful_commits=(),
     )
     with Watched(kernel_log=Path(f"/proc/self/fd/{reads}"), before=before) as run:
         run.becomes(GpuHealth.OK, GpuHealth.OK)

@@ -16,8 +16,7 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from swansongd.errors import Exists, Locked, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.azure.access import Forbidden
+from swansongd.errors import Exists, Forbidden, Locked, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.azure.auth import Identity, content_md5
 from swansongd.stores.azure.store import AzureStore
 from swansongd.stores.options import AzureOptions

@@ -25,7 +25,7 @@ from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import NothingToRestore, Permanent, SwansongError
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import ChunkLayout
 from swansongd.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.restore.restore import Selection, restore
 from swansongd.restore.target import RestoreTarget
@@ -175,7 +175,7 @@ class History:
             self.staging,
             events.put,
             known=self.known,
-            layout=Layout(CHUNK_BYTES, 4),
+            layout=ChunkLayout(CHUNK_BYTES, 4),
         )
         engine.start(str(self.step), staged, self.claim.generation)
         while not isinstance(event := events.get(timeout=60), Flushed):
@@ -193,7 +193,7 @@ class History:
         """Delete by the rules, perhaps until the power is cut; the newest and the pinned commits stay."""
         self.prunes += 1
         foretold = prune(self.store, KEYS, RULES, now_wall_s=0.0, is_dry_run=True)
-        kept = {decision.ref for decision in foretold.verdicts if decision.reasons}
+        kept = {decision.ref for decision in foretold.decisions if decision.reasons}
         try:
             prune(self._cut(), KEYS, RULES, now_wall_s=0.0)
         except SwansongError:

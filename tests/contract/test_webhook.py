@@ -21,14 +21,14 @@ from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import NoticeRaised
 from swansongd.notifications import command, delivery
 from swansongd.notifications.command import Command, environment, run_bounded
-from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
+from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered
 from swansongd.notifications.heartbeat import Heartbeat
 from swansongd.notifications.heartbeat import request_for as heartbeat_request
 from swansongd.notifications.notifier import Notifier
-from swansongd.notifications.record import Record
+from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.notifications.webhook import request_for as webhook_request
-from swansongd.observe.notifications import Kind, Notification, Origin, fields, sample
+from swansongd.observe.notifications import Notification, NotificationKind, Origin, fields, sample
 
 from testkit.emulators import tls
 from testkit.raw_server import Peer, RawServer, Script
@@ -45,12 +45,14 @@ def log_lines() -> Iterator[list[dict[str, Any]]]:
         yield lines
 
 
-def notice(key: str = "n", kind: Kind = Kind.NOTICE, **facts: Any) -> Notification:
+def notice(
+    key: str = "n", kind: NotificationKind = NotificationKind.NOTICE, **facts: Any
+) -> Notification:
     return replace(sample(time.time()), key=key, kind=kind, **facts)
 
 
-def record() -> Record:
-    return Record(None, boot_id="a")
+def record() -> SentNotifications:
+    return SentNotifications(None, boot_id="a")
 
 
 def webhook(url: str, *, total_s: float = 10.0, **settings: Any) -> Webhook:
@@ -95,7 +97,7 @@ def test_a_notification_arrives_once() -> None:
         made.put(notice())
         report = settled(made)
         made.put(notice())  # the record has it
-        made.put(notice("v", Kind.VERDICT))
+        made.put(notice("v", NotificationKind.VERDICT))
         report = settled(made, 2)
     assert (report["sent"], report["failed"], report["last_error"]) == (2, 0, None)
     assert [body["kind"] for body in bodies] == ["notice", "verdict"]
@@ -134,7 +136,7 @@ def test_retry_after_is_bounded() -> None:
     """A receiver cannot silence notifications for a day."""
     script, _ = answers(status(429, b"", "Retry-After: 86400"))
     with RawServer(script) as server, pytest.raises(NotDelivered) as error:
-        Deliverer().send(Request(server.url, data=b"{}"))
+        Deliverer().send(HttpRequest(server.url, data=b"{}"))
     assert error.value.retry_after_s == delivery.RETRY_AFTER_S_MAX
     for value in ("Wed, 21 Oct 2037 07:28:00 GMT", "-1", "1e9", "9" * 5000, None):
         assert delivery._retry_after_s(value) is None
@@ -168,7 +170,7 @@ def test_a_receiver_that_never_finishes_is_abandoned(misbehaviour: Script) -> No
         misbehaviour(peer)
 
     with RawServer(script) as server, pytest.raises(NotDelivered, match="no complete reply"):
-        Deliverer(total_s=0.3).send(Request(server.url, data=b"{}"))
+        Deliverer(total_s=0.3).send(HttpRequest(server.url, data=b"{}"))
 
 
 @pytest.mark.fault("W01")
@@ -178,10 +180,10 @@ def test_abandoned_requests_are_bounded() -> None:
         deliverer = Deliverer(total_s=0.02)
         for _ in range(delivery.ABANDONED_MAX):
             with pytest.raises(NotDelivered, match="no complete reply"):
-                deliverer.send(Request(server.url))
+                deliverer.send(HttpRequest(server.url))
         before = server.accepted
         with pytest.raises(NotDelivered, match="earlier requests still hang"):
-            deliverer.send(Request(server.url))
+            deliverer.send(HttpRequest(server.url))
         assert server.accepted <= max(before, delivery.ABANDONED_MAX)
 
 
@@ -192,16 +194,16 @@ def test_a_huge_reply_is_not_read() -> None:
         endless(peer)
 
     with RawServer(script) as server:
-        Deliverer(total_s=5.0).send(Request(server.url, data=b"{}"))
+        Deliverer(total_s=5.0).send(HttpRequest(server.url, data=b"{}"))
 
 
 def test_tls_is_verified_with_the_configured_authority(tmp_path: Path) -> None:
     ca, pem = tls.make(tmp_path)
     script, bodies = answers(status(200))
     with RawServer(script, pem) as server:
-        Deliverer().send(Request(server.url, data=b"{}", ca_bundle=ca))
+        Deliverer().send(HttpRequest(server.url, data=b"{}", ca_bundle=ca))
         with pytest.raises(NotDelivered, match="the certificate is not valid"):
-            Deliverer().send(Request(server.url, data=b"{}"))
+            Deliverer().send(HttpRequest(server.url, data=b"{}"))
     assert bodies == [{}]
 
 
@@ -213,7 +215,7 @@ def test_a_proxy_of_the_environment_does_not_see_local_requests(
     monkeypatch.delenv("no_proxy", raising=False)
     script, bodies = answers(status(200))
     with RawServer(script) as server:
-        Deliverer().send(Request(server.url, data=b"{}"))
+        Deliverer().send(HttpRequest(server.url, data=b"{}"))
     assert bodies == [{}]
     assert delivery._proxies("https://hooks.example.org/x")["https"].endswith(":3128")
 
@@ -538,9 +540,9 @@ def test_the_command_runs_once_for_a_begin_and_not_for_drills(tmp_path: Path) ->
     made = Command(config, ORIGIN, kept)
     made.put(notice("a", source="drill"))
     made.put(notice("b", is_over=True, ends="notice/"))
-    made.put(notice("c", Kind.STALL))
+    made.put(notice("c", NotificationKind.STALL))
     made.put(notice("d"))
-    made.put(notice("e", Kind.VERDICT, is_over=True))
+    made.put(notice("e", NotificationKind.VERDICT, is_over=True))
     assert made.outbox.report()["queued"] == 2
     made.start()
     assert settled(made, 2)["sent"] == 2

@@ -122,7 +122,7 @@ OUT_OF_RANGE = [
         [["a"] * 257, ["../a"], ["/a"], ["a//"], [""], ["x" * 1025], [1], "rank-00000/"],
     ),
     (protocol.Begin("i"), "start_id", ["x" * 129, "a;b", "process-"]),
-    (protocol.Start("i"), "start_id", ["x" * 129, "a;b"]),
+    (protocol.StartDrawn("i"), "start_id", ["x" * 129, "a;b"]),
     (protocol.PeerRequest("q", "r", 1.0), "seconds_left", [-1.0, 1e10]),
     (protocol.Sealed(1, "d", 1.0, 1), "size_bytes", [-1]),
     (protocol.Failed("q", 1, "r"), "reason", ["x" * 4097]),

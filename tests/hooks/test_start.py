@@ -27,7 +27,7 @@ from swansong.protocol import (
     Refused,
     Restored,
     RestoreQuery,
-    Start,
+    StartDrawn,
 )
 
 from testkit.fake_daemon import FakeDaemon
@@ -165,7 +165,7 @@ def test_a_rank_keeps_its_start(daemon: FakeDaemon, rank: AttachRank) -> None:
     guards = rank(0), rank(1)
     together(*(guard.restore for guard in guards))
     start_id = daemon.wait_for(RestoreQuery).start_id
-    daemon.send(Start("another"))
+    daemon.send(StartDrawn("another"))
     daemon.stop()
     daemon.received.clear()
     daemon.start()

@@ -16,7 +16,7 @@ import swansong
 import torch
 from swansong import bounds, protocol
 from swansong._torch import arena
-from swansong._torch.arena import Arena, Piece
+from swansong._torch.arena import Arena, TensorPiece
 from swansong.protocol import Failed
 from swansong.torch import TrainingState
 from torch import nn
@@ -66,7 +66,7 @@ def test_a_copy_that_fails_leaves_the_previous_one_complete(
         assert released.wait(60)
         write(file, data)
 
-    def fails(arena: Arena, pieces: list[Piece]) -> None:
+    def fails(arena: Arena, pieces: list[TensorPiece]) -> None:
         for view, piece in list(zip(arena._views, pieces, strict=True))[:5]:
             view.copy_(piece.tensor)
         raise RuntimeError("an error of the device")
@@ -199,7 +199,7 @@ def test_files_are_filled_up_to_the_limit() -> None:
     """A larger tensor has its own file.  The memory is as large as the files."""
     sizes = [60, 30, 20, 250, 90, 10, 1]
     pieces = [
-        Piece("model", str(place), torch.zeros(size, dtype=torch.uint8))
+        TensorPiece("model", str(place), torch.zeros(size, dtype=torch.uint8))
         for place, size in enumerate(sizes)
     ]
     with pytest.MonkeyPatch.context() as patch:

@@ -138,7 +138,7 @@ def test_copies_share_their_memory_one_after_the_other(
     made: list[arena.Arena] = []
 
     class Counted(arena.Arena):
-        def __init__(self, pieces: Sequence[arena.Piece]) -> None:
+        def __init__(self, pieces: Sequence[arena.TensorPiece]) -> None:
             super().__init__(pieces)
             made.append(self)
 

@@ -17,27 +17,29 @@ PAGES = {
     for page in sorted(Path(HOOKS.parent, "docs", "trainers").glob("*.md"))
 }
 BLOCKS = [
-    (page, block)
+    (f"{page}: {section.splitlines()[0]}", block)
     for page, text in PAGES.items()
-    for block in re.findall(r"^```python\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+    for section in re.split(r"^#+ ", text, flags=re.MULTILINE)[1:]
+    for block in re.findall(r"^```python\n(.*?)^```", section, re.MULTILINE | re.DOTALL)
 ]
 
 
 def test_each_framework_has_a_block() -> None:
-    """Each page of a framework has one block, and the other test runs every block."""
-    assert [page for page, _ in BLOCKS] == [
-        "accelerate.md",
-        "check-resume.md",
-        "dcp.md",
-        "fabric.md",
-        "functions.md",
-        "ignite.md",
-        "lightning.md",
-        "pytorch.md",
-        "transformers.md",
+    """Each of these sections has one block, and the other test runs every block."""
+    assert [place for place, _ in BLOCKS] == [
+        "checks.md: Check the resume, and end a run",
+        "frameworks.md: Lightning",
+        "frameworks.md: Lightning Fabric",
+        "frameworks.md: PyTorch-Ignite",
+        "frameworks.md: Accelerate",
+        "frameworks.md: Hugging Face Trainer",
+        "frameworks.md: Distributed Checkpoint (DCP)",
+        "frameworks.md: Any other Python program",
+        "pytorch.md: PyTorch",
+        "pytorch.md: Several models and optimizers",
     ]
     assert sum(text.count("```python") for text in PAGES.values()) == len(BLOCKS)
-    assert PAGES["orbax.md"].count("```py\n") == 1, "tests/hooks_jax runs this one"
+    assert PAGES["frameworks.md"].count("```py\n") == 1, "tests/hooks_jax runs this one"
     assert PAGES["trackers.md"].count("```py\n") == 1, "tests/hooks_frameworks runs this one"
 
 

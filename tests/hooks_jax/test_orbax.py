@@ -51,7 +51,7 @@ with ocp.CheckpointManager(home, options=options) as manager:
 """
 
 
-DOC = (HOOKS.parent / "docs" / "trainers" / "orbax.md").read_text(encoding="utf-8")
+DOC = (HOOKS.parent / "docs" / "trainers" / "frameworks.md").read_text(encoding="utf-8")
 
 
 def run(script: str, *arguments: object) -> str:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The tables of metrics in docs/operations, and the metrics that an expression names."""
+"""The metrics that the code declares, and those that an expression names."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 import pytest
+from swansongd.observe.daemon_families import FAMILIES
 
 from testkit import REPOSITORY
+from testkit.reference.metrics import of_exporter
 
 MONITORING = REPOSITORY / "monitoring"
-OPERATIONS = REPOSITORY / "docs/operations"
 OF_OTHERS = {"up", "ALERTS", "node_textfile_mtime_seconds"}
 """Metrics of Prometheus itself and of node_exporter."""
 LABELS_OF_ALL = {"run", "store", "job", "instance", "le", "alertname", "alertstate", "file"}
-_ROW = re.compile(r"^\| `(swansong_\w+)` \| (\w+) \|([^|]*)\|", re.MULTILINE)
 _WORD = re.compile(r"[a-zA-Z_:][\w:]*")
 _SELECTOR = re.compile(r"([a-zA-Z_:][\w:]*)\{([^}]*)\}")
 
@@ -32,14 +32,12 @@ class Table:
 
 
 def tables() -> Table:
-    """Read both pages."""
+    """The declared metrics."""
     labels: dict[str, frozenset[str]] = {}
-    for page in sorted(OPERATIONS.glob("*metrics.md")):
-        for name, kind, cell in _ROW.findall(page.read_text()):
-            suffixes = ("_bucket", "_sum", "_count") if kind == "histogram" else ("",)
-            for suffix in suffixes:
-                labels[name + suffix] = frozenset(re.findall(r"`(\w+)`", cell))
-    assert len(labels) > 100, "the tables have another form"
+    for each in (*FAMILIES, *of_exporter()):
+        suffixes = ("_bucket", "_sum", "_count") if each.kind == "histogram" else ("",)
+        for suffix in suffixes:
+            labels[each.name + suffix] = frozenset(each.labels)
     return Table(frozenset(labels), labels)
 
 

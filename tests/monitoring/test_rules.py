@@ -15,6 +15,7 @@ from swansongd.errors import ConfigError
 from swansongd.exporter import reader
 
 from testkit import REPOSITORY
+from testkit.reference.alerts import RULES
 
 from .tables import (
     LABELS_OF_ALL,
@@ -27,7 +28,6 @@ from .tables import (
 )
 
 PROMETHEUS = MONITORING / "prometheus"
-RULES = PROMETHEUS / "swansong.rules.yml"
 TESTS = sorted(PROMETHEUS.glob("*_test.yml"))
 FINDINGS = runpy.run_path(str(REPOSITORY / "tests/check_prose.py"))["findings"]
 
@@ -98,66 +98,50 @@ def test_each_metric_of_a_rule_is_in_the_tables() -> None:
             assert labels <= known.labels.get(metric, frozenset()) | LABELS_OF_ALL, name
 
 
-def test_each_alert_has_a_severity_a_first_command_and_a_section_in_the_docs() -> None:
+def test_each_alert_has_a_severity_a_first_command_and_its_page() -> None:
     """At 3 a.m. a person reads the consequence, types the command and opens the page."""
     for name, alert in ALERTS.items():
         assert alert["labels"].keys() == {"severity"}
-        page = "alerts.md" if alert["labels"]["severity"] == "page" else "alerts-tickets.md"
         texts = alert["annotations"]
-        assert texts["runbook_url"] == f"docs/operations/{page}#{name.lower()}"
-        assert f"\n## {name}\n" in (REPOSITORY / "docs/operations" / page).read_text()
+        assert texts["runbook_url"] == f"docs/reference/alerts.md#{name.lower()}"
         assert "First command" in texts["description"], name
         assert "$labels" in texts["summary"], name
         assert not texts["summary"].endswith("."), name
 
 
-def test_the_docs_describe_exactly_these_alerts() -> None:
-    """A section for an alert that was removed sends a reader astray."""
-    described = [
-        (title, page)
-        for page in ("alerts.md", "alerts-tickets.md")
-        for title in re.findall(
-            r"^## (Swansong\w+)$", (REPOSITORY / "docs/operations" / page).read_text(), re.MULTILINE
-        )
-    ]
-    pages = {"page": "alerts.md", "ticket": "alerts-tickets.md"}
-    assert sorted(described) == sorted(
-        (name, pages[alert["labels"]["severity"]]) for name, alert in ALERTS.items()
-    )
-
-
 @pytest.mark.parametrize(
-    ("page", "file"),
+    ("page", "files"),
     [
-        ("docs/operations/scrape.md", "swansong.prom"),
-        ("docs/operations/monitoring.md", "swansong.prom"),
-        ("daemon/swansongd/swansong.example.toml", "swansong.prom"),
-        ("docs/operations/exporter.md", "swansong-exporter.prom"),
+        ("docs/operations/monitoring.md", ["swansong.prom", "swansong-exporter.prom"]),
+        ("daemon/swansongd/swansong.example.toml", ["swansong.prom"]),
     ],
 )
-def test_the_alerts_on_the_textfile_watch_the_file_of_the_daemon_only(page: str, file: str) -> None:
+def test_the_alerts_on_the_textfile_watch_the_file_of_the_daemon_only(
+    page: str, files: list[str]
+) -> None:
     """The file of a timer is often older than a minute, and must not page."""
     text = (REPOSITORY / page).read_text()
     written = re.findall(r'^(?:# )?textfile = "(.*?)"|\bmv \S+ (\S+\.prom)$', text, re.MULTILINE)
-    (path,) = ("".join(groups) for groups in written)
-    assert path.rpartition("/")[2] == file
+    paths = ["".join(groups) for groups in written]
+    assert [path.rpartition("/")[2] for path in paths] == files
     for alert in ("SwansongTextfileOld", "SwansongTextfileGone"):
         patterns = re.findall(r'file=~"(.*?)"', ALERTS[alert]["expr"])
         assert patterns
         for pattern in patterns:
-            is_watched = re.fullmatch(pattern.replace(r"\\", "\\"), path) is not None
-            assert is_watched == (file == "swansong.prom")
+            for path, file in zip(paths, files, strict=True):
+                is_watched = re.fullmatch(pattern.replace(r"\\", "\\"), path) is not None
+                assert is_watched == (file == "swansong.prom")
 
 
 def test_the_docs_name_the_file_that_the_alert_watches() -> None:
     """The alert never fires for a textfile of another name."""
-    text = (REPOSITORY / "docs/operations/scrape.md").read_text()
-    assert re.search(r"SwansongTextfileOld.*\n.*by its name.*`swansong\.prom`", text)
+    text = (REPOSITORY / "docs/operations/monitoring.md").read_text()
+    assert re.search(r"alerts find the file by its name: call it `swansong\.prom`", text)
 
 
 def test_the_docs_name_the_alert_of_a_daemon_that_refuses_its_configuration() -> None:
     """Such a daemon has no textfile, so its age tells nothing."""
-    text = (REPOSITORY / "docs/operations/scrape.md").read_text()
+    text = (REPOSITORY / "docs/operations/monitoring.md").read_text()
     (line,) = re.findall(r"^A daemon that ends by itself.*$", text, re.MULTILINE)
     assert f"exit code {ConfigError.exit_code} " in line
     assert "SwansongTextfileGone" in line

@@ -17,7 +17,7 @@ import pytest
 from testkit import REPOSITORY
 from testkit.rig import Process
 
-PAGE = REPOSITORY / "docs" / "trainers" / "without-root.md"
+PAGE = REPOSITORY / "docs" / "trainers" / "signals.md"
 USER = 12002
 """The user if the tests run as root; otherwise it is the user of the tests."""
 # All modules are imported before the user changes: the interpreter may be readable only for root.
@@ -75,7 +75,7 @@ def processes() -> Iterator[list[Process]]:
 
 def test_everything_runs_as_one_ordinary_user(home: Path, processes: list[Process]) -> None:
     """A drill ends SAFE, and the next start of the trainer resumes; the configuration is that of the page."""
-    toml = re.search(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
+    toml = re.search(r"## Without root\n.*?```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     assert toml is not None
     base = home / "swansong"
     for directory in (base, base / "staging", base / "store"):

@@ -15,8 +15,7 @@ from pathlib import Path
 import google.auth.environment_vars
 import pytest
 from botocore.configprovider import BOTOCORE_DEFAUT_SESSION_VARIABLES
-from swansongd.cli.main import EXIT_CODES
-from swansongd.errors import ConfigError, FencedError
+from swansongd.errors import EXIT_CODES, ConfigError, FencedError
 from swansongd.host import fdstore
 
 from testkit import REPOSITORY

@@ -19,16 +19,16 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from swansong._checkpoint.load import RestoreError
-    from swansong._ranks.agreement import CheckpointRequest
+    from swansong._ranks.agreement import SaveRequest
     from swansong.guard import EXIT_SAVED, Guard, attach
 
 __version__ = "0.1.0"
 
-__all__ = ["EXIT_SAVED", "CheckpointRequest", "Guard", "RestoreError", "attach"]
+__all__ = ["EXIT_SAVED", "Guard", "RestoreError", "SaveRequest", "attach"]
 
 _HOMES = {
     "EXIT_SAVED": "guard",
-    "CheckpointRequest": "_ranks.agreement",
+    "SaveRequest": "_ranks.agreement",
     "Guard": "guard",
     "RestoreError": "_checkpoint.load",
     "attach": "guard",

@@ -30,7 +30,7 @@ from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
 from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
-from swansong._ranks.agreement import CheckpointRequest, Due, Ranks
+from swansong._ranks.agreement import Due, Ranks, SaveRequest
 from swansong._ranks.environment import PositionError
 from swansong._ranks.job_store import warn_about_shared_store
 from swansong._ranks.position import check_ranks, find_ranks
@@ -218,7 +218,7 @@ class Guard:
         if step >= agreement.attend_at:
             self._boundary(int(step))
 
-    def poll(self) -> CheckpointRequest | None:
+    def poll(self) -> SaveRequest | None:
         """Serve a checkpoint request during evaluation, warm-up and other long pauses.
 
         A job of one rank saves here, if the state is still that of the last :meth:`step`.  After a change,
@@ -423,7 +423,7 @@ class Guard:
         return self._ranks.rank
 
     @property
-    def request(self) -> CheckpointRequest | None:
+    def request(self) -> SaveRequest | None:
         """The checkpoint request in progress; None without one."""
         return self._agreement.current
 

@@ -106,7 +106,7 @@ class Hello(Message):
     step: Step = -1
     start_id: StartId = ""
     """Id of the start of the training, which rank 0 draws; also in rank manifests.  Empty while this rank
-    does not know it: see :class:`Start` and :class:`Begin`."""
+    does not know it: see :class:`StartDrawn` and :class:`Begin`."""
     parent: Id = PARENT_UNKNOWN
     """The start that wrote the state that this start has loaded, :data:`PARENT_NONE` for a fresh run, or
     :data:`PARENT_UNKNOWN`: nothing is loaded yet, or a directory that names no start."""
@@ -369,10 +369,10 @@ class Finished(Message):
 
 
 @dataclass(frozen=True)
-class Start(Message):
+class StartDrawn(Message):
     """The start of a job on one VM, as its rank 0 has drawn it: for the other ranks."""
 
-    TYPE: ClassVar[str] = "start"
+    TYPE: ClassVar[str] = "start_drawn"
     start_id: StartId
 
 
@@ -429,7 +429,7 @@ class StatusQuery(Message):
 
 @dataclass(frozen=True)
 class Status(Message):
-    """The daemon's state; docs/operations/status.md describes ``report``."""
+    """The daemon's state; docs/reference/status.md describes ``report``."""
 
     TYPE: ClassVar[str] = "status"
     report: Report
@@ -469,7 +469,7 @@ FROM_TRAINER: tuple[type[Message], ...] = (
     RestoreQuery, ShardsTaken, Bye, StatusQuery, Notify, NotifyWithdrawn,
 )  # fmt: skip
 FROM_DAEMON: tuple[type[Message], ...] = (
-    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, Start, Restoring,
+    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, StartDrawn, Restoring,
     ShardVerified, Restored, Status, Noted,
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}

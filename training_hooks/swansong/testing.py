@@ -523,7 +523,7 @@ class _StandIn:
             if not self._start_id:
                 return
             for each in self._without_start:
-                self._send(each, protocol.Start(self._start_id))
+                self._send(each, protocol.StartDrawn(self._start_id))
                 # Before the answer to its restore query, so that it cannot have passed the step.
                 if self._is_requested:
                     self._send(each, self._request)

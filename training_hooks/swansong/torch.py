@@ -33,7 +33,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 from swansong._ranks.agreement import Ranks
-from swansong._torch.arena import Arenas, Piece, check_headers
+from swansong._torch.arena import Arenas, TensorPiece, check_headers
 from swansong._torch.arrivals import ArrivedTensors
 from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
@@ -538,7 +538,7 @@ def shield_worker(_worker_id: int = 0) -> None:
 # ---------------------------------------------------------------- objects
 
 
-def _pieces(collectors: Sequence[Collector]) -> list[Piece]:
+def _pieces(collectors: Sequence[Collector]) -> list[TensorPiece]:
     return [piece for collector in collectors for piece in collector.pieces]
 
 

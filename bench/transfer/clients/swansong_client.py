@@ -22,7 +22,7 @@ from swansongd.config.config import FlushConfig, StoreConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import ChunkLayout
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.restore.restore import restore
 from swansongd.restore.target import RestoreTarget
@@ -80,7 +80,7 @@ def prepare(job: Job) -> Callable[[], object]:
         job.directory.parent,
         events.put,
         known=KnownChunks(Path(own), run=job.prefix, store_url=store.url, is_data=keys.is_data),
-        layout=Layout(flush.chunk_bytes, connections),
+        layout=ChunkLayout(flush.chunk_bytes, connections),
     )
 
     def flush_set(number: int) -> None:

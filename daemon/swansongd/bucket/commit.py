@@ -34,7 +34,7 @@ from swansongd.errors import (
     StoreError,
     TooLarge,
 )
-from swansongd.model import CommitRef
+from swansongd.model import CommitRef, is_sound
 from swansongd.stores.base import ObjectStore
 
 _CLAIM_ATTEMPTS_MAX = 100
@@ -133,6 +133,14 @@ def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptEr
 def newest_whole_commit(
     store: ObjectStore, keys: RunKeys, *, before: CommitRef | None = None, near: int = 0
 ) -> CommitRef | None:
+    """The newest commit with the manifests of all its nodes; see :func:`newest_whole`."""
+    found = newest_whole(store, keys, before=before, near=near)
+    return None if found is None else found.ref
+
+
+def newest_whole(
+    store: ObjectStore, keys: RunKeys, *, before: CommitRef | None = None, near: int = 0
+) -> catalog.Commit | None:
     """The newest commit with the manifests of all its nodes.  Does not read them.
 
     Args:
@@ -145,8 +153,22 @@ def newest_whole_commit(
     """
     for found in catalog.newest_commits(store, keys, near=near):
         if found.is_complete and (before is None or found.ref < before):
-            return found.ref
+            return found
     return None
+
+
+def are_all_sound(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:
+    """Whether no VM had a failed GPU before it sealed its share.  Reads the manifests of several VMs.
+
+    A single VM has marked its own sets in staging.
+
+    Raises:
+        CorruptError: a manifest is damaged.
+        StoreError: a request to the store failed.
+    """
+    if found.nodes == 1:
+        return True
+    return all(is_sound(made.health) for made in catalog.each_manifest(store, keys, found))
 
 
 def parts_committed(
@@ -156,7 +178,7 @@ def parts_committed(
     nodes: int,
     *,
     after: CommitRef | None = None,
-) -> tuple[int, CommitRef | None]:
+) -> tuple[int, catalog.Commit | None]:
     """The number of nodes with a part of the newest checkpoint, and the newest whole one.
 
     Costs one listing of the commits since ``after``.
@@ -183,7 +205,7 @@ def parts_committed(
         if found.ref == newest:
             committed = len(found.manifest_keys)
         if found.is_complete:
-            return committed, found.ref
+            return committed, found
     return committed, None
 
 

@@ -99,7 +99,7 @@ def _training(report: LastReport) -> dict[str, object]:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TimelineEntry:
     """An entry of the timeline."""
 
     phase: str
@@ -129,7 +129,7 @@ class RecordedEvacuation:
     """Seconds before the deadline at which the farewell was written."""
     expected_s: float | None
     took_s: float | None
-    timeline: tuple[Entry, ...]
+    timeline: tuple[TimelineEntry, ...]
     left_out: int
     samples: tuple[tuple[float, int], ...]
     """Time, and the bytes that flushes have sent by then; both ascend."""
@@ -207,13 +207,13 @@ def _notices(value: object) -> tuple[NoticeRecord, ...]:
     return tuple(found)
 
 
-def _timeline(value: object) -> tuple[Entry, ...]:
-    entries: list[Entry] = []
+def _timeline(value: object) -> tuple[TimelineEntry, ...]:
+    entries: list[TimelineEntry] = []
     for item in bounds.items(value, "timeline of the farewell", ENTRIES_MAX):
         entry = bounds.mapping(item, "entry of the timeline", bounds.FACTS_MAX)
         after_s = entries[-1].at_s if entries else 0.0
         entries.append(
-            Entry(
+            TimelineEntry(
                 phase=_text(entry.get("phase"), "phase", bounds.ID_CHARS_MAX),
                 at_s=bounds.number(entry.get("at_s"), "at_s", after_s, bounds.SECONDS_MAX),
                 facts=_facts(entry),

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.run import Progress, Run
-from swansongd.loss_records import Ending, Life, Point, Resumption, ended_by, ending
+from swansongd.loss_records import GenerationEnd, Life, Point, Resumption, ended_by, ending
 from swansongd.stores.base import ObjectStore
 
 LIVES_MAX = 1000
@@ -79,7 +79,7 @@ def lives_of(run: Run, *, lives_max: int = LIVES_MAX, progress: Progress | None 
 
 def earlier_ending(
     store: ObjectStore, keys: RunKeys, generation: int, *, ended_by_s: Sequence[float]
-) -> Ending | None:
+) -> GenerationEnd | None:
     """The end of the newest generation before this one that trained; None for the first one of a run.
 
     Args:
@@ -122,7 +122,7 @@ def _ending(
     *,
     own: Resumption | None,
     ended_by_s: Sequence[float],
-) -> Ending | None:
+) -> GenerationEnd | None:
     report = run.report(generation)
     points = [] if own is None else [Point(own.first_step, own.first_step_wall_s)]
     if report is None or (commits and commits[0].ref.step > report.step):

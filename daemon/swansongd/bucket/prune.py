@@ -26,7 +26,7 @@ import structlog
 from swansongd.bucket import wall
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.pins import Pins
-from swansongd.bucket.retention import Candidate, CommitKey, reasons_to_keep
+from swansongd.bucket.retention import CommitFacts, CommitKey, reasons_to_keep
 from swansongd.bucket.survey import Progress, ReadCommit, Survey, read_commits, survey
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import Changed, Locked
@@ -46,7 +46,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Verdict:
+class PruneDecision:
     """The decision on one commit."""
 
     ref: CommitRef
@@ -64,10 +64,10 @@ class Verdict:
 
 
 @dataclass(slots=True)
-class Report:
+class PruneReport:
     """The result of a prune, or of a dry run."""
 
-    verdicts: list[Verdict]
+    decisions: list[PruneDecision]
     """Newest first."""
     kept_bytes: int
     """Size of the objects that the kept commits name."""
@@ -95,7 +95,7 @@ def prune(
     progress: Progress | None = None,
     deleted: Deleted = lambda _objects, _total, _size_bytes: None,
     stop: threading.Event | None = None,
-) -> Report:
+) -> PruneReport:
     """Delete what no rule keeps, or with ``is_dry_run`` only report it.
 
     Args:
@@ -146,12 +146,12 @@ class _Run:
         self._found = found
         self._stop = stop
         self._lock = threading.Lock()
-        candidates = found.candidates()
-        kept = reasons_to_keep(candidates, found.claims, rules, now_wall_s)
+        facts = found.commit_facts()
+        kept = reasons_to_keep(facts, found.claims, rules, now_wall_s)
         self._doomed = [read for read in found.commits if read.key not in kept]
         self._place = {read.key: place for place, read in enumerate(found.commits)}
-        """Index of the verdict of each commit."""
-        self.report = _planned(found, candidates, kept)
+        """Index of the decision of each commit."""
+        self.report = _planned(found, facts, kept)
 
     def delete_commits(self) -> None:
         """Delete the manifests of all commits that go, the oldest first."""
@@ -218,25 +218,25 @@ class _Run:
             deleted(report.objects, total, report.freed_bytes)
 
     def _remains(self, read: ReadCommit, reason: str) -> None:
-        verdicts, place = self.report.verdicts, self._place[read.key]
-        verdicts[place] = replace(verdicts[place], remains=reason, freed_bytes=0)
+        decisions, place = self.report.decisions, self._place[read.key]
+        decisions[place] = replace(decisions[place], remains=reason, freed_bytes=0)
 
 
 def _planned(
-    found: Survey, candidates: Sequence[Candidate], kept: Mapping[CommitKey, Sequence[str]]
-) -> Report:
+    found: Survey, facts: Sequence[CommitFacts], kept: Mapping[CommitKey, Sequence[str]]
+) -> PruneReport:
     """The report before the first delete."""
     chunks = found.chunks
     named = _marked(found, (read for read in found.commits if read.key in kept))
-    report = Report(
-        verdicts=[],
+    report = PruneReport(
+        decisions=[],
         kept_bytes=chunks.stored_bytes(number for number, mark in enumerate(named) if mark),
         young_bytes=found.young_bytes,
         orphans=len(found.orphans),
         orphan_bytes=sum(info.size_bytes for info in found.orphans),
     )
     report.objects, report.freed_bytes = report.orphans, report.orphan_bytes
-    for read, candidate in zip(reversed(found.commits), reversed(candidates), strict=True):
+    for read, commit in zip(reversed(found.commits), reversed(facts), strict=True):
         own: list[int] = []
         if read.key not in kept:
             own = [number for number in read.chunks if not named[number]]
@@ -245,18 +245,18 @@ def _planned(
         freed_bytes = chunks.stored_bytes(own)
         report.objects += len(own)
         report.freed_bytes += freed_bytes
-        report.verdicts.append(
-            Verdict(
-                ref=candidate.ref,
-                nodes=candidate.nodes,
-                age_s=candidate.age_s,
-                is_whole=candidate.is_whole,
+        report.decisions.append(
+            PruneDecision(
+                ref=commit.ref,
+                nodes=commit.nodes,
+                age_s=commit.age_s,
+                is_whole=commit.is_whole,
                 size_bytes=chunks.stored_bytes(read.chunks),
                 reasons=tuple(kept.get(read.key, ())),
                 freed_bytes=freed_bytes,
             )
         )
-    report.verdicts.reverse()
+    report.decisions.reverse()
     return report
 
 

@@ -15,7 +15,7 @@ from swansong.bounds import BoundsError
 
 from swansongd.bucket import record, wall
 from swansongd.errors import CorruptError
-from swansongd.loss_records import Ending, Resumption
+from swansongd.loss_records import GenerationEnd, Resumption
 from swansongd.model import CommitRef
 
 FORMAT = "swansong-resumption"
@@ -50,7 +50,7 @@ def encode(resumption: Resumption) -> bytes:
     return record.encode(FORMAT, body)
 
 
-def _ending(ending: Ending) -> dict[str, object]:
+def _ending(ending: GenerationEnd) -> dict[str, object]:
     return {
         "generation": ending.generation,
         "step": ending.step,
@@ -121,12 +121,12 @@ def _restored(value: object) -> CommitRef | None:
     )
 
 
-def _earlier(value: object) -> Ending | None:
+def _earlier(value: object) -> GenerationEnd | None:
     if value is None:
         return None
     body = bounds.mapping(value, "earlier of the resumption", bounds.FACTS_MAX)
     ranks = body.get("ranks")
-    return Ending(
+    return GenerationEnd(
         generation=bounds.integer(
             body.get("generation"), "earlier generation", 1, bounds.GENERATION_MAX
         ),

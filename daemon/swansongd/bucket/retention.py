@@ -39,7 +39,7 @@ CommitKey = tuple[CommitRef, int]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Candidate:
+class CommitFacts:
     """A commit as the rules see it."""
 
     ref: CommitRef
@@ -60,7 +60,7 @@ class Candidate:
 
 
 def reasons_to_keep(
-    commits: Iterable[Candidate],
+    commits: Iterable[CommitFacts],
     claims: Mapping[int, float | None],
     rules: RetentionConfig,
     now_wall_s: float,
@@ -83,11 +83,11 @@ def reasons_to_keep(
 
 
 def _always(
-    newest_first: Sequence[Candidate],
-    whole: Sequence[Candidate],
+    newest_first: Sequence[CommitFacts],
+    whole: Sequence[CommitFacts],
     claims: Mapping[int, float | None],
     rules: RetentionConfig,
-) -> Iterator[tuple[Candidate, str]]:
+) -> Iterator[tuple[CommitFacts, str]]:
     """The commits that no configuration gives up."""
     within_s = rules.keep_within_s
     since_s = _writers_since_s(whole, claims, rules)
@@ -114,7 +114,7 @@ def _always(
 
 
 def _writers_since_s(
-    whole: Sequence[Candidate], claims: Mapping[int, float | None], rules: RetentionConfig
+    whole: Sequence[CommitFacts], claims: Mapping[int, float | None], rules: RetentionConfig
 ) -> float:
     """The age of the oldest moment whose newest whole commit a writer may still reference."""
     within_s = rules.keep_within_s
@@ -133,8 +133,8 @@ def _writers_since_s(
 
 
 def _by_rule(
-    whole: Sequence[Candidate], rules: RetentionConfig, now_wall_s: float
-) -> Iterator[tuple[Candidate, str]]:
+    whole: Sequence[CommitFacts], rules: RetentionConfig, now_wall_s: float
+) -> Iterator[tuple[CommitFacts, str]]:
     """The whole commits that a configured rule keeps."""
 
     def since(unit_s: float, offset_s: float = 0.0) -> Callable[[float], Hashable]:
@@ -172,8 +172,8 @@ def _month(wall_s: float) -> Hashable:
 
 
 def _last_of_each(
-    whole: Sequence[Candidate], count: int, cut: Callable[[float], Hashable], now_wall_s: float
-) -> Iterator[Candidate]:
+    whole: Sequence[CommitFacts], count: int, cut: Callable[[float], Hashable], now_wall_s: float
+) -> Iterator[CommitFacts]:
     """The newest commit of each of the newest ``count`` spans of time that have one."""
     seen: set[Hashable] = set()
     for commit in whole:
@@ -188,8 +188,8 @@ def _last_of_each(
 
 
 def _first_of_each(
-    whole: Sequence[Candidate], steps: int
-) -> tuple[Iterable[Candidate], Iterable[Candidate]]:
+    whole: Sequence[CommitFacts], steps: int
+) -> tuple[Iterable[CommitFacts], Iterable[CommitFacts]]:
     """The first commit of each interval of steps, in the line that ends with the newest commit.
 
     A commit is not in this line if a newer generation has a commit at its step or before: the training was
@@ -199,11 +199,11 @@ def _first_of_each(
         The first commits, and those that show where the training was repeated.  Without the latter, the next
         prune would count an abandoned commit, which a pin may keep, instead of the first one.
     """
-    first: dict[int, Candidate] = {}
-    turns: dict[CommitKey, Candidate] = {}
+    first: dict[int, CommitFacts] = {}
+    turns: dict[CommitKey, CommitFacts] = {}
     generation = 0
-    lowest: Candidate | None = None
-    turn: Candidate | None = None
+    lowest: CommitFacts | None = None
+    turn: CommitFacts | None = None
     for commit in whole:
         ref = commit.ref
         if ref.generation != generation:
@@ -216,7 +216,7 @@ def _first_of_each(
     return first.values(), turns.values()
 
 
-def _best(whole: Sequence[Candidate], rules: RetentionConfig) -> list[Candidate]:
+def _best(whole: Sequence[CommitFacts], rules: RetentionConfig) -> list[CommitFacts]:
     """The best commits by the metric, without known unhealthy ones; of equal ones the newest."""
     metric, sign = rules.best_metric, -1.0 if rules.best_is_highest else 1.0
     rated = [

@@ -20,7 +20,7 @@ from swansongd.bucket.catalog import Commit
 from swansongd.bucket.keys import UNSIGNED, RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pins, StoredPin
-from swansongd.bucket.retention import Candidate, CommitKey
+from swansongd.bucket.retention import CommitFacts, CommitKey
 from swansongd.errors import CorruptError, MissingError, Permanent, Transient
 from swansongd.model import Chunk, merged_health
 from swansongd.stores.base import ObjectInfo, ObjectStore
@@ -125,10 +125,10 @@ class Survey:
     """Objects below ``data/`` with a key that no writer formats, or from before the signing key.
     Nothing deletes them."""
 
-    def candidates(self) -> list[Candidate]:
+    def commit_facts(self) -> list[CommitFacts]:
         """The commits, as the rules see them."""
         return [
-            Candidate(
+            CommitFacts(
                 ref=read.commit.ref,
                 nodes=read.commit.nodes,
                 age_s=read.commit.age_s,

@@ -17,13 +17,14 @@ from swansongd.observe.bill import Bill, bill
 from swansongd.observe.cost import Costs, Prices, costs, with_list_prices
 from swansongd.observe.expected import (
     Expected,
-    Margin,
+    ExpectedMargin,
     bandwidth_bytes_per_s,
     observed,
     observed_gpu_s,
 )
 from swansongd.observe.loss import Loss
 
+NOTES = "See docs/operations/loss.md."
 EXAMPLES = {
     "Show what would save most for the configured run.": (
         "swansong advise --price spot=1.20 --price on_demand=3.90"
@@ -59,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def facts(subject: Subject, advice: Advice, prices: Prices, money: Bill) -> dict[str, Any]:
-    """The advice as JSON values; docs/operations/advise.md describes the fields."""
+    """The advice as JSON values; docs/operations/loss.md names the fields."""
     job, made = subject.job, subject.job.forecast
     return {
         "run": subject.name,
@@ -141,7 +142,7 @@ def _bill(money: Bill) -> dict[str, Any]:
     }
 
 
-def _margin(each: Margin) -> dict[str, Any]:
+def _margin(each: ExpectedMargin) -> dict[str, Any]:
     return {
         "source": each.source,
         "grace_s": _rounded(each.grace_s),

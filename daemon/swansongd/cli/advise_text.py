@@ -17,7 +17,7 @@ from swansongd.observe.bill import Bill
 from swansongd.observe.cost import Costs, Prices, costs
 from swansongd.observe.expected import (
     DAY_S,
-    Kind,
+    InterruptionKind,
     bandwidth_bytes_per_s,
     covered_redone_s,
     expected,
@@ -56,7 +56,9 @@ def verdict(subject: Subject) -> str:
     named = "A preemption" if source in _PREEMPTIONS else f"A shutdown by {source}"
     found = margin(job, source, grace_s)
     if found.spare_s >= 0:
-        kept_s = covered_redone_s(job, Kind(source=source, grace_s=grace_s, per_day=0.0))
+        kept_s = covered_redone_s(
+            job, InterruptionKind(source=source, grace_s=grace_s, per_day=0.0)
+        )
         return (
             f"{named} with {_plain_s(grace_s)} of notice would be SAFE: {human_s(found.spare_s)} to "
             "spare. "

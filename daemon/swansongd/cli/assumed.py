@@ -18,7 +18,7 @@ from swansongd.core.planner import Measurements
 from swansongd.errors import ConfigError
 from swansongd.observe.advice import Setup
 from swansongd.observe.bill import Upkeep, upkeep
-from swansongd.observe.expected import DAY_S, Job, Kind, best_interval, saves_per_day
+from swansongd.observe.expected import DAY_S, InterruptionKind, Job, best_interval, saves_per_day
 from swansongd.observe.loss import Loss
 from swansongd.util.units import human_bytes, human_s
 
@@ -61,14 +61,30 @@ def add_assumed(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("a run that does not exist yet")
     options: dict[str, tuple[Callable[[str], Any], str, str]] = {
         "--size": (_size, "SIZE", "bytes of a checkpoint on one VM, such as 84GB"),
-        "--bandwidth": (_rate, "RATE", "to the store, such as 2GB/s"),
+        "--bandwidth": (_rate, "RATE", "rate to the store, such as 2GB/s"),
         "--notice": (_notice, "TIME", "time between notice and end, such as 30s; 0s for none"),
         "--gpus": (_count, "N", "GPUs of the VM (default 1)"),
-        "--save-bandwidth": (_rate, "RATE", "of all ranks to staging (default 1GB/s for each GPU)"),
-        "--stall": (_duration, "TIME", "training stands still for one checkpoint"),
-        "--interval": (_duration, "TIME", "between checkpoints (default: the recommended one)"),
+        "--save-bandwidth": (
+            _rate,
+            "RATE",
+            "rate of all ranks to staging (default 1GB/s for each GPU)",
+        ),
+        "--stall": (
+            _duration,
+            "TIME",
+            "standstill for one checkpoint (default: its bytes at 5GB/s for each GPU)",
+        ),
+        "--interval": (
+            _duration,
+            "TIME",
+            "training time between checkpoints (default: recommended)",
+        ),
         "--interruptions-per-day": (_per_day, "X", "interruptions of one day (default 6)"),
-        "--down": (_duration, "TIME", "from the last step to the next one, without the fetch"),
+        "--down": (
+            _duration,
+            "TIME",
+            "from the last step to the next, without the fetch (default 3m)",
+        ),
         "--step-time": (_duration, "TIME", "duration of a step (default 1s)"),
         "--steps": (_count, "N", "steps of the whole run, for its duration and cost"),
     }
@@ -131,10 +147,10 @@ def assumed(args: argparse.Namespace) -> Subject:
     silent = 1.0 if args.notice == 0 else EARLY_SHARE_STATED
     if args.notice:
         notes.append(f"{100 * silent:.0f} % of the VMs end without a usable notice")
-    kinds = [Kind(source="", per_day=silent * per_day)]
+    kinds = [InterruptionKind(source="", per_day=silent * per_day)]
     if args.notice:
         noticed = (1 - silent) * per_day
-        kinds.append(Kind(source=PREEMPTION, grace_s=args.notice, per_day=noticed))
+        kinds.append(InterruptionKind(source=PREEMPTION, grace_s=args.notice, per_day=noticed))
     job = Job(
         gpus=gpus,
         measured=Measurements(

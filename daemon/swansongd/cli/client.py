@@ -113,7 +113,7 @@ class DaemonClient:
         return self._channel.recv(MAX_MESSAGE_BYTES + 1)
 
     def report(self) -> dict[str, Any]:
-        """The daemon's report; docs/operations/status.md lists its fields."""
+        """The daemon's report; docs/reference/status.md lists its fields."""
         return self.request(StatusQuery(), Status).report
 
     def peer_uid(self) -> int:

@@ -13,7 +13,7 @@ import structlog
 
 import swansongd
 from swansongd.config.config import DEFAULT_PATH, load
-from swansongd.errors import ConfigError, SwansongError
+from swansongd.errors import DAEMON_EXIT_CODES, EXIT_CODES, ConfigError, SwansongError
 from swansongd.host import capabilities
 from swansongd.observe import log
 from swansongd.service import Service
@@ -26,12 +26,6 @@ examples:
   swansongd --config swansong.toml
 
 exit codes:
-  0   stopped by a signal
-  1   unexpected error, a bug in swansongd
-  2   invalid configuration or command line
-  14  another VM has taken the run over
-  15  the staging directory cannot be used
-  16  the object store cannot be used
 """
 
 
@@ -40,7 +34,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="swansongd",
         description="Upload the checkpoints of a training run before this VM is terminated.",
-        epilog=_EPILOG,
+        epilog=_EPILOG + "\n".join(f"  {code:<3} {EXIT_CODES[code]}" for code in DAEMON_EXIT_CODES),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument(

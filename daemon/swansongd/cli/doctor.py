@@ -46,7 +46,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--speed",
         action="store_true",
-        help="also measure the bandwidth to the store: uploads 32 MiB per connection",
+        help="also measure the bandwidth to the store: uploads 32 MiB for each of flush.connections, "
+        "and deletes them",
     )
     parser.add_argument(
         "--trial",

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import argparse
 
-from swansongd.cli.notify import add_notice, give_notice
+from swansongd.cli import notify
 from swansongd.errors import ConfigError
 
+NOTES = notify.NOTES
 EXAMPLES = {
     "Rehearse a notice of two minutes, as on AWS, and exit with the verdict.": (
         "sudo swansong drill --in 120s --wait"
@@ -27,7 +28,7 @@ EXAMPLES = {
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    add_notice(parser).add_argument(
+    notify.add_notice(parser).add_argument(
         "--restore",
         action="store_true",
         help="restore the newest commit from the mirror, verify it, and report the time",
@@ -45,7 +46,7 @@ def run(args: argparse.Namespace) -> int:
     if not args.restore:
         if args.to is not None:
             raise ConfigError(["--to has an effect only with --restore"])
-        return give_notice(args, drill=True)
+        return notify.give_notice(args, drill=True)
     if args.wait or args.reason:
         raise ConfigError(["--restore gives no notice: remove --wait and --reason"])
     from swansongd.cli import rehearse_restore  # noqa: PLC0415 - slow to import

@@ -20,7 +20,7 @@ from swansongd.cli import plain_files
 from swansongd.cli.common import add_json, add_quiet, add_run, generation, note, print_json, step
 from swansongd.cli.opening import Opened, opened, perhaps_mirror
 from swansongd.cli.plain_files import PlainFiles
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.cli.rehearse_restore import SCRATCH
 from swansongd.errors import CorruptError
 from swansongd.model import CommitRef, StoredShard
@@ -33,6 +33,14 @@ from swansongd.util.units import human_bytes
 BATCH_BYTES = 2**30
 """Files that are restored together.  The temporary directory needs this room, or that of the largest file."""
 
+NOTES = """\
+A run's bucket has chunks, not files: this command is for evaluation and serving.
+The files are verified before they are written.
+boto3 and google-cloud-storage write them, with their own credentials and settings, such as AWS_ENDPOINT_URL.
+On S3 the role needs s3:PutObject, s3:GetObject and s3:AbortMultipartUpload.
+An interrupted export continues with what is missing, and other files stay.
+A directory gets each file whole, and no link in it is followed.
+For a bucket, /var/tmp needs room for the largest file, or 1 GiB."""
 EXAMPLES = {
     "Write the newest commit for an evaluation.": "swansong export --to s3://models/run-7/newest",
     "Write the commit of one step to a directory.": "swansong export 12000 --to /srv/models/12000",
@@ -65,7 +73,7 @@ def run(args: argparse.Namespace) -> int:
         shards = merged(manifests)
         missing = [shard for shard in shards if to is None or not to.has(shard.path, shard)]
         total_bytes = sum(shard.size_bytes for shard in missing)
-        with Progress("export", is_quiet=args.quiet or args.json) as progress:
+        with ProgressDisplay("export", is_quiet=args.quiet or args.json) as progress:
             fetched = _Fetched(here, mirror, ref, manifests, progress, total_bytes)
             try:
                 if to is None:
@@ -124,7 +132,7 @@ class _Fetched:
     mirror: ObjectStore | None
     ref: CommitRef
     manifests: Sequence[Manifest]
-    progress: Progress
+    progress: ProgressDisplay
     total_bytes: int
     done_bytes: int = 0
 

@@ -24,9 +24,9 @@ from swansongd.config.config import load
 from swansongd.config.stores import WatchedStore, load_stores, parse_stores
 from swansongd.config.values import InvalidValue
 from swansongd.errors import ConfigError, StoreError
-from swansongd.exporter.health import StoreHealth
+from swansongd.exporter.health import ReadHealth
 from swansongd.exporter.metrics import ExporterCollector
-from swansongd.exporter.reader import RUNS_AT_ONCE, Source, StoreReader
+from swansongd.exporter.reader import RUNS_AT_ONCE, StoreReader, StoreToRead
 from swansongd.observe import log
 from swansongd.observe.cost import Prices
 from swansongd.observe.exposition import Exposition, registry_of
@@ -39,6 +39,7 @@ _RUNS_MAX = 200
 _ACCESS = ("endpoint", "region", "profile", "ca_bundle")
 _OF_A_STORE = ("mirror", "signing_key_file", *_ACCESS)
 
+NOTES = "See docs/operations/monitoring.md."
 EXAMPLES = {
     "Serve the metrics of all runs below a prefix.": (
         "swansong exporter --store s3://my-bucket/checkpoints"
@@ -94,7 +95,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_interval,
         default=60.0,
         metavar="TIME",
-        help="time between two readings of a store, such as 60s (the default) or 5m",
+        help="time between two readings of a store, such as 60s (the default) or 5m; at least 5s",
     )
     parser.add_argument(
         "--runs-max",
@@ -147,21 +148,21 @@ def _readers(
     watched: Sequence[WatchedStore],
     prices: Prices | None,
     stop: threading.Event,
-) -> tuple[list[StoreReader], list[StoreHealth]]:
-    healths: dict[str, StoreHealth] = {}
+) -> tuple[list[StoreReader], list[ReadHealth]]:
+    healths: dict[str, ReadHealth] = {}
     readers = []
     for each in watched:
         key = signing.load(each.store.signing_key_file)
         store = signed(open_store(each.store, connections=CONNECTIONS), key)
         mirror = open_mirror(each.mirror, connections=CONNECTIONS)
-        source = Source(
+        source = StoreToRead(
             store=store,
             mirror=None if mirror is None else signed(mirror, key),
             runs=tuple(dict.fromkeys(args.run)) or each.runs,
         )
-        health = healths.setdefault(store.url, StoreHealth(store.url))
+        health = healths.setdefault(store.url, ReadHealth(store.url))
         mirror_health = (
-            None if mirror is None else healths.setdefault(mirror.url, StoreHealth(mirror.url))
+            None if mirror is None else healths.setdefault(mirror.url, ReadHealth(mirror.url))
         )
         readers.append(
             StoreReader(

@@ -15,7 +15,7 @@ from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import note, print_json
 from swansongd.cli.destination import link, report_fresh
 from swansongd.cli.opening import opened, perhaps_mirror
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.errors import NothingToRestore, Transient
 from swansongd.model import CommitRef
 from swansongd.restore import local_sets
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace, destination: Path) -> int:
     restored: RestoreResult | None = None
     source = ""
     is_quiet = args.quiet or args.json
-    with opened(args) as here, Progress("restore", is_quiet=is_quiet) as progress:
+    with opened(args) as here, ProgressDisplay("restore", is_quiet=is_quiet) as progress:
         run_name = here.keys.run
         if args.local and run_name == here.config.run.name:
             newest = newest_whole_commit(here.store, here.keys)
@@ -95,7 +95,7 @@ def run(args: argparse.Namespace, destination: Path) -> int:
 class _Found:
     """Adds the bytes that were on this machine to the progress."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressDisplay) -> None:
         self._progress = progress
         self._size_bytes = 0
 

@@ -11,6 +11,7 @@ from swansongd.cli.opening import opened
 
 EXIT_UNFINISHED = 18
 
+NOTES = "The run has ended if its newest whole commit is that of guard.finish(): see docs/trainers/checks.md."
 EXAMPLES = {
     "Exit with 0 if the configured run has ended, and with 18 if not.": "swansong finished",
     "Print the newest step of another run as well.": "swansong finished --run my-run --json",

@@ -14,6 +14,8 @@ from swansongd.errors import ConfigError, StoreError
 from swansongd.stores.gcs.store import GcsStore
 from swansongd.stores.s3.store import S3Store
 
+NOTES = """\
+--json prints the rules, the command, the names of the existing rules (null: unknown) and warnings."""
 EXAMPLES = {
     "Print the rules for the bucket of the configured run, with the command that sets them.": (
         "swansong lifecycle"

@@ -14,13 +14,14 @@ from swansongd.bucket.lives import lives_of
 from swansongd.bucket.run import Run
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import opened
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.cli.terminal import console
 from swansongd.loss_records import PARTS
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.util.units import human_bytes, human_s
 
+NOTES = "See docs/operations/loss.md."
 EXAMPLES = {
     "Show what each preemption of the configured run has cost.": "swansong loss",
     "Print the lost GPU seconds of another run.": (
@@ -37,7 +38,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     with opened(args) as here:
         listed = Run.listed(here.store, here.keys, stop=here.stop)
-        with Progress("reading resumptions", "resumptions", is_quiet=args.json) as progress:
+        with ProgressDisplay("reading resumptions", "resumptions", is_quiet=args.json) as progress:
             found = lives_of(listed, progress=progress)
         loss = losses.loss(found.lives)
         if args.json:

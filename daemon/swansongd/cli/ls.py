@@ -18,12 +18,12 @@ from swansongd.bucket.catalog import Commit
 from swansongd.bucket.history import AddedBytes
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pins, StoredPin
-from swansongd.bucket.retention import Candidate, reasons_to_keep
+from swansongd.bucket.retention import CommitFacts, reasons_to_keep
 from swansongd.bucket.run import Run
 from swansongd.bucket.survey import claim_ages
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import Opened, opened
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.cli.terminal import console
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError
@@ -35,6 +35,7 @@ from swansongd.util.units import human_age, human_bytes
 _NOTES_MAX = 5
 """Damaged commits that are explained below the table."""
 
+NOTES = "See docs/operations/restore.md."
 EXAMPLES = {
     "List all commits of the configured run.": "swansong ls",
     "List the five newest commits.": "swansong ls --newest 5",
@@ -116,7 +117,7 @@ def rows_of(here: Opened, newest: int | None, *, is_quiet: bool) -> list[dict[st
         rows[commit.key] = _row(commit, loaded)
 
     run = Run(here.store, here.keys, stop=here.stop)
-    with Progress("reading manifests", "commits", is_quiet=is_quiet) as progress:
+    with ProgressDisplay("reading manifests", "commits", is_quiet=is_quiet) as progress:
         run.read_commits(commits, take=take, progress=progress)
     added_bytes = added.by_commit()
     for key, row in rows.items():
@@ -173,8 +174,8 @@ def _protect(
             for stored in pins
             if stored.pin is not None and stored.pin.ref == _ref(row)
         ]
-    candidates = [
-        Candidate(
+    facts = [
+        CommitFacts(
             ref=_ref(row),
             nodes=row["nodes"],
             age_s=row["age_s"],
@@ -184,9 +185,9 @@ def _protect(
         )
         for row in rows
     ]
-    reasons = reasons_to_keep(candidates, claims, rules, time.time())
-    for row, candidate in zip(rows, candidates, strict=True):
-        row["protected"] = reasons.get(candidate.key, [])
+    reasons = reasons_to_keep(facts, claims, rules, time.time())
+    for row, commit in zip(rows, facts, strict=True):
+        row["protected"] = reasons.get(commit.key, [])
 
 
 def _ref(row: dict[str, Any]) -> CommitRef:

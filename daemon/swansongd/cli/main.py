@@ -13,7 +13,7 @@ from typing import Any
 
 from swansongd import __version__
 from swansongd.config.config import DEFAULT_PATH
-from swansongd.errors import ConfigError, SwansongError
+from swansongd.errors import EXIT_CODES, ConfigError, SwansongError
 
 COMMANDS = {
     "status": "show the state of the daemon on this VM",
@@ -38,30 +38,13 @@ COMMANDS = {
     "version": "print the version",
 }
 """Each command is the module of the same name, imported only if the command line names it.  A command that an
-operator repeats every second must not load the code of all others."""
+operator repeats every second must not load the code of all others.  EXAMPLES and NOTES of the module are part
+of its help."""
 
 EXAMPLES = {
     "Show what the daemon is doing.": "swansong status",
     "Check this VM before the first training run.": "sudo swansong doctor",
     "Fetch the newest checkpoint.": "swansong restore --to /mnt/resume",
-}
-
-EXIT_CODES = {
-    0: "success",
-    1: "unexpected error, a bug in swansong",
-    2: "invalid configuration or command line",
-    8: "stored bytes or a manifest do not match their digest",
-    9: "interrupted by a signal, or the notice was withdrawn",
-    10: "notify --wait, drill --wait: PARTIAL, only an older commit exists",
-    11: "notify --wait, drill --wait: LOST, the run has no commit",
-    12: "doctor found a failure",
-    13: "the daemon does not answer on its socket",
-    14: "a newer generation of this run exists",
-    15: "the staging directory or the restore target cannot be used",
-    16: "the object store failed or refused a request",
-    17: "nothing to restore: the run has no whole commit",
-    18: "finished: the run has not ended",
-    19: "notify --wait, drill --wait: NO_TRAINING, no training was seen on this VM",
 }
 
 
@@ -96,6 +79,8 @@ def parser(argv: Iterable[str]) -> argparse.ArgumentParser:
             module = _module(name)
             module.add_arguments(command)
             command.epilog = _examples(module.EXAMPLES)
+            if hasattr(module, "NOTES"):
+                command.description = f"{command.description}\n{module.NOTES}"
     return top
 
 

@@ -16,7 +16,7 @@ from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.run import RecordedCommit, Run
 from swansongd.cli.assumed import DOWN_S, SNAPSHOT_BYTES_PER_S, Subject
 from swansongd.cli.opening import Opened
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.config.config import Config
 from swansongd.core import pace
 from swansongd.core.cadence import expected_mtbf_s
@@ -27,7 +27,7 @@ from swansongd.model import CheckpointKind, NoticeKind, Verdict, last_share
 from swansongd.observe import loss as losses
 from swansongd.observe.advice import Setup
 from swansongd.observe.bill import Upkeep, upkeep
-from swansongd.observe.expected import DAY_S, Job, Kind, best_interval
+from swansongd.observe.expected import DAY_S, InterruptionKind, Job, best_interval
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.observe.poisson import poisson_interval
 from swansongd.sources.opening import possible_notice_kinds
@@ -66,7 +66,7 @@ def measured(here: Opened, *, is_quiet: bool) -> Subject:
     found = history.read(
         run,
         evacuations_max=EVACUATIONS_MAX,
-        progress_of=lambda what: Progress(f"reading {what}", what, is_quiet=is_quiet),
+        progress_of=lambda what: ProgressDisplay(f"reading {what}", what, is_quiet=is_quiet),
     )
     loss, newest = losses.loss(found.lives.lives), _newest_manifest(run)
     if loss is None or newest is None:
@@ -275,7 +275,7 @@ def _down_s(
 
 def _kinds(
     read: _Bucket, job: Job, preemptions: tuple[Interruption, ...], notes: list[str]
-) -> tuple[tuple[Kind, ...], int]:
+) -> tuple[tuple[InterruptionKind, ...], int]:
     """The interruptions by their notice, and the number of those without a usable one.
 
     An evacuation that had enough time, and was not SAFE, counts as one without a usable notice.
@@ -292,11 +292,11 @@ def _kinds(
             graces_s[evacuation.source].append(grace_s)
     observed_s, prior_s = read.loss.wall_s, read.config.run.mtbf_s
     mtbf_s = expected_mtbf_s(prior_s, History(observed_s=observed_s, uncovered=silent))
-    kinds = [Kind(source="", per_day=DAY_S / mtbf_s)]
+    kinds = [InterruptionKind(source="", per_day=DAY_S / mtbf_s)]
     for source, found_s in sorted(graces_s.items()):
         # Over the same time: an hour with one notice does not show a notice each hour.
         per_day = len(found_s) * DAY_S / (prior_s + observed_s)
-        kinds.append(Kind(source=source, grace_s=median(found_s), per_day=per_day))
+        kinds.append(InterruptionKind(source=source, grace_s=median(found_s), per_day=per_day))
     rate = sum(kind.per_day for kind in kinds)
     notes.append(
         f"one more interruption without a notice than the {silent} seen, in {human_s(observed_s)} and "

@@ -12,7 +12,7 @@ from swansongd.bucket.catalog import Commit
 from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import add_json, add_quiet, add_run, note, print_json
 from swansongd.cli.opening import Opened, mirror_of, opened
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.errors import ConfigError, CorruptError, StoreError
 from swansongd.mirror.copier import Copier, Gone, ManifestPlace
 from swansongd.mirror.fence import promote
@@ -22,6 +22,7 @@ from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
 from swansongd.util.units import human_bytes
 
+NOTES = "See docs/operations/mirror.md."
 EXAMPLES = {
     "Show the commits that the mirror lacks.": "swansong mirror --dry-run",
     "Copy all commits of the configured run.": "swansong mirror",
@@ -73,7 +74,7 @@ class _Totals:
 def _copy_all(args: argparse.Namespace, here: Opened, mirror: ObjectStore) -> int:
     limit = here.config.mirror.background_bytes_per_s
     totals = _Totals()
-    with Progress("mirror", is_quiet=args.quiet or args.json) as progress:
+    with ProgressDisplay("mirror", is_quiet=args.quiet or args.json) as progress:
         shown = _CommitProgress(progress)
         copier = Copier(
             here.store,
@@ -121,7 +122,7 @@ def _one(copier: Copier, commit: Commit, shown: _CommitProgress, *, is_dry: bool
 class _CommitProgress:
     """The progress of the manifest that is being copied."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: ProgressDisplay) -> None:
         self._progress = progress
         self._lock = threading.Lock()
         self._done_bytes = self._total_bytes = 0

@@ -29,6 +29,10 @@ EXIT_BY_VERDICT = {
     Verdict.NO_TRAINING: 19,
 }
 
+NOTES = """\
+The caller must be root or the daemon's user.
+Over several VMs, --wait waits for the whole checkpoint until the deadline.
+Without a trainer it waits until a checkpoint would no longer fit, because a trainer may still connect."""
 EXAMPLES = {
     "The VM will be terminated in 90 seconds: evacuate, and exit with the verdict.": (
         "sudo swansong notify --in 90s --wait"

@@ -17,6 +17,7 @@ from swansongd.cli.common import add_run, generation, step
 from swansongd.cli.opening import Opened, opened
 from swansongd.errors import CorruptError, NothingToRestore, StoreError
 
+NOTES = "See docs/operations/retention.md."
 EXAMPLES = {
     "Keep the newest commit of step 12000 under a name.": "swansong pin 12000 --name before-lr-drop",
     "Keep a commit of an older generation, with a note.": (
@@ -29,7 +30,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_run(parser)
     parser.add_argument("step", type=step, metavar="STEP", help="step of the commit to keep")
     parser.add_argument(
-        "--name", type=name, required=True, metavar="N", help="name of the pin, unique in the run"
+        "--name",
+        type=name,
+        required=True,
+        metavar="N",
+        help="name of the pin, unique in the run: letters, digits, dots, dashes and underscores",
     )
     parser.add_argument(
         "--note", type=_note, default="", metavar="TEXT", help="text that swansong ls shows"

@@ -23,7 +23,7 @@ _RATE_S = 30.0
 _SAMPLE_S = 0.5
 
 
-class Progress:
+class ProgressDisplay:
     """Shows the progress of one piece of work; call it with the amount done and the total, from any thread.
 
     Args:

@@ -11,17 +11,18 @@ from typing import Any
 from rich.table import Table
 
 from swansongd.bucket import catalog
-from swansongd.bucket.prune import Report, Verdict, prune
+from swansongd.bucket.prune import PruneDecision, PruneReport, prune
 from swansongd.bucket.retention import age_text
 from swansongd.cli.common import add_json, add_quiet, add_run, note, print_json
 from swansongd.cli.opening import opened
 from swansongd.cli.prices import add_prices, money, prices_of
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.cli.terminal import console
 from swansongd.observe.cost import Prices, of_storage, with_list_prices
 from swansongd.util.printable import printable
 from swansongd.util.units import human_bytes
 
+NOTES = "See docs/operations/retention.md."
 EXAMPLES = {
     "Explain what would be kept and deleted, and delete nothing.": "swansong prune --dry-run",
     "Delete the commits that no rule keeps.": "swansong prune",
@@ -41,8 +42,8 @@ def run(args: argparse.Namespace) -> int:
     prices, is_quiet = prices_of(args), args.quiet or args.json
     with (
         opened(args) as here,
-        Progress("reading manifests", "commits", is_quiet=is_quiet) as progress,
-        Progress("deleting", "objects", is_quiet=is_quiet) as deleting,
+        ProgressDisplay("reading manifests", "commits", is_quiet=is_quiet) as progress,
+        ProgressDisplay("deleting", "objects", is_quiet=is_quiet) as deleting,
     ):
 
         def deleted(objects: int, total: int, size_bytes: int) -> None:
@@ -64,32 +65,32 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print_json(_facts(here.keys.run, report, prices, is_dry_run=args.dry_run))
         return 0
-    if report.verdicts:
-        console().print(_table(report.verdicts))
+    if report.decisions:
+        console().print(_table(report.decisions))
     _summarise(here.keys.run, report, prices, is_dry_run=args.dry_run)
     return 0
 
 
-def _facts(run: str, report: Report, prices: Prices, *, is_dry_run: bool) -> dict[str, Any]:
+def _facts(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -> dict[str, Any]:
     counts = asdict(report)
-    counts.pop("verdicts")
+    counts.pop("decisions")
     return {
         "run": run,
         "dry_run": is_dry_run,
         "commits": [
             {
-                "generation": verdict.ref.generation,
-                "step": verdict.ref.step,
-                "final": verdict.ref.is_final,
-                "nodes": verdict.nodes,
-                "age_s": verdict.age_s,
-                "whole": verdict.is_whole,
-                "size_bytes": verdict.size_bytes,
-                "kept_by": list(verdict.reasons),
-                "freed_bytes": verdict.freed_bytes,
-                "remains": verdict.remains or None,
+                "generation": decision.ref.generation,
+                "step": decision.ref.step,
+                "final": decision.ref.is_final,
+                "nodes": decision.nodes,
+                "age_s": decision.age_s,
+                "whole": decision.is_whole,
+                "size_bytes": decision.size_bytes,
+                "kept_by": list(decision.reasons),
+                "freed_bytes": decision.freed_bytes,
+                "remains": decision.remains or None,
             }
-            for verdict in report.verdicts
+            for decision in report.decisions
         ],
         **counts,
         "currency": prices.currency,
@@ -98,38 +99,40 @@ def _facts(run: str, report: Report, prices: Prices, *, is_dry_run: bool) -> dic
     }
 
 
-def _table(verdicts: list[Verdict]) -> Table:
+def _table(decisions: list[PruneDecision]) -> Table:
     table = Table(box=None, pad_edge=False)
     for name in ("GENERATION", "STEP", "AGE", "SIZE", "FREES", "DECISION"):
         right = name != "DECISION"
         table.add_column(name, justify="right" if right else "left", no_wrap=right)
-    for verdict in verdicts:
-        goes = not verdict.reasons and not verdict.remains
+    for decision in decisions:
+        goes = not decision.reasons and not decision.remains
         table.add_row(
-            str(verdict.ref.generation),
-            f"{verdict.ref.step}{' (final)' * verdict.ref.is_final}",
-            "?" if verdict.age_s is None else age_text(verdict.age_s),
-            human_bytes(verdict.size_bytes),
-            human_bytes(verdict.freed_bytes) if goes else "-",
-            str(printable(_decision(verdict))),
+            str(decision.ref.generation),
+            f"{decision.ref.step}{' (final)' * decision.ref.is_final}",
+            "?" if decision.age_s is None else age_text(decision.age_s),
+            human_bytes(decision.size_bytes),
+            human_bytes(decision.freed_bytes) if goes else "-",
+            str(printable(_decision(decision))),
             style=None if goes else "dim",
         )
     return table
 
 
-def _decision(verdict: Verdict) -> str:
-    if verdict.remains:
-        return f"stays: {verdict.remains}"
-    if verdict.reasons:
-        return f"kept: {', '.join(verdict.reasons)}"
-    return "deleted: no rule keeps it" + ("" if verdict.is_whole else ", and it is not whole")
+def _decision(decision: PruneDecision) -> str:
+    if decision.remains:
+        return f"stays: {decision.remains}"
+    if decision.reasons:
+        return f"kept: {', '.join(decision.reasons)}"
+    return "deleted: no rule keeps it" + ("" if decision.is_whole else ", and it is not whole")
 
 
-def _summarise(run: str, report: Report, prices: Prices, *, is_dry_run: bool) -> None:
-    gone = [verdict for verdict in report.verdicts if not verdict.reasons and not verdict.remains]
+def _summarise(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -> None:
+    gone = [
+        decision for decision in report.decisions if not decision.reasons and not decision.remains
+    ]
     verb = "would delete" if is_dry_run else "deleted"
     print(
-        f"run {run}: {verb} {len(gone)} of {len(report.verdicts)} commits and {report.objects} objects, "
+        f"run {run}: {verb} {len(gone)} of {len(report.decisions)} commits and {report.objects} objects, "
         f"{human_bytes(report.freed_bytes)}{_money(report.freed_bytes, prices)}; "
         f"{human_bytes(report.kept_bytes)} stay{_money(report.kept_bytes, prices)}"
     )

@@ -14,7 +14,7 @@ from pathlib import Path
 from swansongd.bucket.commit import newest_whole_commit
 from swansongd.cli.common import note, print_json
 from swansongd.cli.opening import Opened, mirror_of, opened
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.errors import CorruptError, StoreError
 from swansongd.model import CommitRef
 from swansongd.restore.reader import ReadOptions
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     began_mono_s = time.monotonic()
     with opened(args) as here, _destination(args.to) as destination:
         mirror = mirror_of(here)
-        with Progress("restore", is_quiet=args.json) as progress:
+        with ProgressDisplay("restore", is_quiet=args.json) as progress:
             restored = restore(
                 mirror,
                 here.keys,

@@ -19,13 +19,14 @@ from swansongd.cli import loss as loss_command
 from swansongd.cli.common import add_json, add_run, note, print_json
 from swansongd.cli.opening import opened
 from swansongd.cli.prices import add_prices, money, prices_of
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.errors import ConfigError
 from swansongd.observe import cost, loss
 from swansongd.observe.cost import Costs, Prices
 from swansongd.report import facts
-from swansongd.report.facts import Amount, Report, Story
+from swansongd.report.facts import Amount, RunReport, Story
 
+NOTES = "See docs/operations/report.md."
 EXAMPLES = {
     "Show the newest evacuations of the configured run.": "swansong report",
     "Write a page with pictures, for a browser.": "swansong report --html report.html",
@@ -65,7 +66,7 @@ def run(args: argparse.Namespace) -> int:
         found = history.read(
             Run.listed(here.store, here.keys, stop=here.stop),
             evacuations_max=args.evacuations,
-            progress_of=lambda what: Progress(f"reading {what}", what, is_quiet=args.json),
+            progress_of=lambda what: ProgressDisplay(f"reading {what}", what, is_quiet=args.json),
         )
         made = facts.report(
             found,
@@ -140,7 +141,7 @@ def _amounts(costs: Costs | None) -> Iterator[Amount]:
 # ---------------------------------------------------------------- for programs
 
 
-def _facts(made: Report) -> dict[str, Any]:
+def _facts(made: RunReport) -> dict[str, Any]:
     """The report as JSON values; docs/operations/report.md describes the fields."""
     commits, evacuated = made.history.commits, made.history.evacuations
     left_out = made.history.lives.left_out

@@ -13,7 +13,7 @@ from rich.text import Text
 from swansongd.cli.terminal import console
 from swansongd.loss_records import PARTS
 from swansongd.model import Verdict
-from swansongd.report.facts import Report, Story, comparisons, sentences
+from swansongd.report.facts import RunReport, Story, comparisons, sentences
 from swansongd.report.layout import Picture, PlacedLane
 from swansongd.util.units import human_bytes, human_span, human_time, minute, second
 
@@ -42,7 +42,7 @@ _WRAPPER = Console(file=StringIO(), width=WIDTH)
 _PARTS = ("stall", "redone", *PARTS, "unknown", "saves")
 
 
-def show(report: Report) -> None:
+def show(report: RunReport) -> None:
     """Print the report."""
     out = console()
     for line in lines(report, is_unicode=_is_unicode(out)):
@@ -53,7 +53,7 @@ def _is_unicode(out: Console) -> bool:
     return out.encoding.lower().startswith("utf")
 
 
-def lines(report: Report, *, is_unicode: bool = True) -> Iterator[Text]:
+def lines(report: RunReport, *, is_unicode: bool = True) -> Iterator[Text]:
     """The lines of the report, each of at most :data:`WIDTH` characters."""
     yield from _headline(report)
     for story in report.stories:
@@ -71,7 +71,7 @@ def lines(report: Report, *, is_unicode: bool = True) -> Iterator[Text]:
     yield from _loss(report)
 
 
-def _headline(report: Report) -> Iterator[Text]:
+def _headline(report: RunReport) -> Iterator[Text]:
     loss, commits = report.loss, report.history.commits
     yield Text(_cut(f"run {report.run}, {minute(report.written_wall_s)} UTC", WIDTH), "bold")
     newest = commits.newest_whole
@@ -160,7 +160,7 @@ def _cell(share: float) -> int:
     return min(_BARS - 1, int(share * _BARS))
 
 
-def _loss(report: Report) -> Iterator[Text]:
+def _loss(report: RunReport) -> Iterator[Text]:
     loss = report.loss
     if loss is None:
         yield Text("the run has not trained yet, or its trainers report no steps")

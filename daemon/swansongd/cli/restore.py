@@ -23,10 +23,11 @@ from swansongd.cli.common import (
     note,
 )
 from swansongd.cli.destination import link, report_fresh
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.config.config import Config, load
 from swansongd.errors import ConfigError, Stopped, Unreachable
 
+NOTES = "See docs/operations/restore.md."
 EXAMPLES = {
     "Fetch the newest whole commit.": "swansong restore --to /mnt/resume",
     "Fetch the commit of one step, after a rollback for example.": (
@@ -122,7 +123,7 @@ def _answer(args: argparse.Namespace, config: Config) -> Restored | None:
     try:
         with (
             DaemonClient(socket) as daemon,
-            Progress("restore", is_quiet=args.quiet or args.json) as progress,
+            ProgressDisplay("restore", is_quiet=args.quiet or args.json) as progress,
         ):
             answer = daemon.restored(progress)
     except Unreachable as error:

@@ -12,6 +12,7 @@ from swansongd.config.values import InvalidValue, duration
 from swansongd.errors import ConfigError
 from swansongd.trainers import unconnected
 
+NOTES = "The caller must be root, the daemon's user, or one of trainer.users."
 EXAMPLES = {
     "Show the state, the last commit and the replication lag.": "swansong status",
     "Watch them, with a countdown during an evacuation.": "swansong status --watch",

@@ -12,7 +12,7 @@ from typing import Any
 from swansongd.bucket.pins import Pins, StoredPin
 from swansongd.cli.common import add_json, add_quiet, add_run, add_step, print_json
 from swansongd.cli.opening import opened, perhaps_mirror
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 from swansongd.config.values import InvalidValue, rate
 from swansongd.errors import CorruptError
 from swansongd.model import Chunk, CommitRef
@@ -24,6 +24,7 @@ from swansongd.stores.wrappers.throttle import Throttled
 from swansongd.util.printable import printable
 from swansongd.util.units import human_bytes
 
+NOTES = "See docs/operations/verify.md."
 EXAMPLES = {
     "Verify all commits of the configured run.": "swansong verify",
     "Verify one commit before restoring it.": "swansong verify --step 12000",
@@ -91,12 +92,12 @@ def run(args: argparse.Namespace) -> int:
         run_name = here.keys.run
         mirror = perhaps_mirror(here) if args.repair else None
         if mirror is not None:
-            with Progress("repairing manifests", "commits", is_quiet=is_quiet) as progress:
+            with ProgressDisplay("repairing manifests", "commits", is_quiet=is_quiet) as progress:
                 outcomes += repair_manifests(store, here.keys, mirror, options, progress=progress)
             outcomes += repair_pins(store, here.keys, mirror)
         with (
-            Progress("reading manifests", "commits", is_quiet=is_quiet) as manifests,
-            Progress("verify", is_quiet=is_quiet) as progress,
+            ProgressDisplay("reading manifests", "commits", is_quiet=is_quiet) as manifests,
+            ProgressDisplay("verify", is_quiet=is_quiet) as progress,
         ):
             findings = verify(
                 store,
@@ -110,7 +111,7 @@ def run(args: argparse.Namespace) -> int:
         if args.repair and findings.damaged:
             with (
                 sets_in(here.config.staging.path / run_name) as local,
-                Progress("repair", is_quiet=is_quiet) as progress,
+                ProgressDisplay("repair", is_quiet=is_quiet) as progress,
             ):
                 outcomes += repair(
                     store,

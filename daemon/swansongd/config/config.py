@@ -44,97 +44,302 @@ _section = dataclass(frozen=True, slots=True, kw_only=True)
 
 @_section
 class RunConfig:
-    name: str = _key(read.run_name)
-    checkpoint_interval_s: float | None = _key(read.interval, default=None)
-    """None: computed from the measured cost of a save and the observed rate of preemptions."""
-    mtbf_s: float = _key(read.duration, default=4 * 3600.0)
+    """The training job."""
+
+    name: str = _key(
+        read.run_name,
+        about="Name of the training job, the same on every VM that continues the job. Two jobs "
+        "never share a name. Up to 100 letters, digits, dots, dashes and underscores.",
+        example="my-run",
+    )
+    checkpoint_interval_s: float | None = _key(
+        read.interval,
+        "auto",
+        about="Training time between two periodic checkpoints, for trainers that leave the "
+        'schedule to the daemon (`attach()` without `every_steps=` and `every_s=`). "auto" '
+        "computes the optimum from the measured cost of a save and the observed rate of "
+        "preemptions, at least one minute: see docs/operations/retention.md.",
+    )
+    mtbf_s: float = _key(
+        read.duration,
+        "4h",
+        about="First guess of the mean time between two losses of a VM without a SAFE verdict. "
+        "The history in the bucket corrects the guess.",
+    )
 
 
 @_section
 class StagingConfig:
-    path: Path = _key(read.path)
+    """The local directory of checkpoints."""
+
+    path: Path = _key(
+        read.path,
+        about="Directory that trainers write checkpoints to: local NVMe, or a tmpfs if memory "
+        "allows. Each run has a subdirectory. See docs/operations/install.md.",
+        example="/var/lib/swansong/staging",
+    )
 
 
 @_section
 class StoreAccess:
     """How to reach a store: the keys that a store and its mirror share."""
 
-    url: str | None = _key(read.store_url, default=None)
-    """None: there is no such store."""
-    endpoint: str | None = _key(read.http_url, default=None)
+    url: str | None = _key(
+        read.store_url,
+        None,
+        about="Second store, which receives a copy of each commit: another region, another cloud, "
+        "or a file system. The forms are those of `store.url`. See docs/operations/mirror.md.",
+        unset="no mirror",
+        example="gs://my-mirror/prefix",
+    )
+    endpoint: str | None = _key(
+        read.http_url,
+        None,
+        about="Address of an S3-compatible server, of an emulator, or of the blob service of an "
+        "account in another cloud of Azure.",
+        unset="the cloud's",
+        example="https://minio.example.org:9000",
+    )
     region: str | None = _key(
-        read.text(r"[a-z0-9-]{1,40}", "give a region such as us-east-1"), default=None
+        read.text(r"[a-z0-9-]{1,40}", "give a region such as us-east-1"),
+        None,
+        about="Region of the bucket. The key saves a request at the start.",
+        unset="the SDK's",
+        example="us-east-1",
     )
     profile: str | None = _key(
-        read.text(r"[^\x00-\x1f\]]{1,128}", "give a profile of the AWS configuration"), default=None
+        read.text(r"[^\x00-\x1f\]]{1,128}", "give a profile of the AWS configuration"),
+        None,
+        about="Profile of the AWS configuration files in /etc/swansong/aws: see "
+        "docs/operations/permissions.md. The daemon reads all sources of credentials again when "
+        "the store refuses the credentials.",
+        unset="the VM's role",
+        example="training",
     )
-    ca_bundle: Path | None = _key(read.path, default=None)
-    """None: the certificate authorities of the system."""
+    ca_bundle: Path | None = _key(
+        read.path,
+        None,
+        about="PEM file of the certificate authorities to trust for the store.",
+        unset="the system's",
+        example="/etc/ssl/certs/our-ca.pem",
+    )
     addressing: Literal["auto", "path", "virtual"] = _key(
-        read.one_of("auto", "path", "virtual"), default="auto"
+        read.one_of("auto", "path", "virtual"),
+        "auto",
+        about="Position of an S3 bucket in URLs: `path` (https://HOST/BUCKET), `virtual` "
+        "(https://BUCKET.HOST), or `auto`: `virtual` on AWS, `path` with an endpoint.",
     )
 
 
 @_section
 class StoreConfig(StoreAccess):
-    url: str = _key(read.store_url)
-    signing_key_file: Path | None = _key(read.path, default=None)
-    """None: manifests and claims are not signed, and signatures are not checked."""
-    lock_days: int = _key(read.days, default=0)
-    """0: the store does not lock manifests and data."""
+    """The store of checkpoints."""
+
+    url: str = _key(
+        read.store_url,
+        about="Store of the checkpoints: s3://BUCKET/PREFIX, gs://BUCKET/PREFIX, "
+        "az://ACCOUNT/CONTAINER/PREFIX, or file:///PATH for a mounted file system. The store must "
+        "outlive the VM: a directory of the boot disk is good for a trial only. A directory needs "
+        "a drop-in of the unit: see docs/operations/stores.md.",
+        example="file:///var/lib/swansong/store",
+    )
+    signing_key_file: Path | None = _key(
+        read.path,
+        None,
+        about="File with a key of at least 32 bytes that signs all records of the run, the same "
+        "on all its VMs. Only the daemon's user may read the file: `(umask 077; openssl rand 32 "
+        ">FILE)`. With a key, the daemon ignores records without its signature. See "
+        "docs/operations/permissions.md.",
+        unset="no signature",
+        example="/etc/swansong/signing.key",
+    )
+    lock_days: int = _key(
+        read.days,
+        0,
+        about="Days for which the store refuses to delete a committed checkpoint, by Object Lock "
+        "of S3 or object retention of GCS; 0 for none. Objects that a newer commit references are "
+        "extended. The bucket needs the feature: see docs/operations/stores.md.",
+    )
     lock_mode: Literal["governance", "compliance"] = _key(
-        read.one_of("governance", "compliance"), default="governance"
+        read.one_of("governance", "compliance"),
+        "governance",
+        about="`governance`: a special right can end the retention early. `compliance`: nothing "
+        "can, so a wrong value costs money until its end.",
     )
 
 
 @_section
 class MirrorConfig(StoreAccess):
-    background_bytes_per_s: float | None = _key(read.rate, default=None)
-    """None: no limit.  After the verdict of an evacuation the limit does not apply."""
-    connections: int = _key(read.connections, default=4)
+    """A second store; without `mirror.url` there is none."""
+
+    background_bytes_per_s: float | None = _key(
+        read.rate,
+        0,
+        about='Maximum rate of the copies, such as "50MB" per second; 0 for no limit. Copies '
+        "pause while checkpoints are sent, and the limit does not apply after the verdict of an "
+        "evacuation.",
+    )
+    connections: int = _key(
+        read.connections,
+        4,
+        about="Maximum number of concurrent connections to the mirror. Each connection holds a "
+        "chunk in memory.",
+    )
 
 
 @_section
 class SourcesConfig:
-    cloud: str = _key(read.one_of("auto", "aws", "gcp", "none"), default="auto")
-    metadata_url: str | None = _key(read.http_url, default=None)
-    """None: the default address of the cloud."""
-    poll_interval_s: float = _key(read.duration, default=1.0)
-    gcp_preemption_notice_s: float | None = _key(read.preemption_notice, default=None)
-    """None: learned from the first notice."""
+    """The sources of notices."""
+
+    cloud: str = _key(
+        read.one_of("auto", "aws", "gcp", "none"),
+        "auto",
+        about="Cloud whose metadata service reports notices: `aws`, `gcp`, or `none`, which "
+        "watches only the shutdown of the operating system. `auto` reads the firmware.",
+    )
+    metadata_url: str | None = _key(
+        read.http_url,
+        None,
+        about="Address of the metadata service, for emulators.",
+        unset="the cloud's",
+        example="http://127.0.0.1:1338",
+    )
+    poll_interval_s: float = _key(
+        read.duration,
+        "1s",
+        about="Time between two requests to the metadata service of AWS. A notice can be this "
+        "late.",
+    )
+    gcp_preemption_notice_s: float | None = _key(
+        read.preemption_notice,
+        "learn",
+        about="Preemption notice that a Spot VM on GCP was created with: 0 or 120 seconds. A VM "
+        'cannot query the value. With "learn" the daemon expects 120 s only if the VM still runs '
+        "15 s after the notice.",
+    )
     asg_name: str | None = _key(
-        read.text(r"[^:\x00-\x1f]{1,255}", "give the name of the Auto Scaling group"), default=None
+        read.text(r"[^:\x00-\x1f]{1,255}", "give the name of the Auto Scaling group"),
+        None,
+        about="Auto Scaling group of this VM, on AWS. The key needs `sources.asg_hook`.",
+        unset="no group",
+        example="trainers",
     )
     asg_hook: str | None = _key(
-        read.text(r"[A-Za-z0-9/_-]{1,255}", "give the name of the lifecycle hook"), default=None
+        read.text(r"[A-Za-z0-9/_-]{1,255}", "give the name of the lifecycle hook"),
+        None,
+        about="Lifecycle hook of the group for terminating instances. The daemon holds the hook "
+        "during an evacuation and completes it after SAFE or PARTIAL. The VM's role must allow "
+        "autoscaling:RecordLifecycleActionHeartbeat and autoscaling:CompleteLifecycleAction.",
+        unset="no hook",
+        example="swansong",
     )
-    asg_grace_s: float | None = _key(read.duration, default=None)
-    """None: ``deadline.assumed_grace_s``."""
-    end_at: datetime | None = _key(read.utc_instant, default=None)
-    max_run_duration_s: float | None = _key(read.duration, default=None)
-    end_lead_s: float = _key(read.duration, default=120.0)
-    gpu: str = _key(read.one_of("auto", "off"), default="auto")
-    system_bus: str | None = _key(read.bus_address, default=None)
-    """None: the system bus of the host."""
+    asg_grace_s: float | None = _key(
+        read.duration,
+        None,
+        about="Heartbeat timeout of that hook.",
+        unset="`deadline.assumed_grace_s`",
+        example="5m",
+    )
+    end_at: datetime | None = _key(
+        read.utc_instant,
+        None,
+        about="Known end of this VM, with a time zone. AWS terminates a VM of a Capacity Block 30 "
+        "minutes before the purchased end.",
+        unset="no end",
+        example="2026-03-01T11:30:00Z",
+    )
+    max_run_duration_s: float | None = _key(
+        read.duration,
+        None,
+        about="Known end of this VM, counted from the boot. With `sources.end_at`, the earlier "
+        "end applies.",
+        unset="no end",
+        example="24h",
+    )
+    end_lead_s: float = _key(
+        read.duration,
+        "2m",
+        about="Time before a known end at which an evacuation starts.",
+    )
+    gpu: str = _key(
+        read.one_of("auto", "off"),
+        "auto",
+        about="Health of the NVIDIA GPUs, where NVML's library is installed. A failed GPU causes "
+        "an evacuation without a new checkpoint, a degraded one a further checkpoint. `off` "
+        "ignores the health. See docs/operations/gpu-health.md.",
+    )
+    system_bus: str | None = _key(
+        read.bus_address,
+        None,
+        about="Address of the D-Bus system bus, for emulators.",
+        unset="the host's",
+        example="unix:path=/run/dbus/system_bus_socket",
+    )
 
 
 @_section
 class TrainerConfig:
-    socket: Path = _key(read.socket_path, default=Path(DEFAULT_SOCKET))
-    signal: str = _key(read.trainer_signal, default="none")
-    pid_file: Path | None = _key(read.path, default=None)
+    """The training processes on this VM."""
+
+    socket: Path = _key(
+        read.socket_path,
+        DEFAULT_SOCKET,
+        about="Socket that trainers and the `swansong` command connect to.",
+    )
+    signal: str = _key(
+        read.trainer_signal,
+        "none",
+        about="Signal for trainers without hooks: `none`, `SIGUSR1`, `SIGUSR2`, `SIGTERM`, "
+        "`SIGHUP` or `SIGRTMIN+N`. The daemon sends the signal only to a process that handles it. "
+        "The key needs `trainer.pid_file` or `trainer.unit`.",
+    )
+    pid_file: Path | None = _key(
+        read.path,
+        None,
+        about="File with the process id to signal, owned by root or one of `trainer.users`, and "
+        "writable only by its owner.",
+        unset="no process",
+        example="/run/train.pid",
+    )
     unit: str | None = _key(
         read.text(
             r"[A-Za-z0-9:_.\\@-]{1,240}\.(service|scope)", "give a unit such as train.service"
         ),
-        default=None,
+        None,
+        about="systemd unit whose main process is signalled, instead of a `trainer.pid_file`.",
+        unset="no process",
+        example="train.service",
     )
-    users: tuple[str | int, ...] = _key(read.users, default=())
-    """Users that may connect to the socket and own staged files, besides root and the daemon's user."""
-    settle_s: float = _key(read.duration, default=2.0)
-    follow_ups: bool = _key(read.yes_or_no, default=True)
-    stall_steps: float = _key(read.factor, default=20.0)
-    stall_min_s: float = _key(read.duration, default=60.0)
+    users: tuple[str | int, ...] = _key(
+        read.users,
+        [],
+        about="Users (names or uids) that may use the socket and own staged files, in addition to "
+        "root and the daemon's user. `trainer.signal` reaches only processes of these users: "
+        "root's only if the list names `root`, and the daemon's user's only if the list is empty.",
+    )
+    settle_s: float = _key(
+        read.duration,
+        "2s",
+        about="Time without a change after which a checkpoint without a completion marker counts "
+        "as complete.",
+    )
+    follow_ups: bool = _key(
+        read.yes_or_no,
+        True,
+        about="After the verdict, request follow-up checkpoints while another one fits: see "
+        "docs/operations/notices.md.",
+    )
+    stall_steps: float = _key(
+        read.factor,
+        20,
+        about="A rank has stalled after this many times its usual step time without a step or a "
+        "poll, and after `trainer.stall_min_s`.",
+    )
+    stall_min_s: float = _key(
+        read.duration,
+        "1m",
+        about="Minimum time without a step or a poll before a rank counts as stalled.",
+    )
 
     @property
     def signal_number(self) -> int | None:
@@ -144,64 +349,164 @@ class TrainerConfig:
 
 @_section
 class DeadlineConfig:
-    reserve_s: float = _key(read.duration, default=3.0)
-    assumed_grace_s: float = _key(read.duration, default=25.0)
-    sigterm_grace_s: float = _key(read.duration, default=25.0)
-    shutdown_delay_s: float = _key(read.duration, default=20.0)
+    """The time that an evacuation may take."""
+
+    reserve_s: float = _key(
+        read.duration,
+        "3s",
+        about="Time before the deadline that is reserved for the commit; no data is sent in it. A "
+        "low value risks the commit, a high value wastes time that a larger checkpoint could use.",
+    )
+    assumed_grace_s: float = _key(
+        read.duration,
+        "25s",
+        about="Grace period of a notice that states no deadline, or one in the past. AWS states a "
+        "deadline; GCP gives 30 s.",
+    )
+    sigterm_grace_s: float = _key(
+        read.duration,
+        "25s",
+        about="Grace period when the host stops the daemon; at most `TimeoutStopSec=` of the unit.",
+    )
+    shutdown_delay_s: float = _key(
+        read.duration,
+        "20s",
+        about="Time that logind must delay a shutdown for the daemon. If `InhibitDelayMaxSec=` of "
+        "logind is shorter, `swansong status` shows the source `logind` as degraded.",
+    )
 
 
 @_section
 class FlushConfig:
-    connections: int = _key(read.connections, default=32)
-    chunk_bytes: int = _key(read.chunk_size, default=16 * 2**20)
-    background_bytes_per_s: float | None = _key(read.rate, default=None)
-    """None: no limit.  An evacuation ignores the limit."""
+    """The upload of checkpoints."""
+
+    connections: int = _key(
+        read.connections,
+        32,
+        about="Maximum number of concurrent connections to the store. Each busy connection holds "
+        "a chunk in memory, at most 512 MiB together.",
+    )
+    chunk_bytes: int = _key(
+        read.chunk_size,
+        "16MiB",
+        about="Size of a chunk, the unit of an upload, 1MiB to 256MiB. Larger chunks need fewer "
+        "requests, but a failed one costs more to repeat, and more is sent where little has "
+        "changed. Files over 64 GiB have larger ones.",
+    )
+    background_bytes_per_s: float | None = _key(
+        read.rate,
+        0,
+        about='Maximum rate of uploads while no evacuation is open, such as "200MB" per second; 0 '
+        "for no limit. Any notice lifts the limit, also an advisory one.",
+    )
 
 
 @_section
 class RestoreConfig:
-    prefetch: bool = _key(read.yes_or_no, default=True)
-    """Fetch the newest whole commit when the daemon starts, before a trainer asks."""
+    """Downloads for the trainer."""
+
+    prefetch: bool = _key(
+        read.yes_or_no,
+        True,
+        about="Fetch the newest whole commit when the daemon starts, before a trainer asks. The "
+        "prefetch leaves room in staging for two further checkpoints, and pauses during an "
+        "evacuation. See docs/operations/restore.md.",
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RetentionConfig:
-    """The rules that keep commits; see :mod:`swansongd.bucket.retention`."""
+    """The commits that `swansong prune` keeps.
 
-    keep_last: int = _key(read.count, default=3)
-    keep_within_s: float = _key(read.duration, default=24 * 3600.0)
-    """No commit that is younger is deleted."""
-    keep_starts_s: float = _key(read.duration, default=7 * 24 * 3600.0)
-    """The newest commit of each start that is younger: without a signing key, another writer can pass for a
-    later start of the run."""
-    keep_hourly: int = _key(read.count, default=24)
-    keep_daily: int = _key(read.count, default=7)
-    keep_weekly: int = _key(read.count, default=4)
-    keep_monthly: int = _key(read.count, default=0)
-    keep_every_steps: int | None = _key(read.steps, default=None)
-    keep_best: int = _key(read.count, default=1)
-    best_metric: str = _key(
-        read.text(r"[^\x00-\x1f]{1,100}", "give a metric such as loss"), default="loss"
+    A commit stays if at least one rule keeps it; 0 turns a rule off.
+    Prune always keeps the newest whole commit and everything newer, the newest healthy commit, and pins.
+    See docs/operations/retention.md.
+    """
+
+    keep_last: int = _key(read.count, 3, about="The newest whole commits.")
+    keep_within_s: float = _key(
+        read.duration, "24h", about="All commits that are younger than this, at least an hour."
     )
-    best_is_highest: bool = _key(read.yes_or_no, default=False)
-    orphans_after_s: float = _key(read.duration, default=7 * 24 * 3600.0)
-    """No flush lasts longer: an older object that no manifest names is an orphan."""
-    in_daemon: bool = _key(read.yes_or_no, default=False)
-    """The daemon prunes the run itself; its role then needs the right to delete."""
+    keep_starts_s: float = _key(
+        read.duration,
+        "7d",
+        about="The newest whole commit of each start of the training that is younger than this.",
+    )
+    """Without a signing key, another writer can pass for a later start of the run."""
+    keep_hourly: int = _key(
+        read.count,
+        24,
+        about="The last whole commit of each of the newest hours (UTC) that have one.",
+    )
+    keep_daily: int = _key(read.count, 7, about="The same for days.")
+    keep_weekly: int = _key(read.count, 4, about="The same for weeks.")
+    keep_monthly: int = _key(read.count, 0, about="The same for months.")
+    keep_every_steps: int | None = _key(
+        read.steps, 0, about="The first whole commit of each interval of this many steps."
+    )
+    keep_best: int = _key(
+        read.count, 1, about="The best whole commits by `retention.best_metric`: the lowest values."
+    )
+    best_metric: str = _key(
+        read.text(r"[^\x00-\x1f]{1,100}", "give a metric such as loss"),
+        "loss",
+        about="Loss or metric of `guard.step()`.",
+    )
+    best_is_highest: bool = _key(
+        read.yes_or_no,
+        False,
+        about="The highest values are the best, as for an accuracy.",
+    )
+    orphans_after_s: float = _key(
+        read.duration,
+        "7d",
+        about="Age at which an object that no manifest names is deleted, at least a day. No flush "
+        "may last longer.",
+    )
+    in_daemon: bool = _key(
+        read.yes_or_no,
+        False,
+        about="The daemon prunes every six hours, on the first VM of the job. Its role then needs "
+        "the right to delete.",
+    )
 
 
 @_section
 class MetricsConfig:
-    listen: ListenAddress | None = _key(read.listen_address, default=None)
-    """None: the metrics are not served."""
-    textfile: Path | None = _key(read.textfile, default=None)
-    """None: no textfile is written."""
+    """The metrics of the daemon: see docs/operations/monitoring.md."""
+
+    listen: ListenAddress | None = _key(
+        read.listen_address,
+        None,
+        about='Address at which Prometheus scrapes the daemon, such as "127.0.0.1:9469", '
+        '"[::1]:9469" or "unix:/run/swansong/metrics.sock". The metrics have no password: keep '
+        "other machines out.",
+        unset="not served",
+        example="127.0.0.1:9469",
+    )
+    textfile: Path | None = _key(
+        read.textfile,
+        None,
+        about="File `*.prom` for the textfile collector of node_exporter, written every 15 s.",
+        unset="no file",
+        example="/var/lib/node_exporter/textfile_collector/swansong.prom",
+    )
 
 
 @_section
 class LogConfig:
-    format: str = _key(read.one_of("json", "console"), default="json")
-    level: str = _key(read.one_of("debug", "info", "warning", "error"), default="info")
+    """The log of the daemon, on standard error."""
+
+    format: str = _key(
+        read.one_of("json", "console"),
+        "json",
+        about="`json`, one object a line; or `console`, for people.",
+    )
+    level: str = _key(
+        read.one_of("debug", "info", "warning", "error"),
+        "info",
+        about="Lowest level that is logged: `debug`, `info`, `warning` or `error`.",
+    )
 
 
 @_section

@@ -92,29 +92,87 @@ _section = dataclass(frozen=True, slots=True, kw_only=True)
 
 @_section
 class NotifyConfig:
-    """Receivers of notifications.  Without an address and a command there are none."""
+    """Receivers of notifications: see docs/operations/notifications.md."""
 
-    webhook_url: str | None = key(url, default=None)
-    webhook_url_file: str | None = key(secret_file, default=None)
-    """File with the address, for an address that is a secret."""
-    preset: Literal["json", "slack", "pagerduty", "cloudevents"] = key(
-        read.one_of("json", "slack", "pagerduty", "cloudevents"), default="json"
+    webhook_url: str | None = key(
+        url,
+        None,
+        about="Address that receives notifications by POST: https, or http on this VM. An address "
+        "with a secret, such as Slack's, belongs in a file.",
+        unset="no webhook",
+        example="https://events.example.org/swansong",
     )
-    template_file: Path | None = key(read.path, default=None)
-    """Body of the request with placeholders, in place of the preset's."""
-    token_file: str | None = key(secret_file, default=None)
-    """Bearer token of the webhook; for ``pagerduty`` the routing key."""
-    kinds: tuple[str, ...] = key(kind_list, default=KINDS)
-    ca_bundle: Path | None = key(read.path, default=None)
-    """None: the certificate authorities of the system."""
-    allow_http: bool = key(read.yes_or_no, default=False)
-    """Send to other machines without encryption."""
-    heartbeat_url: str | None = key(url, default=None)
-    heartbeat_url_file: str | None = key(secret_file, default=None)
-    heartbeat_interval_s: float = key(read.duration, default=300.0)
-    exec: tuple[str, ...] = key(command, default=())
-    exec_on: tuple[str, ...] = key(kind_list, default=("notice",))
-    exec_timeout_s: float = key(read.duration, default=60.0)
+    webhook_url_file: str | None = key(
+        secret_file,
+        None,
+        about="File with that address. `credential:NAME` names a `LoadCredential=` of the unit; "
+        "any other file must be readable only by the daemon's user.",
+        unset="no webhook",
+        example="credential:notify-webhook",
+    )
+    preset: Literal["json", "slack", "pagerduty", "cloudevents"] = key(
+        read.one_of("json", "slack", "pagerduty", "cloudevents"),
+        "json",
+        about="Format: `json`, `slack`, `pagerduty` or `cloudevents`. The address of `pagerduty` "
+        "is known.",
+    )
+    template_file: Path | None = key(
+        read.path,
+        None,
+        about="JSON with placeholders such as `$summary`, in place of the format of the preset.",
+        unset="the preset's format",
+        example="/etc/swansong/notify.json",
+    )
+    token_file: str | None = key(
+        secret_file,
+        None,
+        about='File with a token, sent as "Authorization: Bearer TOKEN"; for `pagerduty` the '
+        "routing key. The forms are those of `notify.webhook_url_file`.",
+        unset="no token",
+        example="credential:notify-token",
+    )
+    kinds: tuple[str, ...] = key(kind_list, list(KINDS), about="Events to send.")
+    ca_bundle: Path | None = key(
+        read.path,
+        None,
+        about="PEM file of the certificate authorities to trust for webhook and heartbeat.",
+        unset="the system's",
+        example="/etc/ssl/certs/our-ca.pem",
+    )
+    allow_http: bool = key(
+        read.yes_or_no,
+        False,
+        about="Send to other machines over plain http, too.",
+    )
+    heartbeat_url: str | None = key(
+        url,
+        None,
+        about="Address that is called by GET while all is well, for a service that raises an "
+        "alarm when a call is missing.",
+        unset="no heartbeat",
+        example="http://127.0.0.1:8080/ping",
+    )
+    heartbeat_url_file: str | None = key(
+        secret_file,
+        None,
+        about="File with that address. The forms are those of `notify.webhook_url_file`.",
+        unset="no heartbeat",
+        example="credential:notify-heartbeat",
+    )
+    heartbeat_interval_s: float = key(read.duration, "5m", about="Interval of these calls.")
+    exec: tuple[str, ...] = key(
+        command,
+        [],
+        about="Program with arguments that runs at an event, with the facts in its environment, "
+        "for example to order the replacement of this VM. It runs as the daemon's user in the "
+        "daemon's sandbox, without a shell. See docs/operations/replacement.md.",
+    )
+    exec_on: tuple[str, ...] = key(kind_list, ["notice"], about="Events at which it runs.")
+    exec_timeout_s: float = key(
+        read.duration,
+        "1m",
+        about="Time after which the program is killed, with all its children.",
+    )
 
     @property
     def has_webhook(self) -> bool:

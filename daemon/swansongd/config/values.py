@@ -47,9 +47,29 @@ class InvalidValue(Exception):
 Reader = Callable[[object], Any]
 
 
-def key(reader: Reader, *, default: Any = MISSING) -> Any:
-    """A key of a section and the function that reads its value."""
-    return dataclasses.field(default=default, metadata={"reader": reader})
+def key(
+    reader: Reader, default: Any = MISSING, *, about: str, unset: str = "", example: Any = None
+) -> Any:
+    """A key of a section.  The reference page and the example file show this declaration.
+
+    Args:
+        reader: returns the value that the daemon uses.
+        default: in the form of the file; None: the key may be absent.
+        about: the meaning of the key, for operators.
+        unset: what applies without the key, if it has no default.
+        example: a value for a key without a default, in the form of the file.
+    """
+    is_plain = default is MISSING or default is None
+    return dataclasses.field(
+        default=default if is_plain else reader(default),
+        metadata={
+            "reader": reader,
+            "default": default,
+            "about": about,
+            "unset": unset,
+            "example": example,
+        },
+    )
 
 
 _NUMBER = r"([0-9]+(?:\.[0-9]+)?)"

@@ -14,11 +14,12 @@ from swansongd.core.events import (
     Flushed,
     GenerationClaimed,
     PartsCounted,
+    RunRead,
     TellCommitted,
 )
 from swansongd.core.state import CommitState, Incomplete, StoredSet
 from swansongd.core.transition import Transition
-from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy
+from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy, is_sound
 
 LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
@@ -95,7 +96,7 @@ def _record_part(transition: Transition, ref: CommitRef, staged: Staged | None) 
     """This VM's part is committed; the checkpoint exists when the parts of all VMs are."""
     commits = transition.state.commits
     if staged is None or staged.nodes == 1:
-        _record_whole(transition, ref)
+        _record_whole(transition, ref, is_sound=staged is None or is_sound(staged.health))
     elif commits.last_complete is None or ref > commits.last_complete:
         before = commits.incomplete
         newest = ref if before is None else max(ref, before.newest)
@@ -122,10 +123,10 @@ def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
     _put(transition, replace(commits, incomplete=counted))
     last = commits.last_complete
     if event.whole is not None and (last is None or event.whole > last):
-        _record_whole(transition, event.whole)
+        _record_whole(transition, event.whole, is_sound=event.is_sound)
 
 
-def _record_whole(transition: Transition, ref: CommitRef) -> None:
+def _record_whole(transition: Transition, ref: CommitRef, *, is_sound: bool) -> None:
     """All VMs have committed their parts: older sets are dispensable."""
     commits = transition.state.commits
     incomplete = commits.incomplete
@@ -134,26 +135,31 @@ def _record_whole(transition: Transition, ref: CommitRef) -> None:
         is_newest = incomplete.newest <= ref
         commits = replace(commits, incomplete=None if is_newest else incomplete)
     if commits.last_complete is None or ref > commits.last_complete:
-        commits = replace(commits, last_complete=ref)
+        commits = replace(commits, last_complete=ref, is_sound=is_sound)
     _put(transition, commits)
     request.record_whole(transition, ref)
     transition.do(TellCommitted(ref))
     staged_sets.record_whole(transition, ref)
 
 
-def record_newest(transition: Transition, newest: CommitRef | None, start_id: str) -> None:
+def record_newest(transition: Transition, event: RunRead | GenerationClaimed) -> None:
     """The newest whole commit in the store is known, and the start that wrote it."""
-    commits = transition.state.commits
-    read = replace(commits, last_complete=newest, newest_start=start_id, is_run_read=True)
+    read = replace(
+        transition.state.commits,
+        last_complete=event.newest,
+        is_sound=event.is_sound,
+        newest_start=event.newest_start,
+        is_run_read=True,
+    )
     _put(transition, read)
-    if newest is not None:
-        transition.do(TellCommitted(newest))
+    if event.newest is not None:
+        transition.do(TellCommitted(event.newest))
 
 
 def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
     """A start has its generation: no commit of it exists yet, and the newest one of the run is known."""
     _put(transition, replace(transition.state.commits, healthy=None))
-    record_newest(transition, event.newest, event.newest_start)
+    record_newest(transition, event)
 
 
 def close_starts(transition: Transition, start_ids: Set[str]) -> None:

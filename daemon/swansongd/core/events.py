@@ -258,6 +258,8 @@ class RunRead:
     newest: CommitRef | None
     newest_start: str = ""
     """Id of the start that owns the generation of ``newest``; empty if its claim cannot be read."""
+    is_sound: bool = True
+    """False if a GPU of one of several VMs had failed before ``newest`` was sealed there."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -269,6 +271,8 @@ class GenerationClaimed:
     newest: CommitRef | None
     """Newest whole commit in the store, of any generation, listed after the claim."""
     newest_start: str = ""
+    """See RunRead."""
+    is_sound: bool = True
     """See RunRead."""
     is_found: bool = False
     """It was claimed before this VM asked: a start without a generation may be newer."""
@@ -348,6 +352,8 @@ class PartsCounted:
     """Number of VMs whose part of ``newest`` is committed; 0 if unknown."""
     whole: CommitRef | None
     """The newest checkpoint of which all VMs have committed their parts."""
+    is_sound: bool = True
+    """False if a GPU of one of these VMs had failed before ``whole`` was sealed there."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,7 +21,6 @@ from swansongd.core.events import GpusRead
 from swansongd.core.state import GpuState, State
 from swansongd.core.transition import Transition
 from swansongd.model import (
-    GPU_IS_SOUND,
     CheckpointId,
     GpuHealth,
     GpuRecord,
@@ -32,8 +31,6 @@ from swansongd.model import (
 SOURCE = "gpu"
 KNOWN_MAX = 256
 """Bound of each list in a record."""
-DOUBTFUL_MAX = 16
-"""Doubtful commits that are remembered: only the newest whole one counts, and some are never written."""
 
 
 def resumed(state: State, record: GpuRecord) -> State:
@@ -43,7 +40,6 @@ def resumed(state: State, record: GpuRecord) -> State:
         log_number=record.log_number,
         suspect_starts=frozenset(record.suspect_starts),
         before=record,
-        doubtful_commits=record.doubtful_commits,
     )
     return replace(state, gpus=gpus)
 
@@ -71,24 +67,7 @@ def record_of(state: State) -> GpuRecord | None:
         suspect_starts=tuple(sorted(state.gpus.suspect_starts)),
         known_starts=tuple(known)[-KNOWN_MAX:],
         sound_sets=frozenset(sorted(sound)[-KNOWN_MAX:]),
-        doubtful_commits=state.gpus.doubtful_commits,
     )
-
-
-def reconcile(transition: Transition) -> None:
-    """The commit of a suspect set, or this VM's part of one, is doubtful before its manifest is written.
-
-    The reply can be lost, and the daemon may be restarted before the retry.  The next life then reads the
-    commit from the bucket.
-    """
-    state = transition.state
-    suspect = (
-        item.staged.id for item in state.commits.stored if GPU_IS_SOUND in item.staged.health
-    )
-    refs = {ref for ref in map(state.ref_of, suspect) if ref is not None}
-    if not refs.issubset(state.gpus.doubtful_commits):
-        newest = sorted(refs.union(state.gpus.doubtful_commits))[-DOUBTFUL_MAX:]
-        _put(transition, replace(state.gpus, doubtful_commits=tuple(newest)))
 
 
 def _away(state: State) -> tuple[str, ...]:
@@ -140,14 +119,20 @@ def _process_of(start_id: str) -> str:
 def doubt(state: State) -> str:
     """Why the newest commit may be wrong; empty if it is sound."""
     last, sound = state.commits.last_complete, state.commits.healthy
-    if last is None or last not in state.gpus.doubtful_commits:
+    is_marked = last in map(state.ref_of, state.staging.suspect)
+    if last is None or (state.commits.is_sound and not is_marked):
         return ""
     known = (
         "no sound commit of this generation"
         if sound is None
         else f"{sound} is the newest sound one"
     )
-    return f"a GPU had failed before {last} was sealed; {known}"
+    if is_marked:
+        return f"a GPU had failed before {last} was sealed; {known}"
+    return (
+        f"a GPU of one of its VMs had failed before {last} was sealed, "
+        f"or one of its manifests is damaged; {known}"
+    )
 
 
 def describe(gpu: GpuStatus) -> str:
@@ -220,7 +205,7 @@ def _doubt_inherited(transition: Transition) -> None:
     inherited = [s for s in state.uncommitted if s.id in state.gpus.inherited]
     found = doubtful(state, inherited, is_first=True) - state.staging.suspect
     staged_sets.mark_suspect(transition, found)
-    # A manifest that is being written already keeps no mark, but its set counts as unhealthy here.
+    # A manifest that is being written already keeps no mark, but its set in staging does.
     commits.mark_suspect(transition, found)
     flight.mark_suspect(transition, found)
 

@@ -113,8 +113,8 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             pass  # only observers use them
         case events.RolledBack(to_step):
             starts.record_rolled_back(transition, to_step)
-        case events.RunRead(newest, newest_start):
-            commits.record_newest(transition, newest, newest_start)
+        case events.RunRead():
+            commits.record_newest(transition, event)
         case events.PaceRead():
             learning.record_read(transition, event)
         case events.HistoryRead():
@@ -179,7 +179,6 @@ def _reconcile(transition: Transition) -> None:
     stall.reconcile(transition)
     flight.reconcile(transition)
     commits.reconcile(transition)
-    gpus.reconcile(transition)
     staged_sets.reconcile(transition)
     verdict.reconcile(transition)
 

@@ -43,7 +43,7 @@ MISSED_SHARE = 0.1
 """Chance that the last follow-up is too late: it starts with the time of nine in ten checkpoints left.
 
 It holds once the spread is known.  After few checkpoints with a real spread of 18 % it is up to one in four.
-The higher value would cost more where checkpoints take equal times (docs/performance/follow-ups.md).
+The higher value would cost more where checkpoints take equal times (docs/design/decisions.md).
 """
 LATE_S = 0.5
 """The last follow-up may start this late: the decision loop looks at the time at intervals, and an earlier

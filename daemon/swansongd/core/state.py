@@ -13,7 +13,6 @@ from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, fore
 from swansongd.core.request_ids import are_of_one
 from swansongd.loss_records import History
 from swansongd.model import (
-    GPU_IS_SOUND,
     CheckpointId,
     CommitRef,
     GpuRecord,
@@ -30,6 +29,7 @@ from swansongd.model import (
     Verdict,
     VmPart,
     is_healthy,
+    is_sound,
 )
 
 SCHEDULED_LEAD_S = 120.0
@@ -287,8 +287,6 @@ class GpuState:
     checkpoint."""
     inherited: frozenset[CheckpointId] = frozenset()
     """Sets of the first scan, which predate this life of the daemon."""
-    doubtful_commits: tuple[CommitRef, ...] = ()
-    """Newest commits of suspect sets, or this VM's parts of them, the newest last; some are not written."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -372,7 +370,7 @@ class StagingState:
     @property
     def suspect(self) -> frozenset[CheckpointId]:
         """Sets of suspect training that appeared after the failure of its GPU: they count as unhealthy."""
-        return frozenset(s.id for s in self.staged if s.health.get(GPU_IS_SOUND) == 0.0)
+        return frozenset(s.id for s in self.staged if not is_sound(s.health))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -395,6 +393,8 @@ class CommitState:
     stored: tuple[StoredSet, ...] = ()
     last_complete: CommitRef | None = None
     """Newest whole commit of the run, of any generation: all its VMs have committed their parts."""
+    is_sound: bool = True
+    """False if a GPU of any VM had failed before ``last_complete`` was sealed there."""
     newest_start: str = ""
     """The start whose generation ``last_complete`` has, if it is not a known one."""
     is_run_read: bool = False
@@ -586,13 +586,12 @@ class State:
             is_newer = newest_stored is None or self.order(staged.id) > newest_stored
             if self.ref_of(staged.id) is not None and (is_newer or is_pinned):
                 left = max(0, staged.size_bytes - self.flush.stored_bytes.get(staged.id, 0))
-                is_sound = staged.health.get(GPU_IS_SOUND) != 0.0
                 result.append(
                     Candidate(
                         id=staged.id,
                         order=self.order(staged.id),
                         bytes_left=left,
-                        is_sound=is_sound,
+                        is_sound=is_sound(staged.health),
                     )
                 )
         return tuple(result)

@@ -114,7 +114,7 @@ def judge_environment(names: Iterable[str], whose: str) -> Judgement:
     """
     there = sorted(set(names))
     redirected = [name for name in there if name in _REDIRECT]
-    # A proxy with NO_PROXY is a deliberate setup, see docs/operations/credentials.md.
+    # A proxy with NO_PROXY is a deliberate setup, see docs/operations/permissions.md.
     has_exceptions = any(name.lower() == "no_proxy" for name in there)
     proxied = [name for name in there if name.lower() in _PROXY and not has_exceptions]
     if not redirected and not proxied:

@@ -13,15 +13,44 @@ from enum import StrEnum
 from swansongd.doctor import fixes
 from swansongd.errors import SwansongError
 
+FAMILIES = {
+    "configuration": "every problem of the file; the cloud against the firmware; variables in the "
+    "daemon's environment that would redirect metadata requests",
+    "host": "packages, polkit, users, unit file and its syntax, file permissions (where the unit "
+    "is installed); logind's delay and the drop-in that sets it; the unit's timeouts; the sandbox "
+    "lets the daemon write to staging and to a `file://` store",
+    "network": "the names of store and metadata service resolve, and a route exists",
+    "metadata": "the token (a hop limit that is too low has its own message) or the flavor "
+    "header; every watched path; the clock",
+    "store": "signing key; disk and space of a `file://` store; credentials; clock; the rehearsal "
+    "of a checkpoint; lifecycle rules, versioning, object lock, bucket policy (see "
+    'docs/operations/stores.md), or "unknown" without the right to read them and on Azure; the '
+    "mirror can be listed and written, and honours create-if-absent",
+    "staging": "exists, writable for the daemon's user, not replaceable by others, one file "
+    "system, space for two checkpoints, speed of 64 MiB",
+    "trainers": "`trainer.users` exist and reach the socket, by their groups or by "
+    "`SupplementaryGroups=` of a unit; the process for `trainer.signal` catches it; no "
+    "unconnected process holds a GPU",
+    "daemon": "it runs, and if not, why; it was started with the current configuration and unit; "
+    "it reaches its store; no two connected trainers have one rank",
+    "metrics": "the daemon serves `metrics.listen`, or the address is free and local; otherwise "
+    "the process that has it, with its user; the directory of `metrics.textfile` is writable",
+    "notify": "the secret files of `[notify]` are private, addresses resolve, the template "
+    "becomes JSON, the program can run; sends something only with `--send-notification`",
+    "image": "only with `--image`: no credential in any home, in `/etc/swansong` or in drop-ins; "
+    "no machine id",
+}
+"""The scope of each family of checks."""
 _COMMAND = re.compile(r"`([^`]+)`")
 
 
 class Level(StrEnum):
     OK = "ok"
+    """Works."""
     WARNING = "warning"
     """Works now, and will cause trouble later."""
     FAILURE = "failure"
-    """Checkpoints would be lost."""
+    """Checkpoints would be lost, or the image must not be used."""
     SKIPPED = "skipped"
     """Could not be checked, does not apply here, or depends on a check that did not succeed."""
 
@@ -78,6 +107,9 @@ class Check:
     needs: str | tuple[str, ...] = ()
     """Names of earlier checks.  If one of them does not succeed, this check is skipped."""
     limit_s: float = 10.0
+
+    def __post_init__(self) -> None:
+        assert self.family in FAMILIES, self.family
 
     def finding(self, judgement: Judgement) -> Finding:
         return Finding(

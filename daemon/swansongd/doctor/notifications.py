@@ -19,12 +19,12 @@ from swansongd.doctor import fixes
 from swansongd.doctor.findings import Check, Judgement, failure, ok, warning
 from swansongd.errors import SwansongError
 from swansongd.notifications import heartbeat, webhook
-from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
+from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered
 from swansongd.observe.notifications import Origin, sample
 
 FAMILY = "notify"
 Judge = Callable[[], Judgement]
-RequestMaker = Callable[[], Request]
+RequestMaker = Callable[[], HttpRequest]
 _LIMIT_S = 30.0
 
 
@@ -65,7 +65,7 @@ def _check(name: str, judge: Judge, *, needs: str = "") -> Check:
     )
 
 
-def _webhook(config: Config) -> Request:
+def _webhook(config: Config) -> HttpRequest:
     """The test notification.  Its id is not that of the daemon's VM, which a trial need not know."""
     host = platform.node()
     vm = hashlib.sha256(f"doctor {host}".encode()).hexdigest()[:16]

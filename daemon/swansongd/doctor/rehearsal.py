@@ -31,7 +31,7 @@ from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.errors import CorruptError, Permanent, StagingError, StoreError, Transient
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import ChunkLayout
 from swansongd.model import CheckpointId, CheckpointKind, Staged, StoredShard
 from swansongd.restore.reader import ReadOptions
 from swansongd.restore.restore import restore
@@ -217,7 +217,7 @@ class Rehearsal:
             known=KnownChunks(
                 own, run=self.keys.run, store_url=self._store.url, is_data=self.keys.is_data
             ),
-            layout=Layout(SET_BYTES, _CONNECTIONS),
+            layout=ChunkLayout(SET_BYTES, _CONNECTIONS),
         )
 
     def _write(self, path: str, size_bytes: int) -> None:

@@ -216,10 +216,12 @@ class _Probe:
         yield step("delete", self._delete, "bucket", _LIMIT_STEP_S)
 
     def _claim(self) -> Judgement:
+        """A generation is claimed."""
         self._honours_if_absent = self.rehearsal.claim()
         return ok(f"claimed a generation of the rehearsal {self.rehearsal.keys.run}")
 
     def _create_again(self) -> Judgement:
+        """The second create of the claim is refused."""
         if self._honours_if_absent:
             return ok("the store refused the second create of one key, as it must")
         return failure(
@@ -229,18 +231,22 @@ class _Probe:
         )
 
     def _send(self) -> Judgement:
+        """A set of two files, of 4 KiB and 2 MiB, is flushed."""
         self.rehearsal.send()
         return ok(f"uploaded a set of {SET_BYTES} bytes")
 
     def _commit(self) -> Judgement:
+        """The manifest is created, listed and read back."""
         self.rehearsal.commit()
         return ok("created, listed and read back a manifest")
 
     def _restore(self) -> Judgement:
+        """The commit is found as a reader finds it, restored to a directory, and compared byte by byte."""
         size_bytes = self.rehearsal.restore()
         return ok(f"restored the commit: {size_bytes} bytes, identical to those sent")
 
     def _delete(self) -> Judgement:
+        """Everything is deleted."""
         run = self.rehearsal.keys.run
         done = self.rehearsal.clean_up()
         if not done.objects:

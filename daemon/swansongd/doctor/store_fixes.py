@@ -17,8 +17,7 @@ from swansongd.config.config import Config
 from swansongd.doctor import disks, fixes
 from swansongd.doctor.accounts import DAEMON_USER, account
 from swansongd.doctor.configuration import set_key
-from swansongd.errors import NotFound, StoreError
-from swansongd.stores.azure import access as azure_access
+from swansongd.errors import Forbidden, NotFound, StoreError
 from swansongd.stores.azure import auth
 from swansongd.stores.base import (
     account_container_and_prefix,
@@ -26,7 +25,6 @@ from swansongd.stores.base import (
     is_certificate_problem,
 )
 from swansongd.stores.file import mounts
-from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.s3.access import CREDENTIALS_HINT, Unsupported
 
 _AWS_FILES = (
@@ -138,7 +136,7 @@ def _of_azure(config: Config, error: StoreError) -> str:
         return request_by_hand(config)
     if error.hint == auth.CREDENTIALS_HINT:
         return of_credentials(config, None)
-    if not is_providers_own(config) or not isinstance(error, azure_access.Forbidden):
+    if not is_providers_own(config) or not isinstance(error, Forbidden):
         return f"# {error.hint}" if error.hint else request_by_hand(config)
     scope = (
         "/subscriptions/SUBSCRIPTION/resourceGroups/GROUP/providers/Microsoft.Storage/storageAccounts/"

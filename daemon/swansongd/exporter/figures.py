@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 
 from swansongd.bucket.run import FarewellFacts, RecordedCommit
-from swansongd.loss_records import PARTS, Ending, Life, Resumption
+from swansongd.loss_records import PARTS, GenerationEnd, Life, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 from swansongd.observe import loss as losses
 from swansongd.observe.cost import Costs
@@ -68,7 +68,7 @@ class RunFigures:
     """Objects beyond the limits of the exporter, by kind."""
     foreign: int
     """Keys that no swansong of this version writes."""
-    evacuations: Evacuations
+    evacuations: EvacuationCounts
     interruptions: Mapping[bool, int]
     """By whether the run resumed on the same VM."""
     lost_gpu_s: Mapping[str, float]
@@ -89,7 +89,7 @@ class RunFigures:
 
 
 @dataclass(frozen=True, slots=True)
-class Evacuations:
+class EvacuationCounts:
     """The evacuations of a run, by verdict, and by whether they were drills."""
 
     settled: Mapping[tuple[Verdict, bool], int]
@@ -98,7 +98,7 @@ class Evacuations:
     """Time of the newest of these evacuations."""
 
 
-def evacuations(farewells: Iterable[FarewellFacts], *, now_wall_s: float) -> Evacuations:
+def evacuations(farewells: Iterable[FarewellFacts], *, now_wall_s: float) -> EvacuationCounts:
     """Count each evacuation once, by its final verdict: one evacuation leaves several farewells.
 
     The result depends on the farewells and the time alone, so a restart of the exporter does not change it.
@@ -118,7 +118,7 @@ def evacuations(farewells: Iterable[FarewellFacts], *, now_wall_s: float) -> Eva
         newest_wall_s[verdict, is_drill] = max(
             newest_wall_s.get((verdict, is_drill), 0.0), written_wall_s
         )
-    return Evacuations(settled, newest_wall_s)
+    return EvacuationCounts(settled, newest_wall_s)
 
 
 def _outcome(
@@ -188,7 +188,7 @@ def _interruptions(chain: Sequence[Life]) -> Sequence[Interruption]:
     return () if found is None else found.interruptions
 
 
-def _unrecorded(ending: Ending, claimed_wall_s: float | None) -> Life:
+def _unrecorded(ending: GenerationEnd, claimed_wall_s: float | None) -> Life:
     """A generation whose own resumption is missing."""
     return Life(
         generation=ending.generation,
@@ -201,7 +201,7 @@ def _unrecorded(ending: Ending, claimed_wall_s: float | None) -> Life:
 
 def _begun(own: Resumption) -> Life:
     """A generation whose end is not known yet."""
-    ending = Ending(
+    ending = GenerationEnd(
         generation=own.generation,
         step=own.first_step,
         wall_s=own.first_step_wall_s,

@@ -42,7 +42,7 @@ class HealthFigures:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class StoreReading:
     """A reading at its end."""
 
     is_up: bool
@@ -52,7 +52,7 @@ class Reading:
     left_out: int = 0
 
 
-class StoreHealth:
+class ReadHealth:
     """Collects the health of one store; safe to use from several threads.
 
     A store may also be the mirror of another one.  The last reading of each role counts: the store is up if
@@ -64,7 +64,7 @@ class StoreHealth:
         self._lock = threading.Lock()
         self._requests: Counter[str] = Counter()
         self._errors: Counter[str] = Counter()
-        self._readings: dict[str, Reading] = {}
+        self._readings: dict[str, StoreReading] = {}
         """By the URL of the store whose reader has read this one."""
         self._read_wall_s: float | None = None
         self._took_s: float | None = None
@@ -77,7 +77,7 @@ class StoreHealth:
         with self._lock:
             self._errors[kind_of(error)] += 1
 
-    def read(self, reading: Reading, *, by: str, now_wall_s: float) -> None:
+    def read(self, reading: StoreReading, *, by: str, now_wall_s: float) -> None:
         """Record the end of a reading by the reader of the store with the URL ``by``."""
         with self._lock:
             self._readings[by] = reading
@@ -127,7 +127,7 @@ class ReadOnly(Retrying):
         stop: ends every wait.
     """
 
-    def __init__(self, store: ObjectStore, health: StoreHealth, stop: threading.Event) -> None:
+    def __init__(self, store: ObjectStore, health: ReadHealth, stop: threading.Event) -> None:
         super().__init__(
             store,
             give_up_mono_s=lambda: None,

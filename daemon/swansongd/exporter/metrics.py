@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metrics of the exporter; docs/operations/exporter-metrics.md lists them.
+"""The metrics of the exporter; docs/reference/metrics.md shows them.
 
 The labels are names of runs, URLs of configured stores, and words of fixed lists.
 """
@@ -15,7 +15,7 @@ from prometheus_client.registry import Collector
 
 from swansongd import __version__
 from swansongd.exporter.figures import RunFigures
-from swansongd.exporter.health import HealthFigures, StoreHealth
+from swansongd.exporter.health import HealthFigures, ReadHealth
 from swansongd.exporter.reader import StoreReader
 from swansongd.model import Verdict
 from swansongd.observe.cost import Costs
@@ -26,6 +26,17 @@ Samples = Iterable[tuple[Labels, float | None]]
 _RUN = ("run", "store")
 _VM = {False: "new", True: "same"}
 _DRILL = {False: "no", True: "yes"}
+LABELS = {
+    "store": "URL of the store, or of a mirror",
+    "kind": "Kind of the commit: `periodic`, `emergency` or `final`; of the object: `commit`, `farewell`, "
+    "`resumption` or `claim`; of the error: `transient`, `refused`, `not_found`, `too_large`, `corrupt` or "
+    "`unexpected`",
+    "vm": "`new` or `same`: the VM on which the run resumed",
+    "part": "Part of the loss: see docs/operations/loss.md; of the cost: `spot`, `interruptions`, `saves` or "
+    "`on_demand`",
+    "operation": "`get`, `head` or `list`",
+}
+"""The meaning of labels, beyond the help texts and the labels of the daemon's metrics."""
 
 
 class ExporterCollector(Collector):
@@ -40,7 +51,7 @@ class ExporterCollector(Collector):
     def __init__(
         self,
         readers: Sequence[StoreReader],
-        healths: Sequence[StoreHealth],
+        healths: Sequence[ReadHealth],
         wall: Callable[[], float] = time.time,
     ) -> None:
         self._readers = readers

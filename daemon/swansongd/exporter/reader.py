@@ -18,7 +18,7 @@ from swansongd.bucket.keys import RunKeys
 from swansongd.config.values import InvalidValue, run_name
 from swansongd.errors import Stopped, StoreError, SwansongError
 from swansongd.exporter.figures import RunFigures
-from swansongd.exporter.health import Reading, ReadOnly, StoreHealth
+from swansongd.exporter.health import ReadHealth, ReadOnly, StoreReading
 from swansongd.exporter.run import RunReader
 from swansongd.observe.cost import Prices
 from swansongd.stores.base import ObjectStore, all_pages
@@ -45,7 +45,7 @@ _log = structlog.get_logger(__name__)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Source:
+class StoreToRead:
     """A store to read."""
 
     store: ObjectStore
@@ -67,9 +67,9 @@ class StoreReader:
 
     def __init__(
         self,
-        source: Source,
-        health: StoreHealth,
-        mirror_health: StoreHealth | None,
+        source: StoreToRead,
+        health: ReadHealth,
+        mirror_health: ReadHealth | None,
         *,
         interval_s: float,
         runs_max: int,
@@ -146,7 +146,7 @@ class StoreReader:
             runs, failing = len(self._figures), len(self._failing)
             left_out = len(self._left_out)
             is_refused = bool(due) and self._failing.issuperset(due)
-        done = Reading(
+        done = StoreReading(
             is_up=not counts.failures and not is_refused,
             took_s=took_s,
             runs=runs,
@@ -155,7 +155,7 @@ class StoreReader:
         )
         self._health.read(done, by=self.url, now_wall_s=now_wall_s)
         if self._mirror_health is not None and counts.has_mirror:
-            mirrored = Reading(is_up=not counts.mirror_failures, took_s=took_s)
+            mirrored = StoreReading(is_up=not counts.mirror_failures, took_s=took_s)
             self._mirror_health.read(mirrored, by=self.url, now_wall_s=now_wall_s)
         return not (counts.failures or failing or counts.mirror_failures)
 

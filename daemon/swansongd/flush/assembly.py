@@ -24,7 +24,7 @@ from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout
+from swansongd.flush.layout import ChunkLayout
 from swansongd.flush.ledger import Ledger
 from swansongd.flush.locker import Locker
 from swansongd.flush.possession import Possession
@@ -120,7 +120,7 @@ class Storage:
             staging.fd,
             self._post_flush,
             known=known,
-            layout=Layout(config.flush.chunk_bytes, config.flush.connections),
+            layout=ChunkLayout(config.flush.chunk_bytes, config.flush.connections),
             created=possession.offer,
         )
         self.mirror = mirror

@@ -11,6 +11,7 @@ import secrets
 import threading
 from collections import deque
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import structlog
@@ -211,8 +212,8 @@ class Committer:
         """Find the newest commit, and the claim of the recorded start, without which nothing is claimed."""
 
         def read() -> None:
-            newest, owner = self._newest()
-            self._post(RunRead(newest, owner))
+            newest, owner, is_sound = self._newest()
+            self._post(RunRead(newest, owner, is_sound))
             self._reads.append(self._read_history)
             self._learn_from(newest)
 
@@ -231,20 +232,33 @@ class Committer:
         self._retried(claim, lambda: self._wanted != request.start_id, request.start_id)
 
     def _post_claimed(self, claim: Claim) -> None:
-        newest, owner = self._newest()  # after the claim: with every commit of earlier starts
-        start_id = claim.content.start
-        event = GenerationClaimed(start_id, claim.generation, newest, owner, claim.is_found)
-        self._post(event)
+        newest, owner, is_sound = (
+            self._newest()
+        )  # after the claim: with all commits of earlier starts
+        self._post(
+            GenerationClaimed(
+                claim.content.start,
+                claim.generation,
+                newest,
+                owner,
+                is_sound=is_sound,
+                is_found=claim.is_found,
+            )
+        )
         self._learn_from(newest)
 
-    def _newest(self) -> tuple[CommitRef | None, str]:
-        """The newest whole commit, and the start that owns its generation."""
+    def _newest(self) -> tuple[CommitRef | None, str, bool]:
+        """The newest whole commit, the start that owns its generation, and whether all GPUs were sound."""
         near = self._claimant.recorded_generation
-        newest = commit.newest_whole_commit(self._store, self._keys, near=near)
+        newest = commit.newest_whole(self._store, self._keys, near=near)
         if newest is None:
-            return None, ""
-        claim = catalog.claim_of(self._store, self._keys, newest.generation)
-        return newest, "" if claim is None else claim.start
+            return None, "", True
+        claim = catalog.claim_of(self._store, self._keys, newest.ref.generation)
+        owner = "" if claim is None else claim.start
+        try:
+            return newest.ref, owner, commit.are_all_sound(self._store, self._keys, newest)
+        except CorruptError:
+            return newest.ref, owner, False
 
     def _retried(
         self, attempt: Callable[[], None], is_over: Callable[[], bool], start_id: str = ""
@@ -400,15 +414,19 @@ class Committer:
             self._committed(manifest)
 
     def _check_complete(self, request: CheckComplete) -> None:
-        committed, whole = 0, None
+        counted = PartsCounted(request.newest, 0, None)
         try:
             committed, whole = commit.parts_committed(
                 self._store, self._keys, request.newest, request.nodes, after=request.after
             )
+            counted = PartsCounted(request.newest, committed, None)
+            if whole is not None:
+                is_sound = commit.are_all_sound(self._store, self._keys, whole)
+                counted = replace(counted, whole=whole.ref, is_sound=is_sound)
         except SwansongError as error:  # the core requests the check again
             self._health.failed(_COMMIT, error.line())
         finally:
-            self._post(PartsCounted(request.newest, committed, whole))
+            self._post(counted)
 
     def _farewell(self, generation: int, data: bytes) -> None:
         stamp = self._wall().replace(":", "").replace("-", "")

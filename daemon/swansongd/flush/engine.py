@@ -29,11 +29,11 @@ from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
 from swansongd.errors import StagingError, SwansongError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout, size_of
+from swansongd.flush.layout import ChunkLayout, size_of
 from swansongd.flush.queue import UploadQueue
 from swansongd.flush.reading import Cancelled
 from swansongd.flush.sender import ChunkSender, chunk_nonce
-from swansongd.flush.tasks import Begin, Finish, StoreChunk, Task
+from swansongd.flush.tasks import FindWork, FinishSet, StoreChunk, Task
 from swansongd.model import CheckpointId, Chunk, Staged
 from swansongd.staging import scan
 from swansongd.stores.base import ObjectStore
@@ -71,7 +71,7 @@ class FlushEngine:
         post: Callable[[Event], None],
         *,
         known: KnownChunks,
-        layout: Layout,
+        layout: ChunkLayout,
         created: Callable[[Chunk], None] = lambda _chunk: None,
         nonce: Callable[[], str] = chunk_nonce,
         monotonic: Callable[[], float] = time.monotonic,
@@ -185,7 +185,7 @@ class FlushEngine:
     def _next_task(self) -> tuple[ActiveFlush, Task] | None:
         if self._ordered is not None and not self._is_beginning:
             self._is_beginning = True
-            return self._ordered, Begin()
+            return self._ordered, FindWork()
         active = self._active
         if active is None or not self._admits_worker(active):
             return None
@@ -209,9 +209,9 @@ class FlushEngine:
         """Returns False if a file cannot be read now."""
         try:
             match task:
-                case Begin():
+                case FindWork():
                     self._begin(flush)
-                case Finish():
+                case FinishSet():
                     self._finish(flush)
                 case StoreChunk():
                     self._sender.carry_out(flush, task)
@@ -231,7 +231,7 @@ class FlushEngine:
         with self._lock:
             flush.workers -= 1
             self._in_flight_bytes -= _chunk_bytes(task)
-            if isinstance(task, Begin):
+            if isinstance(task, FindWork):
                 self._is_beginning = False
                 self._has_work.notify()
             elif isinstance(task, StoreChunk):

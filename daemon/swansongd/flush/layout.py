@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from swansongd.model import CHUNK_BYTES_MAX, StagedFile
 
 SMALL_BYTES_MAX = 4 * 2**20
-"""Largest file that shares a chunk.  docs/performance/transfer.md has the measurement."""
+"""Largest file that shares a chunk.  Above this size a request costs little next to its bytes."""
 PACKED_FILES_MAX = 5000
 """Limits the work that one failed request repeats."""
 FILE_CHUNKS_MAX = 4096
@@ -38,7 +38,7 @@ def size_of(pieces: Sequence[Piece]) -> int:
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class ChunkLayout:
     """Decides which bytes share a chunk.
 
     Args:

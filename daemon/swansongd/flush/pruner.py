@@ -11,7 +11,7 @@ from dataclasses import replace
 import structlog
 
 from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.prune import Report, prune
+from swansongd.bucket.prune import PruneReport, prune
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import Stopped, SwansongError
 from swansongd.observe.snapshot import PruneFigures
@@ -93,18 +93,18 @@ class Pruner:
     def _count_failure(self) -> None:
         self.figures = replace(self.figures, failures=self.figures.failures + 1)
 
-    def _count(self, report: Report) -> None:
+    def _count(self, report: PruneReport) -> None:
         before = self.figures
         self.figures = replace(
             before,
             commits=before.commits
-            + sum(not (each.reasons or each.remains) for each in report.verdicts),
+            + sum(not (each.reasons or each.remains) for each in report.decisions),
             freed_bytes=before.freed_bytes + report.freed_bytes,
             succeeded_mono_s=time.monotonic(),
             kept_bytes=report.kept_bytes,
         )
 
-    def prune(self) -> Report:
+    def prune(self) -> PruneReport:
         """Prune once.
 
         Raises:

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.layout import Layout, Piece, Pieces, size_of
-from swansongd.flush.tasks import Finish, StoreChunk
+from swansongd.flush.layout import ChunkLayout, Piece, Pieces, size_of
+from swansongd.flush.tasks import FinishSet, StoreChunk
 from swansongd.model import Chunk, Extent, Staged, StagedFile, StoredShard
 
 
@@ -34,7 +34,7 @@ class UploadQueue:
         layout: decides which bytes share a chunk.
     """
 
-    def __init__(self, generation: int, layout: Layout) -> None:
+    def __init__(self, generation: int, layout: ChunkLayout) -> None:
         self.generation = generation
         self.bytes_stored = 0
         self._layout = layout
@@ -94,7 +94,7 @@ class UploadQueue:
             return False
         return bool(self._waiting) or (self._is_sealed and not self._left)
 
-    def next_task(self) -> StoreChunk | Finish | None:
+    def next_task(self) -> StoreChunk | FinishSet | None:
         """The next task; None when none can begin now."""
         if not self.has_task():
             return None
@@ -104,7 +104,7 @@ class UploadQueue:
             self.in_flight += 1
             return StoreChunk(pieces)
         self._is_finishing = True
-        return Finish()
+        return FinishSet()
 
     def stored(self, extents: Mapping[Piece, Extent]) -> None:
         """Note that these pieces are stored."""

@@ -9,7 +9,7 @@ from swansongd.flush.layout import Pieces
 
 
 @dataclass(frozen=True, slots=True)
-class Begin:
+class FindWork:
     """Find the work that is left of the set."""
 
 
@@ -21,8 +21,8 @@ class StoreChunk:
 
 
 @dataclass(frozen=True, slots=True)
-class Finish:
+class FinishSet:
     """Check that the set did not change, and report it as stored."""
 
 
-Task = Begin | StoreChunk | Finish
+Task = FindWork | StoreChunk | FinishSet

@@ -9,10 +9,9 @@ from typing import Any
 
 from swansong import bounds
 
-from swansongd.core.gpus import DOUBTFUL_MAX, KNOWN_MAX
+from swansongd.core.gpus import KNOWN_MAX
 from swansongd.model import (
     CheckpointId,
-    CommitRef,
     GpuFault,
     GpuHealth,
     GpuRecord,
@@ -36,7 +35,6 @@ def facts_of(record: GpuRecord) -> dict[str, Any]:
         "suspect_starts": list(record.suspect_starts),
         "known_starts": list(record.known_starts),
         "sound_sets": [[each.step, each.nonce] for each in sorted(record.sound_sets)],
-        "doubtful_commits": [asdict(ref) for ref in record.doubtful_commits],
     }
 
 
@@ -55,10 +53,6 @@ def parse(facts: Mapping[str, Any]) -> GpuRecord:
         known_starts=tuple(_names(facts, "known_starts")),
         sound_sets=frozenset(
             _set(each) for each in bounds.items(facts["sound_sets"], "sound_sets", KNOWN_MAX)
-        ),
-        doubtful_commits=tuple(
-            _commit(each)
-            for each in bounds.items(facts["doubtful_commits"], "doubtful_commits", DOUBTFUL_MAX)
         ),
     )
 
@@ -94,15 +88,6 @@ def _set(value: Any) -> CheckpointId:
         raise bounds.BoundsError("a set has no nonce")
     step = bounds.integer(pair[0], "step", 0, _STEPS_MAX)
     return CheckpointId(step, bounds.text(pair[1], "nonce"))
-
-
-def _commit(value: Any) -> CommitRef:
-    facts = bounds.mapping(value, "a commit", _FACTS_MAX)
-    return CommitRef(
-        bounds.integer(facts["generation"], "generation", 0, _STEPS_MAX),
-        bounds.integer(facts["step"], "step", 0, _STEPS_MAX),
-        bounds.boolean(facts["is_final"], "is_final"),
-    )
 
 
 def _names(facts: Mapping[str, Any], field: str) -> list[str]:

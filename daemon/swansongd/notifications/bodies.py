@@ -31,14 +31,16 @@ class UnusableTemplate(SwansongError):
 
 
 @dataclass(frozen=True, slots=True)
-class Body:
+class WebhookBody:
     """The body of a request, and its type."""
 
     data: bytes
     content_type: str = JSON
 
 
-def of_preset(preset: str, origin: Origin, notification: Notification, *, token: str = "") -> Body:
+def of_preset(
+    preset: str, origin: Origin, notification: Notification, *, token: str = ""
+) -> WebhookBody:
     """The body in one of the known formats.
 
     Args:
@@ -50,12 +52,12 @@ def of_preset(preset: str, origin: Origin, notification: Notification, *, token:
     if preset == "pagerduty":
         return _encoded(_pagerduty(facts, token))
     if preset == "cloudevents":
-        return Body(_encoded(_cloudevent(facts)).data, CLOUDEVENTS)
+        return WebhookBody(_encoded(_cloudevent(facts)).data, CLOUDEVENTS)
     return _encoded(facts)
 
 
-def _encoded(body: Mapping[str, object]) -> Body:
-    return Body(json.dumps(body, allow_nan=False).encode())
+def _encoded(body: Mapping[str, object]) -> WebhookBody:
+    return WebhookBody(json.dumps(body, allow_nan=False).encode())
 
 
 def _slack(facts: Mapping[str, object]) -> dict[str, object]:
@@ -142,12 +144,12 @@ class Template:
                 hint="Put text placeholders between quotes, and write $$ for a dollar sign",
             ) from None
 
-    def body(self, origin: Origin, notification: Notification) -> Body:
+    def body(self, origin: Origin, notification: Notification) -> WebhookBody:
         values = {
             name: json.dumps(value)[1:-1] if isinstance(value, str) else json.dumps(value)
             for name, value in fields(origin, notification).items()
         }
-        return Body(self._template.substitute(values).encode())
+        return WebhookBody(self._template.substitute(values).encode())
 
 
 def read_template(path: Path) -> Template:

@@ -17,8 +17,8 @@ import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.model import DRILL
 from swansongd.notifications.outbox import Outbox
-from swansongd.notifications.record import Record
-from swansongd.observe.notifications import Kind, Notification, Origin, fields
+from swansongd.notifications.record import SentNotifications
+from swansongd.observe.notifications import Notification, NotificationKind, Origin, fields
 from swansongd.util.rates import TokenBucket
 
 NAME = "exec"
@@ -66,12 +66,12 @@ class Command:
         record: remembers which were begun.
     """
 
-    def __init__(self, config: NotifyConfig, origin: Origin, record: Record) -> None:
+    def __init__(self, config: NotifyConfig, origin: Origin, record: SentNotifications) -> None:
         self.outbox = Outbox()
         self._config = config
         self._origin = origin
         self._record = record
-        self._rates = {kind: TokenBucket(AT_ONCE, PER_S) for kind in Kind}
+        self._rates = {kind: TokenBucket(AT_ONCE, PER_S) for kind in NotificationKind}
         self._queued: set[str] = set()
         """Keys of all runs of this life of the daemon; the rate bounds their number."""
         self._stop = threading.Event()
@@ -86,7 +86,12 @@ class Command:
     def put(self, notification: Notification) -> None:
         """Queue a notification, unless the command is not for it or has run for it."""
         is_wanted = notification.kind.value in self._config.exec_on and notification.source != DRILL
-        is_condition = notification.kind in (Kind.STALL, Kind.BLIND, Kind.MARGIN, Kind.METRICS)
+        is_condition = notification.kind in (
+            NotificationKind.STALL,
+            NotificationKind.BLIND,
+            NotificationKind.MARGIN,
+            NotificationKind.METRICS,
+        )
         is_end = bool(notification.ends) or (is_condition and notification.is_over)
         key = _key(notification)
         if not is_wanted or is_end or key in self._queued or self._record.has(key):
@@ -215,7 +220,7 @@ def _key(notification: Notification) -> str:
 
     An advisory notice is the exception, because most of them are not followed by another one.
     """
-    is_urgent = notification.kind is Kind.NOTICE and notification.urgency != "advisory"
+    is_urgent = notification.kind is NotificationKind.NOTICE and notification.urgency != "advisory"
     key = (
         notification.key.removesuffix(f"/{notification.urgency}") if is_urgent else notification.key
     )

@@ -48,7 +48,7 @@ class NotDelivered(SwansongError):
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class HttpRequest:
     """A request; its text form contains neither address nor content."""
 
     url: str
@@ -76,7 +76,7 @@ class Deliverer:
         self._abandoned: list[threading.Thread] = []
         _hide_addresses()
 
-    def send(self, request: Request) -> None:
+    def send(self, request: HttpRequest) -> None:
         """Send the request, and return after a reply with status 2xx.
 
         Raises:
@@ -108,7 +108,7 @@ class Deliverer:
             raise outcome
 
 
-def _exchange(request: Request) -> None:
+def _exchange(request: HttpRequest) -> None:
     import requests  # noqa: PLC0415 - only for receivers, and slow to import
 
     with requests.Session() as session:
@@ -137,7 +137,7 @@ def _proxies(url: str) -> dict[str, str]:
     return {} if is_local else dict(get_environ_proxies(url, no_proxy=None))
 
 
-def _judge(request: Request, status: int, headers: Mapping[str, str], body: bytes) -> None:
+def _judge(request: HttpRequest, status: int, headers: Mapping[str, str], body: bytes) -> None:
     if 200 <= status < 300:
         return
     words = f"HTTP {status}"

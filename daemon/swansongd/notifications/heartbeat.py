@@ -11,7 +11,7 @@ import structlog
 from swansongd.config.notify import NotifyConfig
 from swansongd.errors import SwansongError
 from swansongd.notifications import secret_files
-from swansongd.notifications.delivery import Deliverer, Request
+from swansongd.notifications.delivery import Deliverer, HttpRequest
 from swansongd.util.printable import printable
 
 _RETRY_S_MAX = 30.0
@@ -21,7 +21,7 @@ _LOOK_S = 1.0
 _log = structlog.get_logger(__name__)
 
 
-def request_for(config: NotifyConfig) -> Request:
+def request_for(config: NotifyConfig) -> HttpRequest:
     """The request of a heartbeat.
 
     Raises:
@@ -31,7 +31,7 @@ def request_for(config: NotifyConfig) -> Request:
         config.heartbeat_url, config.heartbeat_url_file, allow_http=config.allow_http
     )
     has_secret = config.heartbeat_url_file is not None
-    return Request(url, method="GET", ca_bundle=config.ca_bundle, has_secret=has_secret)
+    return HttpRequest(url, method="GET", ca_bundle=config.ca_bundle, has_secret=has_secret)
 
 
 class Heartbeat:

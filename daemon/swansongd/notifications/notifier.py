@@ -16,7 +16,7 @@ from swansongd.core.state import State
 from swansongd.notifications.command import Command
 from swansongd.notifications.delivery import warm
 from swansongd.notifications.heartbeat import Heartbeat
-from swansongd.notifications.record import Record
+from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.accounting import MeasuredResume, Training
 from swansongd.observe.conditions import Watch
@@ -59,7 +59,7 @@ class Notifier:
         *,
         run: str,
         vm: str,
-        record: Record,
+        record: SentNotifications,
         settle_s: float = SETTLE_S,
         training: Callable[[], Training] = Training,
         metrics_failure: Callable[[], str] = str,
@@ -211,7 +211,7 @@ def open_notifier(
     """The notifier of the configuration; None if there is nothing to notify."""
     if not (config.has_webhook or config.has_heartbeat or config.exec):
         return None
-    record = Record(own_fd, boot_id=boot_id)
+    record = SentNotifications(own_fd, boot_id=boot_id)
     return Notifier(
         config,
         run=run,

@@ -8,16 +8,16 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from swansongd.observe.notifications import Kind, Notification
+from swansongd.observe.notifications import Notification, NotificationKind
 from swansongd.util.printable import printable
 
 ENTRIES_MAX = 100
-URGENT = (Kind.NOTICE, Kind.VERDICT)
+URGENT = (NotificationKind.NOTICE, NotificationKind.VERDICT)
 """Sent before the others, and dropped last."""
 
 
 @dataclass
-class Entry:
+class OutboxEntry:
     """A notification that waits, or that is being sent."""
 
     notification: Notification
@@ -48,9 +48,9 @@ class Outbox:
         self._entries_max = entries_max
         self._monotonic = monotonic
         self._changed = threading.Condition()
-        self._waiting: list[Entry] = []
+        self._waiting: list[OutboxEntry] = []
         self._number = 0
-        self._in_progress: Entry | None = None
+        self._in_progress: OutboxEntry | None = None
         self._is_draining = False
         self._sent = 0
         self._failed = 0
@@ -77,7 +77,7 @@ class Outbox:
                 if entry.notification.group == notification.group:
                     entry.due_mono_s = 0.0
             self._number += 1
-            self._waiting.append(Entry(notification, self._number))
+            self._waiting.append(OutboxEntry(notification, self._number))
             self._changed.notify_all()
 
     def refuse(self) -> None:
@@ -85,7 +85,7 @@ class Outbox:
         with self._changed:
             self._dropped += 1
 
-    def take(self) -> Entry:
+    def take(self) -> OutboxEntry:
         """The next entry that is due; waits for it.  The worker then calls one of the methods below."""
         with self._changed:
             while (entry := self._due()) is None:
@@ -137,14 +137,14 @@ class Outbox:
         entry = self._in_progress
         return (entry is not None and entry.is_urgent) or any(e.is_urgent for e in self._waiting)
 
-    def _heads(self) -> list[Entry]:
+    def _heads(self) -> list[OutboxEntry]:
         """The first entry of each group, oldest first."""
-        heads: dict[str, Entry] = {}
+        heads: dict[str, OutboxEntry] = {}
         for entry in self._waiting:
             heads.setdefault(entry.notification.group, entry)
         return list(heads.values())
 
-    def _due(self) -> Entry | None:
+    def _due(self) -> OutboxEntry | None:
         now = self._monotonic()
         due = [e for e in self._heads() if e.due_mono_s <= now or self._is_draining]
         return next((e for e in due if e.is_urgent), due[0] if due else None)

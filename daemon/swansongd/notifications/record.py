@@ -18,7 +18,7 @@ _BYTES_MAX = 2**20
 _KEY_CHARS_MAX = 1000
 
 
-class Record:
+class SentNotifications:
     """Keys of sent notifications, and the problems that were begun.  Thread-safe.
 
     The decision loop calls :meth:`has` and :meth:`forget`, which never wait for the disk.

@@ -15,10 +15,10 @@ from swansongd.config.notify import PAGERDUTY_URL, NotifyConfig
 from swansongd.errors import SwansongError
 from swansongd.notifications import secret_files
 from swansongd.notifications.bodies import of_preset, read_template
-from swansongd.notifications.delivery import Deliverer, NotDelivered, Request
+from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered
 from swansongd.notifications.outbox import Outbox
-from swansongd.notifications.record import BEGUN_MAX, Record
-from swansongd.observe.notifications import GROUPS, Kind, Notification, Origin
+from swansongd.notifications.record import BEGUN_MAX, SentNotifications
+from swansongd.observe.notifications import GROUPS, Notification, NotificationKind, Origin
 from swansongd.util.rates import TokenBucket
 
 NAME = "webhook"
@@ -34,7 +34,7 @@ _log = structlog.get_logger(__name__)
 _random = SystemRandom()
 
 
-def request_for(config: NotifyConfig, origin: Origin, notification: Notification) -> Request:
+def request_for(config: NotifyConfig, origin: Origin, notification: Notification) -> HttpRequest:
     """The request that reports this notification.  The files with secrets and the template are read now.
 
     Raises:
@@ -52,7 +52,7 @@ def request_for(config: NotifyConfig, origin: Origin, notification: Notification
     headers = {"Content-Type": body.content_type}
     if token and config.preset != "pagerduty":
         headers["Authorization"] = f"Bearer {token}"
-    return Request(
+    return HttpRequest(
         address,
         data=body.data,
         headers=headers,
@@ -78,7 +78,7 @@ class Webhook:
         self,
         config: NotifyConfig,
         origin: Origin,
-        record: Record,
+        record: SentNotifications,
         *,
         deliverer: Deliverer | None = None,
         backoff_s: float = _BACKOFF_S,
@@ -133,7 +133,9 @@ class Webhook:
             return True  # of any kind and at any rate: nothing else would close the problem
         if notification.kind.value not in self._config.kinds:
             return False
-        is_back = notification.kind is Kind.VERDICT and not (is_open or notification.is_over)
+        is_back = notification.kind is NotificationKind.VERDICT and not (
+            is_open or notification.is_over
+        )
         if notification.key in self._known and not is_back:
             return False
         rate = self._rates.setdefault(notification.kind, TokenBucket(AT_ONCE, PER_S))

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Advice for a run: changes that save GPU time, each with its computed saving and its formula.
 
-Pure.  docs/operations/advise.md has the formulas.  Each proposal is a changed :class:`Job`, and its saving is
+Pure.  docs/operations/loss.md has the model.  Each proposal is a changed :class:`Job`, and its saving is
 the difference of the two expected losses.
 """
 
@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from swansongd.observe.expected import (
     Expected,
+    ExpectedMargin,
+    InterruptionKind,
     Interval,
     Job,
-    Kind,
-    Margin,
     best_interval,
     covered_redone_s,
     expected,
@@ -92,7 +92,7 @@ class Advice:
 
     expected: Expected
     interval: Interval
-    margins: tuple[Margin, ...]
+    margins: tuple[ExpectedMargin, ...]
     """The shortest notice first; empty while save, size or bandwidth are not measured."""
     proposals: tuple[Proposal, ...]
 
@@ -327,7 +327,7 @@ def _replacement(job: Job, setup: Setup) -> Iterator[_Change]:
 def _longer_notice(job: Job) -> Iterator[_Change]:
     """GCP gives 120 s on request."""
 
-    def is_short(kind: Kind) -> bool:
+    def is_short(kind: InterruptionKind) -> bool:
         return kind.source in ("gcp.preempted", "preemption") and 0 < kind.grace_s < SHORT_NOTICE_S
 
     short = [kind for kind in job.kinds if is_short(kind)]

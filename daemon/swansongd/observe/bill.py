@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a day of a run: fault tolerance, interruptions, and spot against on-demand.
 
-Pure.  docs/operations/advise.md has the formulas.  An amount is None where its price is not known.
+Pure.  docs/operations/loss.md has the model.  An amount is None where its price is not known.
 """
 
 from __future__ import annotations

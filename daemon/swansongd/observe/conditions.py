@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from swansongd.core.state import State
 from swansongd.model import Health
 from swansongd.observe.margin import margins
-from swansongd.observe.notifications import Importance, Kind, Notification, text
+from swansongd.observe.notifications import Importance, Notification, NotificationKind, text
 from swansongd.observe.report import STORE_HEALTH
 
 
@@ -20,7 +20,7 @@ from swansongd.observe.report import STORE_HEALTH
 class Condition:
     """A problem that may last: whether it holds, and its description."""
 
-    kind: Kind
+    kind: NotificationKind
     source: str = ""
     holds: bool
     summary: str
@@ -75,7 +75,7 @@ def _blind(state: State) -> dict[str, Condition]:
             f"{what} is blind, {effect}: {status.reason}" if holds else f"{what} responds again"
         )
         found[name] = Condition(
-            kind=Kind.BLIND,
+            kind=NotificationKind.BLIND,
             source=name,
             holds=holds,
             summary=summary,
@@ -87,7 +87,7 @@ def _blind(state: State) -> dict[str, Condition]:
 
 def _metrics(failure: str) -> Condition:
     return Condition(
-        kind=Kind.METRICS,
+        kind=NotificationKind.METRICS,
         holds=bool(failure),
         summary=f"The metrics are not served, do not trust what Prometheus shows: {failure}"
         if failure
@@ -102,14 +102,16 @@ def _stall(state: State, step: int) -> Condition | None:
         ranks = sorted(t.rank for t in state.connected if t.connection in state.ranks.stalled)
         shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
         return Condition(
-            kind=Kind.STALL,
+            kind=NotificationKind.STALL,
             holds=True,
             summary=f"Training makes no progress since step {step}: rank {shown}",
             importance=Importance.ERROR,
         )
     if not any(t.step_s is not None for t in state.connected):
         return None
-    return Condition(kind=Kind.STALL, holds=False, summary="Training makes progress again")
+    return Condition(
+        kind=NotificationKind.STALL, holds=False, summary="Training makes progress again"
+    )
 
 
 def _margins(state: State) -> dict[str, Condition]:
@@ -122,7 +124,7 @@ def _margins(state: State) -> dict[str, Condition]:
             f"After a notice of {source} right now the commit would be {-margin.spare_s:.1f} s late"
         )
         found[source] = Condition(
-            kind=Kind.MARGIN,
+            kind=NotificationKind.MARGIN,
             source=source,
             holds=holds,
             summary=late if holds else f"A notice of {source} leaves enough time again",

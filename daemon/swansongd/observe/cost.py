@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The cost of a run in money: GPU time, storage and requests, at given prices.
 
-Pure.  docs/operations/advise.md has the formulas.  An amount is None where its price is not known.
+Pure.  docs/operations/loss.md has the model.  An amount is None where its price is not known.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The metric families of the daemon; docs/operations/metrics.md has the same table."""
+"""The metric families of the daemon; docs/reference/metrics.md shows them."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def _histogram(name: str, help_text: str, *labels: str) -> Family:
     return Family(name, "histogram", help_text, labels)
 
 
-FAMILIES = (
+_DAEMON = (
     Family("swansong_build_info", "info", "Version of the daemon", ("version", "python")),
     _gauge("swansong_start_timestamp_seconds", "Start of the daemon"),
     _gauge(
@@ -33,6 +33,8 @@ FAMILIES = (
         "swansong_log_lines_dropped_total",
         "Log lines that were dropped because standard error blocked",
     ),
+)
+_COMMITS = (
     _gauge("swansong_last_commit_timestamp_seconds", "Time of the newest whole commit"),
     _gauge("swansong_last_commit_step", "Step of the newest whole commit"),
     _counter(
@@ -53,6 +55,8 @@ FAMILIES = (
         "swansong_dropped_sets_total", "Sealed sets that newer ones superseded before their upload"
     ),
     _counter("swansong_save_failures_total", "Checkpoints that the trainer could not write"),
+)
+_FLUSH = (
     _counter("swansong_flush_bytes_total", "Bytes sent to the store"),
     _counter(
         "swansong_flush_referenced_bytes_total",
@@ -78,6 +82,8 @@ FAMILIES = (
     ),
     _gauge("swansong_staging_size_bytes", "Size of the file system of staging"),
     _gauge("swansong_staging_free_bytes", "Free bytes on the file system of staging"),
+)
+_SOURCES = (
     _gauge(
         "swansong_source_up",
         "1 if a notice would be seen now, 0 if the source is blind or has not answered yet",
@@ -102,6 +108,8 @@ FAMILIES = (
         "Available minus needed seconds: negative if a notice right now would lose training",
         "notice",
     ),
+)
+_EVACUATIONS = (
     _gauge("swansong_evacuation_open", "1 during an evacuation, 0 otherwise"),
     _gauge("swansong_evacuation_deadline_timestamp_seconds", "Deadline of the open evacuation"),
     _counter(
@@ -140,6 +148,8 @@ FAMILIES = (
         "Checkpoints that were requested because of an advisory notice",
         "source",
     ),
+)
+_TRAINER = (
     _gauge("swansong_trainers_connected", "Ranks that are connected"),
     _gauge(
         "swansong_trainers_joined_timestamp_seconds",
@@ -167,6 +177,8 @@ FAMILIES = (
         "GPU seconds lost before those resumptions, by part of the loss",
         "part",
     ),
+)
+_MIRROR = (
     _gauge(
         "swansong_mirror_state",
         "1 for the state of the mirror, 0 for all others; absent without a mirror",
@@ -191,6 +203,8 @@ FAMILIES = (
     _counter("swansong_pruned_commits_total", "Commits that this daemon deleted"),
     _counter("swansong_pruned_bytes_total", "Bytes that this daemon deleted"),
     _gauge("swansong_prune_kept_bytes", "Bytes of the commits that the last prune kept"),
+)
+_GPUS = (
     _gauge("swansong_gpus", "GPUs that are known"),
     _gauge(
         "swansong_gpu_health",
@@ -204,6 +218,8 @@ FAMILIES = (
         "gpu",
         "class",
     ),
+)
+_NOTIFICATIONS = (
     _counter(
         "swansong_notifications_total",
         "Notifications by channel (webhook, exec or heartbeat) and outcome (sent, failed or dropped)",
@@ -211,4 +227,26 @@ FAMILIES = (
         "outcome",
     ),
 )
-"""In the order of the page."""
+SUBJECTS = {
+    "The daemon": _DAEMON,
+    "Commits and lag": _COMMITS,
+    "Flush and store": _FLUSH,
+    "Sources, notices and margin": _SOURCES,
+    "Evacuations": _EVACUATIONS,
+    "Trainer and loss": _TRAINER,
+    "Mirror and retention": _MIRROR,
+    "GPUs": _GPUS,
+    "Notifications": _NOTIFICATIONS,
+}
+FAMILIES = tuple(family for families in SUBJECTS.values() for family in families)
+LABELS = {
+    "source": "Source of the notice: see docs/operations/notices.md",
+    "state": "State of the daemon, or of the mirror: see docs/reference/status.md",
+    "notice": "Source of the notice; a second, longer grace period has `.long` after the name",
+    "verdict": "`SAFE`, `PARTIAL`, `LOST` or `NO_TRAINING`",
+    "drill": "`yes` or `no`; a drill never replaces the newest verdict of a real evacuation, and a real "
+    "notice during a drill makes the drill real",
+    "part": "Part of the preemption loss: see docs/operations/loss.md",
+    "gpu": "Index of the GPU in `nvidia-smi`, or its address on the bus if the driver does not list it",
+}
+"""The meaning of labels, beyond the help texts."""

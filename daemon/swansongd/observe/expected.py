@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The expected loss of a run: training time that saves and interruptions cost in a day.
 
-Pure.  docs/operations/advise.md has the formulas.  The times of a checkpoint are the daemon's own forecast.
+Pure.  docs/operations/loss.md has the model.  The times of a checkpoint are the daemon's own forecast.
 All times are of each GPU: all GPUs of a job stand still together.
 """
 
@@ -28,7 +28,7 @@ _NEVER_S = 10 * 365 * DAY_S
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Kind:
+class InterruptionKind:
     """Interruptions with the same notice."""
 
     source: str
@@ -57,7 +57,7 @@ class Job:
     """From the last step on one VM to the first new step on the next, by part."""
     doubled_s: float = 0.0
     """For each interruption, the next VM is paid for this long while the old one still trains."""
-    kinds: tuple[Kind, ...]
+    kinds: tuple[InterruptionKind, ...]
     reserve_s: float
     follow_ups: bool = True
     background_bytes_per_s: float | None = None
@@ -79,7 +79,7 @@ class Job:
         made = self.forecast
         return sum(kind.per_day * (1 - self.chance(kind, made)) for kind in self.kinds)
 
-    def chance(self, kind: Kind, made: Forecast | None = None) -> float:
+    def chance(self, kind: InterruptionKind, made: Forecast | None = None) -> float:
         """Probability that the evacuation for such a notice commits a new checkpoint."""
         return (made or self.forecast).chance(kind.grace_s, self.reserve_s)
 
@@ -183,7 +183,7 @@ def bandwidth_bytes_per_s(job: Job) -> float | None:
     return job.measured.send_bytes / send_s if send_s > 0 else None
 
 
-def covered_redone_s(job: Job, kind: Kind) -> float:
+def covered_redone_s(job: Job, kind: InterruptionKind) -> float:
     """Training after the newest committed state, if the evacuation commits in time.
 
     With follow-ups it is the lead of the last one.  A source that waits for the verdict ends the VM with it.
@@ -277,7 +277,7 @@ def _times(figure: Figure | None, factor: float) -> Figure | None:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
+class ExpectedMargin:
     """The margin of a grace period, as ``swansong status`` shows it."""
 
     source: str
@@ -291,10 +291,10 @@ class Margin:
         return self.grace_s - self.needed_s
 
 
-def margin(job: Job, source: str, grace_s: float) -> Margin:
+def margin(job: Job, source: str, grace_s: float) -> ExpectedMargin:
     """The margin of this notice."""
     made = job.forecast
-    return Margin(
+    return ExpectedMargin(
         source=source,
         grace_s=grace_s,
         needed_s=made.needed_s(job.reserve_s) + made.spread_s,

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from swansongd.loss_records import PARTS, TRAINED, Ending, Life, down_parts
+from swansongd.loss_records import PARTS, TRAINED, GenerationEnd, Life, down_parts
 
 HOUR_S = 3600.0
 WINDOWS_MAX = 48
@@ -354,7 +354,7 @@ def _is_same_vm(before: Life, life: Life) -> bool:
     return own is not None and earlier is not None and own.vm == earlier.vm
 
 
-def _is_skewed(before: Life, life: Life, last: Ending) -> bool:
+def _is_skewed(before: Life, life: Life, last: GenerationEnd) -> bool:
     """Whether a VM did something before it could; other VMs of a job run on while one is replaced."""
     own = life.resumption
     if own is None or _is_same_vm(before, life):

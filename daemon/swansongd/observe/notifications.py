@@ -26,7 +26,7 @@ NOTICES, DRILLS = "notices", "drills"
 GROUPS = frozenset({NOTICES, DRILLS})
 
 
-class Kind(StrEnum):
+class NotificationKind(StrEnum):
     NOTICE = "notice"
     VERDICT = "verdict"
     STALL = "stall"
@@ -64,7 +64,7 @@ class Notification:
     """The same for the begin and the end of one problem."""
     ends: str = ""
     """With the end of a notice: beginning of the keys that count as new from now on."""
-    kind: Kind
+    kind: NotificationKind
     is_over: bool = False
     """The problem has ended: the condition, or every notice is gone or answered by SAFE."""
     summary: str
@@ -200,7 +200,7 @@ def _of_notice(
     return Notification(
         key=f"notice/{notice.identity}/{urgency}",
         group=_group(is_drill=is_drill),
-        kind=Kind.NOTICE,
+        kind=NotificationKind.NOTICE,
         is_over=is_answered(state, is_drill=is_drill),
         summary=text(f"{head}: {words}"),
         importance=Importance.INFO if is_drill else Importance.WARNING,
@@ -224,7 +224,7 @@ def _notice_over(
         key=f"notice/{notice.identity}/over/{wall_s:.3f}",
         ends=f"notice/{notice.identity}/",
         group=_group(is_drill=is_drill),
-        kind=Kind.NOTICE,
+        kind=NotificationKind.NOTICE,
         is_over=is_answered(state, is_drill=is_drill),
         summary=text(f"Notice of {notice.source} ({notice.kind}) is over: {reason}"),
         importance=Importance.INFO,
@@ -248,7 +248,7 @@ def end_of(group: str, state: State, *, step: int, wall_s: float) -> Notificatio
     return Notification(
         key=f"{group}/over/{wall_s:.3f}",
         group=group,
-        kind=Kind.NOTICE,
+        kind=NotificationKind.NOTICE,
         is_over=True,
         summary="No notice is in force, or SAFE answers it",
         importance=Importance.INFO,
@@ -294,7 +294,7 @@ def _of_verdict(conclusion: Conclude, state: State, wall_s: float) -> Notificati
     return Notification(
         key=f"verdict/{conclusion.evacuation_id}/{conclusion.verdict.value}",
         group=_group(is_drill=is_drill),
-        kind=Kind.VERDICT,
+        kind=NotificationKind.VERDICT,
         is_over=is_answered(state, is_drill=is_drill),
         summary=text(f"{head} {conclusion.verdict.value}: {conclusion.reason}"),
         importance=Importance.INFO if is_drill else _OF_VERDICT[conclusion.verdict],
@@ -327,7 +327,7 @@ def of_resume(measured: MeasuredResume, wall_s: float) -> Notification | None:
     return Notification(
         key=f"resumption/{generation}",
         group=f"resumption/{generation}",
-        kind=Kind.RESUMPTION,
+        kind=NotificationKind.RESUMPTION,
         is_over=True,
         summary=f"Training runs {origin}, as generation {generation}",
         importance=Importance.INFO,
@@ -342,7 +342,7 @@ def sample(wall_s: float) -> Notification:
     return Notification(
         key=f"test/{wall_s:.3f}",
         group=f"test/{wall_s:.3f}",
-        kind=Kind.TEST,
+        kind=NotificationKind.TEST,
         summary="Test notification of swansong doctor: no action is needed",
         importance=Importance.INFO,
         wall_s=wall_s,

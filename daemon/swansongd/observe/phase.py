@@ -13,15 +13,21 @@ class Phase(StrEnum):
     """The daemon's state as ``swansong status`` shows it; a verdict replaces it once there is one."""
 
     IDLE = "IDLE"
+    """No notice is in force."""
     ARMED = "ARMED"
+    """A notice is in force, and no evacuation is open: the notice is advisory, or its end is not near."""
     CHECKPOINTING = "CHECKPOINTING"
+    """The trainer has a request for a checkpoint."""
     FLUSHING = "FLUSHING"
+    """A sealed set is being sent, or about to be."""
     COMMITTING = "COMMITTING"
+    """The shards are stored, the manifest is being created."""
     WAITING_FOR_TRAINER = "WAITING_FOR_TRAINER"
     """No trainer is connected, and one that connects now is asked for a checkpoint."""
     WAITING_FOR_PEERS = "WAITING_FOR_PEERS"
     """This VM's part is committed, and not all other VMs have committed theirs."""
     FENCED = "FENCED"
+    """Another VM, or a start of the job without this VM, has taken the run over."""
 
 
 def phase_of(state: State) -> Phase | Verdict:

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of the daemon for ``swansong status``.  docs/operations/status.md describes the fields."""
+"""The state of the daemon for ``swansong status``.  docs/reference/status.md shows :data:`FIELDS`."""
 
 from __future__ import annotations
 
@@ -17,12 +17,93 @@ STORE_HEALTH = "store"
 """Name under which :attr:`State.sources` holds the health of the store."""
 TRAINERS_MAX = 100
 """Trainers in one report: it must fit into one message of the channel."""
+FIELDS = {
+    "state": "one of the states below",
+    "verdict": "how the last evacuation ended: SAFE, PARTIAL, LOST or NO_TRAINING; `null` before "
+    "the first one, and during an evacuation without a verdict",
+    "last_verdict": "the newest verdict, also after its notice was withdrawn or outlived: "
+    "`verdict`, `reason`, `generation`, `step`, `age_s`, `evacuation` (its id), `notices`, the "
+    "identities that it answers, and `expected_s` and `took_s`: the time from the checkpoint "
+    "request to the commit, as planned and as it was",
+    "sources": "list of the sources of notices: `name`, `health` (`ok`, `degraded`, `blind`, "
+    "`unsupported`: see docs/operations/notices.md#health-of-a-source), `reason`, `for_s`",
+    "gpus": "list of the GPUs (docs/operations/gpu-health.md): `index` (-1 if the driver does not "
+    "list it), `uuid`, `name`, `pci`, `health` (`ok`, `degraded`, `dying`, `lost`), `reason`, "
+    "`for_s`, and `xids`, the number of Xid messages of each class since the daemon's start; "
+    "empty without a GPU",
+    "store": "the same fields for the store: it becomes unhealthy when requests fail for two "
+    "seconds, or an operation was given up; `blind` after a minute; `null` until the first request",
+    "last_commit": "the newest whole commit: `generation`, `step`, `is_final` (the end of the "
+    "run), `age_s`. A power cut now costs the training since then. The age of a commit from "
+    "before the daemon's start is `null` until its manifest is read",
+    "replication_lag": "distance from the newest whole commit to the trainer: `steps`, `seconds`, "
+    "`bytes`",
+    "run": "name of the run",
+    "generation": "the generation that this VM has claimed; `null` until the store was reached",
+    "newer_generation": "in state FENCED: the generation that has taken the run over",
+    "part": "over several VMs: a newer checkpoint of which this VM has committed its part, and "
+    "that is not whole: `generation`, `step`, `nodes`, `nodes_committed`",
+    "notices": "list of the notices in force: `source`, `kind`, `severity`, `seconds_left`, "
+    "`identities` (several if `swansong notify` was repeated)",
+    "evacuation": "the open evacuation: `id`, `reason`, `seconds_left`, `plan`, `why`, `phase`; "
+    "`trainer_wait_s`: how long the verdict still waits for a trainer to connect, `null` if it "
+    "does not wait; `expected_s` and `pessimistic_s`: the planned time from the request to the "
+    "commit, on average and for nine of ten checkpoints; `took_s`: the time that it took; "
+    "`follow_ups`: `count` so far, `under_way`, and `next_in_s`, the time until the next one by "
+    "the figures of this moment, or `null`",
+    "margins": "list with an entry for each kind of notice of this VM, the result of a notice "
+    "right now: `source`, `grace_s` (time to the end of the VM), `spare_s` (seconds that the "
+    "commit leaves, in nine of ten cases, reserve included; negative: it comes too late; `null`: "
+    "save or bandwidth are not measured), `fits`, `lost_since_step` (if it does not fit: the step "
+    "that the next VM resumes from, `null` without one)",
+    "trainers": "list of the ranks: `pid`, `rank`, `world_size`, `step`, `save_s` (duration of a "
+    "save), `connected`, `loss`, `loss_is_finite`, `step_s` (usual duration of a step), "
+    "`stalled_s` (`null` unless it is stalled)",
+    "trainers_not_shown": f"ranks that `trainers` leaves out; it has at most {TRAINERS_MAX}",
+    "trainers_refused": "processes that were refused because another process has their rank: "
+    "`count`, `last` reason, `age_s`",
+    "failed_saves": "checkpoints that the trainer could not write since the daemon's start: "
+    "`count`, and `last` with `step`, `rank`, `reason`, `age_s`",
+    "checkpoint_interval_s": "training time between two periodic checkpoints, where the trainer "
+    "leaves them to the daemon",
+    "flush": "the set in flight: `step`, `size_bytes`, `stored_bytes`, `for_s`",
+    "pending_bytes": "bytes that are staged and not stored, of the sets that may be sent next",
+    "unsent": "sealed sets without a commit: `sets`, `bytes` that the store does not have, "
+    "`failures` in a row, `retry_in_s`; and `dropped` with `count`, `step`, `age_s` of sets that "
+    "newer ones superseded",
+    "staging": "space on the file system of staging: `size_bytes`, `free_bytes`",
+    "prefetch": "the prefetch (docs/operations/restore.md#prefetch): `state`, `reason`, "
+    "`generation` and `step` of the commit, `bytes_done` of `bytes_total`",
+    "mirror": "the mirror (docs/operations/mirror.md#watch-the-lag): `url`, `state`, `reason`, "
+    "`lag` with `commits`, `seconds` and `bytes`, `newest` with `generation` and `step`, "
+    "`copied_commits`, `copied_bytes`, `damaged`, `objects_taken`; `null` without one",
+    "prune": "prunes by the daemon since its start: `age_s` of the last one, `commits` deleted, "
+    "`freed_bytes`, `kept_bytes`, `failures`; `null` unless the daemon prunes "
+    "(docs/operations/retention.md)",
+    "notifications": "the notifications (docs/operations/notifications.md): `webhook` and `exec` "
+    "with `queued`, `sent`, `failed`, `dropped` and `last_error`; `heartbeat` with `sent`, "
+    "`failed`, `silent` (the reason against a call) and `last_error`; `limited`: notifications "
+    "above the rate limit; `null` without `[notify]`",
+    "metrics": "`metrics.listen`: `address`, and `failure`, the reason why the daemon does not "
+    "serve it: see docs/operations/monitoring.md; `null` without `metrics.listen`",
+    "bandwidth_bytes_per_s": "bandwidth to the store, as measured by recent flushes",
+    "store_errors": "requests to the store that failed since the daemon's start, by kind: see "
+    "docs/reference/metrics.md#flush-and-store",
+    "bytes_referenced": "bytes not sent since the daemon's start, because an earlier commit has "
+    "the same bytes under the same path",
+    "decision_faults": "faults of the daemon itself since its start: `count`, `last`; each cost "
+    "one event; please report them",
+    "version": "version of the daemon",
+    "pid": "process id of the daemon",
+    "uptime_s": "time since the start of the daemon",
+}
+"""The fields of the report, in their order."""
 
 
 def full_report(snapshot: Snapshot) -> dict[str, object]:
     """The report on the whole daemon, as plain JSON values."""
     now_mono_s = snapshot.now_mono_s
-    return {
+    values = {
         "run": snapshot.run,
         "version": snapshot.version,
         "pid": snapshot.pid,
@@ -38,6 +119,7 @@ def full_report(snapshot: Snapshot) -> dict[str, object]:
         "metrics": snapshot.metrics and dict(snapshot.metrics),
         **status_report(snapshot.state, snapshot.tally, now_mono_s),
     }
+    return {name: values[name] for name in FIELDS}
 
 
 def _mirror(figures: MirrorFigures | None, objects_taken: int) -> dict[str, object] | None:

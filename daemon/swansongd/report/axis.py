@@ -53,7 +53,7 @@ class Break:
 
 
 @dataclass(frozen=True, slots=True)
-class Tick:
+class AxisTick:
     at: float
     time_s: float
 
@@ -85,17 +85,17 @@ class Axis:
             before = segment
         return 1.0
 
-    def ticks(self) -> tuple[Tick, ...]:
+    def ticks(self) -> tuple[AxisTick, ...]:
         """Round times within the segments, with room for a label each."""
         shown_s = sum(segment.to_s - segment.from_s for segment in self.segments)
         width = sum(segment.right - segment.left for segment in self.segments)
         step_s = _tick_step_s(_TICK_DISTANCE * shown_s / width)
-        found: list[Tick] = []
+        found: list[AxisTick] = []
         for segment in self.segments:
             for time_s in _round_times(segment, step_s):
                 at = segment.at(time_s)
                 if not found or at - found[-1].at >= _TICK_DISTANCE:
-                    found.append(Tick(at, time_s))
+                    found.append(AxisTick(at, time_s))
         return tuple(found)
 
 

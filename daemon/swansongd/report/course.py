@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from swansongd.bucket.farewell import Entry, RecordedEvacuation
+from swansongd.bucket.farewell import RecordedEvacuation, TimelineEntry
 from swansongd.loss_records import Resumption
 from swansongd.observe.loss import Interruption
 from swansongd.util.units import human_bytes, human_span
@@ -172,7 +172,7 @@ def _grace(recorded: RecordedEvacuation) -> Lane | None:
     )
 
 
-def _forecast(entries: Sequence[Entry]) -> Lane | None:
+def _forecast(entries: Sequence[TimelineEntry]) -> Lane | None:
     opening = _first(entries, "notice")
     asked = _first(entries, "request", "signal")
     expected_s = _number(opening, "expected_s")
@@ -188,7 +188,7 @@ def _forecast(entries: Sequence[Entry]) -> Lane | None:
     return Lane("Forecast", note, bars, "Expected time from the request to the commit.")
 
 
-def _waiting(entries: Sequence[Entry]) -> Lane | None:
+def _waiting(entries: Sequence[TimelineEntry]) -> Lane | None:
     bars = _between(
         entries, begins=("waiting_for_trainer",), ends=("request", "verdict", "withdrawn"), fails=()
     )
@@ -202,7 +202,7 @@ def _waiting(entries: Sequence[Entry]) -> Lane | None:
     )
 
 
-def _request(entries: Sequence[Entry]) -> Lane | None:
+def _request(entries: Sequence[TimelineEntry]) -> Lane | None:
     asked = _first(entries, "request", "signal")
     if asked is None:
         return None
@@ -231,7 +231,7 @@ def _ranks(number: int) -> str:
     return "1 rank" if number == 1 else f"{number} ranks"
 
 
-def _save(entries: Sequence[Entry]) -> Lane | None:
+def _save(entries: Sequence[TimelineEntry]) -> Lane | None:
     sealed = _first(entries, "sealed")
     ended = sealed or _first(entries, *_ENDED)
     if ended is None:
@@ -257,7 +257,7 @@ def _save(entries: Sequence[Entry]) -> Lane | None:
     )
 
 
-def _upload(entries: Sequence[Entry]) -> Lane | None:
+def _upload(entries: Sequence[TimelineEntry]) -> Lane | None:
     bars = _between(
         entries,
         begins=("flush", "early_shards"),
@@ -276,7 +276,7 @@ def _upload(entries: Sequence[Entry]) -> Lane | None:
     return Lane("Upload", note, bars, "The daemon sends the checkpoint to the store.")
 
 
-def _commit(entries: Sequence[Entry]) -> Lane | None:
+def _commit(entries: Sequence[TimelineEntry]) -> Lane | None:
     bars = _between(
         entries, begins=("flushed",), ends=("committed", "verdict", "withdrawn"), fails=("verdict",)
     )
@@ -290,7 +290,7 @@ def _commit(entries: Sequence[Entry]) -> Lane | None:
     return Lane("Commit", note, bars, "The manifest is created: from here on the step is durable.")
 
 
-def _peers(entries: Sequence[Entry]) -> Lane | None:
+def _peers(entries: Sequence[TimelineEntry]) -> Lane | None:
     bars = _between(
         entries, begins=("waiting_for_peers",), ends=("complete", "verdict", "withdrawn"), fails=()
     )
@@ -304,7 +304,7 @@ def _peers(entries: Sequence[Entry]) -> Lane | None:
     )
 
 
-def _follow_ups(entries: Sequence[Entry]) -> Lane | None:
+def _follow_ups(entries: Sequence[TimelineEntry]) -> Lane | None:
     bars = _between(
         entries,
         begins=("follow_up",),
@@ -327,7 +327,11 @@ def _follow_ups(entries: Sequence[Entry]) -> Lane | None:
 
 
 def _between(
-    entries: Sequence[Entry], *, begins: Sequence[str], ends: Sequence[str], fails: Sequence[str]
+    entries: Sequence[TimelineEntry],
+    *,
+    begins: Sequence[str],
+    ends: Sequence[str],
+    fails: Sequence[str],
 ) -> tuple[Bar, ...]:
     """Bars from each of these phases to the next one that ends it; they do not overlap.
 
@@ -423,15 +427,15 @@ def _rates(samples: Sequence[tuple[float, int]]) -> tuple[Rate, ...]:
 # ---------------------------------------------------------------- entries
 
 
-def _first(entries: Sequence[Entry], *phases: str) -> Entry | None:
+def _first(entries: Sequence[TimelineEntry], *phases: str) -> TimelineEntry | None:
     return next((entry for entry in entries if entry.phase in phases), None)
 
 
-def _last(entries: Sequence[Entry], *phases: str) -> Entry | None:
+def _last(entries: Sequence[TimelineEntry], *phases: str) -> TimelineEntry | None:
     return next((entry for entry in reversed(entries) if entry.phase in phases), None)
 
 
-def _number(entry: Entry | None, name: str) -> float | None:
+def _number(entry: TimelineEntry | None, name: str) -> float | None:
     """A number of zero or more among the facts of an entry."""
     value = None if entry is None else entry.facts.get(name)
     if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from swansongd.bucket.run import RecordedCommit
 from swansongd.observe.loss import Interruption, Window
-from swansongd.report.axis import Break, Tick, axis
+from swansongd.report.axis import AxisTick, Break, axis
 from swansongd.report.layout import (
     Picture,
     PlacedBar,
@@ -49,7 +49,7 @@ LOSS_PARTS = (
 
 
 @dataclass(frozen=True, slots=True)
-class Row:
+class PlacedRow:
     """A lane, or a heading above lanes, and its top edge."""
 
     top: int
@@ -73,11 +73,11 @@ class Gantt:
     rates_top: int
     """Top of the bandwidth; only if there are rates."""
     axis_top: int
-    rows: tuple[Row, ...]
+    rows: tuple[PlacedRow, ...]
     moments: tuple[PlacedMoment, ...]
     rates: tuple[PlacedRate, ...]
     breaks: tuple[PlacedBreak, ...]
-    ticks: tuple[tuple[Tick, str], ...]
+    ticks: tuple[tuple[AxisTick, str], ...]
     has_next_vm: bool
 
     @property
@@ -91,18 +91,18 @@ def gantt(picture: Picture) -> Gantt:
     """The picture of an evacuation, from top to bottom: moments, lanes, bandwidth, axis."""
     label_rows = 1 + max((moment.row for moment in picture.moments), default=0)
     y = lanes_top = label_rows * LABEL_PIXELS + 4
-    rows: list[Row] = []
+    rows: list[PlacedRow] = []
     for heading, lanes in (
         ("The VM with the notice", picture.old_vm),
         ("Until training resumes", picture.next_vm),
     ):
         if not lanes:
             continue
-        rows.append(Row(y, heading=heading))
+        rows.append(PlacedRow(y, heading=heading))
         y += HEADING_PIXELS
         for lane in lanes:
             note_lines = _note_lines(lane)
-            rows.append(Row(y, lane=lane, note_lines=note_lines))
+            rows.append(PlacedRow(y, lane=lane, note_lines=note_lines))
             y += LANE_PIXELS + (len(note_lines) - 1) * LABEL_PIXELS
     rates_top = y + HEADING_PIXELS
     lanes_bottom = rates_top + RATES_PIXELS if picture.rates else y

@@ -54,7 +54,7 @@ class Amount:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Report:
+class RunReport:
     """All facts of a report."""
 
     run: str
@@ -75,11 +75,11 @@ def report(
     store_url: str,
     written_wall_s: float,
     amounts: tuple[Amount, ...] = (),
-) -> Report:
+) -> RunReport:
     """The facts of a report about this history."""
     loss = losses.loss(history.lives.lives)
     told = stories(history.evacuations.evacuations, history.lives, loss)
-    return Report(
+    return RunReport(
         run=run,
         store_url=store_url,
         written_wall_s=written_wall_s,

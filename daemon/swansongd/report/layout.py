@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from swansongd.report.axis import Axis, Tick, axis
+from swansongd.report.axis import Axis, AxisTick, axis
 from swansongd.report.course import Bar, Course, Lane, Moment, Rate
 from swansongd.util.units import human_span
 
@@ -81,7 +81,7 @@ class Picture:
     old_vm: tuple[PlacedLane, ...]
     next_vm: tuple[PlacedLane, ...]
     moments: tuple[PlacedMoment, ...]
-    ticks: tuple[Tick, ...]
+    ticks: tuple[AxisTick, ...]
     breaks: tuple[PlacedBreak, ...]
     rates: tuple[PlacedRate, ...]
     peak_bytes_per_s: float

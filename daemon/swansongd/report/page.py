@@ -15,7 +15,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined, Template
 from swansongd.bucket.farewell import Fact
 from swansongd.model import Verdict
 from swansongd.report import drawing, facts
-from swansongd.report.facts import Report
+from swansongd.report.facts import RunReport
 from swansongd.util.units import human_bytes, human_s, human_span, minute, second
 
 COMMITS_SHOWN = 12
@@ -25,7 +25,7 @@ ENTRIES_SHOWN = 100
 """Entries of a timeline in the table."""
 
 
-def html(report: Report) -> str:
+def html(report: RunReport) -> str:
     """The page."""
     return _template().render(**_values(report))
 
@@ -67,7 +67,7 @@ def _percentage(share: float) -> str:
     return f"{100 * share:.3f}%"
 
 
-def _values(report: Report) -> dict[str, Any]:
+def _values(report: RunReport) -> dict[str, Any]:
     commits = report.history.commits.commits
     loss = report.loss
     interruptions = () if loss is None else loss.interruptions

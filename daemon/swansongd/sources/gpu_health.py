@@ -50,7 +50,7 @@ _OF_CLASS = {
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Reading:
+class GpuReading:
     """The state of one GPU in one reading."""
 
     index: int
@@ -71,7 +71,7 @@ class Reading:
     """NVML's recovery action."""
 
 
-def parse_gpus(value: Any) -> tuple[Reading, ...]:
+def parse_gpus(value: Any) -> tuple[GpuReading, ...]:
     """The readings in one line of the probe.
 
     Raises:
@@ -84,7 +84,7 @@ def parse_gpus(value: Any) -> tuple[Reading, ...]:
     return readings
 
 
-def _parse_gpu(value: Any) -> Reading:
+def _parse_gpu(value: Any) -> GpuReading:
     row = bounds.mapping(value, "a GPU", 20)
 
     def count(name: str) -> int | None:
@@ -97,7 +97,7 @@ def _parse_gpu(value: Any) -> Reading:
     pci = pci_address(bounds.text(row.get("pci"), "pci", _TEXT_MAX))
     if pci is None:
         raise bounds.BoundsError(f"pci is {bounds.shown(row['pci'])}, not an address on the bus")
-    return Reading(
+    return GpuReading(
         index=bounds.integer(row.get("index"), "index", 0, 10**6),
         pci=pci,
         uuid=shortened(bounds.text(row.get("uuid"), "uuid"), _TEXT_MAX),
@@ -162,7 +162,7 @@ class GpuRecords:
         gpus = sorted(self._gpus.values(), key=lambda gpu: (gpu.status.index < 0, gpu.status.index))
         return tuple(gpu.status for gpu in gpus)
 
-    def record_readings(self, readings: Sequence[Reading], now_mono_s: float) -> None:
+    def record_readings(self, readings: Sequence[GpuReading], now_mono_s: float) -> None:
         """NVML returned the state of the GPUs.  One that is absent twice in a row is lost."""
         present = {reading.pci for reading in readings}
         for reading in readings:
@@ -208,7 +208,7 @@ class GpuRecords:
             if before is None or _RANK[health] > _RANK[before.health]:
                 self._set(gpu, "xid", health, fault.text, now_mono_s)
 
-    def _record(self, reading: Reading, now_mono_s: float) -> None:
+    def _record(self, reading: GpuReading, now_mono_s: float) -> None:
         gpu = self._gpus.get(reading.pci)
         if gpu is None:
             if len(self._gpus) >= GPUS_MAX:
@@ -230,7 +230,7 @@ class GpuRecords:
         if not (reading.is_lost or reading.needs_reset):  # otherwise the rest is unknown
             self._record_details(gpu, reading, now_mono_s)
 
-    def _record_details(self, gpu: _Gpu, reading: Reading, now_mono_s: float) -> None:
+    def _record_details(self, gpu: _Gpu, reading: GpuReading, now_mono_s: float) -> None:
         pending = "a memory row waits to be replaced at the next reset"
         failed = "a memory row could not be replaced"
         remap = failed if reading.remap_failed else pending * reading.remap_pending
@@ -240,7 +240,7 @@ class GpuRecords:
         self._record_memory_errors(gpu, reading, now_mono_s)
         self._record_throttling(gpu, reading.throttle, now_mono_s)
 
-    def _record_memory_errors(self, gpu: _Gpu, reading: Reading, now_mono_s: float) -> None:
+    def _record_memory_errors(self, gpu: _Gpu, reading: GpuReading, now_mono_s: float) -> None:
         before, gpu.uncorrected = gpu.uncorrected, reading.uncorrected
         if before is None or reading.uncorrected is None or reading.uncorrected <= before:
             return

@@ -2,8 +2,8 @@
 """Xid messages of the NVIDIA driver: their meaning for training, and their forms in the kernel log.
 
 The meanings follow NVIDIA's catalogue (https://docs.nvidia.com/deploy/xid-errors/analyzing-xid-catalog.html).
-docs/operations/gpu-health.md has the same rows.  A message contains the name of a process, which any user can
-choose: only the beginning of a message is parsed.
+docs/operations/gpu-health.md lists the same codes.  A message contains the name of a process, which any user
+can choose: only the beginning of a message is parsed.
 """
 
 from __future__ import annotations

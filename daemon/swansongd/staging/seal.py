@@ -33,7 +33,7 @@ from swansongd.util import birth
 
 
 @dataclass(frozen=True, slots=True)
-class Layout:
+class FrameworkLayout:
     """The layout of a framework's checkpoints, and its sign of completion."""
 
     framework: str
@@ -47,17 +47,17 @@ class Layout:
 
 
 ADOPTED = (
-    Layout(  # Hugging Face: training_args.bin is written with the model, trainer_state.json last
+    FrameworkLayout(  # Hugging Face: training_args.bin is written with the model, trainer_state.json last
         "checkpoint-n",
         last=("training_args.bin", "trainer_state.json"),
         markers=frozenset({"trainer_state.json"}),
     ),
-    Layout(  # PyTorch DCP: the coordinator renames .metadata after all ranks have written
+    FrameworkLayout(  # PyTorch DCP: the coordinator renames .metadata after all ranks have written
         "dcp",
         needs=frozenset({".metadata"}),
         markers=frozenset({".metadata"}),
     ),
-    Layout("ckpt", is_one_file=True),  # Lightning
+    FrameworkLayout("ckpt", is_one_file=True),  # Lightning
 )
 """In order of precedence."""
 
@@ -215,7 +215,7 @@ class Scanner:
             return None
 
     def _examine_entry(
-        self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float
+        self, run_fd: int, name: str, layout: FrameworkLayout | None, scan_mono_s: float
     ) -> _EntryState | None:
         """The current state of an entry; None if it was renamed or removed during the examination.
 
@@ -237,7 +237,7 @@ class Scanner:
         return found if is_set or _identity(run_fd, name) == identity else None
 
     def _examine(
-        self, run_fd: int, name: str, layout: Layout | None, scan_mono_s: float
+        self, run_fd: int, name: str, layout: FrameworkLayout | None, scan_mono_s: float
     ) -> _EntryState:
         """The current state of an entry.
 
@@ -327,7 +327,7 @@ def _limited(rejected: list[tuple[str, str]]) -> tuple[tuple[str, str], ...]:
     return (*rejected[:REJECTIONS_MAX], (ALL, "further entries are rejected as well"))
 
 
-def _layout_of(run_fd: int, name: str) -> Layout | None:
+def _layout_of(run_fd: int, name: str) -> FrameworkLayout | None:
     try:
         mode = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_mode
         for layout in ADOPTED:
@@ -353,7 +353,7 @@ def _holds(run_fd: int, name: str, needs: frozenset[str]) -> bool:
     return False
 
 
-def _adopted(name: str, layout: Layout, files: tuple[StagedFile, ...]) -> Staged:
+def _adopted(name: str, layout: FrameworkLayout, files: tuple[StagedFile, ...]) -> Staged:
     paths = {file.path for file in files}
     step = protocol.parse_adopted_name(layout.framework, name)
     if step is None or step < 0:

@@ -36,7 +36,7 @@ class Reply(Protocol):
         """Send the message, with a descriptor that the callee closes; -1: without one."""
 
 
-class Refusal(Exception):
+class PeerRefused(Exception):
     """A peer is refused; ``str()`` is the reason and the fix."""
 
 
@@ -97,18 +97,20 @@ class Admission:
         joined = [each for each in connections if each.has_joined]
         own = sum(each.peer.uid == uid for each in joined)
         if own >= CONNECTIONS_PER_USER:
-            raise Refusal(_too_many(f"user id {uid} has {own}"))
+            raise PeerRefused(_too_many(f"user id {uid} has {own}"))
         if len(joined) >= CONNECTIONS_MAX - CONNECTIONS_RESERVED:
-            raise Refusal(_too_many(f"there are {len(joined)}"))
+            raise PeerRefused(_too_many(f"there are {len(joined)}"))
         if not self.user(uid).hellos.take(now_mono_s):
-            raise Refusal(f"more than {_HELLOS_PER_S:.0f} hellos per second: reconnect less often")
+            raise PeerRefused(
+                f"more than {_HELLOS_PER_S:.0f} hellos per second: reconnect less often"
+            )
 
 
 def _oldest_without_hello(connections: list[PeerConnection], found: str) -> PeerConnection:
     for each in connections:
         if not each.has_joined:
             return each
-    raise Refusal(_too_many(found))
+    raise PeerRefused(_too_many(found))
 
 
 def _too_many(found: str) -> str:

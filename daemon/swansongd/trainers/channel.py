@@ -42,7 +42,7 @@ from swansongd.trainers.admission import (
     QUERIES_MAX,
     STATUS_COST,
     Admission,
-    Refusal,
+    PeerRefused,
     Reply,
 )
 from swansongd.trainers.connection import (
@@ -262,12 +262,12 @@ class TrainerChannel:
             return
         try:
             if peer.uid not in self._allowed_uids:
-                raise Refusal(
+                raise PeerRefused(
                     f"user id {peer.uid} may not connect to the daemon: "
                     "add it to trainer.users in the configuration"
                 )
             evicted = self._admission.admit(peer.uid, self._connections.values())
-        except Refusal as refusal:
+        except PeerRefused as refusal:
             os.close(peer.pidfd)
             self._turn_away(connected, str(refusal), uid=peer.uid)
             return
@@ -436,7 +436,7 @@ class TrainerChannel:
         try:
             if not problem and not connection.has_joined:
                 self._admission.hello(connection.peer.uid, self._connections.values(), now)
-        except Refusal as refusal:
+        except PeerRefused as refusal:
             problem = str(refusal)
         if not problem:
             problem = self._conflict(connection, hello)

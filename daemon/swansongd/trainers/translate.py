@@ -210,4 +210,4 @@ def message_of(action: ToTrainers, now_mono_s: float) -> tuple[tuple[int, ...] |
         case TellFinished():
             return None, protocol.Finished(**dataclasses.asdict(action))
         case TellStart(start_id, connections):
-            return connections, protocol.Start(start_id=start_id)
+            return connections, protocol.StartDrawn(start_id=start_id)

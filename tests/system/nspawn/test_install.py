@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Upgrade and uninstallation on a running VM."""
+"""Upgrade, a second job, and uninstallation on a running VM."""
 
 from __future__ import annotations
 
@@ -11,18 +11,29 @@ import pytest
 
 from testkit.clouds import Aws, Bucket
 from testkit.nspawn import build
-from testkit.nspawn.container import DAEMON, Container
+from testkit.nspawn.container import DAEMON, TRAINER, Container
 from testkit.waiting import until
 
 pytestmark = pytest.mark.timeout(300, func_only=True)
 
 PAGE = build.REPOSITORY / "docs" / "operations" / "install.md"
+SECOND = "swansongd-second.service"
+POLKIT = "/usr/share/dbus-1/system-services/org.freedesktop.PolicyKit1.service"
 STAGING = "d /mnt/nvme/staging 2750 swansong swansong-trainers -"
 
 
 def uninstall_commands() -> str:
     """The commands of docs/operations/install.md, for root."""
     return PAGE.read_text().partition("## Uninstall\n")[2].split("```")[1].replace("sudo ", "")
+
+
+def second_job_commands() -> str:
+    """The commands of docs/operations/install.md for a second job, for root, with sed as the editor."""
+    socket = r's|^\[trainer\]$|&\nsocket = "/run/swansong-second/trainer.sock"|'
+    edit = f"""sed -i -e 's|^name = .*|name = "second"|' -e '{socket}'"""
+    commands = PAGE.read_text().partition("## Two jobs on one VM\n")[2].split("```")[1]
+    commands = commands.replace("sudoedit", edit).replace("sudo ", "")
+    return commands.replace("TRAINER", "trainer-second")
 
 
 def version_finding(vm: Container) -> dict[str, str]:
@@ -57,6 +68,33 @@ def test_an_upgrade_asks_for_a_restart(
     vm.run("sh", "-c", finding["fix"].removeprefix("sudo "))
     until(lambda: vm.status()["version"] in finding["found"], what="the new daemon")
     assert version_finding(vm)["level"] == "ok"
+
+
+def test_two_jobs_on_one_vm_are_both_saved(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """Each job has its daemon, and a shutdown without logind's lock stops each daemon before its trainer."""
+    vm = new_vm(bucket)
+    vm.remove(POLKIT)
+    vm.remove("/usr/lib/systemd/system/polkit.service")
+    vm.drop_in(DAEMON, "[Unit]\nAfter=network.target\n")
+    vm.power_on()
+    vm.wait_active()
+    vm.wait_connected()
+    vm.run("bash", "-ex", "-c", second_job_commands(), timeout_s=60)
+    larger = "sed 's|$ARGUMENTS|& --pad-mb 20|' trainer.service >trainer-second.service"
+    vm.run("sh", "-ec", f"cd /etc/systemd/system; {larger}; systemctl daemon-reload")
+    vm.run("systemctl", "start", "trainer-second")
+    status = ("swansong", "--config", "/etc/swansong/second.toml", "status", "--json")
+    second = until(lambda: json.loads(vm.run(*status))["trainers"], what="the second trainer")
+    assert len(second) == len(vm.status()["trainers"]) == 1
+    vm.slow_wire(4_000_000)
+
+    vm.run("systemctl", "poweroff")
+
+    assert vm.wait_off() == 0
+    for daemon, trainer in ((DAEMON, TRAINER), (SECOND, "trainer-second.service")):
+        verdict = vm.journal.wait(unit=daemon, event="verdict")
+        assert verdict.facts["verdict"] == "SAFE"
+        assert verdict.mono_s < vm.journal.wait(f"Stopping {trainer}").mono_s
 
 
 def test_uninstalling_a_running_vm_leaves_nothing(new_vm: Any, bucket: Bucket, aws: Aws) -> None:

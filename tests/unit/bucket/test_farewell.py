@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 from swansongd.bucket.farewell import (
     BYTES_MAX,
-    Entry,
     Farewell,
     RecordedEvacuation,
+    TimelineEntry,
     decode,
     encode,
 )
@@ -139,8 +139,8 @@ def test_a_farewell_is_read_as_it_was_written() -> None:
         expected_s=9.0,
         took_s=8.0,
         timeline=(
-            Entry("notice", 0.0, {"seconds_left": 120.0, "plan": "TAKE"}),
-            Entry("stall", 0.5, {"step": 3}),
+            TimelineEntry("notice", 0.0, {"seconds_left": 120.0, "plan": "TAKE"}),
+            TimelineEntry("stall", 0.5, {"step": 3}),
         ),
         left_out=2,
         samples=((0.0, 0), (0.25, 1000)),

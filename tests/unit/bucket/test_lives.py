@@ -17,7 +17,7 @@ from swansongd.bucket.farewell import Farewell, encode
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.run import Run
 from swansongd.core.events import Conclude
-from swansongd.loss_records import Ending, EvacuationRecord, LastReport
+from swansongd.loss_records import EvacuationRecord, GenerationEnd, LastReport
 from swansongd.model import CommitRef, Verdict
 from swansongd.observe.loss import loss
 
@@ -194,5 +194,5 @@ def test_an_end_before_it_is_kept_in_the_record() -> None:
     for key in [key for key in store.objects if "/farewells/" in key or "/commits/" in key]:
         del store.objects[key]
     first = lives.lives_of(Run.listed(store, KEYS)).lives[0]
-    assert isinstance(first.ending, Ending)
+    assert isinstance(first.ending, GenerationEnd)
     assert (first.ending.step, first.ending.stall_s) == (160, 0.5)

@@ -17,7 +17,7 @@ from swansongd.bucket.claim import ClaimObject
 from swansongd.bucket.keys import RunKeys
 from swansongd.bucket.manifest import Manifest
 from swansongd.bucket.pins import Pin
-from swansongd.bucket.prune import Report, prune
+from swansongd.bucket.prune import PruneReport, prune
 from swansongd.bucket.signing import signed
 from swansongd.config.config import RetentionConfig
 from swansongd.errors import CorruptError, Locked, Permanent, Stopped, Transient
@@ -75,7 +75,7 @@ class Clocked(MemoryStore):
         return {key for key in self.objects if key.startswith(KEYS.data)}
 
 
-def run(store: ObjectStore, keys: RunKeys = KEYS, **more: Any) -> Report:
+def run(store: ObjectStore, keys: RunKeys = KEYS, **more: Any) -> PruneReport:
     return prune(store, keys, more.pop("rules", RULES), now_wall_s=NOW_S, **more)
 
 
@@ -109,7 +109,7 @@ def test_what_no_rule_keeps_is_deleted(store: Clocked) -> None:
     report = run(store)
     assert store.steps() == {4, 5}
     assert len(store.data()) == 2
-    assert [(v.ref.step, v.freed_bytes, bool(v.reasons)) for v in report.verdicts] == [
+    assert [(v.ref.step, v.freed_bytes, bool(v.reasons)) for v in report.decisions] == [
         (5, 0, True),
         (4, 0, True),
         (3, 5, False),
@@ -135,7 +135,7 @@ def test_a_shared_object_stays_with_the_last_commit_that_names_it(store: Clocked
     pinned(store, 3)
     report = run(store)
     assert store.steps() == {3, 4, 5}
-    assert [v.freed_bytes for v in report.verdicts if v.ref.step == 2] == [0]
+    assert [v.freed_bytes for v in report.decisions if v.ref.step == 2] == [0]
     assert len(store.data()) == 4
 
 
@@ -238,7 +238,7 @@ def test_a_pin_is_read_directly_before_each_delete(
     store.after = after
     report = run(store)
     assert len(store.steps()) == 4
-    assert [v.remains for v in report.verdicts if v.remains] == ["pin p3", "pin p2"]
+    assert [v.remains for v in report.decisions if v.remains] == ["pin p3", "pin p2"]
     whole(store)
 
 
@@ -263,7 +263,7 @@ def test_a_damaged_pin_keeps_what_it_may_have_meant(store: Clocked, is_known: bo
     store.before = lambda what, wanted: damage() if wanted.startswith(KEYS.data) else None
     report = run(store)
     assert store.steps() == {1, 2, 3, 4, 5}
-    assert {v.remains for v in report.verdicts if v.remains} == {"pin paper"}
+    assert {v.remains for v in report.decisions if v.remains} == {"pin paper"}
 
 
 @pytest.mark.fault("G42")
@@ -388,7 +388,7 @@ def test_the_commits_from_before_the_key_stay(store: Clocked) -> None:
     store.now_s = NOW_S + 100 * DAY_S
     commit(view, {"own": b"new"}, step=9, nonce="new")
     report = run(view)
-    assert [decision.ref.step for decision in report.verdicts] == [9]
+    assert [decision.ref.step for decision in report.decisions] == [9]
     assert store.objects.items() >= before.items()
 
 
@@ -427,7 +427,7 @@ def test_a_commit_without_its_objects_does_not_count_as_whole(store: Clocked) ->
     store.objects[newest] = b"cut"
     report = run(store)
     assert store.steps() == {3, 4, 5}
-    assert [v.is_whole for v in report.verdicts] == [False, False, True, True, True]
+    assert [v.is_whole for v in report.decisions] == [False, False, True, True, True]
 
 
 @pytest.mark.fault("G44")
@@ -458,7 +458,7 @@ def test_a_manifest_that_names_other_sizes_changes_nothing(place: tuple[int, int
     attacked.put(KEYS.commit(planted.ref, 0, 1), manifest.encode(planted))
     run(honest)
     report = run(attacked)
-    (decision,) = [v for v in report.verdicts if v.ref == planted.ref]
+    (decision,) = [v for v in report.decisions if v.ref == planted.ref]
     assert not decision.is_whole
     del attacked.objects[KEYS.commit(planted.ref, 0, 1)]
     assert attacked.objects == honest.objects
@@ -472,7 +472,7 @@ def test_a_locked_commit_stays_until_its_date(store: Clocked) -> None:
     store.locked_until_unix_s[held] = NOW_S + DAY_S
     report = run(store)
     assert store.steps() == {1, 4, 5}
-    assert report.verdicts[-1].remains == "locked until 2027-01-16T08:00:00.000Z"
+    assert report.decisions[-1].remains == "locked until 2027-01-16T08:00:00.000Z"
     assert list(report.remain) == [held]
     assert report.remain_count == 1
     whole(store)
@@ -519,7 +519,7 @@ def test_all_nodes_of_a_commit_go_together(store: Clocked) -> None:
     for node in range(3):
         store.commit(3, 50 * DAY_S, f"n{node}", node=node, nodes=3, generation=0)
     report = run(store)
-    assert report.verdicts[-1].nodes == 3
+    assert report.decisions[-1].nodes == 3
     assert not [key for key in store.objects if "/00000000/" in key]
 
 
@@ -542,7 +542,7 @@ def test_a_report_of_locked_commits_is_linear(monkeypatch: pytest.MonkeyPatch) -
         with monkeypatch.context() as patch:
             patch.setattr(CommitRef, "__eq__", counted)
             report = run(store)
-        assert sum(bool(verdict.remains) for verdict in report.verdicts) == commits - 1
+        assert sum(bool(decision.remains) for decision in report.decisions) == commits - 1
         return count
 
     assert comparisons(40) < 3 * comparisons(20)

@@ -12,12 +12,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansongd.bucket.resumption import BYTES_MAX, decode, encode
 from swansongd.errors import CorruptError
-from swansongd.loss_records import Ending, Resumption
+from swansongd.loss_records import GenerationEnd, Resumption
 from swansongd.model import CommitRef
 
 from testkit.records import record_of
 
-ENDING = Ending(
+ENDING = GenerationEnd(
     generation=6,
     step=120,
     wall_s=1_800_000_000.125,

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.bucket.retention import Candidate, reasons_to_keep
+from swansongd.bucket.retention import CommitFacts, reasons_to_keep
 from swansongd.config.config import RetentionConfig
 from swansongd.model import CommitRef, is_healthy
 
@@ -32,12 +32,12 @@ def rules(**changes: Any) -> RetentionConfig:
     return replace(NO_RULE, **changes)
 
 
-def whole(step: int, age_s: float | None, generation: int = 1, **more: Any) -> Candidate:
-    return Candidate(ref=CommitRef(generation, step), age_s=age_s, is_whole=True, **more)
+def whole(step: int, age_s: float | None, generation: int = 1, **more: Any) -> CommitFacts:
+    return CommitFacts(ref=CommitRef(generation, step), age_s=age_s, is_whole=True, **more)
 
 
 def kept(
-    commits: list[Candidate],
+    commits: list[CommitFacts],
     config: RetentionConfig,
     claims: Mapping[int, float | None] | None = None,
 ) -> dict[int, list[str]]:
@@ -50,7 +50,7 @@ def test_without_rules_the_newest_commits_stay() -> None:
     """Also the newest one before the last day, and everything that is newer than it."""
     commits = [whole(step, (50 - step) * HOUR_S) for step in range(0, 60, 10)]
     parts = [
-        Candidate(ref=CommitRef(1, step), nodes=2, age_s=30 * DAY_S, is_whole=False)
+        CommitFacts(ref=CommitRef(1, step), nodes=2, age_s=30 * DAY_S, is_whole=False)
         for step in (15, 25)
     ]
     assert kept([*commits, *parts], NO_RULE) == {
@@ -78,7 +78,7 @@ def test_a_generation_that_has_not_committed_may_reference_the_state_at_its_clai
 def test_without_a_whole_commit_everything_stays() -> None:
     """Nothing would be left to resume from."""
     parts = [
-        Candidate(ref=CommitRef(1, step), nodes=2, age_s=90 * DAY_S, is_whole=False)
+        CommitFacts(ref=CommitRef(1, step), nodes=2, age_s=90 * DAY_S, is_whole=False)
         for step in range(3)
     ]
     assert len(kept(parts, NO_RULE)) == 3
@@ -92,7 +92,7 @@ def test_an_unknown_age_counts_as_young() -> None:
 def test_a_part_may_become_whole_until_no_flush_can_last() -> None:
     """Then it goes, unless it is newer than the whole commits."""
     for age_s, is_kept in ((6 * DAY_S, True), (8 * DAY_S, False)):
-        part = Candidate(ref=CommitRef(1, 1), nodes=2, age_s=age_s, is_whole=False)
+        part = CommitFacts(ref=CommitRef(1, 1), nodes=2, age_s=age_s, is_whole=False)
         found = kept([part, whole(2, 2 * DAY_S), whole(3, 0.0)], NO_RULE)
         assert (1 in found) == is_kept
 
@@ -198,7 +198,7 @@ def test_what_is_always_kept_needs_no_rule(
 ) -> None:
     """Newest, newest healthy and young commits stay at any wall clock, and rules only add commits."""
     commits = [
-        Candidate(ref=CommitRef(*ref), age_s=age_s, is_whole=is_whole, health=health)
+        CommitFacts(ref=CommitRef(*ref), age_s=age_s, is_whole=is_whole, health=health)
         for ref, (age_s, is_whole, health) in made.items()
     ]
     bare = reasons_to_keep(commits, {}, NO_RULE, now_wall_s)

@@ -37,8 +37,6 @@ from swansongd.stores.file.store import FileStore
 
 from testkit import committed
 from tests.unit.bucket.test_resumption import RESUMPTION
-from tests.unit.cli.test_advise import PAGE
-from tests.unit.cli.test_loss import names_of
 from tests.unit.observe.test_loss import Stay, forged, told
 
 KEYS = RunKeys("r")
@@ -212,15 +210,6 @@ def test_the_model_expects_what_the_run_has_lost(
     for part in ("redone_s", "down_s", "saves_s"):
         assert expected[part] == pytest.approx(observed[part], rel=0.6), part
     assert expected["lost_gpu_s"] == pytest.approx(observed["lost_gpu_s"], rel=0.5)
-
-
-def test_every_field_of_a_run_is_explained(
-    history: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    """The page names each field of the JSON."""
-    fields = names_of(asked(history, capfd, "advise"))
-    explained = set(PAGE.replace("[]", "").split("`")[1::2])
-    assert fields - explained - set(PARTS) - {"unknown"} == set()
 
 
 def test_the_text_fits_into_80_columns(history: Path, capfd: pytest.CaptureFixture[str]) -> None:

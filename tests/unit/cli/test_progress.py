@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from swansongd.cli import main
 from swansongd.cli import progress as module
-from swansongd.cli.progress import Progress
+from swansongd.cli.progress import ProgressDisplay
 
 from testkit.committed import commit, file_store
 
@@ -44,7 +44,7 @@ class Screen(io.StringIO):
         return 2
 
 
-def work(clock: Clock, progress: Progress, *, seconds: int, per_s: int, total: int) -> None:
+def work(clock: Clock, progress: ProgressDisplay, *, seconds: int, per_s: int, total: int) -> None:
     """Call the progress once a second."""
     for second in range(1, seconds + 1):
         clock.now += 1
@@ -55,7 +55,7 @@ def test_long_work_prints_a_line_every_few_seconds(
     clock: Clock, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Each line has share, amount, rate and time left; the last one is the end."""
-    with Progress("restore") as progress:
+    with ProgressDisplay("restore") as progress:
         progress.detail = "3 GB from this VM"
         work(clock, progress, seconds=12, per_s=10**9, total=12 * 10**9)
     out, err = capsys.readouterr()
@@ -70,20 +70,20 @@ def test_short_work_and_quiet_commands_print_nothing(
     clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``--quiet`` and ``--json`` have no bar either."""
-    with Progress("restore") as progress:
+    with ProgressDisplay("restore") as progress:
         work(clock, progress, seconds=4, per_s=1, total=4)
-    with Progress("restore", is_quiet=True) as progress:
+    with ProgressDisplay("restore", is_quiet=True) as progress:
         work(clock, progress, seconds=60, per_s=1, total=60)
     assert capsys.readouterr() == ("", "")
     monkeypatch.setattr("sys.stderr", screen := Screen())
-    with Progress("restore", is_quiet=True) as progress:
+    with ProgressDisplay("restore", is_quiet=True) as progress:
         work(clock, progress, seconds=60, per_s=1, total=60)
     assert screen.getvalue() == ""
 
 
 def test_the_rate_follows_the_link(clock: Clock) -> None:
     """Bytes of long ago do not count, and a stalled transfer promises no time."""
-    progress = Progress("mirror")
+    progress = ProgressDisplay("mirror")
     work(clock, progress, seconds=60, per_s=10**6, total=10**9)
     assert "1 MB/s, 15.7 min left" in progress.text()
     for step in range(1, 41):
@@ -92,7 +92,7 @@ def test_the_rate_follows_the_link(clock: Clock) -> None:
     assert "10 MB/s, 54 s left" in progress.text()
     clock.now += 1000
     assert "10 MB/s" not in progress.text()
-    progress = Progress("mirror")
+    progress = ProgressDisplay("mirror")
     progress(0, 10)
     clock.now += 5
     assert progress.text() == "0 %, 0 B of 10 B"
@@ -100,7 +100,7 @@ def test_the_rate_follows_the_link(clock: Clock) -> None:
 
 def test_a_second_commit_of_the_same_size_does_not_go_backwards(clock: Clock) -> None:
     """The rate counts the bytes of all commits, and the share those of the current one."""
-    progress = Progress("mirror")
+    progress = ProgressDisplay("mirror")
     for _ in range(3):
         work(clock, progress, seconds=4, per_s=250, total=1000)
     assert "1 kB of 1 kB, 250 B/s" in progress.text()
@@ -111,7 +111,7 @@ def test_a_second_commit_of_the_same_size_does_not_go_backwards(clock: Clock) ->
 
 def test_counts_have_their_noun(clock: Clock) -> None:
     """Objects and commits are no bytes."""
-    progress = Progress("deleting", "objects")
+    progress = ProgressDisplay("deleting", "objects")
     progress.detail = "1.2 GB"
     work(clock, progress, seconds=10, per_s=1000, total=30_000)
     assert progress.text() == "33 %, 10000 of 30000 objects, 1000/s, 20 s left, 1.2 GB"
@@ -123,7 +123,7 @@ def test_output_for_a_file_does_not_go_to_the_terminal_of_the_bar(
     """``swansong mirror >copied`` has its lines in the file while the bar is drawn."""
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setattr("sys.stderr", screen := Screen())
-    with Progress("mirror") as progress:
+    with ProgressDisplay("mirror") as progress:
         progress(1, 10)
         print("copied generation 1 step 2")
     assert sys.stderr is screen
@@ -136,7 +136,7 @@ def test_a_dumb_terminal_gets_lines(clock: Clock, monkeypatch: pytest.MonkeyPatc
     """It cannot move its cursor."""
     monkeypatch.setenv("TERM", "dumb")
     monkeypatch.setattr("sys.stderr", screen := Screen())
-    with Progress("restore") as progress:
+    with ProgressDisplay("restore") as progress:
         work(clock, progress, seconds=6, per_s=1, total=10)
     assert "swansong: restore: 50 %" in screen.getvalue()
     assert "\x1b" not in screen.getvalue()

@@ -14,8 +14,8 @@ from rich.cells import cell_len
 from rich.console import Console
 from swansongd.cli.view.changes import changes, facts_of
 from swansongd.cli.view.countdown import bar, clock, countdowns, large
-from swansongd.cli.view.history import History, sparkline
-from swansongd.cli.view.live import Away, Canvas, Moment, view
+from swansongd.cli.view.history import SampleHistory, sparkline
+from swansongd.cli.view.live import Away, Canvas, Frame, view
 from swansongd.cli.view.once import print_report
 from swansongd.cli.view.values import number
 
@@ -26,13 +26,13 @@ BADGE = {"SAFE": "\x1b[1;7;32m", "PARTIAL": "\x1b[1;7;33m", "LOST": "\x1b[1;7;31
 """Bold, reverse, and green, yellow or red."""
 
 
-def moment_of(*seen: dict[str, Any], away: Away | None = None, late_s: float = 0.0) -> Moment:
-    """The moment after reports that arrived at intervals of a second."""
-    history = History()
+def frame_of(*seen: dict[str, Any], away: Away | None = None, late_s: float = 0.0) -> Frame:
+    """The frame after reports that arrived at intervals of a second."""
+    history = SampleHistory()
     for at_s, each in enumerate(seen):
         history.add(each, float(at_s))
     newest_s = float(len(seen) - 1)
-    return Moment(
+    return Frame(
         report=seen[-1] if seen else {},
         report_mono_s=newest_s,
         away=away,
@@ -43,7 +43,7 @@ def moment_of(*seen: dict[str, Any], away: Away | None = None, late_s: float = 0
 
 
 def drawn(
-    moment: Moment, width: int = 80, height: int = 24, *, is_ascii: bool = False, **options: Any
+    frame: Frame, width: int = 80, height: int = 24, *, is_ascii: bool = False, **options: Any
 ) -> list[str]:
     """The lines of the view, without trailing blanks; with ``color_system`` they have escape codes."""
     out = io.StringIO()
@@ -51,7 +51,7 @@ def drawn(
         file=out, width=width, height=height, markup=False, highlight=False,
         _environ={}, **options,
     )  # fmt: skip
-    console.print(view(moment, Canvas(width, height, is_ascii=is_ascii)))
+    console.print(view(frame, Canvas(width, height, is_ascii=is_ascii)))
     return [line.rstrip() for line in out.getvalue().splitlines()]
 
 
@@ -63,14 +63,14 @@ def drawn(
 def test_the_view_fits_every_terminal(size: tuple[int, int], second: float) -> None:
     """No line is wider than the terminal, and there are no more lines than rows."""
     width, height = size
-    lines = drawn(moment_of(report(second)), width, height)
+    lines = drawn(frame_of(report(second)), width, height)
     assert len(lines) <= height
     assert max(map(cell_len, lines)) <= width
 
 
 def test_a_line_that_is_too_long_ends_with_an_ellipsis() -> None:
     """The reader sees that the terminal has no room for the rest."""
-    lines = drawn(moment_of(report(33.0)), 60, 24)
+    lines = drawn(frame_of(report(33.0)), 60, 24)
     (margin,) = (line for line in lines if "logind: 4.1 s short" in line)
     assert (cell_len(margin), margin[-1]) == (60, "…")
 
@@ -78,33 +78,33 @@ def test_a_line_that_is_too_long_ends_with_an_ellipsis() -> None:
 def test_a_small_terminal_keeps_the_important_lines() -> None:
     """Verdict and countdown come first, then problems; the version of the daemon is the first to go."""
     seen = report(33.0)
-    lines = drawn(moment_of(seen), 80, 4)
+    lines = drawn(frame_of(seen), 80, 4)
     assert lines[0].startswith(" EVACUATING")
     assert any("1:27" in line for line in lines)
     assert any("logind: 4.1 s short" in line for line in lines)
-    shown = "\n".join(drawn(moment_of(seen), 80, 20))
+    shown = "\n".join(drawn(frame_of(seen), 80, 20))
     assert "last commit" in shown
     assert "daemon " not in shown
-    assert "daemon " in "\n".join(drawn(moment_of(seen), 80, 40))
+    assert "daemon " in "\n".join(drawn(frame_of(seen), 80, 40))
 
 
 @pytest.mark.parametrize("verdict", list(BADGE))
 def test_the_verdict_is_a_word_and_a_colour(verdict: str) -> None:
     """It fills the first line, in bold and reverse also with NO_COLOR."""
     seen = {**report(33.0), "verdict": verdict}
-    moment = moment_of(seen)
-    first, *_ = drawn(moment, color_system="standard", force_terminal=True)
+    frame = frame_of(seen)
+    first, *_ = drawn(frame, color_system="standard", force_terminal=True)
     assert first.startswith(f"{BADGE[verdict]} {verdict} ")
-    first, *_ = drawn(moment, color_system="standard", force_terminal=True, no_color=True)
+    first, *_ = drawn(frame, color_system="standard", force_terminal=True, no_color=True)
     assert first.startswith(f"\x1b[1;7m {verdict} ")
-    assert drawn(moment)[0].startswith(f" {verdict} ")
+    assert drawn(frame)[0].startswith(f" {verdict} ")
 
 
 def test_the_last_verdict_stays_visible_without_a_notice() -> None:
     """Its age distinguishes it from the verdict of an open evacuation."""
     seen = {**report(-5.0), "verdict": "LOST"}
-    assert "IDLE  no notice is in force" in drawn(moment_of(seen))[0]
-    assert drawn(moment_of(seen))[0].endswith("LOST was the last verdict, 25.8 h ago")
+    assert "IDLE  no notice is in force" in drawn(frame_of(seen))[0]
+    assert drawn(frame_of(seen))[0].endswith("LOST was the last verdict, 25.8 h ago")
 
 
 @pytest.mark.fault("OT01")
@@ -112,11 +112,11 @@ def test_the_countdown_continues_without_the_daemon() -> None:
     """While the daemon is away, the seconds left are those of its last report less the time since."""
     away = Away(since_mono_s=40.0, since_wall_s=NOON_WALL_S, reason="connecting failed\x1b[2J")
     seen = [each for _, each in reports()]
-    lines = drawn(moment_of(*seen, away=away, late_s=12.0))
+    lines = drawn(frame_of(*seen, away=away, late_s=12.0))
     assert lines[0].startswith(" DAEMON AWAY since 12:00:00 UTC (35 s)")
     assert any("connecting failed\\x1b[2J" in line for line in lines)
     assert any("75 s left" in line for line in lines)
-    (first, *_) = drawn(moment_of(away=away))
+    (first, *_) = drawn(frame_of(away=away))
     assert first.startswith(" DAEMON AWAY")
 
 
@@ -132,17 +132,17 @@ def test_each_notice_has_a_countdown() -> None:
     assert titles == [
         "aws.spot: terminate", "aws.scheduled, scheduled", "aws.rebalance, advisory",
     ]  # fmt: skip
-    shown = "\n".join(drawn(moment_of(seen)))
+    shown = "\n".join(drawn(frame_of(seen)))
     assert "15:00" in shown
     assert "1h06" in shown
     seen["evacuation"] = None
-    assert "aws.spot, imminent" in drawn(moment_of(seen), 80, 8)[2]
+    assert "aws.spot, imminent" in drawn(frame_of(seen), 80, 8)[2]
 
 
 def test_the_bar_is_that_of_the_whole_notice() -> None:
     """A command that starts late knows the length of the notice from the margin of its source."""
     late = countdowns(report(90.0))[0]
-    history = History()
+    history = SampleHistory()
     history.add(report(90.0), 0.0)
     assert history.total_s(late) == 120.0
     assert bar(30.0, 120.0, 8) == "██░░░░░░"
@@ -152,7 +152,7 @@ def test_the_bar_is_that_of_the_whole_notice() -> None:
 @pytest.mark.fault("OT03")
 def test_a_terminal_without_unicode_gets_ascii() -> None:
     """Neither blocks nor large digits: each cell is one byte."""
-    lines = drawn(moment_of(*(each for _, each in reports())), is_ascii=True)
+    lines = drawn(frame_of(*(each for _, each in reports())), is_ascii=True)
     assert all(line.isascii() for line in lines), lines
     assert any(line.startswith(" 1:27") and "####" in line for line in lines)
 
@@ -171,14 +171,14 @@ def test_a_bad_gpu_or_source_has_a_line_of_its_own() -> None:
         "index": 3, "name": "H100", "health": "dying", "reason": "Xid 48", "for_s": 7.0,
     }  # fmt: skip
     seen["sources"][1] = {**seen["sources"][1], "health": "blind", "reason": "HTTP 500"}
-    moment = moment_of(seen)
-    lines = drawn(moment, 80, 6)
+    frame = frame_of(seen)
+    lines = drawn(frame, 80, 6)
     assert any("GPU             3 H100 dying: Xid 48, for 7 s" in line for line in lines), lines
     assert any("aws.rebalance blind: HTTP 500" in line for line in lines), lines
-    shown = "\n".join(drawn(moment))
+    shown = "\n".join(drawn(frame))
     assert "GPUs            7 ok" in shown
     assert "3 ok: aws.spot, aws.asg, logind" in shown
-    coloured = drawn(moment, color_system="standard", force_terminal=True)
+    coloured = drawn(frame, color_system="standard", force_terminal=True)
     assert any("\x1b[31m3 H100 dying" in line for line in coloured), coloured
 
 
@@ -200,7 +200,7 @@ def test_the_figures_are_rates_of_the_recent_reports() -> None:
         flush = None if flight is None else {"step": flight, "stored_bytes": stored}
         return {"trainers": [{"step": step}], "flush": flush}
 
-    history = History()
+    history = SampleHistory()
     for at_s, each in enumerate(
         [seen(10, None, 0), seen(12, 11, 0), seen(14, 11, 500), seen(3, 12, 10), seen(4, 12, 30)]
     ):
@@ -244,7 +244,7 @@ def broken_reports(draw: st.DrawFn) -> dict[str, Any]:
 @given(broken_reports())
 def test_no_report_breaks_a_display(seen: dict[str, Any]) -> None:
     """Whatever the values are: each display shows lines that fit, without control characters."""
-    lines = drawn(moment_of(seen, seen))
+    lines = drawn(frame_of(seen, seen))
     assert len(lines) <= 24
     for line in (*lines, *changes({}, facts_of(seen))):
         assert line.isprintable(), line

@@ -78,16 +78,9 @@ def test_only_run_staging_and_store_are_required() -> None:
     ]
 
 
-def test_the_example_parses_and_shows_the_defaults() -> None:
-    """The shipped example is valid; all its values but the required ones are the defaults."""
-    shown = parse(tomllib.loads(EXAMPLE))
-    plain = parse(with_values(store__url=shown.store.url))
-    for section in ("store", "sources", "trainer", "deadline", "flush", "log"):
-        assert getattr(shown, section) == getattr(plain, section)
-
-
-def test_the_example_names_every_key_and_no_other() -> None:
-    """Each key appears in its section, set or commented out, below an explanation."""
+def test_the_example_is_valid_with_each_key() -> None:
+    """As it is, and with each commented key, as far as keys do not exclude each other."""
+    parse(tomllib.loads(EXAMPLE))
     uncommented = re.sub(r"^# ([a-z_]+ = )", r"\1", EXAMPLE, flags=re.MULTILINE)
     body = tomllib.loads(uncommented)
     assert {name: tuple(table) for name, table in body.items()} == section_keys()
@@ -96,9 +89,6 @@ def test_the_example_names_every_key_and_no_other() -> None:
     for key in ("webhook_url_file", "heartbeat_url_file"):
         del body["notify"][key]
     parse(body)
-    for block in re.split(r"\n\n|\n(?=\[)", uncommented):
-        if re.search(r"^[a-z_]+ = ", block, re.MULTILINE):
-            assert block.lstrip("[abcdefghijklmnopqrstuvwxyz]\n").startswith("#"), block
 
 
 def test_five_mistakes_are_five_problems() -> None:

@@ -24,6 +24,7 @@ from swansongd.core.events import (
     GpusRead,
     Log,
     Mark,
+    NoticeRaised,
     PartsCounted,
     PeerRequested,
     Prune,
@@ -193,6 +194,29 @@ def test_a_request_of_another_vm_that_outlasts_our_notice_is_made_again_with_our
     assert node.state.evacuation is not None
     assert node.state.evacuation.verdict is None
     assert len(set(ids)) == len(ids)
+
+
+@pytest.mark.fault("X09")
+@pytest.mark.parametrize("is_restarted", [False, True])
+def test_a_checkpoint_with_a_failed_gpu_of_another_vm_is_not_safe(*, is_restarted: bool) -> None:
+    """The GPUs of this VM work; the manifest of the other VM has the mark."""
+    node = Node()
+    node.begin()
+    raised = node.notice()
+    node.tell(TrainerAgreed(node.request_id, 9))
+    node.seal_part(9, request_id=node.request_id)
+    ref = node.commit_own_part()
+    if is_restarted:
+        generation = ref.generation
+        node = Node(staged=tuple(node.staging), recorded=(Start(id="first", generation=3),))
+        node.tell(RunRead(ref, "first", is_sound=False))
+        node.tell(GenerationClaimed("first", generation, ref, "first", is_sound=False))
+        node.tell(NoticeRaised(raised))
+    else:
+        node.tell(PartsCounted(ref, 2, ref, is_sound=False))
+    for _ in range(130):
+        node.wait(1)
+    assert node.final == ["PARTIAL generation 3 step 9"]
 
 
 def test_our_own_request_from_another_rank_is_not_a_notice() -> None:
@@ -764,7 +788,7 @@ def test_the_ranks_of_other_vms_may_be_a_step_ahead(target: int, word: str) -> N
 
 @pytest.mark.fault("X01")
 def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
-    """This VM's GPU had failed before it was sealed; the job was started again meanwhile."""
+    """This VM's GPU had failed before it was sealed: its manifest has the mark."""
     node = Node()
     node.begin()
     gpu = GpuStatus(
@@ -775,7 +799,7 @@ def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
     ref = node.commit_own_part()
     node.grants = False
     node.begin_again()
-    node.grant("second", newest=ref)
+    node.tell(GenerationClaimed("second", 4, ref, "first", is_sound=False))
     node.tell(RestoreAsked("second"))
     node.staging.clear()
     node.notice(20)
@@ -784,4 +808,4 @@ def test_a_doubtful_part_that_becomes_whole_at_a_claim_stays_doubtful() -> None:
         node.scan()
         node.wait(1)
     assert node.final == ["PARTIAL generation 3 step 20"]
-    assert "a GPU had failed" in node.last(Conclude).reason
+    assert "had failed before" in node.last(Conclude).reason

@@ -25,7 +25,7 @@ from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import CommitRef
+from swansongd.model import GPU_IS_SOUND, CommitRef
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
@@ -109,6 +109,39 @@ def test_a_checkpoint_is_complete_with_the_manifests_of_all_vms(
     committed.commit(store, FILES, step=9, node=1, nodes=2, generation=1, nonce="x")
     committer.check_complete(order)
     assert desk.next(PartsCounted) == PartsCounted(newest, 2, newest)
+    committer.close()
+
+
+@pytest.mark.fault("X09", "G17")
+@pytest.mark.parametrize(
+    ("health", "is_sound"), [({}, True), ({GPU_IS_SOUND: 1.0}, True), ({GPU_IS_SOUND: 0.0}, False)]
+)
+def test_a_failed_gpu_of_another_vm_makes_the_checkpoint_unsound(
+    tmp_path: Path, store: FileStore, health: dict[str, float], is_sound: bool
+) -> None:
+    """The VM with working GPUs reads the mark in the other manifest, at once and after a restart."""
+    ref = CommitRef(1, 9)
+    committed.commit(store, FILES, step=9, node=0, nodes=2, nonce="a0")
+    committed.commit(store, FILES, step=9, node=1, nodes=2, nonce="a1", health=health)
+    desk = Desk(tmp_path / "a", store)
+    committer = desk.open()
+    assert desk.next(RunRead) == RunRead(ref, "", is_sound)
+    committer.check_complete(CheckComplete(ref, 2))
+    assert desk.next(PartsCounted) == PartsCounted(ref, 2, ref, is_sound)
+    committer.close()
+
+
+@pytest.mark.fault("G17")
+def test_a_damaged_manifest_makes_no_checkpoint_whole(tmp_path: Path, store: FileStore) -> None:
+    """No reader could restore it; a daemon that finds it at its start gives no SAFE for it, and continues."""
+    ref = CommitRef(1, 9)
+    committed.commit(store, FILES, step=9, node=0, nodes=2, nonce="a0")
+    store.put(KEYS.commit(ref, 1, 2), b"{}")
+    desk = Desk(tmp_path / "a", store)
+    committer = desk.open()
+    assert desk.next(RunRead) == RunRead(ref, "", False)
+    committer.check_complete(CheckComplete(ref, 2))
+    assert desk.next(PartsCounted) == PartsCounted(ref, 2, None)
     committer.close()
 
 

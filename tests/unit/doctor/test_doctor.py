@@ -49,11 +49,9 @@ from swansongd.doctor.staging import (
 )
 from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
 from swansongd.doctor.store_fixes import of_credentials, of_refusal, put_lifecycle, request_by_hand
-from swansongd.errors import FencedError, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.azure import access as azure_access
+from swansongd.errors import FencedError, Forbidden, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.azure import auth
 from swansongd.stores.file.mounts import parsed
-from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.s3.access import CREDENTIALS_HINT
 
 GB = 10**9
@@ -87,7 +85,7 @@ def test_a_check_that_raises_or_hangs_fails_alone() -> None:
         return ok("late")
 
     def check(name: str, ask: object, limit_s: float = 10.0) -> Check:
-        return Check(family="f", name=name, judge=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
+        return Check(family="host", name=name, judge=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
 
     found = list(
         examine(
@@ -106,7 +104,7 @@ def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
     """One fault is one failure: direct and indirect consequences are skipped."""
 
     def check(name: str, judgement: Judgement, needs: str = "") -> Check:
-        return Check(family="f", name=name, judge=lambda: judgement, needs=needs)
+        return Check(family="host", name=name, judge=lambda: judgement, needs=needs)
 
     well = ok("well")
     found = examine(
@@ -404,7 +402,7 @@ def test_each_refusal_of_a_store_has_its_command() -> None:
         "az storage container create --account-name acct"
     )
     role = "Storage Blob Data Contributor"
-    assert role in (fix := refused_by(az, azure_access.Forbidden("")))
+    assert role in (fix := refused_by(az, Forbidden("")))
     assert "storageAccounts/acct/blobServices/default/containers/box" in fix
     no_identity = Permanent("", hint=auth.CREDENTIALS_HINT)
     assert refused_by(az, no_identity).startswith("az vm identity assign ")

@@ -11,7 +11,7 @@ import pytest
 from swansongd.bucket.run import FarewellFacts, RecordedCommit
 from swansongd.exporter import figures
 from swansongd.exporter.figures import MirrorLag
-from swansongd.loss_records import Ending, Resumption
+from swansongd.loss_records import GenerationEnd, Resumption
 from swansongd.model import CheckpointKind, CommitRef, Verdict
 
 from tests.unit.bucket.test_resumption import RESUMPTION
@@ -170,7 +170,7 @@ def resumed(number: int, *, earlier: int | None, at_s: float, start: int) -> Res
         first_step=start + 1,
         earlier=None
         if earlier is None
-        else Ending(
+        else GenerationEnd(
             generation=earlier,
             step=start + 10,
             wall_s=at_s - 100,

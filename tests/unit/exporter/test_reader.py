@@ -22,9 +22,9 @@ from swansongd.bucket.signing import signed
 from swansongd.errors import Permanent, Transient
 from swansongd.exporter import reader
 from swansongd.exporter import run as run_reader
-from swansongd.exporter.health import Reading, StoreHealth
+from swansongd.exporter.health import ReadHealth, StoreReading
 from swansongd.exporter.metrics import ExporterCollector
-from swansongd.exporter.reader import Source, StoreReader
+from swansongd.exporter.reader import StoreReader, StoreToRead
 from swansongd.model import CheckpointKind, CommitRef
 from swansongd.observe.cost import Prices
 from swansongd.observe.exposition import registry_of
@@ -44,12 +44,12 @@ class Rig:
     def __init__(self, store: MemoryStore, **source: Any) -> None:
         self.store = store
         self.now_s = 0.0
-        self.health = StoreHealth(store.url)
+        self.health = ReadHealth(store.url)
         mirror = source.get("mirror")
-        self.mirror_health = None if mirror is None else StoreHealth(mirror.url)
+        self.mirror_health = None if mirror is None else ReadHealth(mirror.url)
         options = {"runs_max": source.pop("runs_max", 10), "prices": source.pop("prices", None)}
         self.reader = StoreReader(
-            Source(store=source.pop("view", store), **source),
+            StoreToRead(store=source.pop("view", store), **source),
             self.health,
             self.mirror_health,
             interval_s=60.0,
@@ -308,14 +308,14 @@ def test_a_fault_while_the_mirror_is_read_shows_the_mirror_down(store: MemorySto
 
 def test_a_mirror_that_is_also_a_store_keeps_its_own_counts() -> None:
     """Each role has its last reading; the store is up if both succeeded."""
-    health = StoreHealth("memory://b")
+    health = ReadHealth("memory://b")
     health.read(
-        Reading(is_up=True, took_s=1.0, runs=3, failing=2, left_out=1),
+        StoreReading(is_up=True, took_s=1.0, runs=3, failing=2, left_out=1),
         by="memory://b",
         now_wall_s=1.0,
     )
     for is_up in (True, False, True):
-        health.read(Reading(is_up=is_up, took_s=1.0), by="memory://a", now_wall_s=2.0)
+        health.read(StoreReading(is_up=is_up, took_s=1.0), by="memory://a", now_wall_s=2.0)
         found = health.figures()
         assert (found.runs, found.runs_failing, found.runs_left_out) == (3, 2, 1)
         assert found.is_up is is_up

@@ -15,11 +15,11 @@ from swansongd.flush.layout import (
     FILE_CHUNKS_MAX,
     PACKED_FILES_MAX,
     SMALL_BYTES_MAX,
-    Layout,
+    ChunkLayout,
     size_of,
 )
 from swansongd.flush.queue import UploadQueue
-from swansongd.flush.tasks import Finish, StoreChunk
+from swansongd.flush.tasks import FinishSet, StoreChunk
 from swansongd.model import (
     CHUNK_BYTES_MAX,
     CheckpointId,
@@ -32,7 +32,7 @@ from swansongd.model import (
 from testkit.committed import chunk_of
 
 MIB = 2**20
-LAYOUT = Layout(100, 3, 25)
+LAYOUT = ChunkLayout(100, 3, 25)
 
 
 def file_of(path: str, size_bytes: int, *, inode: int = 1) -> StagedFile:
@@ -59,7 +59,7 @@ def staged(sizes: dict[str, int], *changed: str) -> Staged:
 )
 def test_the_pieces_of_a_file_cover_it_once(size_bytes: int, chunk_bytes: int) -> None:
     """Pieces of one size, except the last; at most 4,096 of them, or of the largest size of the format."""
-    pieces = Layout(chunk_bytes, 3).cut(file_of("a", size_bytes))
+    pieces = ChunkLayout(chunk_bytes, 3).cut(file_of("a", size_bytes))
     assert size_of(pieces) == size_bytes
     assert [p.offset_bytes for p in pieces[1:]] == [
         p.offset_bytes + p.size_bytes for p in pieces[:-1]
@@ -87,7 +87,7 @@ def test_groups_keep_the_order_and_give_all_connections_work(
     sizes: list[int], chunk_bytes: int, connections: int, *, is_sealed: bool
 ) -> None:
     """Neighbours stay neighbours.  A sealed set leaves nothing over, a growing one less than a quarter."""
-    layout = Layout(chunk_bytes, connections)
+    layout = ChunkLayout(chunk_bytes, connections)
     pieces = [layouts.Piece(file_of(str(n), size), 0, size) for n, size in enumerate(sizes)]
     groups = layout.packed(pieces, is_sealed=is_sealed)
     grouped = [piece for group in groups for piece in group]
@@ -104,11 +104,11 @@ def test_groups_keep_the_order_and_give_all_connections_work(
 
 def test_only_files_of_some_mib_share_a_chunk() -> None:
     """The limit is a quarter of a chunk, and at most 4 MiB.  An empty file has no chunk."""
-    usual = Layout(16 * MIB, 32)
+    usual = ChunkLayout(16 * MIB, 32)
     sizes = (0, 1, SMALL_BYTES_MAX, SMALL_BYTES_MAX + 1)
     assert [usual.is_small(file_of("a", n)) for n in sizes] == [True, True, True, False]
-    assert not Layout(2**28, 32).is_small(file_of("a", SMALL_BYTES_MAX + 1))
-    assert not Layout(8 * MIB, 32).is_small(file_of("a", 2 * MIB + 1))
+    assert not ChunkLayout(2**28, 32).is_small(file_of("a", SMALL_BYTES_MAX + 1))
+    assert not ChunkLayout(8 * MIB, 32).is_small(file_of("a", 2 * MIB + 1))
     assert not usual.cut(file_of("a", 0))
 
 
@@ -167,7 +167,7 @@ def test_large_chunks_come_first_shared_ones_last_and_finish_once(queue: Queue) 
     for task in tasks:
         queue.store(task)
     assert queue.bytes_stored == 370
-    assert queue.next_task() == Finish()
+    assert queue.next_task() == FinishSet()
     assert queue.next_task() is None
     assert [(s.path, s.size_bytes, len(s.extents)) for s in queue.shards()] == [
         ("a", 10, 1), ("b", 250, 3), ("c", 20, 1), ("d", 90, 1), ("e", 0, 0),
@@ -190,7 +190,7 @@ def test_a_chunk_to_retry_is_the_next_task_and_a_deferred_one_waits_for_the_next
     assert queue.in_flight == 3
     for task in (first, second, third):
         queue.store(task)
-    assert queue.next_task() == Finish()
+    assert queue.next_task() == FinishSet()
 
 
 @given(
@@ -233,7 +233,7 @@ def test_no_chunk_is_left_out_whatever_happened_while_it_was_in_flight(
         queue.finish(task)
     while isinstance(task := queue.next_task(), StoreChunk):
         queue.store(task)
-    assert task == Finish()
+    assert task == FinishSet()
     assert [shard.size_bytes for shard in queue.shards()] == [250, 10, 20]
 
 
@@ -287,7 +287,7 @@ def test_an_unsealed_set_holds_small_files_and_finish_back(queue: Queue) -> None
     assert not queue.has_task()
     queue.reopen(staged({"a": 10, "b": 10, "c": 100, "d": 10, "e": 1}))
     queue.store(queue.take())
-    assert queue.next_task() == Finish()
+    assert queue.next_task() == FinishSet()
 
 
 def test_bytes_in_a_chunk_that_no_manifest_may_name_are_queued_again(

@@ -19,7 +19,6 @@ from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import as_slot
 from swansongd.model import (
     CheckpointId,
-    CommitRef,
     GpuFault,
     GpuHealth,
     GpuRecord,
@@ -213,7 +212,6 @@ def a_gpu_record() -> GpuRecord:
         suspect_starts=("c", "a"),
         known_starts=("b", "a"),
         sound_sets=frozenset({CheckpointId(4, "abc")}),
-        doubtful_commits=(CommitRef(2, 4), CommitRef(2, 5)),
     )
 
 
@@ -324,9 +322,6 @@ def with_gpu(**changes: object) -> dict[str, object]:
         {"known_starts": ["x"] * 1000},
         {"sound_sets": [[3]]},
         {"sound_sets": [[3, 4]]},
-        {"doubtful_commits": {}},
-        {"doubtful_commits": [1]},
-        {"doubtful_commits": [{}]},
     ],
     ids=lambda changes: repr(changes)[:40],
 )

@@ -16,7 +16,13 @@ from swansongd.notifications.bodies import (
     of_preset,
     read_template,
 )
-from swansongd.observe.notifications import Importance, Kind, Notification, Origin, sample
+from swansongd.observe.notifications import (
+    Importance,
+    Notification,
+    NotificationKind,
+    Origin,
+    sample,
+)
 
 ORIGIN = Origin(run="my-run", vm="0123456789abcdef", host="gpu-1")
 HOSTILE = '"}], <!channel> <https://evil.example|click> & \\u0022 @here $run ${step}'
@@ -28,7 +34,7 @@ def verdict(**facts: Any) -> Notification:
         sample(1_800_000_000.0),
         key="verdict/abc/PARTIAL",
         group="evacuation/abc",
-        kind=Kind.VERDICT,
+        kind=NotificationKind.VERDICT,
         summary="Verdict PARTIAL: the trainer declined",
         importance=Importance.ERROR,
         verdict="PARTIAL",
@@ -90,7 +96,7 @@ def test_pagerduty_has_the_required_fields() -> None:
 
 
 def test_pagerduty_resolves_what_the_notice_triggered() -> None:
-    notice = verdict(kind=Kind.NOTICE, key="notice/1", verdict="")
+    notice = verdict(kind=NotificationKind.NOTICE, key="notice/1", verdict="")
     safe = verdict(is_over=True, verdict="SAFE")
     triggered, resolved = body("pagerduty", notice), body("pagerduty", safe)
     assert (triggered["event_action"], resolved["event_action"]) == ("trigger", "resolve")

@@ -9,10 +9,12 @@ from typing import Any
 
 import pytest
 from swansongd.notifications.outbox import Outbox
-from swansongd.observe.notifications import Kind, Notification, sample
+from swansongd.observe.notifications import Notification, NotificationKind, sample
 
 
-def made(name: str, kind: Kind = Kind.STALL, group: str = "") -> Notification:
+def made(
+    name: str, kind: NotificationKind = NotificationKind.STALL, group: str = ""
+) -> Notification:
     return replace(sample(0.0), key=name, group=group or name, kind=kind)
 
 
@@ -37,7 +39,11 @@ def report(outbox: Outbox) -> dict[str, Any]:
 
 def test_urgent_notifications_overtake_the_others() -> None:
     outbox = Outbox()
-    for name, kind in (("a", Kind.STALL), ("b", Kind.MARGIN), ("v", Kind.VERDICT)):
+    for name, kind in (
+        ("a", NotificationKind.STALL),
+        ("b", NotificationKind.MARGIN),
+        ("v", NotificationKind.VERDICT),
+    ):
         outbox.put(made(name, kind))
     assert taken(outbox, 3) == ["v", "a", "b"]
 
@@ -45,13 +51,17 @@ def test_urgent_notifications_overtake_the_others() -> None:
 @pytest.mark.fault("W03")
 def test_a_full_outbox_drops_the_oldest_one_that_is_not_urgent_and_counts_it() -> None:
     outbox = Outbox(3)
-    for name, kind in (("n", Kind.NOTICE), ("a", Kind.STALL), ("b", Kind.STALL)):
+    for name, kind in (
+        ("n", NotificationKind.NOTICE),
+        ("a", NotificationKind.STALL),
+        ("b", NotificationKind.STALL),
+    ):
         outbox.put(made(name, kind))
     outbox.put(made("c"))
     assert report(outbox)["dropped"] == 1
     assert taken(outbox, 3) == ["n", "b", "c"]
     for number in range(5):
-        outbox.put(made(f"v{number}", Kind.VERDICT))
+        outbox.put(made(f"v{number}", NotificationKind.VERDICT))
     assert taken(outbox, 3) == ["v2", "v3", "v4"]
     assert (report(outbox)["dropped"], report(outbox)["queued"]) == (3, 0)
 
@@ -89,7 +99,7 @@ def test_a_retry_keeps_the_order_of_its_group() -> None:
 def test_the_drain_keeps_the_order_of_a_group() -> None:
     outbox = Outbox()
     for name in ("begin", "end"):
-        outbox.put(made(name, Kind.VERDICT, group="g"))
+        outbox.put(made(name, NotificationKind.VERDICT, group="g"))
     assert outbox.take().notification.key == "begin"
     outbox.retry(60.0, "HTTP 503")
     outbox.begin_drain()
@@ -101,7 +111,7 @@ def test_the_drain_keeps_the_order_of_a_group() -> None:
 def test_the_drain_attempts_urgent_ones_at_once_and_returns_in_time() -> None:
     """A retry that is due in a minute is attempted now, once."""
     outbox = Outbox()
-    outbox.put(made("v", Kind.VERDICT))
+    outbox.put(made("v", NotificationKind.VERDICT))
     outbox.take()
     outbox.retry(60.0, "HTTP 503")
     attempted: list[str] = []
@@ -120,6 +130,6 @@ def test_the_drain_attempts_urgent_ones_at_once_and_returns_in_time() -> None:
 
 def test_the_drain_does_not_wait_for_a_worker_that_hangs() -> None:
     outbox = Outbox()
-    outbox.put(made("v", Kind.VERDICT))
+    outbox.put(made("v", NotificationKind.VERDICT))
     outbox.take()
     assert not outbox.drain(0.01)

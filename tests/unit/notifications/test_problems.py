@@ -18,7 +18,7 @@ from swansongd.core.events import Event, NoticeRaised, TrainerJoined
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.model import DRILL, Notice, Severity, Verdict
 from swansongd.notifications.notifier import Notifier
-from swansongd.notifications.record import Record
+from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import AT_ONCE
 from swansongd.observe.notifications import DRILLS, NOTICES, Notification
 
@@ -39,7 +39,7 @@ class Watched(Story):
         super().__init__(**options)
 
     def start_notifier(self, kinds: tuple[str, ...] = NotifyConfig().kinds) -> None:
-        self.record = Record(self.own_fd, boot_id="boot")
+        self.record = SentNotifications(self.own_fd, boot_id="boot")
         config = NotifyConfig(**WEBHOOK, kinds=kinds)
         self.notifier = Notifier(config, run="run", vm="vm", record=self.record, settle_s=0.0)
 
@@ -224,7 +224,9 @@ def test_the_end_of_an_unwanted_kind_still_ends_the_problem() -> None:
 
 def test_the_end_of_an_unwanted_condition_is_not_told_after_a_restart(own_fd: int) -> None:
     """Its begin was not told either."""
-    Record(own_fd, boot_id="boot").set_begun(frozenset({"stall", "blind/store", NOTICES}))
+    SentNotifications(own_fd, boot_id="boot").set_begun(
+        frozenset({"stall", "blind/store", NOTICES})
+    )
     story = Watched(own_fd)
     story.start_notifier(kinds=("blind", "verdict"))
     sender = story.notifier._webhook

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from swansongd.notifications import record as records
 from swansongd.notifications import secret_files
-from swansongd.notifications.record import Record
+from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.secret_files import UnusableSecret
 
 
@@ -22,23 +22,23 @@ def own_fd(tmp_path: Path) -> Iterator[int]:
 
 
 def test_the_record_survives_the_daemon_and_not_the_boot(own_fd: int) -> None:
-    first = Record(own_fd, boot_id="a")
+    first = SentNotifications(own_fd, boot_id="a")
     first.add("webhook notice/1")
     first.set_begun(frozenset({"stall"}))
-    again = Record(own_fd, boot_id="a")
+    again = SentNotifications(own_fd, boot_id="a")
     assert again.has("webhook notice/1")
     assert again.begun == {"stall"}
-    rebooted = Record(own_fd, boot_id="b")
+    rebooted = SentNotifications(own_fd, boot_id="b")
     assert not rebooted.has("webhook notice/1")
     assert rebooted.begun == frozenset()
 
 
 def test_the_record_is_bounded(own_fd: int) -> None:
-    record = Record(own_fd, boot_id="a")
+    record = SentNotifications(own_fd, boot_id="a")
     for number in range(records.SENT_MAX + 10):
         record._sent[f"k{number}"] = None
     record.add("last")
-    again = Record(own_fd, boot_id="a")
+    again = SentNotifications(own_fd, boot_id="a")
     assert again.has("last")
     assert not again.has("k5")
 
@@ -48,17 +48,17 @@ def test_the_record_is_bounded(own_fd: int) -> None:
 )
 def test_a_spoilt_record_counts_as_empty(own_fd: int, tmp_path: Path, content: bytes) -> None:
     (tmp_path / records.NAME).write_bytes(content)
-    record = Record(own_fd, boot_id="a")
+    record = SentNotifications(own_fd, boot_id="a")
     assert not record.has("k")
     record.add("k")
-    assert Record(own_fd, boot_id="a").has("k")
+    assert SentNotifications(own_fd, boot_id="a").has("k")
 
 
 @pytest.mark.fault("D02")
 def test_a_full_disk_costs_no_notification(tmp_path: Path) -> None:
     """The record then lasts as long as the daemon."""
     fd = os.open(tmp_path, os.O_RDONLY | os.O_DIRECTORY)
-    record = Record(fd, boot_id="a")
+    record = SentNotifications(fd, boot_id="a")
     os.close(fd)  # each write fails
     record.add("k")
     assert record.has("k")

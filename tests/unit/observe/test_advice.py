@@ -19,7 +19,7 @@ from swansongd.observe.advice import (
 )
 from swansongd.observe.bill import bill, upkeep
 from swansongd.observe.cost import Prices
-from swansongd.observe.expected import DAY_S, Job, Kind, best_interval, expected
+from swansongd.observe.expected import DAY_S, InterruptionKind, Job, best_interval, expected
 from swansongd.observe.poisson import poisson_interval
 
 from tests.unit.observe.test_expected import job, jobs
@@ -69,7 +69,7 @@ def test_ranks_that_save_together_are_faster() -> None:
 
 def test_a_longer_notice_on_gcp_covers_what_the_short_one_does_not() -> None:
     """10 GB at 0.3 GB/s need 33 s and more: a notice of 25 s loses half an interval each time."""
-    gcp = Kind(source="gcp.preempted", grace_s=25.0, per_day=4.0)
+    gcp = InterruptionKind(source="gcp.preempted", grace_s=25.0, per_day=4.0)
     made = replace(job(bandwidth=3e8), kinds=(gcp,))
     found = named(made)["notice_120"]
     lost_s = 300 + made.lag_s + 25
@@ -81,7 +81,7 @@ def test_a_longer_notice_on_gcp_covers_what_the_short_one_does_not() -> None:
 
 def test_a_shutdown_can_be_given_more_time() -> None:
     """The key names the time that nine of ten checkpoints need, rounded up."""
-    made = replace(job(), kinds=(Kind(source="logind", grace_s=14.0, per_day=4.0),))
+    made = replace(job(), kinds=(InterruptionKind(source="logind", grace_s=14.0, per_day=4.0),))
     found = named(made)["grace_logind"]
     assert found.change.startswith("deadline.shutdown_delay_s = 20,")
     assert found.after.redone_s < expected(made).redone_s / 5

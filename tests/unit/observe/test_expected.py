@@ -14,8 +14,8 @@ from swansongd.core.pace import Figure, Pace
 from swansongd.core.planner import Measurements
 from swansongd.observe.expected import (
     DAY_S,
+    InterruptionKind,
     Job,
-    Kind,
     best_interval,
     covered_redone_s,
     expected,
@@ -49,8 +49,8 @@ def job(
         stall_s=2 * cost_s,
         down_s={"cloud": 60.0, "boot": 20.0, "fetch": 10.0},
         kinds=(
-            Kind(source="", per_day=silent_per_day),
-            Kind(source="aws.spot", grace_s=grace_s, per_day=per_day),
+            InterruptionKind(source="", per_day=silent_per_day),
+            InterruptionKind(source="aws.spot", grace_s=grace_s, per_day=per_day),
         ),
         reserve_s=3.0,
     )
@@ -90,7 +90,9 @@ def silent(up_s: float, cost_s: float) -> Job:
     """A job whose VMs get no notice, and live this long on average."""
     per_day = DAY_S / (up_s + DOWN_S)
     return replace(
-        job(cost_s=cost_s), kinds=(Kind(source="", per_day=per_day),), down_s={"cloud": DOWN_S}
+        job(cost_s=cost_s),
+        kinds=(InterruptionKind(source="", per_day=per_day),),
+        down_s={"cloud": DOWN_S},
     )
 
 
@@ -155,7 +157,7 @@ def test_without_follow_ups_the_notice_is_repeated() -> None:
     made = replace(job(silent_per_day=0.0), follow_ups=False)
     assert covered_redone_s(made, made.kinds[1]) == 120.0
     assert covered_redone_s(job(), replace(made.kinds[1], grace_s=15.0)) == 15.0
-    shutdown = Kind(source="logind", grace_s=19.0, per_day=1.0)
+    shutdown = InterruptionKind(source="logind", grace_s=19.0, per_day=1.0)
     assert covered_redone_s(made, shutdown) == pytest.approx(made.forecast.expected_s)
 
 

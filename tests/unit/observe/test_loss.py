@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.loss_records import LOST, PARTS, Ending, Life, Resumption, lost_gpu_s
+from swansongd.loss_records import LOST, PARTS, GenerationEnd, Life, Resumption, lost_gpu_s
 from swansongd.observe import loss as losses
 from swansongd.observe.loss import GOODPUT, HOUR_S, WINDOWS_MAX, Loss, loss
 
@@ -75,7 +75,7 @@ def told(history: list[Stay]) -> list[Life]:
         )
         step = start + 1 + stay.steps
         now_s += stay.steps * stay.step_s + stay.saves_s + stay.stall_s
-        ending = Ending(
+        ending = GenerationEnd(
             generation=number,
             step=step,
             wall_s=now_s,
@@ -169,7 +169,7 @@ forged = st.builds(
         earlier=st.none(),
     ),
     ending=st.builds(
-        Ending,
+        GenerationEnd,
         generation=st.integers(1, 10),
         step=st.integers(0, 10**12 - 1),
         wall_s=instants,

@@ -60,13 +60,8 @@ from swansongd.observe.snapshot import (
     Snapshot,
 )
 
-from testkit import REPOSITORY
 from testkit.story import MIB, Story, shards_of
 
-PAGE = (REPOSITORY / "docs/operations/metrics.md").read_text()
-ROW = re.compile(r"^\| `(swansong_\w+)` \| (\w+) \| ([^|]*)\| (.*) \|$", re.MULTILINE)
-OTHERS = ("swansong_run_",)
-"""Prefixes of metrics that another part exports."""
 SOURCES = ("aws.rebalance", "aws.spot", "gcp.preempted")
 MIRROR = MirrorFigures(
     url="s3://mirror/prefix",
@@ -183,18 +178,7 @@ def _with_settings(story: Story, **changes: Any) -> Any:
 # ---------------------------------------------------------------- names
 
 
-def test_the_page_and_the_code_have_the_same_metrics() -> None:
-    """Name, type, labels and meaning of each daemon metric, in the same order."""
-    rows = [
-        (name, kind, tuple(re.findall(r"`(\w+)`", labels)), text.replace("`", ""))
-        for name, kind, labels, text in ROW.findall(PAGE)
-        if not name.startswith(OTHERS)
-    ]
-    assert rows == [(each.name, each.kind, each.labels, each.help) for each in FAMILIES]
-    assert len({name for name, *_ in rows}) == len(rows)
-
-
-def test_every_metric_of_the_page_is_exported() -> None:
+def test_every_declared_metric_is_exported() -> None:
     """During an evacuation of a daemon with a mirror that prunes, and after its verdict."""
     story = full()
     found = {re.sub(r"{.*", "", sample) for sample in story.scrape()}

@@ -17,7 +17,14 @@ from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 from swansongd.observe.conditions import Watch
 from swansongd.observe.heartbeat import GAP_S, Stretch, continued, why_silent
-from swansongd.observe.notifications import Kind, Notification, Origin, caused, fields, of_resume
+from swansongd.observe.notifications import (
+    Notification,
+    NotificationKind,
+    Origin,
+    caused,
+    fields,
+    of_resume,
+)
 from swansongd.observe.report import STORE_HEALTH
 
 from testkit.story import Story, a_notice
@@ -186,7 +193,7 @@ def test_a_resumption_is_told_once_with_its_step() -> None:
     measured = MeasuredResume(3, Milestones(start_step=120), Training())
     made = of_resume(measured, WALL_S)
     assert made is not None
-    assert (made.kind, made.step, made.generation) == (Kind.RESUMPTION, 120, 3)
+    assert (made.kind, made.step, made.generation) == (NotificationKind.RESUMPTION, 120, 3)
     assert made.summary == "Training runs at step 120, as generation 3"
     assert of_resume(replace(measured, training=Training(node=1, nodes=2)), WALL_S) is None
 
@@ -242,7 +249,7 @@ def test_a_blind_source_is_told_after_it_lasts_and_when_it_is_over() -> None:
     state = blind(Story().state, "aws.spot", Health.BLIND)
     assert look(watch, state, 0.0, 14.0) == []
     (begun,) = look(watch, state, 15.0, 16.0, 500.0)
-    assert (begun.kind, begun.source, begun.is_over) == (Kind.BLIND, "aws.spot", False)
+    assert (begun.kind, begun.source, begun.is_over) == (NotificationKind.BLIND, "aws.spot", False)
     assert "a notice would be missed" in begun.summary
     half = blind(state, "aws.spot", Health.DEGRADED)
     assert look(watch, half, 500.0, 600.0) == []
@@ -290,7 +297,7 @@ def test_a_negative_margin_is_told_and_not_during_an_evacuation() -> None:
     )
     watch = Watch(settle_s=15.0)
     (begun,) = look(watch, story.state, 0.0, 15.0)
-    assert (begun.kind, begun.source) == (Kind.MARGIN, "gcp.preempted")
+    assert (begun.kind, begun.source) == (NotificationKind.MARGIN, "gcp.preempted")
     assert "s late" in begun.summary
     story.notice(10)
     assert look(Watch(settle_s=15.0), story.state, 30.0, 90.0) == []
@@ -307,7 +314,11 @@ def test_metrics_that_are_not_served_are_told_once_over_a_restart() -> None:
     watch = Watch(settle_s=15.0)
     assert seen(watch, failure, 0.0, 14.0) == []
     (begun,) = seen(watch, failure, 15.0, 100.0)
-    assert (begun.kind, begun.importance, begun.reason) == (Kind.METRICS, "error", failure)
+    assert (begun.kind, begun.importance, begun.reason) == (
+        NotificationKind.METRICS,
+        "error",
+        failure,
+    )
     restarted = Watch(settle_s=15.0, begun=set(watch.begun))
     assert seen(restarted, "", 100.0) + seen(restarted, failure, 101.0, 200.0) == []
     (over,) = seen(restarted, "", 201.0, 216.0, 300.0)
@@ -322,7 +333,7 @@ def test_a_stall_is_told_with_its_ranks() -> None:
     story.wait(600)
     assert story.state.ranks.stalled
     (begun,) = look(Watch(settle_s=15.0), story.state, 0.0, 15.0)
-    assert (begun.kind, begun.importance) == (Kind.STALL, "error")
+    assert (begun.kind, begun.importance) == (NotificationKind.STALL, "error")
     assert begun.summary.endswith(f"since step {STEP}: rank 0")
     assert begun.step == STEP
 

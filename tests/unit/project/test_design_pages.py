@@ -13,7 +13,8 @@ from swansongd.observe.phase import Phase
 
 from testkit import REPOSITORY
 
-DAEMON = REPOSITORY / "daemon" / "swansongd"
+DAEMON = [path.parent for path in (REPOSITORY / "daemon").glob("*/__init__.py")]
+"""The import packages of the daemon's distribution."""
 HOOKS = REPOSITORY / "training_hooks" / "swansong"
 PAGES = [
     *sorted((REPOSITORY / "docs" / "design").glob("*.md")),
@@ -22,7 +23,7 @@ PAGES = [
 NAMED = re.compile(r"`((?:[A-Za-z0-9_]+/)*[A-Za-z0-9_]+\.py|(?:_?[a-z0-9]+/)+)`")
 BUCKET = {"generations/", "commits/", "farewells/", "resumptions/", "data/", "pins/", "probes/"}
 """Prefixes of keys, which look like packages."""
-ROOTS = (REPOSITORY, DAEMON, DAEMON / "stores", HOOKS, REPOSITORY / "training_hooks")
+ROOTS = (REPOSITORY, *DAEMON, *(root / "stores" for root in DAEMON), HOOKS, HOOKS.parent)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
@@ -39,14 +40,14 @@ def test_the_overview_lists_every_package_of_the_daemon() -> None:
     """One row for each package, and no other rows."""
     page = (REPOSITORY / "docs" / "design" / "overview.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `([a-z]+)/` \|", page, re.MULTILINE)
-    packages = [path.parent.name for path in DAEMON.glob("*/__init__.py")]
+    packages = [path.parent.name for root in DAEMON for path in root.glob("*/__init__.py")]
     assert sorted(rows) == sorted(packages)
 
 
 def test_the_pages_of_evacuations_name_every_state_plan_and_verdict() -> None:
     """The names are those that ``swansong status`` prints."""
     design = REPOSITORY / "docs" / "design"
-    names = ("evacuation.md", "verdicts.md")
+    names = ("evacuation.md", "core.md")
     page = "\n".join((design / name).read_text(encoding="utf-8") for name in names)
     words = set(re.findall(r"\b[A-Z_]{4,}\b", page))
     assert words >= {*Phase, *PlanKind, *Verdict}

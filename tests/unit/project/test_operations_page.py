@@ -1,33 +1,23 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The pages in docs/operations match the code: log events, keys, fields, options, exit codes, limits."""
+"""The pages in docs/operations match the code: phases, verdicts, columns, sources, limits, names."""
 
 from __future__ import annotations
 
-import argparse
 import ast
-import dataclasses
 import inspect
 import pkgutil
 import re
-import tomllib
 from collections.abc import Iterator
 from importlib import import_module
 from pathlib import Path
-from typing import Any, get_type_hints
 
 import pytest
 import swansongd
-from swansong import protocol
-from swansongd import doctor, errors, sources
-from swansongd.cli import finished, ls, main, notify
-from swansongd.config.config import METADATA_TIMEOUT_S, Config, section_keys
-from swansongd.core import notices, starts, state, transition
-from swansongd.core.planner import PlanKind
-from swansongd.doctor import store
-from swansongd.doctor.findings import Finding, Level
-from swansongd.flush.store_health import FAILING_AFTER_S
-from swansongd.model import DeadlineQuality, Health, Severity, Verdict
-from swansongd.observe import phase, report
+from swansongd import sources
+from swansongd.cli import ls
+from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
+from swansongd.core import notices, starts, state
+from swansongd.model import PEER_SOURCE, DeadlineQuality, Health, Severity, Verdict
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
@@ -37,15 +27,9 @@ PACKAGE = Path(swansongd.__path__[0])
 PAGES = {
     path.stem: path.read_text() for path in sorted((REPOSITORY / "docs/operations").glob("*.md"))
 }
-CONFIGURATION = PAGES["configuration"] + PAGES["configuration-upkeep"]
-LOG_EVENTS = PAGES["log-events"] + PAGES["log-events-store"]
-LEVELS = {name: name for name in ("debug", "info", "warning", "error")} | {"exception": "error"}
-LEVEL_OF_LIBRARIES = {"any"}
-BY_THE_WRITER = {"log_dropped": {"warning"}}
-"""Log events written without structlog, by the writer thread."""
 OF_THE_KERNEL = {"Read-only file system"}
-OTHER_NAMES = {"credential_process", "nvme_card", "runbook_url"}
-"""Names of AWS, of disks and of Prometheus."""
+OTHER_NAMES = {"credential_process", "log_dropped", "nvme_card", "runbook_url"}
+"""Names of AWS, of the writer thread's log event, of disks and of Prometheus."""
 
 
 # ---------------------------------------------------------------- reading the pages
@@ -100,29 +84,6 @@ def strings(node: ast.AST) -> set[str]:
             return set()
 
 
-def events() -> dict[str, set[str]]:
-    """The levels of each log event in the code."""
-    found = dict(BY_THE_WRITER)
-    for call in calls():
-        assert isinstance(call.func, ast.Attribute)
-        method, target = call.func.attr, ast.unparse(call.func.value)
-        names: set[str] = set()
-        levels: set[str] = set()
-        if method in LEVELS and re.search(r"log(ger)?(\(.*\))?$", target) and call.args:
-            names, levels = strings(call.args[0]), {LEVELS[method]}
-            assert names, ast.unparse(call)
-        elif method == "log" and len(call.args) >= 2:
-            names = strings(call.args[1])
-            levels = strings(call.args[0]) or LEVEL_OF_LIBRARIES
-        elif method == "_log_limited":
-            names = strings(call.args[0])
-            given = [strings(keyword.value) for keyword in call.keywords if keyword.arg == "level"]
-            levels = given[0] if given else {"warning"}
-        for name in names:
-            found[name] = found.get(name, set()) | levels
-    return found
-
-
 def phases() -> set[str]:
     """The phases of the timeline of an evacuation."""
     return {
@@ -145,49 +106,9 @@ def constants() -> set[str]:
     }
 
 
-def keys_of(module: Any) -> set[str]:
-    """Every key of a dictionary that the module writes down."""
-    return {
-        name
-        for node in ast.walk(ast.parse(inspect.getsource(module)))
-        if isinstance(node, ast.Dict)
-        for key in node.keys
-        if key is not None
-        for name in strings(key)
-    }
-
-
-def fields() -> set[str]:
-    """The top-level fields of the report: those of the state, and those of the daemon."""
-    reports = [
-        statement.value
-        for function in ast.walk(ast.parse(inspect.getsource(report)))
-        if isinstance(function, ast.FunctionDef)
-        and function.name in ("status_report", "full_report")
-        for statement in function.body
-        if isinstance(statement, ast.Return)
-    ]
-    assert len(reports) == 2
-    return {
-        name
-        for found in reports
-        if isinstance(found, ast.Dict)
-        for key in found.keys
-        if key is not None
-        for name in strings(key)
-    }
-
-
-def options(command: str) -> set[str]:
-    """The long options of a command."""
-    parser = argparse.ArgumentParser(add_help=False)
-    import_module(f"swansongd.cli.{command}").add_arguments(parser)
-    return {action.option_strings[-1] for action in parser._actions if action.option_strings}
-
-
 def notice_sources() -> set[str]:
     """The names of all sources of notices."""
-    found = {transition.PEER_SOURCE}
+    found = {PEER_SOURCE}
     for info in pkgutil.iter_modules(sources.__path__):
         module = import_module(f"swansongd.sources.{info.name}")
         found |= {
@@ -212,110 +133,31 @@ def unit(name: str, file: str = "systemd/swansongd.service") -> str:
 # ---------------------------------------------------------------- logs
 
 
-def test_every_log_event_is_explained() -> None:
-    """Each event of the code has a row with its levels, and each row an event."""
-    explained = {
-        name: set(cells[1].split(", ")) for cells in rows(LOG_EVENTS) for name in words(cells[0])
-    }
-    assert explained == events()
-    named = first_cells(LOG_EVENTS)
-    assert len(named) == len(set(named))
-
-
 def test_every_phase_is_explained() -> None:
     """Each phase of the timeline has a row, and each row a phase."""
-    assert sorted(first_cells(section("logs", "Phases"))) == sorted(phases())
+    assert sorted(first_cells(section("monitoring", "Phases"))) == sorted(phases())
 
 
 def test_a_flush_that_stops_is_explained_by_the_reserve() -> None:
     """Only the begin of the reserve stops a flush with this phase."""
-    (row,) = [cells for cells in rows(section("logs", "Phases")) if "flush_stopped" in cells[0]]
+    table = rows(section("monitoring", "Phases"))
+    (row,) = [cells for cells in table if "flush_stopped" in cells[0]]
     assert "the reserve has begun" in row[1]
 
 
 def test_every_verdict_is_explained() -> None:
     """Each verdict has a row, and each row a verdict."""
-    explained = [cells[0] for cells in rows(section("logs", "Verdicts"))]
+    explained = [cells[0] for cells in rows(section("runbook", "Verdicts"))]
     assert sorted(explained) == sorted(Verdict)
 
 
-# ---------------------------------------------------------------- configuration
+# ---------------------------------------------------------------- values, columns, options
 
 
-def test_every_key_of_the_configuration_is_explained() -> None:
-    """Each key has one row, in the order of the sections, and each row a key."""
-    keys = [f"{name}.{key}" for name, known in section_keys().items() for key in known]
-    assert first_cells(CONFIGURATION) == keys
-
-
-def test_every_default_of_the_configuration_is_true() -> None:
-    """A row shows the default, or "required", or words where the default is computed later."""
-    defaults = {
-        f"{name}.{key}": field
-        for (name, keys), kind in zip(
-            section_keys().items(), get_type_hints(Config).values(), strict=True
-        )
-        for key, field in zip(keys, dataclasses.fields(kind), strict=True)
-    }
-    for key, shown, _ in rows(CONFIGURATION):
-        field = defaults[key.strip("`")]
-        if field.default is dataclasses.MISSING:
-            assert shown == "required", key
-        elif shown.startswith("`") and shown.strip("`") not in defaults:
-            value = tomllib.loads(f"value = {shown.strip('`')}")["value"]
-            assert field.metadata["reader"](value) == field.default, key
-        else:
-            assert field.default is None, key
-
-
-# ---------------------------------------------------------------- status
-
-
-def test_every_field_of_the_status_is_explained() -> None:
-    """Each top-level field of ``swansong status --json`` has a row, and each row a field."""
-    explained = [name.removesuffix("[]") for name in first_cells(section("status", "Fields"))]
-    assert sorted(explained) == sorted({*fields(), "unconnected"})  # added by the command
-
-
-def test_every_nested_field_of_the_status_is_named() -> None:
-    """Each field within a field is named in a row."""
-    named = {word.removesuffix("[]") for word in words(section("status", "Fields"))}
-    assert keys_of(report) <= named
-
-
-@pytest.mark.parametrize(
-    ("page", "title", "known"),
-    [
-        ("status", "States", list(phase.Phase)),
-        ("status", "Plans", list(PlanKind)),
-        ("status", "Severity", [f"`{severity.name.lower()}`" for severity in Severity]),
-        ("notices", "Health of a source", [f"`{health}`" for health in Health]),
-        ("doctor", "doctor", [f"`{level}`" for level in Level]),
-    ],
-)
-def test_every_value_is_explained(page: str, title: str, known: list[str]) -> None:
+def test_every_health_of_a_source_is_explained() -> None:
     """Each value has a row, and each row a value."""
-    text = section(page, title) if title != page else PAGES[page].partition("\n## ")[0]
-    assert [cells[0] for cells in rows(text)] == known
-
-
-# ---------------------------------------------------------------- commands
-
-
-def test_every_command_is_explained() -> None:
-    """Each command has a row with its help text, in the order of the help."""
-    head = PAGES["commands"].partition("\n## ")[0]
-    assert [(name.strip("`"), text) for name, text in rows(head)] == list(main.COMMANDS.items())
-
-
-@pytest.mark.parametrize("command", sorted(main.COMMANDS))
-def test_every_option_is_explained(command: str) -> None:
-    """Each option of the command has a row, and each row an option."""
-    known = options(command)
-    pages = ("store-commands", "figures-commands")
-    page = next((page for page in pages if f"\n## {command}\n" in PAGES[page]), "commands")
-    explained = first_cells(section(page, command)) if known else []
-    assert sorted(explained) == sorted(known)
+    explained = [cells[0] for cells in rows(section("notices", "Health of a source"))]
+    assert explained == [f"`{health}`" for health in Health]
 
 
 def test_every_column_of_ls_is_explained() -> None:
@@ -327,72 +169,12 @@ def test_every_column_of_ls_is_explained() -> None:
     assert len(explained) == len(set(columns))
 
 
-def test_every_option_of_provision_is_explained() -> None:
-    """Each option in the usage of provision.sh has a row on the page about installation."""
-    usage = (REPOSITORY / "packer/provision.sh").read_text().partition("TEXT\n\t}")[0]
-    known = set(re.findall(r"^\t\t  .*?(--[a-z-]+)", usage, re.MULTILINE)) | {"--store"}
-    explained = {name.split()[0] for name in first_cells(section("install", "Install on a VM"))}
-    assert explained == known
-
-
-def test_every_exit_code_is_explained() -> None:
-    """Each code that a command may end with has a row, and is in the help of the command."""
-    own = {
-        error.exit_code
-        for error in vars(errors).values()
-        if isinstance(error, type) and issubclass(error, errors.SwansongError)
-    }
-    verdicts = set(notify.EXIT_BY_VERDICT.values())
-    explained = {int(cells[0]) for cells in rows(section("commands", "Exit codes"))}
-    answers = {0, finished.EXIT_UNFINISHED}
-    assert explained == own | verdicts | answers == set(main.EXIT_CODES)
-
-
-def test_restarts_are_those_of_the_unit() -> None:
-    """The codes after which the daemon stays down, and the pause before a restart."""
-    down = {
-        int(cells[0])
-        for cells in rows(section("commands", "Exit codes"))
-        if cells[2].startswith("stays down")
-    }
-    assert down == set(map(int, unit("RestartPreventExitStatus").split()))
-    assert unit("StartLimitIntervalSec") == "0"
-    pause = f"after {unit('RestartSec').removesuffix('s')} s"
-    assert f"systemd restarts the daemon {pause} and never gives up" in PAGES["commands"]
-
-
-# ---------------------------------------------------------------- doctor, sources, limits
-
-
-def test_every_family_of_doctor_is_explained() -> None:
-    """Each family of checks has a row, and each row a family."""
-    modules = [
-        import_module(f"swansongd.doctor.{info.name}")
-        for info in pkgutil.iter_modules(doctor.__path__)
-    ]
-    known = {module.FAMILY for module in modules if hasattr(module, "FAMILY")}
-    assert sorted(first_cells(section("doctor", "Checks by family"))) == sorted(known)
-
-
-def test_every_field_of_a_finding_is_named() -> None:
-    """The page lists the fields of ``swansong doctor --json`` in their order."""
-    listed = ", ".join(f"`{field.name}`" for field in dataclasses.fields(Finding))
-    head, _, last = listed.rpartition(", ")
-    assert f"objects with {head} and {last}." in PAGES["doctor"]
-
-
-def test_every_step_of_the_rehearsal_is_explained() -> None:
-    """Each check of the rehearsal has a row, in its order."""
-    source = inspect.getsource(store._Probe.rehearsal_checks)
-    known = re.findall(r'step\("([^"]+)"', source)
-    assert len(known) == 6
-    assert first_cells(section("doctor", "The rehearsal")) == known
+# ---------------------------------------------------------------- sources, limits
 
 
 def test_every_source_of_notices_is_explained() -> None:
     """Each source has a row, and each row a source."""
-    explained = [words(cells[0])[0] for cells in rows(section("notices", "Sources"))]
-    assert sorted(explained) == sorted(notice_sources())
+    assert sorted(first_cells(section("notices", "Sources"))) == sorted(notice_sources())
 
 
 def test_every_quality_of_a_deadline_is_named() -> None:
@@ -412,18 +194,10 @@ STATED = [
     ("notices", f"still runs {gcp.LEARN_AFTER_S:.0f} s after the notice"),
     ("notices", f"has a limit of {metadata.TIMEOUT_S:.0f} s"),
     ("notices", f"up to {metadata.TIMEOUT_MAX_S:.0f} s"),
-    ("drills", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
-    ("log-events", f"still runs {notices.OUTLIVED_S:.0f} s after the deadline"),
-    ("status", f"it has at most {report.TRAINERS_MAX}"),
-    ("trainer", f"| connections | {admission.CONNECTIONS_MAX}; {admission.CONNECTIONS_PER_USER} "),
-    ("trainer", f"{admission.CONNECTIONS_RESERVED} are reserved for root"),
-    ("trainer", f"closed after {admission.HELLO_LIMIT_S:.0f} s"),
-    ("trainer", f"{connection.MESSAGES_PER_S_MAX:.0f} a second on one connection"),
-    ("trainer", f"a status query counts as {admission.STATUS_COST:.0f}"),
-    ("trainer", f"{protocol.MAX_MESSAGE_BYTES / 2**10:.0f} KiB each"),
-    ("trainer", f"{admission.QUERIES_MAX} of one connection"),
-    ("trainer", f"{notices.AT_ONCE}, then one every {notices.EVERY_S:.0f} s"),
-    ("trainer", f"{starts.CLAIMS_MAX} in {starts.WINDOW_S:.0f} s"),
+    ("notices", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
+    ("install", f"{admission.CONNECTIONS_MAX} connections, {admission.CONNECTIONS_PER_USER} of"),
+    ("install", f"{connection.MESSAGES_PER_S_MAX:.0f} messages a second on one connection"),
+    ("install", f"{starts.CLAIMS_MAX} starts of the training in {starts.WINDOW_S:.0f} s"),
     ("shutdown", f"{unit('TimeoutStopSec').removesuffix('s')} s, and longer"),
     ("shutdown", f"restarts the daemon {unit('RestartSec').removesuffix('s')} s after"),
     ("shutdown", f"has not reported for {unit('WatchdogSec').removesuffix('s')} s"),
@@ -441,8 +215,6 @@ def test_the_delay_of_logind_is_that_of_its_drop_in() -> None:
     delay = unit("InhibitDelayMaxSec", "systemd/logind.conf.d/zz-swansong.conf")
     assert f"| {delay.removesuffix('s')} s at most |" in PAGES["shutdown"]
     assert METADATA_TIMEOUT_S > metadata.TIMEOUT_S
-    assert FAILING_AFTER_S == 2.0
-    assert "fail for two seconds" in PAGES["status"]
 
 
 # ---------------------------------------------------------------- names, messages and links
@@ -467,7 +239,6 @@ def test_every_name_in_the_pages_exists() -> None:
     known = {keyword.arg for call in calls() for keyword in call.keywords}
     known |= {
         *constants(),
-        *BY_THE_WRITER,
         *OTHER_NAMES,
         *(severity.name.lower() for severity in Severity),
     }
@@ -490,6 +261,9 @@ def test_every_make_target_exists() -> None:
     assert named <= targets
 
 
-def test_the_entry_page_names_every_page() -> None:
-    """No page is hidden."""
-    assert {page for page in PAGES if f"({page}.md)" not in PAGES["README"]} == {"README"}
+def test_the_index_names_every_page() -> None:
+    """No page of docs is hidden."""
+    docs = REPOSITORY / "docs"
+    index = (docs / "README.md").read_text()
+    pages = {str(path.relative_to(docs)) for path in docs.rglob("*.md")} - {"README.md"}
+    assert {page for page in pages if f"({page})" not in index} == set()

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from swansongd.notifications.command import environment
-from swansongd.observe.notifications import Kind, Origin, fields, sample
+from swansongd.observe.notifications import NotificationKind, Origin, fields, sample
 
 from testkit import REPOSITORY
 
@@ -46,7 +46,9 @@ def calls(folder: Path, script: str, source: str, seconds_left: float) -> list[s
         path = folder / name
         path.write_text(text)
         path.chmod(0o755)
-    made = replace(sample(time.time()), kind=Kind.NOTICE, source=source, seconds_left=seconds_left)
+    made = replace(
+        sample(time.time()), kind=NotificationKind.NOTICE, source=source, seconds_left=seconds_left
+    )
     variables = environment(fields(Origin(run="r", vm="v", host="h"), made), {})
     recorded = folder / "calls"
     recorded.touch()

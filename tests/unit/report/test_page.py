@@ -23,7 +23,7 @@ from swansongd.bucket.run import Run
 from swansongd.cli import report_text
 from swansongd.observe.loss import Interruption, Loss
 from swansongd.report import drawing, facts, page
-from swansongd.report.facts import Amount, Report, sentences
+from swansongd.report.facts import Amount, RunReport, sentences
 
 from testkit import past_run
 from testkit.hostile_farewells import MARKUP, evacuations, interruptions
@@ -50,7 +50,7 @@ ATTRIBUTES = set(
 )
 
 
-def made(found: RunHistory, run: str = "my-run", **fields: object) -> Report:
+def made(found: RunHistory, run: str = "my-run", **fields: object) -> RunReport:
     return facts.report(
         found,
         run=run,
@@ -61,7 +61,7 @@ def made(found: RunHistory, run: str = "my-run", **fields: object) -> Report:
 
 
 @pytest.fixture(scope="module")
-def past() -> Report:
+def past() -> RunReport:
     store = MemoryStore()
     past_run.write(store)
     found = history.read(Run.listed(store, RunKeys(past_run.RUN)))
@@ -82,7 +82,7 @@ def shown(root: ET.Element) -> str:
     return " ".join(" ".join(root.itertext()).split())
 
 
-def test_the_page_of_a_run(past: Report) -> None:
+def test_the_page_of_a_run(past: RunReport) -> None:
     """Key figures, both evacuations with their verdicts, loss, ETTR, commits and cost."""
     text = shown(parsed(page.html(past)))
     assert past.loss is not None
@@ -106,7 +106,7 @@ def test_the_page_of_a_run_without_a_past() -> None:
     assert "no evacuation is recorded" in [line.plain for line in report_text.lines(report)]
 
 
-def test_damaged_farewells_and_objects_that_were_not_read_are_named(past: Report) -> None:
+def test_damaged_farewells_and_objects_that_were_not_read_are_named(past: RunReport) -> None:
     """On the page and in the text."""
     evacuated = Evacuations(evacuations=(), farewells_left_out=7, damaged=("r/farewells/x.json",))
     found = RunHistory(
@@ -123,7 +123,7 @@ def test_damaged_farewells_and_objects_that_were_not_read_are_named(past: Report
     assert "1 records are damaged" in plain
 
 
-def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past: Report) -> None:
+def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past: RunReport) -> None:
     """A drill before a preemption: training continued."""
     drill, *others = past.history.evacuations.evacuations
     again = replace(drill, evacuation_id="later", opened_wall_s=drill.opened_wall_s + 600)
@@ -134,7 +134,7 @@ def test_a_notice_that_the_vm_has_outlived_is_no_lost_vm(past: Report) -> None:
     assert "No later VM" not in text
 
 
-def test_the_newest_commit_is_one_that_a_restore_can_take(past: Report) -> None:
+def test_the_newest_commit_is_one_that_a_restore_can_take(past: RunReport) -> None:
     """A damaged manifest at the end names no step to resume from."""
     commits = past.history.commits
     broken = replace(commits.commits[-1], is_whole=False)
@@ -147,7 +147,7 @@ def test_the_newest_commit_is_one_that_a_restore_can_take(past: Report) -> None:
     assert re.search(r"^ +1 newer ones are not whole$", plain, re.MULTILINE), "not cut off"
 
 
-def test_a_long_note_takes_several_lines(past: Report) -> None:
+def test_a_long_note_takes_several_lines(past: RunReport) -> None:
     """SVG does not wrap text: the lines fit a phone, contain the whole note, and push the bars down."""
     lane = past.stories[0].picture.old_vm[0]
     for note in ("until about step 173,040,000, then from 161,170,000", "w" * 64, ""):
@@ -159,7 +159,7 @@ def test_a_long_note_takes_several_lines(past: Report) -> None:
         assert below.top - row.bars_top == drawing.LANE_PIXELS - 17
 
 
-def test_wide_characters_make_no_line_of_the_terminal_longer(past: Report) -> None:
+def test_wide_characters_make_no_line_of_the_terminal_longer(past: RunReport) -> None:
     """A name, a note and the key of a damaged record are cut by columns, not by characters."""
     first, *others = past.stories
     lane = replace(first.picture.old_vm[0], name="\U00017e04" * 70, note="\U00017e04" * 70)
@@ -168,7 +168,7 @@ def test_wide_characters_make_no_line_of_the_terminal_longer(past: Report) -> No
     assert all(line.cell_len < 80 for line in report_text.lines(found))
 
 
-def test_every_picture_has_a_title(past: Report) -> None:
+def test_every_picture_has_a_title(past: RunReport) -> None:
     """Screen readers announce each picture; tables have headers with a scope."""
     root = parsed(page.html(past))
     pictures = [svg for svg in root.iter("svg") if svg.get("role") == "img"]
@@ -205,7 +205,7 @@ def test_hostile_texts_stay_texts(
             interruptions=(interruption,),
         )
     told = facts.stories(recorded, Lives(()), loss)
-    report = Report(
+    report = RunReport(
         run=run,
         store_url=MARKUP,
         written_wall_s=0.0,
@@ -233,7 +233,7 @@ def test_a_wide_character_takes_two_columns(reason: str) -> None:
     assert "".join("".join(line.plain.split()) for line in lines).count("⼀") == reason.count("⼀")
 
 
-def test_the_text_fits_80_columns(past: Report) -> None:
+def test_the_text_fits_80_columns(past: RunReport) -> None:
     """With and without Unicode; the bars of the text lie below each other."""
     for is_unicode in (True, False):
         lines = [line.plain for line in report_text.lines(past, is_unicode=is_unicode)]

@@ -16,8 +16,8 @@ from swansongd.sources.gpu import AGAIN_S, FAILED_S, GpuNotices
 from swansongd.sources.gpu_health import (
     GPUS_MAX,
     THROTTLED_S,
+    GpuReading,
     GpuRecords,
-    Reading,
     parse_gpus,
     parse_line,
 )
@@ -28,21 +28,21 @@ OK, DEGRADED, DYING, LOST = GpuHealth
 POWER_CAP, IDLE, THERMAL = 0x04, 0x01, 0x40
 
 
-def a_reading(index: int = 0, **facts: Any) -> Reading:
+def a_reading(index: int = 0, **facts: Any) -> GpuReading:
     facts = {"remaps": True, "uncorrected": 0, "pci": f"0000:{index:02x}:00", **facts}
-    return Reading(index=index, uuid=f"GPU-{index}", name="H100", **facts)
+    return GpuReading(index=index, uuid=f"GPU-{index}", name="H100", **facts)
 
 
 class Machine:
     """Records with a clock."""
 
-    def __init__(self, *readings: Reading) -> None:
+    def __init__(self, *readings: GpuReading) -> None:
         self.records = GpuRecords()
         self.now = 100.0
         if readings:
             self.read(*readings)
 
-    def read(self, *readings: Reading, after_s: float = 2.0) -> GpuHealth:
+    def read(self, *readings: GpuReading, after_s: float = 2.0) -> GpuHealth:
         self.now += after_s
         self.records.record_readings(readings, self.now)
         return self.health
@@ -191,7 +191,7 @@ def row(**facts: Any) -> dict[str, Any]:
 
 def test_a_line_of_the_probe() -> None:
     (reading,) = parse_gpus([row(throttle=1, uncorrected=None, remaps=True)])
-    assert reading == Reading(
+    assert reading == GpuReading(
         index=0, pci="0000:3b:00", uuid="GPU-1", name="H100", throttle=1, remaps=True
     )
 

@@ -44,7 +44,7 @@ def test_a_request_states_its_urgency_and_the_seconds_left(is_urgent: bool, urge
             None,
             protocol.Finished("start-2", earlier="start-1", first_rank=4, nodes=3, waits=True),
         ),
-        (TellStart("start-1", (2, 3)), (2, 3), protocol.Start("start-1")),
+        (TellStart("start-1", (2, 3)), (2, 3), protocol.StartDrawn("start-1")),
     ],
 )
 def test_each_other_action_is_its_message(

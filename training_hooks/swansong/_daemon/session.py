@@ -35,7 +35,7 @@ from swansong.protocol import (
     Restored,
     Restoring,
     ShardVerified,
-    Start,
+    StartDrawn,
     Target,
     Welcome,
     Withdrawn,
@@ -178,7 +178,7 @@ class DaemonSession:
             self.agreement.target(message)
         elif isinstance(message, Withdrawn):
             self.agreement.withdraw(message.request_id)
-        elif isinstance(message, Start):
+        elif isinstance(message, StartDrawn):
             if self.rendezvous is None:
                 self.start.learn(message.start_id)
         elif isinstance(message, Finished):

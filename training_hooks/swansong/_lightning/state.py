@@ -25,7 +25,7 @@ _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
-class Moment:
+class StateBeforeValidation:
     """Facts after a batch that the validation after it changes."""
 
     progress: dict[str, Any]
@@ -43,7 +43,7 @@ class LightningState(TrainingState):
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._extras = _Extras(trainer)
-        self._moment: Moment | None = None
+        self._moment: StateBeforeValidation | None = None
         # The callbacks first: BaseFinetuning adds the groups of parameters that the optimizer's state has.
         optimizers = {f"optimizer_{place}": each for place, each in enumerate(trainer.optimizers)}
         super().__init__(trainer.strategy.model, lightning=self._extras, **optimizers)
@@ -56,7 +56,9 @@ class LightningState(TrainingState):
         self._extras.is_between_batches = True
         if is_before_validation:
             weights = _checksums(self._trainer.lightning_module)
-            self._moment = Moment(self._extras.take_progress(), take_global(), weights)
+            self._moment = StateBeforeValidation(
+                self._extras.take_progress(), take_global(), weights
+            )
         try:
             yield
         finally:

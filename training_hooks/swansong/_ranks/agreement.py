@@ -62,7 +62,7 @@ class Ranks:
 
 
 @dataclass(frozen=True)
-class CheckpointRequest:
+class SaveRequest:
     """The daemon's request for a checkpoint, because the VM will be terminated."""
 
     id: str
@@ -83,7 +83,7 @@ class Due:
 
 @dataclass
 class _Active:
-    request: CheckpointRequest
+    request: SaveRequest
     limit_s: float
     accepted: Accepted
     target: int | None = None
@@ -156,7 +156,7 @@ class Agreement:
                 self.had_emergency |= request.urgency == "emergency"
                 left_s = max(0.0, request.seconds_left)
                 self._active = _Active(
-                    request=CheckpointRequest(
+                    request=SaveRequest(
                         id=request.id,
                         reason=request.reason,
                         deadline_mono_s=time.monotonic() + left_s,
@@ -244,7 +244,7 @@ class Agreement:
                 self._answer(Declined(active.request.id, "the training was started again"))
 
     @property
-    def current(self) -> CheckpointRequest | None:
+    def current(self) -> SaveRequest | None:
         """The request in progress, unless this rank has declined it."""
         active = self._active
         return active.request if active is not None and active.timed_out_at is None else None

@@ -25,7 +25,7 @@ _WAY_OUT = "convert it to a dense tensor, or keep it out of state_dict()"
 
 
 @dataclass(frozen=True)
-class Piece:
+class TensorPiece:
     """A tensor to save, or this rank's part of one.
 
     Raises:
@@ -54,7 +54,7 @@ def _reason_to_refuse(tensor: torch.Tensor) -> str:
     return ""
 
 
-def check_headers(pieces: Sequence[Piece]) -> None:
+def check_headers(pieces: Sequence[TensorPiece]) -> None:
     """Raise ValueError if a file of these pieces would have a header that no restore accepts."""
     for name, places in _files(pieces):
         header, _, _ = encode_header({pieces[place].key: pieces[place].tensor for place in places})
@@ -68,7 +68,7 @@ def check_headers(pieces: Sequence[Piece]) -> None:
 Signature = tuple[tuple[str, str, torch.dtype, torch.Size], ...]
 
 
-def signature_of(pieces: Sequence[Piece]) -> Signature:
+def signature_of(pieces: Sequence[TensorPiece]) -> Signature:
     """Return keys, types and shapes: equal for pieces that fit into the same arena."""
     return tuple((each.group, each.key, each.tensor.dtype, each.tensor.shape) for each in pieces)
 
@@ -80,7 +80,7 @@ class Arena:
         pieces: of the first copy.  Later copies must have the same signature.
     """
 
-    def __init__(self, pieces: Sequence[Piece]) -> None:
+    def __init__(self, pieces: Sequence[TensorPiece]) -> None:
         self.signature = signature_of(pieces)
         self.homes: list[str] = [""] * len(pieces)
         """For each piece, the name of its file."""
@@ -101,7 +101,7 @@ class Arena:
                 self.homes[place] = name
         self._views = views
 
-    def fill(self, pieces: Sequence[Piece]) -> None:
+    def fill(self, pieces: Sequence[TensorPiece]) -> None:
         """Copy the pieces; returns when the copies are complete."""
         devices = set()
         with torch.no_grad():
@@ -144,7 +144,7 @@ class Arenas:
         self._idle: deque[Arena] = deque()
         """The last one that became idle is at the end; other threads append."""
 
-    def take(self, pieces: Sequence[Piece]) -> Arena:
+    def take(self, pieces: Sequence[TensorPiece]) -> Arena:
         """Return memory for a copy of the pieces, which no other copy uses."""
         signature = signature_of(pieces)
         arena: Arena | None = None
@@ -166,7 +166,7 @@ def _write(file: io.FileIO, data: memoryview) -> None:
         done += file.write(data[done : done + WRITE_BYTES])
 
 
-def _files(pieces: Sequence[Piece]) -> list[tuple[str, list[int]]]:
+def _files(pieces: Sequence[TensorPiece]) -> list[tuple[str, list[int]]]:
     """Return names of files and the numbers of their pieces, those with the largest alignment first."""
     groups: dict[str, list[list[int]]] = {}
     sizes: dict[str, int] = {}

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from swansong._torch.arena import Piece
+from swansong._torch.arena import TensorPiece
 from swansong._torch.safetensors import DTYPE_NAMES
 from swansong._torch.sharding import is_sharded, is_written_here, own_part, ranks_of_lost_parts
 from swansong.state import encode_tree
@@ -43,7 +43,7 @@ class Collector:
         is_common: Callable[[str, torch.Tensor], bool] = lambda _key, _tensor: False,
         lost: Collection[int] = (),
     ) -> None:
-        self.pieces: list[Piece] = []
+        self.pieces: list[TensorPiece] = []
         self.missing: list[str] = []
         """Names of the tensors of which only lost ranks hold a part, with these ranks."""
         self.entries: dict[str, dict[str, Any]] = {}
@@ -78,7 +78,7 @@ class Collector:
                 tensor = torch.from_numpy(numpy.array(value))
             except TypeError as error:
                 raise TypeError(f"{key} is an array of {value.dtype}: {error}") from None
-            self._add(Piece(self.group, key, tensor))
+            self._add(TensorPiece(self.group, key, tensor))
             return {"array" if is_array else "scalar": key}
         if is_sharded(value):
             if not self._may_be_sharded:
@@ -89,7 +89,7 @@ class Collector:
             return {"tensor": key}
         if not isinstance(value, torch.Tensor):
             return None
-        piece = Piece(self.group, key, value)
+        piece = TensorPiece(self.group, key, value)
         if value.numel():
             # Tied tensors are the same memory under two names: write it once.
             place = (
@@ -110,7 +110,7 @@ class Collector:
             self._add(piece)
         return {"tensor": key}
 
-    def _add(self, piece: Piece) -> None:
+    def _add(self, piece: TensorPiece) -> None:
         self.entries[piece.key] = {}
         self.pieces.append(piece)
 
@@ -122,10 +122,10 @@ class Collector:
             begin = rows * self._rank // self._world_size
             end = rows * (self._rank + 1) // self._world_size
             entry["offsets"] = [begin] + [0] * (tensor.dim() - 1)
-            self.pieces.append(Piece(self.group, key, tensor[begin:end]))
+            self.pieces.append(TensorPiece(self.group, key, tensor[begin:end]))
         elif zlib.crc32(key.encode()) % self._world_size == self._rank:
             entry["offsets"] = [0] * tensor.dim()
-            self.pieces.append(Piece(self.group, key, tensor))
+            self.pieces.append(TensorPiece(self.group, key, tensor))
 
     def _add_shard(self, key: str, tensor: Any) -> None:
         shards = tensor.device_mesh.size()
@@ -147,6 +147,6 @@ class Collector:
         part, offsets = own_part(tensor)
         if part.numel():
             entry["offsets"] = list(offsets)
-            self.pieces.append(Piece(self.group, key, part))
+            self.pieces.append(TensorPiece(self.group, key, part))
         else:
             entry["dtype"] = DTYPE_NAMES.get(tensor.dtype, "")

@@ -30,7 +30,7 @@ class Sample:
     step: float | None
 
 
-class History:
+class SampleHistory:
     """The newest samples, oldest first."""
 
     def __init__(self) -> None:

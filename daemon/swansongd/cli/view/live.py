@@ -17,7 +17,7 @@ from rich.text import Text
 
 from swansongd.cli.view import countdown
 from swansongd.cli.view.countdown import Countdown, countdowns
-from swansongd.cli.view.history import History, sparkline
+from swansongd.cli.view.history import SampleHistory, sparkline
 from swansongd.cli.view.once import listings
 from swansongd.cli.view.rows import (
     Row,
@@ -53,14 +53,14 @@ class Away:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Moment:
-    """Everything that one picture shows."""
+class Frame:
+    """Everything that one frame shows."""
 
     report: dict[str, Any]
     """The newest report; empty before the first one."""
     report_mono_s: float
     away: Away | None
-    history: History
+    history: SampleHistory
     now_mono_s: float
     now_wall_s: float
 
@@ -107,9 +107,9 @@ class Canvas:
         return line
 
 
-def view(moment: Moment, canvas: Canvas) -> Group:
+def view(frame: Frame, canvas: Canvas) -> Group:
     """The picture: at most ``canvas.height`` lines of at most ``canvas.width`` columns."""
-    blocks = [*_head(moment, canvas), *_facts(moment, canvas)]
+    blocks = [*_head(frame, canvas), *_facts(frame, canvas)]
     return Group(*(line for block in _fitting(blocks, canvas.height) for line in block.lines))
 
 
@@ -129,31 +129,31 @@ def _block(rank: int, *lines: Text) -> Block:
 # ---------------------------------------------------------------- head
 
 
-def _head(moment: Moment, canvas: Canvas) -> Iterator[Block]:
-    report = moment.report
-    if moment.away is not None:
-        yield _block(0, canvas.banner(_away(moment, moment.away), "bold reverse magenta"))
-        yield _block(9, canvas.line(" ", word(moment.away.reason), style="magenta"))
+def _head(frame: Frame, canvas: Canvas) -> Iterator[Block]:
+    report = frame.report
+    if frame.away is not None:
+        yield _block(0, canvas.banner(_away(frame, frame.away), "bold reverse magenta"))
+        yield _block(9, canvas.line(" ", word(frame.away.reason), style="magenta"))
     if not report:
         return
     yield _block(1, _verdict(report, canvas))
-    yield _block(4, _title(moment, canvas))
+    yield _block(4, _title(frame, canvas))
     open_ones = countdowns(report)
     for place, each in enumerate(open_ones):
         if place == 0 and canvas.has_room:
-            yield _large(each, moment, canvas)
+            yield _large(each, frame, canvas)
         else:
-            yield _small(each, moment, canvas, rank=2 if place == 0 else 6)
+            yield _small(each, frame, canvas, rank=2 if place == 0 else 6)
     if not open_ones:
         yield _block(75, Text(""))
 
 
-def _title(moment: Moment, canvas: Canvas) -> Text:
-    report = moment.report
+def _title(frame: Frame, canvas: Canvas) -> Text:
+    report = frame.report
     generation = report.get("generation")
     claimed = "no generation yet" if generation is None else f"generation {word(generation)}"
     left = f" {word(report.get('run'))}, {claimed}"
-    right = f"{_clock(moment.now_wall_s)} UTC  Ctrl-C ends "
+    right = f"{_clock(frame.now_wall_s)} UTC  Ctrl-C ends "
     gap = canvas.width - len(left) - len(right)
     if gap < 1:
         return canvas.line((left, "bold"))
@@ -164,10 +164,10 @@ def _clock(wall_s: float) -> str:
     return datetime.fromtimestamp(wall_s, UTC).strftime("%H:%M:%S")
 
 
-def _away(moment: Moment, away: Away) -> str:
+def _away(frame: Frame, away: Away) -> str:
     text = f" DAEMON AWAY since {_clock(away.since_wall_s)} UTC"
-    text += f" ({seconds(round(moment.now_mono_s - away.since_mono_s))})"
-    return f"{text}; this is its last report" if moment.report else text
+    text += f" ({seconds(round(frame.now_mono_s - away.since_mono_s))})"
+    return f"{text}; this is its last report" if frame.report else text
 
 
 def _verdict(report: dict[str, Any], canvas: Canvas) -> Text:
@@ -197,15 +197,15 @@ def _outcome(last: dict[str, Any]) -> str:
     return f"generation {word(last.get('generation'))} step {word(last['step'])} is committed"
 
 
-def _large(each: Countdown, moment: Moment, canvas: Canvas) -> Block:
+def _large(each: Countdown, frame: Frame, canvas: Canvas) -> Block:
     """The time left in large digits, beside the title, the plan and the bar."""
-    left_s = each.left_s - moment.late_s
+    left_s = each.left_s - frame.late_s
     digits = countdown.large(countdown.clock(left_s))
-    style = _urgency(each, left_s, moment.report)
+    style = _urgency(each, left_s, frame.report)
     room = canvas.width - len(digits[0]) - 5
     told = f" {countdown.in_words(left_s)}"
-    bar = countdown.bar(left_s, moment.history.total_s(each), max(0, room - len(told)))
-    beside = ((each.title, "bold"), (_plan(each, moment.report), ""), (f"{bar}{told}", style))
+    bar = countdown.bar(left_s, frame.history.total_s(each), max(0, room - len(told)))
+    beside = ((each.title, "bold"), (_plan(each, frame.report), ""), (f"{bar}{told}", style))
     lines = (
         canvas.line("  ", (row, f"bold {style}"), "   ", text)
         for row, text in zip(digits, beside, strict=True)
@@ -213,14 +213,14 @@ def _large(each: Countdown, moment: Moment, canvas: Canvas) -> Block:
     return _block(2, Text(""), *lines, Text(""))
 
 
-def _small(each: Countdown, moment: Moment, canvas: Canvas, *, rank: int) -> Block:
+def _small(each: Countdown, frame: Frame, canvas: Canvas, *, rank: int) -> Block:
     """A countdown in one line."""
-    left_s = each.left_s - moment.late_s
+    left_s = each.left_s - frame.late_s
     width = min(_CHART_MAX, max(0, canvas.width - 50))
-    bar = countdown.bar(left_s, moment.history.total_s(each), width, is_ascii=canvas.is_ascii)
-    style = _urgency(each, left_s, moment.report)
+    bar = countdown.bar(left_s, frame.history.total_s(each), width, is_ascii=canvas.is_ascii)
+    style = _urgency(each, left_s, frame.report)
     head = f" {countdown.clock(left_s):<{_LABEL}}"
-    text = f"{each.title}: {_plan(each, moment.report)}".removesuffix(": ")
+    text = f"{each.title}: {_plan(each, frame.report)}".removesuffix(": ")
     return _block(rank, canvas.line((head, f"bold {style}"), (bar, style), f" {text}"))
 
 
@@ -243,15 +243,15 @@ def _urgency(each: Countdown, left_s: float, report: dict[str, Any]) -> str:
 # ---------------------------------------------------------------- facts
 
 
-def _facts(moment: Moment, canvas: Canvas) -> Iterator[Block]:
-    if not moment.report:
+def _facts(frame: Frame, canvas: Canvas) -> Iterator[Block]:
+    if not frame.report:
         return
-    charts = _charts(moment)
-    faded = "dim" if moment.away else ""
-    for row in rows(moment.report, is_brief=True):
+    charts = _charts(frame)
+    faded = "dim" if frame.away else ""
+    for row in rows(frame.report, is_brief=True):
         if row.label not in _IN_HEAD:
             yield _block(row.rank, _line(row, charts.get(row.label), canvas, faded))
-    for listing in listings(moment.report):
+    for listing in listings(frame.report):
         yield Block(90, (Text(""), listing), listing.row_count + 2)
 
 
@@ -264,9 +264,9 @@ def _line(row: Row, chart: Chart | None, canvas: Canvas, faded: str) -> Text:
     return canvas.line(label, (drawn, "cyan"), f"  {text}", style=style)
 
 
-def _charts(moment: Moment) -> dict[str, Chart]:
+def _charts(frame: Frame) -> dict[str, Chart]:
     """By the label of the row."""
-    flush, history = table(moment.report.get("flush")), moment.history
+    flush, history = table(frame.report.get("flush")), frame.history
     return {
         "replication lag": _sparkline(history.lag_s),
         "training": _sparkline(history.steps_per_s, lambda rate: f"{rate:.3g} steps/s"),

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The rows of a status report, for one look and for the live view.
 
-Pure.  docs/operations/status.md describes the fields of the report.
+Pure.  docs/reference/status.md describes the fields of the report.
 """
 
 from __future__ import annotations

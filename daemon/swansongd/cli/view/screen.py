@@ -15,8 +15,8 @@ from rich.console import ConsoleDimensions
 from rich.live import Live
 
 from swansongd.cli.terminal import console
-from swansongd.cli.view.history import History
-from swansongd.cli.view.live import Away, Canvas, Moment, view
+from swansongd.cli.view.history import SampleHistory
+from swansongd.cli.view.live import Away, Canvas, Frame, view
 from swansongd.cli.view.poller import Poll
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
@@ -35,7 +35,7 @@ class Screen:
             redirect_stdout=False,
             redirect_stderr=False,
         )
-        self._history = History()
+        self._history = SampleHistory()
         self._report: dict[str, Any] = {}
         self._report_mono_s = 0.0
         self._away: Away | None = None
@@ -56,7 +56,7 @@ class Screen:
     def draw(self) -> None:
         width, height = _size()
         self._console.size = ConsoleDimensions(width, height)
-        moment = Moment(
+        frame = Frame(
             report=self._report,
             report_mono_s=self._report_mono_s,
             away=self._away,
@@ -65,7 +65,7 @@ class Screen:
             now_wall_s=time.time(),
         )
         canvas = Canvas(width, height, is_ascii=self._console.options.ascii_only)
-        self._live.update(view(moment, canvas), refresh=True)
+        self._live.update(view(frame, canvas), refresh=True)
 
     def __enter__(self) -> Self:
         self._live.start()

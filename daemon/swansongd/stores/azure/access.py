@@ -10,7 +10,7 @@ from email.utils import formatdate
 from typing import Any
 from urllib.parse import quote, urlencode, urlsplit
 
-from swansongd.errors import Exists, Locked, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import Exists, Forbidden, Locked, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.azure.auth import (
     CREDENTIALS_HINT,
     AzureCredentials,
@@ -62,10 +62,6 @@ _HINTS = {
     "UnauthorizedBlobOverwrite": _ROLE,
     **dict.fromkeys(_OFFLINE_CODES, "Rehydrate the blob, and remove the rule that archives blobs"),
 }
-
-
-class Forbidden(Permanent):
-    """HTTP 403: the credentials lack a right."""
 
 
 class BlobMissing(NotFound):

@@ -10,9 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 
-from swansongd.errors import Changed, Exists, Locked, Permanent, Transient
+from swansongd.errors import Changed, Exists, Forbidden, Locked, Permanent, Transient
 from swansongd.stores import responses
-from swansongd.stores.azure.access import AzureAccess, BlobMissing, Forbidden
+from swansongd.stores.azure.access import AzureAccess, BlobMissing
 from swansongd.stores.azure.auth import content_md5
 from swansongd.stores.base import (
     GET_BYTES_MAX,

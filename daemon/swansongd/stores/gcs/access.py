@@ -15,7 +15,7 @@ from urllib.parse import urlsplit
 from swansong import bounds
 from swansong.bounds import BoundsError
 
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import Exists, Forbidden, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import (
     RENEW_BELOW_S,
     Body,
@@ -44,10 +44,6 @@ _HINTS = {
     403: "Grant the role of packer/permissions/gcp-vm.yaml on the bucket to the VM's service account",
     404: "If the bucket is missing, create it or fix store.url",
 }
-
-
-class Forbidden(Permanent):
-    """HTTP 403: the credentials lack a right."""
 
 
 class _NoCredentials(Permanent):

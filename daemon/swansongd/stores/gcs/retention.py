@@ -10,10 +10,9 @@ from typing import Protocol
 
 from swansong.bounds import json_object, mapping
 
-from swansongd.errors import Exists, NotFound, Permanent
+from swansongd.errors import Exists, Forbidden, NotFound, Permanent
 from swansongd.stores import responses
 from swansongd.stores.base import Body
-from swansongd.stores.gcs.access import Forbidden
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX, Response
 from swansongd.stores.retention import Lock, Retention, StoreClock, instant, stamp
 
@@ -24,7 +23,7 @@ _ENABLE = (
 )
 
 
-class Call(Protocol):
+class GcsCall(Protocol):
     """Sends a request to the JSON interface for an object, or with key None for the bucket."""
 
     def __call__(
@@ -46,7 +45,7 @@ class GcsRetention(Retention):
     """
 
     def __init__(
-        self, lock: Lock | None, has_lock: Callable[[], bool], clock: StoreClock, call: Call
+        self, lock: Lock | None, has_lock: Callable[[], bool], clock: StoreClock, call: GcsCall
     ) -> None:
         super().__init__(lock, has_lock, clock)
         self._call = call

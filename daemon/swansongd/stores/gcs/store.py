@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from urllib.parse import quote, urlencode
 
-from swansongd.errors import Changed, Exists, NotFound, Permanent, Transient
+from swansongd.errors import Changed, Exists, Forbidden, NotFound, Permanent, Transient
 from swansongd.stores import responses
 from swansongd.stores.base import (
     GET_BYTES_MAX,
@@ -30,7 +30,7 @@ from swansongd.stores.base import (
     named,
 )
 from swansongd.stores.checksums import crc32c_base64
-from swansongd.stores.gcs.access import Forbidden, GcsAccess
+from swansongd.stores.gcs.access import GcsAccess
 from swansongd.stores.gcs.retention import GcsRetention
 from swansongd.stores.gcs.settings import GcsSettings
 from swansongd.stores.http.client import Response

@@ -16,7 +16,7 @@ from datetime import UTC, datetime
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansongd.errors import Exists, Forbidden, NotFound, Permanent, StoreError, Transient
 from swansongd.stores.base import Body, Sink, is_certificate_problem, named
 from swansongd.stores.credentials import CredentialCache
 from swansongd.stores.http.client import Response, Wire
@@ -73,10 +73,6 @@ _HINTS = {
 
 class Invalid(Permanent):
     """HTTP 400 InvalidRequest: for example, a retention in a bucket without Object Lock."""
-
-
-class Denied(Permanent):
-    """HTTP 403: the credentials lack a right."""
 
 
 class Unsupported(Permanent):
@@ -331,7 +327,7 @@ def _refusal(response: Response, code: str) -> StoreError:
         return Unsupported(message, hint=_UNSUPPORTED)
     if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
         return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
-    kind = Invalid if code == "InvalidRequest" else Denied if status == 403 else Permanent
+    kind = Invalid if code == "InvalidRequest" else Forbidden if status == 403 else Permanent
     return kind(message, hint=hint)
 
 

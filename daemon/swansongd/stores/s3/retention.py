@@ -10,20 +10,20 @@ from contextlib import contextmanager
 from typing import Protocol
 from xml.etree import ElementTree as ET
 
-from swansongd.errors import NotFound, Permanent
+from swansongd.errors import Forbidden, NotFound, Permanent
 from swansongd.stores import responses
 from swansongd.stores.base import Body
 from swansongd.stores.checksums import crc32c_base64
 from swansongd.stores.http.client import Response
 from swansongd.stores.retention import Lock, Retention, StoreClock, instant, stamp
-from swansongd.stores.s3.access import Denied, Invalid
+from swansongd.stores.s3.access import Invalid
 
 _RIGHT = "Allow s3:PutObjectRetention: packer/permissions/aws-vm-lock.json has the statement"
 _MODE = "x-amz-object-lock-mode"
 _UNTIL = "x-amz-object-lock-retain-until-date"
 
 
-class Call(Protocol):
+class S3Call(Protocol):
     """Sends a request for an object, or with key None for the bucket."""
 
     def __call__(
@@ -52,7 +52,7 @@ class S3Retention(Retention):
         lock: Lock | None,
         has_lock: Callable[[], bool],
         clock: StoreClock,
-        call: Call,
+        call: S3Call,
         bucket: str,
     ) -> None:
         super().__init__(lock, has_lock, clock)
@@ -77,7 +77,7 @@ class S3Retention(Retention):
             if self._period_s(key):
                 raise Permanent(str(error), hint=self._enable()) from error
             raise
-        except Denied as error:
+        except Forbidden as error:
             if self._period_s(key):
                 error.hint = f"{error.hint}. {_RIGHT}".removeprefix(". ")
             raise

@@ -15,7 +15,7 @@ from swansongd.errors import NotFound
 from swansongd.stores import responses
 from swansongd.stores.http.client import RESPONSE_BYTES_MAX
 from swansongd.stores.s3.access import Unsupported, errors_of
-from swansongd.stores.s3.retention import Call
+from swansongd.stores.s3.retention import S3Call
 from swansongd.stores.settings import LifecycleRule
 
 _RULES_MAX = 1000
@@ -35,7 +35,7 @@ class S3Settings:
         call: sends requests.
     """
 
-    def __init__(self, bucket: str, prefix: str, call: Call) -> None:
+    def __init__(self, bucket: str, prefix: str, call: S3Call) -> None:
         self.bucket = bucket
         self.prefix = prefix
         self._call = call

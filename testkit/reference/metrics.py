@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of the daemon and of the exporter."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
+
+from swansongd.exporter import metrics as exporter
+from swansongd.observe import daemon_families as daemon
+from swansongd.observe.families import Family
+
+from testkit.reference.markup import filled, table
+
+
+def of_exporter() -> Iterator[Family]:
+    """The families that a collector without stores declares."""
+    for metric in exporter.ExporterCollector([], []).collect():
+        suffix = "_total" if metric.type == "counter" else ""
+        labels: tuple[str, ...] = vars(metric)["_labelnames"]
+        yield Family(f"{metric.name}{suffix}", metric.type, metric.documentation, tuple(labels))
+
+
+def page() -> str:
+    """docs/reference/metrics.md."""
+    families = list(of_exporter())
+    runs = [each for each in families if each.labels[:2] == ("run", "store")]
+    return filled(
+        "metrics.md",
+        daemon="\n\n".join(
+            f"### {title}\n\n{_families(each)}" for title, each in daemon.SUBJECTS.items()
+        ),
+        daemon_labels=_labels(daemon.LABELS),
+        runs=_families(replace(each, labels=each.labels[2:]) for each in runs),
+        exporter=_families(each for each in families if each not in runs),
+        exporter_labels=_labels(exporter.LABELS),
+    )
+
+
+def _families(families: Iterable[Family]) -> str:
+    rows = (
+        (f"`{each.name}`", each.kind, ", ".join(f"`{label}`" for label in each.labels), each.help)
+        for each in families
+    )
+    return table(("name", "type", "labels", "meaning"), rows)
+
+
+def _labels(labels: Mapping[str, str]) -> str:
+    return table(
+        ("label", "meaning"), ((f"`{label}`", meaning) for label, meaning in labels.items())
+    )

@@ -1,0 +1,51 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The metrics of the exporter, which promtool accepts."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+
+import pytest
+from prometheus_client import generate_latest
+from swansongd.exporter.metrics import ExporterCollector
+from swansongd.observe.cost import Prices
+from swansongd.observe.exposition import registry_of
+
+from testkit import committed
+from testkit.memory_store import MemoryStore
+from tests.unit.bucket.test_lives import a_run
+
+from .test_reader import Rig
+
+
+def collector() -> ExporterCollector:
+    """An exporter whose every metric has a sample."""
+    store, mirror = MemoryStore(), MemoryStore()
+    mirror.url = "memory://mirror"
+    a_run(store)
+    committed.commit(store, {"a": b"1"}, generation=3, step=200)
+    rig = Rig(store, mirror=mirror, prices=Prices(spot=1.0, on_demand=3.0))
+    assert rig.read()
+    assert rig.mirror_health is not None
+    return ExporterCollector([rig.reader], [rig.health, rig.mirror_health])
+
+
+def test_every_metric_has_a_sample() -> None:
+    """The samples of runs name run and store first."""
+    for metric in collector().collect():
+        assert metric.samples, metric.name
+        if metric.name.startswith("swansong_run_"):
+            assert {tuple(sample.labels)[:2] for sample in metric.samples} == {("run", "store")}
+
+
+def test_promtool_finds_no_fault() -> None:
+    """Names, units, help texts and the format follow the rules of Prometheus."""
+    promtool = shutil.which("promtool")
+    if promtool is None:
+        pytest.skip("promtool is not installed")
+    text = generate_latest(registry_of(collector()))
+    checked = subprocess.run(
+        [promtool, "check", "metrics"], input=text, capture_output=True, check=False
+    )
+    assert (checked.returncode, checked.stdout, checked.stderr) == (0, b"", b"")
