@@ -119,8 +119,11 @@ def _process_of(start_id: str) -> str:
 def doubt(state: State) -> str:
     """Why the newest commit may be wrong; empty if it is sound."""
     last, sound = state.commits.last_complete, state.commits.healthy
-    is_marked = last in map(state.ref_of, state.staging.suspect)
-    if last is None or (state.commits.is_sound and not is_marked):
+    if last is None:
+        return ""
+    suspect = {(id_.start, id_.step, id_.is_final) for id_ in state.staging.suspect}
+    is_marked = (state.owner_of(last), last.step, last.is_final) in suspect
+    if state.commits.is_sound and not is_marked:
         return ""
     known = (
         "no sound commit of this generation"

@@ -25,6 +25,7 @@ from swansongd.core.events import (
 from swansongd.core.gpus import KNOWN_MAX, SOURCE
 from swansongd.core.planner import choose
 from swansongd.core.staged_sets import marked
+from swansongd.core.state import StartState
 from swansongd.model import (
     GPU_IS_SOUND,
     CommitRef,
@@ -447,6 +448,24 @@ def test_a_doubtful_commit_whose_reply_was_lost_stays_doubtful(is_retried: bool)
     assert not after.verdicts
     after.wait(SPOT_S)
     assert after.verdicts == ["PARTIAL generation 2 step 5"]
+
+
+@pytest.mark.fault("X09")
+def test_a_doubtful_commit_stays_doubtful_although_its_claim_is_not_known() -> None:
+    """The record of the claims is lost, and the start that sealed it gets no generation again."""
+    story = trained()
+    read(story, GpuHealth.DYING, GpuHealth.OK)
+    story.seal(5, start_id="first")
+    story.store_all()
+    after = restarted(story, claimed=False)
+    after.state = replace(after.state, starts=StartState())
+    after.scan()
+    after.tell(RunRead(story.state.commits.last_complete, "first"))
+    after.join(2, step=-1, pid=2, start_id="second")
+    after.starts(5, 2, start_id="second", parent=Parent("first", 5))
+    after.notice(SPOT_S)
+    after.accept(5, 2)
+    assert after.conclude() == ["PARTIAL generation 2 step 5"]
 
 
 @pytest.mark.fault("X09")
