@@ -15,7 +15,7 @@ import pkgutil
 import sys
 
 import swansongd
-from swansongd.cli import daemon
+from swansongd.service import main as daemon
 
 CAP_KILL, CAPABILITY_VERSION_3 = 5, 0x20080522
 PR_SET_KEEPCAPS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 8, 47, 2

@@ -27,15 +27,16 @@ def loaded(program: str) -> set[str]:
 @pytest.mark.parametrize(
     ("module", "unwanted", "most"),
     [
-        ("swansongd.cli.daemon", SDKS | {"watchdog", "crc32c"}, 545),
+        ("swansongd.service.main", SDKS | {"watchdog", "crc32c"}, 545),
         # Beside a daemon the restore unit only asks it.
         (
-            "swansongd.cli.restore",
-            SDKS | {"structlog", "rich", "swansongd.stores", "swansongd.bucket", "swansongd.core"},
+            "swansong_tools.commands.restore",
+            SDKS
+            | {"structlog", "rich", "swansong_bucket.stores", "swansong_bucket", "swansongd.core"},
             170,
         ),
-        ("swansongd.cli.fetch", SDKS | {"crc32c"}, 480),
-        ("swansongd.cli.status", SDKS | {"structlog", "swansongd.stores"}, 240),
+        ("swansong_tools.commands.fetch", SDKS | {"crc32c"}, 480),
+        ("swansong_tools.commands.status", SDKS | {"structlog", "swansong_bucket.stores"}, 240),
     ],
 )
 def test_a_start_imports_no_more_than_it_needs(module: str, unwanted: set[str], most: int) -> None:

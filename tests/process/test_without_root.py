@@ -25,8 +25,8 @@ AS_USER = f"""
 import os, sys
 from testkit.daemon_as import preload
 preload()
-import swansong, swansongd.cli.main
-from swansongd.cli import daemon, main
+import swansong, swansong_tools.commands.main
+from swansong_tools.commands import daemon, main
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid({USER}, {USER}, {USER})

@@ -17,8 +17,7 @@ from __future__ import annotations
 import math
 
 from swansong import bounds
-
-from swansongd.loss_records import History
+from swansong_bucket.loss_records import History
 
 INTERVAL_MIN_S = 60.0
 """Lower bound of the formula: a save costs more than the time for which training stands still."""

@@ -5,12 +5,13 @@ from __future__ import annotations
 
 import hashlib
 
+from swansong_bucket.model import DRILL, DRILL_ID, PEER_SOURCE, Notice, Verdict
+
 from swansongd.core import course, emergency, flight, notices, request, stall
 from swansongd.core.events import Rescan
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import HOST_SOURCE, Transition
-from swansongd.model import DRILL, DRILL_ID, PEER_SOURCE, Notice, Verdict
 
 
 def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:

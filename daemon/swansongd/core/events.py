@@ -2,7 +2,7 @@
 """The input of the decision loop (events) and its output (actions).
 
 Frozen values only.  Threads post events to the inbox.  :func:`swansongd.core.machine.step` turns each into a
-new state and a list of actions.  :mod:`swansongd.service` executes the actions.
+new state and a list of actions.  :mod:`swansongd.service.service` executes the actions.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swansongd.loss_records import Conclusion
-from swansongd.model import (
+from swansong_bucket.loss_records import Conclusion
+from swansong_bucket.model import (
     UNKNOWN_PARENT,
     CommitRef,
     GpuStatus,
@@ -531,7 +531,7 @@ class ClaimGeneration:
     nodes: int = 1
     """Number of VMs of the job."""
     process_ns: int = 0
-    """For the record; see :class:`~swansongd.model.Start`."""
+    """For the record; see :class:`~swansong_bucket.model.Start`."""
     is_live: bool = True
     """False for a start that is known from its sets only: it may have claimed long ago."""
 

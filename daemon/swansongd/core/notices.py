@@ -15,11 +15,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
-from swansongd.core import course
-from swansongd.core.request_ids import are_of_one
-from swansongd.core.state import NoticeState, State
-from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
-from swansongd.model import (
+from swansong_bucket.model import (
     PEER_SOURCE,
     DeadlineQuality,
     Health,
@@ -28,6 +24,11 @@ from swansongd.model import (
     Severity,
     SourceStatus,
 )
+
+from swansongd.core import course
+from swansongd.core.request_ids import are_of_one
+from swansongd.core.state import NoticeState, State
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
 
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not terminated: watch again."""

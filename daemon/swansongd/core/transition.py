@@ -3,9 +3,10 @@
 
 from __future__ import annotations
 
+from swansong_bucket.errors import FencedError
+
 from swansongd.core.events import Action, Log, Mark
 from swansongd.core.state import CheckpointRequest, Evacuation, State
-from swansongd.errors import FencedError
 
 LOGIND_SOURCE = "logind"
 HOST_SOURCE = "host"

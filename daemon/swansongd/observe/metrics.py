@@ -13,14 +13,14 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from prometheus_client import Metric
+from swansong_bucket.loss_records import LOST
+from swansong_bucket.model import PEER_SOURCE, GpuHealth, Health, Severity, Verdict
 
 from swansongd.config.config import MetricsConfig
 from swansongd.core import periodic
 from swansongd.core.notices import BY_HAND
 from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE
-from swansongd.loss_records import LOST
-from swansongd.model import PEER_SOURCE, GpuHealth, Health, Severity, Verdict
 from swansongd.observe import report
 from swansongd.observe.counters import Counters
 from swansongd.observe.daemon_families import FAMILIES

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
+from swansong_bucket.model import DRILL, PEER_SOURCE, Notice, Severity, Verdict
+from swansong_bucket.model import is_drill as is_of_drills
+from swansong_bucket.util.printable import printable
+
 from swansongd.core.events import Action, Conclude
 from swansongd.core.notices import OUTLIVED_S
 from swansongd.core.state import State
-from swansongd.model import DRILL, PEER_SOURCE, Notice, Severity, Verdict
-from swansongd.model import is_drill as is_of_drills
 from swansongd.observe.accounting import MeasuredResume
-from swansongd.util.printable import printable
 
 TEXT_CHARS_MAX = 500
 NOTICES, DRILLS = "notices", "drills"

@@ -4,8 +4,8 @@
 from __future__ import annotations
 
 from swansong import protocol
+from swansong_bucket.model import DRILL, DeadlineQuality, Notice, Severity
 
-from swansongd.model import DRILL, DeadlineQuality, Notice, Severity
 from swansongd.sources.metadata import shortened
 
 MANUAL = "manual"

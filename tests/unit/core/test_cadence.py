@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import SECONDS_MAX
+from swansong_bucket.loss_records import History
 from swansongd.core.cadence import INTERVAL_MIN_S, expected_mtbf_s, interval_s, optimum_interval_s
-from swansongd.loss_records import History
 
 
 def run_time_s(interval: float, save_cost_s: float, mtbf_s: float) -> float:

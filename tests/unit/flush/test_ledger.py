@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansongd.bucket import resumption
-from swansongd.bucket.keys import RunKeys
-from swansongd.errors import Transient
+from swansong_bucket.errors import Transient
+from swansong_bucket.format import resumption
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import Resumption, lost_gpu_s
 from swansongd.flush import ledger as ledgers
 from swansongd.flush.ledger import Ledger
-from swansongd.loss_records import Resumption, lost_gpu_s
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 
 from testkit import committed

@@ -25,7 +25,7 @@ NAME = re.compile(
 )
 """Parts of names in staging, as they occur in string constants."""
 ALLOWED = {
-    ("bucket/resumption.py", "restored"): "a field of the record of a resume",
+    ("format/resumption.py", "restored"): "a field of the record of a resume",
     ("doctor/host.py", "restored"): "a directory that an operator chooses",
     ("doctor/rehearsal.py", "restored"): "a temporary directory outside of staging",
     (

@@ -13,10 +13,10 @@ import pytest
 from hypothesis import event as label
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong_bucket.model import DRILL, Notice, Severity, Verdict
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import Event, NoticeRaised, TrainerJoined
 from swansongd.core.transition import HOST_SOURCE
-from swansongd.model import DRILL, Notice, Severity, Verdict
 from swansongd.notifications.notifier import Notifier
 from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import AT_ONCE

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from swansong_bucket.model import DRILL, CommitRef, Health, NoticeKind, Severity, SourceStatus
 from swansongd.core import machine
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged, Tick
 from swansongd.core.state import State
-from swansongd.model import DRILL, CommitRef, Health, NoticeKind, Severity, SourceStatus
 from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 from swansongd.observe.conditions import Watch

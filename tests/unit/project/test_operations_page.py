@@ -13,11 +13,11 @@ from pathlib import Path
 
 import pytest
 import swansongd
+from swansong_bucket.model import PEER_SOURCE, DeadlineQuality, Health, Severity, Verdict
+from swansong_tools.commands import ls
 from swansongd import sources
-from swansongd.cli import ls
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
 from swansongd.core import notices, starts, state
-from swansongd.model import PEER_SOURCE, DeadlineQuality, Health, Severity, Verdict
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
