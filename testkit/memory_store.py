@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An object store in memory, which records requests and calls hooks of a test.
 
-It applies the contract of :mod:`swansong_bucket.stores.base` strictly: a key that is written with different bytes
-is recorded as a fault.
+It applies the contract of :mod:`swansong_bucket.stores.base` strictly: a key that is written with different
+bytes is recorded as a fault.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The records of the preemption loss: resumes, the course of evacuations, and the end of a training.
 
-Pure.  :mod:`swansongd.observe.accounting` collects the facts, and :mod:`swansong_tools.economics.loss` adds them up.
+Pure.  :mod:`swansongd.observe.accounting` collects the facts, and :mod:`swansong_tools.economics.loss` adds
+them up.
 Times called ``*_wall_s`` are wall-clock seconds since 1970, which several VMs do not share exactly.
 """
 

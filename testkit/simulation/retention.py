@@ -67,7 +67,7 @@ FOREIGN = f"{KEYS.data}notes.txt"
 HISTORY_ACTIONS = 25
 
 Mutation = tuple[str, str, str]
-"""A module of bucket/, and the text in it that is replaced by another one."""
+"""A module of the bucket, and the text in it that is replaced by another one."""
 
 
 class Violation(AssertionError):
@@ -191,7 +191,8 @@ def load_each(
 
 def code(mutation: Mutation | None = None) -> Any:
     """The function ``prune``, of modules of its own, one of them perhaps mutated."""
-    names = [f"swansong_bucket.{name}" for name in ("pins", "retention", "survey", "prune")]
+    below = ("runs.pins", "retention.retention", "retention.survey", "retention.prune")
+    names = [f"swansong_bucket.{name}" for name in below]
     saved = {name: sys.modules[name] for name in names if name in sys.modules}
     made: dict[str, ModuleType] = {}
     try:

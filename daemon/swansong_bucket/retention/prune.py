@@ -10,8 +10,8 @@ It may crash at any request, run twice at once, and run beside a flush.  The ord
    older than any flush can last.
 
 An object that a deleted manifest named belongs to no flush, because writers reference only objects of commits
-that stay: see :mod:`swansong_bucket.retention.retention`.  After a crash between 2 and 4 such objects wait until they
-are old.
+that stay: see :mod:`swansong_bucket.retention.retention`.  After a crash between 2 and 4 such objects wait
+until they are old.
 """
 
 from __future__ import annotations

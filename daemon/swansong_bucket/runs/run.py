@@ -405,8 +405,8 @@ class Run:
         """Read these commits, unless they were read before.
 
         Args:
-            take: called as by :func:`swansong_bucket.runs.catalog.load_each`, for each of these commits, except
-                for those that were deleted since the listing.
+            take: called as by :func:`swansong_bucket.runs.catalog.load_each`, for each of these commits,
+                except for those that were deleted since the listing.
 
         Raises:
             StoreError: a request to the store failed.

@@ -65,8 +65,8 @@ def signed(store: ObjectStore, key: SigningKey | None) -> ObjectStore:
 class SignedStore(Forwarding):
     """The same store, with a tag in the name of each record and a signature at its end.
 
-    Callers see neither.  An object without a valid tag is listed with :data:`~swansong_bucket.format.keys.UNSIGNED`
-    at the end of its key, which is the key of no record.
+    Callers see neither.  An object without a valid tag is listed with
+    :data:`~swansong_bucket.format.keys.UNSIGNED` at the end of its key, which is the key of no record.
     """
 
     def __init__(self, store: ObjectStore, key: SigningKey) -> None:

@@ -24,7 +24,8 @@ Noted = frozenset[Chunk]
 def identity_of(run: str, ref: CommitRef, shards: Sequence[StoredShard]) -> str:
     """The first line of the journal: equal if and only if the same files are restored from the same chunks.
 
-    Every other line is the index of a chunk in :func:`swansong_bucket.format.manifest.chunks_of` of the shards.
+    Every other line is the index of a chunk in the result of
+    :func:`swansong_bucket.format.manifest.chunks_of` for the shards.
     """
     facts = hashlib.sha256(repr((run, ref)).encode())
     for shard in shards:

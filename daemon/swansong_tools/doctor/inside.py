@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """Checks that must run as the daemon: environment, network, metadata, store, staging.
 
-``python -m swansong_tools.doctor.inside`` prints one finding per line, as JSON.  :mod:`swansong_tools.doctor.sandbox`
-starts it as the daemon.  Another user could create files that the daemon cannot change.
+``python -m swansong_tools.doctor.inside`` prints one finding per line, as JSON.
+:mod:`swansong_tools.doctor.sandbox` starts it as the daemon.  Another user could create files that the daemon
+cannot change.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prunes the run in the daemon, if ``retention.in_daemon`` is set; else :mod:`swansong_tools.commands.prune` does."""
+"""Prunes the run in the daemon, if ``retention.in_daemon`` is set; otherwise ``swansong prune`` does."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from testkit import REPOSITORY
 PROTOCOL = REPOSITORY / "training_hooks/swansong/protocol.py"
 MODULES = [
     module
-    for package in ("daemon/swansongd", "training_hooks/swansong")
+    for package in ("daemon", "training_hooks/swansong")
     for module in sorted((REPOSITORY / package).rglob("*.py"))
     if module != PROTOCOL
 ]

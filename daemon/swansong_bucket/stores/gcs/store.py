@@ -45,7 +45,7 @@ _UNVERIFIED = "This store returns no CRC32C of an upload: use another endpoint"
 
 
 class GcsStore:
-    """A bucket, or a prefix in one.  For credentials see :class:`swansong_bucket.stores.gcs.access.GcsAccess`.
+    """A bucket, or a prefix in one.  :class:`swansong_bucket.stores.gcs.access.GcsAccess` has credentials.
 
     Args:
         url: ``gs://bucket/prefix``.
