@@ -18,7 +18,7 @@ LOCKS = DAEMON / "swansong_bucket" / "retention" / "locks.py"
 FORMAT = re.compile(
     r"(?:^|/)(?:commits|generations|data|farewells|resumptions|probes)/"  # prefixes of keys
     r"|^0(?:5|8|12)d$"  # widths of the numbers in keys
-    r"|-of-"
+    r"|-of-(?![a-z])"  # a page has the heading "health-of-a-source"
     r"|^swansong-(?:manifest|claim|farewell|resumption)$"
 )
 
