@@ -19,15 +19,16 @@ from dataclasses import dataclass
 from typing import Any
 
 from blake3 import blake3
-from swansongd.bucket import catalog, commit, lives, manifest
-from swansongd.bucket import claim as claims
-from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.errors import NotFound
-from swansongd.model import CheckpointKind, Chunk, CommitRef, StoredShard
-from swansongd.restore.verify import verify
-from swansongd.stores.base import ObjectInfo, Page, listed
+from swansong_bucket.errors import NotFound
+from swansong_bucket.format import claim as claims
+from swansong_bucket.format import manifest
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CheckpointKind, Chunk, CommitRef, StoredShard
+from swansong_bucket.runs import catalog, commit, lives
+from swansong_bucket.stores.base import ObjectInfo, Page, listed
+from swansong_tools.upkeep.verify import verify
 
 from testkit.committed import whole_shard
 

@@ -24,8 +24,8 @@ from pathlib import Path
 from typing import Any
 
 from swansong import protocol
-from swansongd.cli.client import DaemonClient
-from swansongd.errors import Unreachable
+from swansong_bucket.errors import Unreachable
+from swansong_tools.commands.client import DaemonClient
 
 from bench.transfer.results import write_page
 from testkit.emulators.s3_strict import S3

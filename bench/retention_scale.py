@@ -19,13 +19,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import structlog
-from swansongd.bucket import manifest
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.prune import prune
-from swansongd.config.config import RetentionConfig
-from swansongd.model import CheckpointKind, Chunk, CommitRef
-from swansongd.stores.base import ObjectInfo, Page
+from swansong_bucket.config.sections import RetentionConfig
+from swansong_bucket.format import manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CheckpointKind, Chunk, CommitRef
+from swansong_bucket.retention.prune import prune
+from swansong_bucket.stores.base import ObjectInfo, Page
 
 from testkit.committed import whole_shard
 

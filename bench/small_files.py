@@ -17,24 +17,24 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
 
-from swansongd.bucket import commit
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CheckpointId, CheckpointKind, Staged
+from swansong_bucket.runs import commit
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.options import S3Options
+from swansong_bucket.stores.s3.store import S3Store
+from swansong_bucket.transfer.reader import ReadOptions
+from swansong_bucket.transfer.restore import restore
+from swansong_bucket.transfer.target import RestoreTarget
+from swansong_bucket.util.threads import parallel
+from swansong_tools.upkeep.verify import verify
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout
-from swansongd.model import CheckpointId, CheckpointKind, Staged
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import restore
-from swansongd.restore.target import RestoreTarget
-from swansongd.restore.verify import verify
 from swansongd.staging import scan
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.file.store import FileStore
-from swansongd.stores.options import S3Options
-from swansongd.stores.s3.store import S3Store
-from swansongd.util.threads import parallel
 
 from testkit import memory_store as memory
 from testkit.emulators.process import EmulatorProcess

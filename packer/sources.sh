@@ -11,7 +11,7 @@ target=$1
 # The wheels get the same modes under any umask.
 mkdir -p "$target"
 tar -C "$source" --exclude=__pycache__ --mode=u=rwX,go=rX -c \
-	training_hooks/{pyproject.toml,swansong} daemon/{pyproject.toml,swansongd} | tar -C "$target" -x
+	training_hooks/{pyproject.toml,swansong} daemon/{pyproject.toml,swansong_bucket,swansongd,swansong_tools} | tar -C "$target" -x
 
 in_clone() {
 	TZ=UTC git -C "$source" -c safe.directory="$source" "$@" 2>/dev/null

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 
-from swansongd.stores.base import Moved
+from swansong_bucket.stores.base import Moved
 
 
 def torn(error: BaseException, windows: int = 0) -> Moved:

@@ -9,12 +9,12 @@ from pathlib import Path
 from typing import TypeVar
 
 from blake3 import blake3
-from swansongd.bucket import manifest
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.model import CheckpointKind, Chunk, Extent, StoredShard
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.format import manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CheckpointKind, Chunk, Extent, StoredShard
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.file.store import FileStore
 
 from testkit.memory_store import MemoryStore
 

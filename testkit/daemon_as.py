@@ -14,17 +14,20 @@ import os
 import pkgutil
 import sys
 
+import swansong_bucket
+import swansong_tools
 import swansongd
-from swansongd.cli import daemon
+from swansongd.service import main as daemon
 
 CAP_KILL, CAPABILITY_VERSION_3 = 5, 0x20080522
 PR_SET_KEEPCAPS, PR_CAP_AMBIENT, PR_CAP_AMBIENT_RAISE = 8, 47, 2
 
 
 def preload() -> None:
-    """Import the whole daemon, including late imports."""
-    for found in pkgutil.walk_packages(swansongd.__path__, "swansongd."):
-        importlib.import_module(found.name)
+    """Import the daemon and its tools, including late imports."""
+    for package in (swansong_bucket, swansongd, swansong_tools):
+        for found in pkgutil.walk_packages(package.__path__, f"{package.__name__}."):
+            importlib.import_module(found.name)
     for name in ("encodings.idna", "encodings.ascii", "botocore.session", "multiprocessing.queues"):
         importlib.import_module(name)
 

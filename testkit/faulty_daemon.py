@@ -3,10 +3,10 @@
 
 from __future__ import annotations
 
-from swansongd.cli.daemon import main
 from swansongd.core import machine
 from swansongd.core.events import Action, Event, TrainerProgress
 from swansongd.core.state import State
+from swansongd.service.main import main
 
 _real_step = machine.step
 

@@ -13,13 +13,13 @@ from itertools import count
 from pathlib import Path
 
 from blake3 import blake3
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.errors import Transient
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
-from swansongd.errors import Transient
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout
-from swansongd.model import CheckpointId, CheckpointKind, CommitRef, Staged
 from swansongd.staging import scan
 
 from testkit.committed import stored_bytes

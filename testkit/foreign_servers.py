@@ -34,7 +34,7 @@ from urllib.parse import parse_qsl, urlsplit
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
-from swansongd.stores.azure.auth import SharedKey
+from swansong_bucket.stores.azure.auth import SharedKey
 
 from testkit import REPOSITORY
 from testkit.waiting import until

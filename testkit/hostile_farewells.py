@@ -4,11 +4,11 @@
 from __future__ import annotations
 
 from hypothesis import strategies as st
-from swansongd.bucket.farewell import RecordedEvacuation, TimelineEntry
-from swansongd.loss_records import LastReport, NoticeRecord
-from swansongd.model import CommitRef, Verdict, VmPart
-from swansongd.observe.loss import PARTS, Interruption
-from swansongd.util.printable import printable
+from swansong_bucket.format.farewell import RecordedEvacuation, TimelineEntry
+from swansong_bucket.loss_records import PARTS, LastReport, NoticeRecord
+from swansong_bucket.model import CommitRef, Verdict, VmPart
+from swansong_bucket.util.printable import printable
+from swansong_tools.economics.loss import Interruption
 
 PHASES = (
     *("notice", "request", "signal", "accepted", "target", "sealed", "early_shards", "flush", "flushed"),

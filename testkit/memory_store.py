@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """An object store in memory, which records requests and calls hooks of a test.
 
-It applies the contract of :mod:`swansongd.stores.base` strictly: a key that is written with different bytes
-is recorded as a fault.
+It applies the contract of :mod:`swansong_bucket.stores.base` strictly: a key that is written with different
+bytes is recorded as a fault.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from swansongd.errors import Changed, Exists, Locked, NotFound, Permanent, TooLarge
-from swansongd.stores.base import (
+from swansong_bucket.errors import Changed, Exists, Locked, NotFound, Permanent, TooLarge
+from swansong_bucket.stores.base import (
     GET_BYTES_MAX,
     Folders,
     Moved,
@@ -24,7 +24,7 @@ from swansongd.stores.base import (
     ignore_moved,
     listed,
 )
-from swansongd.stores.checksums import crc32c
+from swansong_bucket.stores.checksums import crc32c
 
 WINDOW_BYTES = 100
 """Small: a body of a thousand bytes has several windows."""

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
-from swansongd.stores.base import Sink
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.stores.base import Sink
+from swansong_bucket.stores.file.store import FileStore
 
 
 @dataclass

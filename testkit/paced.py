@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
+from swansong_bucket.model import CommitRef, Staged, StoredShard
 from swansongd.core.events import (
     CommitDone,
     CommitManifest,
@@ -23,7 +24,6 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.model import CommitRef, Staged, StoredShard
 
 from testkit.story import Story, a_set, shards_of
 

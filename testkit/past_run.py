@@ -8,28 +8,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import pairwise
 
-from swansongd.bucket import claim as claims
-from swansongd.bucket import farewell as farewells
-from swansongd.bucket import manifest, wall
-from swansongd.bucket import resumption as resumptions
-from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.farewell import Farewell
-from swansongd.bucket.keys import RunKeys
-from swansongd.core.events import Conclude
-from swansongd.loss_records import (
+from swansong_bucket.format import claim as claims
+from swansong_bucket.format import farewell as farewells
+from swansong_bucket.format import manifest, wall
+from swansong_bucket.format import resumption as resumptions
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.farewell import Farewell
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import (
     EvacuationRecord,
     GenerationEnd,
     LastReport,
     NoticeRecord,
     Resumption,
 )
-from swansongd.model import (
-    CheckpointKind,
-    CommitRef,
-    StoredShard,
-    Verdict,
-)
-from swansongd.stores.base import ObjectStore
+from swansong_bucket.model import CheckpointKind, CommitRef, StoredShard, Verdict
+from swansong_bucket.stores.base import ObjectStore
+from swansongd.core.events import Conclude
 
 from testkit.committed import named_shard
 

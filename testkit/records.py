@@ -7,12 +7,12 @@ import hashlib
 import json
 from collections.abc import Mapping
 
-from swansongd.bucket import farewell as farewells
-from swansongd.bucket.farewell import Farewell
-from swansongd.bucket.signing import SigningKey
+from swansong_bucket.format import farewell as farewells
+from swansong_bucket.format.farewell import Farewell
+from swansong_bucket.loss_records import EvacuationRecord
+from swansong_bucket.model import CommitRef, Verdict
+from swansong_bucket.runs.signing import SigningKey
 from swansongd.core.events import Conclude
-from swansongd.loss_records import EvacuationRecord
-from swansongd.model import CommitRef, Verdict
 
 KEY = SigningKey(b"k" * 32)
 

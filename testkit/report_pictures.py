@@ -7,10 +7,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from swansongd.bucket import history
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.run import Run
-from swansongd.report import facts, page
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.runs import history
+from swansong_bucket.runs.run import Run
+from swansong_tools.report import facts, page
 
 from testkit import REPOSITORY, past_run
 from testkit.memory_store import MemoryStore

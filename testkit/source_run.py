@@ -8,8 +8,8 @@ from types import TracebackType
 from typing import Any, Self
 
 import requests
+from swansong_bucket.model import Health, Notice, SourceStatus
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
-from swansongd.model import Health, Notice, SourceStatus
 from swansongd.sources.base import Source
 
 

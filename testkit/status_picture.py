@@ -13,8 +13,8 @@ from typing import Any
 
 from rich.console import Console
 from rich.terminal_theme import TerminalTheme
-from swansongd.cli.view.history import SampleHistory
-from swansongd.cli.view.live import Canvas, Frame, view
+from swansong_tools.commands.view.history import SampleHistory
+from swansong_tools.commands.view.live import Canvas, Frame, view
 
 from testkit import REPOSITORY
 

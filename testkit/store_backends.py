@@ -19,13 +19,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.stores.azure.store import AzureStore
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.file.store import FileStore
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import AzureOptions, GcsOptions, S3Options
-from swansongd.stores.s3.store import S3Store
-from swansongd.stores.wrappers.retry import Retrying
+from swansong_bucket.stores.azure.store import AzureStore
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
+from swansong_bucket.stores.s3.store import S3Store
+from swansong_bucket.stores.wrappers.retry import Retrying
 
 from testkit.bodies import CountedSink
 from testkit.emulators import tls

@@ -12,6 +12,22 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from swansong.protocol import sealed_name
+from swansong_bucket.model import (
+    CHUNK_BYTES_MAX,
+    UNKNOWN_PARENT,
+    CheckpointId,
+    CheckpointKind,
+    CommitRef,
+    DeadlineQuality,
+    Notice,
+    Parent,
+    Severity,
+    Staged,
+    StagedFile,
+    Start,
+    StoredShard,
+    TrainerView,
+)
 from swansongd.core import gpus, machine
 from swansongd.core.events import (
     Action,
@@ -40,22 +56,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, StartState, State
 from swansongd.host import gpu_record
-from swansongd.model import (
-    CHUNK_BYTES_MAX,
-    UNKNOWN_PARENT,
-    CheckpointId,
-    CheckpointKind,
-    CommitRef,
-    DeadlineQuality,
-    Notice,
-    Parent,
-    Severity,
-    Staged,
-    StagedFile,
-    Start,
-    StoredShard,
-    TrainerView,
-)
 from swansongd.observe.tally import Tally
 
 from testkit.committed import named_shard

@@ -13,11 +13,11 @@ from typing import Any
 from urllib.parse import urlencode
 
 from blake3 import blake3
-from swansongd.bucket.keys import RunKeys
-from swansongd.restore.restore import restore
-from swansongd.restore.target import RestoreTarget
-from swansongd.stores.options import S3Options
-from swansongd.stores.s3.store import S3Store
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.stores.options import S3Options
+from swansong_bucket.stores.s3.store import S3Store
+from swansong_bucket.transfer.restore import restore
+from swansong_bucket.transfer.target import RestoreTarget
 
 from testkit.rig import control
 

@@ -71,7 +71,12 @@ MODULES = {
     ),
     "frameworks": ("accelerate", "lightning", "transformers.trainer"),
     "swansongd": (
-        *("swansongd.cli.daemon", "swansongd.cli.main", "swansongd.cli.doctor", "swansongd.cli.ls"),
+        *(
+            "swansongd.service.main",
+            "swansong_tools.commands.main",
+            "swansong_tools.commands.doctor",
+            "swansong_tools.commands.ls",
+        ),
         *("boto3", "google.cloud.storage", "numpy", "swansong"),
     ),
 }

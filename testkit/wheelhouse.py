@@ -17,18 +17,19 @@ from packaging.utils import canonicalize_name, parse_wheel_filename
 from testkit import REPOSITORY
 
 
-def _write_wheel(wheels: Path, name: str, version: str, package: Path) -> None:
-    """Write a wheel of ``package``, with the metadata that pip needs."""
+def _write_wheel(wheels: Path, name: str, version: str, source: Path) -> None:
+    """Write a wheel of the packages in ``source``, with the metadata that pip needs."""
     stem = f"{name.replace('-', '_')}-{version}"
     facts = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n"
     with zipfile.ZipFile(wheels / f"{stem}-py3-none-any.whl", "w") as wheel:
-        about = tomllib.loads((package.parent / "pyproject.toml").read_text())["project"]
+        about = tomllib.loads((source / "pyproject.toml").read_text())["project"]
         facts += "".join(f"Requires-Dist: {need}\n" for need in about["dependencies"])
         scripts = "".join(f"{k} = {v}\n" for k, v in about.get("scripts", {}).items())
         wheel.writestr(f"{stem}.dist-info/entry_points.txt", f"[console_scripts]\n{scripts}")
-        for file in sorted(package.rglob("*")):
-            if file.is_file() and "__pycache__" not in file.parts:
-                wheel.write(file, file.relative_to(package.parent))
+        for package in sorted(init.parent for init in source.glob("*/__init__.py")):
+            for file in sorted(package.rglob("*")):
+                if file.is_file() and "__pycache__" not in file.parts:
+                    wheel.write(file, file.relative_to(source))
         wheel.writestr(f"{stem}.dist-info/METADATA", facts)
         wheel.writestr(
             f"{stem}.dist-info/WHEEL",
@@ -87,9 +88,7 @@ def write_wheelhouse(wheels: Path, lock: Path) -> None:
     lock.write_text("".join(lines))
     for folder in ("training_hooks", "daemon"):
         about = tomllib.loads((REPOSITORY / folder / "pyproject.toml").read_text())["project"]
-        package = REPOSITORY / folder / about["name"]
-        version = re.search(
-            r'^__version__ = "(.*)"', (package / "__init__.py").read_text(), re.MULTILINE
-        )
+        init = REPOSITORY / folder / about["name"] / "__init__.py"
+        version = re.search(r'^__version__ = "(.*)"', init.read_text(), re.MULTILINE)
         assert version
-        _write_wheel(wheels, about["name"], version[1], package)
+        _write_wheel(wheels, about["name"], version[1], REPOSITORY / folder)

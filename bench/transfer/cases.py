@@ -10,19 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from blake3 import blake3
-from swansongd.bucket import manifest
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
+from swansong_bucket.format import manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CheckpointKind, Chunk, CommitRef, Extent, StagedFile, StoredShard
 from swansongd.config.config import FlushConfig
 from swansongd.flush.layout import ChunkLayout, Pieces
-from swansongd.model import (
-    CheckpointKind,
-    Chunk,
-    CommitRef,
-    Extent,
-    StagedFile,
-    StoredShard,
-)
 
 from bench.transfer.contestants import BUCKET, CONTESTANTS, OURS, PREFIX, REFERENCE, RUN
 from bench.transfer.sink import DIRECT, FAULTY, HASHING, LINK, PACED, PATTERN_BYTES, Object, Profile

@@ -8,8 +8,8 @@ import re
 import textwrap
 from collections.abc import Iterator
 
-from swansongd.cli import main
-from swansongd.errors import DAEMON_EXIT_CODES, EXIT_CODES
+from swansong_bucket.errors import DAEMON_EXIT_CODES, EXIT_CODES
+from swansong_tools.commands import main
 
 from testkit import REPOSITORY
 from testkit.reference.markup import filled, linked, table

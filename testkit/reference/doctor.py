@@ -7,8 +7,8 @@ import dataclasses
 import inspect
 import re
 
-from swansongd.doctor.findings import FAMILIES, Finding, Level
-from swansongd.doctor.store import _Probe
+from swansong_tools.doctor.findings import FAMILIES, Finding, Level
+from swansong_tools.doctor.store import _Probe
 
 from testkit.reference.markup import filled, member_docs, table
 

@@ -7,8 +7,8 @@ import ast
 import inspect
 import re
 
+from swansong_bucket.model import Severity
 from swansongd.core.planner import PlanKind
-from swansongd.model import Severity
 from swansongd.observe import report
 from swansongd.observe.phase import Phase
 

@@ -13,10 +13,23 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from swansongd.bucket import catalog, commit, manifest
-from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
+from swansong_bucket.errors import Exists, FencedError, NotFound, StoreError, Transient
+from swansong_bucket.format import manifest
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CommitRef
+from swansong_bucket.runs import catalog, commit
+from swansong_bucket.stores.base import (
+    Folders,
+    Moved,
+    ObjectInfo,
+    ObjectStore,
+    Page,
+    Sink,
+    delete_each,
+    ignore_moved,
+)
 from swansongd.core.events import (
     CheckComplete,
     ClaimGeneration,
@@ -29,20 +42,8 @@ from swansongd.core.events import (
     PartsCounted,
     RunRead,
 )
-from swansongd.errors import Exists, FencedError, NotFound, StoreError, Transient
 from swansongd.flush.claim_record import ClaimRecord, RecordedStart
 from swansongd.flush.claimant import Claimant
-from swansongd.model import CommitRef
-from swansongd.stores.base import (
-    Folders,
-    Moved,
-    ObjectInfo,
-    ObjectStore,
-    Page,
-    Sink,
-    delete_each,
-    ignore_moved,
-)
 
 KEYS = RunKeys("r")
 RETRY_S = 2.0

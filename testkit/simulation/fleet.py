@@ -25,8 +25,20 @@ from functools import partial
 
 from swansong._ranks.rendezvous import has_all_shares
 from swansong.protocol import Finished, RestoreQuery
-from swansongd.bucket import commit, manifest
-from swansongd.bucket.manifest import chunks_of
+from swansong_bucket.errors import StoreError, Transient
+from swansong_bucket.format import manifest
+from swansong_bucket.format.manifest import chunks_of
+from swansong_bucket.model import (
+    UNKNOWN_PARENT,
+    CommitRef,
+    Notice,
+    Parent,
+    Staged,
+    TrainerView,
+    Verdict,
+)
+from swansong_bucket.runs import commit
+from swansong_bucket.stores.base import ObjectInfo
 from swansongd.core import machine, resume
 from swansongd.core.events import (
     Action,
@@ -61,18 +73,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP, evacuation_of
 from swansongd.core.state import Settings, StartState, State
-from swansongd.errors import StoreError, Transient
 from swansongd.flush.claim_record import ClaimRecord
-from swansongd.model import (
-    UNKNOWN_PARENT,
-    CommitRef,
-    Notice,
-    Parent,
-    Staged,
-    TrainerView,
-    Verdict,
-)
-from swansongd.stores.base import ObjectInfo
 
 from testkit.simulation.bucket import KEYS, Broken, Committer, SimStore, start_of
 from testkit.simulation.world import MIB, TICK_QUIET_S, TICK_S, is_no_worse

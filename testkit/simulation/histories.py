@@ -17,8 +17,8 @@ from concurrent.futures import ProcessPoolExecutor
 from functools import partial
 
 import structlog
+from swansong_bucket.model import GpuHealth, Severity, Verdict
 from swansongd.core import planner
-from swansongd.model import GpuHealth, Severity, Verdict
 
 from testkit.simulation.bucket import Broken
 from testkit.simulation.fleet import SLOWEST, Fleet

@@ -30,14 +30,14 @@ from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from swansongd.bucket import catalog, pins
-from swansongd.bucket.catalog import Commit
-from swansongd.bucket.keys import CommitKey, RunKeys
-from swansongd.bucket.pins import Pin
-from swansongd.config.config import RetentionConfig
-from swansongd.errors import Exists, MissingError, NotFound, Transient
-from swansongd.model import Chunk, CommitRef, is_healthy, merged_health
-from swansongd.stores.base import ObjectInfo, Page
+from swansong_bucket.config.sections import RetentionConfig
+from swansong_bucket.errors import Exists, MissingError, NotFound, Transient
+from swansong_bucket.format.keys import CommitKey, RunKeys
+from swansong_bucket.model import Chunk, CommitRef, is_healthy, merged_health
+from swansong_bucket.runs import catalog, pins
+from swansong_bucket.runs.catalog import Commit
+from swansong_bucket.runs.pins import Pin
+from swansong_bucket.stores.base import ObjectInfo, Page
 
 
 class Keys(RunKeys):
@@ -67,7 +67,7 @@ FOREIGN = f"{KEYS.data}notes.txt"
 HISTORY_ACTIONS = 25
 
 Mutation = tuple[str, str, str]
-"""A module of bucket/, and the text in it that is replaced by another one."""
+"""A module of the bucket, and the text in it that is replaced by another one."""
 
 
 class Violation(AssertionError):
@@ -191,7 +191,8 @@ def load_each(
 
 def code(mutation: Mutation | None = None) -> Any:
     """The function ``prune``, of modules of its own, one of them perhaps mutated."""
-    names = [f"swansongd.bucket.{name}" for name in ("pins", "retention", "survey", "prune")]
+    below = ("runs.pins", "retention.retention", "retention.survey", "retention.prune")
+    names = [f"swansong_bucket.{name}" for name in below]
     saved = {name: sys.modules[name] for name in names if name in sys.modules}
     made: dict[str, ModuleType] = {}
     try:

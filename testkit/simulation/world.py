@@ -16,10 +16,27 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 from swansong.protocol import PROCESS_PREFIX, RestoreQuery
-from swansongd.bucket import claim as claims
-from swansongd.bucket import commit, manifest
-from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.manifest import Manifest, chunks_of
+from swansong_bucket.errors import StoreError
+from swansong_bucket.format import claim as claims
+from swansong_bucket.format import manifest
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.manifest import Manifest, chunks_of
+from swansong_bucket.model import (
+    UNKNOWN_PARENT,
+    CheckpointId,
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Notice,
+    Parent,
+    Severity,
+    Staged,
+    StagedFile,
+    TrainerView,
+    Verdict,
+    is_healthy,
+)
+from swansong_bucket.runs import commit
 from swansongd.core import followup, gpus, machine, resume, staged_sets
 from swansongd.core.events import (
     Action,
@@ -63,23 +80,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.state import Settings, StartState, State
-from swansongd.errors import StoreError
 from swansongd.flush.claim_record import ClaimRecord
-from swansongd.model import (
-    UNKNOWN_PARENT,
-    CheckpointId,
-    CommitRef,
-    GpuHealth,
-    GpuStatus,
-    Notice,
-    Parent,
-    Severity,
-    Staged,
-    StagedFile,
-    TrainerView,
-    Verdict,
-    is_healthy,
-)
 from swansongd.restore.downloads import BUDGET_S
 from swansongd.sources.gpu import GpuNotices
 

@@ -14,14 +14,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.errors import NotFound, StoreError, Transient
+from swansong_bucket.errors import NotFound, StoreError, Transient
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.http.client import Wire
+from swansong_bucket.stores.options import GcsOptions, S3Options
+from swansong_bucket.stores.s3.store import S3Store
 from swansongd.sources.aws import Imds
 from swansongd.sources.gcp import KeyWatch
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.http.client import Wire
-from swansongd.stores.options import GcsOptions, S3Options
-from swansongd.stores.s3.store import S3Store
 
 from testkit.raw_server import Peer, RawServer, Script
 

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 from botocore.exceptions import ClientError
-from swansongd.errors import Exists, Permanent
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions, S3Options
-from swansongd.stores.retention import DAY_S, Lock
-from swansongd.stores.s3.store import S3Store
+from swansong_bucket.errors import Exists, Permanent
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import GcsOptions, S3Options
+from swansong_bucket.stores.retention import DAY_S, Lock
+from swansong_bucket.stores.s3.store import S3Store
 
 from testkit import REPOSITORY
 from testkit.store_backends import Cloud

@@ -12,15 +12,16 @@ from typing import Any
 
 import pytest
 import requests
-from swansongd.bucket import lifecycle, locks
-from swansongd.bucket.keys import RunKeys
-from swansongd.cli.main import main
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.retention import locks
+from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.settings import LifecycleRule
+from swansong_tools.commands.main import main
+from swansong_tools.doctor import policies
+from swansong_tools.doctor.bucket import BucketChecks
+from swansong_tools.doctor.findings import Judgement, Level
+from swansong_tools.upkeep import lifecycle
 from swansongd.config.config import Config, parse
-from swansongd.doctor import policies
-from swansongd.doctor.bucket import BucketChecks
-from swansongd.doctor.findings import Judgement, Level
-from swansongd.stores.opening import open_store
-from swansongd.stores.settings import LifecycleRule
 
 from testkit import REPOSITORY
 from testkit.store_backends import Cloud

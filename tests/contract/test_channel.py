@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 from swansong import protocol
+from swansong_bucket.errors import SwansongError
+from swansong_bucket.model import UNKNOWN_PARENT, Parent
 from swansongd.core.events import (
     StartBegun,
     TellStart,
@@ -22,8 +24,6 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.errors import SwansongError
-from swansongd.model import UNKNOWN_PARENT, Parent
 from swansongd.trainers import connection
 from swansongd.trainers.admission import Reply
 from swansongd.trainers.translate import message_of

@@ -12,9 +12,9 @@ from typing import Any
 import boto3
 import pytest
 from google.cloud import storage
-from swansongd.bucket.keys import RunKeys
-from swansongd.cli import export, main
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.stores.file.store import FileStore
+from swansong_tools.commands import export, main
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
 from testkit.foreign_servers import BUCKET, fake_gcs

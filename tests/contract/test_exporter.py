@@ -7,14 +7,14 @@ import threading
 from collections.abc import Callable
 
 import pytest
-from swansongd.errors import Permanent
-from swansongd.exporter.health import ReadHealth
-from swansongd.exporter.reader import StoreReader, StoreToRead
-from swansongd.model import CommitRef
-from swansongd.stores.base import ObjectStore
+from swansong_bucket.errors import Permanent
+from swansong_bucket.model import CommitRef
+from swansong_bucket.stores.base import ObjectStore
+from swansong_tools.exporter.health import ReadHealth
+from swansong_tools.exporter.reader import StoreReader, StoreToRead
 
 from testkit.store_backends import ONE_EACH, Cloud
-from tests.unit.bucket.test_lives import BEGUN_S, KEYS, a_run
+from tests.unit.runs.test_lives import BEGUN_S, KEYS, a_run
 
 from .test_bucket_policies import Bucket
 
@@ -68,7 +68,7 @@ def test_each_store_is_read_once(store: ObjectStore) -> None:
 @pytest.mark.fault("OX02")
 def test_an_outage_of_a_server(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of the server are counted; the figures stay, and the next reading has them again."""
-    monkeypatch.setattr("swansongd.exporter.health._CALL_BUDGET_S", 0.05)
+    monkeypatch.setattr("swansong_tools.exporter.health._CALL_BUDGET_S", 0.05)
     store = cloud.open()
     a_run(store)
     exporter = Exporter(store)

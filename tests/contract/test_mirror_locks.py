@@ -8,10 +8,10 @@ import uuid
 from collections.abc import Callable
 
 import pytest
-from swansongd.bucket import catalog
-from swansongd.bucket.keys import RunKeys
-from swansongd.mirror.copier import Copier, ManifestPlace
-from swansongd.stores.retention import DAY_S, Lock
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.mirror.copier import Copier, ManifestPlace
+from swansong_bucket.runs import catalog
+from swansong_bucket.stores.retention import DAY_S, Lock
 
 from testkit import committed
 from testkit.memory_store import MemoryStore

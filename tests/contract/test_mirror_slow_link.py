@@ -12,9 +12,9 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from swansongd.bucket import catalog, commit
-from swansongd.bucket.keys import RunKeys
-from swansongd.mirror.background import Mirroring
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.runs import catalog, commit
+from swansongd.flush.mirroring import Mirroring
 
 from testkit import committed
 from testkit.memory_store import MemoryStore

@@ -15,10 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.bucket import history
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.run import Run
-from swansongd.report import facts, page
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.runs import history
+from swansong_bucket.runs.run import Run
+from swansong_tools.report import facts, page
 
 from testkit import past_run
 from testkit.memory_store import MemoryStore

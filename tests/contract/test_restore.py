@@ -14,11 +14,7 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from swansongd.bucket import catalog, manifest
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.signing import signed
-from swansongd.errors import (
+from swansong_bucket.errors import (
     CorruptError,
     NotFound,
     NothingToRestore,
@@ -26,13 +22,18 @@ from swansongd.errors import (
     Stopped,
     Transient,
 )
-from swansongd.model import Chunk, CommitRef, Verdict
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import Selection, restore
-from swansongd.restore.target import RestoreTarget
-from swansongd.restore.verify import verify
-from swansongd.stores.base import ObjectInfo
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.format import manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import Chunk, CommitRef, Verdict
+from swansong_bucket.runs import catalog
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.base import ObjectInfo
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.transfer.reader import ReadOptions
+from swansong_bucket.transfer.restore import Selection, restore
+from swansong_bucket.transfer.target import RestoreTarget
+from swansong_tools.upkeep.verify import verify
 
 from testkit.committed import (
     CHUNK_BYTES,

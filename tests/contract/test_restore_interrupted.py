@@ -18,17 +18,17 @@ from types import SimpleNamespace
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from swansongd.bucket import manifest
-from swansongd.bucket.keys import RunKeys
-from swansongd.errors import NothingToRestore, StagingError, Stopped, Transient
-from swansongd.model import CommitRef
-from swansongd.restore import journal, reader
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import RestoreResult, Selection, restore
-from swansongd.restore.target import RestoreTarget
-from swansongd.restore.verify import verify
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.errors import NothingToRestore, StagingError, Stopped, Transient
+from swansong_bucket.format import manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CommitRef
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.transfer import journal, reader
+from swansong_bucket.transfer.reader import ReadOptions
+from swansong_bucket.transfer.restore import RestoreResult, Selection, restore
+from swansong_bucket.transfer.target import RestoreTarget
+from swansong_tools.upkeep.verify import verify
 
 from testkit.as_user import GROUP, MEMBER, place_for_all
 from testkit.committed import CHUNK_BYTES, chunk_of, commit, file_store, flip_bit, tree
@@ -102,11 +102,11 @@ CHILD = """
 import os, signal, sys
 from pathlib import Path
 from testkit.odd_store import OddStore
-from swansongd.bucket.keys import RunKeys
-from swansongd.restore import reader
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import restore
-from swansongd.restore.target import RestoreTarget
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.transfer import reader
+from swansong_bucket.transfer.reader import ReadOptions
+from swansong_bucket.transfer.restore import restore
+from swansong_bucket.transfer.target import RestoreTarget
 
 reader._SYNCS = 1
 store = OddStore(Path(sys.argv[1]))

@@ -15,11 +15,11 @@ from typing import Any
 import botocore.session
 import pytest
 from botocore.credentials import CredentialResolver
-from swansongd.errors import NotFound, Permanent, StoreError, Transient
-from swansongd.stores import credentials
-from swansongd.stores.options import S3Options
-from swansongd.stores.s3 import access
-from swansongd.stores.s3.store import S3Store
+from swansong_bucket.errors import NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores import credentials
+from swansong_bucket.stores.options import S3Options
+from swansong_bucket.stores.s3 import access
+from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.bodies import CountedSink
 from testkit.raw_server import Peer, RawServer

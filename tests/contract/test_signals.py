@@ -16,8 +16,8 @@ from typing import Self
 
 import pytest
 from swansong.protocol import PROCESS_PREFIX
+from swansong_bucket.errors import ConfigError
 from swansongd.core.events import Event, ProcessFound, SignalledExited, SignalRefused, SignalSent
-from swansongd.errors import ConfigError
 from swansongd.trainers import peers, users
 from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, program
 

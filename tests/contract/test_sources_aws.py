@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 
 import pytest
-from swansongd.model import DeadlineQuality, Health, Severity
+from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.sources.aws import SPOT_PATH, TOKEN_PATH, AwsOptions, AwsSpotSource, Imds
 from swansongd.sources.base import Clocks
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable, retry_timeouts

@@ -10,8 +10,8 @@ from contextlib import ExitStack
 from datetime import UTC, datetime, timedelta
 
 import pytest
+from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.model import DeadlineQuality, Health, Severity
 from swansongd.sources.aws import (
     SPOT_PATH,
     TOKEN_PATH,

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator
 
 import pytest
-from swansongd.model import DeadlineQuality, Health, Severity
+from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, read_boot_id
 
 from testkit.emulators.process import EmulatorProcess

@@ -10,7 +10,7 @@ from datetime import UTC, datetime, timedelta
 from typing import Any
 
 import pytest
-from swansongd.model import DeadlineQuality, Health, Notice, Severity
+from swansong_bucket.model import DeadlineQuality, Health, Notice, Severity
 from swansongd.sources.base import Clocks
 from swansongd.sources.gcp import GcpOptions, GcpSource
 from swansongd.sources.gcp_events import GcpMaintenanceSource, GcpStopSource, GcpUpcomingSource

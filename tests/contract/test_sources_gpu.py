@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swansong_bucket.model import GpuHealth, GpuRecord, GpuStatus, Health, Severity
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import GpusRead
-from swansongd.model import GpuHealth, GpuRecord, GpuStatus, Health, Severity
 from swansongd.sources import detect, gpu
 from swansongd.sources.gpu import PROBE, GpuSource
 from swansongd.sources.opening import open_sources

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.model import DeadlineQuality, Health, Severity
+from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.sources import host, logind
 from swansongd.sources.logind import LogindError, LogindSource
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 from swansong import protocol
+from swansong_bucket.errors import StagingError
 from swansongd.core.events import Scanned
-from swansongd.errors import StagingError
 from swansongd.staging import scan
 from swansongd.staging.prepare import open_restored, prepare
 from swansongd.staging.seal import ALL, Scanner

@@ -16,10 +16,18 @@ from pathlib import Path
 from urllib.parse import urlencode
 
 import pytest
-from swansongd.errors import Exists, Forbidden, Locked, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.azure.auth import Identity, content_md5
-from swansongd.stores.azure.store import AzureStore
-from swansongd.stores.options import AzureOptions
+from swansong_bucket.errors import (
+    Exists,
+    Forbidden,
+    Locked,
+    NotFound,
+    Permanent,
+    StoreError,
+    Transient,
+)
+from swansong_bucket.stores.azure.auth import Identity, content_md5
+from swansong_bucket.stores.azure.store import AzureStore
+from swansong_bucket.stores.options import AzureOptions
 
 from testkit.foreign_servers import AZURE_ACCOUNT, AZURE_KEY
 from testkit.raw_server import Peer, RawServer, Request, certificate

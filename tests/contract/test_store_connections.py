@@ -18,10 +18,10 @@ from cryptography import x509
 from cryptography.hazmat.primitives import hashes
 from cryptography.hazmat.primitives.asymmetric import ec
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from swansongd.errors import Permanent, StoreError, Transient
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions, S3Options
-from swansongd.stores.s3.store import S3Store
+from swansong_bucket.errors import Permanent, StoreError, Transient
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import GcsOptions, S3Options
+from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.store_backends import (

@@ -10,12 +10,12 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from swansongd.config.config import StoreConfig
-from swansongd.errors import Changed, ConfigError, Exists, NotFound, Permanent, StoreError
-from swansongd.stores.base import DELETED_MAX, ObjectInfo, ObjectStore, all_pages
-from swansongd.stores.file.store import FileStore
-from swansongd.stores.opening import open_store
-from swansongd.stores.options import GcsOptions, S3Options
+from swansong_bucket.config.sections import StoreConfig
+from swansong_bucket.errors import Changed, ConfigError, Exists, NotFound, Permanent, StoreError
+from swansong_bucket.stores.base import DELETED_MAX, ObjectInfo, ObjectStore, all_pages
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.options import GcsOptions, S3Options
 
 from testkit.store_backends import (
     Cloud,

@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable
 
 import pytest
-from swansongd.errors import Exists
-from swansongd.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, ignore_moved
+from swansong_bucket.errors import Exists
+from swansong_bucket.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, ignore_moved
 
 from testkit.bodies import CountedSink, torn
 from testkit.store_backends import MIB, get_range, in_threads

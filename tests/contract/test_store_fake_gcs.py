@@ -9,15 +9,15 @@ from pathlib import Path
 from urllib.parse import quote
 
 import pytest
-from swansongd.bucket.keys import RunKeys
-from swansongd.errors import NotFound, Permanent
-from swansongd.restore.restore import restore
-from swansongd.restore.target import RestoreTarget
-from swansongd.stores.base import ObjectInfo
-from swansongd.stores.gcs.settings import GcsSettings
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions
-from swansongd.stores.wrappers.retry import Retrying
+from swansong_bucket.errors import NotFound, Permanent
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.stores.base import ObjectInfo
+from swansong_bucket.stores.gcs.settings import GcsSettings
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import GcsOptions
+from swansong_bucket.stores.wrappers.retry import Retrying
+from swansong_bucket.transfer.restore import restore
+from swansong_bucket.transfer.target import RestoreTarget
 
 from testkit.committed import commit
 from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs

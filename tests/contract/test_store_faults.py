@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
-from swansongd.errors import Exists, Transient
-from swansongd.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.errors import Exists, Transient
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore
 
 from testkit.emulators.fault_proxy import FaultProxy, Way
 from testkit.emulators.store_control import POINTS

@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from swansongd.errors import Permanent, StoreError
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.errors import Permanent, StoreError
+from swansong_bucket.stores.file.store import FileStore
 
 from testkit.waiting import until
 
@@ -27,7 +27,7 @@ DAEMON, MEMBER, OUTSIDER, TRAINERS = 64001, 64002, 64003, 64010
 
 WRITER = """
 import os, sys
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.stores.file.store import FileStore
 os.umask(int(sys.argv[2], 8))
 store = FileStore(sys.argv[1])
 store.check()
@@ -67,8 +67,8 @@ def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
     """Run a program as another user, after its imports, for which that user may have no rights."""
     drop = (
         "import os, sys\n"
-        "from swansongd.stores import checksums\n"
-        "from swansongd.stores.file.store import FileStore\n"
+        "from swansong_bucket.stores import checksums\n"
+        "from swansong_bucket.stores.file.store import FileStore\n"
         "checksums.load()\n"
         f"os.setgroups({groups}); os.setgid({gid}); os.setuid({uid})\n"
     )

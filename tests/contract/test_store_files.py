@@ -12,10 +12,10 @@ import threading
 from pathlib import Path
 
 import pytest
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.base import WINDOW_BYTES
-from swansongd.stores.file import store as module
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores.base import WINDOW_BYTES
+from swansong_bucket.stores.file import store as module
+from swansong_bucket.stores.file.store import FileStore
 
 from testkit.bodies import CountedSink, torn
 
@@ -126,7 +126,7 @@ def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
 
 WRITER = """
 import sys
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.stores.file.store import FileStore
 
 def stuck(size_bytes):
     print("sending", flush=True)
@@ -237,9 +237,9 @@ def test_a_full_file_system(tmp_path: Path) -> None:
     script = """
 import sys, subprocess
 subprocess.run(["mount", "-t", "tmpfs", "-o", "size=256k,mode=0755", "tmpfs", sys.argv[1]], check=True)
-from swansongd.errors import Permanent
-from swansongd.stores.file import store as module
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.errors import Permanent
+from swansong_bucket.stores.file import store as module
+from swansong_bucket.stores.file.store import FileStore
 store = FileStore("file://" + sys.argv[1])
 store.put("key", b"old")
 try:

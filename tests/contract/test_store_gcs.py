@@ -15,10 +15,10 @@ from urllib.parse import parse_qs
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from swansongd.errors import ConfigError, Exists, Permanent, Transient
-from swansongd.stores import credentials
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions
+from swansong_bucket.errors import ConfigError, Exists, Permanent, Transient
+from swansong_bucket.stores import credentials
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import GcsOptions
 
 from testkit.bodies import CountedSink, torn
 from testkit.emulators.process import EmulatorProcess

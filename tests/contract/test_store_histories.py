@@ -13,26 +13,26 @@ import threading
 from pathlib import Path
 
 import pytest
-from swansongd.bucket import catalog, pins
-from swansongd.bucket import commit as commits
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.pins import Pin
-from swansongd.bucket.prune import prune
-from swansongd.bucket.signing import signed
-from swansongd.config.config import RetentionConfig
+from swansong_bucket.config.sections import RetentionConfig
+from swansong_bucket.errors import NothingToRestore, Permanent, SwansongError
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CheckpointId, CheckpointKind, CommitRef, Staged
+from swansong_bucket.retention.prune import prune
+from swansong_bucket.runs import catalog, pins
+from swansong_bucket.runs import commit as commits
+from swansong_bucket.runs.pins import Pin
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.base import Moved, ObjectStore, Page, ignore_moved
+from swansong_bucket.stores.wrappers.forwarding import Forwarding
+from swansong_bucket.transfer.restore import Selection, restore
+from swansong_bucket.transfer.target import RestoreTarget
+from swansong_tools.upkeep.verify import verify
 from swansongd.core.events import Event, Flushed, FlushFailed
-from swansongd.errors import NothingToRestore, Permanent, SwansongError
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout
-from swansongd.model import CheckpointId, CheckpointKind, CommitRef, Staged
-from swansongd.restore.restore import Selection, restore
-from swansongd.restore.target import RestoreTarget
-from swansongd.restore.verify import verify
 from swansongd.staging import scan
-from swansongd.stores.base import Moved, ObjectStore, Page, ignore_moved
-from swansongd.stores.wrappers.forwarding import Forwarding
 
 from testkit.committed import tree
 from testkit.records import KEY

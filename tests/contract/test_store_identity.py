@@ -14,19 +14,19 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansongd.cli.main import parser
-from swansongd.cli.opening import opened
+from swansong_bucket.errors import Permanent, Transient
+from swansong_bucket.stores.file import mounts
+from swansong_bucket.stores.file.io import classified
+from swansong_bucket.stores.file.mounts import Mount
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.file.tree import MARKER
+from swansong_tools.commands.main import parser
+from swansong_tools.commands.opening import opened
+from swansong_tools.doctor.accounts import daemon_account
+from swansong_tools.doctor.findings import Judgement, Level
+from swansong_tools.doctor.store import checks
 from swansongd.config.config import load
-from swansongd.doctor.accounts import daemon_account
-from swansongd.doctor.findings import Judgement, Level
-from swansongd.doctor.store import checks
-from swansongd.errors import Permanent, Transient
 from swansongd.flush.claim_record import ClaimRecord
-from swansongd.stores.file import mounts
-from swansongd.stores.file.io import classified
-from swansongd.stores.file.mounts import Mount
-from swansongd.stores.file.store import FileStore
-from swansongd.stores.file.tree import MARKER
 
 from testkit.committed import file_store, tree
 
@@ -115,11 +115,11 @@ def test_another_file_system_in_its_place(files: FileStore, root: Path, tmp_path
 SWAPPED = """
 import os, subprocess, sys
 from swansongd.config.config import load
-from swansongd.doctor.accounts import daemon_account
-from swansongd.doctor.findings import Judgement, Level
-from swansongd.doctor.store import checks
-from swansongd.errors import Permanent
-from swansongd.stores.file.store import FileStore
+from swansong_tools.doctor.accounts import daemon_account
+from swansong_tools.doctor.findings import Judgement, Level
+from swansong_tools.doctor.store import checks
+from swansong_bucket.errors import Permanent
+from swansong_bucket.stores.file.store import FileStore
 def mount():
     subprocess.run(["mount", "-t", "tmpfs", "-o", "mode=0755", "tmpfs", sys.argv[1]], check=True)
     return os.stat(sys.argv[1])

@@ -16,15 +16,15 @@ import boto3
 import pytest
 from botocore.client import Config
 from botocore.exceptions import ClientError
-from swansongd.bucket import locks
-from swansongd.config.config import StoreConfig
-from swansongd.errors import ConfigError, Locked, NotFound, Permanent, Transient
+from swansong_bucket.config.sections import StoreConfig
+from swansong_bucket.errors import ConfigError, Locked, NotFound, Permanent, Transient
+from swansong_bucket.model import StoredShard
+from swansong_bucket.retention import locks
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import StoredShard
-from swansongd.stores.base import ObjectInfo, ObjectStore
-from swansongd.stores.opening import open_store
-from swansongd.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 
 from testkit import committed
 from testkit.memory_store import MemoryStore

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from swansongd.errors import Permanent, StoreError
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions, S3Options
-from swansongd.stores.s3.store import S3Store
+from swansong_bucket.errors import Permanent, StoreError
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import GcsOptions, S3Options
+from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.bodies import CountedSink
 from testkit.raw_server import Peer, RawServer, Request

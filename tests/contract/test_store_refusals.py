@@ -11,10 +11,10 @@ from pathlib import Path
 import pytest
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.options import GcsOptions, S3Options
-from swansongd.stores.s3.store import S3Store
+from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import GcsOptions, S3Options
+from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess

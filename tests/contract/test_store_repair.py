@@ -6,11 +6,11 @@ from __future__ import annotations
 import random
 
 import pytest
-from swansongd.bucket.keys import RunKeys
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.repair import repair
-from swansongd.restore.verify import verify
-from swansongd.stores.base import ObjectStore
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.transfer.reader import ReadOptions
+from swansong_tools.upkeep.repair import repair
+from swansong_tools.upkeep.verify import verify
 
 from testkit.committed import commit
 from testkit.memory_store import MemoryStore

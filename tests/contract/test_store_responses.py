@@ -7,8 +7,8 @@ import os
 from collections.abc import Callable, Iterator
 
 import pytest
-from swansongd.errors import Permanent, Transient
-from swansongd.stores.base import ObjectInfo, ObjectStore, Page, all_pages, listed
+from swansong_bucket.errors import Permanent, Transient
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore, Page, all_pages, listed
 
 from testkit.emulators.store_control import SPOILS
 from testkit.memory_store import MemoryStore
@@ -89,7 +89,7 @@ def test_a_listing_whose_pages_loop_ends(store: ObjectStore) -> None:
 
 def test_a_listing_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
     """A bucket with too many keys is an error, before it fills the memory."""
-    monkeypatch.setattr("swansongd.stores.base.LISTED_MAX", 1000)
+    monkeypatch.setattr("swansong_bucket.stores.base.LISTED_MAX", 1000)
     store = MemoryStore()
     store.objects = {f"key-{number}": b"" for number in range(1001)}
     with pytest.raises(Permanent, match="more than 1000"):

@@ -13,9 +13,9 @@ from collections.abc import Callable
 
 import google_crc32c
 import pytest
-from swansongd.errors import Changed, Exists, StoreError
-from swansongd.stores.azure.auth import content_md5
-from swansongd.stores.base import Body, ObjectInfo
+from swansong_bucket.errors import Changed, Exists, StoreError
+from swansong_bucket.stores.azure.auth import content_md5
+from swansong_bucket.stores.base import Body, ObjectInfo
 
 from testkit import REPOSITORY
 from testkit.foreign_servers import BUCKET, azure_status

@@ -15,11 +15,11 @@ from pathlib import Path
 
 import pytest
 from botocore.credentials import RefreshableCredentials
-from swansongd.errors import Transient
-from swansongd.stores.credentials import CredentialCache
-from swansongd.stores.file.store import FileStore
-from swansongd.stores.s3 import access
-from swansongd.stores.warm import Warmer
+from swansong_bucket.errors import Transient
+from swansong_bucket.stores.credentials import CredentialCache
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.s3 import access
+from swansong_bucket.stores.warm import Warmer
 
 from testkit.emulators.process import REPOSITORY, EmulatorProcess
 from testkit.source_run import control
@@ -36,11 +36,11 @@ import sys
 import threading
 from pathlib import Path
 import structlog
-from swansongd.config.config import StoreConfig
-from swansongd.errors import StoreError
-from swansongd.stores.opening import open_store
-from swansongd.stores.wrappers.retry import Retrying
-from swansongd.util.threads import parallel
+from swansong_bucket.config.sections import StoreConfig
+from swansong_bucket.errors import StoreError
+from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.wrappers.retry import Retrying
+from swansong_bucket.util.threads import parallel
 
 structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
 url, endpoint, ca_bundle = sys.argv[1:]

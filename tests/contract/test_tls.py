@@ -15,7 +15,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
-from swansongd.stores.http.tls import PIECE_BYTES, Tls
+from swansong_bucket.stores.http.tls import PIECE_BYTES, Tls
 
 from testkit.raw_server import certificate
 from testkit.waiting import until

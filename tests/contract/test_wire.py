@@ -14,10 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.errors import Permanent, Transient
-from swansongd.stores.base import WINDOW_BYTES, Body
-from swansongd.stores.http import pool
-from swansongd.stores.http.client import Response, Wire
+from swansong_bucket.errors import Permanent, Transient
+from swansong_bucket.stores.base import WINDOW_BYTES, Body
+from swansong_bucket.stores.http import pool
+from swansong_bucket.stores.http.client import Response, Wire
 
 from testkit.bodies import torn
 from testkit.raw_server import Peer, RawServer, Request, Script, certificate

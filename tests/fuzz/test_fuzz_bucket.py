@@ -9,11 +9,12 @@ from typing import Any
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from swansongd.bucket import catalog, claim, manifest
-from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import RunKeys
-from swansongd.errors import CorruptError
-from swansongd.model import Verdict
+from swansong_bucket.errors import CorruptError
+from swansong_bucket.format import claim, manifest
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import Verdict
+from swansong_bucket.runs import catalog
 
 from testkit import committed, records
 from testkit.memory_store import MemoryStore

@@ -10,7 +10,7 @@ from typing import Any
 
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.model import Notice
+from swansong_bucket.model import Notice
 from swansongd.sources.asg import _Unavailable, parse_identity
 from swansongd.sources.aws import (
     AwsOptions,

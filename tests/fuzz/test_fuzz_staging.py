@@ -15,11 +15,11 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from swansong import bounds, openat, protocol
 from swansong.protocol import FileEntry, ProtocolError, RankManifest
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CHUNK_BYTES_MAX, CommitRef
+from swansong_bucket.transfer import journal as restore_journal
 from swansongd.flush import known as known_chunks
 from swansongd.flush.known import KnownChunks
-from swansongd.model import CHUNK_BYTES_MAX, CommitRef
-from swansongd.restore import journal as restore_journal
 from swansongd.staging.seal import Scanner
 
 from testkit.committed import named_shard

@@ -14,17 +14,17 @@ from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BYTES_MAX, BoundsError
-from swansongd.errors import StoreError, Transient
-from swansongd.stores import responses
-from swansongd.stores.azure.auth import SharedKey
-from swansongd.stores.azure.store import AzureStore
-from swansongd.stores.base import ObjectInfo, Page, listed
-from swansongd.stores.gcs.store import GcsStore
-from swansongd.stores.http.client import Response
-from swansongd.stores.options import AzureOptions, GcsOptions, S3Options
-from swansongd.stores.s3.access import Route
-from swansongd.stores.s3.store import S3Store
-from swansongd.util.http1 import HEADERS_MAX, ResponseReader
+from swansong_bucket.errors import StoreError, Transient
+from swansong_bucket.stores import responses
+from swansong_bucket.stores.azure.auth import SharedKey
+from swansong_bucket.stores.azure.store import AzureStore
+from swansong_bucket.stores.base import ObjectInfo, Page, listed
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.http.client import Response
+from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
+from swansong_bucket.stores.s3.access import Route
+from swansong_bucket.stores.s3.store import S3Store
+from swansong_bucket.util.http1 import HEADERS_MAX, ResponseReader
 
 from testkit.bodies import CountedSink
 

@@ -14,7 +14,7 @@ import torch
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._ranks.agreement import Ranks
 from swansong.torch import TrainingState
-from swansongd.model import Staged
+from swansong_bucket.model import Staged
 from swansongd.staging.seal import Scanner
 from torch import nn
 

@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 import yaml
-from swansongd.errors import ConfigError
-from swansongd.exporter import reader
+from swansong_bucket.errors import ConfigError
+from swansong_tools.exporter import reader
 
 from testkit import REPOSITORY
 from testkit.reference.alerts import RULES

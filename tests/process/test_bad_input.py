@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.bucket import manifest
+from swansong_bucket.format import manifest
 
 from testkit.clouds import Bucket
 from testkit.waiting import until

@@ -22,14 +22,14 @@ from typing import Any
 import pytest
 import swansongd
 from swansong.protocol import Message, Refused, Status, StatusQuery, Welcome, decode, encode
-from swansongd import errors
-from swansongd.bucket.keys import RunKeys
-from swansongd.cli.completion import SHELLS
-from swansongd.cli.finished import EXIT_UNFINISHED
-from swansongd.cli.main import COMMANDS, EXIT_CODES
-from swansongd.cli.notify import EXIT_BY_VERDICT
-from swansongd.model import CheckpointKind, CommitRef
-from swansongd.stores.file.store import FileStore
+from swansong_bucket import errors
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CheckpointKind, CommitRef
+from swansong_bucket.stores.file.store import FileStore
+from swansong_tools.commands.completion import SHELLS
+from swansong_tools.commands.finished import EXIT_UNFINISHED
+from swansong_tools.commands.main import COMMANDS, EXIT_CODES
+from swansong_tools.commands.notify import EXIT_BY_VERDICT
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
 from testkit.records import farewell
@@ -39,7 +39,7 @@ from testkit.waiting import until
 YOUNG = ["younger than 24 h"]
 CUTS = ["newest of its start", "hourly", "daily", "weekly"]
 FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
-SWANSONG = [sys.executable, "-m", "swansongd.cli.main"]
+SWANSONG = [sys.executable, "-m", "swansong_tools.commands.main"]
 
 
 class Place:
@@ -222,8 +222,8 @@ def test_a_write_error_of_the_target_does_not_select_an_older_commit(place: Plac
 
 SLOW = """
 import itertools, sys, threading
-from swansongd.cli import main
-from swansongd.stores.file.store import FileStore
+from swansong_tools.commands import main
+from swansong_bucket.stores.file.store import FileStore
 read, requests = FileStore.get_range, itertools.count()
 def get_range(self, key, offset, size_bytes, sink):
     read(self, key, offset, size_bytes, sink)
@@ -844,7 +844,7 @@ def test_each_shell_gets_a_script_that_names_every_command(place: Place, shell: 
 def test_a_command_loads_no_other_command() -> None:
     """``swansong status``, repeated every second, does not import doctor and restore."""
     program = (
-        "import sys; from swansongd.cli.main import main\n"
+        "import sys; from swansong_tools.commands.main import main\n"
         "try: main(['status', '--help'])\n"
         "except SystemExit: pass\n"
         "print(*sys.modules, file=sys.stderr)"
@@ -853,10 +853,10 @@ def test_a_command_loads_no_other_command() -> None:
         [sys.executable, "-c", program], capture_output=True, text=True, check=True
     )
     loaded = set(done.stderr.split())
-    assert "swansongd.cli.status" in loaded
+    assert "swansong_tools.commands.status" in loaded
     assert not loaded & {
-        "swansongd.doctor",
-        "swansongd.cli.restore",
+        "swansong_tools.doctor",
+        "swansong_tools.commands.restore",
         "swansongd.core.machine",
         "shtab",
     }

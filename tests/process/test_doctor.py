@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.stores.file.tree import MARKER
+from swansong_bucket.stores.file.tree import MARKER
 
 from testkit import TRAINERS
 from testkit.clouds import SPOT_PATH, Aws, Bucket, Gcp

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 from swansong import protocol
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.stores.file.store import FileStore
 
 from testkit import REPOSITORY, committed
 from testkit.as_user import DAEMON, GROUP, MEMBER, TRAINER, as_user, place_for_all

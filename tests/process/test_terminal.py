@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.bucket.keys import RunKeys
-from swansongd.model import CommitRef
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CommitRef
 
 from testkit.clouds import Aws, Bucket
 from testkit.committed import commit, file_store, flip_bit, object_path
@@ -201,8 +201,8 @@ def run_of_files(tmp_path: Path) -> Path:
 
 SLOW = """
 import sys, threading
-from swansongd.cli import main
-from swansongd.stores.file.store import FileStore
+from swansong_tools.commands import main
+from swansong_bucket.stores.file.store import FileStore
 read, turn = FileStore.get_range, threading.Lock()
 def get_range(self, *arguments):
     with turn:

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
-from swansongd.stores.file.tree import MARKER
+from swansong_bucket.stores.file.tree import MARKER
 
 from testkit.committed import tree
 from testkit.rig import BIN, CREDENTIALS, Process, Vm, environment

@@ -25,8 +25,9 @@ AS_USER = f"""
 import os, sys
 from testkit.daemon_as import preload
 preload()
-import swansong, swansongd.cli.main
-from swansongd.cli import daemon, main
+import swansong
+from swansong_tools.commands import main
+from swansongd.service import main as daemon
 if os.geteuid() == 0:
     os.setgroups([])
     os.setresgid({USER}, {USER}, {USER})

@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 
 import pytest
-from swansongd.model import Verdict
+from swansong_bucket.model import Verdict
 
 from testkit.simulation.fleet import FAULTS, Fleet
 from testkit.simulation.histories import live_fleet

@@ -12,9 +12,9 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import DeadlineQuality, Notice, Severity, Verdict
 from swansongd.core import notices
 from swansongd.core.events import Action, AskTrainers, Log, Mark, NoticeRaised, NoticeWithdrawn
-from swansongd.model import DeadlineQuality, Notice, Severity, Verdict
 
 from testkit.simulation.world import MIB, World, restart_alone
 from testkit.story import a_notice

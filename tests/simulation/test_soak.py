@@ -13,6 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
 import pytest
+from swansong_bucket.model import Health, Notice, Severity, SourceStatus, Verdict
 from swansongd.core.events import (
     Action,
     CheckFence,
@@ -24,7 +25,6 @@ from swansongd.core.events import (
     WokeUp,
 )
 from swansongd.core.notices import OUTLIVED_S
-from swansongd.model import Health, Notice, Severity, SourceStatus, Verdict
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.simulation.world import MIB, World

@@ -12,6 +12,7 @@ import random
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import GpuHealth, Verdict
 from swansongd.core import followup, machine, notices
 from swansongd.core.events import (
     Action,
@@ -25,7 +26,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.transition import Transition
-from swansongd.model import GpuHealth, Verdict
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.simulation.bucket import restored

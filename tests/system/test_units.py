@@ -15,7 +15,7 @@ from pathlib import Path
 import google.auth.environment_vars
 import pytest
 from botocore.configprovider import BOTOCORE_DEFAUT_SESSION_VARIABLES
-from swansongd.errors import EXIT_CODES, ConfigError, FencedError
+from swansong_bucket.errors import EXIT_CODES, ConfigError, FencedError
 from swansongd.host import fdstore
 
 from testkit import REPOSITORY

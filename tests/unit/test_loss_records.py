@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong import bounds
-from swansongd.loss_records import LastReport, Point, ending
+from swansong_bucket.loss_records import LastReport, Point, ending
 
 REPORT = LastReport(
     step=100,

@@ -17,18 +17,19 @@ from pathlib import Path
 from queue import SimpleQueue
 
 from job import Job, run
-from swansongd.bucket.keys import RunKeys
-from swansongd.config.config import FlushConfig, StoreConfig
+from swansong_bucket.config.sections import StoreConfig
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
+from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.wrappers.retry import Retrying
+from swansong_bucket.stores.wrappers.throttle import Throttled
+from swansong_bucket.transfer.restore import restore
+from swansong_bucket.transfer.target import RestoreTarget
+from swansongd.config.config import FlushConfig
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.flush.engine import FlushEngine
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout
-from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
-from swansongd.restore.restore import restore
-from swansongd.restore.target import RestoreTarget
-from swansongd.stores.opening import open_store
-from swansongd.stores.wrappers.retry import Retrying
-from swansongd.stores.wrappers.throttle import Throttled
 
 
 def staged_set(job: Job, number: int) -> Staged:

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from swansongd.config import values as read
-from swansongd.config.values import InvalidValue, key
+from swansong_bucket.config import values as read
+from swansong_bucket.config.values import InvalidValue, key
 
 KINDS = ("notice", "verdict", "stall", "blind", "margin", "metrics", "resumption")
 PAGERDUTY_URL = "https://events.pagerduty.com/v2/enqueue"

@@ -15,22 +15,12 @@ interruptions (MTBF) is that between uncovered ones.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
 
 from swansong import bounds
+from swansong_bucket.loss_records import History
 
 INTERVAL_MIN_S = 60.0
 """Lower bound of the formula: a save costs more than the time for which training stands still."""
-
-
-@dataclass(frozen=True, slots=True)
-class History:
-    """Interruptions of the run's earlier VMs, from the claims and farewells in the bucket."""
-
-    observed_s: float = 0.0
-    """Time for which these VMs lived."""
-    uncovered: int = 0
-    """Interruptions in that time without a SAFE farewell."""
 
 
 def young_s(save_cost_s: float, mtbf_s: float) -> float:

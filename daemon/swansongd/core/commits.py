@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
+from swansong_bucket.model import CheckpointId, CommitRef, Staged, is_healthy, is_sound
+
 from swansongd.core import flight, learning, pace, request, staged_sets
 from swansongd.core.events import (
     CheckComplete,
@@ -19,7 +21,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import CommitState, Incomplete, StoredSet
 from swansongd.core.transition import Transition
-from swansongd.model import CheckpointId, CommitRef, Staged, is_healthy, is_sound
 
 LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0

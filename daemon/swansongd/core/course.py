@@ -9,11 +9,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from swansong_bucket.model import CommitRef, Notice, Verdict
+
 from swansongd.core.events import Exit
 from swansongd.core.planner import Plan
 from swansongd.core.state import CheckpointRequest, Concluded, CourseState, Evacuation
 from swansongd.core.transition import Transition
-from swansongd.model import CommitRef, Notice, Verdict
 
 OPENED_MAX = 64
 

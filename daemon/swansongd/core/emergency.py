@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from swansong_bucket.model import PEER_SOURCE, CheckpointId, Verdict
+
 from swansongd.core import course, gpus, planner, proof
 from swansongd.core.events import Rescan, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
@@ -21,8 +23,7 @@ from swansongd.core.request import (
 )
 from swansongd.core.request_ids import AGAIN, FOLLOW_UP
 from swansongd.core.state import CheckpointRequest, Evacuation, State
-from swansongd.core.transition import PEER_SOURCE, Transition
-from swansongd.model import CheckpointId, Verdict
+from swansongd.core.transition import Transition
 
 AGREEMENT_LIMIT_S = 5.0
 """Ranks that have not all answered by then, or in a tenth of the time left, do not agree."""

@@ -5,24 +5,13 @@ from __future__ import annotations
 
 import hashlib
 
+from swansong_bucket.model import DRILL, DRILL_ID, PEER_SOURCE, Notice, Verdict
+
 from swansongd.core import course, emergency, flight, notices, request, stall
 from swansongd.core.events import Rescan
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Evacuation, State
-from swansongd.core.transition import HOST_SOURCE, PEER_SOURCE, Transition
-from swansongd.model import Notice, Verdict
-
-DRILL = "drill"
-"""Source of a drill."""
-_DRILL_ID = f"{DRILL}-"
-"""Start of the id of an evacuation that a drill opens.  Other VMs know only this id of its request."""
-
-
-def is_drill(identities: frozenset[str]) -> bool:
-    """Whether all notices with these identities belong to drills, of this VM or of others."""
-    return bool(identities) and all(
-        each.startswith((f"{DRILL}:", _DRILL_ID)) for each in identities
-    )
+from swansongd.core.transition import HOST_SOURCE, Transition
 
 
 def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
@@ -38,7 +27,7 @@ def evacuation_id(notice: Notice, state: State, now_mono_s: float) -> str:
     if notice.evacuation_id and notice.evacuation_id not in state.course.opened:
         return notice.evacuation_id
     facts = f"{notice.identity} {state.settings.vm} {now_mono_s!r} {len(state.course.opened)}"
-    prefix = _DRILL_ID if notice.source == DRILL else ""
+    prefix = DRILL_ID if notice.source == DRILL else ""
     return prefix + hashlib.sha256(facts.encode()).hexdigest()[:16]
 
 

@@ -2,7 +2,7 @@
 """The input of the decision loop (events) and its output (actions).
 
 Frozen values only.  Threads post events to the inbox.  :func:`swansongd.core.machine.step` turns each into a
-new state and a list of actions.  :mod:`swansongd.service` executes the actions.
+new state and a list of actions.  :mod:`swansongd.service.service` executes the actions.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from swansongd.model import (
+from swansong_bucket.loss_records import Conclusion
+from swansong_bucket.model import (
     UNKNOWN_PARENT,
     CommitRef,
     GpuStatus,
@@ -20,8 +21,6 @@ from swansongd.model import (
     Staged,
     StoredShard,
     TrainerView,
-    Verdict,
-    VmPart,
 )
 
 # ---------------------------------------------------------------- events: sources
@@ -532,7 +531,7 @@ class ClaimGeneration:
     nodes: int = 1
     """Number of VMs of the job."""
     process_ns: int = 0
-    """For the record; see :class:`~swansongd.model.Start`."""
+    """For the record; see :class:`~swansong_bucket.model.Start`."""
     is_live: bool = True
     """False for a start that is known from its sets only: it may have claimed long ago."""
 
@@ -585,23 +584,11 @@ class Mark:
 
 
 @dataclass(frozen=True, slots=True)
-class Conclude:
+class Conclude(Conclusion):
     """The evacuation has a verdict: write the farewell and log it."""
 
-    evacuation_id: str
-    verdict: Verdict
-    reason: str
-    commit: CommitRef | None
-    """The newest whole commit: the parts of all VMs are committed."""
-    slack_s: float
-    part: VmPart | None = None
-    """This VM's part of a checkpoint that is newer than ``commit`` and not whole."""
     is_final: bool = True
     """False while other VMs may still commit their parts in time: only the farewell is written."""
-    expected_s: float | None = None
-    """Forecast of the newest request: time from the request to its commit; None without a forecast."""
-    took_s: float | None = None
-    """That time as it was; None while its checkpoint is not committed."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,8 @@ import math
 from collections.abc import Set
 from dataclasses import replace
 
+from swansong_bucket.model import CheckpointId, Staged
+
 from swansongd.core import learning, planner, staged_sets
 from swansongd.core.events import (
     CancelFlush,
@@ -19,7 +21,6 @@ from swansongd.core.events import (
 from swansongd.core.planner import Candidate
 from swansongd.core.state import Flight, FlushState, State
 from swansongd.core.transition import Transition
-from swansongd.model import CheckpointId, Staged
 
 EARLY_EVERY_S = 1.0
 """Files that became final meanwhile join the flush at this interval, and whenever it is idle."""

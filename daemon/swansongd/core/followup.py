@@ -14,6 +14,8 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+from swansong_bucket.model import DeadlineQuality, Notice
+
 from swansongd.core import emergency, gpus, planner
 from swansongd.core.arrival import ENDED_BY_VERDICT
 from swansongd.core.notices import BY_HAND
@@ -21,7 +23,6 @@ from swansongd.core.planner import Measurements
 from swansongd.core.schedule import INTERVAL_MIN_S, Ending, FollowUpCost, next_start_s
 from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import Transition
-from swansongd.model import DeadlineQuality, Notice
 
 CONFIGURED_SOURCE = "deadline"
 EARLY_SHARE_STATED = 0.05

@@ -16,17 +16,12 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
+from swansong_bucket.model import CheckpointId, GpuHealth, GpuRecord, GpuStatus, Staged
+
 from swansongd.core import commits, flight, request, staged_sets
 from swansongd.core.events import GpusRead
 from swansongd.core.state import GpuState, State
 from swansongd.core.transition import Transition
-from swansongd.model import (
-    CheckpointId,
-    GpuHealth,
-    GpuRecord,
-    GpuStatus,
-    Staged,
-)
 
 SOURCE = "gpu"
 KNOWN_MAX = 256

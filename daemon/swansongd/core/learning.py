@@ -12,12 +12,13 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from swansong_bucket.loss_records import History
+from swansong_bucket.model import Staged
+
 from swansongd.core import pace, planner
-from swansongd.core.cadence import History
 from swansongd.core.events import Flushed, HistoryRead, PaceRead
 from swansongd.core.state import CheckpointRequest, Flight, Learned, State, StoredSet
 from swansongd.core.transition import Transition
-from swansongd.model import Staged
 
 THROTTLED = 0.8
 """A background flush at this fraction of its limit, or more, measures the limit and not the store."""

@@ -6,8 +6,9 @@ Until the hook is completed, the group keeps the VM.  Completing it ends the VM 
 
 from __future__ import annotations
 
+from swansong_bucket.model import Verdict
+
 from swansongd.core.state import State
-from swansongd.model import Verdict
 
 ASG_SOURCE = "aws.asg"
 

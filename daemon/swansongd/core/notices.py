@@ -15,11 +15,20 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import replace
 
+from swansong_bucket.model import (
+    PEER_SOURCE,
+    DeadlineQuality,
+    Health,
+    Notice,
+    Position,
+    Severity,
+    SourceStatus,
+)
+
 from swansongd.core import course
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import NoticeState, State
-from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, PEER_SOURCE, Transition
-from swansongd.model import DeadlineQuality, Health, Notice, Position, Severity, SourceStatus
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
 
 OUTLIVED_S = 10.0
 """A VM that still runs this long after its deadline was not terminated: watch again."""

@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from swansong import bounds
+from swansong_bucket.model import CheckpointId
 
 from swansongd.core import pace
 from swansongd.core.pace import Pace
-from swansongd.model import CheckpointId
 
 BANDWIDTH_SAMPLE_MIN_BYTES = 4 * 2**20
 """A smaller flush measures round trips, not bandwidth."""

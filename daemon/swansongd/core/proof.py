@@ -8,10 +8,11 @@ the position unknown, and an unknown position is never SAFE.
 
 from __future__ import annotations
 
+from swansong_bucket.model import CommitRef, Position, Start, Verdict
+
 from swansongd.core import gpus
 from swansongd.core.request_ids import are_of_one
 from swansongd.core.state import CheckpointRequest, State
-from swansongd.model import CommitRef, Position, Start, Verdict
 
 
 def prove(state: State) -> tuple[Verdict, str]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
+from swansong_bucket.model import UNKNOWN_PARENT, TrainerView
+
 from swansongd.core.events import (
     TellCommitted,
     TrainerFailed,
@@ -14,7 +16,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import RankState
 from swansongd.core.transition import Transition
-from swansongd.model import UNKNOWN_PARENT, TrainerView
 
 SMOOTHING = 0.2
 """Weight of the newest report in the usual step time."""

@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swansong import protocol
+from swansong_bucket.model import CheckpointId, CommitRef, Staged
 
 from swansongd.core import course, learning
 from swansongd.core.events import (
@@ -25,7 +26,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import CheckpointRequest, RequestState
 from swansongd.core.transition import Transition
-from swansongd.model import CheckpointId, CommitRef, Staged
 
 
 def send(transition: Transition, request: CheckpointRequest, connections: tuple[int, ...]) -> None:

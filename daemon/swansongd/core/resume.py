@@ -13,9 +13,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from swansong.protocol import RestoreQuery
+from swansong_bucket.model import CommitRef, Staged, is_healthy
 
 from swansongd.core.state import State
-from swansongd.model import CommitRef, Staged, is_healthy
 
 
 def may_answer(state: State, query: RestoreQuery) -> bool:

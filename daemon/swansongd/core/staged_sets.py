@@ -12,11 +12,7 @@ from collections.abc import Sequence, Set
 from dataclasses import replace
 
 from swansong import bounds
-
-from swansongd.core.events import Prune, Scanned, SetAside
-from swansongd.core.state import StagingState, State
-from swansongd.core.transition import Transition
-from swansongd.model import (
+from swansong_bucket.model import (
     GPU_IS_SOUND,
     CheckpointId,
     CheckpointKind,
@@ -24,6 +20,10 @@ from swansongd.model import (
     Staged,
     is_healthy,
 )
+
+from swansongd.core.events import Prune, Scanned, SetAside
+from swansongd.core.state import StagingState, State
+from swansongd.core.transition import Transition
 
 NEWEST = 2
 """The newest unsent set, and a fallback if that one is torn or changed."""

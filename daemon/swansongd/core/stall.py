@@ -6,9 +6,10 @@ The daemon cannot fix a stall.  It reports stalls in the log, in the status and 
 
 from __future__ import annotations
 
+from swansong_bucket.model import TrainerView
+
 from swansongd.core import ranks
 from swansongd.core.transition import Transition
-from swansongd.model import TrainerView
 
 
 def reconcile(transition: Transition) -> None:

@@ -29,6 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from swansong.protocol import PROCESS_PREFIX
+from swansong_bucket.model import Staged, Start, TrainerView
 
 from swansongd.core import commits, course, flight, notices, ranks, request, staged_sets
 from swansongd.core.events import (
@@ -46,11 +47,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Finishing, StartState, State
 from swansongd.core.transition import EXIT_FENCED, Transition
-from swansongd.model import (
-    Staged,
-    Start,
-    TrainerView,
-)
 
 STARTS_MAX = 64
 """Number of starts that are remembered, however often a trainer starts."""

@@ -8,11 +8,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from swansongd.core.cadence import History
-from swansongd.core.pace import UNKNOWN, Pace
-from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
-from swansongd.core.request_ids import are_of_one
-from swansongd.model import (
+from swansong_bucket.loss_records import History
+from swansong_bucket.model import (
     CheckpointId,
     CommitRef,
     GpuRecord,
@@ -31,6 +28,10 @@ from swansongd.model import (
     is_healthy,
     is_sound,
 )
+
+from swansongd.core.pace import UNKNOWN, Pace
+from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
+from swansongd.core.request_ids import are_of_one
 
 SCHEDULED_LEAD_S = 120.0
 """A scheduled end is evacuated this long before, or earlier if the checkpoint takes longer."""

@@ -3,15 +3,14 @@
 
 from __future__ import annotations
 
+from swansong_bucket.errors import FencedError
+
 from swansongd.core.events import Action, Log, Mark
 from swansongd.core.state import CheckpointRequest, Evacuation, State
-from swansongd.errors import FencedError
 
 LOGIND_SOURCE = "logind"
 HOST_SOURCE = "host"
 """Source of the notice that the service itself raises when the host's SIGTERM reaches it."""
-PEER_SOURCE = "peer"
-"""Source of the notices that follow from the requests of other VMs of the job."""
 
 EXIT_STOPPED = 0
 EXIT_FENCED = FencedError.exit_code

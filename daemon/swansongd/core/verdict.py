@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 from swansong import protocol
+from swansong_bucket.model import Position, Verdict
 
 from swansongd.core import arrival, course, emergency, notices, planner, proof
 from swansongd.core.events import Conclude
@@ -16,7 +17,6 @@ from swansongd.core.state import (
     State,
 )
 from swansongd.core.transition import EXIT_STOPPED, HOST_SOURCE, Transition
-from swansongd.model import Position, Verdict
 
 SETTLE_S = 10.0
 """A verdict waits this long for sets that still settle: five times the default of ``trainer.settle_s``."""

@@ -6,12 +6,13 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from swansong_bucket.model import Staged
+from swansong_bucket.util.concurrency import ConcurrencyLimit
+
 from swansongd.core.events import FlushProgress
 from swansongd.flush.checks import ChunkChecks
 from swansongd.flush.queue import UploadQueue
-from swansongd.model import Staged
 from swansongd.staging.scan import SetDirectory
-from swansongd.util.concurrency import ConcurrencyLimit
 
 
 @dataclass(eq=False, slots=True)

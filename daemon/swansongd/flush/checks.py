@@ -6,9 +6,10 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
+from swansong_bucket.model import Chunk
+from swansong_bucket.stores.base import ObjectStore
+
 from swansongd.flush.known import KnownChunks
-from swansongd.model import Chunk
-from swansongd.stores.base import ObjectStore
 
 
 @dataclass(eq=False, slots=True)

@@ -12,10 +12,9 @@ from typing import Any
 
 from swansong import bounds, openat
 from swansong.bounds import BoundsError
-
-from swansongd.model import Start
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.file.store import FileStore
+from swansong_bucket.model import Start
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.file.store import FileStore
 
 STARTS_MAX = 64
 _FILE_NAME = "claim.json"
@@ -34,7 +33,7 @@ class RecordedStart:
     nodes: int = 1
     """Number of VMs of the job."""
     process_ns: int = 0
-    """See :class:`~swansongd.model.Start`."""
+    """See :class:`~swansong_bucket.model.Start`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +48,7 @@ class ClaimRecord:
     store_url: str
     starts: tuple[RecordedStart, ...] = ()
     store_id: str = ""
-    """Of a file store: the id in its marker, see :mod:`swansongd.stores.file.tree`."""
+    """Of a file store: the id in its marker, see :mod:`swansong_bucket.stores.file.tree`."""
 
     def save(self, own_directory: Path) -> None:
         """Replace the record in staging.

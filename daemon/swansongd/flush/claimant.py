@@ -9,15 +9,15 @@ from dataclasses import replace
 from pathlib import Path
 
 import structlog
+from swansong_bucket.errors import FencedError
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import Start
+from swansong_bucket.runs import catalog, commit
+from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.bucket import catalog, commit
-from swansongd.bucket.claim import ClaimObject
-from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import ClaimGeneration
-from swansongd.errors import FencedError
 from swansongd.flush.claim_record import STARTS_MAX, RecordedStart, read_record
-from swansongd.model import Start
-from swansongd.stores.base import ObjectStore
 
 _log = structlog.get_logger(__name__)
 
@@ -26,7 +26,7 @@ class Claimant:
     """Claims generations of one run.  Not thread-safe: only the committer's thread claims.
 
     All methods that ask the store raise FencedError, CorruptError and StoreError as
-    :func:`swansongd.bucket.commit.claim_generation` does.
+    :func:`swansong_bucket.runs.commit.claim_generation` does.
 
     Args:
         store: retries failed requests.

@@ -16,14 +16,18 @@ from functools import partial
 
 import structlog
 from swansong.bounds import BoundsError
+from swansong_bucket.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
+from swansong_bucket.format import farewell as farewells
+from swansong_bucket.format import wall
+from swansong_bucket.format.farewell import Farewell
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.loss_records import EvacuationRecord, History, LastReport
+from swansong_bucket.model import CommitRef
+from swansong_bucket.runs import catalog, commit
+from swansong_bucket.runs.commit import Claim
+from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.bucket import catalog, commit, wall
-from swansongd.bucket import farewell as farewells
-from swansongd.bucket.commit import Claim
-from swansongd.bucket.farewell import Farewell
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.core.cadence import History
 from swansongd.core.events import (
     CheckComplete,
     ClaimGeneration,
@@ -40,13 +44,9 @@ from swansongd.core.events import (
     PartsCounted,
     RunRead,
 )
-from swansongd.errors import CorruptError, Exists, FencedError, StoreError, SwansongError
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
-from swansongd.loss_records import EvacuationRecord, LastReport
-from swansongd.model import CommitRef
-from swansongd.stores.base import ObjectStore
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 10.0

@@ -23,10 +23,13 @@ from collections.abc import Callable
 from pathlib import Path
 
 import structlog
+from swansong_bucket.errors import StagingError, SwansongError
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CheckpointId, Chunk, Staged
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.concurrency import ConcurrencyLimit
 
-from swansongd.bucket.keys import RunKeys
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
-from swansongd.errors import StagingError, SwansongError
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout, size_of
@@ -34,10 +37,7 @@ from swansongd.flush.queue import UploadQueue
 from swansongd.flush.reading import Cancelled
 from swansongd.flush.sender import ChunkSender, chunk_nonce
 from swansongd.flush.tasks import FindWork, FinishSet, StoreChunk, Task
-from swansongd.model import CheckpointId, Chunk, Staged
 from swansongd.staging import scan
-from swansongd.stores.base import ObjectStore
-from swansongd.util.concurrency import ConcurrencyLimit
 
 SETS_MAX = 4
 """Sets whose progress is remembered."""

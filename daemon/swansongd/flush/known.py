@@ -31,8 +31,7 @@ from typing import NamedTuple
 import structlog
 from blake3 import blake3
 from swansong import openat
-
-from swansongd.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent, StoredShard
+from swansong_bucket.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent, StoredShard
 
 FILE_NAME = "chunks"
 _TEMPORARY = f".{FILE_NAME}.new"

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from swansongd.model import CHUNK_BYTES_MAX, StagedFile
+from swansong_bucket.model import CHUNK_BYTES_MAX, StagedFile
 
 SMALL_BYTES_MAX = 4 * 2**20
 """Largest file that shares a chunk.  Above this size a request costs little next to its bytes."""

@@ -15,17 +15,16 @@ from dataclasses import replace
 from functools import partial
 
 import structlog
+from swansong_bucket.errors import Exists, SwansongError
+from swansong_bucket.format import resumption as resumptions
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import Resumption, ended_by, lost_gpu_s
+from swansong_bucket.runs import lives
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.threads import Worker
 
-from swansongd.bucket import lives
-from swansongd.bucket import resumption as resumptions
-from swansongd.bucket.keys import RunKeys
-from swansongd.errors import Exists, SwansongError
-from swansongd.loss_records import Resumption, ended_by
-from swansongd.observe import loss
 from swansongd.observe.accounting import MeasuredResume
 from swansongd.observe.snapshot import LossFigures
-from swansongd.stores.base import ObjectStore
-from swansongd.util.threads import Worker
 
 YIELD_S = 20.0
 """A VM that has trained before waits this long: a VM that was booted for this start has more to record."""
@@ -176,7 +175,7 @@ class Ledger:
         )
 
     def _count(self, resumption: Resumption) -> None:
-        before, lost = self.figures, loss.lost_gpu_s(resumption)
+        before, lost = self.figures, lost_gpu_s(resumption)
         self.figures = LossFigures(
             resumptions=before.resumptions + 1,
             gpu_s={part: before.gpu_s.get(part, 0.0) + gpu_s for part, gpu_s in lost.items()},

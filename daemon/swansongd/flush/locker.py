@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Extends the retention of older objects before a manifest names them: see ``bucket/locks.py``.
+"""Extends the retention of older objects before a manifest names them: see ``retention/locks.py``.
 
 Durability comes first.  A failed extension never prevents a commit: it is reported as a failure of the store,
 and the next commit tries again.  During an evacuation no request is sent.  Objects that the commit before it
@@ -12,14 +12,14 @@ import time
 from collections.abc import Callable
 
 import structlog
+from swansong_bucket.errors import Stopped, StoreError
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import Chunk
+from swansong_bucket.retention import locks
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.threads import parallel
 
-from swansongd.bucket import locks
-from swansongd.bucket.manifest import Manifest
-from swansongd.errors import Stopped, StoreError
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import Chunk
-from swansongd.stores.base import ObjectStore
-from swansongd.util.threads import parallel
 
 _THREADS = 8
 _LOCK = "lock"

@@ -16,11 +16,11 @@ from collections.abc import Callable
 
 import structlog
 from blake3 import blake3
+from swansong_bucket.errors import NotFound, Permanent, StoreError
+from swansong_bucket.model import Chunk
+from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.errors import NotFound, Permanent, StoreError
 from swansongd.flush.known import KnownChunks
-from swansongd.model import Chunk
-from swansongd.stores.base import ObjectStore
 
 INTERVAL_S = 2.0
 """Shortest time between two reads."""

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prunes the run in the daemon, if ``retention.in_daemon`` is set; else :mod:`swansongd.cli.prune` does."""
+"""Prunes the run in the daemon, if ``retention.in_daemon`` is set; otherwise ``swansong prune`` does."""
 
 from __future__ import annotations
 
@@ -9,13 +9,13 @@ from collections.abc import Callable
 from dataclasses import replace
 
 import structlog
+from swansong_bucket.config.sections import RetentionConfig
+from swansong_bucket.errors import Stopped, SwansongError
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.retention.prune import PruneReport, prune
+from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.prune import PruneReport, prune
-from swansongd.config.config import RetentionConfig
-from swansongd.errors import Stopped, SwansongError
 from swansongd.observe.snapshot import PruneFigures
-from swansongd.stores.base import ObjectStore
 
 _log = structlog.get_logger(__name__)
 
@@ -109,7 +109,7 @@ class Pruner:
 
         Raises:
             Stopped: the daemon stops, or an evacuation began.
-            SwansongError: see :func:`swansongd.bucket.prune.prune`.
+            SwansongError: see :func:`swansong_bucket.retention.prune.prune`.
         """
         halt = _Halt(self._stop, self._is_urgent)
         return prune(self._store, self._keys, self._rules, now_wall_s=time.time(), stop=halt)

@@ -7,10 +7,11 @@ from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from swansong_bucket.model import Chunk, Extent, Staged, StagedFile, StoredShard
+
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import ChunkLayout, Piece, Pieces, size_of
 from swansongd.flush.tasks import FinishSet, StoreChunk
-from swansongd.model import Chunk, Extent, Staged, StagedFile, StoredShard
 
 
 @dataclass(slots=True)

@@ -16,12 +16,12 @@ from contextlib import contextmanager
 from typing import TypeVar
 
 from blake3 import blake3
+from swansong_bucket.errors import StagingError, Transient
+from swansong_bucket.model import StagedFile
+from swansong_bucket.stores.base import WINDOW_BYTES
 
-from swansongd.errors import StagingError, Transient
 from swansongd.flush.layout import Piece
-from swansongd.model import StagedFile
 from swansongd.staging import scan
-from swansongd.stores.base import WINDOW_BYTES
 
 T = TypeVar("T")
 

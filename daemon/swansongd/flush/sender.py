@@ -9,17 +9,17 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from blake3 import blake3
+from swansong_bucket.errors import Exists
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import Chunk, Extent
+from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.bucket.keys import RunKeys
-from swansongd.errors import Exists
 from swansongd.flush.active import ActiveFlush
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import Piece, size_of
 from swansongd.flush.reading import Buffers, Cancelled, read_pieces, within_means
 from swansongd.flush.tasks import StoreChunk
-from swansongd.model import Chunk, Extent
 from swansongd.staging import scan
-from swansongd.stores.base import ObjectStore
 
 
 def chunk_nonce() -> str:

@@ -12,8 +12,17 @@ import threading
 import time
 from collections.abc import Callable
 
+from swansong_bucket.errors import (
+    Changed,
+    Exists,
+    Locked,
+    NotFound,
+    StoreError,
+    TooLarge,
+    Transient,
+)
+
 from swansongd.core.events import Event
-from swansongd.errors import Changed, Exists, Locked, NotFound, StoreError, TooLarge, Transient
 from swansongd.observe.health import HealthTracker
 from swansongd.observe.report import STORE_HEALTH
 

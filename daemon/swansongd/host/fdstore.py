@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Any
 
 from swansong import bounds
+from swansong_bucket.model import DeadlineQuality, GpuRecord, Notice, Position, Severity
 
 from swansongd.core.notices import REPEATS_MAX
 from swansongd.host import gpu_record
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import StoredDocument
-from swansongd.model import DeadlineQuality, GpuRecord, Notice, Position, Severity
 
 LISTENER = "trainer-socket"
 LOCK = "delay-lock"

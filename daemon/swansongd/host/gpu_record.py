@@ -8,16 +8,10 @@ from dataclasses import asdict
 from typing import Any
 
 from swansong import bounds
+from swansong_bucket.model import CheckpointId, GpuFault, GpuHealth, GpuRecord, GpuStatus
+from swansong_bucket.util.printable import printable
 
 from swansongd.core.gpus import KNOWN_MAX
-from swansongd.model import (
-    CheckpointId,
-    GpuFault,
-    GpuHealth,
-    GpuRecord,
-    GpuStatus,
-)
-from swansongd.util.printable import printable
 
 BYTES_MAX = 2**18
 _GPUS_MAX = 64

@@ -16,7 +16,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from swansongd.errors import SwansongError
+from swansong_bucket.errors import SwansongError
+
 from swansongd.observe.notifications import Notification, Origin, fields, sample
 
 JSON = "application/json; charset=utf-8"

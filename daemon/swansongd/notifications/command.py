@@ -13,11 +13,12 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 import structlog
+from swansong_bucket.model import DRILL
 
 from swansongd.config.notify import NotifyConfig
 from swansongd.notifications.outbox import Outbox
 from swansongd.notifications.record import SentNotifications
-from swansongd.observe.notifications import DRILL, Notification, NotificationKind, Origin, fields
+from swansongd.observe.notifications import Notification, NotificationKind, Origin, fields
 from swansongd.util.rates import TokenBucket
 
 NAME = "exec"

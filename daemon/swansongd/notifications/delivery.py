@@ -16,8 +16,9 @@ from pathlib import Path
 from queue import Empty, SimpleQueue
 from typing import Any
 
+from swansong_bucket.errors import SwansongError
+
 from swansongd.config.notify import is_encrypted_or_local
-from swansongd.errors import SwansongError
 
 CONNECT_S = 5.0
 READ_S = 10.0

@@ -7,12 +7,12 @@ import threading
 from collections.abc import Callable
 
 import structlog
+from swansong_bucket.errors import SwansongError
+from swansong_bucket.util.printable import printable
 
 from swansongd.config.notify import NotifyConfig
-from swansongd.errors import SwansongError
 from swansongd.notifications import secret_files
 from swansongd.notifications.delivery import Deliverer, HttpRequest
-from swansongd.util.printable import printable
 
 _RETRY_S_MAX = 30.0
 _LOOK_S = 1.0

@@ -8,8 +8,9 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from swansong_bucket.util.printable import printable
+
 from swansongd.observe.notifications import Notification, NotificationKind
-from swansongd.util.printable import printable
 
 ENTRIES_MAX = 100
 URGENT = (NotificationKind.NOTICE, NotificationKind.VERDICT)

@@ -9,10 +9,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from swansong import openat
+from swansong_bucket.config.values import InvalidValue
+from swansong_bucket.errors import SwansongError
 
 from swansongd.config import notify
-from swansongd.config.values import InvalidValue
-from swansongd.errors import SwansongError
 
 _BYTES_MAX = 4096
 _CREDENTIAL = "credential:"

@@ -10,9 +10,9 @@ from dataclasses import replace
 from random import SystemRandom
 
 import structlog
+from swansong_bucket.errors import SwansongError
 
 from swansongd.config.notify import PAGERDUTY_URL, NotifyConfig
-from swansongd.errors import SwansongError
 from swansongd.notifications import secret_files
 from swansongd.notifications.bodies import of_preset, read_template
 from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""An observer that collects the facts of the preemption loss, see :mod:`swansongd.observe.loss`.
+"""An observer that collects the facts of the preemption loss, see :mod:`swansong_tools.economics.loss`.
 
 The milestones of a resume are recorded in the store once, with the first new step.  The end of the training,
 and the time for which checkpoints held it up, go into each farewell.  An evacuation that has a verdict gets
@@ -13,6 +13,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+
+from swansong_bucket.loss_records import LastReport
+from swansong_bucket.model import CommitRef
 
 from swansongd.core.events import (
     Action,
@@ -30,8 +33,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import HOST_SOURCE
-from swansongd.loss_records import LastReport
-from swansongd.model import CommitRef
 
 LAST_FAREWELL_LEAD_S = 2.0
 """The last farewell is written this long before the deadline.  It is one small request."""

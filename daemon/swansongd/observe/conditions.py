@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from swansong_bucket.model import Health
+
 from swansongd.core.state import State
-from swansongd.model import Health
 from swansongd.observe.margin import margins
 from swansongd.observe.notifications import Importance, Notification, NotificationKind, text
 from swansongd.observe.report import STORE_HEALTH

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from typing import TypeVar
 
-from swansongd.core.evacuation import is_drill
+from swansong_bucket.model import CheckpointKind, Verdict, is_drill
+
 from swansongd.core.events import (
     Action,
     CommitDone,
@@ -23,7 +24,6 @@ from swansongd.core.events import (
     Mark,
 )
 from swansongd.core.state import Concluded, State
-from swansongd.model import CheckpointKind, Verdict
 from swansongd.observe.families import Histogram
 
 KEYS_MAX = 64

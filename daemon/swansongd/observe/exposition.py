@@ -27,9 +27,9 @@ import structlog
 from prometheus_client import generate_latest
 from prometheus_client.exposition import MetricsHandler
 from prometheus_client.registry import Collector, CollectorRegistry
+from swansong_bucket.config.values import ListenAddress
+from swansong_bucket.errors import SwansongError
 
-from swansongd.config.values import ListenAddress
-from swansongd.errors import SwansongError
 from swansongd.util import listeners, unix
 from swansongd.util.rates import LogLimit, TokenBucket
 

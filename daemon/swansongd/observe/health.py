@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from swansong_bucket.model import Health, SourceStatus
+
 from swansongd.core.events import Event, SourceChanged
-from swansongd.model import Health, SourceStatus
 
 
 class HealthTracker:

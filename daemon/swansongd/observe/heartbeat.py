@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from swansong_bucket.model import CommitRef, Health
+
 from swansongd.core import periodic
 from swansongd.core.state import State
-from swansongd.model import CommitRef, Health
 from swansongd.observe.report import STORE_HEALTH
 
 DECIDED_S = 10.0

@@ -20,8 +20,7 @@ from collections.abc import MutableMapping
 from typing import Any
 
 import structlog
-
-from swansongd.util.printable import printable
+from swansong_bucket.util.printable import printable
 
 LEVELS = {
     "debug": logging.DEBUG,

@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swansong_bucket.model import Health
+
 from swansongd.core import emergency, planner
 from swansongd.core.state import State
-from swansongd.model import Health
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

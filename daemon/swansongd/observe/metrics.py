@@ -13,19 +13,19 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import groupby
 
 from prometheus_client import Metric
+from swansong_bucket.loss_records import LOST
+from swansong_bucket.model import PEER_SOURCE, GpuHealth, Health, Severity, Verdict
 
 from swansongd.config.config import MetricsConfig
 from swansongd.core import periodic
 from swansongd.core.notices import BY_HAND
 from swansongd.core.state import State
-from swansongd.core.transition import HOST_SOURCE, PEER_SOURCE
-from swansongd.model import GpuHealth, Health, Severity, Verdict
+from swansongd.core.transition import HOST_SOURCE
 from swansongd.observe import report
 from swansongd.observe.counters import Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import Exposition, Textfile, registry_of
 from swansongd.observe.families import Sheet
-from swansongd.observe.loss import LOST
 from swansongd.observe.margin import Margin, margins
 from swansongd.observe.phase import Phase, phase_of
 from swansongd.observe.snapshot import MirrorState, Snapshot

@@ -12,18 +12,16 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from enum import StrEnum
 
-from swansongd.core.evacuation import is_drill as is_of_drills
+from swansong_bucket.model import DRILL, PEER_SOURCE, Notice, Severity, Verdict
+from swansong_bucket.model import is_drill as is_of_drills
+from swansong_bucket.util.printable import printable
+
 from swansongd.core.events import Action, Conclude
 from swansongd.core.notices import OUTLIVED_S
 from swansongd.core.state import State
-from swansongd.core.transition import PEER_SOURCE
-from swansongd.model import Notice, Severity, Verdict
 from swansongd.observe.accounting import MeasuredResume
-from swansongd.util.printable import printable
 
 TEXT_CHARS_MAX = 500
-DRILL = "drill"
-"""Source of the notices of ``swansong drill``."""
 NOTICES, DRILLS = "notices", "drills"
 """Groups: all notices of this VM are one problem, and so are all drills."""
 GROUPS = frozenset({NOTICES, DRILLS})

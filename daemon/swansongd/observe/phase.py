@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from enum import StrEnum
 
+from swansong_bucket.model import Verdict
+
 from swansongd.core.state import State
-from swansongd.model import Verdict
 
 
 class Phase(StrEnum):

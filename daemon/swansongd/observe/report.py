@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from swansong_bucket.model import GpuStatus, Health, Notice, SourceStatus, TrainerView
+
 from swansongd.core import arrival, followup, periodic
 from swansongd.core.state import State
-from swansongd.model import GpuStatus, Health, Notice, SourceStatus, TrainerView
 from swansongd.observe.margin import Margin, margins
 from swansongd.observe.phase import phase_of
 from swansongd.observe.snapshot import MirrorFigures, PruneFigures, Snapshot

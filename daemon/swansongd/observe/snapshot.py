@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from swansong_bucket.model import CommitRef
+
 from swansongd.core.state import State
-from swansongd.model import CommitRef
 from swansongd.observe.accounting import Training
 from swansongd.observe.tally import Figures
 

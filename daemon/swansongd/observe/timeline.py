@@ -6,10 +6,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from swansong_bucket.loss_records import EvacuationRecord, NoticeRecord
+from swansong_bucket.model import Notice
+
 from swansongd.core.events import Mark
 from swansongd.core.state import State
-from swansongd.loss_records import EvacuationRecord, NoticeRecord
-from swansongd.model import Notice
 
 ENTRIES_MAX = 500
 """Entries of a timeline: a flood of messages from a trainer must not make the farewell grow without limit."""

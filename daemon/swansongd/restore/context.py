@@ -8,11 +8,12 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.stores.base import ObjectStore
+
 from swansongd.core.events import Event
 from swansongd.core.state import State
 from swansongd.staging.prepare import RunDirectory
-from swansongd.stores.base import ObjectStore
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,21 +20,21 @@ from dataclasses import replace
 import structlog
 from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, sealed_name
+from swansong_bucket.errors import StagingError, Stopped
+from swansong_bucket.model import CommitRef, StoredShard
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.wrappers.retry import Retrying
+from swansong_bucket.transfer.reader import ReadOptions
+from swansong_bucket.transfer.restore import RestoreResult, restore
+from swansong_bucket.transfer.target import Access, RestoreTarget, interrupted
 
 from swansongd.core import resume
 from swansongd.core.events import DownloadEnded, DownloadStarted
-from swansongd.errors import StagingError, Stopped
-from swansongd.model import CommitRef, StoredShard
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.local_files import LocalFiles
-from swansongd.restore.reader import ReadOptions
-from swansongd.restore.restore import RestoreResult, restore
-from swansongd.restore.target import Access, RestoreTarget, interrupted
 from swansongd.restore.verified import VerifiedShards
 from swansongd.restore.wish import Download, Wish
 from swansongd.staging.prepare import RunDirectory, open_restored
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.wrappers.retry import Retrying
 
 BUDGET_S = 100.0
 """Time for retries of the store before a download fails."""

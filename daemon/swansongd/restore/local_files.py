@@ -20,11 +20,11 @@ from pathlib import Path
 
 from swansong import openat
 from swansong.protocol import RESTORED_DIRECTORY, is_rank_directory, parse_sealed_name
+from swansong_bucket.errors import StagingError
+from swansong_bucket.model import CommitRef, StagedFile, StoredShard
+from swansong_bucket.transfer.reader import OpenLocal
 
 from swansongd.core.state import State
-from swansongd.errors import StagingError
-from swansongd.model import CommitRef, StagedFile, StoredShard
-from swansongd.restore.reader import OpenLocal
 from swansongd.staging import scan
 from swansongd.staging.prepare import RunDirectory
 

@@ -18,14 +18,14 @@ from dataclasses import replace
 from enum import StrEnum
 
 import structlog
+from swansong_bucket.errors import Stopped, StoreError, SwansongError
+from swansong_bucket.model import CommitRef
+from swansong_bucket.runs import commit
+from swansong_bucket.transfer.target import NoRoom
 
-from swansongd.bucket import commit
 from swansongd.core import resume
-from swansongd.errors import Stopped, StoreError, SwansongError
-from swansongd.model import CommitRef
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
-from swansongd.restore.target import NoRoom
 from swansongd.restore.wish import Download, Wish
 
 _LOOK_INTERVAL_S = 0.2

@@ -7,9 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import structlog
+from swansong_bucket.model import CommitRef
 
 from swansongd.core.state import State
-from swansongd.model import CommitRef
 
 _log = structlog.get_logger(__name__)
 

@@ -22,12 +22,7 @@ from pathlib import Path
 
 import structlog
 from swansong.protocol import Message, Restored, RestoreQuery, Restoring, ShardsTaken
-
-from swansongd.bucket import catalog, commit
-from swansongd.core import resume
-from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
-from swansongd.core.state import State
-from swansongd.errors import (
+from swansong_bucket.errors import (
     CorruptError,
     NothingToRestore,
     StagingError,
@@ -35,15 +30,20 @@ from swansongd.errors import (
     Transient,
     UnreadableError,
 )
-from swansongd.model import CommitRef, Health, Staged
+from swansong_bucket.model import CommitRef, Health, Staged
+from swansong_bucket.runs import catalog, commit
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.wrappers.retry import Retrying
+from swansong_bucket.transfer.restore import health_of, healthy, whole
+
+from swansongd.core import resume
+from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
+from swansongd.core.state import State
 from swansongd.observe.report import STORE_HEALTH
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
 from swansongd.restore.refusals import Refusals
-from swansongd.restore.restore import health_of, healthy, whole
 from swansongd.restore.wish import Choice, Wish, union
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.wrappers.retry import Retrying
 from swansongd.trainers.admission import Reply
 
 QUERIES_MAX = 1024

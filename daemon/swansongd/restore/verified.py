@@ -16,8 +16,8 @@ from dataclasses import dataclass
 import structlog
 from swansong import openat
 from swansong.protocol import RestoreQuery, ShardsTaken, ShardVerified
+from swansong_bucket.transfer.target import RestoreTarget
 
-from swansongd.restore.target import RestoreTarget
 from swansongd.trainers.admission import Reply
 
 AHEAD = 16

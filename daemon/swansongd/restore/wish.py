@@ -14,9 +14,8 @@ from enum import Enum, auto
 
 import structlog
 from swansong.protocol import is_rank_manifest
-
-from swansongd.model import CommitRef, StoredShard
-from swansongd.restore.restore import RestoreResult, Selection
+from swansong_bucket.model import CommitRef, StoredShard
+from swansong_bucket.transfer.restore import RestoreResult, Selection
 
 COMMON_BYTES_MAX = 2**20
 """Largest file of no rank that every rank gets."""

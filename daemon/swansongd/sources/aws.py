@@ -20,8 +20,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any, ClassVar
 
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
-from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.observe.health import HealthTracker
 from swansongd.sources.base import Clock, Clocks, Post, must_post
 from swansongd.sources.metadata import (

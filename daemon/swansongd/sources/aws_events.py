@@ -13,8 +13,9 @@ from datetime import UTC, datetime
 from email.utils import parsedate_to_datetime
 from typing import Any
 
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.sources.aws import AwsSource, ClockReading, Imds, PollResult, not_spot, parse_time
 from swansongd.sources.metadata import MetadataUnavailable, shortened
 

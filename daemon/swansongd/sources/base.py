@@ -20,8 +20,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
+from swansong_bucket.model import DeadlineQuality, Notice
+
 from swansongd.core.events import Event
-from swansongd.model import DeadlineQuality, Notice
 
 Post = Callable[[Event], None]
 """Passes an event to the decision loop.  May block, never raises."""

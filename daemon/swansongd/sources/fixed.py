@@ -12,8 +12,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime
 
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
-from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.observe.health import HealthTracker
 from swansongd.sources.base import Clock, Post
 

@@ -16,8 +16,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
-from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.observe.health import HealthTracker
 from swansongd.sources.base import Clocks, Post, must_post
 from swansongd.sources.metadata import (

@@ -7,7 +7,8 @@ import json
 from datetime import UTC, datetime
 from typing import Any
 
-from swansongd.model import DeadlineQuality, Notice, Severity
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
 from swansongd.sources.aws import ClockReading
 from swansongd.sources.gcp import GcpSource, WatchResult, get
 from swansongd.sources.metadata import (

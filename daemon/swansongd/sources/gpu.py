@@ -19,17 +19,10 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from swansong import bounds
+from swansong_bucket.model import DeadlineQuality, GpuHealth, GpuRecord, GpuStatus, Notice, Severity
 
 from swansongd.core.events import GpusRead, NoticeRaised, NoticeWithdrawn
 from swansongd.core.gpus import SOURCE, describe
-from swansongd.model import (
-    DeadlineQuality,
-    GpuHealth,
-    GpuRecord,
-    GpuStatus,
-    Notice,
-    Severity,
-)
 from swansongd.observe.health import HealthTracker
 from swansongd.sources.base import Clock, Post
 from swansongd.sources.gpu_health import GpuRecords, parse_gpus, parse_line

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from swansong import bounds
+from swansong_bucket.model import GpuFault, GpuHealth, GpuStatus
 
-from swansongd.model import GpuFault, GpuHealth, GpuStatus
 from swansongd.sources.metadata import shortened
 from swansongd.sources.xids import Fault, XidClass, pci_address
 

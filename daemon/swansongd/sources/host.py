@@ -11,7 +11,8 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
-from swansongd.model import DeadlineQuality, Notice, Severity
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
+
 from swansongd.sources import logind
 
 NAME = "host"

@@ -26,9 +26,9 @@ from jeepney.bus import get_bus
 from jeepney.bus_messages import message_bus
 from jeepney.io.blocking import DBusConnection, Proxy, prep_socket
 from jeepney.wrappers import unwrap_msg
+from swansong_bucket.model import DeadlineQuality, Notice, Severity
 
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
-from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.observe.health import HealthTracker
 from swansongd.sources.base import Clock, Post
 from swansongd.sources.metadata import Backoff, shortened

@@ -4,12 +4,11 @@
 from __future__ import annotations
 
 from swansong import protocol
+from swansong_bucket.model import DRILL, DeadlineQuality, Notice, Severity
 
-from swansongd.model import DeadlineQuality, Notice, Severity
 from swansongd.sources.metadata import shortened
 
 MANUAL = "manual"
-DRILL = "drill"
 SOON_S = 120.0
 """A notice with more time is scheduled: a checkpoint now, and the evacuation when the deadline is near."""
 

@@ -20,9 +20,10 @@ from dataclasses import dataclass
 from typing import Self
 from urllib.parse import urlencode, urlsplit
 
-from swansongd.errors import Transient
+from swansong_bucket.errors import Transient
+from swansong_bucket.util.http1 import ResponseReader, left_s, receive_until, request_head
+
 from swansongd.observe.health import HealthTracker
-from swansongd.util.http1 import ResponseReader, left_s, receive_until, request_head
 
 DEFAULT_URL = "http://169.254.169.254"
 IPV6_URLS = {"aws": "http://[fd00:ec2::254]", "gcp": "http://[fd20:ce::254]"}
@@ -110,7 +111,7 @@ class MetadataClient:
 
         Raises:
             MetadataUnavailable: no connection, no complete response in time, a head that is invalid or
-                exceeds the limits of :mod:`swansongd.util.http1`, or a body of more than
+                exceeds the limits of :mod:`swansong_bucket.util.http1`, or a body of more than
                 :data:`MAX_BODY_BYTES`.
         """
         asked_mono_s, limit_s = time.monotonic(), self._limit_s

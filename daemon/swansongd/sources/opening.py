@@ -5,9 +5,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from swansong_bucket.model import GpuRecord, Health, NoticeKind, SourceStatus
+
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.state import SCHEDULED_LEAD_S
-from swansongd.model import GpuRecord, Health, NoticeKind, SourceStatus
 from swansongd.sources import host, logind
 from swansongd.sources.asg import LifecycleHook
 from swansongd.sources.aws import NOTICE_S as SPOT_NOTICE_S

@@ -17,8 +17,8 @@ from pathlib import Path
 import structlog
 from swansong import bounds, openat, protocol
 from swansong.bounds import BoundsError
+from swansong_bucket.errors import StagingError
 
-from swansongd.errors import StagingError
 from swansongd.staging import acl
 from swansongd.staging.scan import OWN_DIRECTORY
 

@@ -7,11 +7,11 @@ from collections.abc import Callable
 from functools import partial
 
 import structlog
+from swansong_bucket.errors import StagingError
+from swansong_bucket.util.threads import Worker
 
 from swansongd.core.events import Prune, SetAside
-from swansongd.errors import StagingError
 from swansongd.staging import scan
-from swansongd.util.threads import Worker
 
 _REMOVALS_MAX = 16
 

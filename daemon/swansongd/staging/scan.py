@@ -18,9 +18,8 @@ from pathlib import Path
 
 from swansong import bounds, openat
 from swansong.bounds import FILES_MAX, BoundsError
-
-from swansongd.errors import StagingError
-from swansongd.model import Staged, StagedFile
+from swansong_bucket.errors import StagingError
+from swansong_bucket.model import Staged, StagedFile
 
 OWN_DIRECTORY = ".swansongd"
 """The daemon's own directory, below that of the run: journal, claim, and sets during their removal."""

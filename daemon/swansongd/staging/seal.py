@@ -24,10 +24,10 @@ from pathlib import Path
 
 from swansong import openat, protocol
 from swansong.protocol import ProtocolError, RankManifest
+from swansong_bucket.errors import StagingError
+from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile, merged_health
 
 from swansongd.core.events import Scanned
-from swansongd.errors import StagingError
-from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile, merged_health
 from swansongd.staging import scan
 from swansongd.util import birth
 

@@ -32,9 +32,9 @@ from typing import Any
 
 from swansong import protocol
 from swansong.protocol import Message, ProtocolError
+from swansong_bucket.errors import ConfigError
 
 from swansongd.core.events import Event, TrainerJoined, TrainerLeft, TrainerRefused
-from swansongd.errors import ConfigError
 from swansongd.trainers import peers, translate
 from swansongd.trainers.admission import (
     CONNECTIONS_PER_USER,

@@ -13,8 +13,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from swansong.protocol import MAX_MESSAGE_BYTES, Hello
+from swansong_bucket.errors import SwansongError
 
-from swansongd.errors import SwansongError
 from swansongd.trainers.peers import CREDENTIALS_BYTES, Peer, unpack_credentials
 from swansongd.util import unix
 from swansongd.util.rates import TokenBucket

@@ -29,9 +29,10 @@ from contextlib import suppress
 from pathlib import Path, PurePath
 
 from swansong.protocol import PROCESS_PREFIX
+from swansong_bucket.config.values import signal_number
+from swansong_bucket.errors import ConfigError
 
 from swansongd.config.config import TrainerConfig
-from swansongd.config.values import signal_number
 from swansongd.core.events import (
     Event,
     ProcessFound,
@@ -39,7 +40,6 @@ from swansongd.core.events import (
     SignalRefused,
     SignalSent,
 )
-from swansongd.errors import ConfigError
 from swansongd.trainers import peers, users
 from swansongd.util.boot import booted_wall_ns
 

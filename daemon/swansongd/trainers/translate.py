@@ -7,6 +7,7 @@ import dataclasses
 
 from swansong import protocol
 from swansong.protocol import Message
+from swansong_bucket.model import UNKNOWN_PARENT, Parent, TrainerView
 
 from swansongd.core.events import (
     AskTrainers,
@@ -26,7 +27,6 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.model import UNKNOWN_PARENT, Parent, TrainerView
 
 _TEXT_CHARS_MAX = 500
 

@@ -22,12 +22,12 @@ from pathlib import Path
 from typing import Any
 
 from swansong.protocol import SOCKET_ENV
+from swansong_bucket.config.values import signal_number
+from swansong_bucket.errors import ConfigError
+from swansong_bucket.util.printable import printable
 
 from swansongd.config.config import TrainerConfig
-from swansongd.config.values import signal_number
-from swansongd.errors import ConfigError
 from swansongd.trainers import peers, signals, users
-from swansongd.util.printable import printable
 
 FOUND_MAX = 20
 LIMIT_S = 2.0

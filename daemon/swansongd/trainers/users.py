@@ -6,7 +6,7 @@ from __future__ import annotations
 import os
 import pwd
 
-from swansongd.errors import ConfigError
+from swansong_bucket.errors import ConfigError
 
 ROOT = 0
 

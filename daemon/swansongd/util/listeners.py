@@ -11,7 +11,7 @@ from contextlib import suppress
 from ipaddress import IPv4Address, IPv6Address, ip_address
 from pathlib import Path
 
-from swansongd.util.printable import printable
+from swansong_bucket.util.printable import printable
 
 _LISTEN = "0A"
 

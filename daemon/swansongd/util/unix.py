@@ -10,7 +10,7 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from swansongd.errors import SwansongError
+from swansong_bucket.errors import SwansongError
 
 SOCKET_MODE = 0o660
 

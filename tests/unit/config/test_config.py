@@ -15,10 +15,10 @@ from typing import Any, get_type_hints
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong_bucket.config.values import InvalidValue, Reader
+from swansong_bucket.errors import ConfigError
+from swansong_bucket.stores.opening import open_mirror
 from swansongd.config.config import METADATA_TIMEOUT_S, Config, load, parse, section_keys
-from swansongd.config.values import InvalidValue, Reader
-from swansongd.errors import ConfigError
-from swansongd.stores.opening import open_mirror
 
 EXAMPLE = resources.files("swansongd").joinpath("swansong.example.toml").read_text()
 MINIMAL: dict[str, Any] = {

@@ -6,9 +6,9 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from swansong_bucket.errors import ConfigError
 from swansongd.config.config import parse
 from swansongd.config.notify import NotifyConfig
-from swansongd.errors import ConfigError
 
 BASE = {
     "run": {"name": "r"},

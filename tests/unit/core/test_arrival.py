@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import CommitRef, Parent, Severity, Verdict
 from swansongd.core import arrival
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
@@ -20,7 +21,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.lifecycle import ASG_SOURCE
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
-from swansongd.model import CommitRef, Parent, Severity, Verdict
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.story import MIB, Story

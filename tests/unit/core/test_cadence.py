@@ -9,13 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import SECONDS_MAX
-from swansongd.core.cadence import (
-    INTERVAL_MIN_S,
-    History,
-    expected_mtbf_s,
-    interval_s,
-    optimum_interval_s,
-)
+from swansong_bucket.loss_records import History
+from swansongd.core.cadence import INTERVAL_MIN_S, expected_mtbf_s, interval_s, optimum_interval_s
 
 
 def run_time_s(interval: float, save_cost_s: float, mtbf_s: float) -> float:

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 import pytest
+from swansong_bucket.model import CheckpointKind, CommitRef, Severity
 from swansongd.core.events import AskTrainers, CommitManifest, Prune, RestoreAsked
 from swansongd.core.transition import LOGIND_SOURCE
-from swansongd.model import CheckpointKind, CommitRef, Severity
 
 from testkit.story import Story, a_set
 

@@ -10,6 +10,16 @@ from enum import Enum
 
 import pytest
 from swansong.protocol import Hello
+from swansong_bucket.model import (
+    PEER_SOURCE,
+    CommitRef,
+    DeadlineQuality,
+    GpuHealth,
+    GpuStatus,
+    Severity,
+    Start,
+    Verdict,
+)
 from swansongd import sources
 from swansongd.core import followup, gpus
 from swansongd.core.events import (
@@ -33,16 +43,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
-from swansongd.core.transition import PEER_SOURCE
-from swansongd.model import (
-    CommitRef,
-    DeadlineQuality,
-    GpuHealth,
-    GpuStatus,
-    Severity,
-    Start,
-    Verdict,
-)
 from swansongd.observe.phase import phase_of
 from swansongd.trainers.translate import view_of
 

@@ -9,6 +9,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong import bounds
+from swansong_bucket.model import (
+    GPU_IS_SOUND,
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Parent,
+    Severity,
+    is_healthy,
+    merged_health,
+)
 from swansongd.core import arrival, machine
 from swansongd.core.events import (
     AskTrainers,
@@ -26,16 +36,6 @@ from swansongd.core.gpus import KNOWN_MAX, SOURCE
 from swansongd.core.planner import choose
 from swansongd.core.staged_sets import marked
 from swansongd.core.state import StartState
-from swansongd.model import (
-    GPU_IS_SOUND,
-    CommitRef,
-    GpuHealth,
-    GpuStatus,
-    Parent,
-    Severity,
-    is_healthy,
-    merged_health,
-)
 from swansongd.observe.phase import Phase, phase_of
 from swansongd.observe.report import status_report
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import CommitRef, Parent, Staged, is_healthy, merged_health
 from swansongd.core.events import (
     CancelFlush,
     ClaimGeneration,
@@ -18,7 +19,6 @@ from swansongd.core.events import (
     StartBegun,
     TrainerProgress,
 )
-from swansongd.model import CommitRef, Parent, Staged, is_healthy, merged_health
 
 from testkit.story import Story, a_set
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong.protocol import RestoreQuery
+from swansong_bucket.model import CommitRef, Parent, Verdict
 from swansongd.core import machine, resume
 from swansongd.core.events import (
     AskTrainers,
@@ -25,7 +26,6 @@ from swansongd.core.events import (
     TrainerFailed,
     TrainerSealed,
 )
-from swansongd.model import CommitRef, Parent, Verdict
 
 from testkit.story import Story, a_set
 

@@ -4,10 +4,10 @@
 from __future__ import annotations
 
 import pytest
+from swansong_bucket.model import Verdict
 from swansongd.core import lifecycle
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.model import Verdict
 
 from testkit.story import Story
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import Severity
 from swansongd.core import limits
 from swansongd.core.events import FinishAsked
 from swansongd.core.state import Finishing
-from swansongd.model import Severity
 
 from testkit.story import Story
 

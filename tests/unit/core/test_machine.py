@@ -6,6 +6,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import (
+    CommitRef,
+    DeadlineQuality,
+    Health,
+    Severity,
+    SourceStatus,
+    Start,
+    Verdict,
+)
 from swansongd.core import notices, transition
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
@@ -35,15 +44,6 @@ from swansongd.core.events import (
     WokeUp,
 )
 from swansongd.core.flight import RETRY_URGENT_S
-from swansongd.model import (
-    CommitRef,
-    DeadlineQuality,
-    Health,
-    Severity,
-    SourceStatus,
-    Start,
-    Verdict,
-)
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.story import MIB, Story, a_notice, a_set

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import CheckpointId, CommitRef, Parent, Severity, Staged, StagedFile
 from swansongd.core.events import (
     CancelFlush,
     CommitFailed,
@@ -21,7 +22,6 @@ from swansongd.core.events import (
 from swansongd.core.flight import EARLY_EVERY_S, RETRY_URGENT_S
 from swansongd.core.planner import BANDWIDTH_MEMORY_S
 from swansongd.core.state import Flight
-from swansongd.model import CheckpointId, CommitRef, Parent, Severity, Staged, StagedFile
 
 from testkit.story import MIB, Story, a_set, shards_of
 

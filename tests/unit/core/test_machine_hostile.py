@@ -12,6 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong import bounds, protocol
 from swansong.protocol import Message
+from swansong_bucket.model import CommitRef, TrainerView
 from swansongd.core import machine
 from swansongd.core.events import (
     AskTrainers,
@@ -35,7 +36,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.notices import AT_ONCE
 from swansongd.core.starts import CLAIMS_MAX, EVACUATION_CLAIMS_MAX, STARTS_MAX, WINDOW_S
-from swansongd.model import CommitRef, TrainerView
 from swansongd.observe.report import status_line, status_report
 from swansongd.trainers import translate
 

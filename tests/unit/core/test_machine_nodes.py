@@ -6,6 +6,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import (
+    UNKNOWN_PARENT,
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Parent,
+    Staged,
+    Start,
+    VmPart,
+)
 from swansongd.core import machine
 from swansongd.core.emergency import REQUESTS_MAX
 from swansongd.core.evacuation import evacuation_id
@@ -42,16 +52,6 @@ from swansongd.core.events import (
 )
 from swansongd.core.starts import FINISH_S, FINISH_S_MAX
 from swansongd.core.state import Settings, State
-from swansongd.model import (
-    UNKNOWN_PARENT,
-    CommitRef,
-    GpuHealth,
-    GpuStatus,
-    Parent,
-    Staged,
-    Start,
-    VmPart,
-)
 from swansongd.observe.phase import Phase, phase_of
 from swansongd.observe.report import status_line, status_report
 

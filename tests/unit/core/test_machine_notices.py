@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from swansong_bucket.model import Severity, TrainerView, Verdict
 from swansongd.core import machine, notices
 from swansongd.core.events import (
     AskTrainers,
@@ -13,7 +14,6 @@ from swansongd.core.events import (
     TrainerJoined,
     TrainerSealed,
 )
-from swansongd.model import Severity, TrainerView, Verdict
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.story import Story, a_notice

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from swansong.protocol import sealed_name
+from swansong_bucket.model import CommitRef, Severity, Start
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.emergency import REQUESTS_MAX, SIGNAL_AGAIN_S
@@ -24,7 +25,6 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.model import CommitRef, Severity, Start
 
 from testkit.story import Story, a_set
 

@@ -7,10 +7,10 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from swansong_bucket.model import Verdict
 from swansongd.core import limits
 from swansongd.core.events import Exit, FenceFound
 from swansongd.core.transition import EXIT_FENCED
-from swansongd.model import Verdict
 
 from testkit.story import Story
 

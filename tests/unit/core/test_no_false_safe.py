@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import CommitRef, Parent, Severity
 from swansongd.core import machine
 from swansongd.core.events import (
     Exit,
@@ -24,7 +25,6 @@ from swansongd.core.events import (
     TrainerSealed,
 )
 from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
-from swansongd.model import CommitRef, Parent, Severity
 
 from testkit.story import MIB, Story, a_set
 

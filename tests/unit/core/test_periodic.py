@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from swansong.protocol import VERSION, Hello
+from swansong_bucket.model import CommitRef
 from swansongd.core import cadence, periodic
 from swansongd.core.events import (
     AskTrainers,
@@ -22,7 +23,6 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
-from swansongd.model import CommitRef
 from swansongd.trainers.translate import view_of
 
 from testkit.story import Story

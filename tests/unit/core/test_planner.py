@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from swansong.bounds import SECONDS_MAX
+from swansong_bucket.model import CheckpointId
 from swansongd.core.planner import (
     Candidate,
     Measurements,
@@ -21,7 +22,6 @@ from swansongd.core.planner import (
     take_s,
     updated_bandwidth,
 )
-from swansongd.model import CheckpointId
 
 seconds = st.floats(0, 1e5)
 sizes = st.integers(0, 2**43)

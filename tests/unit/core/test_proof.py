@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from swansong_bucket.model import CommitRef, GpuHealth, GpuStatus, Parent, Severity
 from swansongd.core.events import (
     Conclude,
     FenceFound,
@@ -22,7 +23,6 @@ from swansongd.core.events import (
     TrainerFailed,
 )
 from swansongd.core.transition import LOGIND_SOURCE
-from swansongd.model import CommitRef, GpuHealth, GpuStatus, Parent, Severity
 
 from testkit.story import Story
 

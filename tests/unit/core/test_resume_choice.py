@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from swansong.protocol import RestoreQuery
+from swansong_bucket.model import CommitRef
 from swansongd.core import resume
 from swansongd.core.events import StartBegun
-from swansongd.model import CommitRef
 
 from testkit.story import Story, a_set
 

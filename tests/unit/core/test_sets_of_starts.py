@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import pytest
+from swansong_bucket.model import CommitRef, Position, Start
 from swansongd.core import resume
 from swansongd.core.events import (
     ProcessFound,
@@ -13,7 +14,6 @@ from swansongd.core.events import (
     SignalTrainer,
     StartBegun,
 )
-from swansongd.model import CommitRef, Position, Start
 
 from testkit.story import Story, a_set
 

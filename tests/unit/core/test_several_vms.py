@@ -10,9 +10,13 @@ from pathlib import Path
 
 import pytest
 from swansong.protocol import Message, Restored, RestoreQuery
-from swansongd.bucket import commit
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import signed
+from swansong_bucket.errors import Transient
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import GPU_IS_SOUND, CommitRef
+from swansong_bucket.runs import commit
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.base import ObjectInfo
+from swansong_bucket.stores.file.store import FileStore
 from swansongd.core.events import (
     CheckComplete,
     Event,
@@ -20,17 +24,13 @@ from swansongd.core.events import (
     RunRead,
     SourceChanged,
 )
-from swansongd.errors import Transient
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import GPU_IS_SOUND, CommitRef
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
-from swansongd.stores.base import ObjectInfo
-from swansongd.stores.file.store import FileStore
 
 from testkit import committed
 from testkit.records import KEY

@@ -6,6 +6,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import CommitRef, Parent, Staged, Start
 from swansongd.core.events import (
     FlushFailed,
     FlushProgress,
@@ -15,7 +16,6 @@ from swansongd.core.events import (
     RestoreAsked,
 )
 from swansongd.core.staged_sets import NEWEST
-from swansongd.model import CommitRef, Parent, Staged, Start
 from swansongd.observe.report import status_report
 
 from testkit.story import MIB, Story, a_set

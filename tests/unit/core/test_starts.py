@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 
 import pytest
+from swansong_bucket.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
 from swansongd.core import machine
 from swansongd.core.events import (
     CancelFlush,
@@ -25,7 +26,6 @@ from swansongd.core.events import (
     TellStart,
 )
 from swansongd.core.starts import CLAIMS_MAX, FINISH_S, STARTS_MAX, WINDOW_S
-from swansongd.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
 from swansongd.restore.downloads import BUDGET_S
 
 from testkit.story import Story, a_set

@@ -13,13 +13,23 @@ from pathlib import Path
 
 import pytest
 from swansong import openat
-from swansongd.config.config import parse
-from swansongd.doctor.accounts import daemon_account
-from swansongd.doctor.clock import judge_skew, skew_s
-from swansongd.doctor.configuration import judge_cloud, judge_environment, set_key
-from swansongd.doctor.daemon import judge_down, judge_ranks, judge_store, judge_version
-from swansongd.doctor.disks import dies_with_vm, mount_of
-from swansongd.doctor.findings import (
+from swansong_bucket.errors import (
+    FencedError,
+    Forbidden,
+    NotFound,
+    Permanent,
+    StoreError,
+    Transient,
+)
+from swansong_bucket.stores.azure import auth
+from swansong_bucket.stores.file.mounts import parsed
+from swansong_bucket.stores.s3.access import CREDENTIALS_HINT
+from swansong_tools.doctor.accounts import daemon_account
+from swansong_tools.doctor.clock import judge_skew, skew_s
+from swansong_tools.doctor.configuration import judge_cloud, judge_environment, set_key
+from swansong_tools.doctor.daemon import judge_down, judge_ranks, judge_store, judge_version
+from swansong_tools.doctor.disks import dies_with_vm, mount_of
+from swansong_tools.doctor.findings import (
     Check,
     Judgement,
     Level,
@@ -29,9 +39,9 @@ from swansongd.doctor.findings import (
     ok,
     skipped,
 )
-from swansongd.doctor.fixes import for_this_shell
-from swansongd.doctor.grace import grace_s, longest_grace_s
-from swansongd.doctor.host import (
+from swansong_tools.doctor.fixes import for_this_shell
+from swansong_tools.doctor.grace import grace_s, longest_grace_s
+from swansong_tools.doctor.host import (
     judge_accounts,
     judge_delay,
     judge_paths,
@@ -39,20 +49,16 @@ from swansongd.doctor.host import (
     seconds,
     written_directories,
 )
-from swansongd.doctor.sandbox import failed_to_run, unit_text
-from swansongd.doctor.staging import (
-    Room,
-    judge_devices,
-    judge_parents,
-    judge_space,
-    newest,
+from swansong_tools.doctor.sandbox import failed_to_run, unit_text
+from swansong_tools.doctor.staging import Room, judge_devices, judge_parents, judge_space, newest
+from swansong_tools.doctor.store import judge_disk, judge_signing_key, judge_speed
+from swansong_tools.doctor.store_fixes import (
+    of_credentials,
+    of_refusal,
+    put_lifecycle,
+    request_by_hand,
 )
-from swansongd.doctor.store import judge_disk, judge_signing_key, judge_speed
-from swansongd.doctor.store_fixes import of_credentials, of_refusal, put_lifecycle, request_by_hand
-from swansongd.errors import FencedError, Forbidden, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.azure import auth
-from swansongd.stores.file.mounts import parsed
-from swansongd.stores.s3.access import CREDENTIALS_HINT
+from swansongd.config.config import parse
 
 GB = 10**9
 UNIT = {

@@ -7,10 +7,10 @@ import pwd
 from pathlib import Path
 
 import pytest
+from swansong_tools.doctor import image
+from swansong_tools.doctor.findings import Level, examine
+from swansong_tools.doctor.host import judge_drop_in, judge_syntax
 from swansongd.config.config import Config, parse
-from swansongd.doctor import image
-from swansongd.doctor.findings import Level, examine
-from swansongd.doctor.host import judge_drop_in, judge_syntax
 
 HOME = pwd.getpwuid(0).pw_dir.lstrip("/")
 UNIT = "etc/systemd/system/swansongd.service"

@@ -9,10 +9,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansongd.config.values import ListenAddress
-from swansongd.doctor.findings import Judgement, Level
-from swansongd.doctor.metrics import judge_address, judge_directory
-from swansongd.errors import Unreachable
+from swansong_bucket.config.values import ListenAddress
+from swansong_bucket.errors import Unreachable
+from swansong_tools.doctor.findings import Judgement, Level
+from swansong_tools.doctor.metrics import judge_address, judge_directory
 
 LOOPBACK = ListenAddress(host="127.0.0.1", port=9469)
 

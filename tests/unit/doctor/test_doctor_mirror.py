@@ -6,10 +6,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from swansong_bucket.errors import Permanent
+from swansong_tools.doctor import mirror as of_mirror
+from swansong_tools.doctor.findings import Finding, examine
 from swansongd.config.config import Config, parse
-from swansongd.doctor import mirror as of_mirror
-from swansongd.doctor.findings import Finding, examine
-from swansongd.errors import Permanent
 
 from testkit.memory_store import MemoryStore
 

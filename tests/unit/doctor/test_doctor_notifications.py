@@ -9,9 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from swansong_tools.doctor import notifications
+from swansong_tools.doctor.findings import Finding, examine
 from swansongd.config.config import parse
-from swansongd.doctor import notifications
-from swansongd.doctor.findings import Finding, examine
 
 from testkit.raw_server import Peer, RawServer
 

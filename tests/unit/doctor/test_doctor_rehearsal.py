@@ -9,13 +9,13 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+from swansong_bucket.errors import NotFound, Permanent
+from swansong_bucket.stores.base import ObjectInfo, Page, Sink
+from swansong_tools.doctor import rehearsal
+from swansong_tools.doctor import store as of_store
+from swansong_tools.doctor.accounts import own_account
+from swansong_tools.doctor.findings import Finding, examine
 from swansongd.config.config import Config, parse
-from swansongd.doctor import rehearsal
-from swansongd.doctor import store as of_store
-from swansongd.doctor.accounts import own_account
-from swansongd.doctor.findings import Finding, examine
-from swansongd.errors import NotFound, Permanent
-from swansongd.stores.base import ObjectInfo, Page, Sink
 
 from testkit.memory_store import MemoryStore
 

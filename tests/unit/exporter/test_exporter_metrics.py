@@ -8,13 +8,13 @@ import subprocess
 
 import pytest
 from prometheus_client import generate_latest
-from swansongd.exporter.metrics import ExporterCollector
-from swansongd.observe.cost import Prices
+from swansong_tools.economics.cost import Prices
+from swansong_tools.exporter.metrics import ExporterCollector
 from swansongd.observe.exposition import registry_of
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
-from tests.unit.bucket.test_lives import a_run
+from tests.unit.runs.test_lives import a_run
 
 from .test_reader import Rig
 

@@ -8,13 +8,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
-from swansongd.bucket.run import FarewellFacts, RecordedCommit
-from swansongd.exporter import figures
-from swansongd.exporter.figures import MirrorLag
-from swansongd.loss_records import GenerationEnd, Resumption
-from swansongd.model import CheckpointKind, CommitRef, Verdict
+from swansong_bucket.loss_records import GenerationEnd, Resumption
+from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
+from swansong_bucket.runs.run import FarewellFacts, RecordedCommit
+from swansong_tools.exporter import figures
+from swansong_tools.exporter.figures import MirrorLag
 
-from tests.unit.bucket.test_resumption import RESUMPTION
+from tests.unit.format.test_resumption import RESUMPTION
 
 NOW_S = 1_800_000_000.0
 

@@ -13,27 +13,28 @@ import pytest
 from prometheus_client import generate_latest
 from prometheus_client.parser import text_string_to_metric_families
 from structlog.testing import capture_logs
-from swansongd.bucket import catalog, history, pins, wall
-from swansongd.bucket import run as runs
-from swansongd.bucket.lives import lives_of
-from swansongd.bucket.pins import Pin
-from swansongd.bucket.run import Run
-from swansongd.bucket.signing import signed
-from swansongd.errors import Permanent, Transient
-from swansongd.exporter import reader
-from swansongd.exporter import run as run_reader
-from swansongd.exporter.health import ReadHealth, StoreReading
-from swansongd.exporter.metrics import ExporterCollector
-from swansongd.exporter.reader import StoreReader, StoreToRead
-from swansongd.model import CheckpointKind, CommitRef
-from swansongd.observe.cost import Prices
+from swansong_bucket.errors import Permanent, Transient
+from swansong_bucket.format import wall
+from swansong_bucket.model import CheckpointKind, CommitRef
+from swansong_bucket.runs import catalog, history, pins
+from swansong_bucket.runs import run as runs
+from swansong_bucket.runs.lives import lives_of
+from swansong_bucket.runs.pins import Pin
+from swansong_bucket.runs.run import Run
+from swansong_bucket.runs.signing import signed
+from swansong_tools.economics.cost import Prices
+from swansong_tools.economics.loss import loss
+from swansong_tools.exporter import reader
+from swansong_tools.exporter import run as run_reader
+from swansong_tools.exporter.health import ReadHealth, StoreReading
+from swansong_tools.exporter.metrics import ExporterCollector
+from swansong_tools.exporter.reader import StoreReader, StoreToRead
 from swansongd.observe.exposition import registry_of
-from swansongd.observe.loss import loss
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
 from testkit.records import KEY, record_of
-from tests.unit.bucket.test_lives import BEGUN_S, KEYS, a_run, claim, farewell
+from tests.unit.runs.test_lives import BEGUN_S, KEYS, a_run, claim, farewell
 
 Metrics = dict[tuple[str, tuple[str, ...]], float]
 
@@ -230,7 +231,7 @@ def failing(prefix: str, error: Callable[[], Exception]) -> Callable[[str, str],
 
 @pytest.fixture
 def _impatient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("swansongd.exporter.health._CALL_BUDGET_S", 0.05)
+    monkeypatch.setattr("swansong_tools.exporter.health._CALL_BUDGET_S", 0.05)
 
 
 @pytest.mark.fault("OX02")

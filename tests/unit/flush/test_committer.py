@@ -17,9 +17,15 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from swansong import bounds
-from swansongd.bucket import commit, manifest
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import signed
+from swansong_bucket.errors import NotFound
+from swansong_bucket.format import manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import EvacuationRecord
+from swansong_bucket.model import CommitRef, Health, Verdict
+from swansong_bucket.runs import commit
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.file.store import FileStore
 from swansongd.core.events import (
     ClaimGeneration,
     CommitDone,
@@ -34,17 +40,12 @@ from swansongd.core.events import (
     RunRead,
     SourceChanged,
 )
-from swansongd.errors import NotFound
 from swansongd.flush import committer as committers
 from swansongd.flush.claim_record import STARTS_MAX, ClaimRecord, RecordedStart
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
-from swansongd.loss_records import EvacuationRecord
-from swansongd.model import CommitRef, Health, Verdict
-from swansongd.stores.base import ObjectInfo, ObjectStore
-from swansongd.stores.file.store import FileStore
 
 from testkit import committed
 from testkit.records import KEY

@@ -15,14 +15,14 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
+from swansong_bucket.errors import Permanent, Transient
+from swansong_bucket.model import CommitRef, StagedFile
+from swansong_bucket.stores.base import Moved
+from swansong_bucket.util.concurrency import FIRST
 from swansongd.core.events import Event, Flushed, FlushFailed, FlushProgress
-from swansongd.errors import Permanent, Transient
 from swansongd.flush import engine as engines
 from swansongd.flush import reading
-from swansongd.model import CommitRef, StagedFile
 from swansongd.staging.scan import SetDirectory
-from swansongd.stores.base import Moved
-from swansongd.util.concurrency import FIRST
 
 from testkit.flush_rig import CHUNK, SET, FlushRig, is_named, keys_of, noise, staged_set
 from testkit.memory_store import WINDOW_BYTES

@@ -17,11 +17,11 @@ import pytest
 from blake3 import blake3
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.errors import Exists, Permanent, Transient
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import Chunk, CommitRef
 from swansongd.core.events import Flushed, FlushFailed, FlushProgress
-from swansongd.errors import Exists, Permanent, Transient
 from swansongd.flush.sender import chunk_nonce
-from swansongd.model import Chunk, CommitRef
 
 from testkit.flush_rig import CHUNK, SET, FlushRig, found_set, keys_of, noise, staged_set
 from testkit.waiting import until

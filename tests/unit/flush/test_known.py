@@ -13,10 +13,10 @@ from blake3 import blake3
 from hypothesis import given
 from hypothesis import strategies as st
 from structlog.testing import capture_logs
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent
 from swansongd.flush import known as knowns
 from swansongd.flush.known import FILE_NAME, KnownChunks
-from swansongd.model import CHUNK_BYTES_MAX, Chunk, CommitRef, Extent
 
 from testkit.committed import chunk_of, whole_shard
 

@@ -10,13 +10,12 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansongd.bucket import resumption
-from swansongd.bucket.keys import RunKeys
-from swansongd.errors import Transient
+from swansong_bucket.errors import Transient
+from swansong_bucket.format import resumption
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import Resumption, lost_gpu_s
 from swansongd.flush import ledger as ledgers
 from swansongd.flush.ledger import Ledger
-from swansongd.loss_records import Resumption
-from swansongd.observe import loss
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 
 from testkit import committed
@@ -88,7 +87,7 @@ def test_a_record_has_wall_clock_times_and_the_end_before_it(rig: Rig) -> None:
     until(lambda: ledger.figures.resumptions, what="the record")
     found = rig.written()
     assert found is not None
-    assert ledger.figures.gpu_s == loss.lost_gpu_s(found)
+    assert ledger.figures.gpu_s == lost_gpu_s(found)
     assert found.first_step_wall_s == pytest.approx(WALL_S - 1.0, abs=0.5)
     assert found.daemon_wall_s == pytest.approx(WALL_S - 9.0, abs=0.5)
     assert found.booted_wall_s < found.daemon_wall_s

@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import pytest
 from structlog.testing import capture_logs
-from swansongd.bucket import locks
-from swansongd.bucket.manifest import Manifest
-from swansongd.errors import Permanent
+from swansong_bucket.errors import Permanent
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CheckpointKind, Chunk
+from swansong_bucket.retention import locks
 from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
-from swansongd.model import CheckpointKind, Chunk
 
 from testkit.committed import chunk_of, whole_shard
 from testkit.memory_store import MemoryStore

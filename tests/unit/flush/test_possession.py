@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from swansongd.errors import Transient
+from swansong_bucket.errors import Transient
+from swansong_bucket.model import Chunk
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.possession import INTERVAL_S, Possession
-from swansongd.model import Chunk
 
 from testkit.committed import chunk_of
 from testkit.memory_store import MemoryStore

@@ -8,9 +8,9 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from swansongd.bucket.keys import RunKeys
-from swansongd.config.config import RetentionConfig
-from swansongd.errors import Permanent, Stopped
+from swansong_bucket.config.sections import RetentionConfig
+from swansong_bucket.errors import Permanent, Stopped
+from swansong_bucket.format.keys import RunKeys
 from swansongd.flush.pruner import Pruner
 
 from testkit.committed import commit

@@ -8,7 +8,15 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import (
+    CHUNK_BYTES_MAX,
+    CheckpointId,
+    CheckpointKind,
+    Extent,
+    Staged,
+    StagedFile,
+)
 from swansongd.flush import layout as layouts
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.layout import (
@@ -20,14 +28,6 @@ from swansongd.flush.layout import (
 )
 from swansongd.flush.queue import UploadQueue
 from swansongd.flush.tasks import FinishSet, StoreChunk
-from swansongd.model import (
-    CHUNK_BYTES_MAX,
-    CheckpointId,
-    CheckpointKind,
-    Extent,
-    Staged,
-    StagedFile,
-)
 
 from testkit.committed import chunk_of
 

@@ -6,10 +6,10 @@ from __future__ import annotations
 import threading
 
 import pytest
+from swansong_bucket.errors import Exists, Permanent, StoreError, Transient
+from swansong_bucket.model import Health
 from swansongd.core.events import Event, SourceChanged
-from swansongd.errors import Exists, Permanent, StoreError, Transient
 from swansongd.flush.store_health import FAILING_AFTER_S, StoreHealth
-from swansongd.model import Health
 
 
 class Clock:

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from swansong import bounds
 from swansong.bounds import BoundsError
 from swansong.protocol import VERSION, ProtocolError, RankManifest
-from swansongd.bucket.manifest import check_paths
-from swansongd.errors import CorruptError
+from swansong_bucket.errors import CorruptError
+from swansong_bucket.format.manifest import check_paths
 
 anything = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),

@@ -19,6 +19,9 @@ MODULES = [
     *sorted((ROOT / "daemon/swansongd/staging").glob("*.py")),
     *sorted((ROOT / "daemon/swansongd/restore").glob("*.py")),
     *sorted((ROOT / "daemon/swansongd/flush").glob("*.py")),
+    *sorted((ROOT / "daemon/swansong_bucket/transfer").glob("*.py")),
+    *sorted((ROOT / "daemon/swansong_tools/upkeep").glob("*.py")),
+    ROOT / "daemon/swansong_tools/commands/local_sets.py",
     ROOT / "training_hooks/swansong/openat.py",
     ROOT / "training_hooks/swansong/_checkpoint/staging.py",
 ]

@@ -16,7 +16,7 @@ from testkit import REPOSITORY
 PROTOCOL = REPOSITORY / "training_hooks/swansong/protocol.py"
 MODULES = [
     module
-    for package in ("daemon/swansongd", "training_hooks/swansong")
+    for package in ("daemon", "training_hooks/swansong")
     for module in sorted((REPOSITORY / package).rglob("*.py"))
     if module != PROTOCOL
 ]
@@ -25,7 +25,7 @@ NAME = re.compile(
 )
 """Parts of names in staging, as they occur in string constants."""
 ALLOWED = {
-    ("bucket/resumption.py", "restored"): "a field of the record of a resume",
+    ("format/resumption.py", "restored"): "a field of the record of a resume",
     ("doctor/host.py", "restored"): "a directory that an operator chooses",
     ("doctor/rehearsal.py", "restored"): "a temporary directory outside of staging",
     (

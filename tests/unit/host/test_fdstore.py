@@ -13,18 +13,11 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
+from swansong_bucket.model import CheckpointId, GpuFault, GpuHealth, GpuRecord, GpuStatus, Position
 from swansongd.host import fdstore, gpu_record
 from swansongd.host.fdstore import FdStore
 from swansongd.host.sdnotify import SystemdNotifier
 from swansongd.host.stored_document import as_slot
-from swansongd.model import (
-    CheckpointId,
-    GpuFault,
-    GpuHealth,
-    GpuRecord,
-    GpuStatus,
-    Position,
-)
 
 from testkit.story import a_notice
 

@@ -9,18 +9,19 @@ from contextlib import suppress
 
 import pytest
 from blake3 import blake3
-from swansongd.bucket import catalog, claim, manifest
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
-from swansongd.bucket.signing import signed
-from swansongd.errors import CorruptError, NotFound, Permanent, Stopped, Transient
-from swansongd.mirror.copier import Copier, Gone, ManifestPlace
-from swansongd.mirror.fence import PromotedError
-from swansongd.mirror.gate import Gate
-from swansongd.mirror.transfer import VERIFIED_MAX
-from swansongd.model import Chunk, CommitRef
-from swansongd.stores.base import ObjectInfo
-from swansongd.util.threads import parallel
+from swansong_bucket.errors import CorruptError, NotFound, Permanent, Stopped, Transient
+from swansong_bucket.format import claim, manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.mirror.chunk_copies import VERIFIED_MAX
+from swansong_bucket.mirror.copier import Copier, Gone, ManifestPlace
+from swansong_bucket.mirror.fence import PromotedError
+from swansong_bucket.mirror.gate import Gate
+from swansong_bucket.model import Chunk, CommitRef
+from swansong_bucket.runs import catalog
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.base import ObjectInfo
+from swansong_bucket.util.threads import parallel
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
@@ -216,7 +217,7 @@ def test_the_memory_of_verified_chunks_has_a_limit(
 ) -> None:
     """Above the limit, the copier remembers the chunks of the manifest in work."""
     assert VERIFIED_MAX >= 100_000
-    monkeypatch.setattr("swansongd.mirror.transfer.VERIFIED_MAX", 5)
+    monkeypatch.setattr("swansong_bucket.mirror.chunk_copies.VERIFIED_MAX", 5)
     copier = rig.copier()
     places = [
         rig.commit(step, files={"weights": bytes([step, *range(250)]) * 18}) for step in (1, 2)

@@ -6,12 +6,12 @@ from __future__ import annotations
 import threading
 
 import pytest
-from swansongd.bucket import catalog, commit
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import signed
-from swansongd.errors import NothingToRestore
-from swansongd.mirror.copier import Copier, ManifestPlace
-from swansongd.mirror.fence import PROMOTION_GAP, PromotedError, foreign_claim, promote
+from swansong_bucket.errors import NothingToRestore
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.mirror.copier import Copier, ManifestPlace
+from swansong_bucket.mirror.fence import PROMOTION_GAP, PromotedError, foreign_claim, promote
+from swansong_bucket.runs import catalog, commit
+from swansong_bucket.runs.signing import signed
 
 from testkit import committed
 from testkit.memory_store import MemoryStore

@@ -13,14 +13,14 @@ import pytest
 from hypothesis import event as label
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong_bucket.model import DRILL, Notice, Severity, Verdict
 from swansongd.config.notify import NotifyConfig
 from swansongd.core.events import Event, NoticeRaised, TrainerJoined
 from swansongd.core.transition import HOST_SOURCE
-from swansongd.model import Notice, Severity, Verdict
 from swansongd.notifications.notifier import Notifier
 from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import AT_ONCE
-from swansongd.observe.notifications import DRILL, DRILLS, NOTICES, Notification
+from swansongd.observe.notifications import DRILLS, NOTICES, Notification
 
 from testkit.story import Story
 

@@ -6,6 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from swansong_bucket.model import CommitRef, Severity, TrainerView
 from swansongd.core.events import (
     Action,
     Conclude,
@@ -22,7 +23,6 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerSealed,
 )
-from swansongd.model import CommitRef, Severity, TrainerView
 from swansongd.observe.accounting import (
     LAST_FAREWELL_LEAD_S,
     LAST_FAREWELL_REPEAT_S,

@@ -19,7 +19,7 @@ from prometheus_client import Metric
 from prometheus_client.core import GaugeMetricFamily
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as openmetrics
 from prometheus_client.parser import text_string_to_metric_families as parsed
-from swansongd.config.values import ListenAddress
+from swansong_bucket.config.values import ListenAddress
 from swansongd.observe import exposition
 from swansongd.observe.exposition import Exposition, Textfile, registry_of
 

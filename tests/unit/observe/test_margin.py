@@ -10,11 +10,11 @@ from dataclasses import replace
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.cli.view.once import print_report
+from swansong_bucket.model import Health, NoticeKind, SourceStatus
+from swansong_tools.commands.view.once import print_report
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import SourceChanged
 from swansongd.core.pace import Figure
-from swansongd.model import Health, NoticeKind, SourceStatus
 from swansongd.observe.margin import margins
 from swansongd.observe.report import status_report
 from swansongd.sources.opening import notice_kinds, open_sources

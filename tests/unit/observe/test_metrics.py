@@ -16,6 +16,17 @@ from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.openmetrics import exposition as openmetrics
 from prometheus_client.openmetrics.parser import text_string_to_metric_families as parsed_open
 from prometheus_client.parser import text_string_to_metric_families as parsed
+from swansong_bucket.loss_records import LOST
+from swansong_bucket.model import (
+    CommitRef,
+    GpuHealth,
+    GpuStatus,
+    Health,
+    NoticeKind,
+    Severity,
+    SourceStatus,
+    Verdict,
+)
 from swansongd.core.events import (
     Action,
     Conclude,
@@ -33,22 +44,11 @@ from swansongd.core.events import (
     TrainerRefused,
 )
 from swansongd.core.state import Concluded
-from swansongd.model import (
-    CommitRef,
-    GpuHealth,
-    GpuStatus,
-    Health,
-    NoticeKind,
-    Severity,
-    SourceStatus,
-    Verdict,
-)
 from swansongd.observe.accounting import Accounting
 from swansongd.observe.counters import KEYS_MAX, PHASES, Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import registry_of
 from swansongd.observe.families import BUCKETS_S, Histogram
-from swansongd.observe.loss import LOST
 from swansongd.observe.metrics import DaemonCollector
 from swansongd.observe.phase import Phase
 from swansongd.observe.report import STORE_HEALTH, full_report

@@ -9,10 +9,10 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from swansong_bucket.model import DRILL, CommitRef, Health, NoticeKind, Severity, SourceStatus
 from swansongd.core import machine
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged, Tick
 from swansongd.core.state import State
-from swansongd.model import CommitRef, Health, NoticeKind, Severity, SourceStatus
 from swansongd.observe import notifications
 from swansongd.observe.accounting import MeasuredResume, Milestones, Training
 from swansongd.observe.conditions import Watch
@@ -26,7 +26,6 @@ from swansongd.observe.notifications import (
     of_resume,
 )
 from swansongd.observe.report import STORE_HEALTH
-from swansongd.sources import manual
 
 from testkit.story import Story, a_notice
 
@@ -170,7 +169,7 @@ def test_a_drill_is_named_in_its_notice_and_its_verdict() -> None:
     """An operator who is paged sees that the VM is not terminated."""
     story = Told()
     story.join(step=40)
-    story.notice(60, manual.DRILL)
+    story.notice(60, DRILL)
     story.wait(70)
     notice, verdict = story.found[:2]
     assert notice.summary == "Drill: an evacuation is rehearsed, and this VM continues"

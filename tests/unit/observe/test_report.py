@@ -7,13 +7,13 @@ import json
 from typing import Any
 
 import pytest
+from swansong_bucket.model import CommitRef, Health, Severity, SourceStatus
 from swansongd.core.events import (
     FlushProgress,
     NewestDated,
     SourceChanged,
     TrainerFailed,
 )
-from swansongd.model import CommitRef, Health, Severity, SourceStatus
 from swansongd.observe.report import STORE_HEALTH, status_line, status_report
 
 from testkit.story import MIB, Story

@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from swansong_bucket.model import Verdict
 from swansongd.core.planner import PlanKind
-from swansongd.model import Verdict
 
 from testkit import REPOSITORY
 

@@ -7,8 +7,8 @@ import re
 from pathlib import Path
 
 import pytest
+from swansong_bucket.model import Verdict
 from swansongd.core.planner import PlanKind
-from swansongd.model import Verdict
 from swansongd.observe.phase import Phase
 
 from testkit import REPOSITORY

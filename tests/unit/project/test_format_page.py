@@ -9,23 +9,23 @@ from dataclasses import replace
 from typing import Any
 
 from swansong import bounds
-from swansongd.bucket import catalog
-from swansongd.bucket import claim as claims
-from swansongd.bucket import farewell as farewells
-from swansongd.bucket import manifest as manifests
-from swansongd.bucket import resumption as resumptions
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.format import claim as claims
+from swansong_bucket.format import farewell as farewells
+from swansong_bucket.format import manifest as manifests
+from swansong_bucket.format import resumption as resumptions
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import EvacuationRecord, LastReport, NoticeRecord
+from swansong_bucket.model import CHUNK_BYTES_MAX, CheckpointKind, CommitRef, Verdict, VmPart
+from swansong_bucket.runs import catalog
 from swansongd.core.events import Conclude
 from swansongd.flush.ledger import YIELD_S
-from swansongd.loss_records import EvacuationRecord, LastReport, NoticeRecord
-from swansongd.model import CHUNK_BYTES_MAX, CheckpointKind, CommitRef, Verdict, VmPart
 from swansongd.observe.samples import SAMPLES_MAX
 from swansongd.observe.timeline import ENTRIES_MAX, NOTICES_MAX
 
 from testkit import REPOSITORY
 from testkit.committed import chunk_of, whole_shard
 from testkit.records import KEY
-from tests.unit.bucket.test_resumption import RESUMPTION
+from tests.unit.format.test_resumption import RESUMPTION
 
 DOCS = REPOSITORY / "docs"
 KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")

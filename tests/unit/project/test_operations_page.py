@@ -9,21 +9,19 @@ import pkgutil
 import re
 from collections.abc import Iterator
 from importlib import import_module
-from pathlib import Path
 
 import pytest
-import swansongd
+from swansong_bucket.model import PEER_SOURCE, DeadlineQuality, Health, Severity, Verdict
+from swansong_tools.commands import ls
 from swansongd import sources
-from swansongd.cli import ls
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
-from swansongd.core import notices, starts, state, transition
-from swansongd.model import DeadlineQuality, Health, Severity, Verdict
+from swansongd.core import notices, starts, state
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
 from testkit import REPOSITORY
 
-PACKAGE = Path(swansongd.__path__[0])
+SOURCES = sorted((REPOSITORY / "daemon").glob("*/**/*.py"))
 PAGES = {
     path.stem: path.read_text() for path in sorted((REPOSITORY / "docs/operations").glob("*.md"))
 }
@@ -67,7 +65,7 @@ def first_cells(text: str) -> list[str]:
 
 
 def calls() -> Iterator[ast.Call]:
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in SOURCES:
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
                 yield node
@@ -88,7 +86,7 @@ def phases() -> set[str]:
     """The phases of the timeline of an evacuation."""
     return {
         phase
-        for path in PACKAGE.rglob("*.py")
+        for path in SOURCES
         for call in ast.walk(ast.parse(path.read_text()))
         if isinstance(call, ast.Call) and re.search(r"\b_?mark$", ast.unparse(call.func))
         for argument in call.args
@@ -100,7 +98,7 @@ def constants() -> set[str]:
     """Every string in the code."""
     return {
         node.value
-        for path in PACKAGE.rglob("*.py")
+        for path in SOURCES
         for node in ast.walk(ast.parse(path.read_text()))
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
@@ -108,7 +106,7 @@ def constants() -> set[str]:
 
 def notice_sources() -> set[str]:
     """The names of all sources of notices."""
-    found = {transition.PEER_SOURCE}
+    found = {PEER_SOURCE}
     for info in pkgutil.iter_modules(sources.__path__):
         module = import_module(f"swansongd.sources.{info.name}")
         found |= {

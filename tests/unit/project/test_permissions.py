@@ -11,9 +11,9 @@ from typing import Any
 
 import pytest
 import yaml
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.s3 import retention, settings, store
 from swansongd.sources import asg
-from swansongd.stores.base import ObjectStore
-from swansongd.stores.s3 import retention, settings, store
 
 from testkit import REPOSITORY
 

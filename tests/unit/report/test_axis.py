@@ -9,7 +9,7 @@ from itertools import pairwise
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
-from swansongd.report.axis import BREAKS_MAX, TICKS_MAX, axis
+from swansong_tools.report.axis import BREAKS_MAX, TICKS_MAX, axis
 
 times = st.lists(st.floats(-1e9, 5e9, allow_nan=False), max_size=30)
 FAR = (1e9, 4.1e9, 1e11, 1e16, 1e300, math.inf)

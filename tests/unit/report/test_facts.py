@@ -6,13 +6,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from swansongd.bucket import history
-from swansongd.bucket.farewell import RecordedEvacuation
-from swansongd.bucket.history import RunHistory
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.run import Run
-from swansongd.observe import loss as losses
-from swansongd.report.facts import Story, sentences, stories
+from swansong_bucket.format.farewell import RecordedEvacuation
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.runs import history
+from swansong_bucket.runs.history import RunHistory
+from swansong_bucket.runs.run import Run
+from swansong_tools.economics import loss as losses
+from swansong_tools.report.facts import Story, sentences, stories
 
 from testkit import past_run
 from testkit.memory_store import MemoryStore

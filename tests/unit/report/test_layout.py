@@ -8,15 +8,15 @@ from itertools import pairwise
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swansongd.bucket import history
-from swansongd.bucket.farewell import RecordedEvacuation
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.run import Run
-from swansongd.observe import loss as losses
-from swansongd.observe.loss import Interruption
-from swansongd.report.course import Bar, Course, Lane, course
-from swansongd.report.facts import stories
-from swansongd.report.layout import Picture, picture
+from swansong_bucket.format.farewell import RecordedEvacuation
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.runs import history
+from swansong_bucket.runs.run import Run
+from swansong_tools.economics import loss as losses
+from swansong_tools.economics.loss import Interruption
+from swansong_tools.report.course import Bar, Course, Lane, course
+from swansong_tools.report.facts import stories
+from swansong_tools.report.layout import Picture, picture
 
 from testkit import past_run
 from testkit.hostile_farewells import evacuations, interruptions

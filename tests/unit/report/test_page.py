@@ -14,16 +14,16 @@ from xml.etree import ElementTree as ET
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from swansongd.bucket import history
-from swansongd.bucket.farewell import RecordedEvacuation
-from swansongd.bucket.history import Commits, Evacuations, RunHistory
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.lives import Lives
-from swansongd.bucket.run import Run
-from swansongd.cli import report_text
-from swansongd.observe.loss import Interruption, Loss
-from swansongd.report import drawing, facts, page
-from swansongd.report.facts import Amount, RunReport, sentences
+from swansong_bucket.format.farewell import RecordedEvacuation
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.runs import history
+from swansong_bucket.runs.history import Commits, Evacuations, RunHistory
+from swansong_bucket.runs.lives import Lives
+from swansong_bucket.runs.run import Run
+from swansong_tools.commands import report_text
+from swansong_tools.economics.loss import Interruption, Loss
+from swansong_tools.report import drawing, facts, page
+from swansong_tools.report.facts import Amount, RunReport, sentences
 
 from testkit import past_run
 from testkit.hostile_farewells import MARKUP, evacuations, interruptions

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 from swansong.protocol import RESTORED_DIRECTORY
-from swansongd.bucket.keys import RunKeys
-from swansongd.model import CommitRef
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CommitRef
+from swansong_bucket.transfer.restore import RestoreResult
+from swansong_bucket.transfer.target import RestoredFile
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
-from swansongd.restore.restore import RestoreResult
-from swansongd.restore.target import RestoredFile
 from swansongd.restore.wish import Wish
 from swansongd.staging import scan
 from swansongd.staging.prepare import prepare

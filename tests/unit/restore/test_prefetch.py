@@ -18,18 +18,18 @@ from typing import Any
 import pytest
 from structlog.testing import capture_logs
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.manifest import Manifest
+from swansong_bucket.errors import Transient
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CommitRef
+from swansong_bucket.stores.base import ObjectInfo, Sink
 from swansongd.core.events import FenceFound, RunRead
 from swansongd.core.state import State
-from swansongd.errors import Transient
-from swansongd.model import CommitRef
 from swansongd.restore import downloads
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import NO_ROOM_FOR_ALL, Prefetch
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
-from swansongd.stores.base import ObjectInfo, Sink
 
 from testkit import committed
 from testkit.odd_store import OddStore

@@ -14,17 +14,17 @@ from typing import Any
 
 import pytest
 from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
-from swansongd.bucket.keys import RunKeys
-from swansongd.bucket.signing import signed
+from swansong_bucket.errors import Permanent
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CommitRef, Health, SourceStatus, Staged
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.file.store import FileStore
 from swansongd.core.events import Event, RolledBack, SourceChanged
 from swansongd.core.state import State
-from swansongd.errors import Permanent
-from swansongd.model import CommitRef, Health, SourceStatus, Staged
 from swansongd.restore import resume as resume_module
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import BUDGET_S, Resume
 from swansongd.staging.prepare import prepare
-from swansongd.stores.file.store import FileStore
 
 from testkit import committed
 from testkit.odd_store import OddStore

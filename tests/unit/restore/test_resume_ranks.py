@@ -9,12 +9,12 @@ from collections.abc import Callable
 from pathlib import Path
 
 from swansong.protocol import Message, Restored, RestoreQuery, Restoring
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.stores.base import Sink
+from swansong_bucket.stores.file.store import FileStore
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.staging.prepare import prepare
-from swansongd.stores.base import Sink
-from swansongd.stores.file.store import FileStore
 
 from testkit.committed import commit, file_store, tree
 from testkit.story import Story

@@ -13,10 +13,10 @@ from pathlib import Path
 import pytest
 from structlog.testing import capture_logs
 from swansong.protocol import Message, Restored, RestoreQuery
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.errors import Permanent
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.model import CommitRef
 from swansongd.core.events import Prune, SetAside
-from swansongd.errors import Permanent
-from swansongd.model import CommitRef
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
 from swansongd.restore.wish import COMMON_BYTES_MAX, PREFIXES_MAX, covers, union

@@ -11,11 +11,11 @@ from pathlib import Path
 
 import pytest
 from swansong.protocol import Message, Restored, RestoreQuery, ShardsTaken, ShardVerified
-from swansongd.bucket.keys import RunKeys
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.transfer.target import RestoreTarget
 from swansongd.core.state import State
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.resume import Resume
-from swansongd.restore.target import RestoreTarget
 from swansongd.restore.verified import AHEAD, VerifiedShards
 from swansongd.staging.prepare import prepare
 

@@ -13,7 +13,9 @@ from typing import Any
 import pytest
 from structlog.testing import CapturingLogger, capture_logs
 from swansong import protocol
-from swansongd import decisions
+from swansong_bucket.errors import StagingError
+from swansong_bucket.loss_records import LastReport
+from swansong_bucket.model import CommitRef, Start, TrainerView, Verdict
 from swansongd.config.config import load
 from swansongd.core import machine
 from swansongd.core.events import (
@@ -32,12 +34,10 @@ from swansongd.core.events import (
     TrainerProgress,
 )
 from swansongd.core.state import Settings, State
-from swansongd.decisions import UNDECIDED_MAX, Decisions
-from swansongd.errors import StagingError
-from swansongd.loss_records import LastReport
-from swansongd.model import CommitRef, Start, TrainerView, Verdict
 from swansongd.observe.accounting import MeasuredResume
-from swansongd.service import Service
+from swansongd.service import decisions
+from swansongd.service.decisions import UNDECIDED_MAX, Decisions
+from swansongd.service.service import Service
 from swansongd.staging import scan
 
 from testkit.story import a_notice, a_set

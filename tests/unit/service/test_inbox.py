@@ -7,7 +7,7 @@ import threading
 
 import pytest
 from swansongd.core.events import NoticeRaised, Tick, TrainerProgress, WokeUp
-from swansongd.inbox import Inbox
+from swansongd.service.inbox import Inbox
 
 from testkit.story import a_notice
 from testkit.waiting import until

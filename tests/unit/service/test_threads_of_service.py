@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
-import swansongd
 
-SOURCES = sorted(Path(swansongd.__file__).parent.rglob("*.py"))
+from testkit import REPOSITORY
+
+SOURCES = sorted((REPOSITORY / "daemon").glob("*/**/*.py"))
 
 
 def calls(tree: ast.AST, *names: str) -> Iterator[ast.Call]:
@@ -39,7 +39,7 @@ def test_no_thread_sleeps_without_a_way_to_wake_it() -> None:
 
     Commands have Ctrl-C, and the daemon kills the process that reads NVIDIA's library.
     """
-    for path in (path for path in SOURCES if not {"cli", "doctor", "nvml.py"} & {*path.parts}):
+    for path in (path for path in SOURCES if not {"commands", "doctor", "nvml.py"} & {*path.parts}):
         for call in calls(ast.parse(path.read_text()), "time.sleep", "sleep"):
             raise AssertionError(f"{path.name}:{call.lineno} sleeps")
 

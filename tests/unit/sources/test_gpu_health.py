@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from swansong.bounds import BoundsError
+from swansong_bucket.model import GpuHealth, GpuStatus, Severity
 from swansongd.core.events import NoticeRaised, NoticeWithdrawn
-from swansongd.model import GpuHealth, GpuStatus, Severity
 from swansongd.sources.gpu import AGAIN_S, FAILED_S, GpuNotices
 from swansongd.sources.gpu_health import (
     GPUS_MAX,

@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from swansong_bucket.model import DeadlineQuality, Health, SourceStatus
 from swansongd.config.config import DeadlineConfig, SourcesConfig
 from swansongd.core.events import SourceChanged
-from swansongd.model import DeadlineQuality, Health, SourceStatus
 from swansongd.observe.health import HealthTracker
 from swansongd.sources.aws import AwsSpotSource, ClockReading, parse_instance_action
 from swansongd.sources.aws_events import AwsAsgSource, AwsRebalanceSource, AwsScheduledSource

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.model import DeadlineQuality, Severity
+from swansong_bucket.model import DeadlineQuality, Severity
 from swansongd.sources.aws import ClockReading
 from swansongd.sources.aws_events import (
     REBALANCE_S,

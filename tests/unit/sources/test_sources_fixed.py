@@ -9,10 +9,10 @@ from datetime import UTC, datetime
 from typing import Any
 
 import pytest
+from swansong_bucket.config.values import InvalidValue, utc_instant
+from swansong_bucket.model import DeadlineQuality, Health, Notice, Severity
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.config.values import InvalidValue, utc_instant
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
-from swansongd.model import DeadlineQuality, Health, Notice, Severity
 from swansongd.sources.base import Clocks
 from swansongd.sources.fixed import DeadlineSource
 from swansongd.sources.opening import open_sources

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from swansongd.config.values import InvalidValue, preemption_notice
+from swansong_bucket.config.values import InvalidValue, preemption_notice
 
 
 @pytest.mark.parametrize(("value", "notice_s"), [("learn", None), (0, 0.0), (120, 120.0)])

@@ -15,8 +15,8 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from swansongd.errors import StagingError
-from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
+from swansong_bucket.errors import StagingError
+from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.staging import scan
 
 from testkit.staged import ME, write_files

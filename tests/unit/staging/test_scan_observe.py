@@ -21,8 +21,8 @@ from pathlib import Path
 import pytest
 from structlog.testing import CapturingLogger, capture_logs
 from swansong import openat
+from swansong_bucket.errors import StagingError
 from swansongd.core.events import Event, Scanned
-from swansongd.errors import StagingError
 from swansongd.staging import scan
 from swansongd.staging.observe import StagingObserver
 from swansongd.staging.prepare import prepare

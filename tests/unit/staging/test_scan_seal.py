@@ -20,8 +20,8 @@ import pytest
 from swansong import protocol
 from swansong._checkpoint.staging import finish, write_checkpoint
 from swansong.protocol import FileEntry, RankManifest
+from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.core.events import Scanned
-from swansongd.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.staging import scan, seal
 from swansongd.staging.seal import Scanner
 from swansongd.util import birth

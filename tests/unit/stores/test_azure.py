@@ -7,14 +7,14 @@ import base64
 import hmac
 
 import pytest
-from swansongd.config.config import StoreConfig
-from swansongd.config.values import InvalidValue, store_url
-from swansongd.errors import ConfigError, Permanent
-from swansongd.stores.azure.auth import Sas, SharedKey, from_environment
-from swansongd.stores.base import account_container_and_prefix
-from swansongd.stores.opening import open_store
-from swansongd.stores.options import AzureOptions
-from swansongd.stores.retention import Lock
+from swansong_bucket.config.sections import StoreConfig
+from swansong_bucket.config.values import InvalidValue, store_url
+from swansong_bucket.errors import ConfigError, Permanent
+from swansong_bucket.stores.azure.auth import Sas, SharedKey, from_environment
+from swansong_bucket.stores.base import account_container_and_prefix
+from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.options import AzureOptions
+from swansong_bucket.stores.retention import Lock
 
 KEY = b"a key of sixty-four bytes"
 ENCODED = base64.b64encode(KEY).decode()

@@ -7,11 +7,7 @@ import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.stores.checksums import (
-    crc32c,
-    crc32c_base64,
-    crc32c_from_base64,
-)
+from swansong_bucket.stores.checksums import crc32c, crc32c_base64, crc32c_from_base64
 
 
 def test_the_check_value() -> None:

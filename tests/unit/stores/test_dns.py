@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from swansongd.stores.http.dns import AddressMemory
+from swansong_bucket.stores.http.dns import AddressMemory
 
 
 class Resolver:
@@ -51,7 +51,7 @@ def test_the_libraries_use_the_cache() -> None:
     """Connections of urllib3, and so of boto3 and requests, use the cache."""
     program = """
 import socket, urllib3
-from swansongd.stores.http import dns
+from swansong_bucket.stores.http import dns
 dns.remember(); dns.remember()
 server = socket.create_server(("127.0.0.1", 0))
 port = server.getsockname()[1]

@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 from structlog.testing import capture_logs
-from swansongd.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansongd.stores.base import Moved, Page, Sink, ignore_moved
-from swansongd.stores.file.store import FileStore
-from swansongd.stores.wrappers.retry import Retrying
+from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores.base import Moved, Page, Sink, ignore_moved
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.wrappers.retry import Retrying
 
 from testkit.bodies import CountedSink
 

@@ -14,7 +14,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.stores.s3.sigv4 import (
+from swansong_bucket.stores.s3.sigv4 import (
     EMPTY_PAYLOAD,
     UNSIGNED_PAYLOAD,
     AwsCredentials,

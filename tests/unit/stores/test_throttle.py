@@ -9,9 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansongd.stores.base import WINDOW_BYTES, Moved, ignore_moved
-from swansongd.stores.file.store import FileStore
-from swansongd.stores.wrappers.throttle import Throttled
+from swansong_bucket.stores.base import WINDOW_BYTES, Moved, ignore_moved
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.wrappers.throttle import Throttled
 
 from testkit.bodies import CountedSink, torn
 from testkit.waiting import until

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import pytest
 from swansong import protocol
+from swansong_bucket.model import UNKNOWN_PARENT, CommitRef, Parent
 from swansongd.core.events import (
     AskTrainers,
     SendTarget,
@@ -16,7 +17,6 @@ from swansongd.core.events import (
     TrainerProgress,
     WithdrawRequest,
 )
-from swansongd.model import UNKNOWN_PARENT, CommitRef, Parent
 from swansongd.trainers.translate import ToTrainers, event_of, message_of, view_of
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from itertools import count
 
 import pytest
-from swansongd.util.concurrency import FIRST, SAMPLE_S, ConcurrencyLimit
+from swansong_bucket.util.concurrency import FIRST, SAMPLE_S, ConcurrencyLimit
 
 CPUS = 4
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 from structlog.testing import CapturingLogger
-from swansongd.errors import Stopped
-from swansongd.util import threads as module
-from swansongd.util.threads import Worker, parallel
+from swansong_bucket.errors import Stopped
+from swansong_bucket.util import threads as module
+from swansong_bucket.util.threads import Worker, parallel
 
 from testkit.waiting import until
 

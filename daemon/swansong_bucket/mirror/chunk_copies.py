@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies chunks from one store to another, and verifies them by the digests in their names.
+
+A chunk is read into memory, compared with its name, and then sent: no damaged byte reaches the mirror, and a
+repeated request needs no second read.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Collection, Sequence
+from typing import TypeVar
+
+from blake3 import blake3
+
+from swansong_bucket.errors import CorruptError, Exists, NotFound, Permanent, Transient
+from swansong_bucket.mirror.gate import Gate
+from swansong_bucket.model import Chunk
+from swansong_bucket.retention.survey import stored_objects
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.util.threads import parallel
+
+VERIFIED_MAX = 200_000
+"""Verified chunks that are remembered, besides those of the manifest that is being copied."""
+_LISTED_MIN = 100
+"""With more chunks of one generation, a listing costs less than their HEADs."""
+
+T = TypeVar("T")
+
+Moved = Callable[[int], None]
+"""Takes the size of a chunk that the second store has acknowledged."""
+
+
+class ChunkCopier:
+    """Copies chunks.
+
+    Args:
+        primary: the store that is read.
+        mirror: the store that is written.
+        gate: pauses transfers.
+        stop: ends all transfers.
+        connections: chunks in flight, each of them in memory.
+        moved: called in any thread.
+    """
+
+    def __init__(
+        self,
+        primary: ObjectStore,
+        mirror: ObjectStore,
+        gate: Gate,
+        stop: threading.Event,
+        *,
+        connections: int,
+        moved: Moved = lambda _size_bytes: None,
+    ) -> None:
+        self._primary = primary
+        self._mirror = mirror
+        self._gate = gate
+        self._stop = stop
+        self._connections = connections
+        self._moved = moved
+        self.verified: set[str] = set()
+        """Keys of chunks that this process has written to the mirror, or has read back from it."""
+
+    def absent(self, chunks: Sequence[Chunk]) -> list[Chunk]:
+        """The chunks that the mirror lacks.
+
+        Raises:
+            CorruptError: the mirror has an object of another size under a key.
+            StoreError: the mirror failed.
+        """
+        sizes_bytes: dict[str, int] = {}
+        of_directory: defaultdict[str, set[str]] = defaultdict(set)
+        for chunk in chunks:
+            of_directory[chunk.key.rpartition("/")[0]].add(chunk.key)
+        few: list[str] = []
+        for directory, keys in of_directory.items():
+            if len(keys) <= _LISTED_MIN:
+                few += keys
+                continue
+            for info in stored_objects(self._mirror, f"{directory}/"):
+                if info.key in keys:
+                    sizes_bytes[info.key] = info.size_bytes
+
+        def head(key: str) -> None:
+            if (info := self._mirror.head(key)) is not None:
+                sizes_bytes[key] = info.size_bytes
+
+        self._parallel(few, head)
+        for chunk in chunks:
+            if sizes_bytes.get(chunk.key, chunk.size_bytes) != chunk.size_bytes:
+                raise self._other(chunk)
+        return [chunk for chunk in chunks if chunk.key not in sizes_bytes]
+
+    def copy(self, chunks: Collection[Chunk]) -> None:
+        """Copy these chunks.
+
+        Raises:
+            CorruptError: the bytes of the store do not match a name, or the mirror has other bytes.
+            StoreError: a store failed.
+            Stopped: the stop was set.
+        """
+        self._parallel(chunks, self._copy)
+
+    def verify(self, chunks: Sequence[Chunk]) -> None:
+        """Read the chunks back from the mirror that are not verified yet; raises as :meth:`copy`."""
+        unverified = [chunk for chunk in chunks if chunk.key not in self.verified]
+        self._parallel(unverified, self._verify)
+        if len(self.verified) > VERIFIED_MAX:
+            self.verified = {chunk.key for chunk in chunks}
+
+    def _copy(self, chunk: Chunk) -> None:
+        try:
+            data = self._read(self._primary, chunk)
+        except (NotFound, Permanent):
+            self._expect_in_store(chunk)
+            raise
+        if blake3(data).digest() != chunk.digest:
+            raise CorruptError(f"the bytes of {chunk.key} do not match the digest in its name")
+        check = self._gate.check
+        try:
+            self._gate.run(lambda: self._mirror.create(chunk.key, data, moved=lambda _: check()))
+        except Exists:
+            raise self._other(chunk) from None
+        self.verified.add(chunk.key)
+        self._moved(chunk.size_bytes)
+
+    def _verify(self, chunk: Chunk) -> None:
+        try:
+            data = self._read(self._mirror, chunk)
+        except NotFound:  # retention of the mirror has deleted it
+            self._copy(chunk)
+            return
+        if blake3(data).digest() != chunk.digest:
+            raise self._other(chunk)
+        self.verified.add(chunk.key)
+
+    def _read(self, store: ObjectStore, chunk: Chunk) -> memoryview:
+        sink = _ChunkSink(chunk.size_bytes, self._gate)
+        self._gate.run(lambda: store.get_range(chunk.key, 0, chunk.size_bytes, sink))
+        return sink.data
+
+    def _expect_in_store(self, chunk: Chunk) -> None:
+        """Raise CorruptError if the primary store lacks the chunk, or has it in another size."""
+        info = self._primary.head(chunk.key)
+        if info is None:
+            raise CorruptError(f"{chunk.key} is missing from the store")
+        if info.size_bytes != chunk.size_bytes:
+            raise CorruptError(
+                f"{chunk.key} has {info.size_bytes} bytes in the store instead of {chunk.size_bytes}"
+            )
+
+    def _parallel(self, tasks: Collection[T], function: Callable[[T], None]) -> None:
+        threads = min(self._connections, len(tasks))
+        parallel(tasks, function, threads=threads, stop=self._stop)
+
+    def _other(self, chunk: Chunk) -> CorruptError:
+        return CorruptError(
+            f"the mirror has other bytes under {self._mirror.url}/{chunk.key}",
+            hint="Delete that object, or choose another mirror.url",
+        )
+
+
+class _ChunkSink:
+    """Collects a chunk in memory; pauses or ends the request when copies must pause."""
+
+    def __init__(self, size_bytes: int, gate: Gate) -> None:
+        self.data = memoryview(bytearray(size_bytes))
+        self._at = 0
+        self._gate = gate
+
+    def rewind(self) -> None:
+        self._at = 0
+
+    def write(self, window: memoryview) -> None:
+        self._gate.check()
+        end = self._at + window.nbytes
+        if end > self.data.nbytes:
+            raise Transient("the store sent more bytes than the requested range has")
+        self.data[self._at : end] = window
+        self._at = end

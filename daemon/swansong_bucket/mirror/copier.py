@@ -1,0 +1,205 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Copies one commit from the primary store to the mirror: claims, missing chunks, manifest, in this order.
+
+The mirror has the layout of the store.  Each object is created and never replaced, so two copiers at once are
+harmless.  The manifest comes last, byte for byte: a commit of the mirror is as whole as one of the store.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from swansong_bucket.errors import CorruptError, Exists, NotFound, SwansongError, TooLarge
+from swansong_bucket.format import manifest as manifests
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.mirror.chunk_copies import ChunkCopier, Moved
+from swansong_bucket.mirror.fence import PromotedError, foreign_claim
+from swansong_bucket.mirror.gate import Gate
+from swansong_bucket.model import Chunk, CommitRef
+from swansong_bucket.runs import catalog
+from swansong_bucket.stores.base import ObjectStore
+
+RECORD_BYTES_MAX = 2**20
+"""Larger farewells, resumptions and pins are not copied: no writer makes them."""
+
+
+class Gone(SwansongError):
+    """The store no longer has the manifest: retention or an operator deleted the commit."""
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class ManifestPlace:
+    """The place of a manifest: the unit of a copy."""
+
+    ref: CommitRef
+    node: int
+    nodes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CopyResult:
+    """The result of the copy of a manifest and its data."""
+
+    chunks: int
+    """Chunks that were copied; the others were in the mirror."""
+    size_bytes: int
+    is_new: bool
+    """Whether the mirror lacked the manifest."""
+
+
+Planned = Callable[[int], None]
+"""Takes the bytes that are about to be copied."""
+
+
+class Copier:
+    """Copies commits of one run.
+
+    All methods raise PromotedError if the mirror was promoted, CorruptError if stored bytes do not match
+    their names, StoreError if a store failed, and Stopped.
+
+    Args:
+        primary: the store with the commits; retries failed requests.
+        mirror: retries failed requests, and limits the rate.
+        keys: of the run.
+        stop: ends all requests.
+        gate: pauses copies; None: they never pause.
+        connections: chunks in flight, each of them in memory.
+        moved: takes the size of each chunk that the mirror has acknowledged.
+    """
+
+    def __init__(
+        self,
+        primary: ObjectStore,
+        mirror: ObjectStore,
+        keys: RunKeys,
+        stop: threading.Event,
+        *,
+        gate: Gate | None = None,
+        connections: int,
+        moved: Moved = lambda _size_bytes: None,
+    ) -> None:
+        self._primary = primary
+        self._mirror = mirror
+        self._keys = keys
+        self._gate = gate or Gate(stop)
+        self._chunks = ChunkCopier(
+            primary,
+            mirror,
+            self._gate,
+            stop,
+            connections=connections,
+            moved=moved,
+        )
+
+    def lacks(self, chunk: Chunk) -> bool:
+        """Whether this copier has neither written nor verified the chunk in the mirror."""
+        return chunk.key not in self._chunks.verified
+
+    def check_fence(self) -> None:
+        """Raise PromotedError if the mirror has a claim that the primary store does not have."""
+        foreign = foreign_claim(self._primary, self._mirror, self._keys)
+        if foreign is not None:
+            raise PromotedError(self._mirror.url, foreign)
+
+    def copy_claims(self) -> None:
+        """Copy the claims that the mirror lacks, in ascending order."""
+        self.check_fence()
+        copied = set(catalog.claimed(self._mirror, self._keys))
+        for number in catalog.claimed(self._primary, self._keys):
+            if number not in copied and not self._put(self._keys.generation(number)):
+                raise PromotedError(self._mirror.url, number)
+
+    def absent(self) -> list[catalog.Commit]:
+        """The commits of the primary store of which the mirror lacks a manifest, newest first."""
+        known = {
+            key
+            for commit in catalog.list_commits(self._mirror, self._keys)
+            for key in commit.manifest_keys.values()
+        }
+        commits = catalog.list_commits(self._primary, self._keys)
+        return [c for c in commits if not known.issuperset(c.manifest_keys.values())]
+
+    def absent_of(self, place: ManifestPlace) -> list[Chunk]:
+        """The chunks of a manifest that the mirror lacks."""
+        return self._chunks.absent(self._read_manifest(place)[1].chunks)
+
+    def copy(self, place: ManifestPlace, planned: Planned = lambda _size_bytes: None) -> CopyResult:
+        """Copy a manifest, after the claims and the chunks that it names.
+
+        Raises:
+            Gone: the primary store has no such manifest any more.
+        """
+        self.copy_claims()
+        key = self._keys.commit(place.ref, place.node, place.nodes)
+        data, manifest = self._read_manifest(place)
+        is_new = self._mirror.head(key) is None
+        if not is_new:
+            self._expect_same(key, data)
+        absent = self._chunks.absent(manifest.chunks)
+        size_bytes = sum(chunk.size_bytes for chunk in absent)
+        planned(size_bytes)
+        try:
+            self._chunks.copy(absent)
+            self._chunks.verify(manifest.chunks)
+            # Retention of the mirror may have deleted a chunk that only older commits named so far.
+            self._chunks.copy(self._chunks.absent(manifest.chunks))
+        except CorruptError:
+            self._read_manifest(place)  # raises Gone if retention deletes this commit now
+            raise
+        self.check_fence()  # the data may have taken hours
+        if not self._put(key, data):
+            raise self._conflict(key)
+        return CopyResult(chunks=len(absent), size_bytes=size_bytes, is_new=is_new)
+
+    def copy_records(self) -> int:
+        """Copy the farewells, resumptions and pins that the mirror lacks; returns their number."""
+        count = 0
+        for prefix in self._keys.records:
+            copied = {info.key for info in self._mirror.list(prefix)}
+            for info in self._primary.list(prefix):
+                if info.key not in copied and 0 < info.size_bytes <= RECORD_BYTES_MAX:
+                    self._gate.wait()
+                    self._put(info.key)
+                    count += 1
+        return count
+
+    # ------------------------------------------------------------------ small objects
+
+    def _read_manifest(self, place: ManifestPlace) -> tuple[bytes, Manifest]:
+        key = self._keys.commit(place.ref, place.node, place.nodes)
+        try:
+            data = self._primary.get(key)
+        except NotFound:
+            raise Gone(f"{place.ref} was deleted") from None
+        except TooLarge as error:
+            raise CorruptError(f"the manifest of {place.ref} is too large: {error}") from None
+        manifest = manifests.decode(data)
+        named = ManifestPlace(manifest.ref, manifest.node, manifest.nodes)
+        if (manifest.run, named) != (self._keys.run, place):
+            raise CorruptError(f"{key} contains the manifest of {manifest.ref}")
+        return data, manifest
+
+    def _put(self, key: str, data: bytes | None = None) -> bool:
+        """Create an object of the mirror; False if it has other bytes."""
+        try:
+            data = self._primary.get(key) if data is None else data
+        except NotFound:
+            return True  # deleted since it was listed
+        try:
+            self._mirror.put(key, data, if_absent=True)
+        except Exists:
+            return self._mirror.get(key) == data
+        return True
+
+    def _expect_same(self, key: str, data: bytes) -> None:
+        if self._mirror.get(key) != data:
+            raise self._conflict(key)
+
+    def _conflict(self, key: str) -> CorruptError:
+        return CorruptError(
+            f"{self._mirror.url}/{key} differs from the same manifest of the store",
+            hint="The mirror belongs to another line of this run: choose another mirror.url",
+        )

@@ -1,0 +1,331 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The durability point: claims of generations, and creation of manifests.
+
+Three rules protect the commits of a run against a second VM, independent of clocks:
+
+- A generation is claimed by create-if-absent, for one start of the training, and never released.  Each commit
+  compares the claim in the store with that of its writer.
+- Every key contains the generation.
+- A manifest is created and never replaced.  If the store refuses the create, the manifest is read back: with
+  the same nonce it is our own, and only the reply was lost.
+
+A commit is reported only after the listing that readers use contains its manifest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import structlog
+from swansong import bounds
+from swansong.bounds import BoundsError
+
+from swansong_bucket.errors import CorruptError, Exists, FencedError, StoreError, TooLarge
+from swansong_bucket.format import claim as claims
+from swansong_bucket.format import manifest as manifests
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CommitRef, is_sound
+from swansong_bucket.runs import catalog
+from swansong_bucket.stores.base import ObjectStore
+
+_CLAIM_ATTEMPTS_MAX = 100
+LOOK_BACK = 5
+"""Number of newest claims that are searched for that of a job start."""
+
+_log = structlog.get_logger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """A generation that a start of this VM holds."""
+
+    content: ClaimObject
+    """Content of the claim in the store; over several VMs another VM may have created it."""
+    honours_if_absent: bool
+    """Whether the store refused to create the claim a second time."""
+    is_found: bool = False
+    """It existed already."""
+
+    @property
+    def generation(self) -> int:
+        return self.content.generation
+
+
+def claim_generation(
+    store: ObjectStore,
+    keys: RunKeys,
+    *,
+    start_id: str,
+    identity: Mapping[str, str],
+    own: Collection[str] = (),
+    gap: int = 0,
+    look_back: int = LOOK_BACK,
+) -> Claim:
+    """Claim the next generation for a start, or find the claim that it has; after a lost race, a later one.
+
+    A claim is then created a second time, with the same bytes: a store that accepts this ignores
+    create-if-absent.
+
+    Args:
+        start_id: of the start.  The first of its VMs creates the claim, and the others share it.
+        identity: boot and host name of this VM, and the time; informational.
+        own: further starts of this VM, whose newer claims fence nothing.
+        gap: numbers to leave free above the newest claim.
+        look_back: number of newest claims among which the start may have one.
+
+    Raises:
+        FencedError: the start has a generation, and a newer one has taken the run over.
+        CorruptError: the format has no further number, the listing contains an object that no swansong
+            wrote, or a field of the claim is out of bounds; nothing was claimed.
+        StoreError: the store failed, or the race was lost too often.
+    """
+    numbers = catalog.claimed(store, keys)
+    recent = catalog.newest_claims(store, keys, numbers, look_back)
+    newest = recent[0][0] if recent else 0
+    for number, found in recent:
+        if found is not None and found.start == start_id:
+            if number < newest and not _is_of(recent[0][1], own):
+                raise FencedError(number, newest)
+            return Claim(found, honours_if_absent=True, is_found=True)
+    for generation in range(newest + gap + 1, newest + gap + 1 + _CLAIM_ATTEMPTS_MAX):
+        if generation > bounds.GENERATION_MAX:
+            raise _no_number_left(store, keys, generation - 1)
+        key = keys.generation(generation)
+        claim = ClaimObject(run=keys.run, generation=generation, start=start_id, identity=identity)
+        data = claims.encode(claim)
+        claims.decode(data)  # fails before a claim that no other VM could read
+        try:
+            store.put(key, data, if_absent=True)
+        except Exists:
+            winner = catalog.claim_of(store, keys, generation)
+            if winner is None or winner.start != start_id:
+                continue
+            if winner != claim:  # of another VM of this start
+                return Claim(winner, honours_if_absent=True)
+        try:
+            store.put(key, data, if_absent=True)
+        except Exists:
+            return Claim(claim, honours_if_absent=True)
+        return Claim(claim, honours_if_absent=False)
+    raise StoreError(
+        f"another VM was first to claim {_CLAIM_ATTEMPTS_MAX} generations of run {keys.run}"
+    )
+
+
+def _no_number_left(store: ObjectStore, keys: RunKeys, newest: int) -> CorruptError:
+    return CorruptError(
+        f"run {keys.run} cannot claim generation {newest + 1}: the last number of the format, "
+        f"{newest}, is taken",
+        hint=f"Delete {store.url}/{keys.generation(newest)} if no VM of this run wrote it, "
+        "else continue under another run.name",
+    )
+
+
+def newest_whole_commit(
+    store: ObjectStore, keys: RunKeys, *, before: CommitRef | None = None, near: int = 0
+) -> CommitRef | None:
+    """The newest commit with the manifests of all its nodes; see :func:`newest_whole`."""
+    found = newest_whole(store, keys, before=before, near=near)
+    return None if found is None else found.ref
+
+
+def newest_whole(
+    store: ObjectStore, keys: RunKeys, *, before: CommitRef | None = None, near: int = 0
+) -> catalog.Commit | None:
+    """The newest commit with the manifests of all its nodes.  Does not read them.
+
+    Args:
+        before: only older commits than this one.
+        near: a generation near the newest one, see :func:`swansong_bucket.runs.catalog.newest_commits`.
+
+    Raises:
+        CorruptError: the listing contains an object that no swansong wrote.
+        StoreError: a request to the store failed.
+    """
+    for found in catalog.newest_commits(store, keys, near=near):
+        if found.is_complete and (before is None or found.ref < before):
+            return found
+    return None
+
+
+def are_all_sound(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:
+    """Whether no VM had a failed GPU before it sealed its share.  Reads the manifests of several VMs.
+
+    A single VM has marked its own sets in staging.
+
+    Raises:
+        CorruptError: a manifest is damaged.
+        StoreError: a request to the store failed.
+    """
+    if found.nodes == 1:
+        return True
+    return all(is_sound(made.health) for made in catalog.each_manifest(store, keys, found))
+
+
+def parts_committed(
+    store: ObjectStore,
+    keys: RunKeys,
+    newest: CommitRef,
+    nodes: int,
+    *,
+    after: CommitRef | None = None,
+) -> tuple[int, catalog.Commit | None]:
+    """The number of nodes with a part of the newest checkpoint, and the newest whole one.
+
+    Costs one listing of the commits since ``after``.
+
+    Args:
+        newest: the newest checkpoint of which this VM has committed its part.
+        nodes: number of VMs of the job.
+        after: the newest checkpoint that is known to be whole; older ones do not count.
+
+    Returns:
+        ``nodes`` and ``newest`` if that checkpoint is whole.
+
+    Raises:
+        CorruptError: the listing contains an object that no swansong wrote.
+        StoreError: a request to the store failed.
+    """
+    first = CommitRef(newest.generation, 0)
+    if after is not None:
+        first = max(first, after)
+    committed = 0
+    for found in catalog.list_commits(store, keys, since_step=first):
+        if found.nodes != nodes or not first <= found.ref <= newest or found.ref == after:
+            continue
+        if found.ref == newest:
+            committed = len(found.manifest_keys)
+        if found.is_complete:
+            return committed, found
+    return committed, None
+
+
+def ensure_not_fenced(
+    store: ObjectStore, keys: RunKeys, claim: ClaimObject, *, own: Collection[str] = ()
+) -> None:
+    """Check that no other VM has taken the run over; costs a small listing and a small GET.
+
+    No VM deletes claims, but an operator may empty the prefix while VMs run.  The claim is then created again
+    by create-if-absent, so that at most one VM continues with the number.
+
+    Args:
+        claim: of the generation that this VM holds.
+        own: further starts of this VM, whose newer claims fence nothing.
+
+    Raises:
+        FencedError: a newer generation is claimed, or another VM has claimed this one.
+        CorruptError: the listing contains an object that no swansong wrote, or the claim is malformed.
+        StoreError: a request to the store failed.
+    """
+    newest = catalog.newest_generation(store, keys, above=claim.generation)
+    if newest > claim.generation:
+        newer = catalog.claim_of(store, keys, newest) if own else None
+        if not _is_of(newer, own):
+            raise FencedError(claim.generation, newest)
+    found = catalog.claim_of(store, keys, claim.generation) or _claimed_again(store, keys, claim)
+    if not found.is_shared_with(claim):
+        raise FencedError(claim.generation, claim.generation)
+
+
+def _is_of(claim: ClaimObject | None, starts: Collection[str]) -> bool:
+    return claim is not None and claim.start in starts
+
+
+def _claimed_again(store: ObjectStore, keys: RunKeys, claim: ClaimObject) -> ClaimObject:
+    """Create a deleted claim again; returns the claim that is in the store then."""
+    key = keys.generation(claim.generation)
+    try:
+        store.put(key, claims.encode(claim), if_absent=True)
+    except Exists:
+        try:
+            return claims.decode(store.get(key))
+        except CorruptError as error:
+            raise CorruptError(
+                f"{store.url}/{key} is not the claim that this VM made: {error}",
+                hint="Delete it if no VM of this run wrote it",
+            ) from None
+    _log.warning(
+        "claim_made_again",
+        generation=claim.generation,
+        claim=f"{store.url}/{key}",
+        hint="The claim of this VM was deleted: do not empty the prefix of a run that is training",
+    )
+    return claim
+
+
+def commit(
+    store: ObjectStore,
+    keys: RunKeys,
+    manifest: Manifest,
+    claim: ClaimObject,
+    *,
+    own: Collection[str] = (),
+    reads_back: bool = False,
+) -> None:
+    """Create the manifest.  When this returns, the checkpoint is durable, and readers find it.
+
+    Args:
+        claim: of the manifest's generation, which this VM holds.
+        own: further starts of this VM.  What a start on one VM has sealed is committed in its place, also
+            after the next start has claimed; over several VMs the next start has chosen without it.
+        reads_back: read the manifest back as a reader does, and compare.
+
+    Raises:
+        BoundsError: no reader would accept the manifest; nothing was written, and a retry cannot help.
+        FencedError: another VM has taken the run over; no manifest was written.
+        Exists: another set is committed under this generation and step.
+        CorruptError: the store returns another manifest than was written, or the listing contains an
+            object that no swansong wrote.
+        StoreError: the store failed, or its listing does not contain the manifest.  The manifest may exist;
+            a retry is safe.
+    """
+    data = manifests.encode(manifest)
+    try:
+        written = manifests.decode(data)
+    except CorruptError as error:
+        raise BoundsError(str(error)) from None
+    if manifest.generation != claim.generation:
+        raise FencedError(manifest.generation, claim.generation)
+    ensure_not_fenced(store, keys, claim, own=own if manifest.nodes == 1 else ())
+    key = keys.commit(manifest.ref, manifest.node, manifest.nodes)
+    is_new = True
+    try:
+        store.put(key, data, if_absent=True)
+    except Exists:
+        if not _is_ours(store, key, manifest):
+            raise
+        is_new = False  # created by an attempt whose reply was lost, and just read back
+    found = next(
+        (
+            found
+            for found in catalog.list_commits(store, keys, manifest.ref)
+            if key in found.manifest_keys.values()
+        ),
+        None,
+    )
+    if found is None:
+        raise StoreError(
+            f"{store.url}/{key} was created, and the listing of the store does not contain it",
+            hint="No reader would find this commit; check that the store lists all its objects",
+        )
+    if reads_back and is_new and catalog.load_node(store, keys, found, manifest.node) != written:
+        raise CorruptError(f"{store.url}/{key} contains another manifest than was written")
+
+
+def _is_ours(store: ObjectStore, key: str, manifest: Manifest) -> bool:
+    """Whether the object is a manifest of the same set for the same key.
+
+    Equal nonces are not enough: it can be a copy of the set's manifest from another generation.
+    """
+    try:
+        found = manifests.decode(store.get(key))
+    except (CorruptError, TooLarge):
+        return False
+    return _names(found) == _names(manifest)
+
+
+def _names(manifest: Manifest) -> tuple[object, ...]:
+    return manifest.nonce, manifest.run, manifest.ref, manifest.node, manifest.nodes

@@ -1,0 +1,216 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Address, credentials and error responses of a container of Azure Blob Storage."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from email.utils import formatdate
+from typing import Any
+from urllib.parse import quote, urlencode, urlsplit
+
+from swansong_bucket.errors import (
+    Exists,
+    Forbidden,
+    Locked,
+    NotFound,
+    Permanent,
+    StoreError,
+    Transient,
+)
+from swansong_bucket.stores.azure.auth import (
+    CREDENTIALS_HINT,
+    AzureCredentials,
+    Identity,
+    Sas,
+    SharedKey,
+    Token,
+    classified,
+    from_environment,
+)
+from swansong_bucket.stores.base import Body, Sink
+from swansong_bucket.stores.credentials import CredentialCache
+from swansong_bucket.stores.http.client import Response, Wire
+from swansong_bucket.stores.options import AzureOptions
+from swansong_bucket.stores.responses import one_line, xml_text
+from swansong_bucket.util.http1 import retry_after_s
+
+_VERSION = "2021-12-02"
+"""Version of the interface: old enough for every cloud of Azure, and for Azurite."""
+_STALL_S_MAX = 3.0
+
+# Codes whose cause is the credentials: rotated keys, expired signatures and tokens.
+_CREDENTIALS_CODES = {
+    "AuthenticationFailed", "InvalidAuthenticationInfo", "NoAuthenticationInformation",
+    "KeyBasedAuthenticationNotPermitted",
+}  # fmt: skip
+_LOCKED_CODES = {
+    "BlobImmutableDueToPolicy", "BlobImmutableDueToLegalHold", "LeaseIdMissing", "SnapshotsPresent",
+}  # fmt: skip
+_OFFLINE_CODES = {"BlobArchived", "BlobBeingRehydrated"}
+_ROLE = "Grant the role Storage Blob Data Contributor on the container, or packer/permissions/azure-vm.json"
+_ELSEWHERE = "Redirects are not followed: set store.endpoint to the store's own address"
+_HINTS = {
+    "ContainerNotFound": "Create the container, or fix store.url",
+    "ResourceNotFound": "Create the container, or fix store.url",
+    "AccountIsDisabled": "Enable the storage account, or fix store.url",
+    "KeyBasedAuthenticationNotPermitted": (
+        "The account allows no keys: remove AZURE_STORAGE_KEY, and assign a managed identity to the VM"
+    ),
+    "AuthenticationFailed": (
+        "Renew the key, the signature or the identity; if they are valid, fix the clock of this VM"
+    ),
+    "AuthorizationFailure": (
+        "Allow the network of this VM in the firewall of the storage account, or fix the key"
+    ),
+    "AuthorizationSourceIPMismatch": "Allow the address of this VM in the shared access signature",
+    "AuthorizationPermissionMismatch": _ROLE,
+    "InsufficientAccountPermissions": "Allow read, list and create in the shared access signature",
+    "UnauthorizedBlobOverwrite": _ROLE,
+    **dict.fromkeys(_OFFLINE_CODES, "Rehydrate the blob, and remove the rule that archives blobs"),
+}
+
+
+class BlobMissing(NotFound):
+    """The container exists, and the blob does not."""
+
+
+class AzureAccess:
+    """Connections and credentials for one container.
+
+    Uses the account key or the shared access signature of the environment, else tokens of azure-identity.  A
+    token is never sent over plain http.
+    """
+
+    def __init__(self, account: str, container: str, options: AzureOptions) -> None:
+        self._account = account
+        self._address = options.address(account)
+        self._path = f"{urlsplit(self._address).path}/{container}"
+        self._timeout_s = options.read_timeout_s
+        trusted = os.environ.get("REQUESTS_CA_BUNDLE") or None
+        self._credentials = CredentialCache(
+            "Azure", load=self._load_credentials, fetch=_fetched, has_expired=_has_expired
+        )
+        self._wire = Wire(
+            self._address,
+            connections=options.connections,
+            ca_bundle=str(options.ca_bundle) if options.ca_bundle is not None else trusted,
+            connect_timeout_s=options.connect_timeout_s,
+            stall_s=min(_STALL_S_MAX, options.read_timeout_s),
+            first_byte_s=options.read_timeout_s,
+        )
+
+    def renew_credentials(self) -> None:
+        """Renew a token that expires soon; raises Permanent if there are no credentials."""
+        self._credentials.renew()
+
+    def exchange(
+        self,
+        method: str,
+        key: str | None,
+        parameters: Mapping[str, str],
+        headers: Mapping[str, str],
+        *,
+        body: Body | None = None,
+        sink: Sink | None = None,
+    ) -> Response:
+        """Send one request for a blob, or with key None for the container; returns the response of a success.
+
+        Raises:
+            Transient: also when other credentials were found after a refusal.
+            StoreError: the store refused the request.
+        """
+        credentials = self._credentials.get()
+        path = self._path if key is None else f"{self._path}/{quote(key)}"
+        sent = {"x-ms-date": formatdate(usegmt=True), "x-ms-version": _VERSION, **headers}
+        query = urlencode(parameters, quote_via=quote)
+        match credentials:
+            case SharedKey():
+                length = (
+                    {"content-length": str(body.size_bytes)} if body and body.size_bytes else {}
+                )
+                sent["authorization"] = credentials.authorization(
+                    method, path, parameters, {**sent, **length}
+                )
+            case Sas():
+                query = "&".join(filter(None, (query, credentials.query)))
+            case Token():
+                sent["authorization"] = f"Bearer {credentials.text}"
+        response = self._wire.request(
+            method, f"{path}?{query}" if query else path, sent, body=body, sink=sink
+        )
+        if response.status < 300:
+            self._credentials.accept(credentials)
+            return response
+        code = response.headers.get("x-ms-error-code") or xml_text(response.body, "Code")
+        if response.status == 401 or code in _CREDENTIALS_CODES:
+            if self._credentials.replace(credentials, is_certain=True):
+                raise Transient(f"{_message(response, code)}; other credentials were found")
+            raise Permanent(_message(response, code), hint=_HINTS.get(code, CREDENTIALS_HINT))
+        raise _refusal(response, code)
+
+    def _load_credentials(self) -> AzureCredentials | Identity:
+        """The first source that has credentials."""
+        found = from_environment(self._account)
+        if found is not None:
+            return found
+        if self._address.startswith("http:"):
+            raise Permanent(
+                f"{self._address} is plain http, and no token of an identity is sent over it",
+                hint="Set store.endpoint to an https address, or set AZURE_STORAGE_KEY",
+            )
+        with _errors_of_identity():
+            return Identity(self._timeout_s)
+
+
+def _fetched(source: AzureCredentials | Identity) -> AzureCredentials:
+    if not isinstance(source, Identity):
+        return source
+    with _errors_of_identity():
+        return source.token()
+
+
+def _has_expired(source: Any) -> bool:
+    return isinstance(source, Identity) and source.has_expired
+
+
+@contextmanager
+def _errors_of_identity() -> Iterator[None]:
+    """Turn errors of azure-identity into errors of the contract."""
+    try:
+        yield
+    except StoreError:
+        raise
+    except Exception as error:  # a metadata service can answer with anything
+        raise classified(error) from error
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _message(response: Response, code: str) -> str:
+    # Further lines of the message have the id and the time of the request.
+    reason = xml_text(response.body, "Message").partition("\n")[0].strip().rstrip(".")
+    words = (str(response.status), one_line(code, 80), one_line(reason, 300))
+    return " ".join(filter(None, words))
+
+
+def _refusal(response: Response, code: str) -> StoreError:
+    """The error of the contract for a response with an error status."""
+    status, message = response.status, _message(response, code)
+    hint = _HINTS.get(code, _ELSEWHERE if status < 400 else "")
+    if status == 404:
+        return (BlobMissing if code == "BlobNotFound" else NotFound)(message, hint=hint)
+    if code in _LOCKED_CODES:
+        return Locked(
+            message, hint="Remove the policy, the lease or the snapshots, or delete later"
+        )
+    if status == 412 or code == "BlobAlreadyExists":
+        return Exists(message)
+    if code in _OFFLINE_CODES:
+        return Permanent(message, hint=hint)
+    is_over_soon = status in (408, 409, 429) or (status >= 500 and status != 501)
+    if is_over_soon or code in ("Md5Mismatch", "IncompleteBody"):
+        return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
+    return (Forbidden if status == 403 else Permanent)(message, hint=hint)

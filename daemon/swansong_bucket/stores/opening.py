@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Opens the store and the mirror of the configuration."""
+
+from __future__ import annotations
+
+from swansong_bucket.config.sections import MirrorConfig, StoreAccess
+from swansong_bucket.errors import ConfigError
+from swansong_bucket.stores.azure.store import AzureStore
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.options import AzureOptions, GcsOptions, S3Options
+from swansong_bucket.stores.retention import Lock
+from swansong_bucket.stores.s3.store import S3Store
+
+
+def open_store(
+    config: StoreAccess,
+    *,
+    connections: int = 16,
+    lock: Lock | None = None,
+) -> ObjectStore:
+    """The backend for ``file://``, ``s3://``, ``gs://`` or ``az://``.  Sends no request: see ``check()``.
+
+    The options of one provider are ignored by the others.
+
+    Args:
+        lock: retention of new objects; None: they get none.
+
+    Raises:
+        ConfigError: the URL does not name a store, or an option is wrong.
+    """
+    url = config.url or ""
+    match url.partition("://")[0]:
+        case "file":
+            if lock is not None:
+                raise ConfigError(
+                    ["store.lock_days: a directory locks no file; remove the key, or use S3 or GCS"]
+                )
+            return FileStore(url)
+        case "s3":
+            return S3Store(
+                url,
+                S3Options(
+                    endpoint=config.endpoint,
+                    connections=connections,
+                    ca_bundle=config.ca_bundle,
+                    lock=lock,
+                    region=config.region,
+                    profile=config.profile,
+                    addressing=config.addressing,
+                ),
+            )
+        case "gs":
+            return GcsStore(
+                url,
+                GcsOptions(
+                    endpoint=config.endpoint,
+                    connections=connections,
+                    ca_bundle=config.ca_bundle,
+                    lock=lock,
+                ),
+            )
+        case "az":
+            if lock is not None:
+                raise ConfigError(
+                    ["store.lock_days: Azure locks no blob; set it to 0, or use S3 or GCS"],
+                    hint="An immutability policy of the container keeps all blobs",
+                )
+            return AzureStore(
+                url,
+                AzureOptions(
+                    endpoint=config.endpoint,
+                    connections=connections,
+                    ca_bundle=config.ca_bundle,
+                ),
+            )
+        case scheme:
+            raise ConfigError(
+                [f"store.url: unknown scheme {scheme!r:.40}; use file://, s3://, gs:// or az://"]
+            )
+
+
+def open_mirror(config: MirrorConfig, *, connections: int | None = None) -> ObjectStore | None:
+    """The store that receives a copy of each commit; None if no mirror is configured.  Sends no request.
+
+    Args:
+        connections: threads that call the store at the same time; None: those of the configuration.
+
+    Raises:
+        ConfigError: the URL does not name a store, or an option is wrong.
+    """
+    if config.url is None:
+        return None
+    try:
+        return open_store(config, connections=connections or config.connections)
+    except ConfigError as error:
+        problems = [problem.replace("store.", "mirror.", 1) for problem in error.problems]
+        raise ConfigError(problems, hint=error.hint) from None

@@ -1,0 +1,363 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Credentials, address, signed requests and error responses of a bucket of S3.
+
+Imports botocore only when a client is first needed.  botocore finds the address of the bucket, the region
+and the credentials.  It sends no request to the store.
+"""
+
+from __future__ import annotations
+
+import re
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+from urllib.parse import parse_qs, urlsplit
+
+from swansong_bucket.errors import Exists, Forbidden, NotFound, Permanent, StoreError, Transient
+from swansong_bucket.stores.base import Body, Sink, is_certificate_problem, named
+from swansong_bucket.stores.credentials import CredentialCache
+from swansong_bucket.stores.http.client import Response, Wire
+from swansong_bucket.stores.options import ENDPOINT, Addressing, S3Options
+from swansong_bucket.stores.responses import one_line, xml_text
+from swansong_bucket.stores.s3.sigv4 import (
+    EMPTY_PAYLOAD,
+    AwsCredentials,
+    encoded_path,
+    encoded_query,
+    signed_headers,
+)
+from swansong_bucket.util.http1 import retry_after_s
+
+_SAMPLE_KEY = "k"
+_HOST_NAME = re.compile(r"[a-z0-9]([a-z0-9-]*[a-z0-9])?")
+"""Bucket names that a certificate's wildcard matches: without dots."""
+_REGION_NAME = re.compile(r"[a-z0-9-]{1,40}")
+_STALL_S = 3.0
+_UNUSED_KEYS = {"aws_access_key_id": "unused", "aws_secret_access_key": "unused"}
+"""For presigned URLs that are only parsed, never requested."""
+
+# Codes with status 400 whose cause is this attempt, not the request.
+_TRANSIENT_CODES = {
+    "RequestTimeout", "IncompleteBody", "BadDigest", "InvalidDigest", "XAmzContentSHA256Mismatch",
+    "XAmzContentChecksumMismatch", "SlowDown", "Throttling", "ThrottlingException", "InternalError",
+}  # fmt: skip
+# Codes whose cause is the credentials: rotated keys, expired or revoked sessions.  Others may exist by now.
+_CREDENTIALS_CODES = {
+    "ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "InvalidAccessKeyId", "InvalidToken",
+    "SignatureDoesNotMatch",
+}  # fmt: skip
+_CLOCK_CODE = "RequestTimeTooSkewed"
+_ELSEWHERE_CODES = {
+    "PermanentRedirect", "TemporaryRedirect", "AuthorizationHeaderMalformed",
+    "IllegalLocationConstraintException",
+}  # fmt: skip
+CREDENTIALS_HINT = (
+    "Give the VM an instance role for the bucket, or credentials in boto3's default chain"
+)
+_RIGHTS = "Allow s3:ListBucket, GetObject and PutObject on store.url"
+_REGION = "Set store.region to the region of the bucket"
+_UNSUPPORTED = "This store lacks an operation that Swansong needs: use another store"
+_HINTS = {
+    "NoSuchBucket": "Create the bucket, or fix store.url",
+    _CLOCK_CODE: "The clock of this VM is wrong: fix time synchronisation",
+    "AccessDenied": _RIGHTS,
+    "403": _RIGHTS,
+    **dict.fromkeys(_ELSEWHERE_CODES, _REGION),
+    "301": _REGION,
+    "307": _REGION,
+}
+
+
+class Invalid(Permanent):
+    """HTTP 400 InvalidRequest: for example, a retention in a bucket without Object Lock."""
+
+
+class Unsupported(Permanent):
+    """The store does not implement this operation."""
+
+
+@dataclass(frozen=True, slots=True)
+class S3Request:
+    """A request before it is signed."""
+
+    method: str
+    path: str
+    """Path of the object below the bucket, with its ``/``; empty for the bucket itself."""
+    parameters: Mapping[str, str] = field(default_factory=dict)
+    headers: Mapping[str, str] = field(default_factory=dict)
+    payload: str = EMPTY_PAYLOAD
+    """See :func:`swansong_bucket.stores.s3.sigv4.signed_headers`."""
+    body: Body | None = None
+    sink: Sink | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Route:
+    """Address of the bucket."""
+
+    wire: Wire
+    endpoint: str
+    base_path: str
+    """Path before the ``/`` of the key: the bucket, or empty if the host names the bucket."""
+    region: str
+
+    @property
+    def is_tls(self) -> bool:
+        return self.endpoint.startswith("https:")
+
+
+class S3Access:
+    """Signed requests to one bucket.
+
+    Args:
+        bucket: its name.
+    """
+
+    def __init__(self, bucket: str, options: S3Options) -> None:
+        self._bucket = bucket
+        self._options = options
+        self._region = options.region
+        """Replaced by the region in a redirect."""
+        self._credentials = CredentialCache(
+            "S3", load=self._load_credentials, fetch=_aws_credentials, has_expired=_has_expired
+        )
+        self._ca_bundle = str(options.ca_bundle) if options.ca_bundle is not None else None
+        self._route_lock = threading.Lock()
+        self._known_route: Route | None = None
+
+    # ------------------------------------------------------------ requests
+
+    def exchange(self, request: S3Request) -> Response:
+        """Send one signed request; returns the response of a success.
+
+        Raises:
+            StoreError: the store refused the request; also when it redirects to another address.
+        """
+        route, credentials = self.route(), self._credentials.get()
+        method = request.method
+        response = _sent(route, credentials, request)
+        if 200 <= response.status < 300:
+            self._credentials.accept(credentials)
+            return response
+        code = xml_text(response.body, "Code") or str(response.status)
+        region = response.headers.get("x-amz-bucket-region", route.region)
+        is_elsewhere = 300 <= response.status < 400 or code in _ELSEWHERE_CODES
+        if is_elsewhere or (method == "HEAD" and response.status == 400 and region != route.region):
+            raise self._moved(response, code, route, credentials)
+        is_of_credentials = self._expect_no_others(response, code, credentials, method)
+        if is_of_credentials:
+            raise Permanent(_message(response, code), hint=CREDENTIALS_HINT)
+        raise _refusal(response, code)
+
+    def renew_credentials(self) -> None:
+        """Renew credentials that expire soon; raises Permanent if there are none."""
+        self._credentials.renew()
+
+    def route(self) -> Route:
+        """Address of the bucket; found on the first call."""
+        with self._route_lock:
+            if self._known_route is None:
+                self._known_route = self._found_route()
+            return self._known_route
+
+    def _moved(
+        self, response: Response, code: str, route: Route, credentials: AwsCredentials
+    ) -> StoreError:
+        """The error for a bucket in another region; takes the region from the response, never an address."""
+        region = response.headers.get("x-amz-bucket-region") or xml_text(response.body, "Region")
+        if not region:
+            # HeadBucket needs no right: its refusal contains the region, too.
+            head = _sent(route, credentials, S3Request("HEAD", ""))
+            region = head.headers.get("x-amz-bucket-region", "")
+        message = f"{one_line(code, 80)}: the bucket is not in {route.region}"
+        if region == route.region or not _REGION_NAME.fullmatch(region):
+            return Permanent(message, hint=_REGION)
+        with self._route_lock:
+            if self._known_route is route:
+                self._known_route = None
+                route.wire.close()
+                self._region = region
+        return Transient(f"{message} but in {region}")
+
+    def _expect_no_others(
+        self, response: Response, code: str, used: AwsCredentials, method: str
+    ) -> bool:
+        """Whether the credentials ``used`` are the cause of an error response.
+
+        The response to a HEAD has no body, so no code.  The cause of a 403 is a missing right or a revoked
+        session, so other credentials are looked for.
+
+        Raises:
+            Transient: there are other credentials now.
+        """
+        is_certain = (
+            code in _CREDENTIALS_CODES
+            or response.status == 401
+            or (method == "HEAD" and response.status == 400)
+        )
+        is_possible = response.status == 403 and code != _CLOCK_CODE
+        if (is_certain or is_possible) and self._credentials.replace(used, is_certain=is_certain):
+            raise Transient(f"{_message(response, code)}; other credentials were found")
+        return is_certain
+
+    def _found_route(self) -> Route:
+        with errors_of(
+            "find the address of the bucket", "Check table [store] of the configuration"
+        ):
+            endpoint, base_path, region = self._address()
+        wire = Wire(
+            endpoint,
+            connections=self._options.connections,
+            ca_bundle=self._ca_bundle,
+            connect_timeout_s=self._options.connect_timeout_s,
+            stall_s=min(_STALL_S, self._options.read_timeout_s),
+            first_byte_s=self._options.read_timeout_s,
+        )
+        return Route(wire, endpoint, base_path, region)
+
+    # ------------------------------------------------------------ botocore
+
+    def _address(self) -> tuple[str, str, str]:
+        """Endpoint of the bucket, path before the ``/`` of the key, and region."""
+        import botocore.session  # noqa: PLC0415 - slow to import
+        from botocore.config import Config  # noqa: PLC0415
+
+        session = botocore.session.Session(profile=self._options.profile)
+        self._ca_bundle = self._ca_bundle or session.get_config_variable("ca_bundle")
+        given, region, style = self._options.endpoint, self._region, self._addressing_style()
+        if given and ENDPOINT.fullmatch(given) and region and style == "path":
+            return given, f"/{self._bucket}", region  # a client of botocore reads 2 MB of models
+        addressing: Any = {"addressing_style": style}
+        client = session.create_client(
+            "s3",
+            region_name=region,
+            endpoint_url=given,
+            config=Config(signature_version="s3v4", s3=addressing),
+            **_UNUSED_KEYS,
+        )
+        url = client.generate_presigned_url(
+            "put_object", Params={"Bucket": self._bucket, "Key": _SAMPLE_KEY}
+        )
+        parts = urlsplit(url)
+        found_region = parse_qs(parts.query)["X-Amz-Credential"][0].split("/")[2]
+        base_path = parts.path.removesuffix(f"/{_SAMPLE_KEY}")
+        return f"{parts.scheme}://{parts.netloc}", base_path, found_region
+
+    def _addressing_style(self) -> Addressing:
+        if self._options.addressing != "auto":
+            return self._options.addressing
+        if self._options.endpoint:
+            return "path"
+        # Given no style, botocore names the global host in addresses, which redirects new buckets.
+        return "virtual" if _HOST_NAME.fullmatch(self._bucket) else "auto"
+
+    def _load_credentials(self) -> Any:
+        """botocore's credentials, from the first source that has some."""
+        import botocore.session  # noqa: PLC0415
+
+        with errors_of("credentials for S3", CREDENTIALS_HINT):
+            # A new session: an old one caches files and assumed roles.
+            session = botocore.session.Session(profile=self._options.profile)
+            found = session.get_component("credential_provider").load_credentials()
+        if found is None:
+            raise Permanent("no credentials for S3", hint=CREDENTIALS_HINT)
+        return found
+
+
+def _sent(route: Route, credentials: AwsCredentials, request: S3Request) -> Response:
+    """Sign a request and send it, once."""
+    path = (route.base_path + encoded_path(request.path)) or "/"
+    query = encoded_query(request.parameters)
+    headers = signed_headers(
+        request.method,
+        route.wire.host,
+        path,
+        query,
+        request.headers,
+        payload=request.payload,
+        credentials=credentials,
+        region=route.region,
+        now=datetime.now(UTC),
+    )
+    return route.wire.request(
+        request.method,
+        f"{path}?{query}" if query else path,
+        headers,
+        body=request.body,
+        sink=request.sink,
+    )
+
+
+def _aws_credentials(found: Any) -> AwsCredentials:
+    """The keys of botocore's credentials, which renew themselves in their last 15 minutes."""
+    with errors_of("credentials for S3", CREDENTIALS_HINT):
+        frozen = found.get_frozen_credentials()
+        credentials = AwsCredentials(frozen.access_key, frozen.secret_key, frozen.token)
+        if not all(isinstance(word, str) for word in (*frozen[:2], frozen.token or "")):
+            raise TypeError("a field is not text")
+        return credentials
+
+
+def _has_expired(found: Any) -> bool:
+    refresh_needed = getattr(found, "refresh_needed", None)
+    return refresh_needed is not None and bool(refresh_needed(refresh_in=0))
+
+
+# ---------------------------------------------------------------- errors
+
+
+def _message(response: Response, code: str) -> str:
+    status = str(response.status)
+    refusal = status if code == status else f"{status} {one_line(code, 80)}"
+    return ": ".join(filter(None, (refusal, one_line(xml_text(response.body, "Message"), 200))))
+
+
+def _refusal(response: Response, code: str) -> StoreError:
+    """The error of the contract for a response with an error status."""
+    status = response.status
+    message, hint = _message(response, code), _HINTS.get(code, "")
+    if status == 404 or code in ("NoSuchBucket", "NoSuchKey"):
+        return NotFound(message, hint=hint)
+    if status == 412 or code == "PreconditionFailed":
+        return Exists(message)
+    if status in (405, 501):
+        return Unsupported(message, hint=_UNSUPPORTED)
+    if code in _TRANSIENT_CODES or status in (408, 409, 429) or status >= 500:
+        return Transient(message, hint=hint, retry_after_s=retry_after_s(response.headers))
+    kind = Invalid if code == "InvalidRequest" else Forbidden if status == 403 else Permanent
+    return kind(message, hint=hint)
+
+
+@contextmanager
+def errors_of(what: str, hint: str) -> Iterator[None]:
+    """Turn errors of botocore and its plug-ins into errors of the contract."""
+    try:
+        with named(what):
+            yield
+    except StoreError:
+        raise
+    except Exception as error:  # botocore does not check what a credential_process prints
+        raise _classified(error, what, hint) from error
+
+
+def _classified(error: Exception, what: str, hint: str) -> StoreError:
+    """The error of the contract for one of botocore's, urllib3's or the system's, by its type."""
+    from botocore import exceptions as of  # noqa: PLC0415
+    from botocore.parsers import ResponseParserError  # noqa: PLC0415
+    from urllib3.exceptions import HTTPError  # noqa: PLC0415
+
+    message = f"{what}: {error!s:.300}"
+    if is_certificate_problem(error):
+        return Permanent(message, hint="The store's certificate is not trusted on this VM")
+    network = (
+        of.HTTPClientError, of.ConnectionError, of.IncompleteReadError, ResponseParserError,
+        of.MetadataRetrievalError, HTTPError, OSError,
+    )  # fmt: skip
+    if isinstance(error, network):
+        return Transient(message)
+    if isinstance(error, of.ProfileNotFound):
+        return Permanent(message, hint="Fix store.profile")
+    return Permanent(message, hint=hint)

@@ -1,0 +1,292 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The store contract on S3 and compatible stores.
+
+The wire sends each request once; retries and deadlines belong to the caller.  Every write contains a CRC32C
+that the store verifies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from xml.etree import ElementTree as ET
+
+from swansong_bucket.errors import Changed, Exists, Locked, NotFound, Permanent, Transient
+from swansong_bucket.stores import responses
+from swansong_bucket.stores.base import (
+    GET_BYTES_MAX,
+    Body,
+    BytesSink,
+    Folders,
+    Moved,
+    ObjectInfo,
+    Page,
+    Sink,
+    bucket_and_prefix,
+    delete_each,
+    expect_few,
+    ignore_moved,
+    listed,
+    named,
+)
+from swansong_bucket.stores.checksums import crc32c_base64
+from swansong_bucket.stores.http.client import Response
+from swansong_bucket.stores.options import S3Options
+from swansong_bucket.stores.retention import StoreClock
+from swansong_bucket.stores.s3.access import S3Access, S3Request, Unsupported
+from swansong_bucket.stores.s3.retention import S3Retention, signed_document
+from swansong_bucket.stores.s3.settings import S3Settings
+from swansong_bucket.stores.s3.sigv4 import EMPTY_PAYLOAD, UNSIGNED_PAYLOAD
+from swansong_bucket.util.threads import parallel
+
+_CHECKSUM = "x-amz-checksum-crc32c"
+_ABSENT = {"if-none-match": "*"}
+_RETENTION_THREADS = 8
+
+
+class S3Store:
+    """A bucket, or a prefix in one.
+
+    Args:
+        url: ``s3://bucket/prefix``.
+    """
+
+    def __init__(self, url: str, options: S3Options) -> None:
+        self.url = url
+        bucket, self._prefix = bucket_and_prefix(url)
+        self._access = S3Access(bucket, options)
+        self._clock = StoreClock(self.check)
+        self.settings = S3Settings(bucket, self._prefix, self._call)
+        self._retention = S3Retention(
+            options.lock, self.settings.has_lock, self._clock, self._call, bucket
+        )
+
+    # ------------------------------------------------------------ small objects
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        self._put(key, Body(data), _ABSENT if if_absent else {})
+
+    def get(self, key: str) -> bytes:
+        sink = BytesSink(GET_BYTES_MAX)
+        response = self._call("GetObject", "GET", key, sink=sink)
+        if response.status != 200:
+            raise Permanent(
+                f"GetObject {key} in {self.url}: HTTP {response.status} is not a complete object"
+            )
+        return bytes(sink.data)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        try:
+            response = self._call("HeadObject", "HEAD", key)
+        except NotFound:
+            # Object and bucket have the same 404: a listing raises NotFound if the bucket is missing.
+            self._list_page(key, max_keys=1)
+            return None
+        with responses.complete(f"HeadObject {key}"):
+            return responses.head_info(response, key)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
+
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._list_page(prefix, token, after=after)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        response = self._listing(prefix, token, {"delimiter": "/"})
+        with responses.complete(f"ListObjectsV2 {prefix}"):
+            return responses.folders(response, self._prefix, prefix)
+
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        """See the contract.  In a bucket with versions the object's bytes remain as an older version."""
+        self._retention.expect_none(key)
+        self._delete(key, if_tag)
+
+    def _delete(self, key: str, if_tag: str) -> None:
+        condition = {"if-match": if_tag} if if_tag else {}
+        try:
+            self._call("DeleteObject", "DELETE", key, headers=condition)
+        except (NotFound, Exists) as refused:
+            # A condition makes a missing object an error: 404, or 412 from SeaweedFS.
+            if not if_tag:
+                raise
+            if self.head(key) is not None:
+                raise Changed(str(refused)) from refused
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        expect_few(infos)
+        held: dict[str, str] = {}
+        if infos and self._retention.may_lock():
+            held = self._locked(infos)
+            infos = [info for info in infos if info.key not in held]
+        if not infos:
+            return held
+        order = ET.Element("Delete")
+        for info in infos:
+            item = ET.SubElement(order, "Object")
+            ET.SubElement(item, "Key").text = self._prefix + info.key
+            if info.tag:
+                ET.SubElement(item, "ETag").text = info.tag
+        ET.SubElement(order, "Quiet").text = "true"
+        headers, payload, body = signed_document(order)
+        try:
+            response = self._call(
+                "DeleteObjects",
+                "POST",
+                None,
+                {"delete": ""},
+                headers,
+                payload=payload,
+                body=body,
+            )
+        except Unsupported:
+            return {**held, **delete_each(self, infos)}
+        with responses.complete("DeleteObjects"):
+            remaining = responses.remaining(response, self._prefix)
+        # A conditional delete of a missing object is refused.
+        return held | {key: code for key, code in remaining.items() if code != "NoSuchKey"}
+
+    def lock(self, key: str) -> float | None:
+        return self._retention.extend(key)
+
+    def _locked(self, infos: Sequence[ObjectInfo]) -> dict[str, str]:
+        """The objects that a retention protects, each with the reason."""
+        found: dict[str, str] = {}
+
+        def ask(info: ObjectInfo) -> None:
+            try:
+                self._retention.expect_none(info.key)
+            except Locked as error:
+                found[info.key] = str(error)
+
+        parallel(infos, ask, threads=_RETENTION_THREADS)
+        return found
+
+    # ------------------------------------------------------------ chunks
+
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        body = Body(data, moved)
+        try:
+            self._put(key, body, _ABSENT)
+        except Exists:
+            # If the bytes match, our write succeeded and only the reply was lost.
+            is_ours = self._holds(key, body)
+            if is_ours is None:
+                self._put(key, body, {})
+            elif not is_ours:
+                raise
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        if not size_bytes:
+            return
+        span = f"{offset}-{offset + size_bytes - 1}"
+        response = self._call(
+            "GetObject", "GET", key, headers={"range": f"bytes={span}"}, sink=sink
+        )
+        range_ = response.headers.get("content-range", "")
+        if not range_.startswith(f"bytes {span}/"):  # some send it with status 200
+            raise Permanent(
+                f"get {key}: {size_bytes} bytes from {offset} are not within the object"
+            )
+
+    # ------------------------------------------------------------ the bucket
+
+    def check(self) -> None:
+        self._list_page("", max_keys=1)
+
+    def warm(self) -> None:
+        self.renew_credentials()
+        self.check()
+
+    def renew_credentials(self) -> None:
+        """Renew credentials that expire soon; raises Permanent if there are none."""
+        self._access.renew_credentials()
+
+    # ------------------------------------------------------------ requests
+
+    def _list_page(
+        self,
+        prefix: str,
+        token: str | None = None,
+        *,
+        after: str = "",
+        max_keys: int = responses.PAGE_ITEMS,
+    ) -> Page:
+        start = {"start-after": self._prefix + after} if after and token is None else {}
+        response = self._listing(prefix, token, start, max_keys)
+        with responses.complete(f"ListObjectsV2 {prefix}"):
+            return responses.objects(response, self._prefix, prefix)
+
+    def _listing(
+        self,
+        prefix: str,
+        token: str | None,
+        more: Mapping[str, str],
+        max_keys: int = responses.PAGE_ITEMS,
+    ) -> Response:
+        parameters = {
+            "encoding-type": "url",
+            "list-type": "2",
+            "max-keys": str(max_keys),
+            "prefix": self._prefix + prefix,
+            **more,
+        }
+        if token is not None:
+            parameters["continuation-token"] = token
+        return self._call("ListObjectsV2", "GET", None, parameters)
+
+    def _holds(self, key: str, body: Body) -> bool | None:
+        """Whether the store has an object with this key and the size and CRC32C of ``body``.
+
+        None if the size matches and the store returns no checksum.
+        """
+        headers = {"x-amz-checksum-mode": "ENABLED"}
+        try:
+            response = self._call("HeadObject", "HEAD", key, headers=headers)
+        except NotFound:
+            return False
+        with responses.complete(f"HeadObject {key}"):
+            if responses.length_of(response.headers) != body.size_bytes:
+                return False
+        reported = response.headers.get(_CHECKSUM)
+        return None if reported is None else reported == crc32c_base64(body.crc32c)
+
+    def _put(self, key: str, body: Body, condition: Mapping[str, str]) -> None:
+        """PUT ``body`` with a checksum that the store verifies."""
+        is_tls = self._access.route().is_tls
+        checksum = crc32c_base64(body.crc32c)
+        headers = {_CHECKSUM: checksum, **condition, **self._retention.headers(key)}
+        payload = UNSIGNED_PAYLOAD if is_tls else body.sha256()
+        with self._retention.explained(key):
+            response = self._call(
+                "PutObject", "PUT", key, headers=headers, payload=payload, body=body
+            )
+        with responses.complete(f"PutObject {key} in {self.url}"):
+            responses.etag_of(response.headers)
+        if response.headers.get(_CHECKSUM, checksum) != checksum:
+            raise Transient(
+                f"PutObject {key} in {self.url}: the store has other bytes than were sent"
+            )
+
+    def _call(
+        self,
+        operation: str,
+        method: str,
+        key: str | None,
+        parameters: Mapping[str, str] | None = None,
+        headers: Mapping[str, str] | None = None,
+        *,
+        payload: str = EMPTY_PAYLOAD,
+        body: Body | None = None,
+        sink: Sink | None = None,
+    ) -> Response:
+        """Send one signed request for an object, or with key None for the bucket; returns a success.
+
+        Args:
+            operation: name in the documentation of S3, as in its permissions.
+        """
+        path = "" if key is None else f"/{self._prefix}{key}"
+        what = operation if key is None else f"{operation} {key}"
+        request = S3Request(method, path, parameters or {}, headers or {}, payload, body, sink)
+        with named(f"{what} in {self.url}"):
+            response = self._access.exchange(request)
+        self._clock.observe(response.headers.get("date", ""))
+        return response

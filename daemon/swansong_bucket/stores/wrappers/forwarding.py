@@ -1,0 +1,68 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The base of a store around a store: every call reaches the inner store unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from swansong_bucket.stores.base import (
+    Folders,
+    Moved,
+    ObjectInfo,
+    ObjectStore,
+    Page,
+    Sink,
+    ignore_moved,
+    listed,
+)
+
+
+class Forwarding:
+    """The same store.  A subclass overrides the calls that it changes; ``list`` calls its own ``page``.
+
+    Args:
+        store: the inner store.
+    """
+
+    def __init__(self, store: ObjectStore) -> None:
+        self.url = store.url
+        self._store = store
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        self._store.put(key, data, if_absent=if_absent)
+
+    def get(self, key: str) -> bytes:
+        return self._store.get(key)
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        self._store.get_range(key, offset, size_bytes, sink)
+
+    def head(self, key: str) -> ObjectInfo | None:
+        return self._store.head(key)
+
+    def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
+        return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
+
+    def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
+        return self._store.page(prefix, token, after=after)
+
+    def folders(self, prefix: str, token: str | None) -> Folders:
+        return self._store.folders(prefix, token)
+
+    def delete(self, key: str, *, if_tag: str = "") -> None:
+        self._store.delete(key, if_tag=if_tag)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> Mapping[str, str]:
+        return self._store.delete_many(infos)
+
+    def lock(self, key: str) -> float | None:
+        return self._store.lock(key)
+
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        self._store.create(key, data, moved=moved)
+
+    def check(self) -> None:
+        self._store.check()
+
+    def warm(self) -> None:
+        self._store.warm()

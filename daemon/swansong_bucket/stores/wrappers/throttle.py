@@ -1,0 +1,131 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A rate limit for chunks, so that a flush does not slow down the training on the same VM.
+
+A store around a store.  :class:`~swansong_bucket.stores.wrappers.retry.Retrying` is the outer one.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from swansong_bucket.stores.base import WINDOW_BYTES, Moved, ObjectStore, Sink, ignore_moved
+from swansong_bucket.stores.wrappers.forwarding import Forwarding
+
+_POLL_S = 0.05
+"""Interval at which a waiting thread reads the rate again."""
+
+
+class Throttled(Forwarding):
+    """The same store, with a limit on the rate of all large bodies together.
+
+    The number of bodies in flight is at most the number of windows per second.  Each body then sends about
+    one window a second, and no server closes its connection as idle.  The others have not started and use no
+    connection.  Small objects are not limited, and neither are ranges, unless ``limits_reads``.
+
+    Args:
+        store: the store that sends the requests.
+        rate_bytes_per_s: called at short intervals; None removes the limit, also for waiting threads.
+        limits_reads: limit the ranges that are read, in the same bucket.
+        monotonic: the clock.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        rate_bytes_per_s: Callable[[], float | None],
+        *,
+        limits_reads: bool = False,
+        monotonic: Callable[[], float] = time.monotonic,
+    ) -> None:
+        super().__init__(store)
+        self._limits_reads = limits_reads
+        self._bucket = _TokenBucket(rate_bytes_per_s, monotonic)
+
+    def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
+        if len(data) > WINDOW_BYTES:  # of a repair
+            self._bucket.spend(len(data))
+        self._store.put(key, data, if_absent=if_absent)
+
+    def get_range(self, key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        if not self._limits_reads:
+            super().get_range(key, offset, size_bytes, sink)
+            return
+        with self._bucket.slot():
+            self._store.get_range(key, offset, size_bytes, _ThrottledSink(sink, self._bucket))
+
+    def create(self, key: str, data: memoryview, *, moved: Moved = ignore_moved) -> None:
+        def paced(size_bytes: int) -> None:
+            moved(size_bytes)  # first: a cancelled request raises before the wait
+            if size_bytes > 0:
+                self._bucket.spend(size_bytes)
+
+        with self._bucket.slot():
+            self._store.create(key, data, moved=paced)
+
+
+class _TokenBucket:
+    """A token bucket for all threads.
+
+    A thread that finds no debt takes all its tokens immediately, and leaves a debt.  The next thread waits
+    until the debt is paid.  No window is therefore too large for the bucket.
+    """
+
+    def __init__(
+        self, rate_bytes_per_s: Callable[[], float | None], monotonic: Callable[[], float]
+    ) -> None:
+        self._rate_bytes_per_s = rate_bytes_per_s
+        self._monotonic = monotonic
+        self._changed = threading.Condition()
+        self._level_bytes = 0.0
+        self._seen_mono_s = monotonic()
+        self._in_flight = 0
+
+    @contextmanager
+    def slot(self) -> Iterator[None]:
+        """Hold one of the slots for bodies in flight; waits for a free one."""
+        with self._changed:
+            while (rate := self._rate_bytes_per_s()) and self._in_flight >= max(
+                1, rate // WINDOW_BYTES
+            ):
+                self._changed.wait(_POLL_S)
+            self._in_flight += 1
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._in_flight -= 1
+                self._changed.notify()
+
+    def spend(self, size_bytes: int) -> None:
+        """Wait until ``size_bytes`` may be sent."""
+        if not self._rate_bytes_per_s():
+            return
+        with self._changed:
+            while rate := self._rate_bytes_per_s():
+                now_mono_s = self._monotonic()
+                earned_bytes = (now_mono_s - self._seen_mono_s) * rate
+                # Idle time earns no credit beyond one interval, which makes up for late wake-ups.
+                self._level_bytes = min(self._level_bytes + earned_bytes, rate * _POLL_S)
+                self._seen_mono_s = now_mono_s
+                if self._level_bytes >= 0:
+                    self._level_bytes -= size_bytes
+                    return
+                self._changed.wait(min(_POLL_S, -self._level_bytes / rate + 0.001))
+
+
+class _ThrottledSink:
+    """A sink that waits before it takes each window."""
+
+    def __init__(self, sink: Sink, pace: _TokenBucket) -> None:
+        self._sink = sink
+        self._bucket = pace
+
+    def rewind(self) -> None:
+        self._sink.rewind()
+
+    def write(self, window: memoryview) -> None:
+        self._bucket.spend(window.nbytes)
+        self._sink.write(window)

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Daemon threads: one that runs tasks in order, or several that share a list of tasks.
+
+Not a ThreadPoolExecutor: the interpreter joins the threads of an executor at exit.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterable
+from typing import TypeVar
+
+import structlog
+
+from swansong_bucket.errors import Stopped
+
+Task = TypeVar("Task")
+
+_POLL_S = 0.2
+
+_log = structlog.get_logger(__name__)
+
+
+class Worker:
+    """One thread with a bounded queue, for tasks that would block the decision loop.
+
+    Args:
+        name: of the thread.
+        tasks_max: largest number of queued tasks.
+    """
+
+    def __init__(self, name: str, *, tasks_max: int) -> None:
+        self._name = name
+        self._tasks: queue.Queue[Callable[[], object]] = queue.Queue(tasks_max)
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def start(self) -> None:
+        """Start the thread."""
+        self._thread.start()
+
+    def submit(self, task: Callable[[], object]) -> bool:
+        """Queue a task; False if the queue is full.  Returns immediately."""
+        try:
+            self._tasks.put_nowait(task)
+        except queue.Full:
+            return False
+        return True
+
+    def _run(self) -> None:
+        while True:
+            task = self._tasks.get()
+            try:
+                task()
+            except Exception:  # the next task may succeed
+                _log.exception("worker_fault", worker=self._name)
+
+
+def parallel(
+    tasks: Iterable[Task],
+    function: Callable[[Task], None],
+    *,
+    threads: int,
+    stop: threading.Event | None = None,
+) -> None:
+    """Call ``function`` once for each task, in up to ``threads`` threads at a time.
+
+    ``tasks`` is read task by task, by one thread at a time.
+    Returns when all calls have returned.  After the first error no further task begins.  Calls in progress
+    are waited for, so that no thread still uses what the caller cleans up next; each call must have its own
+    timeouts.
+
+    Raises:
+        Stopped: ``stop`` was set before all tasks were done.
+        BaseException: the first error that ``function`` raised.
+    """
+    left = iter(tasks)
+    lock = threading.Lock()
+    halt = threading.Event()
+    errors: list[BaseException] = []
+
+    def work() -> None:
+        while not halt.is_set():
+            try:
+                with lock:
+                    if stop is not None and stop.is_set():
+                        raise Stopped("stopped before it was done")
+                    task = next(left)
+            except StopIteration:
+                return
+            except BaseException as error:  # raised below
+                with lock:
+                    errors.append(error)
+                halt.set()
+                return
+            try:
+                function(task)
+            except BaseException as error:  # raised below, in the thread of the caller
+                with lock:
+                    errors.append(error)
+                halt.set()
+
+    workers = [
+        threading.Thread(target=work, name=f"parallel-{number}", daemon=True)
+        for number in range(threads)
+    ]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            while worker.is_alive():
+                worker.join(_POLL_S)  # in short waits, so that Ctrl-C is handled
+    except BaseException:
+        halt.set()
+        for worker in workers:
+            if worker.ident is not None:
+                worker.join()
+        raise
+    if errors:
+        raise errors[0]

@@ -1,0 +1,161 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Client of the daemon on this VM, over the daemon's socket."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import struct
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, Self, TypeVar
+
+from swansong.protocol import (
+    MAX_MESSAGE_BYTES,
+    Message,
+    ProtocolError,
+    Refused,
+    Restored,
+    RestoreQuery,
+    Restoring,
+    Status,
+    StatusQuery,
+    decode,
+    encode,
+)
+from swansong_bucket.errors import Unreachable
+
+TIMEOUT_S = 5.0
+RESTORE_TIMEOUT_S = 120.0
+"""Longer than the daemon waits for the store before it reports progress or an error."""
+_RETRY_S = 0.05
+_UCRED = struct.Struct("3i")
+"""Process, user and group."""
+_NOT_RUNNING = "Check the daemon with: systemctl status swansongd"
+_NOT_ALLOWED = "Run the command as root, or as one of trainer.users"
+
+Reply = TypeVar("Reply", bound=Message)
+
+
+class DaemonClient:
+    """A connection to the daemon.
+
+    Args:
+        path: socket of the daemon.
+
+    Raises:
+        Unreachable: from all methods; the daemon does not run, does not reply or refuses.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._channel = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self._channel.settimeout(TIMEOUT_S)
+        with self._explained():
+            self._connect()
+
+    def _connect(self) -> None:
+        deadline_mono_s = time.monotonic() + TIMEOUT_S
+        while True:
+            try:
+                self._channel.connect(str(self._path))
+                return
+            except BlockingIOError:  # the kernel's queue of connections is full
+                if time.monotonic() > deadline_mono_s:
+                    raise
+                time.sleep(_RETRY_S)
+
+    def request(self, message: Message, answered_by: type[Reply]) -> Reply:
+        """Send a request and wait up to :data:`TIMEOUT_S` for its reply; other messages are skipped."""
+        deadline_mono_s = time.monotonic() + TIMEOUT_S
+        self._channel.settimeout(TIMEOUT_S)
+        with self._explained():
+            self._channel.send(encode(message))
+            while data := self._received(deadline_mono_s):
+                reply = decode(data)
+                if isinstance(reply, answered_by):
+                    return reply
+                _expect_not_refused(reply)
+        raise self._closed()
+
+    def restored(self, progress: Callable[[int, int], None]) -> Restored:
+        """Ask for the checkpoint that a trainer would get, and wait while the daemon downloads it.
+
+        Args:
+            progress: takes the bytes done and the total.
+        """
+        self._channel.settimeout(RESTORE_TIMEOUT_S)
+        with self._explained():
+            self._channel.send(encode(RestoreQuery(secrets.token_hex(8))))
+            while data := self._channel.recv(MAX_MESSAGE_BYTES + 1):
+                reply = decode(data)
+                if isinstance(reply, Restored):
+                    return reply
+                if isinstance(reply, Restoring):
+                    progress(reply.bytes_done, reply.bytes_total)
+                _expect_not_refused(reply)
+        raise self._closed()
+
+    def _closed(self) -> Unreachable:
+        return Unreachable(
+            f"the request failed: the daemon at {self._path} closed the connection",
+            hint=_NOT_ALLOWED,
+        )
+
+    def _received(self, deadline_mono_s: float) -> bytes:
+        left_s = deadline_mono_s - time.monotonic()
+        if left_s <= 0:
+            raise TimeoutError
+        self._channel.settimeout(left_s)
+        return self._channel.recv(MAX_MESSAGE_BYTES + 1)
+
+    def report(self) -> dict[str, Any]:
+        """The daemon's report; docs/reference/status.md lists its fields."""
+        return self.request(StatusQuery(), Status).report
+
+    def peer_uid(self) -> int:
+        """The user that listens on the socket, as the kernel reports it."""
+        credentials = self._channel.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _UCRED.size)
+        return int(_UCRED.unpack(credentials)[1])
+
+    def close(self) -> None:
+        self._channel.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @contextmanager
+    def _explained(self) -> Iterator[None]:
+        path, timeout_s = self._path, self._channel.gettimeout()
+        try:
+            yield
+        except PermissionError:
+            raise Unreachable(
+                f"connecting to the daemon at {path} failed: permission denied", hint=_NOT_ALLOWED
+            ) from None
+        except TimeoutError:
+            raise Unreachable(
+                f"the request failed: the daemon at {path} did not reply within {timeout_s:g} s",
+                hint=_NOT_RUNNING,
+            ) from None
+        except OSError as error:
+            raise Unreachable(
+                f"connecting to the daemon at {path} failed: {error.strerror}", hint=_NOT_RUNNING
+            ) from None
+        except ProtocolError as error:
+            raise Unreachable(
+                f"the request failed: {path} returned an invalid message ({error})",
+                hint="Restart the daemon after an upgrade",
+            ) from None
+
+
+def _expect_not_refused(reply: Message) -> None:
+    if isinstance(reply, Refused):
+        raise Unreachable(
+            f"the request failed: the daemon refused it: {reply.reason}", hint=_NOT_ALLOWED
+        )

@@ -1,0 +1,44 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The destination of ``swansong restore``: a link to a checkpoint on this VM, and the report of it."""
+
+from __future__ import annotations
+
+import os
+from contextlib import suppress
+from pathlib import Path
+
+from swansong_bucket.errors import StagingError
+
+from swansong_tools.commands.common import print_json
+from swansong_tools.units import human_bytes
+
+
+def link(destination: Path, path: Path, facts: dict[str, object], *, as_json: bool) -> None:
+    """Replace the destination by a link to a checkpoint on this VM, and report it."""
+    try:
+        with suppress(FileNotFoundError):
+            os.rmdir(destination)  # an empty directory is replaced, as by a download
+        os.symlink(path, destination)
+        size_bytes = sum(each.stat().st_size for each in path.rglob("*") if each.is_file())
+    except OSError as error:
+        raise StagingError(
+            f"linking {destination} to {path} failed: {error.strerror}",
+            hint="Name a directory that is empty or does not exist",
+        ) from error
+    if as_json:
+        sizes = {"size_bytes": size_bytes, "reused_bytes": size_bytes}
+        print_json({"skipped": [], **facts, "path": str(destination), **sizes})
+    else:
+        print(
+            f"step {facts['step']} of run {facts['run']} is on this VM: {human_bytes(size_bytes)}; "
+            f"{destination} links to {path}"
+        )
+
+
+def report_fresh(facts: dict[str, object], *, as_json: bool) -> None:
+    """Report that the run has no commit yet."""
+    if as_json:
+        nothing = {"generation": None, "step": None, "path": None}
+        print_json({"skipped": [], **facts, **nothing, "size_bytes": 0, "reused_bytes": 0})
+    else:
+        print(f"nothing to restore: run {facts['run']} has no commit yet")

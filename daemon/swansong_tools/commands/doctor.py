@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong doctor``: check the installation."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.text import Text
+from swansong_bucket.errors import Stopped, Unready
+from swansong_bucket.util.printable import printable
+from swansongd.observe import log
+
+from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.common import add_json, print_json
+from swansong_tools.commands.terminal import console
+from swansong_tools.doctor.checkup import check_image, check_vm
+from swansong_tools.doctor.findings import Finding, Level, has_failure
+
+_STYLES = {
+    Level.OK: "green",
+    Level.WARNING: "yellow",
+    Level.FAILURE: "bold red",
+    Level.SKIPPED: "dim",
+}
+
+
+EXAMPLES = {
+    "Check a VM before its first training run.": "sudo swansong doctor",
+    "Check it and measure the bandwidth to the store.": "sudo swansong doctor --speed",
+    "Check it and send a test notification.": "sudo swansong doctor --send-notification",
+    "Check an image while it is built.": "swansong doctor --image",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_json(parser)
+    parser.add_argument(
+        "--image",
+        action="store_true",
+        help="check an image during its build: skip the metadata service, the store and the daemon",
+    )
+    parser.add_argument(
+        "--speed",
+        action="store_true",
+        help="also measure the bandwidth to the store: uploads 32 MiB for each of flush.connections, "
+        "and deletes them",
+    )
+    parser.add_argument(
+        "--trial",
+        action="store_true",
+        help="accept a file:// store on this VM's own disk, for a trial: checkpoints are lost with the VM",
+    )
+    parser.add_argument(
+        "--send-notification",
+        action="store_true",
+        help="also send a test notification to the webhook of [notify], and call its heartbeat address",
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    try:
+        return _run(args)
+    except KeyboardInterrupt:
+        raise Stopped("checking the installation failed: interrupted by a signal") from None
+
+
+def _run(args: argparse.Namespace) -> int:
+    log.configure("console", "error")  # findings report persistent errors; retries are not shown
+    findings = (
+        check_image(args.config)
+        if args.image
+        else check_vm(
+            args.config,
+            _fetch_report,
+            speed=args.speed,
+            trial=args.trial,
+            send_notification=args.send_notification,
+        )
+    )
+    if args.json:
+        found = list(findings)
+        print_json([printable(asdict(finding)) for finding in found])
+        return Unready.exit_code if has_failure(found) else 0
+    out = console()
+    found = []
+    family = ""
+    for finding in findings:  # printed one by one: some checks take seconds
+        if finding.level is not Level.FAILURE:
+            if finding.family != family:
+                family = finding.family
+                out.print(Text(family, style="bold"))
+            _show(out, finding, finding.name)
+        found.append(finding)
+    failures = [finding for finding in found if finding.level is Level.FAILURE]
+    if failures:
+        out.print(Text("FAILURES", style="bold red"))
+        for finding in failures:
+            _show(out, finding, f"{finding.family}: {finding.name}")
+    out.print(Text(_summary(found)))
+    if failures:
+        raise Unready(
+            f"{len(failures)} of {len(found)} checks failed",
+            hint="Fix the first one, then run swansong doctor again",
+        )
+    return 0
+
+
+def _fetch_report(socket: Path) -> dict[str, Any]:
+    with DaemonClient(socket) as daemon:
+        return {**daemon.report(), "peer_uid": daemon.peer_uid()}
+
+
+def _show(out: Console, finding: Finding, name: str) -> None:
+    line = Text("  ").append(f"{finding.level:<8}", style=_STYLES[finding.level])
+    out.print(line.append(f" {name}: {printable(finding.found)}"), soft_wrap=True)
+    if finding.fix:
+        out.print(Text(f"           fix: {printable(finding.fix)}"), soft_wrap=True)
+
+
+def _summary(found: list[Finding]) -> str:
+    counts = [(level, sum(finding.level is level for finding in found)) for level in Level]
+    return ", ".join(f"{level} {count}" for level, count in counts)

@@ -1,0 +1,46 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong finished``: whether a run has ended, as an exit code for schedulers and units."""
+
+from __future__ import annotations
+
+import argparse
+
+from swansong_bucket.runs.commit import newest_whole_commit
+
+from swansong_tools.commands.common import add_json, add_run, print_json
+from swansong_tools.commands.opening import opened
+
+EXIT_UNFINISHED = 18
+
+NOTES = "The run has ended if its newest whole commit is that of guard.finish(): see docs/trainers/checks.md."
+EXAMPLES = {
+    "Exit with 0 if the configured run has ended, and with 18 if not.": "swansong finished",
+    "Print the newest step of another run as well.": "swansong finished --run my-run --json",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    with opened(args) as here:
+        newest = newest_whole_commit(here.store, here.keys)
+    name, is_finished = here.keys.run, newest is not None and newest.is_final
+    if args.json:
+        print_json(
+            {
+                "run": name,
+                "finished": is_finished,
+                "generation": None if newest is None else newest.generation,
+                "step": None if newest is None else newest.step,
+            }
+        )
+    elif newest is None:
+        print(f"run {name} is not finished: it has no whole commit")
+    elif is_finished:
+        print(f"run {name} is finished at step {newest.step} (generation {newest.generation})")
+    else:
+        print(f"run {name} is not finished: its newest commit is {newest}")
+    return 0 if is_finished else EXIT_UNFINISHED

@@ -1,0 +1,69 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong lifecycle``: print the lifecycle rules that fit a run, and warn of rules that harm it."""
+
+from __future__ import annotations
+
+import argparse
+import json
+
+from swansong_bucket.errors import ConfigError, StoreError
+from swansong_bucket.stores.gcs.store import GcsStore
+from swansong_bucket.stores.s3.store import S3Store
+
+from swansong_tools.commands.common import add_json, add_run, note, print_json
+from swansong_tools.commands.opening import opened_store
+from swansong_tools.doctor import store_fixes
+from swansong_tools.upkeep import lifecycle
+
+NOTES = """\
+--json prints the rules, the command, the names of the existing rules (null: unknown) and warnings."""
+EXAMPLES = {
+    "Print the rules for the bucket of the configured run, with the command that sets them.": (
+        "swansong lifecycle"
+    ),
+    "Write the rules to a file, for Terraform or another tool.": (
+        "swansong lifecycle --json | jq .rules >rules.json"
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    config, store, keys = opened_store(args)
+    if not isinstance(store, (S3Store, GcsStore)):
+        problem = (
+            f"swansong lifecycle has rules for S3 and GCS only (got {config.store.url!r:.100})"
+        )
+        raise ConfigError([f"store.url: {problem}; set rules with the tools of your store"])
+    settings = store.settings
+    is_s3 = isinstance(store, S3Store)
+    rules = (lifecycle.for_s3 if is_s3 else lifecycle.for_gcs)(keys, settings.prefix)
+    command = store_fixes.put_lifecycle(config, rules)
+    existing: list[str] | None = None
+    harm: list[str] = []
+    unknown = ""
+    try:
+        found = settings.lifecycle_rules()
+    except StoreError as error:
+        unknown = f"unknown: reading the existing rules failed: {error}"
+    else:
+        existing = [rule.name for rule in found]
+        harm = lifecycle.harmful(found, keys, settings.prefix)
+    warnings = [*harm, *filter(None, [unknown])]
+    if args.json:
+        print_json({"rules": rules, "command": command, "existing": existing, "warnings": warnings})
+        return 0
+    print(json.dumps(rules, indent=2))
+    print(f"\n{command}")
+    for line in warnings:
+        note(f"warning: {line}")
+    if existing is None or existing:
+        count = "" if existing is None else f" {len(existing)}"
+        note(
+            f"the command replaces all{count} existing rules of the bucket: add those that you need"
+        )
+    return 0

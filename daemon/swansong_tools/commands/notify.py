@@ -1,0 +1,182 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong notify``: give the daemon notice that this VM will be terminated."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from swansong.protocol import Noted, Notify, NotifyWithdrawn
+from swansong_bucket.config.values import InvalidValue, duration
+from swansong_bucket.errors import Stopped, Unreachable
+from swansong_bucket.model import Verdict
+from swansongd.config.config import load
+from swansongd.sources.manual import identity_of
+
+from swansong_tools.commands.client import TIMEOUT_S, DaemonClient
+from swansong_tools.commands.common import add_json, note, print_json
+from swansong_tools.commands.view.rows import newer_generation, part_of
+
+EXIT_BY_VERDICT = {
+    Verdict.SAFE: 0,
+    Verdict.PARTIAL: 10,
+    Verdict.LOST: 11,
+    Verdict.NO_TRAINING: 19,
+}
+
+NOTES = """\
+The caller must be root or the daemon's user.
+Over several VMs, --wait waits for the whole checkpoint until the deadline.
+Without a trainer it waits until a checkpoint would no longer fit, because a trainer may still connect."""
+EXAMPLES = {
+    "The VM will be terminated in 90 seconds: evacuate, and exit with the verdict.": (
+        "sudo swansong notify --in 90s --wait"
+    ),
+    "An announced maintenance: take a checkpoint now, and evacuate when the deadline is near.": (
+        "sudo swansong notify --in 1h --reason 'maintenance window'"
+    ),
+    "The VM will not be terminated after all: continue training.": (
+        "sudo swansong notify --withdraw --reason 'false alarm'"
+    ),
+}
+
+_SOURCES = ("manual", "drill")
+_POLL_S = 0.1
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_notice(parser).add_argument(
+        "--withdraw", action="store_true", help="withdraw all manual notices, drills included"
+    )
+
+
+def add_notice(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGroup:
+    """Add the options of a notice; returns the group of ``--in`` and its alternatives."""
+    kind = parser.add_mutually_exclusive_group(required=True)
+    kind.add_argument(
+        "--in",
+        dest="in_s",
+        type=_duration,
+        metavar="TIME",
+        help="time until the VM is terminated, such as 90s or 1h",
+    )
+    parser.add_argument(
+        "--reason", default="", metavar="TEXT", help="reason, for the log and the farewell"
+    )
+    parser.add_argument(
+        "--wait", action="store_true", help="wait for the verdict; the exit code shows it"
+    )
+    add_json(parser)
+    return kind
+
+
+def run(args: argparse.Namespace) -> int:
+    if not args.withdraw:
+        return give_notice(args, drill=False)
+    with DaemonClient(load(args.config).trainer.socket) as daemon:
+        daemon.request(NotifyWithdrawn(reason=args.reason), Noted)
+        return _show(args, _until(daemon, lambda report: not _has_manual_notice(report)))
+
+
+def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
+    """Give the daemon a notice; with ``--wait`` return the exit code of its verdict.
+
+    Raises:
+        Unreachable: the daemon does not answer.
+        Stopped: the notice was withdrawn before the verdict.
+    """
+    with DaemonClient(load(args.config).trainer.socket) as daemon:
+        notify = Notify(
+            nonce=secrets.token_hex(8),
+            # Counted from the start of this process, so that simultaneous calls state the same deadline.
+            seconds_left=max(0.0, args.in_s - _running_s()),
+            reason=args.reason,
+            drill=drill,
+        )
+        identity = identity_of(notify.nonce, drill=notify.drill)
+        daemon.request(notify, Noted)
+        report = _until(
+            daemon, lambda report: _is_in_force(report, identity) or _is_answered(report, identity)
+        )
+        if not args.wait:
+            return _show(args, report)
+        note("The notice is in force; waiting for the verdict.")
+        while not _is_answered(report, identity):
+            if not _is_in_force(report, identity):
+                raise Stopped("waiting for the verdict failed: the notice was withdrawn")
+            time.sleep(_POLL_S)
+            report = daemon.report()
+        verdict = report["last_verdict"]["verdict"]
+        _show(args, {**report, "verdict": verdict})
+        return EXIT_BY_VERDICT[Verdict(verdict)]
+
+
+def _until(daemon: DaemonClient, is_seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+    """The daemon's state once the decision loop has recorded our message."""
+    deadline_mono_s = time.monotonic() + TIMEOUT_S
+    while not is_seen(report := daemon.report()):
+        if time.monotonic() > deadline_mono_s:
+            raise Unreachable(
+                f"notifying the daemon failed: it accepted the message but did not act on it within "
+                f"{TIMEOUT_S:g} s",
+                hint="Check its state with: swansong status",
+            )
+        time.sleep(_POLL_S)
+    return report
+
+
+def _running_s() -> float:
+    """Age of this process in seconds; 0 if /proc cannot be read."""
+    try:
+        stat = Path("/proc/self/stat").read_text()
+        started_ticks = int(stat.rpartition(")")[2].split()[19])
+    except (OSError, ValueError, IndexError):
+        return 0.0
+    started_s = started_ticks / os.sysconf("SC_CLK_TCK")
+    return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
+
+
+def _has_manual_notice(report: dict[str, Any]) -> bool:
+    return any(notice["source"] in _SOURCES for notice in report["notices"])
+
+
+def _is_in_force(report: dict[str, Any], identity: str) -> bool:
+    return any(identity in notice["identities"] for notice in report["notices"])
+
+
+def _is_answered(report: dict[str, Any], identity: str) -> bool:
+    """Whether the newest verdict belongs to an evacuation for this notice."""
+    last = report["last_verdict"]
+    return last is not None and identity in last["notices"]
+
+
+def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
+    keys = ("state", "verdict", "notices", "evacuation", "last_commit", "part", "newer_generation")
+    shown = {key: report[key] for key in keys}
+    if args.json:
+        print_json(shown)
+    else:
+        commit = shown["last_commit"]
+        committed = (
+            f"generation {commit['generation']} step {commit['step']} is committed"
+            if commit
+            else "nothing is committed"
+        )
+        if shown["part"]:
+            committed += f"; {part_of(shown['part'])}"
+        committed += newer_generation(report)
+        print(f"{shown['verdict'] or shown['state']}: {committed}")
+    return 0
+
+
+def _duration(text: str) -> float:
+    plain = text.isascii() and text.isdigit()
+    try:
+        return duration(int(text) if plain else text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None

@@ -1,0 +1,120 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The configuration, the store and the signals of a command that reads the bucket."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import FrameType
+
+from swansong_bucket.errors import ConfigError
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.retention import locks
+from swansong_bucket.runs import signing
+from swansong_bucket.runs.signing import SigningKey
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.opening import open_mirror, open_store
+from swansong_bucket.stores.wrappers.retry import Retrying
+from swansong_bucket.transfer.reader import CONNECTIONS
+from swansongd.config.config import Config, load
+from swansongd.flush.claim_record import expect_recorded_store
+from swansongd.observe import log
+from swansongd.staging.scan import OWN_DIRECTORY
+
+_CALL_BUDGET_S = 30.0
+"""Time in which one failed call to the store is retried."""
+_CALL_BUDGET_WITH_MIRROR_S = 10.0
+"""The same if there is a mirror, from which the command continues."""
+
+
+@dataclass(frozen=True, slots=True)
+class Opened:
+    """The configuration, its store, and the selected run."""
+
+    config: Config
+    store: ObjectStore
+    keys: RunKeys
+    stop: threading.Event
+    """Set by SIGINT or SIGTERM; a second signal ends the process immediately."""
+    connections: int
+    """Maximum number of connections to the store.  No trainer needs a share of them."""
+    signing_key: SigningKey | None = None
+
+
+def opened_store(args: argparse.Namespace) -> tuple[Config, ObjectStore, RunKeys]:
+    """The configuration, its store without retries, and the selected run; for one request."""
+    log.configure("console", "warning")
+    config = load(args.config)
+    return config, open_store(config.store, connections=1), RunKeys(args.run or config.run.name)
+
+
+@contextmanager
+def opened(args: argparse.Namespace) -> Iterator[Opened]:
+    """Read the configuration, open the store, and turn the first signal into ``stop``.
+
+    Raises:
+        ConfigError: the configuration is not valid.
+    """
+    log.configure("console", "warning")
+    config = load(args.config)
+    connections = max(CONNECTIONS, config.flush.connections)
+    store = open_store(
+        config.store,
+        connections=connections,
+        lock=locks.of(config.store),
+    )
+    own = config.staging.path / config.run.name / OWN_DIRECTORY
+    expect_recorded_store(store, own, config.run.name)
+    key = signing.load(config.store.signing_key_file)
+    budget_s = _CALL_BUDGET_S if config.mirror.url is None else _CALL_BUDGET_WITH_MIRROR_S
+    stop = threading.Event()
+    before = {}
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        before[number] = signal.signal(number, on_signal)
+    try:
+        yield Opened(
+            config=config,
+            store=Retrying(
+                signing.signed(store, key),
+                give_up_mono_s=lambda: None,
+                budget_s=budget_s,
+                stop=stop,
+            ),
+            keys=RunKeys(args.run or config.run.name),
+            stop=stop,
+            connections=connections,
+            signing_key=key,
+        )
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def perhaps_mirror(here: Opened) -> ObjectStore | None:
+    """The mirror of the configuration, with retries; None without one."""
+    mirror = open_mirror(here.config.mirror, connections=here.connections)
+    if mirror is None:
+        return None
+    return Retrying(
+        signing.signed(mirror, here.signing_key),
+        give_up_mono_s=lambda: None,
+        budget_s=_CALL_BUDGET_S,
+        stop=here.stop,
+    )
+
+
+def mirror_of(here: Opened) -> ObjectStore:
+    """As :func:`perhaps_mirror`; raises ConfigError without a mirror."""
+    mirror = perhaps_mirror(here)
+    if mirror is None:
+        raise ConfigError(["mirror.url: is missing (got nothing); name the second store"])
+    return mirror

@@ -1,0 +1,104 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong pin``: keep a commit under a name."""
+
+from __future__ import annotations
+
+import argparse
+from contextlib import suppress
+
+from swansong import bounds
+from swansong_bucket.errors import CorruptError, NothingToRestore, StoreError
+from swansong_bucket.format.keys import is_pin_name
+from swansong_bucket.format.wall import utc_now
+from swansong_bucket.runs import catalog, pins
+from swansong_bucket.runs.catalog import Commit
+from swansong_bucket.runs.pins import Pin
+
+from swansong_tools.commands.common import add_run, generation, step
+from swansong_tools.commands.opening import Opened, opened
+
+NOTES = "See docs/operations/retention.md."
+EXAMPLES = {
+    "Keep the newest commit of step 12000 under a name.": "swansong pin 12000 --name before-lr-drop",
+    "Keep a commit of an older generation, with a note.": (
+        'swansong pin 12000 --generation 3 --name paper --note "figure 2 of the paper"'
+    ),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("step", type=step, metavar="STEP", help="step of the commit to keep")
+    parser.add_argument(
+        "--name",
+        type=name,
+        required=True,
+        metavar="N",
+        help="name of the pin, unique in the run: letters, digits, dots, dashes and underscores",
+    )
+    parser.add_argument(
+        "--note", type=_note, default="", metavar="TEXT", help="text that swansong ls shows"
+    )
+    parser.add_argument(
+        "--generation",
+        type=generation,
+        metavar="G",
+        help="generation of the commit (default: the newest that has the step)",
+    )
+
+
+def name(text: str) -> str:
+    """Parse the name of a pin."""
+    if not is_pin_name(text):
+        raise argparse.ArgumentTypeError(
+            f"{text!r:.120} is not a name; use up to 100 letters, digits, dots, dashes and underscores"
+        )
+    return text
+
+
+def _note(text: str) -> str:
+    try:
+        return bounds.text(text, "the note", pins.NOTE_CHARS_MAX)
+    except bounds.BoundsError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def run(args: argparse.Namespace) -> int:
+    with opened(args) as here:
+        found = _commit(here, args.step, args.generation)
+        pin = Pin(
+            run=here.keys.run, name=args.name, ref=found.ref, note=args.note, created=utc_now()
+        )
+        pins.create(here.store, here.keys, pin)
+        # A prune that had read the pins before may delete the commit at this moment.
+        if not _is_there(here, found):
+            with suppress(StoreError):  # without the right to delete, swansong ls shows the pin
+                pins.remove(here.store, here.keys, pin.name)
+            raise NothingToRestore(f"{found.ref} was deleted while it was pinned")
+    print(f"pinned {found.ref} of run {here.keys.run} as {pin.name}")
+    return 0
+
+
+def _commit(here: Opened, wanted_step: int, wanted_generation: int | None) -> Commit:
+    commits = [
+        found
+        for found in catalog.list_commits(here.store, here.keys)
+        if found.ref.step == wanted_step and wanted_generation in (None, found.ref.generation)
+    ]
+    place = f"step {wanted_step}" + (
+        "" if wanted_generation is None else f" of generation {wanted_generation}"
+    )
+    for found in commits:
+        if found.is_complete:
+            catalog.load(here.store, here.keys, found)  # a damaged commit is not worth a pin
+            return found
+    if commits:
+        have, nodes = len(commits[0].manifest_keys), commits[0].nodes
+        raise CorruptError(f"{commits[0].ref} is not whole: {have} of {nodes} nodes committed it")
+    raise NothingToRestore(
+        f"run {here.keys.run} has no commit of {place}", hint="List the commits: swansong ls"
+    )
+
+
+def _is_there(here: Opened, found: Commit) -> bool:
+    return all(here.store.head(key) is not None for key in found.manifest_keys.values())

@@ -1,0 +1,143 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The buckets to which ``swansong export`` writes plain files.
+
+Speed does not matter here, so the SDKs of the clouds move the bytes, with their own credentials, retries and
+checksums.  Each file carries its identity, so that an interrupted export continues.
+"""
+
+from __future__ import annotations
+
+import abc
+import hashlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+from swansong_bucket.errors import ConfigError, StoreError
+from swansong_bucket.model import StoredShard
+from swansong_bucket.stores.base import bucket_and_prefix
+from swansong_bucket.transfer.restore import bytes_of
+
+_IDENTITY = "swansong-content"
+"""Name of the metadata of an exported object."""
+
+
+def opened(url: str) -> PlainFiles | None:
+    """The bucket that ``--to`` names; None for a directory.
+
+    Raises:
+        ConfigError: it is no bucket and no directory.
+        StoreError: there are no credentials.
+    """
+    scheme = urlsplit(url).scheme
+    if not scheme:
+        return None
+    opens = {"s3": _S3Files, "gs": _GcsFiles}.get(scheme)
+    try:
+        bucket, prefix = bucket_and_prefix(url)
+    except ConfigError:
+        opens = None
+    if opens is None:
+        raise ConfigError(
+            [f"--to: {url!r:.100} is not s3://BUCKET/PREFIX, gs://BUCKET/PREFIX or a directory"]
+        )
+    return opens(bucket, prefix)
+
+
+def identity_of(shard: StoredShard) -> str:
+    """Equal for equal bytes in equal chunks."""
+    return hashlib.sha256(repr(bytes_of(shard)).encode()).hexdigest()
+
+
+class PlainFiles(abc.ABC):
+    """Files below a prefix of a bucket."""
+
+    def __init__(self, url: str, errors: tuple[type[Exception], ...]) -> None:
+        self._url = url
+        self._errors = errors
+
+    def has(self, path: str, shard: StoredShard) -> bool:
+        """Whether an earlier export has written this file."""
+        try:
+            return self._is_stored(path, shard)
+        except StoreError:
+            return False  # without the right to list, S3 refuses HEAD of an absent key
+
+    def write(self, path: str, shard: StoredShard, source: Path) -> None:
+        """Write a file, and replace another one of this name.
+
+        Raises:
+            StoreError: the bucket failed, or has other bytes afterwards.
+        """
+        try:
+            self._upload(path, {_IDENTITY: identity_of(shard)}, source)
+        except self._errors as error:
+            raise StoreError(f"writing {self._url}{path} failed: {error}") from error
+        if not self._is_stored(path, shard):
+            raise StoreError(f"{self._url}{path} was written, and is not there")
+
+    def _is_stored(self, path: str, shard: StoredShard) -> bool:
+        try:
+            found = self._found(path)
+        except self._errors as error:
+            raise StoreError(f"reading {self._url}{path} failed: {error}") from error
+        return found == (shard.size_bytes, identity_of(shard))
+
+    @abc.abstractmethod
+    def _found(self, path: str) -> tuple[int, str | None] | None:
+        """The size and the identity of an object; None if it is absent."""
+
+    @abc.abstractmethod
+    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None: ...
+
+
+class _S3Files(PlainFiles):
+    def __init__(self, bucket: str, prefix: str) -> None:
+        import boto3  # noqa: PLC0415 - slow to import
+        from botocore.exceptions import BotoCoreError, ClientError  # noqa: PLC0415
+
+        self._refused = ClientError
+        errors = (BotoCoreError, ClientError, boto3.exceptions.Boto3Error)
+        super().__init__(f"s3://{bucket}/{prefix}", errors)
+        try:
+            self._client: Any = boto3.client("s3")
+        except errors as error:
+            raise StoreError(f"no credentials for {self._url}: {error}") from error
+        self._bucket, self._prefix = bucket, prefix
+
+    def _found(self, path: str) -> tuple[int, str | None] | None:
+        try:
+            found = self._client.head_object(Bucket=self._bucket, Key=self._prefix + path)
+        except self._refused as error:
+            if error.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+                return None
+            raise
+        return found["ContentLength"], found["Metadata"].get(_IDENTITY)
+
+    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None:
+        extra = {"Metadata": metadata}
+        self._client.upload_file(str(source), self._bucket, self._prefix + path, ExtraArgs=extra)
+
+
+class _GcsFiles(PlainFiles):
+    def __init__(self, bucket: str, prefix: str) -> None:
+        from google.api_core.exceptions import GoogleAPIError  # noqa: PLC0415 - slow to import
+        from google.auth.exceptions import GoogleAuthError  # noqa: PLC0415
+        from google.cloud import storage  # noqa: PLC0415
+
+        super().__init__(f"gs://{bucket}/{prefix}", (GoogleAPIError, GoogleAuthError))
+        try:
+            self._bucket: Any = storage.Client().bucket(bucket)
+        except (GoogleAPIError, GoogleAuthError, OSError) as error:
+            raise StoreError(f"no credentials for {self._url}: {error}") from error
+        self._prefix = prefix
+
+    def _found(self, path: str) -> tuple[int, str | None] | None:
+        found = self._bucket.get_blob(self._prefix + path)
+        return None if found is None else (found.size, (found.metadata or {}).get(_IDENTITY))
+
+    def _upload(self, path: str, metadata: Mapping[str, str], source: Path) -> None:
+        blob = self._bucket.blob(self._prefix + path)
+        blob.metadata = metadata
+        blob.upload_from_filename(str(source), checksum="crc32c")

@@ -1,0 +1,160 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong prune``: delete the commits that no rule keeps."""
+
+from __future__ import annotations
+
+import argparse
+import time
+from dataclasses import asdict
+from typing import Any
+
+from rich.table import Table
+from swansong_bucket.retention.prune import PruneDecision, PruneReport, prune
+from swansong_bucket.retention.retention import age_text
+from swansong_bucket.runs import catalog
+from swansong_bucket.util.printable import printable
+
+from swansong_tools.commands.common import add_json, add_quiet, add_run, note, print_json
+from swansong_tools.commands.opening import opened
+from swansong_tools.commands.prices import add_prices, money, prices_of
+from swansong_tools.commands.progress import ProgressDisplay
+from swansong_tools.commands.terminal import console
+from swansong_tools.economics.cost import Prices, of_storage, with_list_prices
+from swansong_tools.units import human_bytes
+
+NOTES = "See docs/operations/retention.md."
+EXAMPLES = {
+    "Explain what would be kept and deleted, and delete nothing.": "swansong prune --dry-run",
+    "Delete the commits that no rule keeps.": "swansong prune",
+    "State the savings for a price of your own.": "swansong prune --dry-run --price gb_month=0.01",
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_run(parser)
+    parser.add_argument("--dry-run", action="store_true", help="explain, and delete nothing")
+    add_prices(parser)
+    add_quiet(parser)
+    add_json(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    prices, is_quiet = prices_of(args), args.quiet or args.json
+    with (
+        opened(args) as here,
+        ProgressDisplay("reading manifests", "commits", is_quiet=is_quiet) as progress,
+        ProgressDisplay("deleting", "objects", is_quiet=is_quiet) as deleting,
+    ):
+
+        def deleted(objects: int, total: int, size_bytes: int) -> None:
+            deleting.detail = human_bytes(size_bytes)
+            deleting(objects, total)
+
+        catalog.expect_run(here.store, here.keys)
+        report = prune(
+            here.store,
+            here.keys,
+            here.config.retention,
+            now_wall_s=time.time(),
+            is_dry_run=args.dry_run,
+            progress=progress,
+            deleted=deleted,
+            stop=here.stop,
+        )
+        prices = with_list_prices(prices, here.config.store.url)
+    if args.json:
+        print_json(_facts(here.keys.run, report, prices, is_dry_run=args.dry_run))
+        return 0
+    if report.decisions:
+        console().print(_table(report.decisions))
+    _summarise(here.keys.run, report, prices, is_dry_run=args.dry_run)
+    return 0
+
+
+def _facts(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -> dict[str, Any]:
+    counts = asdict(report)
+    counts.pop("decisions")
+    return {
+        "run": run,
+        "dry_run": is_dry_run,
+        "commits": [
+            {
+                "generation": decision.ref.generation,
+                "step": decision.ref.step,
+                "final": decision.ref.is_final,
+                "nodes": decision.nodes,
+                "age_s": decision.age_s,
+                "whole": decision.is_whole,
+                "size_bytes": decision.size_bytes,
+                "kept_by": list(decision.reasons),
+                "freed_bytes": decision.freed_bytes,
+                "remains": decision.remains or None,
+            }
+            for decision in report.decisions
+        ],
+        **counts,
+        "currency": prices.currency,
+        "freed_cost_per_month": _cost(report.freed_bytes, prices),
+        "kept_cost_per_month": _cost(report.kept_bytes, prices),
+    }
+
+
+def _table(decisions: list[PruneDecision]) -> Table:
+    table = Table(box=None, pad_edge=False)
+    for name in ("GENERATION", "STEP", "AGE", "SIZE", "FREES", "DECISION"):
+        right = name != "DECISION"
+        table.add_column(name, justify="right" if right else "left", no_wrap=right)
+    for decision in decisions:
+        goes = not decision.reasons and not decision.remains
+        table.add_row(
+            str(decision.ref.generation),
+            f"{decision.ref.step}{' (final)' * decision.ref.is_final}",
+            "?" if decision.age_s is None else age_text(decision.age_s),
+            human_bytes(decision.size_bytes),
+            human_bytes(decision.freed_bytes) if goes else "-",
+            str(printable(_decision(decision))),
+            style=None if goes else "dim",
+        )
+    return table
+
+
+def _decision(decision: PruneDecision) -> str:
+    if decision.remains:
+        return f"stays: {decision.remains}"
+    if decision.reasons:
+        return f"kept: {', '.join(decision.reasons)}"
+    return "deleted: no rule keeps it" + ("" if decision.is_whole else ", and it is not whole")
+
+
+def _summarise(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -> None:
+    gone = [
+        decision for decision in report.decisions if not decision.reasons and not decision.remains
+    ]
+    verb = "would delete" if is_dry_run else "deleted"
+    print(
+        f"run {run}: {verb} {len(gone)} of {len(report.decisions)} commits and {report.objects} objects, "
+        f"{human_bytes(report.freed_bytes)}{_money(report.freed_bytes, prices)}; "
+        f"{human_bytes(report.kept_bytes)} stay{_money(report.kept_bytes, prices)}"
+    )
+    if report.orphans:
+        print(
+            f"{report.orphans} of these objects, {human_bytes(report.orphan_bytes)}, belong to no commit"
+        )
+    if report.young_bytes:
+        print(
+            f"{human_bytes(report.young_bytes)} belong to no commit yet, and are too young to delete"
+        )
+    for key, reason in list(report.remain.items())[:5]:
+        note(f"{key} was not deleted: {reason}")
+    if report.remain_count > 5:
+        note(f"{report.remain_count - 5} further objects were not deleted")
+
+
+def _money(size_bytes: int, prices: Prices) -> str:
+    amount = _cost(size_bytes, prices)
+    return "" if amount is None else f" ({money(amount, prices.currency)} a month)"
+
+
+def _cost(size_bytes: int, prices: Prices) -> float | None:
+    amount = of_storage(prices, size_bytes)
+    return None if amount is None else round(amount, 2)

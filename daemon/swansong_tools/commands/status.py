@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong status``: show the state of the daemon on this VM."""
+
+from __future__ import annotations
+
+import argparse
+
+from swansong_bucket.config.values import InvalidValue, duration
+from swansong_bucket.errors import ConfigError
+from swansongd.config.config import load
+from swansongd.trainers import unconnected
+
+from swansong_tools.commands.client import DaemonClient
+from swansong_tools.commands.common import add_json, print_json
+
+NOTES = "The caller must be root, the daemon's user, or one of trainer.users."
+EXAMPLES = {
+    "Show the state, the last commit and the replication lag.": "swansong status",
+    "Watch them, with a countdown during an evacuation.": "swansong status --watch",
+    "Append one line per change to a file.": "swansong status --watch >>/var/log/swansong-changes",
+    "Print the state alone, for a script.": "swansong status --json | jq -r .state",
+}
+
+_INTERVAL_S = 1.0
+_INTERVAL_MIN_S, _INTERVAL_MAX_S = 0.1, 3600.0
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    kind = parser.add_mutually_exclusive_group()
+    add_json(kind)
+    kind.add_argument(
+        "--watch",
+        action="store_true",
+        help="show the state until Ctrl-C; without a terminal, print one line per change",
+    )
+    parser.add_argument(
+        "--interval",
+        type=_interval,
+        metavar="TIME",
+        help=f"with --watch: time between two queries, such as 500ms or 10s (default {_INTERVAL_S:g}s)",
+    )
+
+
+def _interval(text: str) -> float:
+    try:
+        seconds = duration(int(text) if text.isascii() and text.isdigit() else text)
+    except InvalidValue as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} {error.problem}; {error.remedy}") from None
+    if not _INTERVAL_MIN_S <= seconds <= _INTERVAL_MAX_S:
+        raise argparse.ArgumentTypeError(f"{text!r:.40} is not from 100ms to 1h")
+    return seconds
+
+
+def run(args: argparse.Namespace) -> int:
+    if args.interval is not None and not args.watch:
+        raise ConfigError(["--interval has an effect only with --watch"])
+    trainer = load(args.config).trainer
+    if args.watch:
+        from swansong_tools.commands.view.watch import watch  # noqa: PLC0415 - slow to import
+
+        return watch(trainer.socket, args.interval or _INTERVAL_S)
+    with DaemonClient(trainer.socket) as daemon:
+        report, uid = daemon.report(), daemon.peer_uid()
+    report["unconnected"] = unconnected.search(trainer, report, uid).facts()
+    if args.json:
+        print_json(report)
+        return 0
+    from swansong_tools.commands.view.once import print_report  # noqa: PLC0415 - slow to import
+
+    print_report(report)
+    return 0

@@ -1,0 +1,116 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The recent past of a daemon as sparklines: the reports that this command has received."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from swansong_tools.commands.view.countdown import Countdown, countdowns
+from swansong_tools.commands.view.values import number, table, tables, word
+
+SAMPLES_MAX = 240
+_RATE_S = 5.0
+"""A rate is measured over this time: some polls fall between two steps of the training."""
+_BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇", "_.-=+*#"
+"""Without the full block: lines below each other stay apart."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """The figures of one report; None: unknown."""
+
+    at_mono_s: float
+    lag_s: float | None
+    flight: object
+    """Identity of the set in flight: its bytes start at zero."""
+    stored_bytes: float | None
+    step: float | None
+
+
+class SampleHistory:
+    """The newest samples, oldest first."""
+
+    def __init__(self) -> None:
+        self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
+        self._totals_s: dict[str, float] = {}
+
+    def add(self, report: dict[str, Any], now_mono_s: float) -> None:
+        """Record the figures of a report that arrived now."""
+        flush = table(report.get("flush"))
+        steps = [number(row.get("step")) for row in tables(report.get("trainers"))]
+        self._samples.append(
+            Sample(
+                at_mono_s=now_mono_s,
+                lag_s=number(table(report.get("replication_lag")).get("seconds")),
+                flight=flush.get("step"),
+                stored_bytes=number(flush.get("stored_bytes")),
+                step=max((step for step in steps if step is not None), default=None),
+            )
+        )
+        grace_s = {
+            word(row.get("source")): number(row.get("grace_s")) or 0.0
+            for row in tables(report.get("margins"))
+        }
+        self._totals_s = {
+            each.key: max(
+                each.left_s, self._totals_s.get(each.key, 0.0), grace_s.get(each.source, 0.0)
+            )
+            for each in countdowns(report)
+        }
+
+    def total_s(self, countdown: Countdown) -> float:
+        """The length of the whole notice, as far as this command has seen it."""
+        return self._totals_s.get(countdown.key, countdown.left_s)
+
+    @property
+    def lag_s(self) -> list[float | None]:
+        """The replication lag."""
+        return [sample.lag_s for sample in self._samples]
+
+    @property
+    def bytes_per_s(self) -> list[float | None]:
+        """The rate at which the store acknowledged bytes; 0 without a flush."""
+        return [
+            0.0 if now.flight is None else _rate(before.stored_bytes, now.stored_bytes, before, now)
+            for before, now in self._pairs(is_same_flight=True)
+        ]
+
+    @property
+    def steps_per_s(self) -> list[float | None]:
+        """The speed of the training; None across a restart that went back."""
+        return [_rate(before.step, now.step, before, now) for before, now in self._pairs()]
+
+    def _pairs(self, *, is_same_flight: bool = False) -> list[tuple[Sample, Sample]]:
+        """Each sample, behind the oldest one that is at most :data:`_RATE_S` older."""
+        pairs = []
+        samples, first = list(self._samples), 0
+        for place, now in enumerate(samples):
+            while first < place - 1 and samples[first].at_mono_s < now.at_mono_s - _RATE_S:
+                first += 1
+            while is_same_flight and first < place and samples[first].flight != now.flight:
+                first += 1
+            pairs.append((samples[first], now))
+        return pairs
+
+
+def _rate(before: float | None, now: float | None, first: Sample, last: Sample) -> float | None:
+    elapsed_s = last.at_mono_s - first.at_mono_s
+    if before is None or now is None or elapsed_s <= 0 or now < before:
+        return None
+    return (now - before) / elapsed_s
+
+
+def sparkline(values: Sequence[float | None], width: int, *, is_ascii: bool = False) -> str:
+    """The newest values as blocks from 0 to the greatest one, right-aligned; unknown ones are blank."""
+    blocks = _ASCII_BLOCKS if is_ascii else _BLOCKS
+    shown = list(values)[-width:] if width > 0 else []
+    top = max((value for value in shown if value is not None), default=0.0)
+    cells = (" " if value is None else blocks[_level(value, top, len(blocks))] for value in shown)
+    return "".join(cells).rjust(width)
+
+
+def _level(value: float, top: float, levels: int) -> int:
+    return min(levels - 1, int(levels * max(0.0, value) / top)) if top > 0 else 0

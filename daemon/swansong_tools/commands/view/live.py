@@ -1,0 +1,284 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The picture of the live view: lines that fit a terminal, the important ones first.
+
+Pure.  A line that is too long is cut, and the lines that a small terminal has no room for are left out by
+their rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from swansong_tools.commands.view import countdown
+from swansong_tools.commands.view.countdown import Countdown, countdowns
+from swansong_tools.commands.view.history import SampleHistory, sparkline
+from swansong_tools.commands.view.once import listings
+from swansong_tools.commands.view.rows import Row, newer_generation, phrases_of, progress_of, rows
+from swansong_tools.commands.view.values import number, seconds, size, table, tables, word
+
+_LABEL = 16
+"""Width of the labels."""
+_LARGE_ROWS, _LARGE_COLUMNS = 16, 60
+"""A smaller terminal has a countdown of one line."""
+_CHART_MAX = 40
+_NEAR_S = 15.0
+"""The countdown turns red."""
+_VERDICTS = {"SAFE": "green", "PARTIAL": "yellow", "LOST": "red", "NO_TRAINING": "white"}
+_IN_HEAD = {"run", "state", "verdict", "evacuation"}
+"""Labels of rows that the first lines show already."""
+
+Chart = Callable[[int, bool], tuple[str, str]]
+"""Draws a chart of a width, with ASCII alone or not; returns also the words for its newest value."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Away:
+    """The daemon does not answer."""
+
+    since_mono_s: float
+    since_wall_s: float
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Frame:
+    """Everything that one frame shows."""
+
+    report: dict[str, Any]
+    """The newest report; empty before the first one."""
+    report_mono_s: float
+    away: Away | None
+    history: SampleHistory
+    now_mono_s: float
+    now_wall_s: float
+
+    @property
+    def late_s(self) -> float:
+        """Age of the report: countdowns continue without the daemon."""
+        return max(0.0, self.now_mono_s - self.report_mono_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """Lines that are shown together, or not at all."""
+
+    rank: int
+    lines: Sequence[RenderableType]
+    height: int
+
+
+@dataclass(frozen=True, slots=True)
+class Canvas:
+    """The terminal."""
+
+    width: int
+    height: int
+    is_ascii: bool = False
+
+    @property
+    def has_room(self) -> bool:
+        """Whether the nearest countdown may be large."""
+        is_large = self.height >= _LARGE_ROWS and self.width >= _LARGE_COLUMNS
+        return is_large and not self.is_ascii
+
+    def line(self, *pieces: str | Text | tuple[str, str], style: str = "") -> Text:
+        """One line, cut to the width."""
+        text = Text.assemble(*pieces, style=style, no_wrap=True)
+        text.truncate(self.width, overflow="crop" if self.is_ascii else "ellipsis")
+        return text
+
+    def banner(self, text: str, style: str) -> Text:
+        """One line with a background over the whole width."""
+        line = self.line(text)
+        line.pad_right(self.width - line.cell_len)
+        line.stylize(style)
+        return line
+
+
+def view(frame: Frame, canvas: Canvas) -> Group:
+    """The picture: at most ``canvas.height`` lines of at most ``canvas.width`` columns."""
+    blocks = [*_head(frame, canvas), *_facts(frame, canvas)]
+    return Group(*(line for block in _fitting(blocks, canvas.height) for line in block.lines))
+
+
+def _fitting(blocks: Sequence[Block], height: int) -> list[Block]:
+    chosen, left = set(), height
+    for place in sorted(range(len(blocks)), key=lambda each: blocks[each].rank):
+        if blocks[place].height <= left:
+            chosen.add(place)
+            left -= blocks[place].height
+    return [block for place, block in enumerate(blocks) if place in chosen]
+
+
+def _block(rank: int, *lines: Text) -> Block:
+    return Block(rank, lines, len(lines))
+
+
+# ---------------------------------------------------------------- head
+
+
+def _head(frame: Frame, canvas: Canvas) -> Iterator[Block]:
+    report = frame.report
+    if frame.away is not None:
+        yield _block(0, canvas.banner(_away(frame, frame.away), "bold reverse magenta"))
+        yield _block(9, canvas.line(" ", word(frame.away.reason), style="magenta"))
+    if not report:
+        return
+    yield _block(1, _verdict(report, canvas))
+    yield _block(4, _title(frame, canvas))
+    open_ones = countdowns(report)
+    for place, each in enumerate(open_ones):
+        if place == 0 and canvas.has_room:
+            yield _large(each, frame, canvas)
+        else:
+            yield _small(each, frame, canvas, rank=2 if place == 0 else 6)
+    if not open_ones:
+        yield _block(75, Text(""))
+
+
+def _title(frame: Frame, canvas: Canvas) -> Text:
+    report = frame.report
+    generation = report.get("generation")
+    claimed = "no generation yet" if generation is None else f"generation {word(generation)}"
+    left = f" {word(report.get('run'))}, {claimed}"
+    right = f"{_clock(frame.now_wall_s)} UTC  Ctrl-C ends "
+    gap = canvas.width - len(left) - len(right)
+    if gap < 1:
+        return canvas.line((left, "bold"))
+    return canvas.line((left, "bold"), " " * gap, (right, "dim"))
+
+
+def _clock(wall_s: float) -> str:
+    return datetime.fromtimestamp(wall_s, UTC).strftime("%H:%M:%S")
+
+
+def _away(frame: Frame, away: Away) -> str:
+    text = f" DAEMON AWAY since {_clock(away.since_wall_s)} UTC"
+    text += f" ({seconds(round(frame.now_mono_s - away.since_mono_s))})"
+    return f"{text}; this is its last report" if frame.report else text
+
+
+def _verdict(report: dict[str, Any], canvas: Canvas) -> Text:
+    """The first line: the verdict of the open evacuation, else the state and the last verdict."""
+    state, verdict = word(report.get("state")), report.get("verdict")
+    named = verdict if isinstance(verdict, str) and verdict in _VERDICTS else ""
+    style = f"bold reverse {_VERDICTS.get(named, 'cyan')}"
+    last = table(report.get("last_verdict"))
+    if report.get("newer_generation") is not None:
+        return canvas.banner(f" {state}{newer_generation(report)}", "bold reverse red")
+    if isinstance(report.get("evacuation"), dict):
+        if named:
+            return canvas.banner(f" {named}  {_outcome(last)}", style)
+        plan = progress_of(report["evacuation"])
+        return canvas.banner(f" EVACUATING  no verdict yet: {plan}", style)
+    if tables(report.get("notices")):
+        return canvas.banner(f" {state}  a notice is in force", "bold reverse cyan")
+    line = canvas.line(f" {state}  no notice is in force ", style="bold")
+    told = f" {named} was the last verdict, {seconds(last.get('age_s'))} ago " if named else ""
+    line.pad_right(max(0, canvas.width - line.cell_len - len(told)))
+    return canvas.line(line, (told, style))
+
+
+def _outcome(last: dict[str, Any]) -> str:
+    if last.get("step") is None:
+        return "the run has no commit"
+    return f"generation {word(last.get('generation'))} step {word(last['step'])} is committed"
+
+
+def _large(each: Countdown, frame: Frame, canvas: Canvas) -> Block:
+    """The time left in large digits, beside the title, the plan and the bar."""
+    left_s = each.left_s - frame.late_s
+    digits = countdown.large(countdown.clock(left_s))
+    style = _urgency(each, left_s, frame.report)
+    room = canvas.width - len(digits[0]) - 5
+    told = f" {countdown.in_words(left_s)}"
+    bar = countdown.bar(left_s, frame.history.total_s(each), max(0, room - len(told)))
+    beside = ((each.title, "bold"), (_plan(each, frame.report), ""), (f"{bar}{told}", style))
+    lines = (
+        canvas.line("  ", (row, f"bold {style}"), "   ", text)
+        for row, text in zip(digits, beside, strict=True)
+    )
+    return _block(2, Text(""), *lines, Text(""))
+
+
+def _small(each: Countdown, frame: Frame, canvas: Canvas, *, rank: int) -> Block:
+    """A countdown in one line."""
+    left_s = each.left_s - frame.late_s
+    width = min(_CHART_MAX, max(0, canvas.width - 50))
+    bar = countdown.bar(left_s, frame.history.total_s(each), width, is_ascii=canvas.is_ascii)
+    style = _urgency(each, left_s, frame.report)
+    head = f" {countdown.clock(left_s):<{_LABEL}}"
+    text = f"{each.title}: {_plan(each, frame.report)}".removesuffix(": ")
+    return _block(rank, canvas.line((head, f"bold {style}"), (bar, style), f" {text}"))
+
+
+def _plan(each: Countdown, report: dict[str, Any]) -> str:
+    if not each.is_evacuation:
+        return ""
+    evacuation = table(report.get("evacuation"))
+    return "; ".join((progress_of(evacuation), *phrases_of(evacuation)))
+
+
+def _urgency(each: Countdown, left_s: float, report: dict[str, Any]) -> str:
+    verdict = report.get("verdict")
+    if not each.is_evacuation:
+        return "cyan"
+    if isinstance(verdict, str) and verdict in _VERDICTS:
+        return _VERDICTS[verdict]
+    return "red" if left_s < _NEAR_S else "yellow"
+
+
+# ---------------------------------------------------------------- facts
+
+
+def _facts(frame: Frame, canvas: Canvas) -> Iterator[Block]:
+    if not frame.report:
+        return
+    charts = _charts(frame)
+    faded = "dim" if frame.away else ""
+    for row in rows(frame.report, is_brief=True):
+        if row.label not in _IN_HEAD:
+            yield _block(row.rank, _line(row, charts.get(row.label), canvas, faded))
+    for listing in listings(frame.report):
+        yield Block(90, (Text(""), listing), listing.row_count + 2)
+
+
+def _line(row: Row, chart: Chart | None, canvas: Canvas, faded: str) -> Text:
+    label, style = (f" {row.label:<{_LABEL}}", "bold"), row.style or faded
+    if chart is None:
+        return canvas.line(label, row.text, style=style)
+    drawn, newest = chart(min(_CHART_MAX, max(0, canvas.width - 66)), canvas.is_ascii)
+    text = f"{newest}, {row.text}" if newest else row.text
+    return canvas.line(label, (drawn, "cyan"), f"  {text}", style=style)
+
+
+def _charts(frame: Frame) -> dict[str, Chart]:
+    """By the label of the row."""
+    flush, history = table(frame.report.get("flush")), frame.history
+    return {
+        "replication lag": _sparkline(history.lag_s),
+        "training": _sparkline(history.steps_per_s, lambda rate: f"{rate:.3g} steps/s"),
+        "bandwidth": _sparkline(history.bytes_per_s, lambda rate: f"{size(rate)}/s now"),
+        "flush": _bar(number(flush.get("stored_bytes")), number(flush.get("size_bytes"))),
+    }
+
+
+def _sparkline(
+    values: Sequence[float | None], words: Callable[[float], str] | None = None
+) -> Chart:
+    newest = values[-1] if values else None
+    text = "" if words is None or newest is None else words(newest)
+    return lambda width, is_ascii: (sparkline(values, width, is_ascii=is_ascii), text)
+
+
+def _bar(done: float | None, total: float | None) -> Chart:
+    return lambda width, is_ascii: (
+        countdown.bar(done or 0.0, total or 0.0, width, is_ascii=is_ascii),
+        "",
+    )

@@ -1,0 +1,102 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live view on a terminal, on its alternate screen: the text from before comes back at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import TracebackType
+from typing import Any, Self
+
+from rich.console import ConsoleDimensions
+from rich.live import Live
+
+from swansong_tools.commands.terminal import console
+from swansong_tools.commands.view.history import SampleHistory
+from swansong_tools.commands.view.live import Away, Canvas, Frame, view
+from swansong_tools.commands.view.poller import Poll
+
+_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+"""A character of a report may be wider than expected: the terminal then cuts its line."""
+
+
+class Screen:
+    """Draws the newest report, and remembers the figures of the ones before."""
+
+    def __init__(self) -> None:
+        self._console = console()
+        self._live = Live(
+            console=self._console,
+            screen=True,
+            auto_refresh=False,
+            redirect_stdout=False,
+            redirect_stderr=False,
+        )
+        self._history = SampleHistory()
+        self._report: dict[str, Any] = {}
+        self._report_mono_s = 0.0
+        self._away: Away | None = None
+        self._is_shown = False
+
+    def take(self, poll: Poll) -> None:
+        if poll.report is not None:
+            self._report, self._report_mono_s, self._away = poll.report, poll.at_mono_s, None
+            self._history.add(poll.report, poll.at_mono_s)
+            return
+        since = self._away
+        self._away = Away(
+            since_mono_s=since.since_mono_s if since else poll.at_mono_s,
+            since_wall_s=since.since_wall_s if since else poll.at_wall_s,
+            reason=poll.reason,
+        )
+
+    def draw(self) -> None:
+        width, height = _size()
+        self._console.size = ConsoleDimensions(width, height)
+        frame = Frame(
+            report=self._report,
+            report_mono_s=self._report_mono_s,
+            away=self._away,
+            history=self._history,
+            now_mono_s=time.monotonic(),
+            now_wall_s=time.time(),
+        )
+        canvas = Canvas(width, height, is_ascii=self._console.options.ascii_only)
+        self._live.update(view(frame, canvas), refresh=True)
+
+    def __enter__(self) -> Self:
+        self._live.start()
+        self._write(_NO_WRAP)
+        self._is_shown = True
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._is_shown:
+            self._is_shown = False
+            self._write(_WRAP)
+            self._live.stop()
+
+    @contextmanager
+    def suspended(self) -> Iterator[None]:
+        """Show the text from before within this context, and after an exception in it."""
+        self.__exit__(None, None, None)
+        yield
+        self.__enter__()
+
+    def _write(self, code: str) -> None:
+        self._console.file.write(code)
+        self._console.file.flush()
+
+
+def _size() -> tuple[int, int]:
+    """Columns and lines of the terminal now; rich would prefer the variables COLUMNS and LINES of a shell."""
+    columns, lines = os.get_terminal_size(sys.stdout.fileno())
+    return columns or 80, lines or 24  # a serial console knows no size

@@ -1,0 +1,231 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of the daemon: whether it runs, its configuration and version, its store, its trainers."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from swansong_bucket.errors import ConfigError, FencedError, Unreachable
+from swansongd import __version__
+from swansongd.config.config import Config
+
+from swansong_tools.doctor import fixes
+from swansong_tools.doctor.findings import Check, Judgement, Level, failure, ok, skipped, warning
+from swansong_tools.doctor.sandbox import properties
+
+FAMILY = "daemon"
+
+FetchReport = Callable[[Path], dict[str, Any]]
+
+_CAUSES = (
+    "users", "trainer users", "permissions", "unit file", "sandbox", "as the daemon",
+    "signing key", "staging", "staging rights", "socket directory",
+)  # fmt: skip
+"""Checks whose failure prevents the daemon from running."""
+_PROPERTIES = (
+    "LoadState", "ActiveState", "SubState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts",
+    "MemoryMax", "NeedDaemonReload",
+)  # fmt: skip
+_SHOW_LOG = "journalctl -u swansongd -n 30 -o cat"
+_SETTLE_S = 8.0
+"""Time limit of the daemon's start, and of its first report about the store."""
+_POLL_S = 0.1
+_RECENT_S = 600.0
+"""Refusals older than this are over: the hooks of a refused process retry continuously."""
+
+
+def checks(
+    config: Config,
+    path: Path,
+    fetch_report: FetchReport,
+    *,
+    by_systemd: bool,
+) -> Iterator[Check]:
+    """The checks of the daemon, in order of their dependencies.
+
+    Args:
+        path: configuration file.
+        fetch_report: returns the report of the daemon on a socket; raises Unreachable.
+        by_systemd: whether systemd manages the daemon.
+    """
+    socket = config.trainer.socket
+
+    def check(name: str, judge: Callable[[], Judgement], *needs: str) -> Check:
+        limit_s = 3 * _SETTLE_S  # two waits and a request
+        return Check(
+            family=FAMILY, name=name, judge=judge, needs=needs, fix=_SHOW_LOG, limit_s=limit_s
+        )
+
+    yield check(
+        "daemon", lambda: _runs(config, path, fetch_report, by_systemd=by_systemd), *_CAUSES
+    )
+    yield check(
+        "running configuration",
+        lambda: _is_current(path, fetch_report(socket), by_systemd=by_systemd),
+        "daemon",
+    )
+    yield check(
+        "version",
+        lambda: judge_version(fetch_report(socket).get("version"), __version__, fixes.start(path)),
+        "daemon",
+    )
+    probes = ("network", "credentials", "bucket", "write", "create-if-absent", "read back")
+    yield check("store health", lambda: _store(config, path, fetch_report), "daemon", *probes)
+    yield check("ranks", lambda: judge_ranks(fetch_report(socket)), "daemon")
+
+
+# ------------------------------------------------------------ whether it runs
+
+
+def _runs(config: Config, path: Path, fetch_report: FetchReport, *, by_systemd: bool) -> Judgement:
+    socket = config.trainer.socket
+    restarts = 0
+    if by_systemd:
+        deadline_mono_s = time.monotonic() + _SETTLE_S
+        facts = properties(fixes.DAEMON, _PROPERTIES)
+        while facts.get("ActiveState") in ("activating", "reloading", "deactivating"):
+            if time.monotonic() > deadline_mono_s:
+                break
+            time.sleep(_POLL_S)
+            facts = properties(fixes.DAEMON, _PROPERTIES)
+        if facts.get("ActiveState") != "active":
+            claim = config.staging.path / config.run.name / ".swansongd" / "claim.json"
+            return judge_down(facts, claim)
+        restarts = int(facts.get("NRestarts") or 0)
+    try:
+        report = fetch_report(socket)
+    except Unreachable as error:
+        return failure(str(error), fixes.start(path))
+    blind = [
+        str(source.get("name"))
+        for source in report.get("sources") or []
+        if source.get("health") == "blind"
+    ]
+    if restarts and float(report.get("uptime_s", 0.0)) < _SETTLE_S and _restarts_again(restarts):
+        return failure(f"the daemon restarts repeatedly: {restarts} restarts so far", _SHOW_LOG)
+    words = f"answers: run {report.get('run')}, state {report.get('state')}"
+    if blind:
+        return warning(f"{words}; blind sources: {', '.join(blind)}", "swansong status")
+    return ok(words)
+
+
+def _restarts_again(restarts: int) -> bool:
+    """Whether a daemon that has just started exits again within the next seconds."""
+    deadline_mono_s = time.monotonic() + _SETTLE_S
+    while time.monotonic() < deadline_mono_s:
+        facts = properties(fixes.DAEMON, _PROPERTIES)
+        if facts.get("ActiveState") != "active" or facts.get("NRestarts") != str(restarts):
+            return True
+        time.sleep(_POLL_S)
+    return False
+
+
+def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
+    """The reason why the daemon does not run, from systemd's record of its last exit.
+
+    Args:
+        facts: properties from ``systemctl show``.
+        claim: file with this VM's claim.
+    """
+    restarts = facts.get("NRestarts", "0")
+    again = f", {restarts} restarts so far" if restarts not in ("", "0") else ""
+    result, code = facts.get("Result", ""), facts.get("ExecMainStatus", "")
+    if facts.get("LoadState") == "masked":
+        unmask = "systemctl unmask swansongd.service && sudo systemctl unmask --runtime"
+        return failure(
+            "swansongd.service is masked: systemd cannot start it",
+            fixes.then(fixes.as_root(f"{unmask} swansongd.service"), fixes.restart()),
+        )
+    if result == "oom-kill":
+        return failure(
+            f"the kernel killed the daemon: out of memory (MemoryMax={facts.get('MemoryMax')}){again}",
+            fixes.more_memory(),
+        )
+    if result in ("", "success"):
+        state = facts.get("ActiveState", "unknown")
+        return failure(f"the daemon does not run ({state})", fixes.restart())
+    is_exit = facts.get("ExecMainCode") == "1"  # CLD_EXITED
+    if is_exit and code == str(ConfigError.exit_code):
+        # The configuration is valid by now, else this check would have been skipped.
+        return failure("the daemon exited with an invalid configuration", fixes.restart())
+    if is_exit and code == str(FencedError.exit_code):
+        # A comment, which does nothing when pasted: the operator decides.
+        remove = fixes.as_root(f"rm -f {fixes.quoted(claim)}")
+        return failure(
+            "a newer generation owns the run: another VM has taken the run over",
+            f"# only if no other VM runs it: {fixes.then(remove, fixes.restart())}",
+        )
+    how = f"status {code}" if is_exit else f"signal {code}"
+    return failure(f"the daemon exits repeatedly: {result}, {how}{again}", _SHOW_LOG)
+
+
+# ------------------------------------------------------------ configuration and version
+
+
+def _is_current(path: Path, report: Mapping[str, Any], *, by_systemd: bool) -> Judgement:
+    started_wall_s = time.time() - float(report.get("uptime_s", 0.0))
+    if path.stat().st_mtime > started_wall_s + 1.0:
+        return warning(
+            f"{path} was changed after the daemon started; the daemon still uses the old configuration",
+            fixes.restart() or f"kill {int(report['pid'])}; {fixes.start(path)}",
+        )
+    if by_systemd and properties(fixes.DAEMON, _PROPERTIES).get("NeedDaemonReload") == "yes":
+        return warning(
+            "the unit was changed; systemd still uses the old one",
+            fixes.then(fixes.as_root("systemctl daemon-reload"), fixes.restart()),
+        )
+    return ok(f"the daemon uses the current {path}")
+
+
+def judge_version(running: object, installed: str, fix: str) -> Judgement:
+    """Whether the daemon runs the installed version; an upgrade requires a restart."""
+    if running == installed:
+        return ok(f"the daemon runs the installed version, {installed}")
+    return warning(
+        f"the daemon runs version {running!s:.100}, but version {installed} is installed",
+        fix,
+    )
+
+
+# ------------------------------------------------------------ store and ranks
+
+
+def _store(config: Config, path: Path, fetch_report: FetchReport) -> Judgement:
+    # The store may have been fixed a moment ago: wait until the daemon reaches it again.
+    deadline_mono_s = time.monotonic() + _SETTLE_S
+    while True:
+        found = judge_store(fetch_report(config.trainer.socket).get("store"), fixes.start(path))
+        if (found and found.level is Level.OK) or time.monotonic() > deadline_mono_s:
+            break
+        time.sleep(_POLL_S)
+    return found or failure("the daemon has not reached its store yet", fixes.start(path))
+
+
+def judge_store(health: Mapping[str, Any] | None, fix: str) -> Judgement | None:
+    """Whether the daemon reaches its store; None before the daemon's first request.
+
+    The checks of the store have passed before this one, so a failure here requires a restart.
+    """
+    if health is None:
+        return None
+    words = f"{health.get('health')}, {health.get('reason')}, for {health.get('for_s')} s"
+    if health.get("health") == "ok":
+        return ok(f"the daemon reaches its store: {words}")
+    return failure(f"doctor reaches the store, but the running daemon does not: {words}", fix)
+
+
+def judge_ranks(report: Mapping[str, Any]) -> Judgement:
+    """Whether the daemon recently refused processes because their rank was taken."""
+    refused = report.get("trainers_refused") or {}
+    if refused.get("count") and float(refused.get("age_s") or 0.0) < _RECENT_S:
+        return warning(
+            f"the daemon refused {refused['count']} connections: {refused.get('last')}",
+            "# start the processes of a job with torchrun; run one daemon per job",
+        )
+    connected = [each for each in report.get("trainers") or [] if each.get("connected")]
+    if not connected:
+        return skipped("no trainer is connected")
+    return ok(f"{len(connected)} trainers, all with different ranks")

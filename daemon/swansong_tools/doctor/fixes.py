@@ -1,0 +1,115 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Shell commands that fix findings: complete, with tools that are installed here.
+
+Commands for root start with ``sudo``; :func:`for_this_shell` adapts a whole fix to the operator's shell.
+A fix that cannot run there becomes a comment, so that pasting it never does half of the work.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+from swansong_tools.doctor.accounts import DAEMON_USER, TRAINER_GROUP, account
+
+DAEMON = "swansongd.service"
+BOOTED = Path("/run/systemd/system")
+PROVISION = "# in a clone of Swansong: sudo packer/provision.sh"
+
+_DROP_INS = Path("/etc/systemd/system") / f"{DAEMON}.d"
+_CLOUD_TOOLS = ("aws", "gcloud", "az")
+_BUILT_IN = ("unset",)
+_SUDO = re.compile(r"(^|&& |\| )sudo ")
+_EDITOR = "${EDITOR:-vi}"
+
+
+def as_root(command: str) -> str:
+    """Run the command as root."""
+    return f"sudo {command}"
+
+
+def then(*commands: str) -> str:
+    """Run the commands in order until one fails; empty ones are left out."""
+    return " && ".join(command for command in commands if command)
+
+
+def write(path: Path, *lines: str) -> str:
+    """Write a small file owned by root, and create its directory."""
+    text = " ".join(shlex.quote(line) for line in lines)
+    return then(
+        as_root(f"install -d {quoted(path.parent)}"),
+        f"printf '%s\\n' {text} | {as_root(f'tee {quoted(path)}')} >/dev/null",
+    )
+
+
+def drop_in(name: str, *lines: str) -> str:
+    """Add a drop-in with these lines of ``[Service]`` to the daemon's unit, and restart the daemon.
+
+    The name of the drop-in sorts last, so that it overrides the operator's drop-ins.
+    """
+    return then(
+        write(_DROP_INS / f"zz-swansong-{name}.conf", "[Service]", *lines),
+        as_root("systemctl daemon-reload"),
+        restart(),
+    )
+
+
+def more_memory() -> str:
+    """Remove the memory limits from the daemon's unit."""
+    return drop_in("memory", "MemoryMax=infinity", "MemoryHigh=infinity")
+
+
+def restart() -> str:
+    """Start or restart the daemon; empty if systemd does not run."""
+    return as_root(f"systemctl restart {DAEMON}") if BOOTED.is_dir() else ""
+
+
+def start(config: Path) -> str:
+    """Start the daemon, in the background if systemd does not run."""
+    program = Path(sys.prefix, "bin", "swansongd")
+    return restart() or f"{quoted(program)} --config {quoted(config)} &"
+
+
+def directory(path: Path, mode: str, *, installed: bool = False) -> str:
+    """Create a directory for the daemon, or set its owner and mode.
+
+    Args:
+        installed: whether the daemon's user exists, or will exist when the command runs.
+    """
+    has_user = installed or account(DAEMON_USER) is not None
+    owner = f" -o {DAEMON_USER} -g {TRAINER_GROUP}" if has_user else ""
+    return as_root(f"install -d -m {mode}{owner} {quoted(path)}")
+
+
+def edit(path: Path) -> str:
+    """Open a file of root in an editor."""
+    return f"sudoedit {quoted(path)}"
+
+
+def quoted(path: Path | str) -> str:
+    return shlex.quote(str(path))
+
+
+def for_this_shell(command: str) -> str:
+    """Adapt a fix to the shell of the operator.
+
+    A root shell needs no sudo, which may not be installed; a process under sudo was not started from a root
+    shell.  Commands of a cloud's tool need rights on the account, which no VM has.
+    """
+    if not command or command.startswith("#"):
+        return command
+    if os.geteuid() == 0 and "SUDO_USER" not in os.environ:
+        command = _SUDO.sub(r"\1", command.replace("sudoedit ", f'"{_EDITOR}" '))
+    words = command.split()
+    tool = words[1] if words[0] == "sudo" else words[0]
+    if tool in _CLOUD_TOOLS:
+        return f"# with rights on the account: {command}"
+    if _EDITOR in tool or tool in _BUILT_IN or shutil.which(tool):
+        has_sudo = words[0] != "sudo" or shutil.which("sudo")
+        plain = _SUDO.sub(r"\1", command)
+        return command if has_sudo else f"# as root: {plain}"
+    return f"# {tool} is not on this machine: {command}"

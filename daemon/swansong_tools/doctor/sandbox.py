@@ -1,0 +1,305 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Run the checks of :mod:`swansong_tools.doctor.inside` as the daemon: same user, environment and sandbox.
+
+If systemd manages the daemon, the checks run in a transient unit with the same ``[Service]`` section,
+drop-ins included.  They see the daemon's credentials, mounts and limits, whether the daemon runs or not.
+Without systemd, the checks run as the user of the running daemon, with its environment.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from swansong_tools.doctor import fixes
+from swansong_tools.doctor.accounts import DAEMON_USER, account, with_trainers
+from swansong_tools.doctor.findings import Finding, Level
+
+LIMIT_S = 400.0
+"""Time limit of all checks together; each check also has its own limit."""
+_POLL_S = 0.05
+_SYSTEMCTL_S = 15.0
+_UNITS = Path("/run/systemd/system")
+# These settings override those of the daemon; user, environment, credentials, limits and sandbox stay.
+# systemd removes the runtime directory with the unit, even if the unit is killed.
+_INSTEAD = """
+Type=oneshot
+NotifyAccess=none
+Restart=no
+RestartPreventExitStatus=
+WatchdogSec=0
+TimeoutStartSec={limit_s:.0f}s
+TimeoutStopSec=5s
+KillMode=control-group
+FileDescriptorStoreMax=0
+RuntimeDirectory=
+RuntimeDirectory={directory.name}-scratch
+RuntimeDirectoryMode=0700
+RuntimeDirectoryPreserve=no
+Environment=TMPDIR=%t/{directory.name}-scratch
+ExecCondition=
+ExecStartPre=
+ExecStart=
+ExecStart={command}
+ExecStartPost=
+ExecReload=
+ExecStop=
+ExecStopPost=
+StandardInput=null
+StandardOutput=file:{directory}/stdout
+StandardError=file:{directory}/stderr
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessIdentity:
+    """User and environment of the checks if systemd does not manage the daemon."""
+
+    uid: int
+    gid: int
+    groups: tuple[int, ...]
+    environ: Mapping[str, str]
+
+    def is_this_process(self) -> bool:
+        return self.uid == os.geteuid() and self.environ == os.environ
+
+
+def systemctl(*arguments: str) -> str:
+    """The standard output of ``systemctl``."""
+    done = subprocess.run(  # noqa: S603 - fixed arguments
+        ["systemctl", *arguments],  # noqa: S607 - the path differs between distributions
+        capture_output=True,
+        text=True,
+        errors="replace",
+        timeout=_SYSTEMCTL_S,
+        check=False,
+    )
+    return done.stdout.strip()
+
+
+def properties(unit: str, names: Sequence[str]) -> dict[str, str]:
+    """Properties of a unit from ``systemctl show``."""
+    shown = systemctl("show", unit, "--property", ",".join(names))
+    return dict(line.split("=", 1) for line in shown.splitlines() if "=" in line)
+
+
+# ------------------------------------------------------------ with systemd
+
+
+def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
+    """Run the checks in a transient copy of the daemon's unit.  Requires root.
+
+    Args:
+        arguments: command line of :mod:`swansong_tools.doctor.inside`.
+    """
+    directory = Path(tempfile.mkdtemp(prefix="swansong-doctor-", dir="/run"))
+    unit = _UNITS / f"{directory.name}.service"
+    try:
+        text = unit_text(systemctl("cat", fixes.DAEMON), _command(arguments), directory)
+        unit.write_text(text)
+        starting = subprocess.Popen(  # noqa: S603 - our own unit
+            ["systemctl", "start", unit.name],  # noqa: S607
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        yield from _followed(directory / "stdout", starting)
+        if starting.wait() != 0:
+            ended = properties(unit.name, ("Result", "ExecMainStatus"))
+            yield failed_to_run(ended, _last_line(directory / "stderr"))
+    finally:
+        systemctl("stop", unit.name)
+        systemctl("reset-failed", unit.name)
+        unit.unlink(missing_ok=True)
+        shutil.rmtree(directory, ignore_errors=True)
+
+
+def unit_text(cat: str, command: Sequence[str], directory: Path) -> str:
+    """The unit file of the transient copy.
+
+    Args:
+        cat: output of ``systemctl cat`` for the daemon's unit: its file, then its drop-ins.
+        command: command line of the copy.
+        directory: directory for its output.
+    """
+    section, lines = "", ["[Service]"]
+    is_continued = False
+    for line in cat.splitlines():
+        if not is_continued and line.startswith("["):
+            section = line.strip()
+        elif section == "[Service]":
+            lines.append(line)
+        is_continued = line.endswith("\\") and not line.lstrip().startswith(("#", ";"))
+    quoted = " ".join(_quoted(word) for word in command)
+    lines.append(_INSTEAD.format(command=quoted, directory=directory, limit_s=LIMIT_S))
+    return "\n".join(lines)
+
+
+def _quoted(word: str) -> str:
+    """Quote a word of ``ExecStart=`` so that systemd expands nothing in it."""
+    for special, plain in (("\\", "\\\\"), ('"', '\\"'), ("%", "%%"), ("$", "$$")):
+        word = word.replace(special, plain)
+    return f'"{word}"'
+
+
+def _followed(path: Path, writer: subprocess.Popen[bytes]) -> Iterator[Finding]:
+    """Yield the findings in a file while ``writer`` appends to it."""
+    position = 0
+    deadline_mono_s = time.monotonic() + LIMIT_S
+    while True:
+        is_over = writer.poll() is not None
+        data = path.read_bytes()[position:] if path.exists() else b""
+        for line in data.splitlines(keepends=True):
+            if line.endswith(b"\n"):
+                position += len(line)
+                yield _finding(line)
+        if is_over or time.monotonic() > deadline_mono_s:
+            return
+        time.sleep(_POLL_S)
+
+
+def failed_to_run(ended: Mapping[str, str], stderr: str) -> Finding:
+    """The finding for checks that did not finish.  The daemon would fail in the same way.
+
+    Args:
+        ended: properties of the unit after its exit.
+        stderr: last line of standard error.
+    """
+    status, result = ended.get("ExecMainStatus", "?"), ended.get("Result", "?")
+    found = (
+        f"running a process in the sandbox of the daemon's unit failed: {result}, status {status}"
+    )
+    fix = f"systemctl cat {fixes.DAEMON}"
+    if result == "oom-kill":
+        found = "the kernel killed the checks: out of memory within MemoryMax= of the daemon's unit"
+        fix = fixes.more_memory()
+    return Finding(
+        family="host",
+        name="as the daemon",
+        level=Level.FAILURE,
+        found=f"{found}; {stderr}" if stderr else found,
+        fix=fix,
+    )
+
+
+# ------------------------------------------------------------ without systemd
+
+
+def in_process(identity: ProcessIdentity, arguments: Sequence[str]) -> Iterator[Finding]:
+    """Run the checks as a process with this identity."""
+    options: dict[str, Any] = {}
+    if os.geteuid() == 0 and identity.uid != 0:
+        options = {
+            "user": identity.uid,
+            "group": identity.gid,
+            "extra_groups": identity.groups,
+            "cwd": "/",
+        }
+    with (
+        tempfile.TemporaryDirectory(prefix="swansong-doctor-") as name,
+        tempfile.TemporaryDirectory(prefix="swansong-doctor-") as scratch,
+    ):
+        errors = Path(name, "stderr")
+        os.chown(scratch, identity.uid, -1)  # removed by this process: the other one may be killed
+        try:
+            with errors.open("wb") as stderr:
+                process = subprocess.Popen(  # noqa: S603 - our own module
+                    _command(arguments),
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=stderr,
+                    env={**identity.environ, "TMPDIR": scratch},
+                    **options,
+                )
+        except OSError as error:
+            yield failed_to_run({"Result": "exec", "ExecMainStatus": "203"}, str(error))
+            return
+        limit = threading.Timer(LIMIT_S, process.kill)
+        limit.start()
+        try:
+            assert process.stdout is not None
+            with process.stdout:
+                for line in process.stdout:
+                    yield _finding(line)
+            code = process.wait()
+        finally:
+            limit.cancel()
+            process.kill()
+            process.wait()
+        if code != 0:
+            ended = {"Result": "exit-code", "ExecMainStatus": str(code)}
+            yield failed_to_run(ended, _last_line(errors))
+
+
+def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
+    """User and environment of a running daemon; None if unreadable, or if the user is not trusted.
+
+    Args:
+        uid: user that listens on the socket, as the kernel reports it.
+    """
+    process = Path("/proc", str(pid))
+    try:
+        facts = dict(
+            line.split(":\t", 1)
+            for line in (process / "status").read_text().splitlines()
+            if ":\t" in line
+        )
+        content = (process / "environ").read_bytes()
+        found_uid, gid = (int(facts[name].split()[1]) for name in ("Uid", "Gid"))
+        groups = tuple(map(int, facts["Groups"].split()))
+    except (OSError, ValueError, KeyError, IndexError):
+        return None
+    if found_uid != uid or uid not in _trusted():
+        return None
+    # Variables of the dynamic loader could run foreign code as this user.
+    environ = {
+        os.fsdecode(name): os.fsdecode(value)
+        for name, _, value in (item.partition(b"=") for item in content.split(b"\0"))
+        if name and not name.startswith(b"LD_")
+    }
+    return ProcessIdentity(uid, gid, groups, environ)
+
+
+def _trusted() -> set[int]:
+    """Users whose process may be taken for the daemon."""
+    user = account(DAEMON_USER)
+    return {0, os.geteuid()} | ({user.uid} if user is not None and os.geteuid() == 0 else set())
+
+
+def presumed() -> ProcessIdentity:
+    """The identity of a daemon that does not run: its user if root runs this process, else this user."""
+    user = account(DAEMON_USER)
+    if user is not None and os.geteuid() == 0:
+        user = with_trainers(user)
+        return ProcessIdentity(user.uid, user.gid, user.groups, os.environ)
+    return ProcessIdentity(os.geteuid(), os.getegid(), tuple(os.getgroups()), os.environ)
+
+
+# ------------------------------------------------------------ shared
+
+
+def _command(arguments: Sequence[str]) -> list[str]:
+    return [sys.executable, "-I", "-m", "swansong_tools.doctor.inside", *arguments]
+
+
+def _finding(line: bytes) -> Finding:
+    fields = json.loads(line)
+    return Finding(**{**fields, "level": Level(fields["level"])})
+
+
+def _last_line(path: Path) -> str:
+    try:
+        lines = path.read_text(errors="replace").split("\n")
+    except OSError:
+        return ""
+    return next((line.strip()[:300] for line in reversed(lines) if line.strip()), "")

@@ -1,0 +1,285 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Checks of staging: existence, permissions, free space, speed."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import stat
+import sys
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple
+
+from swansong import openat
+from swansong_bucket.stores.file import mounts
+from swansongd.config.config import Config
+
+from swansong_tools.doctor import disks, fixes
+from swansong_tools.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account
+from swansong_tools.doctor.findings import Check, Judgement, failure, ok, skipped, warning
+
+FAMILY = "staging"
+
+_SPEED_BYTES = 64 * 2**20
+_BLOCK_BYTES = 2**20
+_LIMIT_S = 30.0
+_FREE_BYTES_MIN = 2**30
+"""Wanted free space while the size of a checkpoint is unknown."""
+_FREE_FILES_MIN = 100
+"""Lower bound for the files and directories of one set with its manifest."""
+_ENTRIES_MAX = 100_000
+_DEPTH_MAX = 30
+_UID_MAP = Path("/proc/self/uid_map")
+_ALL_UIDS = ["0", "0", str(2**32 - 1)]
+
+
+def checks(config: Config, daemon: Account) -> Iterator[Check]:
+    """The checks of staging, in order of their dependencies.
+
+    Args:
+        daemon: the user that the daemon runs as.
+    """
+    path, run = config.staging.path, config.staging.path / config.run.name
+    make = fixes.then(fixes.directory(path, "2750"), fixes.restart())
+    yield Check(family=FAMILY, name="staging", judge=lambda: _exists(path, make), fix=make)
+    yield Check(
+        family=FAMILY,
+        name="staging rights",
+        judge=lambda: _writable(path, run, daemon),
+        needs="staging",
+        fix=make,
+    )
+    yield Check(
+        family=FAMILY, name="staging parents", judge=lambda: _parents(path, daemon), needs="staging"
+    )
+    yield Check(
+        family=FAMILY,
+        name="file system",
+        judge=lambda: judge_devices(path, run, _device(path), _device(run)),
+        needs="staging",
+    )
+    yield Check(
+        family=FAMILY,
+        name="free space",
+        judge=lambda: judge_space(path, free(path), newest(run)),
+        needs="staging",
+        limit_s=_LIMIT_S,
+    )
+    yield Check(
+        family=FAMILY,
+        name="disk speed",
+        judge=lambda: _speed(path),
+        needs="staging rights",
+        fix=f"df -h {fixes.quoted(path)}",
+        limit_s=_LIMIT_S,
+    )
+
+
+def _exists(path: Path, make: str) -> Judgement:
+    if not path.exists():
+        return failure(f"staging.path {path} does not exist: not created, or not mounted", make)
+    if not path.is_dir():
+        return failure(f"staging.path {path} is not a directory", make)
+    kind = disks.mount_of(path, mounts.mounted()).kind
+    return ok(f"{path} exists, on {kind}")
+
+
+def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
+    where = run if run.is_dir() else path
+    if daemon.may("rwx", where):
+        return ok(f"{daemon.name} may write to {where}")
+    facts = where.stat()
+    found = (
+        f"{daemon.name} may not write to {where} (owner {facts.st_uid}, group {facts.st_gid}, mode "
+        f"{facts.st_mode & 0o7777:o})"
+    )
+    if facts.st_uid == daemon.uid and os.statvfs(where).f_flag & os.ST_RDONLY:
+        return failure(
+            f"{found}: mounted read-only", fixes.drop_in("staging", f"ReadWritePaths={path}")
+        )
+    owner = f"{DAEMON_USER}:{TRAINER_GROUP}" if account(DAEMON_USER) else daemon.name
+    return failure(
+        found,
+        fixes.then(
+            fixes.as_root(f"chown {owner} {fixes.quoted(where)}"),
+            fixes.as_root(f"chmod {'3770' if where == run else '2750'} {fixes.quoted(where)}"),
+            fixes.restart(),
+        ),
+    )
+
+
+def _parents(path: Path, daemon: Account) -> Judgement:
+    if _UID_MAP.read_text().split() != _ALL_UIDS:
+        return skipped("a user namespace hides the owners of directories")
+    real = Path(os.path.realpath(path))
+    facts = {place: place.stat() for place in (real, *real.parents)}
+    return judge_parents(
+        {place: (found.st_uid, found.st_mode) for place, found in facts.items()}, daemon.uid
+    )
+
+
+def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Judgement:
+    """Whether only root and the daemon can create, rename and replace directories above a run.
+
+    Args:
+        facts: owner and mode of staging and of every directory above it, staging first.
+        daemon_uid: the user that the daemon runs as.
+    """
+    staging = next(iter(facts))
+    for place, (uid, mode) in facts.items():
+        name = fixes.quoted(place)
+        if uid not in (0, daemon_uid):
+            return failure(
+                f"user id {uid} owns {place} and could replace its contents",
+                fixes.as_root(f"chown {'swansong' if place == staging else 'root'} {name}"),
+            )
+        # In a directory with the sticky bit, such as /tmp, users can replace only their own files.
+        is_shared = mode & stat.S_ISVTX and place != staging
+        if mode & (stat.S_IWGRP | stat.S_IWOTH) and not is_shared:
+            return failure(
+                f"{place} has the mode {stat.S_IMODE(mode):o}: users other than the daemon could replace "
+                "its contents",
+                fixes.as_root(f"chmod go-w {name}"),
+            )
+    return ok(f"only root and the daemon can write to {staging} and the directories above it")
+
+
+def _device(path: Path) -> int | None:
+    try:
+        return path.stat().st_dev
+    except OSError:
+        return None
+
+
+def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | None) -> Judgement:
+    """Whether the run directory is on the file system of staging, so that sets can be renamed."""
+    if run_device is None:
+        return ok(f"{run} does not exist yet: the daemon creates it in {path}")
+    if staging != run_device:
+        return failure(
+            f"{run} is not on the file system of {path}: sealed sets could not be renamed",
+            fixes.as_root(f"umount {fixes.quoted(run)}"),
+        )
+    return ok(f"{run} is on the same file system as {path}")
+
+
+class Room(NamedTuple):
+    """Bytes and number of files."""
+
+    size_bytes: int
+    files: int
+
+
+def free(path: Path) -> Room:
+    """Free space for unprivileged users on the file system of ``path``."""
+    facts = os.statvfs(path)
+    files = (
+        facts.f_favail if facts.f_files else sys.maxsize
+    )  # zero: the file system allocates inodes dynamically
+    return Room(facts.f_bavail * facts.f_frsize, files)
+
+
+def newest(run: Path) -> Room:
+    """Size of the newest set in the staging directory of a run; zeros if there is none.
+
+    Trainers write to the directory, and this process may be root's.  So the walk uses descriptors, follows no
+    link, and is bounded.
+    """
+    with suppress(OSError):
+        run_fd = openat.open_directory(run)
+        try:
+            with os.scandir(run_fd) as entries:
+                times = {
+                    entry.name: entry.stat(follow_symlinks=False).st_mtime_ns
+                    for entry in islice(entries, _ENTRIES_MAX)
+                    if entry.is_dir(follow_symlinks=False) and not entry.name.startswith(".")
+                }
+            return _size(max(times, key=times.__getitem__), run_fd) if times else Room(0, 0)
+        finally:
+            os.close(run_fd)
+    return Room(0, 0)
+
+
+def _size(directory: str, run_fd: int) -> Room:
+    size_bytes, entries = 0, 1
+    for parent, directories, names, fd in os.fwalk(directory, dir_fd=run_fd):
+        entries += len(directories) + len(names)
+        if entries > _ENTRIES_MAX:
+            break
+        if parent.count(os.sep) >= _DEPTH_MAX:
+            directories.clear()
+        for name in names:
+            size_bytes += os.stat(name, dir_fd=fd, follow_symlinks=False).st_size
+    return Room(size_bytes, entries)
+
+
+def judge_space(path: Path, free: Room, newest: Room) -> Judgement:
+    """Whether two more checkpoints of the newest one's size fit.
+
+    Args:
+        newest: size of the newest checkpoint; zeros if there is none.
+    """
+    bytes_free = f"{_sized(free.size_bytes)} free in {path}"
+    show_space = f"df -h {fixes.quoted(path)}"
+    if free.files < max(newest.files, _FREE_FILES_MIN):
+        return failure(
+            f"{path} has inodes for {free.files} more files: not enough for one checkpoint",
+            f"df -i {fixes.quoted(path)}",
+        )
+    if free.size_bytes < _SPEED_BYTES and not newest.size_bytes:
+        return failure(f"{bytes_free}: not enough for any checkpoint", show_space)
+    size = f"the newest checkpoint has {_sized(newest.size_bytes)}"
+    if free.size_bytes < max(newest.size_bytes, _SPEED_BYTES):
+        return failure(f"{bytes_free}: not enough for one checkpoint; {size}", show_space)
+    if not newest.size_bytes:
+        found = f"{bytes_free}; the size of a checkpoint is not known yet"
+        return ok(found) if free.size_bytes >= _FREE_BYTES_MIN else warning(found, show_space)
+    found = f"{bytes_free}, {size}"
+    if free.files < 2 * newest.files:
+        return warning(
+            f"{found} in {newest.files} files, and there are inodes for {free.files}: not enough for two",
+            f"df -i {fixes.quoted(path)}",
+        )
+    if free.size_bytes < 2 * newest.size_bytes:
+        return warning(f"{found}: not enough for two", show_space)
+    return ok(found)
+
+
+def _sized(size_bytes: int) -> str:
+    return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 10**9 else f"{size_bytes / 1e6:.3g} MB"
+
+
+def _speed(path: Path) -> Judgement:
+    if free(path).size_bytes < 2 * _SPEED_BYTES:
+        return skipped(f"not measured: less than {2 * _SPEED_BYTES / 1e6:.0f} MB are free")
+    name = path / f".swansong-doctor-{secrets.token_hex(4)}"
+    block = os.urandom(_BLOCK_BYTES)  # random, because compression would inflate the speed
+    fd = os.open(name, os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+    try:
+        os.unlink(name)  # the kernel frees the file with its descriptor, even after a crash
+        begun_mono_s = time.monotonic()
+        for _ in range(_SPEED_BYTES // _BLOCK_BYTES):
+            os.write(fd, block)
+        os.fsync(fd)
+        written_mono_s = time.monotonic()
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)  # else the page cache would be measured
+        os.lseek(fd, 0, os.SEEK_SET)
+        buffer = mmap.mmap(-1, _BLOCK_BYTES)
+        while os.readv(fd, [buffer]):
+            pass
+        read_mono_s = time.monotonic()
+    finally:
+        os.close(fd)
+    return ok(
+        f"writes {_rate(written_mono_s - begun_mono_s)}, reads {_rate(read_mono_s - written_mono_s)} "
+        f"({_SPEED_BYTES / 1e6:.0f} MB, synced)"
+    )
+
+
+def _rate(took_s: float) -> str:
+    return f"{_SPEED_BYTES / 1e6 / max(took_s, 1e-9):.0f} MB/s"

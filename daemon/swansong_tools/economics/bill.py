@@ -1,0 +1,152 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a day of a run: fault tolerance, interruptions, and spot against on-demand.
+
+Pure.  docs/operations/loss.md has the model.  An amount is None where its price is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from swansong_tools.economics.cost import Prices, of_gpus, of_reads, of_storage, of_writes
+from swansong_tools.economics.expected import DAY_S, Job, expected, saves_per_day
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Upkeep:
+    """The cost of fault tolerance in a day, besides the loss of interruptions."""
+
+    stall_gpu_s: float
+    """Training stands still for periodic checkpoints."""
+    stored_bytes: float
+    writes: float
+    reads: float
+    writes_per_save: float
+    reads_per_restore: float
+    size_bytes: int
+    """Size of the checkpoint to which these figures belong."""
+
+    def changed(self, job: Job) -> Upkeep:
+        """The upkeep of the job with a change: stored bytes and requests follow the size of the state."""
+        size_bytes = job.measured.save_bytes or 0
+        share = size_bytes / self.size_bytes if self.size_bytes else 1.0
+        return upkeep(
+            job,
+            stored_bytes=self.stored_bytes * share,
+            writes_per_save=self.writes_per_save * share,
+            reads_per_restore=self.reads_per_restore * share,
+        )
+
+
+def upkeep(
+    job: Job, *, stored_bytes: float, writes_per_save: float, reads_per_restore: float
+) -> Upkeep:
+    """Stall, storage and requests of a day."""
+    found = expected(job)
+    evacuations = 2 * sum(kind.per_day for kind in job.kinds if kind.grace_s > 0)
+    return Upkeep(
+        stall_gpu_s=found.saves_s * job.gpus,
+        stored_bytes=stored_bytes,
+        writes=(saves_per_day(job) + evacuations) * writes_per_save,
+        reads=job.per_day * reads_per_restore,
+        writes_per_save=writes_per_save,
+        reads_per_restore=reads_per_restore,
+        size_bytes=job.measured.save_bytes or 0,
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Bill:
+    """Amounts of a day."""
+
+    prices: Prices
+    upkeep: Upkeep
+    stall: float | None
+    """Training stands still for periodic checkpoints."""
+    storage: float | None
+    requests: float | None
+    interruptions: float | None
+    """GPU time that interruptions lose; the time without a VM costs nothing."""
+    interruptions_gpu_s: float
+    spot: float | None
+    """All GPU time at the spot price."""
+    on_demand: float | None
+    """The productive GPU time at the on-demand price."""
+    days: float | None
+    """Expected duration of the whole run; None if its number of steps is unknown or it never ends."""
+
+    @property
+    def fault_tolerance(self) -> float | None:
+        """Stall, storage and requests."""
+        if self.stall is None or self.storage is None or self.requests is None:
+            return None
+        return self.stall + self.storage + self.requests
+
+    @property
+    def saved(self) -> float | None:
+        """The savings of spot against on-demand, less storage and requests where their prices are known."""
+        if self.on_demand is None or self.spot is None:
+            return None
+        return self.on_demand - self.spot - (self.storage or 0.0) - (self.requests or 0.0)
+
+    @property
+    def saved_share(self) -> float | None:
+        """The savings as a share of the on-demand cost."""
+        return self.saved / self.on_demand if self.saved is not None and self.on_demand else None
+
+    @property
+    def lost_gpus(self) -> float | None:
+        """The cost of all GPU time that does not train: stall and interruptions."""
+        if self.stall is None or self.interruptions is None:
+            return None
+        return self.stall + self.interruptions
+
+    @property
+    def lost(self) -> float | None:
+        """The same with storage and requests where their prices are known."""
+        if self.lost_gpus is None:
+            return None
+        return self.lost_gpus + (self.storage or 0.0) + (self.requests or 0.0)
+
+    def of(self, job: Job) -> Bill:
+        """The bill of a day of the job with a change."""
+        return bill(job, self.upkeep.changed(job), self.prices)
+
+    def saved_by(self, job: Job) -> float | None:
+        """The money that a change of the job saves in a day; negative if the change costs more."""
+        after = self.of(job)
+        return None if self.lost is None or after.lost is None else self.lost - after.lost
+
+    def of_gpu_s(self, gpu_s: float) -> float | None:
+        """Cost of this GPU time at the spot price."""
+        return of_gpus(gpu_s, self.prices.spot)
+
+
+def bill(job: Job, upkeep: Upkeep, prices: Prices, *, steps: int | None = None) -> Bill:
+    """The cost of a day.
+
+    Args:
+        steps: of the whole run.
+    """
+    found = expected(job)
+    unpaid_s = min(DAY_S, job.per_day * job.down_s.get("cloud", 0.0))
+    unpaid_gpu_s = (unpaid_s - job.per_day * job.doubled_s) * job.gpus / job.nodes
+    lost_gpu_s = (found.total_s - found.saves_s) * job.gpus
+    interruptions_gpu_s = max(0.0, lost_gpu_s - unpaid_gpu_s)
+    writes, reads = of_writes(prices, upkeep.writes), of_reads(prices, upkeep.reads)
+    step_s = job.measured.step_s
+    days = None
+    if steps is not None and step_s is not None and found.ettr > 0:
+        days = steps * step_s / DAY_S / found.ettr
+    return Bill(
+        prices=prices,
+        upkeep=upkeep,
+        stall=of_gpus(upkeep.stall_gpu_s, prices.spot),
+        storage=of_storage(prices, upkeep.stored_bytes, DAY_S),
+        requests=None if writes is None or reads is None else writes + reads,
+        interruptions=of_gpus(interruptions_gpu_s, prices.spot),
+        interruptions_gpu_s=interruptions_gpu_s,
+        spot=of_gpus(DAY_S * job.gpus - unpaid_gpu_s, prices.spot),
+        on_demand=of_gpus(DAY_S * found.ettr * job.gpus, prices.on_demand),
+        days=days,
+    )

@@ -1,0 +1,126 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The cost of a run in money: GPU time, storage and requests, at given prices.
+
+Pure.  docs/operations/loss.md has the model.  An amount is None where its price is not known.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields, replace
+
+from swansong_tools.economics.loss import HOUR_S, Interruption, Loss
+
+GB_BYTES = 2**30
+"""S3 and GCS bill storage by this unit."""
+MONTH_S = 365.25 / 12 * 24 * HOUR_S
+LIST_CURRENCY = "USD"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """Prices in one currency; None for an unknown price.  The names are the keys of ``--price``."""
+
+    currency: str = LIST_CURRENCY
+    on_demand: float | None = None
+    """Of one GPU for an hour, on demand."""
+    spot: float | None = None
+    """Of one GPU for an hour, on a spot VM."""
+    gb_month: float | None = None
+    """Of 2^30 stored bytes for a month."""
+    writes: float | None = None
+    """Of 1,000 writes: PUT, POST, LIST."""
+    reads: float | None = None
+    """Of 1,000 reads: GET, HEAD."""
+
+
+LIST_PRICES = {
+    "s3": Prices(gb_month=0.023, writes=0.005, reads=0.0004),
+    "gs": Prices(gb_month=0.020, writes=0.005, reads=0.0004),
+}
+"""List prices by the scheme of a store: S3 Standard in us-east-1, GCS Standard in one US region."""
+
+
+def with_list_prices(prices: Prices, store_url: str) -> Prices:
+    """The prices, completed by the list prices of the store if they are in the same currency."""
+    listed = LIST_PRICES.get(store_url.partition("://")[0])
+    if listed is None or prices.currency != listed.currency:
+        return prices
+    missing = {
+        item.name: getattr(listed, item.name)
+        for item in fields(Prices)
+        if getattr(prices, item.name) is None
+    }
+    return replace(prices, **missing)
+
+
+def of_gpus(gpu_s: float, gpu_hour: float | None) -> float | None:
+    """Cost of this GPU time at the price of a GPU hour."""
+    return None if gpu_hour is None else gpu_s / HOUR_S * gpu_hour
+
+
+def of_storage(prices: Prices, size_bytes: float, stored_s: float = MONTH_S) -> float | None:
+    """Cost of these bytes for this time, which is a month by default."""
+    if prices.gb_month is None:
+        return None
+    return size_bytes / GB_BYTES * stored_s / MONTH_S * prices.gb_month
+
+
+def of_writes(prices: Prices, count: float) -> float | None:
+    return None if prices.writes is None else count / 1000 * prices.writes
+
+
+def of_reads(prices: Prices, count: float) -> float | None:
+    return None if prices.reads is None else count / 1000 * prices.reads
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Costs:
+    """The cost of the GPU time of a run."""
+
+    currency: str
+    spot: float | None
+    """All GPU time for which the VMs existed, at the spot price."""
+    interruptions: float | None
+    """The share of it that was lost to interruptions."""
+    saves: float | None
+    """The share of it in which training stood still for other checkpoints."""
+    on_demand: float | None
+    """The productive GPU time at the on-demand price: the same work without interruptions."""
+
+    @property
+    def saved(self) -> float | None:
+        """The savings of spot against on-demand; negative if spot cost more."""
+        if self.on_demand is None or self.spot is None:
+            return None
+        return self.on_demand - self.spot
+
+    @property
+    def saved_share(self) -> float | None:
+        """The savings as a share of the on-demand cost."""
+        return self.saved / self.on_demand if self.saved is not None and self.on_demand else None
+
+
+def costs(loss: Loss, prices: Prices) -> Costs:
+    """The cost of the GPU time of a run.
+
+    While the cloud has no VM, one VM of the job is not paid for.
+    """
+    unpaid = unpaid_gpu_s(loss)
+    return Costs(
+        currency=prices.currency,
+        spot=of_gpus(max(0.0, loss.gpu_s - unpaid), prices.spot),
+        interruptions=of_gpus(max(0.0, loss.lost_gpu_s - unpaid), prices.spot),
+        saves=of_gpus(loss.parts_gpu_s["saves"], prices.spot),
+        on_demand=of_gpus(loss.productive_gpu_s, prices.on_demand),
+    )
+
+
+def unpaid_gpu_s(loss: Loss) -> float:
+    """GPU time of the run for which no VM existed."""
+    return sum(_unpaid_gpu_s(each) for each in loss.interruptions)
+
+
+def _unpaid_gpu_s(each: Interruption) -> float:
+    """GPU time without a VM; a machine without a boot in this time was there all along."""
+    is_new_vm = each.parts_s.get("boot") is not None
+    return each.ranks / each.nodes * (each.parts_s["cloud"] or 0.0) if is_new_vm else 0.0

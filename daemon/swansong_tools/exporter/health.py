@@ -1,0 +1,153 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The exporter's own health: requests, errors and read times of each store."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from swansong_bucket.errors import CorruptError, NotFound, StoreError, TooLarge, Transient
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.wrappers.retry import Retrying
+
+T = TypeVar("T")
+
+OPERATIONS = ("get", "head", "list")
+ERRORS = ("transient", "refused", "not_found", "too_large", "corrupt", "unexpected")
+_CALL_BUDGET_S = 10.0
+"""Time in which one failed request is retried; the next reading follows soon."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HealthFigures:
+    """The health of a store at one moment."""
+
+    url: str
+    is_up: bool | None
+    """None before the first reading."""
+    read_wall_s: float | None
+    """End of the last reading without an error."""
+    took_s: float | None
+    """Duration of the last reading."""
+    requests: Mapping[str, int]
+    """Since the start of the exporter, by operation; retries count."""
+    errors: Mapping[str, int]
+    """The same, by kind."""
+    runs: int
+    runs_failing: int
+    runs_left_out: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StoreReading:
+    """A reading at its end."""
+
+    is_up: bool
+    took_s: float
+    runs: int = 0
+    failing: int = 0
+    left_out: int = 0
+
+
+class ReadHealth:
+    """Collects the health of one store; safe to use from several threads.
+
+    A store may also be the mirror of another one.  The last reading of each role counts: the store is up if
+    both succeeded.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.url = url
+        self._lock = threading.Lock()
+        self._requests: Counter[str] = Counter()
+        self._errors: Counter[str] = Counter()
+        self._readings: dict[str, StoreReading] = {}
+        """By the URL of the store whose reader has read this one."""
+        self._read_wall_s: float | None = None
+        self._took_s: float | None = None
+
+    def requested(self, operation: str) -> None:
+        with self._lock:
+            self._requests[operation] += 1
+
+    def failed(self, error: Exception) -> None:
+        with self._lock:
+            self._errors[kind_of(error)] += 1
+
+    def read(self, reading: StoreReading, *, by: str, now_wall_s: float) -> None:
+        """Record the end of a reading by the reader of the store with the URL ``by``."""
+        with self._lock:
+            self._readings[by] = reading
+            self._took_s = reading.took_s
+            if reading.is_up:
+                self._read_wall_s = now_wall_s
+
+    def figures(self) -> HealthFigures:
+        with self._lock:
+            readings = self._readings.values()
+            return HealthFigures(
+                url=self.url,
+                is_up=all(each.is_up for each in readings) if readings else None,
+                read_wall_s=self._read_wall_s,
+                took_s=self._took_s,
+                requests={name: self._requests[name] for name in OPERATIONS},
+                errors={kind: self._errors[kind] for kind in ERRORS},
+                runs=sum(each.runs for each in readings),
+                runs_failing=sum(each.failing for each in readings),
+                runs_left_out=sum(each.left_out for each in readings),
+            )
+
+
+def kind_of(error: Exception) -> str:
+    """The kind of an error, as in ``swansong_store_errors_total``."""
+    match error:
+        case Transient():
+            return "transient"
+        case NotFound():
+            return "not_found"
+        case TooLarge():
+            return "too_large"
+        case StoreError():
+            return "refused"
+        case CorruptError():
+            return "corrupt"
+        case _:
+            return "unexpected"
+
+
+class ReadOnly(Retrying):
+    """A store that only reads, retries, and counts its requests.
+
+    Args:
+        store: the store that sends the requests.
+        health: counts each attempt.
+        stop: ends every wait.
+    """
+
+    def __init__(self, store: ObjectStore, health: ReadHealth, stop: threading.Event) -> None:
+        super().__init__(
+            store,
+            give_up_mono_s=lambda: None,
+            budget_s=_CALL_BUDGET_S,
+            stop=stop,
+            attempted=self._attempted_one,
+        )
+        self._health = health
+
+    def _attempted_one(self, _began_mono_s: float, error: StoreError | None) -> None:
+        if error is not None:
+            self._health.failed(error)
+
+    def _try(self, call: str, attempt: Callable[[], T]) -> T:
+        operation = call.partition(" ")[0]
+        if operation not in OPERATIONS:
+            raise AssertionError(f"the exporter only reads, and {call} is not a read")
+
+        def counted() -> T:
+            self._health.requested(operation)
+            return attempt()
+
+        return super()._try(call, counted)

@@ -1,0 +1,444 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The course of an evacuation and of the resumption after it, as lanes of bars on one time axis.  Pure.
+
+Times are seconds since the notice was acted on.  A farewell is not signed, so its timeline may have any
+phases in any order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from swansong_bucket.format.farewell import RecordedEvacuation, TimelineEntry
+from swansong_bucket.loss_records import Resumption
+
+from swansong_tools.economics.loss import Interruption
+from swansong_tools.units import human_bytes, human_span
+
+BARS_MAX = 40
+"""Bars of one lane."""
+_RATE_S_MIN = 0.01
+"""Samples closer than this give no bandwidth."""
+_ENDED = ("request_failed", "withdrawn", "verdict")
+_RESUMING = {
+    "cloud": "No VM",
+    "boot": "Boot",
+    "start": "Start",
+    "fetch": "Fetch",
+    "load": "Load",
+    "warm_up": "First step",
+    "unknown": "Not recorded",
+}
+"""Lane for each part of the time without training, by its name in :mod:`swansong_tools.economics.loss`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    """A stretch of time; None: from or to the edge of the picture."""
+
+    kind: str
+    """``training``, ``grace``, ``forecast``, ``work``, ``idle`` ... names its colour."""
+    from_s: float | None
+    to_s: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A row of the picture."""
+
+    name: str
+    note: str
+    bars: tuple[Bar, ...]
+    explains: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Moment:
+    """A vertical line through all lanes."""
+
+    kind: str
+    name: str
+    at_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class Rate:
+    """The bandwidth between two samples."""
+
+    from_s: float
+    to_s: float
+    bytes_per_s: float
+
+    def joined(self, later: Rate) -> Rate:
+        """The mean bandwidth of this stretch and of the next one."""
+        length_s, more_s = self.to_s - self.from_s, later.to_s - later.from_s
+        sent = self.bytes_per_s * length_s + later.bytes_per_s * more_s
+        return Rate(self.from_s, later.to_s, sent / (length_s + more_s))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Course:
+    """An evacuation, and the resumption after it if there is one."""
+
+    old_vm: tuple[Lane, ...]
+    next_vm: tuple[Lane, ...]
+    moments: tuple[Moment, ...]
+    rates: tuple[Rate, ...]
+
+    @property
+    def lanes(self) -> tuple[Lane, ...]:
+        return (*self.old_vm, *self.next_vm)
+
+    def times_s(self) -> Iterable[float]:
+        """All times that the axis must show."""
+        for lane in self.lanes:
+            for bar in lane.bars:
+                yield from (time_s for time_s in (bar.from_s, bar.to_s) if time_s is not None)
+        yield from (moment.at_s for moment in self.moments)
+        for rate in self.rates:
+            if rate.bytes_per_s > 0:
+                yield from (rate.from_s, rate.to_s)
+
+
+def course(
+    recorded: RecordedEvacuation,
+    interruption: Interruption | None = None,
+    resumption: Resumption | None = None,
+) -> Course:
+    """The course of an evacuation.
+
+    Args:
+        interruption: the loss that followed; None while no VM has resumed the run.
+        resumption: how it was resumed; None if that was not recorded.
+    """
+    entries = recorded.timeline
+    place = next((i for i, entry in enumerate(entries) if entry.phase == "follow_up"), len(entries))
+    first, follow_ups = entries[:place], entries[place:]
+    old_vm = (
+        _training(recorded, interruption),
+        _grace(recorded),
+        _forecast(first),
+        _waiting(first),
+        _request(first),
+        _save(first),
+        _upload(first),
+        _commit(first),
+        _peers(first),
+        _follow_ups(follow_ups),
+    )
+    next_vm = () if interruption is None else _next_vm(recorded, interruption, resumption)
+    return Course(
+        old_vm=tuple(lane for lane in old_vm if lane is not None),
+        next_vm=tuple(next_vm),
+        moments=tuple(_moments(recorded)),
+        rates=_rates(recorded.samples),
+    )
+
+
+# ---------------------------------------------------------------- the old VM
+
+
+def _training(recorded: RecordedEvacuation, interruption: Interruption | None) -> Lane | None:
+    report = recorded.training
+    if interruption is None:
+        if report is None:
+            return None
+        known_s = report.wall_s - recorded.opened_wall_s
+        return Lane(
+            "Training",
+            f"step {report.step}, the last one known",
+            (Bar("training", None, known_s),),
+            "Steps that this VM completed.",
+        )
+    ended_s = interruption.ended_wall_s - recorded.opened_wall_s
+    resumed_s = max(ended_s, interruption.resumed_wall_s - recorded.opened_wall_s)
+    about = "about " if interruption.is_estimated else ""
+    note = f"to {about}step {interruption.last_step}, then from {interruption.start_step}"
+    return Lane(
+        "Training",
+        note,
+        (Bar("training", None, ended_s), Bar("training", resumed_s, None)),
+        "Training on the old VM until its last step, then on the next VM from its first new step.",
+    )
+
+
+def _grace(recorded: RecordedEvacuation) -> Lane | None:
+    if recorded.deadline_s is None or recorded.deadline_s <= 0:
+        return None
+    note = human_span(recorded.deadline_s)
+    note += f", from {recorded.source}" if recorded.source else " until the deadline"
+    return Lane(
+        "Notice", note, (Bar("grace", 0.0, recorded.deadline_s),), "The time that the cloud leaves."
+    )
+
+
+def _forecast(entries: Sequence[TimelineEntry]) -> Lane | None:
+    opening = _first(entries, "notice")
+    asked = _first(entries, "request", "signal")
+    expected_s = _number(opening, "expected_s")
+    if opening is None or expected_s is None or asked is None:
+        return None
+    pessimistic_s = max(expected_s, _number(opening, "pessimistic_s") or 0.0)
+    from_s = asked.at_s
+    bars = (
+        Bar("forecast", from_s, from_s + expected_s),
+        Bar("pessimistic", from_s + expected_s, from_s + pessimistic_s),
+    )
+    note = f"{human_span(expected_s)}, at worst {human_span(pessimistic_s)}"
+    return Lane("Forecast", note, bars, "Expected time from the request to the commit.")
+
+
+def _waiting(entries: Sequence[TimelineEntry]) -> Lane | None:
+    bars = _between(
+        entries, begins=("waiting_for_trainer",), ends=("request", "verdict", "withdrawn"), fails=()
+    )
+    if not bars:
+        return None
+    return Lane(
+        "No trainer",
+        human_span(_union_s(bars)),
+        _of_kind("idle", bars),
+        "The daemon waits for a trainer that it can ask for a checkpoint.",
+    )
+
+
+def _request(entries: Sequence[TimelineEntry]) -> Lane | None:
+    asked = _first(entries, "request", "signal")
+    if asked is None:
+        return None
+    later = [entry for entry in entries if entry.at_s >= asked.at_s]
+    agreed = _first(later, "target") or _last(later, "accepted")
+    ended = agreed or _first(later, "sealed", *_ENDED)
+    to_s = asked.at_s if ended is None else ended.at_s
+    ranks = sum(entry.phase == "accepted" for entry in later)
+    step = _number(agreed, "step")
+    note = (
+        f"{human_span(to_s - asked.at_s)}, {_ranks(ranks)}"
+        if ranks
+        else human_span(to_s - asked.at_s)
+    )
+    if step is not None:
+        note += f", step {step:.0f}"
+    return Lane(
+        "Request",
+        note,
+        (Bar("work", asked.at_s, to_s),),
+        "The daemon asks all ranks for a checkpoint, and they agree on its step.",
+    )
+
+
+def _ranks(number: int) -> str:
+    return "1 rank" if number == 1 else f"{number} ranks"
+
+
+def _save(entries: Sequence[TimelineEntry]) -> Lane | None:
+    sealed = _first(entries, "sealed")
+    ended = sealed or _first(entries, *_ENDED)
+    if ended is None:
+        return None
+    before = [entry for entry in entries if entry.at_s <= ended.at_s]
+    begun = (
+        _first(before, "target") or _last(before, "accepted") or _first(before, "request", "signal")
+    )
+    if begun is None:
+        return None
+    note = human_span(ended.at_s - begun.at_s)
+    size_bytes = _number(sealed, "size_bytes")
+    if size_bytes is not None:
+        note += f", {human_bytes(size_bytes)}"
+    if sealed is None:
+        note += ", not finished"
+    kind = "work" if sealed is not None else "failed"
+    return Lane(
+        "Save",
+        note,
+        (Bar(kind, begun.at_s, ended.at_s),),
+        "The trainer writes the checkpoint to local staging.",
+    )
+
+
+def _upload(entries: Sequence[TimelineEntry]) -> Lane | None:
+    bars = _between(
+        entries,
+        begins=("flush", "early_shards"),
+        ends=("flushed", "flush_stopped", "verdict", "withdrawn"),
+        fails=("flush_stopped",),
+    )
+    if not bars:
+        return None
+    stored = _first(entries, "flushed")
+    note = human_span(_union_s(bars))
+    size_bytes = _number(stored, "size_bytes")
+    if size_bytes is not None:
+        note += f", {human_bytes(size_bytes)}"
+    if stored is None:
+        note += ", not finished"
+    return Lane("Upload", note, bars, "The daemon sends the checkpoint to the store.")
+
+
+def _commit(entries: Sequence[TimelineEntry]) -> Lane | None:
+    bars = _between(
+        entries, begins=("flushed",), ends=("committed", "verdict", "withdrawn"), fails=("verdict",)
+    )
+    if not bars:
+        return None
+    done = _last(entries, "committed")
+    note = human_span(_union_s(bars))
+    step = _number(done, "step")
+    if step is not None:
+        note += f", step {step:.0f} is durable"
+    return Lane("Commit", note, bars, "The manifest is created: from here on the step is durable.")
+
+
+def _peers(entries: Sequence[TimelineEntry]) -> Lane | None:
+    bars = _between(
+        entries, begins=("waiting_for_peers",), ends=("complete", "verdict", "withdrawn"), fails=()
+    )
+    if not bars:
+        return None
+    return Lane(
+        "Other VMs",
+        human_span(_union_s(bars)),
+        _of_kind("idle", bars),
+        "The checkpoint is whole once all VMs of the job have committed their parts.",
+    )
+
+
+def _follow_ups(entries: Sequence[TimelineEntry]) -> Lane | None:
+    bars = _between(
+        entries,
+        begins=("follow_up",),
+        ends=("committed", "follow_up_failed", "withdrawn"),
+        fails=("follow_up_failed", "withdrawn", ""),
+    )
+    if not bars:
+        return None
+    committed = sum(bar.kind == "work" for bar in bars)
+    note = f"{committed} of {len(bars)} committed"
+    step = _number(_last(entries, "committed"), "step")
+    if step is not None:
+        note += f", step {step:.0f}"
+    return Lane(
+        "Follow-ups",
+        note,
+        bars[:BARS_MAX],
+        "Further checkpoints while the VM still runs: fewer steps are done again.",
+    )
+
+
+def _between(
+    entries: Sequence[TimelineEntry],
+    *,
+    begins: Sequence[str],
+    ends: Sequence[str],
+    fails: Sequence[str],
+) -> tuple[Bar, ...]:
+    """Bars from each of these phases to the next one that ends it; they do not overlap.
+
+    Args:
+        fails: ends that count as a failure; an empty one stands for a missing end.
+    """
+    bars: list[Bar] = []
+    from_s: float | None = None
+    for entry in entries:
+        if from_s is not None and entry.phase in ends:
+            bars.append(Bar("failed" if entry.phase in fails else "work", from_s, entry.at_s))
+            from_s = None
+        if entry.phase in begins:
+            if from_s is not None and entry.at_s > from_s:
+                bars.append(Bar("failed" if "" in fails else "work", from_s, entry.at_s))
+            from_s = entry.at_s
+    if from_s is not None and entries[-1].at_s > from_s:
+        bars.append(Bar("failed", from_s, entries[-1].at_s))
+    return tuple(bars)[:BARS_MAX]
+
+
+def _of_kind(kind: str, bars: Iterable[Bar]) -> tuple[Bar, ...]:
+    return tuple(Bar(kind, bar.from_s, bar.to_s) for bar in bars)
+
+
+def _union_s(bars: Iterable[Bar]) -> float:
+    return sum((bar.to_s or 0.0) - (bar.from_s or 0.0) for bar in bars)
+
+
+# ---------------------------------------------------------------- the next VM
+
+
+def _next_vm(
+    recorded: RecordedEvacuation, interruption: Interruption, resumption: Resumption | None
+) -> Iterable[Lane]:
+    """The parts of the time without training, one after the other, with the figures of the loss."""
+    offset_s = interruption.ended_wall_s - recorded.opened_wall_s
+    names = dict(_RESUMING)
+    if interruption.is_same_vm or interruption.parts_s.get("boot") is None:
+        names["cloud"] = "No daemon"
+    cursor_s = offset_s
+    for part, seconds in interruption.parts_s.items():
+        if seconds is None:
+            continue
+        bar = Bar(
+            "idle" if part in ("cloud", "unknown") else "resume", cursor_s, cursor_s + seconds
+        )
+        cursor_s += seconds
+        note = human_span(seconds)
+        if part == "fetch" and resumption is not None:
+            note += _fetched(resumption)
+        yield Lane(names[part], note, (bar,), _EXPLAINS[part])
+
+
+_EXPLAINS = {
+    "cloud": "From the last step until the next VM boots.",
+    "boot": "From the start of the kernel to the start of the daemon.",
+    "start": "Until the trainer asks for its checkpoint: container, interpreter, imports.",
+    "fetch": "Until the daemon has fetched the checkpoint.",
+    "load": "The trainer loads the checkpoint.",
+    "warm_up": "Until the first new step is completed.",
+    "unknown": "The resume was not recorded.",
+}
+
+
+def _fetched(resumption: Resumption) -> str:
+    linked = f", {human_bytes(resumption.bytes_linked)} local" if resumption.bytes_linked else ""
+    return f", {human_bytes(resumption.bytes_fetched)} fetched{linked}"
+
+
+# ---------------------------------------------------------------- moments and bandwidth
+
+
+def _moments(recorded: RecordedEvacuation) -> Iterable[Moment]:
+    yield Moment("notice", "notice", 0.0)
+    concluded = [entry for entry in recorded.timeline if entry.phase == "verdict"]
+    if concluded:
+        yield Moment("verdict", f"{recorded.verdict.value}", concluded[-1].at_s)
+    if recorded.deadline_s is not None and recorded.deadline_s > 0:
+        yield Moment("deadline", "deadline", recorded.deadline_s)
+
+
+def _rates(samples: Sequence[tuple[float, int]]) -> tuple[Rate, ...]:
+    rates: list[Rate] = []
+    from_s, from_bytes = samples[0] if samples else (0.0, 0)
+    for at_s, sent_bytes in samples:
+        if at_s - from_s >= _RATE_S_MIN:
+            rates.append(Rate(from_s, at_s, (sent_bytes - from_bytes) / (at_s - from_s)))
+            from_s, from_bytes = at_s, sent_bytes
+    return tuple(rates)
+
+
+# ---------------------------------------------------------------- entries
+
+
+def _first(entries: Sequence[TimelineEntry], *phases: str) -> TimelineEntry | None:
+    return next((entry for entry in entries if entry.phase in phases), None)
+
+
+def _last(entries: Sequence[TimelineEntry], *phases: str) -> TimelineEntry | None:
+    return next((entry for entry in reversed(entries) if entry.phase in phases), None)
+
+
+def _number(entry: TimelineEntry | None, name: str) -> float | None:
+    """A number of zero or more among the facts of an entry."""
+    value = None if entry is None else entry.facts.get(name)
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or value < 0:
+        return None
+    return float(value)

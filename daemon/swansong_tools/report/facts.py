@@ -1,0 +1,210 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The facts of a report: each evacuation with the resumption after it, and sentences about both.  Pure."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from swansong_bucket.format.farewell import RecordedEvacuation
+from swansong_bucket.loss_records import Resumption
+from swansong_bucket.model import Verdict
+from swansong_bucket.runs.history import RunHistory, last_evacuation
+from swansong_bucket.runs.lives import Lives
+
+from swansong_tools.economics import loss as losses
+from swansong_tools.economics.loss import Interruption, Loss
+from swansong_tools.report.course import course
+from swansong_tools.report.layout import Picture, picture
+from swansong_tools.units import human_span, second
+
+_MEANING = {
+    Verdict.SAFE: "The newest state is in the store.",
+    Verdict.PARTIAL: "Only an older commit is in the store, so steps are done again.",
+    Verdict.LOST: "The run had no commit, so it starts from scratch.",
+    Verdict.NO_TRAINING: "No training was seen on the VM, so nothing is claimed.",
+}
+_PLANS = {
+    "TAKE": "request a new checkpoint",
+    "FLUSH": "send the checkpoints that were sealed already",
+    "COMMIT": "commit the checkpoints that were stored already",
+    "NONE": "nothing, because everything was committed",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Story:
+    """An evacuation, and the resumption after it."""
+
+    recorded: RecordedEvacuation
+    interruption: Interruption | None
+    """None while no VM has resumed the run, and for an evacuation that the VM has outlived."""
+    resumption: Resumption | None
+    picture: Picture
+    was_outlived: bool = False
+    """The VM lived on: it ended long after the deadline, or during another evacuation."""
+
+
+@dataclass(frozen=True, slots=True)
+class Amount:
+    """An amount of money, with its currency."""
+
+    name: str
+    amount: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunReport:
+    """All facts of a report."""
+
+    run: str
+    store_url: str
+    written_wall_s: float
+    history: RunHistory
+    loss: Loss | None
+    amounts: tuple[Amount, ...]
+    """Empty without prices."""
+    stories: tuple[Story, ...]
+    """Newest first."""
+
+
+def report(
+    history: RunHistory,
+    *,
+    run: str,
+    store_url: str,
+    written_wall_s: float,
+    amounts: tuple[Amount, ...] = (),
+) -> RunReport:
+    """The facts of a report about this history."""
+    loss = losses.loss(history.lives.lives)
+    told = stories(history.evacuations.evacuations, history.lives, loss)
+    return RunReport(
+        run=run,
+        store_url=store_url,
+        written_wall_s=written_wall_s,
+        history=history,
+        loss=loss,
+        amounts=amounts,
+        stories=tuple(reversed(told)),
+    )
+
+
+def stories(
+    evacuations: Sequence[RecordedEvacuation], lives: Lives, loss: Loss | None
+) -> list[Story]:
+    """Each evacuation; the one during which a VM ended comes with the interruption."""
+    interruptions = (
+        {} if loss is None else {each.after_generation: each for each in loss.interruptions}
+    )
+    resumptions = {life.generation: life.resumption for life in lives.lives}
+    of_vms = defaultdict[tuple[int, int], list[RecordedEvacuation]](list)
+    for each in evacuations:
+        of_vms[each.generation, each.node].append(each)
+    found = []
+    for each in evacuations:
+        of_vm, ended = of_vms[each.generation, each.node], interruptions.get(each.generation)
+        last = (
+            of_vm[-1] if ended is None else last_evacuation(of_vm, ended.ended_wall_s, _recorded_s)
+        )
+        was_outlived = each is not last
+        if was_outlived:
+            ended = None
+        resumed = None if ended is None else resumptions.get(ended.generation)
+        found.append(
+            Story(
+                recorded=each,
+                interruption=ended,
+                resumption=resumed,
+                picture=picture(course(each, ended, resumed)),
+                was_outlived=was_outlived,
+            )
+        )
+    return found
+
+
+def _recorded_s(recorded: RecordedEvacuation) -> float:
+    """Length of the timeline: the VM lived at least until its last entry."""
+    return recorded.timeline[-1].at_s if recorded.timeline else 0.0
+
+
+def sentences(story: Story) -> Iterator[str]:
+    """The course of an evacuation in plain English."""
+    recorded, ended = story.recorded, story.interruption
+    at = second(recorded.opened_wall_s)
+    notice = ", ".join(f"{notice.kind} from {notice.source}" for notice in recorded.notices)
+    left = (
+        ""
+        if recorded.deadline_s is None
+        else f", {human_span(max(0.0, recorded.deadline_s))} before the deadline"
+    )
+    yield f"At {at} UTC the daemon acted on a notice{f' ({notice})' if notice else ''}{left}."
+    opening = next((entry for entry in recorded.timeline if entry.phase == "notice"), None)
+    plan = _PLANS.get(str(opening.facts.get("plan"))) if opening is not None else None
+    if opening is not None and plan is not None:
+        why = opening.facts.get("why")
+        yield f"Its plan was to {plan}{f' ({why})' if why else ''}."
+    yield f"The verdict is {recorded.verdict.value}: {recorded.reason}. {_MEANING[recorded.verdict]}"
+    if story.was_outlived:
+        yield "The VM outlived this deadline, and training continued."
+        return
+    if ended is None:
+        yield "No later VM has resumed the run since, as far as the bucket shows."
+        return
+    about = "about " if ended.is_estimated else ""
+    again = ended.last_step - ended.start_step
+    redone = (
+        f"{about}{_steps(again)} had to be done again ({human_span(ended.redone_s)})"
+        if again > 0
+        else "no step had to be done again"
+    )
+    where = "A restarted daemon on the same VM" if ended.is_same_vm else "The next VM"
+    yield (
+        f"{where} completed its first new step {about}{human_span(ended.down_s)} after the last one, "
+        f"and {redone}."
+    )
+
+
+def _steps(number: int) -> str:
+    return "1 step" if number == 1 else f"{number:,} steps"
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """One line of the table that compares the plan of an evacuation with its outcome."""
+
+    name: str
+    plan: str
+    outcome: str
+
+
+def comparisons(story: Story) -> Iterator[Comparison]:
+    """The plan of an evacuation against its outcome."""
+    recorded = story.recorded
+    opening = next((entry for entry in recorded.timeline if entry.phase == "notice"), None)
+    pessimistic_s = None if opening is None else opening.facts.get("pessimistic_s")
+    plan = "not measured before"
+    if recorded.expected_s is not None:
+        plan = f"expected {human_span(recorded.expected_s)}"
+        if isinstance(pessimistic_s, (int, float)) and pessimistic_s >= recorded.expected_s:
+            plan += f", at worst {human_span(pessimistic_s)}"
+    outcome = "no commit" if recorded.took_s is None else human_span(recorded.took_s)
+    if recorded.took_s is not None and recorded.expected_s:
+        outcome += f" ({recorded.took_s / recorded.expected_s:.0%} of the forecast)"
+    yield Comparison("Request to commit", plan, outcome)
+    if recorded.deadline_s is not None:
+        concluded = [entry for entry in recorded.timeline if entry.phase == "verdict"]
+        yield Comparison(
+            "Verdict",
+            f"within {human_span(max(0.0, recorded.deadline_s))}",
+            f"after {human_span(concluded[-1].at_s)}" if concluded else "not recorded",
+        )
+    target = next(
+        (entry.facts.get("step") for entry in recorded.timeline if entry.phase == "target"), None
+    )
+    yield Comparison(
+        "Committed step",
+        "no step was agreed on" if target is None else f"{target}, as the ranks agreed",
+        "none" if recorded.commit is None else str(recorded.commit.step),
+    )

@@ -1,0 +1,123 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The report as one HTML file without scripts, which loads nothing.
+
+All texts go through the escaping of the template engine: run names, reasons and phases come from the bucket.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined, Template
+from swansong_bucket.format.farewell import Fact
+from swansong_bucket.model import Verdict
+
+from swansong_tools.report import drawing, facts
+from swansong_tools.report.facts import RunReport
+from swansong_tools.units import human_bytes, human_s, human_span, minute, second
+
+COMMITS_SHOWN = 12
+"""Commits in the table; the picture has more."""
+FACTS_CHARS_MAX = 400
+ENTRIES_SHOWN = 100
+"""Entries of a timeline in the table."""
+
+
+def html(report: RunReport) -> str:
+    """The page."""
+    return _template().render(**_values(report))
+
+
+@cache
+def _template() -> Template:
+    environment = Environment(
+        loader=PackageLoader("swansong_tools.report", "."),
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.filters |= {
+        "bytes": human_bytes,
+        "span": human_span,
+        "short": human_s,
+        "minute": minute,
+        "second": second,
+        "pct": _percentage,
+        "ratio": _ratio,
+        "facts": _facts,
+    }
+    return environment.get_template("page.html.j2")
+
+
+def _facts(facts: Mapping[str, Fact]) -> str:
+    """Facts of a timeline, cut to a length that no writer of the bucket can exceed."""
+    text = ", ".join(f"{name}={value}" for name, value in facts.items())
+    return text if len(text) <= FACTS_CHARS_MAX else f"{text[:FACTS_CHARS_MAX]}..."
+
+
+def _ratio(value: float | None) -> str:
+    return "unknown" if value is None else f"{value:.2%}"
+
+
+def _percentage(share: float) -> str:
+    """A position of a picture."""
+    return f"{100 * share:.3f}%"
+
+
+def _values(report: RunReport) -> dict[str, Any]:
+    commits = report.history.commits.commits
+    loss = report.loss
+    interruptions = () if loss is None else loss.interruptions
+    verdicts = dict.fromkeys(Verdict, 0)
+    for story in report.stories:
+        verdicts[story.recorded.verdict] += 1
+    return {
+        "report": report,
+        "history": report.history,
+        "loss": loss,
+        "verdicts": verdicts,
+        "newest": report.history.commits.newest_whole,
+        "commits": tuple(reversed(commits))[:COMMITS_SHOWN],
+        "commit_chart": drawing.commit_chart(commits),
+        "commits_drawn": min(len(commits), drawing.COMMITS_MAX),
+        "entries_shown": ENTRIES_SHOWN,
+        "ettr_chart": None if loss is None else drawing.ettr_chart(loss.windows),
+        "stacks": drawing.loss_stacks(interruptions),
+        "parts_of": drawing.loss_parts,
+        "loss_parts": drawing.LOSS_PARTS,
+        "part_names": PART_NAMES,
+        "stories": [
+            {
+                "story": story,
+                "recorded": story.recorded,
+                "sentences": tuple(facts.sentences(story)),
+                "comparisons": tuple(facts.comparisons(story)),
+                "gantt": drawing.gantt(story.picture),
+                "peak": story.picture.peak_bytes_per_s,
+            }
+            for story in report.stories
+        ],
+        "heights": {
+            "label": drawing.LABEL_PIXELS,
+            "lane": drawing.LANE_PIXELS,
+            "heading": drawing.HEADING_PIXELS,
+            "rates": drawing.RATES_PIXELS,
+            "chart": drawing.CHART_PIXELS,
+        },
+    }
+
+
+PART_NAMES = {
+    "stall": ("Stall", "Training stood still for the checkpoints of the evacuation."),
+    "redone": ("Redone", "Training time of steps that had to be done again."),
+    "cloud": ("No VM", "From the last step until the next VM booted."),
+    "boot": ("Boot", "From the start of the kernel to the start of the daemon."),
+    "start": ("Start", "Until the trainer asked for its checkpoint."),
+    "fetch": ("Fetch", "Until the daemon had fetched the checkpoint."),
+    "load": ("Load", "The trainer loaded the checkpoint."),
+    "warm_up": ("First step", "Until the first new step was completed."),
+    "unknown": ("Unknown", "The resume was not recorded."),
+}

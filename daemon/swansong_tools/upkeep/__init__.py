@@ -1,0 +1,2 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Verify, repair, and the lifecycle rules of a bucket."""

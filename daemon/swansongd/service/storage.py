@@ -1,0 +1,241 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Builds everything between staging and the object store from the configuration."""
+
+from __future__ import annotations
+
+import math
+import threading
+import time
+from collections.abc import Callable
+
+import structlog
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.format.wall import utc_now
+from swansong_bucket.retention import locks
+from swansong_bucket.runs import signing
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores import checksums
+from swansong_bucket.stores.base import ObjectStore
+from swansong_bucket.stores.file.store import FileStore
+from swansong_bucket.stores.http import dns
+from swansong_bucket.stores.opening import open_mirror, open_store
+from swansong_bucket.stores.warm import Warmer
+from swansong_bucket.stores.wrappers.retry import Retrying
+from swansong_bucket.stores.wrappers.throttle import Throttled
+
+from swansongd.config.config import Config
+from swansongd.core import limits
+from swansongd.core.events import Event, Flushed, FlushFailed
+from swansongd.core.state import State
+from swansongd.flush.claim_record import expect_recorded_store
+from swansongd.flush.claimant import Claimant
+from swansongd.flush.committer import Committer
+from swansongd.flush.engine import FlushEngine
+from swansongd.flush.known import KnownChunks
+from swansongd.flush.layout import ChunkLayout
+from swansongd.flush.ledger import Ledger
+from swansongd.flush.locker import Locker
+from swansongd.flush.mirroring import Mirroring
+from swansongd.flush.possession import Possession
+from swansongd.flush.pruner import Pruner
+from swansongd.flush.store_health import StoreHealth
+from swansongd.observe.snapshot import PruneFigures
+from swansongd.staging.prepare import RunDirectory
+
+SMALL_CONNECTIONS = 4
+"""Connections besides those of the flush: for the committer, a restore and the warmer."""
+_CALL_BUDGET_S = 20.0
+"""Time for which a request is retried in the background before it counts as failed."""
+
+_log = structlog.get_logger(__name__)
+
+
+class Storage:
+    """The store of the run, and the threads that write to it: flush, committer and warmer.
+
+    Args:
+        config: of the daemon.
+        staging: of the run.
+        post: receives the events of all parts.
+        state: returns the current state of the decision loop.
+        boot_id: of this boot of the kernel.
+        stop: ends the warmer, and the waits between retries.
+
+    Raises:
+        ConfigError: ``store.url`` or ``store.signing_key_file`` cannot be used.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        staging: RunDirectory,
+        post: Callable[[Event], None],
+        *,
+        state: Callable[[], State],
+        boot_id: str,
+        stop: threading.Event,
+    ) -> None:
+        def is_urgent() -> bool:
+            return limits.is_urgent(state())
+
+        self._post = post
+        self._stop = stop
+        self.bytes_referenced = 0
+        """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
+        self.keys = RunKeys(config.run.name)
+        key = signing.load(config.store.signing_key_file)
+        mirror = open_mirror(config.mirror)
+        if mirror is not None:
+            mirror = signed(mirror, key)
+        connections = config.flush.connections + SMALL_CONNECTIONS
+        if mirror is not None:
+            connections += config.mirror.connections
+        opened = open_store(
+            config.store,
+            connections=connections,
+            lock=locks.of(config.store),
+        )
+        expect_recorded_store(opened, staging.own, config.run.name)
+        self.backend = signed(opened, key)
+        dns.remember()
+        checksums.load()
+        self._health = StoreHealth(post)
+        data_store = self._retrying(
+            Throttled(self.backend, lambda: limits.rate_bytes_per_s(state())),
+            lambda: limits.data_give_up_mono_s(state(), time.monotonic()),
+        )
+        small_store = self._retrying(
+            self.backend, lambda: limits.commit_give_up_mono_s(state(), time.monotonic())
+        )
+        known = KnownChunks(
+            staging.own,
+            run=config.run.name,
+            store_url=config.store.url,
+            is_data=self.keys.is_data,
+        )
+        possession = Possession(self.backend, known, is_urgent=is_urgent, stop=stop)
+        self.flush = FlushEngine(
+            data_store,
+            self.keys,
+            staging.fd,
+            self._post_flush,
+            known=known,
+            layout=ChunkLayout(config.flush.chunk_bytes, config.flush.connections),
+            created=possession.offer,
+        )
+        self.mirror = mirror
+        """The backend of the mirror; None without one."""
+        self.mirroring: Mirroring | None = None
+        if mirror is not None:
+            self.mirroring = Mirroring(
+                self.backend,
+                mirror,
+                self.keys,
+                state=state,
+                post=post,
+                stop=stop,
+                connections=config.mirror.connections,
+                limit_bytes_per_s=config.mirror.background_bytes_per_s,
+            )
+        claimant = Claimant(
+            small_store,
+            self.keys,
+            staging.own,
+            boot_id=boot_id,
+            wall=utc_now,
+            store_id=lambda: opened.store_id if isinstance(opened, FileStore) else "",
+        )
+        locker = Locker(
+            # A notice ends its retries: the manifest of the evacuation must not wait behind them.
+            self._retrying(self.backend, lambda: -math.inf if is_urgent() else None),
+            config.store.lock_days,
+            is_urgent=is_urgent,
+            health=self._health,
+            age_s=known.age_s,
+        )
+        self.committer = Committer(
+            small_store,
+            self.keys,
+            post,
+            claimant,
+            known=known,
+            wall=utc_now,
+            health=self._health,
+            committed=self._committed,
+            prepare=locker.extend,
+            settle=possession.settle,
+        )
+        self.ledger = Ledger(
+            small_store,
+            self.keys,
+            is_urgent=lambda: limits.is_undecided(state()),
+            is_fenced=lambda: state().starts.fenced_by is not None,
+        )
+        self._warmer = Warmer(self.backend, stop=stop, report=self._health.warmed)
+        self._pruner = Pruner(
+            small_store,
+            self.keys,
+            config.retention,
+            may_prune=lambda: limits.may_prune(state()),
+            is_urgent=is_urgent,
+            stop=stop,
+        )
+        self._prunes = config.retention.in_daemon
+
+    def start(self) -> None:
+        """Start the threads: claim a generation, keep the store warm, record resumes, copy, prune.
+
+        Returns immediately.
+        """
+        self.committer.start()
+        self._warmer.start()
+        self.ledger.start()
+        if self.mirroring is not None:
+            self.mirroring.start()
+        if self._prunes:
+            self._pruner.start()
+
+    def check_fence(self) -> None:
+        """Look whether another VM has taken the run over, in the store or in the mirror."""
+        self.committer.check_fence()
+        if self.mirroring is not None:
+            self.mirroring.check_fence()
+
+    def expedite(self) -> None:
+        """A notice arrived: claim without backoff, and warm the store now."""
+        self.committer.expedite()
+        self._warmer.now()
+
+    @property
+    def store_errors(self) -> dict[str, int]:
+        """Attempts at requests that failed, by kind."""
+        return self._health.errors
+
+    @property
+    def prune_figures(self) -> PruneFigures | None:
+        """None: the daemon does not prune."""
+        return self._pruner.figures if self._prunes else None
+
+    def _retrying(self, store: ObjectStore, give_up_mono_s: Callable[[], float | None]) -> Retrying:
+        return Retrying(
+            store,
+            give_up_mono_s=give_up_mono_s,
+            budget_s=_CALL_BUDGET_S,
+            stop=self._stop,
+            attempted=self._health.attempted,
+        )
+
+    def _committed(self, manifest: Manifest) -> None:
+        if self.mirroring is not None:
+            self.mirroring.committed(manifest)
+
+    def _post_flush(self, event: Event) -> None:
+        if isinstance(event, FlushFailed) and not event.void:
+            self._health.failed("flush", event.reason)
+        elif isinstance(event, Flushed):
+            self._health.ok("flush")
+            if event.bytes_referenced:
+                self.bytes_referenced += event.bytes_referenced
+                _log.info("shards_referenced", bytes_referenced=event.bytes_referenced)
+        self._post(event)

@@ -1,0 +1,55 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The help of ``swansong``: one line per command, and examples that the parser accepts."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from importlib import import_module
+
+import pytest
+from swansong_tools.commands import main
+
+
+def commands_in(example: str) -> list[list[str]]:
+    """The arguments of each ``swansong`` in a shell line."""
+    return [shlex.split(found) for found in re.findall(r"\bswansong ([^|>)]+)", example)]
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_every_example_is_a_valid_command_line(command: str) -> None:
+    """The examples at the end of the help parse, and at least one of them shows the command itself."""
+    examples = import_module(f"swansong_tools.commands.{command}").EXAMPLES
+    shown = [words for line in examples.values() for words in commands_in(line)]
+    assert len(shown) == len(examples)
+    assert command in {main.parser(words).parse_args(words).command for words in shown}
+
+
+def test_the_examples_of_the_command_itself_are_valid() -> None:
+    """``swansong --help`` ends with examples as well."""
+    for line in main.EXAMPLES.values():
+        (words,) = commands_in(line)
+        main.parser(words).parse_args(words)
+
+
+@pytest.mark.parametrize("command", main.COMMANDS)
+def test_help_ends_with_the_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each example has a comment line that states its purpose."""
+    with pytest.raises(SystemExit):
+        main.main([command, "--help"])
+    _, examples = capsys.readouterr().out.split("\nexamples:\n")
+    lines = examples.strip("\n").splitlines()
+    assert lines
+    for comment, line in zip(lines[::2], lines[1::2], strict=True):
+        assert re.fullmatch(r"  # [A-Z].*\.", comment)
+        assert "swansong " in line
+
+
+def test_each_command_has_one_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
+    """As in git: an imperative, in lower case, without a full stop, on the line of its command."""
+    with pytest.raises(SystemExit):
+        main.main(["--help"])
+    shown = capsys.readouterr().out
+    for command, text in main.COMMANDS.items():
+        assert re.search(rf"^    {command} +{re.escape(text)}$", shown, re.MULTILINE)
+        assert re.fullmatch(r"[a-z].*[^.]", text)

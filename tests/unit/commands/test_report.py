@@ -1,0 +1,101 @@
+# SPDX-License-Identifier: Apache-2.0
+"""``swansong report`` against a file store: text, page and JSON agree, and the page explains each field."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from pathlib import Path
+
+import pytest
+from swansong_tools.commands import main
+
+from testkit import REPOSITORY, past_run
+from testkit.committed import file_store
+from tests.unit.commands.test_loss import names_of
+
+PAGE = (REPOSITORY / "docs/operations/report.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    (tmp_path / "staging").mkdir()
+    past_run.write(file_store(tmp_path / "store"))
+    path = tmp_path / "swansong.toml"
+    path.write_text(
+        f'[run]\nname = "{past_run.RUN}"\n[store]\nurl = "file://{tmp_path}/store"\n'
+        f'[staging]\npath = "{tmp_path}/staging"\n'
+    )
+    return str(path)
+
+
+def test_the_facts_are_those_of_the_loss(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """One reading of the bucket, and the same figures as the other command."""
+    assert main.main(["--config", config, "loss", "--json"]) == 0
+    loss = json.loads(capfd.readouterr().out)
+    assert main.main(["--config", config, "report", "--json", "--price", "spot=2"]) == 0
+    report = json.loads(capfd.readouterr().out)
+    assert report["loss"] == loss
+    assert [each["verdict"] for each in report["evacuations"]] == ["PARTIAL", "SAFE"]
+    assert [each["resumed_by"] for each in report["evacuations"]] == [3, 2]
+    assert len(report["commits"]) == 25
+    assert report["cost"]["GPU time on spot VMs"].endswith(" USD")
+
+
+def test_every_field_is_explained(config: str, capfd: pytest.CaptureFixture[str]) -> None:
+    """By docs/operations/report.md, or by the pages that it names."""
+    main.main(["--config", config, "report", "--json"])
+    report = json.loads(capfd.readouterr().out)
+    del report["loss"]["interruptions"], report["loss"]["total"]
+    fields = set(report) | {name for each in report["evacuations"] for name in each}
+    fields |= names_of(report["commits"])
+    named = set(re.findall(r"`(\w+)`", PAGE))
+    assert fields - named - {"run", "store", "written", "final"} == set()
+
+
+def test_the_page_replaces_the_file_as_a_whole(
+    config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """An existing page is replaced, its mode follows the umask, and no temporary file stays."""
+    target = tmp_path / "pages" / "report.html"
+    target.parent.mkdir()
+    target.write_text("old")
+    before = os.umask(0o027)
+    try:
+        assert main.main(["--config", config, "report", "--html", str(target)]) == 0
+    finally:
+        os.umask(before)
+    assert "The verdict is SAFE" in target.read_text()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert list(target.parent.iterdir()) == [target]
+    assert capfd.readouterr().out == ""
+
+
+def test_a_page_that_cannot_be_written_is_an_error(
+    config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """It names the file and the fix."""
+    target = tmp_path / "missing" / "report.html"
+    assert main.main(["--config", config, "report", "--html", str(target)]) == 2
+    assert "name a file in a directory that exists" in capfd.readouterr().err
+
+
+def test_the_number_of_evacuations_is_an_option(
+    config: str, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The newest ones are shown."""
+    assert main.main(["--config", config, "report", "--evacuations", "1"]) == 0
+    text = capfd.readouterr().out
+    assert "PARTIAL" in text
+    assert "SAFE" not in text
+    with pytest.raises(SystemExit):
+        main.main(["--config", config, "report", "--evacuations", "0"])
+
+
+def test_the_pictures_of_the_page_are_small() -> None:
+    """Each picture that the page shows exists, and a clone stays small."""
+    names = re.findall(r"\((pictures/[a-z-]+\.png)\)", PAGE)
+    assert len(names) == 2
+    for name in names:
+        assert (REPOSITORY / "docs/operations" / name).stat().st_size < 100_000

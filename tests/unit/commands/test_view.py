@@ -1,0 +1,296 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The live view of ``swansong status --watch``, and its lines for a log: pure functions of the reports."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from rich.cells import cell_len
+from rich.console import Console
+from swansong_tools.commands.view.changes import changes, facts_of
+from swansong_tools.commands.view.countdown import bar, clock, countdowns, large
+from swansong_tools.commands.view.history import SampleHistory, sparkline
+from swansong_tools.commands.view.live import Away, Canvas, Frame, view
+from swansong_tools.commands.view.once import print_report
+from swansong_tools.commands.view.values import number
+
+from testkit import status_picture
+from testkit.status_picture import NOON_WALL_S, report, reports
+
+BADGE = {"SAFE": "\x1b[1;7;32m", "PARTIAL": "\x1b[1;7;33m", "LOST": "\x1b[1;7;31m"}
+"""Bold, reverse, and green, yellow or red."""
+
+
+def frame_of(*seen: dict[str, Any], away: Away | None = None, late_s: float = 0.0) -> Frame:
+    """The frame after reports that arrived at intervals of a second."""
+    history = SampleHistory()
+    for at_s, each in enumerate(seen):
+        history.add(each, float(at_s))
+    newest_s = float(len(seen) - 1)
+    return Frame(
+        report=seen[-1] if seen else {},
+        report_mono_s=newest_s,
+        away=away,
+        history=history,
+        now_mono_s=newest_s + late_s,
+        now_wall_s=NOON_WALL_S,
+    )
+
+
+def drawn(
+    frame: Frame, width: int = 80, height: int = 24, *, is_ascii: bool = False, **options: Any
+) -> list[str]:
+    """The lines of the view, without trailing blanks; with ``color_system`` they have escape codes."""
+    out = io.StringIO()
+    console = Console(
+        file=out, width=width, height=height, markup=False, highlight=False,
+        _environ={}, **options,
+    )  # fmt: skip
+    console.print(view(frame, Canvas(width, height, is_ascii=is_ascii)))
+    return [line.rstrip() for line in out.getvalue().splitlines()]
+
+
+# ---------------------------------------------------------------- the picture
+
+
+@pytest.mark.parametrize("size", [(80, 24), (60, 12), (132, 60), (20, 5), (1, 1)])
+@pytest.mark.parametrize("second", [-5.0, 33.0])
+def test_the_view_fits_every_terminal(size: tuple[int, int], second: float) -> None:
+    """No line is wider than the terminal, and there are no more lines than rows."""
+    width, height = size
+    lines = drawn(frame_of(report(second)), width, height)
+    assert len(lines) <= height
+    assert max(map(cell_len, lines)) <= width
+
+
+def test_a_line_that_is_too_long_ends_with_an_ellipsis() -> None:
+    """The reader sees that the terminal has no room for the rest."""
+    lines = drawn(frame_of(report(33.0)), 60, 24)
+    (margin,) = (line for line in lines if "logind: 4.1 s short" in line)
+    assert (cell_len(margin), margin[-1]) == (60, "…")
+
+
+def test_a_small_terminal_keeps_the_important_lines() -> None:
+    """Verdict and countdown come first, then problems; the version of the daemon is the first to go."""
+    seen = report(33.0)
+    lines = drawn(frame_of(seen), 80, 4)
+    assert lines[0].startswith(" EVACUATING")
+    assert any("1:27" in line for line in lines)
+    assert any("logind: 4.1 s short" in line for line in lines)
+    shown = "\n".join(drawn(frame_of(seen), 80, 20))
+    assert "last commit" in shown
+    assert "daemon " not in shown
+    assert "daemon " in "\n".join(drawn(frame_of(seen), 80, 40))
+
+
+@pytest.mark.parametrize("verdict", list(BADGE))
+def test_the_verdict_is_a_word_and_a_colour(verdict: str) -> None:
+    """It fills the first line, in bold and reverse also with NO_COLOR."""
+    seen = {**report(33.0), "verdict": verdict}
+    frame = frame_of(seen)
+    first, *_ = drawn(frame, color_system="standard", force_terminal=True)
+    assert first.startswith(f"{BADGE[verdict]} {verdict} ")
+    first, *_ = drawn(frame, color_system="standard", force_terminal=True, no_color=True)
+    assert first.startswith(f"\x1b[1;7m {verdict} ")
+    assert drawn(frame)[0].startswith(f" {verdict} ")
+
+
+def test_the_last_verdict_stays_visible_without_a_notice() -> None:
+    """Its age distinguishes it from the verdict of an open evacuation."""
+    seen = {**report(-5.0), "verdict": "LOST"}
+    assert "IDLE  no notice is in force" in drawn(frame_of(seen))[0]
+    assert drawn(frame_of(seen))[0].endswith("LOST was the last verdict, 25.8 h ago")
+
+
+@pytest.mark.fault("OT01")
+def test_the_countdown_continues_without_the_daemon() -> None:
+    """While the daemon is away, the seconds left are those of its last report less the time since."""
+    away = Away(since_mono_s=40.0, since_wall_s=NOON_WALL_S, reason="connecting failed\x1b[2J")
+    seen = [each for _, each in reports()]
+    lines = drawn(frame_of(*seen, away=away, late_s=12.0))
+    assert lines[0].startswith(" DAEMON AWAY since 12:00:00 UTC (35 s)")
+    assert any("connecting failed\\x1b[2J" in line for line in lines)
+    assert any("75 s left" in line for line in lines)
+    (first, *_) = drawn(frame_of(away=away))
+    assert first.startswith(" DAEMON AWAY")
+
+
+def test_each_notice_has_a_countdown() -> None:
+    """The evacuation is large; a notice that it does not answer has a line of its own."""
+    seen = report(33.0)
+    seen["notices"] = [
+        {"source": "aws.spot", "severity": "imminent", "seconds_left": 87.0},
+        {"source": "aws.rebalance", "severity": "advisory", "seconds_left": 4000.0},
+        {"source": "aws.scheduled", "severity": "scheduled", "seconds_left": 900.0},
+    ]
+    titles = [each.title for each in countdowns(seen)]
+    assert titles == [
+        "aws.spot: terminate", "aws.scheduled, scheduled", "aws.rebalance, advisory",
+    ]  # fmt: skip
+    shown = "\n".join(drawn(frame_of(seen)))
+    assert "15:00" in shown
+    assert "1h06" in shown
+    seen["evacuation"] = None
+    assert "aws.spot, imminent" in drawn(frame_of(seen), 80, 8)[2]
+
+
+def test_the_bar_is_that_of_the_whole_notice() -> None:
+    """A command that starts late knows the length of the notice from the margin of its source."""
+    late = countdowns(report(90.0))[0]
+    history = SampleHistory()
+    history.add(report(90.0), 0.0)
+    assert history.total_s(late) == 120.0
+    assert bar(30.0, 120.0, 8) == "██░░░░░░"
+    assert bar(30.0, 0.0, 2, is_ascii=True) == "--"
+
+
+@pytest.mark.fault("OT03")
+def test_a_terminal_without_unicode_gets_ascii() -> None:
+    """Neither blocks nor large digits: each cell is one byte."""
+    lines = drawn(frame_of(*(each for _, each in reports())), is_ascii=True)
+    assert all(line.isascii() for line in lines), lines
+    assert any(line.startswith(" 1:27") and "####" in line for line in lines)
+
+
+def test_large_digits_have_equal_lines() -> None:
+    """Each character of a clock has a picture."""
+    for seconds in (0, 59.9, 61, 3600, 86_399, 4e5, 1e12, -5):
+        assert len({len(row) for row in large(clock(seconds))}) == 1
+    assert [clock(each) for each in (-3, 87.9, 7500, 4 * 86_400)] == ["0:00", "1:27", "2h05", "4d"]
+
+
+def test_a_bad_gpu_or_source_has_a_line_of_its_own() -> None:
+    """The healthy ones share a line, and a small terminal still shows the others."""
+    seen = report(-5.0)
+    seen["gpus"][3] = {
+        "index": 3, "name": "H100", "health": "dying", "reason": "Xid 48", "for_s": 7.0,
+    }  # fmt: skip
+    seen["sources"][1] = {**seen["sources"][1], "health": "blind", "reason": "HTTP 500"}
+    frame = frame_of(seen)
+    lines = drawn(frame, 80, 6)
+    assert any("GPU             3 H100 dying: Xid 48, for 7 s" in line for line in lines), lines
+    assert any("aws.rebalance blind: HTTP 500" in line for line in lines), lines
+    shown = "\n".join(drawn(frame))
+    assert "GPUs            7 ok" in shown
+    assert "3 ok: aws.spot, aws.asg, logind" in shown
+    coloured = drawn(frame, color_system="standard", force_terminal=True)
+    assert any("\x1b[31m3 H100 dying" in line for line in coloured), coloured
+
+
+# ---------------------------------------------------------------- sparklines
+
+
+def test_a_sparkline_goes_from_zero_to_the_greatest_value() -> None:
+    """Unknown values are blank, and the newest one is at the right."""
+    assert sparkline([None, 0.0, 3.0, 6.0, 7.0], 6) == "  ▁▄▇▇"
+    assert sparkline([1.0, 0.0, 2.0], 2) == "▁▇"
+    assert sparkline([], 3) == "   "
+    assert sparkline([0.0, 0.0], 0) == ""
+
+
+def test_the_figures_are_rates_of_the_recent_reports() -> None:
+    """A new set starts at zero bytes, and a restart of the training is not a negative speed."""
+
+    def seen(step: int, flight: int | None, stored: float) -> dict[str, Any]:
+        flush = None if flight is None else {"step": flight, "stored_bytes": stored}
+        return {"trainers": [{"step": step}], "flush": flush}
+
+    history = SampleHistory()
+    for at_s, each in enumerate(
+        [seen(10, None, 0), seen(12, 11, 0), seen(14, 11, 500), seen(3, 12, 10), seen(4, 12, 30)]
+    ):
+        history.add(each, float(at_s))
+    assert history.bytes_per_s == [0.0, None, 500.0, None, 20.0]
+    assert history.steps_per_s == [None, 2.0, 2.0, None, None]
+
+
+# ---------------------------------------------------------------- hostile reports
+
+LEAVES: Sequence[Any] = (
+    None, True, -1, 10**400, 1e308, float("nan"), float("inf"), "", "SAFE", "\x1b[2J\x1b]0;x\x07", "x" * 3000,
+    "[bold]", "\u202e\ud800", "漢字\u0301" * 50, [], {}, [[1]], {"a": {}}, [{}], [None, 3],
+)  # fmt: skip
+
+
+def test_only_numbers_are_numbers() -> None:
+    """Arithmetic with them stays finite."""
+    for leaf in (*LEAVES, "3", -1e300, 10**19):
+        assert number(leaf) is None or leaf == -1
+    assert (number(3), number(2.5), number(-1)) == (3.0, 2.5, -1.0)
+
+
+@st.composite
+def broken_reports(draw: st.DrawFn) -> dict[str, Any]:
+    """A report in which some values have been replaced, at any depth."""
+
+    def broken(value: Any) -> Any:
+        if draw(st.integers(0, 7)) == 0:
+            return draw(st.sampled_from(LEAVES))
+        if isinstance(value, dict):
+            return {key: broken(each) for key, each in value.items()}
+        return [broken(each) for each in value] if isinstance(value, list) else value
+
+    found = broken(report(33.0) | {"part": {}, "failed_saves": {"count": 1}, "notices": [{}]})
+    return found if isinstance(found, dict) else {}
+
+
+@pytest.mark.fault("OT02")
+@settings(max_examples=60)
+@given(broken_reports())
+def test_no_report_breaks_a_display(seen: dict[str, Any]) -> None:
+    """Whatever the values are: each display shows lines that fit, without control characters."""
+    lines = drawn(frame_of(seen, seen))
+    assert len(lines) <= 24
+    for line in (*lines, *changes({}, facts_of(seen))):
+        assert line.isprintable(), line
+    assert max(map(cell_len, lines), default=0) <= 80
+
+
+def test_one_look_survives_a_broken_report(capsys: pytest.CaptureFixture[str]) -> None:
+    """``swansong status`` shows each value that is not what it should be as unknown."""
+    for leaf in LEAVES:
+        print_report(dict.fromkeys(report(33.0), leaf))
+    assert "\x1b" not in capsys.readouterr().out
+
+
+# ---------------------------------------------------------------- lines for a log
+
+
+def test_only_changes_are_lines() -> None:
+    """Figures that change at each poll make no line, and the end of a fact makes one."""
+    calm, later, notice = report(-5.0), report(-4.0), report(1.0)
+    assert list(changes(facts_of(calm), facts_of(later))) == []
+    told = list(changes(facts_of(later), facts_of(notice)))
+    assert "state: CHECKPOINTING" in told
+    assert "verdict: -" in told
+    assert "evacuation: aws.spot: terminate: TAKE, 119 s left" in told
+    assert "evacuation: none" in list(changes(facts_of(notice), facts_of(calm)))
+
+
+def test_a_problem_is_a_line_when_it_begins_and_when_it_ends() -> None:
+    """Two stalled ranks are two facts."""
+    stalled = report(-5.0)
+    for rank in (0, 1):
+        stalled["trainers"][rank] = {**stalled["trainers"][rank], "stalled_s": 60.0}
+    told = list(changes(facts_of(report(-5.0)), facts_of(stalled)))
+    assert len(told) == 2
+    assert "rank 0 at step" in told[0]
+    assert "rank 1 at step" in told[1]
+    over = list(changes(facts_of(stalled), facts_of(report(-5.0))))
+    assert over == ["problem: none", "problem 2: none"]
+
+
+# ---------------------------------------------------------------- docs
+
+
+def test_the_picture_in_the_docs_is_current() -> None:
+    """Draw it again with ``python -m testkit.status_picture``; it loads nothing from the network."""
+    stored = status_picture.FILE.read_text(encoding="utf-8")
+    assert stored == status_picture.picture()
+    assert len(stored) < 100_000
+    assert "http" not in stored.replace('xmlns="http://www.w3.org/2000/svg"', "")

@@ -1,0 +1,122 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Resumptions: encoding and decoding are inverse, every field is checked, and no secret or path is in one."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong_bucket.errors import CorruptError
+from swansong_bucket.format.resumption import BYTES_MAX, decode, encode
+from swansong_bucket.loss_records import GenerationEnd, Resumption
+from swansong_bucket.model import CommitRef
+
+from testkit.records import record_of
+
+ENDING = GenerationEnd(
+    generation=6,
+    step=120,
+    wall_s=1_800_000_000.125,
+    is_estimated=True,
+    step_s=0.5,
+    ranks=8,
+    saves_s=2.0,
+    stall_s=0.25,
+)
+RESUMPTION = Resumption(
+    run="r",
+    generation=7,
+    vm="0af1",
+    ranks=8,
+    node=0,
+    nodes=2,
+    booted_wall_s=1_800_000_100.0,
+    daemon_wall_s=1_800_000_101.5,
+    download_began_wall_s=1_800_000_102.0,
+    download_ended_wall_s=1_800_000_103.0,
+    bytes_fetched=10**9,
+    bytes_linked=5,
+    asked_wall_s=1_800_000_104.0,
+    answered_wall_s=1_800_000_105.0,
+    started_wall_s=1_800_000_106.0,
+    first_step_wall_s=1_800_000_107.001,
+    start_step=100,
+    first_step=101,
+    restored=CommitRef(6, 100),
+    earlier=ENDING,
+)
+BARE = replace(
+    RESUMPTION,
+    download_began_wall_s=None,
+    download_ended_wall_s=None,
+    asked_wall_s=None,
+    answered_wall_s=None,
+    restored=None,
+    earlier=None,
+)
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text() | st.just(10**400),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+)
+
+
+def test_round_trip() -> None:
+    """Complete and bare; times have milliseconds."""
+    for resumption in (
+        RESUMPTION,
+        BARE,
+        replace(BARE, earlier=replace(ENDING, step_s=None, ranks=None)),
+    ):
+        assert decode(encode(resumption)) == resumption
+
+
+def test_a_clock_before_1970_can_be_recorded() -> None:
+    """A VM without a clock still records its resume."""
+    assert decode(encode(replace(RESUMPTION, booted_wall_s=-5.0))).booted_wall_s == 0.0
+
+
+FIELDS = sorted(json.loads(encode(RESUMPTION)))
+EARLIER = sorted(json.loads(encode(RESUMPTION))["earlier"])
+
+
+@pytest.mark.fault("S25")
+@given(
+    changes=st.dictionaries(st.sampled_from(FIELDS), anything, max_size=3),
+    earlier=st.dictionaries(st.sampled_from(EARLIER), anything, max_size=2),
+)
+def test_no_body_raises_anything_else(changes: dict[str, Any], earlier: dict[str, Any]) -> None:
+    """Any fields give a resumption that can be encoded again, or the declared error."""
+    body = json.loads(encode(RESUMPTION))
+    body["earlier"] |= earlier
+    try:
+        found = decode(record_of(body | changes))
+    except CorruptError:
+        return
+    assert decode(encode(found)) == found
+
+
+@pytest.mark.parametrize("data", [b"", b"[]", b"{}", b" " * (BYTES_MAX + 1)])
+def test_bytes_that_are_not_a_resumption_are_corrupt(data: bytes) -> None:
+    """They are refused before they cost anything."""
+    with pytest.raises(CorruptError):
+        decode(data)
+
+
+def test_it_has_only_numbers_times_and_identifiers() -> None:
+    """No value is free text, so no secret and no path of a machine can get into one."""
+    values = [
+        *json.loads(encode(RESUMPTION)).values(),
+        *json.loads(encode(RESUMPTION))["earlier"].values(),
+    ]
+    texts = {value for value in values if isinstance(value, str)}
+    texts -= {json.loads(encode(RESUMPTION))["digest"]}
+    assert not [text for text in texts if "/" in text]
+    assert {text for text in texts if not text.endswith("Z")} == {
+        "r",
+        "0af1",
+        "swansong-resumption",
+    }

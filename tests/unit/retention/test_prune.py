@@ -1,0 +1,554 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Prune against a store in memory: order of the requests, races, crashes, locks, and what the report says."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong_bucket.config.sections import RetentionConfig
+from swansong_bucket.errors import CorruptError, Locked, Permanent, Stopped, Transient
+from swansong_bucket.format import claim as claims
+from swansong_bucket.format import manifest
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import Chunk, CommitRef
+from swansong_bucket.retention import prune as module
+from swansong_bucket.retention.prune import PruneReport, prune
+from swansong_bucket.runs import pins
+from swansong_bucket.runs.pins import Pin
+from swansong_bucket.runs.signing import signed
+from swansong_bucket.stores.base import ObjectStore
+
+from testkit.committed import chunk_of, commit, whole_shard
+from testkit.memory_store import MemoryStore
+from testkit.records import KEY
+
+KEYS = RunKeys("r")
+DAY_S = 86400.0
+NOW_S = 1_800_000_000.0
+RULES = RetentionConfig(
+    keep_last=1,
+    keep_starts_s=0.0,
+    keep_hourly=0,
+    keep_daily=0,
+    keep_weekly=0,
+    keep_monthly=0,
+    keep_best=0,
+)
+
+
+class Clocked(MemoryStore):
+    """A store whose clock a test sets."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now_s = NOW_S
+        self.clock = lambda: self.now_s
+
+    def commit(self, step: int, age_s: float, *paths: str, **more: Any) -> Manifest:
+        """A commit of this age, with a shard of its own and those at ``paths``."""
+        self.now_s = NOW_S - age_s
+        files = {path: f"{path}{step}".encode() for path in paths or ("own",)}
+        try:
+            return commit(self, files, step=step, nonce=f"u{step}", **more)
+        finally:
+            self.now_s = NOW_S
+
+    def orphan(self, age_s: float, key: str = "") -> str:
+        key = key or chunk_of(b"orphan", nonce=f"u{len(self.objects)}").key
+        self.now_s = NOW_S - age_s
+        self.put(key, b"orphan")
+        self.now_s = NOW_S
+        return key
+
+    def steps(self) -> set[int]:
+        """Steps of the manifests that are left."""
+        parsed = [KEYS.parse_commit(key) for key in self.objects]
+        return {found.ref.step for found in parsed if found is not None}
+
+    def data(self) -> set[str]:
+        return {key for key in self.objects if key.startswith(KEYS.data)}
+
+
+def run(store: ObjectStore, keys: RunKeys = KEYS, **more: Any) -> PruneReport:
+    return prune(store, keys, more.pop("rules", RULES), now_wall_s=NOW_S, **more)
+
+
+def sharing(store: Clocked, made: Manifest, step: int, age_s: float) -> Manifest:
+    """A later commit of the same shards, and one of its own."""
+    own = store.commit(step, age_s, "more")
+    again = replace(own, shards=made.shards + own.shards)
+    store.now_s = NOW_S - age_s
+    store.put(KEYS.commit(own.ref, 0, 1), manifest.encode(again))
+    store.now_s = NOW_S
+    return again
+
+
+def pinned(store: MemoryStore, step: int, name: str = "paper", keys: RunKeys = KEYS) -> None:
+    pins.create(store, keys, Pin(run="r", name=name, ref=CommitRef(1, step)))
+
+
+@pytest.fixture
+def store() -> Clocked:
+    """Old commits 1 to 4, where 3 shares the shard of 2; the new commit 5."""
+    made = Clocked()
+    made.commit(1, 40 * DAY_S)
+    sharing(made, made.commit(2, 30 * DAY_S), 3, 20 * DAY_S)
+    made.commit(4, 10 * DAY_S)
+    made.commit(5, 3600.0)
+    return made
+
+
+def test_what_no_rule_keeps_is_deleted(store: Clocked) -> None:
+    """Manifests and objects of the old commits go; those of the newest, and of the last one before, stay."""
+    report = run(store)
+    assert store.steps() == {4, 5}
+    assert len(store.data()) == 2
+    assert [(v.ref.step, v.freed_bytes, bool(v.reasons)) for v in report.decisions] == [
+        (5, 0, True),
+        (4, 0, True),
+        (3, 5, False),
+        (2, 4, False),
+        (1, 4, False),
+    ]
+    assert (report.objects, report.freed_bytes, report.kept_bytes) == (3, 13, 8)
+    assert store.count("delete_many") == 1
+
+
+def test_prune_reports_the_objects_and_bytes_that_it_has_deleted(store: Clocked) -> None:
+    """After each request; the total is known from the first one on."""
+    seen: list[tuple[int, int, int]] = []
+    report = run(store, deleted=lambda *counts: seen.append(counts))
+    assert seen == [(3, 3, 13)]
+    assert (report.objects, report.freed_bytes) == (3, 13)
+    run(store, is_dry_run=True, deleted=lambda *counts: seen.append(counts))
+    assert len(seen) == 1
+
+
+def test_a_shared_object_stays_with_the_last_commit_that_names_it(store: Clocked) -> None:
+    """Its bytes are not freed while a kept commit names it."""
+    pinned(store, 3)
+    report = run(store)
+    assert store.steps() == {3, 4, 5}
+    assert [v.freed_bytes for v in report.decisions if v.ref.step == 2] == [0]
+    assert len(store.data()) == 4
+
+
+def test_a_dry_run_deletes_nothing_and_foretells_the_prune(store: Clocked) -> None:
+    """Its report is that of the prune which follows."""
+    store.orphan(8 * DAY_S)
+    store.orphan(6 * DAY_S)
+    before = dict(store.objects)
+    foretold = run(store, is_dry_run=True)
+    assert store.objects == before
+    report = run(store)
+    assert report == foretold
+    assert (report.orphans, report.orphan_bytes, report.young_bytes) == (1, 6, 6)
+
+
+def test_objects_without_a_manifest_go_by_age_and_foreign_ones_never(store: Clocked) -> None:
+    """Seven days by default; a key that no writer formats belongs to another program."""
+    old, young = store.orphan(7.1 * DAY_S), store.orphan(6.9 * DAY_S)
+    foreign = store.orphan(99 * DAY_S, KEYS.data + "notes.txt")
+    other = store.orphan(99 * DAY_S, chunk_of(b"orphan", run="r2").key)
+    run(store)
+    assert old not in store.objects
+    assert {young, foreign, other} <= store.objects.keys()
+
+
+@pytest.mark.fault("G15")
+def test_prune_may_crash_at_any_request(store: Clocked) -> None:
+    """No remaining manifest misses an object, and later prunes finish the work."""
+    finished = False
+    count = 0
+    content, times = dict(store.objects), dict(store.written_unix_s)
+    while not finished:
+        store.objects, store.written_unix_s = dict(content), dict(times)
+        store.now_s = NOW_S
+        left = count = count + 1
+
+        def crash(_what: str, _key: str) -> None:
+            nonlocal left
+            left -= 1
+            if not left:
+                raise KeyboardInterrupt
+
+        store.before = crash
+        try:
+            run(store)
+            finished = True
+        except KeyboardInterrupt:
+            pass
+        store.before = lambda *_: None
+        whole(store)
+        store.now_s += 8 * DAY_S
+        run(store)
+        assert store.steps() == {5}
+        assert len(store.data()) == 1
+    assert count > 10
+
+
+def whole(store: MemoryStore) -> None:
+    """Assert that each manifest finds its objects."""
+    for key, data in store.objects.items():
+        if key.startswith(KEYS.commits):
+            found = manifest.decode(data)
+            assert {chunk.key for chunk in found.chunks} <= store.objects.keys()
+
+
+@pytest.mark.fault("G14")
+def test_a_commit_during_a_prune_keeps_its_references(store: Clocked) -> None:
+    """A manifest that appears while manifests are deleted counts for the objects."""
+    orphan = store.orphan(30 * DAY_S)
+    made = store.commit(6, 0.0)
+    del store.objects[KEYS.commit(made.ref, 0, 1)]
+    late = replace(made, shards=(whole_shard("f", Chunk(orphan, 6)),))
+
+    def before(what: str, _key: str) -> None:
+        if what == "delete":
+            store.objects.setdefault(KEYS.commit(made.ref, 0, 1), manifest.encode(late))
+
+    store.before = before
+    run(store)
+    assert 6 in store.steps()
+    whole(store)
+
+
+@pytest.mark.fault("G42")
+def test_a_pin_is_read_directly_before_each_delete(
+    store: Clocked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pin that another command creates between decision and delete still counts."""
+    monkeypatch.setattr(module, "THREADS", 1)
+    deleted = 0
+
+    def after(what: str, _key: str) -> None:
+        nonlocal deleted
+        deleted += what == "delete"
+        if what == "delete" and deleted == 1:
+            store.after = lambda *_: None
+            for step in store.steps():
+                pinned(store, step, f"p{step}")
+
+    store.after = after
+    report = run(store)
+    assert len(store.steps()) == 4
+    assert [v.remains for v in report.decisions if v.remains] == ["pin p3", "pin p2"]
+    whole(store)
+
+
+@pytest.mark.fault("G44")
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_damaged_pin_keeps_what_it_may_have_meant(store: Clocked, is_known: bool) -> None:
+    """All commits from before it; one that is damaged during the prune keeps all commits that are left."""
+    store.now_s = NOW_S - 25 * DAY_S
+    pinned(store, 1)
+    store.now_s = NOW_S
+    key = KEYS.pin("paper")
+
+    def damage(*_: str) -> None:
+        store.objects[key] = b"x" + store.objects[key][1:]
+
+    if is_known:
+        damage()
+        run(store)
+        assert store.steps() == {1, 2, 4, 5}, "3 is younger than the pin"
+        return
+    store.after = lambda what, _: damage() if what == "page" else None
+    store.before = lambda what, wanted: damage() if wanted.startswith(KEYS.data) else None
+    report = run(store)
+    assert store.steps() == {1, 2, 3, 4, 5}
+    assert {v.remains for v in report.decisions if v.remains} == {"pin paper"}
+
+
+@pytest.mark.fault("G42")
+def test_a_pin_that_replaces_a_damaged_one_counts(store: Clocked) -> None:
+    """The name of a damaged pin is given to another commit while prune decides."""
+    store.put(KEYS.pin("paper"), b"damaged")
+    store.written_unix_s[KEYS.pin("paper")] = NOW_S - 45 * DAY_S
+
+    def replaced(what: str, wanted: str) -> None:
+        if wanted.startswith(KEYS.data) and KEYS.pin("paper") in store.objects:
+            store.before = lambda *_: None
+            del store.objects[KEYS.pin("paper")]
+            pinned(store, 3)
+
+    store.before = replaced
+    run(store)
+    assert store.steps() == {3, 4, 5}
+
+
+@pytest.mark.fault("G40")
+def test_two_prunes_at_once_agree(store: Clocked) -> None:
+    """The second one runs within each request of the first; nothing that stays is damaged."""
+
+    def within(what: str, _key: str) -> None:
+        store.before = lambda *_: None
+        run(store)
+        store.before = within if what == "list" else store.before
+
+    store.before = within
+    run(store)
+    assert store.steps() == {4, 5}
+    whole(store)
+
+
+@pytest.mark.fault("G41")
+@pytest.mark.parametrize("place", ["commits/00000001/junk.json", "pins/a b.json"])
+def test_an_unknown_key_stops_prune(store: Clocked, place: str) -> None:
+    """It may be a commit, or a pin, of a newer version: nothing is deleted, with or without a signing key."""
+    store.put(f"r/{place}", b"{}")
+    before = dict(store.objects)
+    with pytest.raises(CorruptError, match=r"(junk|a b)\.json"):
+        run(store)
+    assert store.objects == before
+
+
+@pytest.mark.fault("G41")
+def test_a_manifest_that_cannot_be_read_stops_prune(store: Clocked) -> None:
+    """It may name any object; the error names the commit."""
+    store.objects[KEYS.commit(CommitRef(1, 1), 0, 1)] = b'{"format": "swansong-manifest"}'
+    before = dict(store.objects)
+    with pytest.raises(CorruptError, match="generation 1 step 1 is damaged"):
+        run(store)
+    assert store.objects == before
+
+
+STEPS = st.lists(
+    st.tuples(st.integers(1, 3), st.integers(1, 6)), min_size=1, max_size=6, unique=True
+)
+
+
+@pytest.mark.fault("S25", "G44")
+@given(
+    steps=STEPS,
+    ages_days=st.lists(st.integers(0, 40), min_size=6, max_size=6),
+    pinned_step=st.integers(0, 5),
+    planted=st.lists(
+        st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2)),
+        max_size=5,
+    ),
+    flood=st.sampled_from([1, 100]),
+)
+def test_with_a_key_prune_decides_as_without_the_other_writer(
+    steps: list[tuple[int, int]],
+    ages_days: list[int],
+    pinned_step: int,
+    planted: list[tuple[int, int, int, int]],
+    flood: int,
+) -> None:
+    """The other writer creates claims, pins, whole commits and copies of records, one or many."""
+    honest, attacked = Clocked(), Clocked()
+    for store in (honest, attacked):
+        view = signed(store, KEY)
+        for (generation, step), age_days in zip(
+            sorted(steps), sorted(ages_days)[::-1], strict=False
+        ):
+            store.now_s = NOW_S - age_days * DAY_S
+            if view.head(KEYS.generation(generation)) is None:
+                claim = ClaimObject(run="r", generation=generation, start=f"s{generation}")
+                view.put(KEYS.generation(generation), claims.encode(claim))
+            files = {"own": f"{generation}-{step}".encode(), "same": b"same"}
+            commit(view, files, generation=generation, step=step, nonce=f"u{step}")
+        store.now_s = NOW_S
+        generation, step = steps[pinned_step % len(steps)]
+        pins.create(view, KEYS, Pin(run="r", name="paper", ref=CommitRef(generation, step)))
+    own = dict(attacked.objects)
+    for source, generation, step, kind in planted:
+        name, data = sorted(own.items())[source % len(own)]
+        tag = name.split(".")[-2] if name.endswith(".json") else "0" * 32
+        if kind == 0:
+            for more in range(flood):
+                copy = KEYS.commit(CommitRef(generation, step + more), 0, 1)
+                attacked.objects.setdefault(f"{copy[:-5]}.{tag}.json", data)
+        elif kind == 1:
+            commit(attacked, {"x": b"planted"}, generation=generation, step=step, nonce="planted")
+            attacked.objects.setdefault(KEYS.generation(generation + 5), data)
+        else:
+            for more in range(flood):
+                attacked.objects.setdefault(KEYS.pin(f"p{step + more}"), data)
+    for store in (honest, attacked):
+        prune(signed(store, KEY), KEYS, RULES, now_wall_s=NOW_S)
+    assert {key: data for key, data in attacked.objects.items() if key in own} == honest.objects
+
+
+@pytest.mark.fault("S25")
+def test_the_commits_from_before_the_key_stay(store: Clocked) -> None:
+    """A run that begins to sign: its earlier commits do not count, and none of their bytes are deleted."""
+    before = dict(store.objects) | {KEYS.generation(1): b"{}"}
+    store.objects = dict(before)
+    view = signed(store, KEY)
+    claim = ClaimObject(run="r", generation=1, start="s")
+    view.put(KEYS.generation(1), claims.encode(claim))
+    store.now_s = NOW_S + 100 * DAY_S
+    commit(view, {"own": b"new"}, step=9, nonce="new")
+    report = run(view)
+    assert [decision.ref.step for decision in report.decisions] == [9]
+    assert store.objects.items() >= before.items()
+
+
+def test_a_manifest_that_another_prune_deletes_is_no_damage(store: Clocked) -> None:
+    """The commits are listed again."""
+    key = KEYS.commit(CommitRef(1, 1), 0, 1)
+
+    def before(what: str, wanted: str) -> None:
+        if what == "get" and wanted == key:
+            store.objects.pop(key, None)
+
+    store.before = before
+    run(store)
+    assert store.steps() == {4, 5}
+
+
+def test_commits_that_change_all_the_time_fail_the_prune(store: Clocked) -> None:
+    """After three attempts, with an error that a retry may help."""
+
+    def before(what: str, wanted: str) -> None:
+        if what == "get" and wanted.startswith(KEYS.commits):
+            store.objects.pop(wanted, None)
+            store.commit(int(max(store.steps(), default=5)) + 1, 0.0)
+
+    store.before = before
+    with pytest.raises(Transient, match="change"):
+        run(store)
+
+
+@pytest.mark.fault("G44")
+def test_a_commit_without_its_objects_does_not_count_as_whole(store: Clocked) -> None:
+    """The newest one that a restore could use stays, although a newer manifest exists."""
+    (key,) = (key for key in store.data() if key.endswith("-u4"))
+    del store.objects[key]
+    (newest,) = (key for key in store.data() if key.endswith("-u5"))
+    store.objects[newest] = b"cut"
+    report = run(store)
+    assert store.steps() == {3, 4, 5}
+    assert [v.is_whole for v in report.decisions] == [False, False, True, True, True]
+
+
+@pytest.mark.fault("G44")
+@pytest.mark.parametrize("place", [(1, 6), (7, 1)])
+def test_a_manifest_that_names_other_sizes_changes_nothing(place: tuple[int, int]) -> None:
+    """A planted manifest names all chunks with a size of one more byte: its own commit is not whole."""
+
+    def history() -> Clocked:
+        made = Clocked()
+        for step in range(1, 6):
+            made.commit(step, (6 - step) * 10 * DAY_S)
+        return made
+
+    honest, attacked = history(), history()
+    chunks = [
+        Chunk(chunk.key, chunk.size_bytes + 1)
+        for key, data in attacked.objects.items()
+        if key.startswith(KEYS.commits)
+        for chunk in manifest.decode(data).chunks
+    ]
+    planted = replace(
+        manifest.decode(attacked.objects[KEYS.commit(CommitRef(1, 5), 0, 1)]),
+        generation=place[0],
+        step=place[1],
+        shards=(whole_shard("f", *chunks),),
+    )
+    attacked.now_s = NOW_S
+    attacked.put(KEYS.commit(planted.ref, 0, 1), manifest.encode(planted))
+    run(honest)
+    report = run(attacked)
+    (decision,) = [v for v in report.decisions if v.ref == planted.ref]
+    assert not decision.is_whole
+    del attacked.objects[KEYS.commit(planted.ref, 0, 1)]
+    assert attacked.objects == honest.objects
+
+
+@pytest.mark.fault("G43")
+def test_a_locked_commit_stays_until_its_date(store: Clocked) -> None:
+    """The report says until when; the objects of a commit that is locked stay as well."""
+    store.locked_until_unix_s[KEYS.commit(CommitRef(1, 1), 0, 1)] = NOW_S + DAY_S
+    (held,) = (key for key in store.data() if key.endswith("-u2"))
+    store.locked_until_unix_s[held] = NOW_S + DAY_S
+    report = run(store)
+    assert store.steps() == {1, 4, 5}
+    assert report.decisions[-1].remains == "locked until 2027-01-16T08:00:00.000Z"
+    assert list(report.remain) == [held]
+    assert report.remain_count == 1
+    whole(store)
+
+
+def test_a_manifest_that_was_replaced_stays(store: Clocked) -> None:
+    """Prune deletes only the object that it has read."""
+
+    def before(what: str, key: str) -> None:
+        if what == "delete" and key.endswith("000000000001/00000-of-00001.json"):
+            store.objects[key] = store.objects[key] + b" "
+
+    store.before = before
+    with pytest.raises(CorruptError):
+        run(store)  # the new object is read before any object goes
+    assert 1 in store.steps()
+
+
+@pytest.mark.fault("G43")
+def test_without_the_right_to_delete_prune_fails_with_the_reason(store: Clocked) -> None:
+    """The store's refusal of the first manifest ends it."""
+
+    def before(what: str, _key: str) -> None:
+        if what == "delete":
+            raise Permanent("delete: access denied")
+
+    store.before = before
+    with pytest.raises(Permanent, match="access denied"):
+        run(store)
+    assert len(store.steps()) == 5
+
+
+def test_a_stop_ends_it_before_the_next_delete(store: Clocked) -> None:
+    """As by a notice in the daemon."""
+    stop = threading.Event()
+    store.before = lambda what, _key: stop.set() if what == "delete" else None
+    with pytest.raises(Stopped):
+        run(store, stop=stop)
+    assert store.count("delete_many") == 0
+
+
+def test_all_nodes_of_a_commit_go_together(store: Clocked) -> None:
+    """A commit is whole with all its nodes; prune deletes all manifests and objects of it."""
+    for node in range(3):
+        store.commit(3, 50 * DAY_S, f"n{node}", node=node, nodes=3, generation=0)
+    report = run(store)
+    assert report.decisions[-1].nodes == 3
+    assert not [key for key in store.objects if "/00000000/" in key]
+
+
+def test_a_report_of_locked_commits_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each commit that cannot be deleted costs the same, for any number of them."""
+
+    def comparisons(commits: int) -> int:
+        store = Clocked()
+        for step in range(commits):
+            store.commit(step, (commits - step + 1) * DAY_S)
+        store.delete = _refuse  # type: ignore[method-assign]
+        count = 0
+        equal = CommitRef.__eq__
+
+        def counted(self: CommitRef, other: object) -> bool:
+            nonlocal count
+            count += 1
+            return equal(self, other)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(CommitRef, "__eq__", counted)
+            report = run(store)
+        assert sum(bool(decision.remains) for decision in report.decisions) == commits - 1
+        return count
+
+    assert comparisons(40) < 3 * comparisons(20)
+
+
+def _refuse(key: str, *, if_tag: str = "") -> None:
+    del if_tag
+    raise Locked(key, until_unix_s=NOW_S + DAY_S)

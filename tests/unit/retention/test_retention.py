@@ -1,0 +1,212 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The rules of retention, one by one; ``testkit/simulation/retention.py`` tries them all together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong_bucket.config.sections import RetentionConfig
+from swansong_bucket.model import CommitRef, is_healthy
+from swansong_bucket.retention.retention import CommitFacts, reasons_to_keep
+
+HOUR_S, DAY_S = 3600.0, 86400.0
+NOON_WALL_S = 1_800_014_400.0  # a Friday, 12:00 UTC
+NO_RULE = RetentionConfig(
+    keep_last=0,
+    keep_starts_s=0.0,
+    keep_hourly=0,
+    keep_daily=0,
+    keep_weekly=0,
+    keep_monthly=0,
+    keep_best=0,
+)
+
+
+def rules(**changes: Any) -> RetentionConfig:
+    """No rule but those given."""
+    return replace(NO_RULE, **changes)
+
+
+def whole(step: int, age_s: float | None, generation: int = 1, **more: Any) -> CommitFacts:
+    return CommitFacts(ref=CommitRef(generation, step), age_s=age_s, is_whole=True, **more)
+
+
+def kept(
+    commits: list[CommitFacts],
+    config: RetentionConfig,
+    claims: Mapping[int, float | None] | None = None,
+) -> dict[int, list[str]]:
+    """Reasons by step."""
+    found = reasons_to_keep(commits, claims or {}, config, NOON_WALL_S)
+    return {ref.step: reasons for (ref, _), reasons in found.items()}
+
+
+def test_without_rules_the_newest_commits_stay() -> None:
+    """Also the newest one before the last day, and everything that is newer than it."""
+    commits = [whole(step, (50 - step) * HOUR_S) for step in range(0, 60, 10)]
+    parts = [
+        CommitFacts(ref=CommitRef(1, step), nodes=2, age_s=30 * DAY_S, is_whole=False)
+        for step in (15, 25)
+    ]
+    assert kept([*commits, *parts], NO_RULE) == {
+        50: ["newest", "younger than 24 h"],
+        40: ["younger than 24 h"],
+        30: ["younger than 24 h"],
+        25: ["newer than that of generation 1 step 20"],
+        20: ["newest before the last 24 h"],
+    }
+
+
+@pytest.mark.fault("G45")
+def test_a_generation_that_has_not_committed_may_reference_the_state_at_its_claim() -> None:
+    """A VM that it fenced can have committed since, so all commits from then on stay."""
+    commits = [whole(step, (60 - step) * DAY_S) for step in (10, 20, 30, 40)]
+    assert kept(commits, NO_RULE, {1: 90 * DAY_S}).keys() == {40}
+    assert kept(commits, NO_RULE, {1: 90 * DAY_S, 2: 25 * DAY_S}).keys() == {30, 40}
+    assert kept(commits, NO_RULE, {1: 90 * DAY_S, 2: None}).keys() == {10, 20, 30, 40}
+    young = whole(50, 0.0, generation=2)
+    assert kept([*commits, young], NO_RULE, {2: 25 * DAY_S}).keys() == {40, 50}
+    settled = whole(50, 2 * DAY_S, generation=3)
+    assert kept([*commits, settled], NO_RULE, {2: 25 * DAY_S, 3: 2 * DAY_S}).keys() == {50}
+
+
+def test_without_a_whole_commit_everything_stays() -> None:
+    """Nothing would be left to resume from."""
+    parts = [
+        CommitFacts(ref=CommitRef(1, step), nodes=2, age_s=90 * DAY_S, is_whole=False)
+        for step in range(3)
+    ]
+    assert len(kept(parts, NO_RULE)) == 3
+
+
+def test_an_unknown_age_counts_as_young() -> None:
+    """A store that returns no age loses no commit."""
+    assert kept([whole(1, None), whole(2, 0.0)], NO_RULE)[1] == ["younger than 24 h"]
+
+
+def test_a_part_may_become_whole_until_no_flush_can_last() -> None:
+    """Then it goes, unless it is newer than the whole commits."""
+    for age_s, is_kept in ((6 * DAY_S, True), (8 * DAY_S, False)):
+        part = CommitFacts(ref=CommitRef(1, 1), nodes=2, age_s=age_s, is_whole=False)
+        found = kept([part, whole(2, 2 * DAY_S), whole(3, 0.0)], NO_RULE)
+        assert (1 in found) == is_kept
+
+
+def test_the_newest_healthy_commit_and_pins_stay() -> None:
+    """Under their reasons, at any age."""
+    bad, good = {"loss_is_finite": 0.0}, {"loss_is_finite": 1.0}
+    commits = [
+        whole(1, 400 * DAY_S, health=good, pins=("paper",)),
+        whole(2, 300 * DAY_S, health=good),
+        whole(3, 200 * DAY_S, health=good, pins=("a", "b")),
+        *(whole(step, 0.0, health=bad) for step in (4, 5)),
+        whole(0, 500 * DAY_S, health=good),
+    ]
+    found = kept(commits, NO_RULE)
+    assert found[1] == ["pin paper"]
+    assert found[3][:3] == ["healthy", "pin a", "pin b"]
+    assert 2 not in found
+    assert 0 not in found
+
+
+def test_the_newest_commit_of_each_start_stays_for_a_while() -> None:
+    """A writer that passes for later starts, with any number of commits, displaces none at once."""
+    honest = [whole(10, 6 * DAY_S, 1), whole(20, 5 * DAY_S, 1), whole(30, 8 * DAY_S, 0)]
+    planted = [whole(1000 + n, 4 * DAY_S, 2 + n) for n in range(100)]
+    found = kept([*honest, *planted], rules(keep_starts_s=7 * DAY_S))
+    assert found[20] == ["newest of its start"]
+    assert {10, 30}.isdisjoint(found)
+
+
+def test_the_last_commit_of_each_span_stays() -> None:
+    """The newest spans that have a commit count, whatever lies between them."""
+    old = [whole(step, (200 - step) * DAY_S + HOUR_S) for step in range(0, 200, 5)]
+    newest = whole(999, 0.0)
+    for key, name, expected in (
+        ("keep_daily", "daily", {999, 195, 190}),
+        ("keep_weekly", "weekly", {999, 195, 185}),
+        ("keep_monthly", "monthly", {999, 185, 150}),
+    ):
+        found = kept([*old, newest], rules(**{key: 3}))
+        assert {step for step, reasons in found.items() if name in reasons} == expected, name
+    minutes = [whole(step, (60 - step) * 600.0 + DAY_S) for step in range(60)]
+    found = kept([*minutes, newest], rules(keep_hourly=4, keep_within_s=HOUR_S))
+    assert {step for step, reasons in found.items() if "hourly" in reasons} == {999, 59, 53, 47}
+
+
+def test_steps_count_in_the_line_that_ends_with_the_newest_commit() -> None:
+    """The first commit of each interval stays; one that a newer generation repeated does not count."""
+    old = [whole(step, 9 * DAY_S) for step in (0, 90, 110, 190, 210, 290, 305)]
+    again = [whole(step, 8 * DAY_S, generation=2) for step in (250, 330, 460)]
+    found = kept([*old, *again, whole(470, 0.0, generation=3)], rules(keep_every_steps=100))
+    every = {step for step, reasons in found.items() if "every 100 steps" in reasons}
+    assert every == {0, 110, 210, 330, 460}
+
+
+def test_the_next_prune_chooses_the_same_first_commits() -> None:
+    """Also if a pin keeps an abandoned commit: the commit that shows where it was abandoned stays with it."""
+    start = whole(20, 9 * DAY_S, generation=1)
+    abandoned = whole(50, 9 * DAY_S, generation=1, pins=["paper"])
+    line = [whole(step, 8 * DAY_S, generation=2) for step in (40, 60)]
+    left = [start, abandoned, *line, whole(80, 3 * DAY_S, generation=3), whole(90, 0.0, 3)]
+    config = rules(keep_every_steps=50)
+    for _ in range(2):
+        found = kept(left, config)
+        assert {step for step, why in found.items() if "every 50 steps" in why} == {20, 60}
+        left = [commit for commit in left if commit.ref.step in found]
+    assert found[40] == ["training was repeated from here"]
+    without = [commit for commit in left if commit is not abandoned]
+    assert set(kept(without, config)) == {20, 60, 80, 90}
+
+
+def test_the_best_commits_stay() -> None:
+    """By either direction; of equal ones the newest; never a known unhealthy one."""
+    rated = [(1, 0.5), (2, 0.9), (3, 0.9), (4, 0.1), (5, 2.0)]
+    commits = [
+        whole(step, 9 * DAY_S, health={"accuracy": value, "loss_is_finite": float(step != 5)})
+        for step, value in rated
+    ]
+    commits += [whole(6, 9 * DAY_S), whole(7, 8 * DAY_S, health={"loss_is_finite": 1.0})]
+    for count, is_highest, expected in ((1, True, {3}), (2, True, {2, 3}), (1, False, {4})):
+        config = rules(keep_best=count, best_metric="accuracy", best_is_highest=is_highest)
+        found = kept(commits, config)
+        best = {step for step, reasons in found.items() if "best accuracy" in reasons}
+        assert best == expected
+
+
+AGES_S = st.floats(0, 90 * DAY_S) | st.none()
+HEALTH = st.fixed_dictionaries(
+    {}, optional={"loss": st.floats(0, 9), "loss_is_finite": st.sampled_from((0.0, 1.0))}
+)
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(1, 3), st.integers(0, 20)),
+        st.tuples(AGES_S, st.booleans(), HEALTH),
+        max_size=12,
+    ),
+    st.floats(0, 4e9),
+)
+def test_what_is_always_kept_needs_no_rule(
+    made: dict[tuple[int, int], tuple[float | None, bool, Mapping[str, float]]], now_wall_s: float
+) -> None:
+    """Newest, newest healthy and young commits stay at any wall clock, and rules only add commits."""
+    commits = [
+        CommitFacts(ref=CommitRef(*ref), age_s=age_s, is_whole=is_whole, health=health)
+        for ref, (age_s, is_whole, health) in made.items()
+    ]
+    bare = reasons_to_keep(commits, {}, NO_RULE, now_wall_s)
+    sound = [commit for commit in commits if commit.is_whole]
+    newest = max((commit.key for commit in sound), default=None)
+    healthy = max((commit.key for commit in sound if is_healthy(commit.health)), default=None)
+    for commit in commits:
+        is_young = commit.age_s is None or commit.age_s < DAY_S
+        if is_young or newest is None or commit.key >= newest or commit.key == healthy:
+            assert commit.key in bare
+    assert bare.keys() <= reasons_to_keep(commits, {}, RetentionConfig(), now_wall_s).keys()

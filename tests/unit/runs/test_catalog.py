@@ -1,0 +1,429 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The catalog: commits and generations from listings, and errors for objects that no writer made."""
+
+from __future__ import annotations
+
+import random
+import shutil
+import threading
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from swansong_bucket.errors import CorruptError, Permanent
+from swansong_bucket.format import claim, manifest, wall
+from swansong_bucket.format.claim import ClaimObject
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import History
+from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
+from swansong_bucket.runs import catalog
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.file.store import FileStore
+
+from testkit import records
+from testkit.committed import commit, file_store, object_path
+from testkit.memory_store import MemoryStore
+
+KEYS = RunKeys("r")
+
+
+class Listing:
+    """A store with listings only; objects are listed in the given order."""
+
+    url = "list://store"
+
+    def __init__(self, keys: list[str], *, size_bytes: int = 1) -> None:
+        self._keys = keys
+        self._size_bytes = size_bytes
+
+    def list(self, prefix: str, *, after: str = "") -> list[ObjectInfo]:
+        found = [key for key in self._keys if key.startswith(prefix) and key > after]
+        return [ObjectInfo(key, self._size_bytes) for key in found]
+
+
+@given(
+    st.sets(
+        st.tuples(st.integers(0, 3), st.integers(0, 4), st.integers(1, 3)).flatmap(
+            lambda it: st.tuples(*map(st.just, it), st.integers(0, it[2] - 1))
+        )
+    )
+)
+def test_commits_are_grouped_ordered_and_complete(named: set[tuple[int, int, int, int]]) -> None:
+    """Newest first by (generation, step); complete if the manifest of each node is listed."""
+    listing = Listing(
+        [
+            KEYS.commit(CommitRef(generation, step), node, nodes)
+            for generation, step, nodes, node in named
+        ]
+        + ["other/commits/x"]
+    )
+    commits = catalog.list_commits(listing, KEYS)  # type: ignore[arg-type]
+    refs = [commit.ref for commit in commits]
+    assert refs == sorted(refs, reverse=True)
+    assert sum(len(commit.manifest_keys) for commit in commits) == len(named)
+    for found in commits:
+        listed = {node for *other, node in named if other == [*_numbers(found.ref), found.nodes]}
+        assert set(found.manifest_keys) == listed
+        assert found.is_complete == (len(listed) == found.nodes)
+
+
+def _numbers(ref: CommitRef) -> tuple[int, int]:
+    return ref.generation, ref.step
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> FileStore:
+    return file_store(tmp_path / "store")
+
+
+def test_the_newest_generation(store: FileStore) -> None:
+    """The highest claim counts, with any writer and any content; without claims the result is 0."""
+    assert catalog.newest_generation(store, KEYS) == 0
+    for generation in (9, 10):
+        store.put(KEYS.generation(generation), b"{}")
+    store.put(RunKeys("other").generation(11), b"{}")
+    assert catalog.newest_generation(store, KEYS) == 10
+
+
+FOREIGN = ["x", "99.json", "100000000.json", "00000001.json/", "00000001.json.bak", "\n", "Ü"]
+
+
+@pytest.mark.fault("G16", "S25")
+@pytest.mark.parametrize("name", FOREIGN)
+def test_an_object_that_no_swansong_writes_is_an_error_and_not_an_empty_run(name: str) -> None:
+    """The error names the object and the fix; it never means "no commit" or "no generation"."""
+    for prefix, read in (
+        (KEYS.generations, lambda store: catalog.newest_generation(store, KEYS)),
+        (KEYS.commits, lambda store: catalog.list_commits(store, KEYS)),
+    ):
+        listing = Listing([f"{prefix}{name}"])
+        with pytest.raises(CorruptError) as caught:
+            read(listing)
+        assert repr(f"{listing.url}/{prefix}{name}") in str(caught.value)
+        assert "delete" in caught.value.hint
+
+
+@pytest.mark.fault("G16")
+@pytest.mark.parametrize(
+    "name",
+    [
+        "00000001/000000000001/00001-of-00001.json",
+        "00000001/000000000001/00000-of-00000.json",
+        "000000001/000000000001/00000-of-00001.json",
+        "00000001/0000000000001/00000-of-00001.json",
+        "00000001/000000000001/00000-of-100000.json",
+    ],
+)
+def test_a_manifest_key_that_no_writer_formats_is_an_error(name: str) -> None:
+    """Also beside valid commits: the object may be the newest one."""
+    good = KEYS.commit(CommitRef(1, 1), 0, 1)
+    with pytest.raises(CorruptError, match="has a key that no swansong"):
+        catalog.list_commits(Listing([good, f"{KEYS.commits}{name}"]), KEYS)  # type: ignore[arg-type]
+
+
+def test_folder_markers_of_consoles_are_left_out() -> None:
+    """Empty objects whose key ends in a slash are left out; such a key with content is an error."""
+    markers = ["r/generations/", "r/commits/", "r/commits/00000001/", "r/commits/a folder/"]
+    good = KEYS.commit(CommitRef(1, 1), 0, 1)
+    empty = Listing([*markers, good], size_bytes=0)
+    assert [found.ref for found in catalog.list_commits(empty, KEYS)] == [CommitRef(1, 1)]  # type: ignore[arg-type]
+    assert catalog.newest_generation(empty, KEYS) == 0  # type: ignore[arg-type]
+    with pytest.raises(CorruptError):
+        catalog.list_commits(Listing(markers), KEYS)  # type: ignore[arg-type]
+
+
+def test_hostile_commits_for_many_nodes_cost_little_time() -> None:
+    """20,000 manifests, each of another commit with 99,999 nodes."""
+    listing = Listing([KEYS.commit(CommitRef(1, step), 0, 99_999) for step in range(20_000)])
+    began_s = time.thread_time()
+    assert not any(found.is_complete for found in catalog.list_commits(listing, KEYS))  # type: ignore[arg-type]
+    assert time.thread_time() - began_s < 5
+
+
+@pytest.mark.parametrize("order", ["of bytes", "reversed", "any"])
+def test_a_reader_holds_the_newest_commits_only(
+    monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """Of a flooded listing in any order, only the newest commits are in memory."""
+    monkeypatch.setattr(catalog, "LISTED_MAX", 10)
+    steps = list(range(50))
+    if order != "of bytes":
+        steps.reverse()
+    if order == "any":
+        random.Random(3).shuffle(steps)
+    listing = Listing([KEYS.commit(CommitRef(1, step), 0, 1) for step in steps])
+    steps = [found.ref.step for found in catalog.list_commits(listing, KEYS)]  # type: ignore[arg-type]
+    assert steps == list(range(49, 39, -1))
+
+
+def test_load_returns_the_manifests_by_node(store: FileStore) -> None:
+    """All manifests of a commit, in order of their nodes."""
+    made = [commit(store, {f"n{node}": b"x"}, node=node, nodes=3) for node in (2, 0, 1)]
+    (found,) = catalog.list_commits(store, KEYS)
+    assert found.is_complete
+    assert catalog.load(store, KEYS, found) == tuple(sorted(made, key=lambda it: it.node))
+
+
+@pytest.mark.parametrize(
+    "key",
+    [
+        KEYS.commit(CommitRef(2, 100), 0, 1),
+        KEYS.commit(CommitRef(1, 101), 0, 1),
+        KEYS.commit(CommitRef(1, 100), 0, 2),
+        KEYS.commit(CommitRef(1, 100), 1, 2),
+        RunKeys("q").commit(CommitRef(1, 100), 0, 1),
+    ],
+)
+def test_a_manifest_under_another_name_is_refused(
+    store: FileStore, tmp_path: Path, key: str
+) -> None:
+    """A copied or renamed manifest does not match its key."""
+    commit(store, {"a": b"x"})
+    right = KEYS.commit(CommitRef(1, 100), 0, 1)
+    store.put(key, store.get(right))
+    store.delete(right)
+    keys = RunKeys(key.partition("/")[0])
+    (found,) = catalog.list_commits(store, keys)
+    with pytest.raises(CorruptError, match="is that of run 'r'"):
+        catalog.load(store, keys, found)
+
+
+def test_a_manifest_that_vanished_is_refused(store: FileStore) -> None:
+    """Retention may delete a commit between the listing and the read."""
+    commit(store, {"a": b"x"})
+    (found,) = catalog.list_commits(store, KEYS)
+    store.delete(found.manifest_keys[0])
+    with pytest.raises(CorruptError, match="missing"):
+        catalog.load(store, KEYS, found)
+
+
+@pytest.mark.fault("G08")
+def test_manifests_that_are_too_large_are_not_fetched(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The limit is for all nodes together; the listing has the sizes before any read."""
+    for node in range(3):
+        commit(store, {f"n{node}": b"x"}, node=node, nodes=3)
+    (found,) = catalog.list_commits(store, KEYS)
+    assert found.size_bytes == sum(info.size_bytes for info in store.list(KEYS.commits))
+    monkeypatch.setattr(catalog, "COMMIT_BYTES_MAX", found.size_bytes)
+    catalog.load(store, KEYS, found)
+    monkeypatch.setattr(catalog, "COMMIT_BYTES_MAX", found.size_bytes - 1)
+    monkeypatch.setattr(FileStore, "get", None)
+    with pytest.raises(CorruptError, match="limit"):
+        catalog.load(store, KEYS, found)
+    sizes = {
+        node: replace(info, size_bytes=manifest.BYTES_MAX + (node == 0))
+        for node, info in found.manifests.items()
+    }
+    large = replace(found, manifests=sizes)
+    monkeypatch.setattr(catalog, "COMMIT_BYTES_MAX", 10 * large.size_bytes)
+    with pytest.raises(CorruptError, match="limit"):
+        catalog.load(store, KEYS, large)
+
+
+@pytest.mark.fault("G08")
+def test_an_object_that_get_refuses_is_a_damaged_manifest_and_not_a_failing_store(
+    store: FileStore, tmp_path: Path
+) -> None:
+    """One manifest of 65 MiB does not prevent a restore of an older commit."""
+    commit(store, {"a": b"x"})
+    key = KEYS.commit(CommitRef(1, 100), 0, 1)
+    (found,) = catalog.list_commits(store, KEYS)
+    with object_path(tmp_path, f"store/{key}").open("r+b") as file:
+        file.truncate(65 * 2**20)  # after the listing
+    with pytest.raises(CorruptError, match="too large"):
+        catalog.load(store, KEYS, found)
+    assert catalog.claim_of(store, KEYS, 1) is None
+
+
+def test_a_commit_that_costs_too_much_processor_time_is_refused(
+    store: FileStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget counts the work of this thread, not the time of requests."""
+    for node in range(2):
+        commit(store, {f"n{node}": b"x"}, node=node, nodes=2)
+    (found,) = catalog.list_commits(store, KEYS)
+    get = FileStore.get
+
+    def slow(self: FileStore, key: str) -> bytes:
+        threading.Event().wait(0.2)
+        return get(self, key)
+
+    monkeypatch.setattr(catalog, "EXAMINE_CPU_S", 0.15)
+    monkeypatch.setattr(FileStore, "get", slow)
+    assert len(catalog.load(store, KEYS, found)) == 2
+
+    def busy(self: FileStore, key: str) -> bytes:
+        began_s = time.thread_time()
+        while time.thread_time() - began_s < 0.2:
+            pass
+        return get(self, key)
+
+    monkeypatch.setattr(FileStore, "get", busy)
+    with pytest.raises(CorruptError, match="processor time"):
+        catalog.load(store, KEYS, found)
+
+
+def a_claim(generation: int) -> ClaimObject:
+    return ClaimObject(run="r", generation=generation, start="abc")
+
+
+def test_a_missing_bucket_is_not_an_empty_run(store: FileStore, tmp_path: Path) -> None:
+    """A missing bucket is an error, and never "no commits"."""
+    shutil.rmtree(tmp_path / "store")
+    with pytest.raises(Permanent):
+        catalog.list_commits(store, KEYS)
+
+
+def test_the_end_of_the_run_is_the_newest_commit_of_its_step(store: FileStore) -> None:
+    """A finished run may have a periodic checkpoint of its last step, too."""
+    commit(store, {"a": b"1"}, step=7, kind=CheckpointKind.FINAL)
+    commit(store, {"a": b"1"}, step=7)
+    commit(store, {"a": b"1"}, step=6)
+    found = [found.ref for found in catalog.list_commits(store, KEYS)]
+    assert found == [CommitRef(1, 7, is_final=True), CommitRef(1, 7), CommitRef(1, 6)]
+    assert [
+        catalog.load(store, KEYS, each)[0].kind for each in catalog.list_commits(store, KEYS)
+    ] == [
+        CheckpointKind.FINAL,
+        CheckpointKind.PERIODIC,
+        CheckpointKind.PERIODIC,
+    ]
+
+
+def test_a_key_that_disagrees_with_the_kind_is_refused(store: FileStore) -> None:
+    """Only a manifest of kind final marks the end of the run."""
+    made = commit(store, {"a": b"1"}, step=7)
+    store.put(KEYS.commit(replace(made.ref, is_final=True), 0, 1), manifest.encode(made))
+    found = catalog.list_commits(store, KEYS)[0]
+    with pytest.raises(CorruptError, match="is that of run"):
+        catalog.load(store, KEYS, found)
+
+
+# ---------------------------------------------------------------- what became of earlier VMs
+
+
+def put_claim(store: ObjectStore, generation: int, claimed: str, boot: str = "") -> None:
+    identity = {"claimed": claimed, "boot_id": boot or f"boot-{generation}"}
+    store.put(
+        KEYS.generation(generation), claim.encode(replace(a_claim(generation), identity=identity))
+    )
+
+
+def farewell(store: ObjectStore, generation: int, verdict: str, written: str) -> None:
+    made = records.farewell(Verdict(verdict), generation=generation, written=written)
+    store.put(KEYS.farewell(generation, written.replace(":", "")), made)
+
+
+def test_vms_without_a_safe_farewell_are_counted(store: FileStore) -> None:
+    """A VM without a farewell counts, one with SAFE does not; each lived until its last object."""
+    put_claim(store, 1, "2029-12-31T23:00:00Z")
+    commit(store, {"a": b"1"}, generation=1, step=5)  # created at 2030-01-01T00:00:00Z
+    put_claim(store, 2, "2030-01-01T10:00:00Z")
+    farewell(store, 2, "PARTIAL", "2030-01-01T11:00:00Z")
+    farewell(store, 2, "SAFE", "2030-01-01T12:00:00Z")
+    put_claim(store, 3, "2030-01-01T20:00:00Z")
+    farewell(store, 3, "LOST", "2030-01-01T20:30:00Z")
+    put_claim(store, 4, "2030-01-02T00:00:00Z")
+    assert catalog.history(store, KEYS, 4) == History(3600 + 7200 + 1800, 2)
+    assert catalog.history(store, KEYS, 1) == History()
+
+
+def test_a_rollback_and_a_final_commit_are_not_interruptions(store: FileStore) -> None:
+    """Two generations of one boot are one VM; a VM with a final commit ended by itself."""
+    put_claim(store, 1, "2030-01-01T00:00:00Z", "same")
+    put_claim(store, 2, "2030-01-01T01:00:00Z", "same")
+    commit(store, {"a": b"1"}, generation=2, kind=CheckpointKind.FINAL)
+    put_claim(store, 3, "2030-01-05T00:00:00Z")
+    assert catalog.history(store, KEYS, 3) == History(3600.0, 0)
+
+
+lived = st.tuples(
+    st.integers(1, 60),  # starts of the training
+    st.sampled_from(["SAFE", "PARTIAL", "commit"]),  # the last object of the VM
+)
+
+
+@settings(max_examples=50)
+@given(st.lists(lived, min_size=1, max_size=4), st.integers(0, 200))
+@example([(1, "PARTIAL"), (1, "SAFE")], 2000)
+def test_restarts_of_a_trainer_change_no_mtbf_and_a_lost_vm_does(
+    vms: list[tuple[int, str]], own: int
+) -> None:
+    """The history counts VMs: however often the training was started on each of them and on this VM, the
+    lost VMs and the time of all earlier VMs are the same."""
+
+    def history(starts: list[int], own: int) -> History:
+        store, generation = MemoryStore(), 0
+        for number, (count, (_, last)) in enumerate(zip(starts, vms, strict=True)):
+            begun_s = 10_000 * number
+            for start in range(count):
+                generation += 1
+                claimed = wall.text(begun_s + 1000 * start / count)
+                put_claim(store, generation, claimed or "", f"vm-{number}")
+            ended = wall.text(begun_s + 2000) or ""
+            if last == "commit":
+                commit(store, {"a": b"1"}, generation=generation, created=ended)
+            else:
+                farewell(store, generation, last, ended)
+        for _ in range(own + 1):
+            generation += 1
+            put_claim(store, generation, "2030-01-01T00:00:00Z", "own")
+        return catalog.history(store, KEYS, generation)
+
+    lost = sum(last != "SAFE" for _, last in vms)
+    expected = History(2000.0 * len(vms), lost)
+    assert history([1] * len(vms), 0) == expected
+    assert history([count for count, _ in vms], own) == expected
+
+
+def test_a_malformed_history_raises_nothing(store: FileStore, tmp_path: Path) -> None:
+    """Clocks that ran backwards, malformed claims and farewells, and many generations."""
+    for generation in range(1, 28):
+        store.put(KEYS.generation(generation), [b"{", b"[]", b'{"identity": 7}'][generation % 3])
+    put_claim(store, 29, "0001-01-01T00:00:00")
+    for number, content in enumerate((b"\xff", b"[]", b'{"verdict": [], "written": "x"}', b"")):
+        store.put(KEYS.farewell(29, f"x{number}"), content)
+    with object_path(tmp_path, f"store/{KEYS.farewell(29, 'x3')}").open("r+b") as file:
+        file.truncate(65 * 2**20)
+    put_claim(store, 28, "2030-01-01T00:00:00Z")
+    farewell(store, 28, "LOST", "2029-01-01T00:00:00Z")
+    assert catalog.history(store, KEYS, 30) == History(0.0, catalog.HISTORY_MAX)
+
+
+def test_a_wrong_clock_does_not_stretch_the_history(store: FileStore) -> None:
+    """A planted claim of the year 1 must not make periodic checkpoints years apart."""
+    put_claim(store, 1, "1000-01-01T00:00:00Z")
+    farewell(store, 1, "PARTIAL", "9000-01-01T00:00:00Z")
+    put_claim(store, 2, "2030-01-01T00:00:00Z")
+    assert catalog.history(store, KEYS, 2).observed_s <= 366 * 24 * 3600
+
+
+class Counting(FileStore):
+    """Counts the objects that are read."""
+
+    gets = 0
+
+    def get(self, key: str) -> bytes:
+        self.gets += 1
+        return super().get(key)
+
+
+@pytest.mark.fault("S25")
+def test_planted_claims_and_farewells_do_not_delay_the_first_commit(tmp_path: Path) -> None:
+    """One thread reads the history and creates manifests: reads are limited, and end at a notice."""
+    store = file_store(tmp_path / "store", Counting)
+    put_claim(store, 1, "2030-01-01T00:00:00Z")
+    for generation in range(2, 302):
+        store.put(KEYS.generation(generation), b"{}")
+    assert catalog.history(store, KEYS, 302) != History()
+    assert store.gets <= catalog.HISTORY_CLAIMS_MAX + 1  # our own claim
+    for number in range(50):
+        store.put(KEYS.farewell(301, f"x{number}"), b"{}")
+    store.gets = 0
+    assert catalog.history(store, KEYS, 302, is_cancelled=lambda: store.gets > 20) == History()
+    assert store.gets <= 25

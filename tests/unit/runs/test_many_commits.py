@@ -1,0 +1,174 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Reading the manifests of many commits: in parallel, in bounded memory, each stored object once."""
+
+from __future__ import annotations
+
+import threading
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from swansong_bucket.errors import CorruptError, Transient
+from swansong_bucket.format import manifest
+from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.format.manifest import Manifest
+from swansong_bucket.model import CommitRef
+from swansong_bucket.runs import catalog
+from swansong_bucket.runs.catalog import Commit
+from swansong_tools.commands import ls
+from swansong_tools.commands.opening import Opened
+from swansong_tools.upkeep.verify import verify
+
+from testkit.committed import commit
+from testkit.memory_store import MemoryStore
+from testkit.waiting import until
+
+KEYS = RunKeys("r")
+FILES = {f"d{number}/f": b"%d" % number for number in range(10)}
+
+
+@pytest.fixture
+def store() -> MemoryStore:
+    """Five commits of the same ten shards; the newest has one more shard."""
+    made = MemoryStore()
+    first = commit(made, FILES, step=1)
+    own = commit(made, {"own": b"own"}, step=5, nonce="a5")
+    for step in range(2, 6):
+        shards = first.shards + (own.shards if step == 5 else ())
+        again = replace(first, step=step, shards=shards)
+        made.put(KEYS.commit(CommitRef(1, step), 0, 1), manifest.encode(again))
+    made.requests.clear()
+    return made
+
+
+def test_verify_reads_each_stored_object_once(store: MemoryStore) -> None:
+    """Each manifest and each shared object is read once, and the shared size is reported."""
+    findings = verify(store, KEYS)
+    assert findings.defects == []
+    assert (findings.objects, findings.shared) == (11, 10)
+    reads = Counter(key for what, key in store.requests if what == "get")
+    assert set(reads.values()) == {1}
+    assert sum(key.startswith(KEYS.data) for key in reads) == 11
+    assert sum(key.startswith(KEYS.commits) for key in reads) == 5
+
+
+def test_damage_in_a_shared_object_is_reported_for_each_commit(store: MemoryStore) -> None:
+    """The object is read once more, and not once for each commit."""
+    key = next(key for key in store.objects if KEYS.is_data(key))
+    store.objects[key] = b"4"
+    assert [finding.ref.step for finding in verify(store, KEYS).defects] == [5, 4, 3, 2, 1]
+    assert Counter(store.requests)["get", key] == 2
+
+
+class Held:
+    """Blocks reads of manifests until a number of them are in flight, or until the end."""
+
+    def __init__(self, store: MemoryStore) -> None:
+        self.changed = threading.Condition()
+        self.under_way = self.most = 0
+        self.is_open = False
+        store.before = self.before
+
+    def before(self, what: str, _key: str) -> None:
+        if what != "get":
+            return
+        with self.changed:
+            self.under_way += 1
+            self.most = max(self.most, self.under_way)
+            assert self.changed.wait_for(lambda: self.is_open, 20)
+            self.under_way -= 1
+
+    def release(self) -> None:
+        with self.changed:
+            self.is_open = True
+            self.changed.notify_all()
+
+
+def loading(store: MemoryStore, commits: list[Commit]) -> tuple[threading.Thread, list[Any]]:
+    taken: list[Any] = []
+
+    def take(found: Commit, loaded: tuple[Manifest, ...] | CorruptError) -> None:
+        taken.append((found.ref, loaded))
+
+    thread = threading.Thread(target=catalog.load_each, args=(store, KEYS, commits, take))
+    thread.start()
+    return thread, taken
+
+
+def many(store: MemoryStore, count: int) -> list[Commit]:
+    for step in range(count):
+        commit(store, {"f": b"x"}, step=step, generation=2)
+    return [found for found in catalog.list_commits(store, KEYS) if found.ref.generation == 2]
+
+
+def test_manifests_are_read_in_parallel_up_to_a_limit() -> None:
+    """The number of reads in flight reaches the limit, and does not exceed it."""
+    store = MemoryStore()
+    commits = many(store, 3 * catalog.READS)
+    held = Held(store)
+    thread, taken = loading(store, commits)
+    until(lambda: held.under_way == catalog.READS, what="parallel reads")
+    held.release()
+    thread.join(20)
+    assert held.most == catalog.READS
+    assert sorted(ref for ref, _ in taken) == sorted(found.ref for found in commits)
+
+
+def test_ls_reads_in_parallel_and_no_more_manifests_than_it_shows(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The newest come first, in any order of the replies; a few of thousands cost a few requests."""
+    store = MemoryStore()
+    commits = many(store, 2 * catalog.READS)
+    config: Any = None
+    here = Opened(config, store, KEYS, threading.Event(), connections=1)
+    held = Held(store)
+    rows: list[dict[str, Any]] = []
+    thread = threading.Thread(target=lambda: rows.extend(ls.rows_of(here, None, is_quiet=True)))
+    thread.start()
+    until(lambda: held.under_way == catalog.READS, what="parallel reads")
+    held.release()
+    thread.join(20)
+    assert [row["step"] for row in rows] == [found.ref.step for found in commits]
+    assert all(row["complete"] for row in rows)
+    store.requests.clear()
+    assert ls.rows_of(here, 3, is_quiet=True) == rows[:3]
+    assert store.count("get") == 4
+    assert capsys.readouterr() == ("", "")
+
+
+def test_the_manifests_in_memory_are_bounded_by_their_size(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few large commits are read at the same time; one above the limit is read alone."""
+    store = MemoryStore()
+    commits = many(store, 12)
+    size_bytes = max(found.size_bytes for found in commits)
+    monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 3 * size_bytes)
+    held = Held(store)
+    thread, taken = loading(store, commits)
+    until(lambda: held.under_way == 3, what="as many reads as fit")
+    held.release()
+    thread.join(20)
+    assert held.most == 3
+    assert len(taken) == 12
+    monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 1)
+    held = Held(store)
+    held.release()
+    thread, taken = loading(store, commits)
+    thread.join(20)
+    assert held.most == 1
+    assert len(taken) == 12
+
+
+def test_an_error_of_the_store_ends_all_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that wait for memory end as well."""
+    store = MemoryStore()
+    commits = many(store, 12)
+    monkeypatch.setattr(catalog, "IN_MEMORY_BYTES", 1)
+
+    def before(_what: str, _key: str) -> None:
+        raise Transient("connection reset")
+
+    store.before = before
+    with pytest.raises(Transient):
+        catalog.load_each(store, KEYS, commits, lambda _commit, _loaded: None)

@@ -1,0 +1,86 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The journal of a restore: its whole lines are read, also after a crash damaged its end."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from swansong_bucket.format.manifest import chunks_of
+from swansong_bucket.model import CommitRef, Extent
+from swansong_bucket.transfer import journal
+
+from testkit.committed import named_shard
+
+SHARDS = tuple(
+    named_shard(path, size, chunk_bytes=10) for path, size in (("a", 35), ("b/c", 0), ("d", 10))
+)
+"""They have four chunks, none, and one."""
+CHUNKS = chunks_of(SHARDS)
+REF = CommitRef(3, 70)
+IDENTITY = journal.identity_of("r", REF, SHARDS)
+HEAD = journal.first_line(IDENTITY)
+
+notes = st.lists(st.integers(0, len(CHUNKS) - 1), max_size=12)
+
+
+def written(noted: list[int]) -> bytes:
+    return HEAD + b"".join(journal.line(number) for number in noted)
+
+
+@given(notes, st.data())
+def test_a_torn_end_costs_only_the_torn_line(noted: list[int], data: st.DataObject) -> None:
+    """Truncated anywhere after the first line: the whole lines before the cut are read."""
+    whole = written(noted)
+    end = data.draw(st.integers(len(HEAD), len(whole)))
+    count = whole[:end].count(b"\n") - 1
+    found = journal.parse(whole[:end], IDENTITY, CHUNKS)
+    assert found == {CHUNKS[number] for number in noted[:count]}
+
+
+@given(notes, st.binary(max_size=80))
+def test_garbage_at_the_end_is_skipped(noted: list[int], garbage: bytes) -> None:
+    """Zeros or other bytes that a power cut left: no error, and no chunk that does not exist."""
+    found = journal.parse(written(noted) + garbage + b"\n", IDENTITY, CHUNKS)
+    assert found is not None
+    assert {CHUNKS[number] for number in noted} <= found <= set(CHUNKS)
+
+
+@given(st.binary(max_size=200))
+def test_other_bytes_are_not_a_journal(data: bytes) -> None:
+    """Without the first line no chunk is read."""
+    assert journal.parse(data, IDENTITY, CHUNKS) is None
+    assert journal.parse(HEAD[: len(data) % len(HEAD)], IDENTITY, CHUNKS) is None
+
+
+@pytest.mark.parametrize("number", ["5", "-1", "00000000001", "1.", " 1", "x", ""])
+def test_a_chunk_that_does_not_exist_is_skipped(number: str) -> None:
+    """A number beyond the chunks, and text that is not a number."""
+    data = HEAD + f"{number}\n".encode() + journal.line(2)
+    assert journal.parse(data, IDENTITY, CHUNKS) == {CHUNKS[2]}
+
+
+def test_only_the_same_files_of_the_same_chunks_have_the_same_identity() -> None:
+    """Run, commit, names, order, sizes and extents matter."""
+    first, *others = SHARDS
+    last = first.extents[-1]
+    part = Extent(last.chunk, 1, last.size_bytes - 1)
+    different = [
+        journal.identity_of("q", REF, SHARDS),
+        journal.identity_of("r", CommitRef(3, 71), SHARDS),
+        journal.identity_of("r", CommitRef(4, 70), SHARDS),
+        journal.identity_of("r", REF, others),
+        journal.identity_of("r", REF, [*others, first]),
+        *(
+            journal.identity_of("r", REF, [replace(first, **change), *others])
+            for change in (
+                {"path": "z"},
+                {"size_bytes": 36},
+                {"extents": first.extents[::-1]},
+                {"extents": (*first.extents[:-1], part)},
+            )
+        ),
+    ]
+    assert len({IDENTITY, *different}) == 1 + len(different)
