@@ -82,7 +82,7 @@ def test_each_commit_has_a_higher_version(clone: Path, tmp_path: Path) -> None:
     for number, date in enumerate(("2026-01-31T23:59:59Z", "2026-02-01T00:00:00+00:00")):
         commit(clone, date)
         seen.append(version(copied(clone, tmp_path / f"commit-{number}")))
-    (clone / "daemon" / "swansongd" / "errors.py").write_text("# changed\n")
+    (clone / "daemon" / "swansong_bucket" / "errors.py").write_text("# changed\n")
     seen.append(version(copied(clone, tmp_path / "changed")))
     plain = seen[0]
     assert "+" not in plain
