@@ -229,6 +229,7 @@ def commit_event(
         nonce=staged.id.nonce,
         shards=order.shards,
         parent=order.parent,
+        health=staged.health,
         created="2030-01-01T00:00:00Z",
     )
     try:

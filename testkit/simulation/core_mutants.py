@@ -59,6 +59,7 @@ MUTANTS = (
     Mutant("starts", "if refused is not None and not refused.is_live:", "if False:"),
     Mutant("proof", "safe_at and safe_at.start_id == start.id", "safe_at"),
     Mutant("proof", "start.is_live and safe_at", "safe_at"),
+    Mutant("proof", "if is_final and before is not None", "if before is not None"),
     Mutant("verdict", "if verdict is Verdict.SAFE and isinstance(position, Position):",
            "if isinstance(position, Position):"),
     Mutant("verdict", "        or _claims(state)\n", ""),

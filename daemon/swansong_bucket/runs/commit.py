@@ -152,16 +152,12 @@ def newest_whole(
 
 
 def are_all_sound(store: ObjectStore, keys: RunKeys, found: catalog.Commit) -> bool:
-    """Whether no VM had a failed GPU before it sealed its share.  Reads the manifests of several VMs.
-
-    A single VM has marked its own sets in staging.
+    """Whether no VM had a failed GPU before it sealed its share.  Reads the manifests.
 
     Raises:
         CorruptError: a manifest is damaged.
         StoreError: a request to the store failed.
     """
-    if found.nodes == 1:
-        return True
     return all(is_sound(made.health) for made in catalog.each_manifest(store, keys, found))
 
 

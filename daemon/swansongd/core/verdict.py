@@ -40,6 +40,7 @@ def reconcile(transition: Transition) -> None:
         reason = f"{reason}; waiting for a trainer to connect"
         _foretell(transition, evacuation, verdict, reason)
     else:
+        verdict, reason = proof.prove(transition.state, is_final=True)
         _conclude(transition, evacuation, verdict, _explained(transition, verdict, reason))
         _leave_host(transition)
 
