@@ -21,7 +21,7 @@ class StoreAccess:
         read.store_url,
         None,
         about="Second store, which receives a copy of each commit: another region, another cloud, "
-        "or a file system. The forms are those of `store.url`. See docs/operations/mirror.md.",
+        "or a file system. It has the same forms as `store.url`. See docs/operations/mirror.md.",
         unset="no mirror",
         example="gs://my-mirror/prefix",
     )
@@ -103,7 +103,7 @@ class StoreConfig(StoreAccess):
 
 @_section
 class MirrorConfig(StoreAccess):
-    """A second store; without `mirror.url` there is none."""
+    """A second store, if `mirror.url` is set."""
 
     background_bytes_per_s: float | None = _key(
         read.rate,

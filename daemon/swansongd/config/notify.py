@@ -127,7 +127,7 @@ class NotifyConfig:
         secret_file,
         None,
         about='File with a token, sent as "Authorization: Bearer TOKEN"; for `pagerduty` the '
-        "routing key. The forms are those of `notify.webhook_url_file`.",
+        "routing key. It has the same forms as `notify.webhook_url_file`.",
         unset="no token",
         example="credential:notify-token",
     )
@@ -155,7 +155,7 @@ class NotifyConfig:
     heartbeat_url_file: str | None = key(
         secret_file,
         None,
-        about="File with that address. The forms are those of `notify.webhook_url_file`.",
+        about="File with that address. It has the same forms as `notify.webhook_url_file`.",
         unset="no heartbeat",
         example="credential:notify-heartbeat",
     )

@@ -220,6 +220,7 @@ def test_a_restarted_daemon_proves_safe_again(newest: CommitRef | None, expected
     after.scan()
     after.tell(NoticeRaised(live))
     after.join(step=9)
+    assert after.verdicts == []  # the ranks may still report that they have gone back
     after.accept(9)
     after.leave()
     assert after.conclude()[-1] == expected

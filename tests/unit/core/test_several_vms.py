@@ -131,6 +131,18 @@ def test_a_failed_gpu_of_another_vm_makes_the_checkpoint_unsound(
     committer.close()
 
 
+@pytest.mark.fault("X09")
+def test_a_daemon_that_starts_reads_the_mark_of_its_own_commit(
+    tmp_path: Path, store: FileStore
+) -> None:
+    """The trainer may have deleted the set since."""
+    committed.commit(store, FILES, step=9, health={GPU_IS_SOUND: 0.0})
+    desk = Desk(tmp_path / "a", store)
+    committer = desk.open()
+    assert desk.next(RunRead) == RunRead(CommitRef(1, 9), "", False)
+    committer.close()
+
+
 @pytest.mark.fault("G17")
 def test_a_damaged_manifest_makes_no_checkpoint_whole(tmp_path: Path, store: FileStore) -> None:
     """No reader could restore it; a daemon that finds it at its start gives no SAFE for it, and continues."""
