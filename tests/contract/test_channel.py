@@ -28,6 +28,7 @@ from swansongd.trainers import connection
 from swansongd.trainers.admission import Reply
 from swansongd.trainers.translate import message_of
 
+from testkit import descriptors
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from testkit.waiting import until
 
@@ -181,7 +182,6 @@ def test_a_reply_may_carry_a_descriptor(tmp_path: Path) -> None:
             reply(protocol.ShardVerified(message.query_id, "d", "file"), fd)
 
     with RunningChannel(answer=answer) as running, running.joined() as client:
-        before = len(os.listdir("/proc/self/fd"))
         client.send(protocol.RestoreQuery("k", takes_shards=True))
         data, fds, _, _ = socket.recv_fds(client.socket, 4096, 2)
         assert protocol.decode(data) == protocol.ShardVerified("k", "d", "file")
@@ -191,9 +191,9 @@ def test_a_reply_may_carry_a_descriptor(tmp_path: Path) -> None:
         client.send(protocol.ShardsTaken("unknown", "d", 1))
         until(lambda: len(replies) == 2, what="the confirmation")
         assert replies[0] is replies[1]
-        until(lambda: len(os.listdir("/proc/self/fd")) == before, what="the closed file")
+        until(lambda: descriptors.on(tmp_path / "file") == 0, what="the closed file")
         running.channel.send((99,), protocol.Fenced(1), os.open(tmp_path / "file", os.O_RDONLY))
-        until(lambda: len(os.listdir("/proc/self/fd")) == before, what="the closed file")
+        until(lambda: descriptors.on(tmp_path / "file") == 0, what="the closed file")
 
 
 def test_an_error_in_the_answer_costs_one_connection() -> None:

@@ -22,6 +22,7 @@ from swansong import protocol
 from swansongd.core.events import TrainerJoined, TrainerLeft, TrainerProgress
 from swansongd.trainers import connection, peers
 
+from testkit import descriptors
 from testkit.channel_peer import Client, HeldChannel, PeerProcess, RunningChannel
 from testkit.waiting import until
 
@@ -231,17 +232,19 @@ def test_a_flood_ends_the_connection(running: RunningChannel) -> None:
     assert_serves(running)
 
 
-def test_descriptors_that_a_peer_passes_are_not_taken(running: RunningChannel) -> None:
+def test_descriptors_that_a_peer_passes_are_not_taken(
+    running: RunningChannel, tmp_path: Path
+) -> None:
     """A peer cannot fill the daemon's descriptor table by passing descriptors."""
-    with running.joined() as client:
-        count = len(os.listdir("/proc/self/fd"))
+    passed = tmp_path / "passed"
+    with running.joined() as client, open(passed, "wb") as file:
         for step in range(50):
             client.socket.sendmsg(
                 [protocol.encode(protocol.Progress(1000 + step))],
-                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))],
+                [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [file.fileno()] * 3))],
             )
         until(lambda: any(event.step == 1049 for event in running.of(TrainerProgress)))
-        assert len(os.listdir("/proc/self/fd")) <= count
+        assert descriptors.on(passed) == 1
 
 
 @pytest.mark.fault("H07")

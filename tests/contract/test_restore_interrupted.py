@@ -30,6 +30,7 @@ from swansong_bucket.transfer.restore import RestoreResult, Selection, restore
 from swansong_bucket.transfer.target import RestoreTarget
 from swansong_tools.upkeep.verify import verify
 
+from testkit import descriptors
 from testkit.as_user import GROUP, MEMBER, place_for_all
 from testkit.committed import CHUNK_BYTES, chunk_of, commit, file_store, flip_bit, tree
 from testkit.odd_store import OddStore
@@ -472,11 +473,10 @@ def test_only_the_owner_can_write_restored_files(
 def test_an_unusable_destination_leaks_no_descriptor(to: Path) -> None:
     (to / "in the way").mkdir(parents=True)
     parent_fd = os.open(to.parent, os.O_RDONLY | os.O_DIRECTORY)
-    before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         with pytest.raises(StagingError, match="not an empty directory"):
             RestoreTarget(to, parent_fd=parent_fd).__enter__()
-    assert len(os.listdir("/proc/self/fd")) <= before
+    assert descriptors.on(to, to.parent) == 1
     os.close(parent_fd)
 
 

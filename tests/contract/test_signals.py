@@ -21,6 +21,7 @@ from swansongd.core.events import Event, ProcessFound, SignalledExited, SignalRe
 from swansongd.trainers import peers, users
 from swansongd.trainers.signals import REQUESTS_MAX, SignalSender, program
 
+from testkit import descriptors
 from testkit.waiting import until
 
 CATCHES = """
@@ -202,10 +203,9 @@ def test_a_pid_that_is_reused_during_the_open_is_detected(
     """The start time before and after must be equal; the descriptor is not leaked."""
     ticks = iter([1, 2])
     monkeypatch.setattr(peers, "start_ticks", lambda pid: next(ticks))
-    count = len(os.listdir("/proc/self/fd"))
     with pytest.raises(ProcessLookupError, match="another process"):
         peers.open_process(os.getpid())
-    assert len(os.listdir("/proc/self/fd")) <= count
+    assert descriptors.of_process(os.getpid()) == 0
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="takes on another user: needs root")
@@ -293,13 +293,12 @@ def test_no_thread_is_started_for_a_request(
 ) -> None:
     """A thousand requests send a thousand signals from one thread, with a bounded number of descriptors."""
     signals = sender(events, pid_file(tmp_path, trainer.pid))
-    threads, descriptors = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
+    threads = set(threading.enumerate())
     for number in range(1000):
         signals.send(str(number))
         until(lambda number=number: len(events) > number, what="an answer")  # type: ignore[misc]
     assert set(threading.enumerate()) <= threads  # threads of other tests may end during this one
-    others = 16  # threads of other tests open and close files meanwhile
-    assert len(os.listdir("/proc/self/fd")) <= descriptors + REQUESTS_MAX + others
+    assert descriptors.of_process(trainer.pid) <= REQUESTS_MAX + 1
     assert all(isinstance(event, SignalSent) for event in events)
 
 

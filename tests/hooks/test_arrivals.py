@@ -20,6 +20,7 @@ from swansong.protocol import Restored, RestoreQuery, ShardsTaken
 from swansong.torch import TrainingState
 from torch import nn
 
+from testkit import descriptors
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Counter
 from testkit.waiting import until
@@ -148,10 +149,9 @@ def test_a_file_that_does_not_fit_is_left_to_the_load(tmp_path: Path, damage: st
         data[-1] ^= 1
     (directory / path).write_bytes(data[: -1 if damage == "short" else None])
     arrivals = job.state.arrivals()
-    before = len(os.listdir("/proc/self/fd"))
     for each in files(directory):
         arrivals.take(each, os.open(directory / each, os.O_RDONLY))
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors.on(*(directory / each for each in files(directory))) == 0
     with pytest.raises(ValueError, match=r"differ|truncated|shape|lacks"):
         job.state.load(directory)
 
@@ -160,13 +160,12 @@ def test_files_without_an_index_are_bounded(tmp_path: Path) -> None:
     """A daemon that never sends an index does not use up the descriptors of the trainer."""
     (tmp_path / "file").write_bytes(b"")
     arrivals = Job(1).state.arrivals()
-    before = len(os.listdir("/proc/self/fd"))
     for number in range(200):
         fd = os.open(tmp_path / "file", os.O_RDONLY)
         arrivals.take(f"rank-00000/model-{number:05d}.safetensors", fd)
-    assert len(os.listdir("/proc/self/fd")) <= before + 64
+    assert descriptors.on(tmp_path / "file") <= 64
     arrivals.clear()
-    assert len(os.listdir("/proc/self/fd")) == before
+    assert descriptors.on(tmp_path / "file") == 0
 
 
 def memory_bytes(name: str) -> int:

@@ -19,7 +19,7 @@ from swansongd.restore.resume import Resume
 from swansongd.restore.verified import AHEAD, VerifiedShards
 from swansongd.staging.prepare import prepare
 
-from testkit import committed
+from testkit import committed, descriptors
 from testkit.odd_store import OddStore
 from testkit.story import Story
 from testkit.waiting import until
@@ -100,7 +100,7 @@ def test_a_rank_gets_the_files_that_it_reads(target: RestoreTarget) -> None:
     assert (own.paths, silent.paths) == (["f1", "f11", "f2"], [])
 
 
-def test_the_next_download_begins_again(target: RestoreTarget) -> None:
+def test_the_next_download_begins_again(target: RestoreTarget, tmp_path: Path) -> None:
     """It has another id, and confirmations of the last one count nothing."""
     shards, trainer = VerifiedShards(), Trainer()
     shards.join(query(), trainer)
@@ -114,9 +114,9 @@ def test_the_next_download_begins_again(target: RestoreTarget) -> None:
     shards.take(stale, trainer)
     assert trainer.paths == [f"f{number}" for number in range(AHEAD)]
     assert trainer.files[0][0] != stale.download
-    before = len(os.listdir("/proc/self/fd"))
+    held = descriptors.on(tmp_path)
     shards.end()
-    assert len(os.listdir("/proc/self/fd")) == before - 1
+    assert descriptors.on(tmp_path) == held - 1
 
 
 @pytest.mark.fault("G26")
