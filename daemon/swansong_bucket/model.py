@@ -222,6 +222,8 @@ class Start:
     """It waits for the answer to its restore query, or loads the checkpoint: it has trained nothing."""
     process_ns: int = 0
     """For a trainer without hooks: none of its sets was written earlier, by the clock of file times."""
+    began_ticks: int = 0
+    """When the first of its ranks here began, in clock ticks since the boot; 0 if unknown."""
     is_of_boot: bool = True
     """Seen since the VM booted."""
     is_open: bool = True

@@ -531,7 +531,8 @@ class ClaimGeneration:
     nodes: int = 1
     """Number of VMs of the job."""
     process_ns: int = 0
-    """For the record; see :class:`~swansong_bucket.model.Start`."""
+    """For the record, as ``began_ticks``; see :class:`~swansong_bucket.model.Start`."""
+    began_ticks: int = 0
     is_live: bool = True
     """False for a start that is known from its sets only: it may have claimed long ago."""
 

@@ -64,22 +64,24 @@ FINISH_S_MAX = 90.0
 # ---------------------------------------------------------------- starts that become known
 
 
-def see(transition: Transition, start_id: str, process_start: int = 0) -> None:
+def see(
+    transition: Transition, start_id: str, began_ticks: int = 0, *, is_first: bool = False
+) -> None:
     """A process of this start runs on this VM.
 
     Args:
-        process_start: when the process began.  A process of an earlier start may end late, and connect to a
-            restarted daemon after those of the newest one, which are still connected.
+        began_ticks: when the process began.  A process of an earlier start may end late, and connect to a
+            restarted daemon before or after those of the newest one.
+        is_first: it is rank 0, which decides the place of a start that other ranks have named before.
     """
     state = transition.state
     known = state.start_of(start_id)
-    if known is not None and known.is_live:
+    if known is not None and known.is_live and (known.generation is not None or not is_first):
         return
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
-        here = {trainer.start_id for trainer in state.connected}
-        later = [s for s in others if s.id in here and _began_after(s, process_start)]
+        later = [start for start in others if 0 < began_ticks < start.began_ticks]
         earlier = others[: others.index(later[0])] if later else others
         is_overtaken = any(start.generation is not None for start in later)
         seen = replace(seen, is_open=not is_overtaken)
@@ -89,12 +91,6 @@ def see(transition: Transition, start_id: str, process_start: int = 0) -> None:
             _end_requests(transition, start_id)
     else:
         update(transition, seen)
-
-
-def _began_after(start: Start, process_start: int) -> bool:
-    """Whether all known processes of a start began after this time."""
-    began = [ticks for _, ticks in start.members.values()]
-    return bool(began) and 0 < process_start < min(began)
 
 
 def _place(start: Start) -> float:
@@ -138,16 +134,20 @@ def record_joined(transition: Transition, connection: int) -> None:
 
 def _record_member(transition: Transition, trainer: TrainerView) -> None:
     """A rank belongs to a start."""
-    see(transition, trainer.start_id, trainer.process_start)
+    known = transition.state.start_of(trainer.start_id) or Start(id=trainer.start_id)
+    is_first = trainer.rank == 0 and trainer.nodes == 1 and 0 not in known.members
+    see(transition, trainer.start_id, trainer.process_start, is_first=is_first)
     start = transition.state.start_of(trainer.start_id)
     assert start is not None
     process = (trainer.pid, trainer.process_start)
+    began = [ticks for ticks in (start.began_ticks, trainer.process_start) if ticks]
     update(
         transition,
         replace(
             start,
             nodes=trainer.nodes,
             ranks=trainer.local_world_size,
+            began_ticks=min(began, default=0),
             members={**start.members, trainer.rank: process},
             ended={rank: step for rank, step in start.ended.items() if rank != trainer.rank},
             parents={**start.parents, trainer.rank: trainer.parent},
@@ -417,7 +417,8 @@ def reconcile(transition: Transition) -> None:
         return  # the sets of earlier starts are committed first
     claims = (*_recent(transition), (due.id, transition.now))
     _put(transition, replace(transition.state.starts, claims=claims))
-    transition.do(ClaimGeneration(due.id, due.nodes, due.process_ns, due.is_live))
+    claim = ClaimGeneration(due.id, due.nodes, due.process_ns, due.began_ticks, due.is_live)
+    transition.do(claim)
 
 
 def _due(state: State) -> Start | None:

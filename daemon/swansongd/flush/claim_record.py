@@ -33,7 +33,8 @@ class RecordedStart:
     nodes: int = 1
     """Number of VMs of the job."""
     process_ns: int = 0
-    """See :class:`~swansong_bucket.model.Start`."""
+    """See :class:`~swansong_bucket.model.Start`, as for the next one."""
+    began_ticks: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,6 +120,7 @@ class ClaimRecord:
                 nodes=each.nodes,
                 generation=each.generation or None,
                 process_ns=each.process_ns,
+                began_ticks=each.began_ticks if each.boot_id == boot_id else 0,
                 is_of_boot=each.boot_id == boot_id,
                 is_open=each.boot_id == boot_id
                 and each.id not in unclaimed
@@ -141,6 +143,9 @@ def _start(value: Any) -> RecordedStart:
         ),
         nodes=bounds.integer(facts.get("nodes"), "nodes of a start", 1, bounds.NODES_MAX),
         process_ns=bounds.integer(facts.get("process_ns"), "process_ns of a start", 0, 2**63 - 1),
+        began_ticks=bounds.integer(
+            facts.get("began_ticks"), "began_ticks of a start", 0, 2**63 - 1
+        ),
     )
 
 

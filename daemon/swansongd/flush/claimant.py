@@ -99,7 +99,7 @@ class Claimant:
                 hint="The store has no such claim, or the claim of another VM",
             )
             self._forget_generations()
-            again = ClaimGeneration(last.id, last.nodes, last.process_ns)
+            again = ClaimGeneration(last.id, last.nodes, last.process_ns, last.began_ticks)
             return self.claim(again) if is_of_boot else None
         try:
             commit.ensure_not_fenced(self._store, self._keys, claim, own=self.own)
@@ -127,7 +127,13 @@ class Claimant:
         start_id, nodes = request.start_id, request.nodes
         if nodes == 1:
             self._ensure_not_overtaken(start_id)
-        start = RecordedStart(start_id, self._boot_id, nodes=nodes, process_ns=request.process_ns)
+        start = RecordedStart(
+            start_id,
+            self._boot_id,
+            nodes=nodes,
+            process_ns=request.process_ns,
+            began_ticks=request.began_ticks,
+        )
         is_recorded = any(each.id == start_id for each in self._record.starts)
         self._note(start)
         identity = {"boot_id": self._boot_id, "host": platform.node(), "claimed": self._wall()}

@@ -297,6 +297,32 @@ def test_a_late_process_of_an_earlier_start_takes_no_place_of_the_recorded_newes
     assert [start.id for start in story.state.starts.known] == ["a", "b"]
 
 
+@pytest.mark.fault("H01")
+def test_a_late_process_is_of_an_earlier_start_before_the_newest_one_has_reconnected() -> None:
+    """The record names when each start began: the late process claims nothing."""
+    newest = Start(id="new", generation=2, began_ticks=1200)
+    story = Story(claimed=False, recorded=(newest,))
+    story.grants = False
+    story.scan()
+    story.tell(RunRead(None, ""))
+    story.join(1, rank=1, ranks=2, pid=101, start_id="old")
+    story.join(2, rank=0, ranks=2, pid=200, start_id="new")
+    assert claims(story) == []
+    assert story.state.start == story.state.start_of("new")
+
+
+def test_rank_0_decides_the_place_of_a_start_that_another_rank_has_named() -> None:
+    """After a rollback and a restart of the daemon, rank 1 began before the rank 0 of the record."""
+    story = Story(claimed=False, recorded=(Start(id="new", generation=2, began_ticks=1200),))
+    story.grants = False
+    story.scan()
+    story.tell(RunRead(None, ""))
+    story.join(1, rank=1, ranks=2, pid=199, start_id="rolled back")
+    assert claims(story) == []
+    story.join(2, rank=0, ranks=2, pid=200, start_id="rolled back")
+    assert claims(story) == ["rolled back"]
+
+
 def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start() -> None:
     """A script calls ``finish()`` and ``attach()`` again: rank 1 may be faster than rank 0."""
     story = Story()

@@ -439,7 +439,7 @@ def test_another_run_or_store_claims_another_generation(rig: CommitterRig, tmp_p
 def a_body(**changes: Any) -> bytes:
     """A record of a claim that the store has, with changes of the start."""
     start: dict[str, Any] = {"id": "s", "boot_id": "boot-1", "generation": 1, "nodes": 1}
-    start["process_ns"] = 0
+    start |= {"process_ns": 0, "began_ticks": 0}
     body = {"run": "r", "store_url": "URL", "store_id": "", "starts": [start | changes]}
     return json.dumps(body).encode()
 
@@ -463,6 +463,7 @@ def a_body(**changes: Any) -> bytes:
         a_body(generation=-1),
         a_body(generation=10**400),
         a_body(nodes=0),
+        a_body(began_ticks=-1),
         a_body().replace(b'"starts": [', b'"starts": [' + b"{}," * STARTS_MAX),
         a_body().replace(b": 1", b": 1e999"),
         b"[" * 100_000,
