@@ -533,6 +533,18 @@ def test_a_run_that_stops_for_another_vm_is_not_finished(
     assert [manifest_of(path).kind for path in daemon.sealed()] == ["emergency"]
 
 
+def test_a_run_that_ends_early_is_not_finished(
+    daemon: FakeDaemon, attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """A loop that took fewer steps than ``at`` marks no end, and the log has both steps."""
+    guard = attach({"counter": counter})
+    guard.restore()
+    train(guard, counter, 1, 4)
+    assert not guard.finish(at=5)
+    assert not daemon.sealed()
+    assert "ended at step 4 instead of 5" in caplog.text
+
+
 def test_a_request_is_answered_with_the_end_of_the_run(
     daemon: FakeDaemon, attach: Attach, counter: Counter
 ) -> None:

@@ -545,6 +545,84 @@ def test_the_work_at_the_end_of_an_epoch_has_its_effect_once(work: str, tmp_path
         assert after.trace or stop_at == whole.snapshots - 1
 
 
+class Looking:
+    """A script that also loops over its training loader for other purposes than a step.
+
+    Args:
+        look: when it does so: at the start, or after each epoch; entirely, or for one batch.
+        per_step: number of batches that one step takes; the epoch has five.
+    """
+
+    def __init__(self, look: str, per_step: int, seed: int = 0, stop_at: int = -1) -> None:
+        seed_all(seed)
+        self.loader = ResumableLoader(DataLoader(DATA, 2, shuffle=True))
+        self.look, self.per_step, self.stop_at = look, per_step, stop_at
+        self.steps = 0
+        self.loader.completed_steps = lambda: self.steps
+        self.trace: list[Any] = []
+        self.saved: Any = None
+
+    def train(self, saved: Any = None) -> list[Any]:
+        if saved is not None:
+            self.steps = saved["steps"]
+            self.loader.load_state_dict(saved["loader"])
+            set_global(saved["generators"])
+        if self.look == "count at the start":
+            assert len(list(self.loader)) == (
+                5 if saved is None else 5 - saved["loader"]["batches"]
+            )
+        elif self.look == "batch at the start":
+            next(iter(self.loader), None)
+        while self.loader.epoch < EPOCHS:
+            taken: list[Any] = []
+            for number, (batch,) in self.loader.enumerate():
+                taken.append((self.loader.epoch, number, batch.tolist()))
+                if len(taken) == self.per_step:
+                    self.trace.append((taken, torch.rand(1).item()))
+                    taken = []
+                    self._step()
+            if self.look == "evaluation":
+                assert len(list(self.loader)) == 5
+        return self.trace
+
+    def _step(self) -> None:
+        self.steps += 1
+        if self.steps == self.stop_at:
+            loader = copy.deepcopy(self.loader.state_dict())
+            self.saved = {"steps": self.steps, "loader": loader, "generators": take_global()}
+            raise Preempted
+
+
+@pytest.mark.parametrize("per_step", [1, 2, 5])
+@pytest.mark.parametrize(
+    "look", ["nothing", "count at the start", "batch at the start", "evaluation"]
+)
+def test_a_loop_without_a_step_is_no_epoch(look: str, per_step: int) -> None:
+    """The run takes as many steps as without it, and resumes with the batches that follow each step."""
+    whole = Looking(look, per_step)
+    wanted = whole.train()
+    assert [taken[0][0] for taken, _ in wanted] == sorted([*range(EPOCHS)] * (5 // per_step))
+    for stop_at in range(1, whole.steps + 1):
+        first = Looking(look, per_step, stop_at=stop_at)
+        with pytest.raises(Preempted):
+            first.train()
+        after = Looking(look, per_step, seed=99)
+        assert after.train(first.saved) == wanted[stop_at:], stop_at
+
+
+def test_a_loop_without_a_step_is_reported_once(caplog: pytest.LogCaptureFixture) -> None:
+    """The message names the call for a loop that is an epoch nevertheless, and that call counts it."""
+    run = Looking("nothing", 1)
+    for _ in range(3):
+        list(run.loader)
+    assert run.loader.epoch == 0
+    (message,) = caplog.messages
+    assert "epoch 0, batches: 5" in message
+    assert "loader.end_epoch()" in message
+    run.loader.end_epoch()
+    assert run.loader.epoch == 1
+
+
 def test_a_model_that_changes_at_the_end_of_an_epoch_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -562,5 +640,6 @@ def test_the_guard_counts_the_steps_for_the_loader() -> None:
     guard = swansong.attach(TrainingState(torch.nn.Linear(1, 1), loader=loader))
     guard.step()
     guard.step()
+    assert loader.completed_steps is not None
     assert loader.completed_steps() == 2
     guard.close()

@@ -361,7 +361,7 @@ class Guard:
         self._session.rolled_back()
         return step
 
-    def finish(self, limit_s: float = FINISH_PATIENCE_S) -> bool:
+    def finish(self, limit_s: float = FINISH_PATIENCE_S, *, at: int | None = None) -> bool:
         """Save the last state as the end of the run, wait for its commit, and close.
 
         Call it on every rank when training is complete.  A later start of the script then has
@@ -370,10 +370,11 @@ class Guard:
 
         Args:
             limit_s: longest wait for the commit, in seconds.
+            at: the step at which training is complete.  At an earlier step, this only closes.
 
         Returns:
-            True if the end of the run is committed.  False without a daemon, if the save failed, and if the
-            limit passed first: the daemon then commits it without the trainer.
+            True if the end of the run is committed.  False without a daemon, if the save failed, at a step
+            before ``at``, and if the limit passed first: the daemon then commits it without the trainer.
         """
         step = int(self._agreement.step)
         is_committed = False
@@ -381,6 +382,8 @@ class Guard:
             pass
         elif self._should_stop:
             log.warning("the run stops at step %s for another VM to continue: not finished", step)
+        elif at is not None and step < at:
+            log.error("the run ended at step %s instead of %s: not finished", step, at)
         elif self.finished:
             is_committed = True  # nothing was trained since the end that restore() loaded
         elif step >= 0:

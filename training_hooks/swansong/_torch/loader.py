@@ -40,10 +40,13 @@ class ResumableLoader:
     already yielded are loaded again and dropped.  Samplers and workers then have the same state, bit by bit.
     With ``fixed_samples=True``, and without workers, only their indices are drawn.
 
-    Each ``iter()`` is one epoch.  The epoch ends at the next ``iter()``, or at :meth:`end_epoch`.  A
-    checkpoint from between the last batch and the end of the epoch resumes there: the next ``iter()`` yields
-    no batch, so the script repeats its work at the end of the epoch, such as validation.  A script that
-    reports a step only after the loop ends the epoch with that step.
+    Each loop is one epoch.  The epoch ends at the next ``iter()``, or at :meth:`end_epoch`.  A checkpoint
+    from between the last batch and the end of the epoch resumes there: the next ``iter()`` yields no batch,
+    so the script repeats its work at the end of the epoch, such as validation.  A script that reports a step
+    only after the loop ends the epoch with that step.
+
+    A loop in which no step is reported, such as an evaluation or a look at the data, is no epoch: the next
+    ``iter()`` returns to the position before it.
 
     All other attributes, such as ``dataset`` and ``batch_size``, are those of ``loader``.
 
@@ -69,8 +72,8 @@ class ResumableLoader:
         batches_per_epoch: int | None = None,
     ) -> None:
         self.loader = loader
-        self.completed_steps: Callable[[], int] = lambda: 0
-        """Returns the number of steps that the guard has reported."""
+        self.completed_steps: Callable[[], int] | None = None
+        """Returns the number of steps that the guard has reported; None without a guard."""
         self.on_loop_end: Callable[[], None] = lambda: None
         """Called after the last batch of each epoch."""
         self._inner = find_data_loader(loader)
@@ -88,6 +91,14 @@ class ResumableLoader:
         """Generator states before the last two batches; a wrapper may load one batch ahead."""
         self._has_steps = False
         self._steps_at_begin = self._steps_at_end = 0
+        self._before: dict[str, Any] = {}
+        """The position before the last loop."""
+        self._yielded = 0
+        """Number of batches of the last loop in this process."""
+        self._stride = 1
+        """Most batches that one step has taken."""
+        self._steps_seen = self._since_step = 0
+        self._has_warned = False
         self._restored: dict[str, Any] | None = None
         self._index_is_known = False
         self._last: tuple[list[torch.Tensor], list[int]] | None = None
@@ -104,13 +115,15 @@ class ResumableLoader:
     @property
     def epoch(self) -> int:
         """Number of the current epoch or, after its loop, of the next one; counted from 0."""
-        return self._epoch + self._loop_is_over
+        return self._epoch + (self._loop_is_over and not self._was_idle)
 
     @property
     def batches(self) -> int:
         """Number of batches of this epoch that were yielded; 0 after its loop."""
         self._index_is_known = True
-        return 0 if self._loop_is_over else self._batches
+        if self._loop_is_over:
+            return self._before["_batches"] if self._was_idle else 0
+        return self._batches
 
     @property
     def has_begun(self) -> bool:
@@ -130,7 +143,21 @@ class ResumableLoader:
     def repeats_end(self) -> bool:
         """Whether a checkpoint from now resumes at the end of the loop, before all that followed it."""
         is_ended = self._restored is None and self._is_ended
-        return is_ended and self.completed_steps() == self._steps_at_end
+        return is_ended and self._steps == self._steps_at_end
+
+    @property
+    def _steps(self) -> int:
+        return 0 if self.completed_steps is None else max(0, self.completed_steps())
+
+    @property
+    def _was_idle(self) -> bool:
+        """Whether the last loop yielded batches for no step.
+
+        The last batches of an epoch may be too few for a step that takes several.
+        """
+        is_idle = self._yielded > 0 and self._steps == self._steps_at_begin
+        is_remainder = self._is_ended and self._yielded < self._stride
+        return self.completed_steps is not None and is_idle and not is_remainder
 
     def enumerate(self) -> Iterator[tuple[int, Any]]:
         """Return batches with their index in the epoch, which continues after a resume."""
@@ -175,7 +202,8 @@ class ResumableLoader:
         """Return the position, and the generator states that a resume needs."""
         if self._restored is not None:
             return self._restored
-        steps = self.completed_steps()
+        self._note_step()
+        steps = self._steps
         is_over = self._loop_is_over and not self._has_steps and steps > self._steps_at_end
         if self._begun_with is None or is_over:
             # The work between two epochs may not be complete, so the next one does not set all generators.
@@ -187,6 +215,7 @@ class ResumableLoader:
             "is_ended": self._is_ended,
             "was_left": self._was_left,
             "has_steps": self._has_steps or steps > self._steps_at_begin,
+            "stride": self._stride,
             "begun_with": pack(self._begun_with),
             "drawn_with": pack(list(self._drawn_with)),
             "resume_with": pack(self._ended_with if self.repeats_end else self._take()),
@@ -207,6 +236,7 @@ class ResumableLoader:
         self._is_ended = state.get("is_ended", False)
         self._drawn_with.extend(unpack(state.get("drawn_with", [])))
         self._has_steps = state.get("has_steps", False)
+        self._stride = state.get("stride", 1)
         self._index_is_known = False
         _pending.add(self)
 
@@ -236,6 +266,7 @@ class ResumableLoader:
     def _run(self, iteration: object) -> Iterator[Any]:
         # A framework may call iter() twice, so nothing is done before the first batch is asked for.
         self._check(iteration)
+        self._before, self._yielded = self.place(), 0
         batches = self._begin()
         try:
             while self._limit is None or self._batches < self._limit:
@@ -248,9 +279,12 @@ class ResumableLoader:
                     self._drawn_with.append(drawn_with)
                 self.drawn += 1
                 self._batches += 1
+                self._yielded += 1
+                self._since_step += 1
                 self._last = _versions(batch)
                 batches_yielded = self._batches
                 yield batch
+                self._note_step()
                 if self._iteration is None:  # end_epoch() was called
                     return
                 if self._iteration is not iteration and self._is_last(batches_yielded):
@@ -268,7 +302,8 @@ class ResumableLoader:
         """Return the batches of the epoch that are not yielded yet."""
         restored, self._restored = self._restored, None
         self._own = find_generators(self.loader)
-        self._steps_at_begin = self.completed_steps()
+        self._steps_at_begin = self._steps_seen = self._steps
+        self._since_step = 0
         ResumableLoader._resumed_loops += restored is not None
         if restored is not None and self._is_ended:
             self._restored_checksum = restored["checksum"]
@@ -301,8 +336,14 @@ class ResumableLoader:
         self._was_left = False
         return batches
 
+    def _note_step(self) -> None:
+        steps = self._steps
+        if steps > self._steps_seen:
+            self._stride = max(self._stride, self._since_step)
+            self._steps_seen, self._since_step = steps, 0
+
     def _end_loop(self) -> None:
-        self._steps_at_end = self.completed_steps()
+        self._steps_at_end = self._steps
         self._has_steps |= self._steps_at_end > self._steps_at_begin
         if self._is_ended:
             self._ended_with = self._take()
@@ -322,14 +363,23 @@ class ResumableLoader:
             )
 
     def _finish_last_epoch(self) -> None:
-        if not self._is_ended and self._batches == 1:
-            log.warning(
-                "epoch %s of the loader was abandoned after 1 batch; to inspect a batch, use"
-                " next(iter(loader.loader))",
-                self._epoch,
-            )
-        if self._is_ended or self._batches:
+        if not (self._is_ended or self._batches):
+            return
+        if not self._was_idle:
             self.end_epoch()
+            return
+        if not self._has_warned:
+            log.warning(
+                "a loop over the loader reported no step, so it counts as no epoch (epoch %s, batches: %s);"
+                " call loader.end_epoch() after it if it is one",
+                self._epoch,
+                self._yielded,
+            )
+            self._has_warned = True
+        self.return_to(self._before)
+        self._iteration, self._yielded = None, 0
+        if self._restored is not None:
+            _pending.add(self)
 
     # ------------------------------------------------------------ after a restore
 
