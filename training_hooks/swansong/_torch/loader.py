@@ -153,11 +153,14 @@ class ResumableLoader:
     def _was_idle(self) -> bool:
         """Whether the last loop yielded batches for no step.
 
-        The last batches of an epoch may be too few for a step that takes several.
+        The last batches of an epoch may be too few for a step that takes several, and ignite reports the
+        step of the last batch after an evaluation.
         """
-        is_idle = self._yielded > 0 and self._steps == self._steps_at_begin
-        is_remainder = self._is_ended and self._yielded < self._stride
-        return self.completed_steps is not None and is_idle and not is_remainder
+        if self.completed_steps is None or not self._yielded or self._steps > self._steps_at_begin:
+            return False
+        if self._is_ended:
+            return self._yielded >= self._stride
+        return self._was_left or not self._is_last(self._batches)
 
     def enumerate(self) -> Iterator[tuple[int, Any]]:
         """Return batches with their index in the epoch, which continues after a resume."""
