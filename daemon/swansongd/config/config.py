@@ -407,12 +407,14 @@ def read_toml(path: Path) -> dict[str, Any]:
 def parse(body: Mapping[str, object]) -> Config:
     """Turn parsed TOML into a configuration.
 
+    Errors do not show the value of an unknown name: it may be a secret under a mistyped key.
+
     Raises:
         ConfigError: lists every key that is missing, unknown, invalid or in conflict with another key.
     """
     problems = [
-        _problem(name, "unknown section", value, _nearest(name, list(_SECTIONS)))
-        for name, value in body.items()
+        f"{name}: unknown section; {_nearest(name, list(_SECTIONS))}"
+        for name in body
         if name not in _SECTIONS
     ]
     values = {
@@ -430,12 +432,12 @@ def read_section(
 ) -> dict[str, Any]:
     """The values of a section by key, defaults included; invalid values are left out."""
     if not isinstance(table, dict):
-        problems.append(_problem(name, "is not a table", table, f"start the section with [{name}]"))
+        problems.append(f"{name}: is not a table; start the section with [{name}]")
         return {}
     known = _fields(section)
     problems += [
-        _problem(f"{name}.{key}", "unknown key", value, _nearest(key, list(known)))
-        for key, value in table.items()
+        f"{name}.{key}: unknown key; {_nearest(key, list(known))}"
+        for key in table
         if key not in known
     ]
     values = {}

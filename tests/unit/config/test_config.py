@@ -103,9 +103,9 @@ def test_five_mistakes_are_five_problems() -> None:
     problems = problems_of(body)
     assert len(problems) == 5
     for problem in problems:
-        assert re.fullmatch(r"[a-z]+\.[a-z_]+: .+ \(got .+\); .+", problem)
+        assert re.fullmatch(r"[a-z]+\.[a-z_]+: .+( \(got .+\))?; .+", problem)
     text = "\n".join(problems)
-    assert "sources.poll_intervall_s: unknown key (got 1); did you mean poll_interval_s?" in text
+    assert "sources.poll_intervall_s: unknown key; did you mean poll_interval_s?" in text
     assert "run.name: has an invalid format (got '-r')" in text
     assert "(got 'SIGKILL')" in text
 
@@ -152,16 +152,31 @@ def test_the_suffix_of_a_key_is_its_unit(key: str, reader: Reader) -> None:
 def test_the_error_for_a_key_without_its_unit_names_the_right_key(old: str, new: str) -> None:
     """The error names the key that carries the unit."""
     (problem,) = problems_of(with_values(**{old: 10}))
-    assert problem == f"{old.replace('__', '.')}: unknown key (got 10); did you mean {new}?"
+    assert problem == f"{old.replace('__', '.')}: unknown key; did you mean {new}?"
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        with_values(notify__webhok_url="secret"),
+        with_values(notify__token={"value": "secret"}),
+        {**with_values(), "notfy": {"webhook_url": "secret"}},
+        {**with_values(), "notify": "secret"},
+    ],
+)
+def test_the_value_of_a_mistyped_name_is_not_shown(body: dict[str, Any]) -> None:
+    """It may be a secret, and errors reach the journal."""
+    (problem,) = problems_of(body)
+    assert "secret" not in problem
 
 
 def test_sections_are_as_strict_as_keys() -> None:
     """An unknown section is reported with the nearest name; a section that is not a table is refused."""
     assert problems_of(MINIMAL | {"deadlines": {}}) == [
-        "deadlines: unknown section (got {}); did you mean deadline?"
+        "deadlines: unknown section; did you mean deadline?"
     ]
     assert problems_of(MINIMAL | {"log": "json"}) == [
-        "log: is not a table (got 'json'); start the section with [log]"
+        "log: is not a table; start the section with [log]"
     ]
 
 
@@ -271,7 +286,6 @@ def test_invalid_chunk_sizes_are_refused(value: object) -> None:
         ("flush__background_bytes_per_s", "fast"),
         ("flush__background_bytes_per_s", True),
         ("store__addressing", "both"),
-        ("store__checksums", "none"),
         ("store__profile", ""),
         ("store__ca_bundle", "ca.pem"),
         ("flush__connections", 0),
