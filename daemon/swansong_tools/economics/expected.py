@@ -236,7 +236,9 @@ def best_interval(job: Job) -> Interval:
         young_s=cadence.young_s(job.save_cost_s, mtbf_s),
         daly_s=cadence.optimum_interval_s(job.save_cost_s, mtbf_s),
         best_s=cadence.interval_s(
-            save_cost_s=job.save_cost_s, store_s=planner.take_s(job.measured), mtbf_s=mtbf_s
+            save_cost_s=job.save_cost_s,
+            store_s=planner.forecast(job.measured).data_s,
+            mtbf_s=mtbf_s,
         ),
     )
 

@@ -12,10 +12,10 @@ daemon waits only for a trainer that it knows, and after its own start for :data
 
 from __future__ import annotations
 
-from swansongd.core import course, gpus, planner
+from swansongd.core import gpus
 from swansongd.core.lifecycle import ASG_SOURCE
-from swansongd.core.state import Evacuation, State
-from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE, Transition
+from swansongd.core.state import State
+from swansongd.core.transition import HOST_SOURCE, LOGIND_SOURCE
 
 RECONNECT_S = 10.0
 """The hooks reconnect to a restarted daemon within this time."""
@@ -31,11 +31,9 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
     if is_asked or state.connected or state.starts.fenced_by is not None or state.is_finished:
         return None
-    if not _may_come(state, now_mono_s):
+    if not _may_come(state, now_mono_s) or gpus.objection(state, now_mono_s):
         return None
-    if gpus.objection(state, now_mono_s):
-        return None
-    needed_s = planner.take_s(state.measured) + state.settings.reserve_s
+    needed_s = state.forecast.data_s + state.settings.reserve_s
     left_s = evacuation.deadline_mono_s - now_mono_s - needed_s
     return left_s if left_s >= 0 else None
 
@@ -43,31 +41,7 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
 def _may_come(state: State, now_mono_s: float) -> bool:
     if any(not trainer.is_connected for trainer in state.ranks.trainers):
         return True  # its process runs, and reconnects
-    if _has_just_started(state, now_mono_s):
+    started_mono_s = state.staging.first_scan_mono_s
+    if started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S:
         return True
     return all(n.source not in ENDED_BY_VERDICT for n in state.urgent_notices(now_mono_s))
-
-
-def _has_just_started(state: State, now_mono_s: float) -> bool:
-    started_mono_s = state.staging.first_scan_mono_s
-    return started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S
-
-
-def reconcile(transition: Transition) -> None:
-    """Note in the evacuation whether it waits, for the phase that ``swansong status`` shows."""
-    evacuation = transition.state.evacuation
-    if evacuation is None:
-        return
-    left_s = wait_s(transition.state, transition.now)
-    awaits = left_s is not None
-    if awaits and not evacuation.awaits_trainer and evacuation.request is None:
-        _mark(transition, evacuation, left_s)
-    if awaits != evacuation.awaits_trainer:
-        course.record_wait(transition, awaits_trainer=awaits)
-
-
-def _mark(transition: Transition, evacuation: Evacuation, left_s: float | None) -> None:
-    assert left_s is not None
-    transition.mark(
-        "waiting_for_trainer", seconds_left=round(left_s, 2), plan=evacuation.plan.kind.value
-    )

@@ -8,17 +8,7 @@ from dataclasses import replace
 
 from swansong_bucket.model import CheckpointId, CommitRef, Staged, is_healthy, is_sound
 
-from swansongd.core import flight, learning, pace, request, staged_sets
-from swansongd.core.events import (
-    CheckComplete,
-    CommitFailed,
-    CommitManifest,
-    Flushed,
-    GenerationClaimed,
-    PartsCounted,
-    RunRead,
-    TellCommitted,
-)
+from swansongd.core import events, flight, learning, pace, request, staged_sets
 from swansongd.core.state import CommitState, Incomplete, StoredSet
 from swansongd.core.transition import Transition
 
@@ -26,7 +16,7 @@ LOOK_FIRST_S = 0.3
 LOOK_S_MAX = 30.0
 
 
-def record_flushed(transition: Transition, event: Flushed) -> None:
+def record_flushed(transition: Transition, event: events.Flushed) -> None:
     """All shards of a set are stored: its manifest is due."""
     staged = flight.record_flushed(transition, event)
     if staged is not None:
@@ -44,7 +34,9 @@ def record_done(transition: Transition, flush_id: str, ref: CommitRef) -> None:
     staged = None if done is None else done.staged
     if done is not None:
         learning.record_manifest(transition, done)
-        _record_health(transition, ref, done.staged)
+        if is_healthy(done.staged.health) is not False:
+            commits = transition.state.commits
+            _put(transition, replace(commits, healthy=max(ref, commits.healthy or ref)))
     transition.mark("committed", generation=ref.generation, step=ref.step)
     transition.log(
         "info",
@@ -66,14 +58,7 @@ def _take(transition: Transition, flush_id: str) -> StoredSet | None:
     return taken
 
 
-def _record_health(transition: Transition, ref: CommitRef, staged: Staged) -> None:
-    commits = transition.state.commits
-    if is_healthy(staged.health) is not False:
-        healthy = ref if commits.healthy is None else max(ref, commits.healthy)
-        _put(transition, replace(commits, healthy=healthy))
-
-
-def record_failed(transition: Transition, event: CommitFailed) -> None:
+def record_failed(transition: Transition, event: events.CommitFailed) -> None:
     """A manifest could not be written, for now or at all."""
     failed = _take(transition, event.flush_id)
     if failed is None:
@@ -108,7 +93,7 @@ def _record_part(transition: Transition, ref: CommitRef, staged: Staged | None) 
         _put(transition, replace(commits, incomplete=incomplete))
 
 
-def record_parts_counted(transition: Transition, event: PartsCounted) -> None:
+def record_parts_counted(transition: Transition, event: events.PartsCounted) -> None:
     """A look for the parts of the other VMs was answered."""
     commits = transition.state.commits
     incomplete = commits.incomplete
@@ -139,11 +124,11 @@ def _record_whole(transition: Transition, ref: CommitRef, *, is_sound: bool) -> 
         commits = replace(commits, last_complete=ref, is_sound=is_sound)
     _put(transition, commits)
     request.record_whole(transition, ref)
-    transition.do(TellCommitted(ref))
+    transition.do(events.TellCommitted(ref))
     staged_sets.record_whole(transition, ref)
 
 
-def record_newest(transition: Transition, event: RunRead | GenerationClaimed) -> None:
+def record_newest(transition: Transition, event: events.RunRead | events.GenerationClaimed) -> None:
     """The newest whole commit in the store is known, and the start that wrote it."""
     read = replace(
         transition.state.commits,
@@ -154,10 +139,10 @@ def record_newest(transition: Transition, event: RunRead | GenerationClaimed) ->
     )
     _put(transition, read)
     if event.newest is not None:
-        transition.do(TellCommitted(event.newest))
+        transition.do(events.TellCommitted(event.newest))
 
 
-def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
+def record_claimed(transition: Transition, event: events.GenerationClaimed) -> None:
     """A start has its generation: no commit of it exists yet, and the newest one of the run is known."""
     _put(transition, replace(transition.state.commits, healthy=None))
     record_newest(transition, event)
@@ -224,7 +209,7 @@ def _order_manifests(transition: Transition) -> None:
             ref = state.ref_of(item.staged.id)
             assert ref is not None
             transition.do(
-                CommitManifest(
+                events.CommitManifest(
                     item.flush_id,
                     item.staged,
                     item.shards,
@@ -252,7 +237,9 @@ def _look_for_parts(transition: Transition) -> None:
         is_urgent and incomplete.wait_s > LOOK_FIRST_S
     ):
         return
-    transition.do(CheckComplete(incomplete.newest, incomplete.nodes, state.commits.last_complete))
+    transition.do(
+        events.CheckComplete(incomplete.newest, incomplete.nodes, state.commits.last_complete)
+    )
     wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
     asked = replace(incomplete, wait_s=wait_s, is_asked=True)
     _put(transition, replace(state.commits, incomplete=asked))

@@ -11,9 +11,9 @@ from dataclasses import replace
 
 from swansong_bucket.model import CommitRef, Notice, Verdict
 
-from swansongd.core.events import Exit
+from swansongd.core.events import Conclude, Exit
 from swansongd.core.planner import Plan
-from swansongd.core.state import CheckpointRequest, Concluded, CourseState, Evacuation
+from swansongd.core.state import CheckpointRequest, CourseState, Evacuation
 from swansongd.core.transition import Transition
 
 OPENED_MAX = 64
@@ -73,11 +73,6 @@ def record_refused(transition: Transition, reason: str) -> None:
     _put(transition, replace(transition.evacuation, refusal=reason))
 
 
-def record_wait(transition: Transition, *, awaits_trainer: bool) -> None:
-    """The verdict starts or stops to wait for a trainer."""
-    _put(transition, replace(transition.evacuation, awaits_trainer=awaits_trainer))
-
-
 def record_foretold(
     transition: Transition, foretold: tuple[Verdict, CommitRef | None, CommitRef | None]
 ) -> None:
@@ -85,7 +80,7 @@ def record_foretold(
     _put(transition, replace(transition.evacuation, foretold=foretold))
 
 
-def record_verdict(transition: Transition, made: Concluded) -> None:
+def record_verdict(transition: Transition, made: Conclude) -> None:
     """The verdict is announced."""
     _put(transition, replace(transition.evacuation, verdict=made.verdict))
     _put_course(transition, replace(transition.state.course, last_verdict=made))

@@ -13,14 +13,7 @@ from swansong_bucket.model import PEER_SOURCE, CheckpointId, Verdict
 from swansongd.core import course, gpus, planner, proof
 from swansongd.core.events import Rescan, SignalTrainer
 from swansongd.core.planner import Plan, PlanKind
-from swansongd.core.request import (
-    fail,
-    reconcile_target,
-    record_if_committed,
-    record_lateness,
-    rescan,
-    send,
-)
+from swansongd.core.request import fail, reconcile_target, record_if_committed, send
 from swansongd.core.request_ids import AGAIN, FOLLOW_UP
 from swansongd.core.state import CheckpointRequest, Evacuation, State
 from swansongd.core.transition import Transition
@@ -135,17 +128,12 @@ def attend(transition: Transition, request: CheckpointRequest) -> None:
     """Bring the ranks to one step, and stop waiting for their set when it is too late for it."""
     if transition.evacuation.is_resumed:
         record_if_committed(transition, request)  # the claim may come after the trainer's answer
-    if request.sealed is not None and not request.failure:
-        _fail_if_unusable(transition, request, request.sealed)
-    waiting = transition.waiting_request(request.request_id)
-    if waiting is not None:
-        reconcile_target(transition, waiting)
-    waiting = transition.waiting_request(request.request_id)
-    if waiting is not None and (waiting.is_follow_up or transition.evacuation.plan.fits):
-        _fail_if_too_late(transition, waiting)
-    waiting = transition.waiting_request(request.request_id)
-    if waiting is not None and waiting.target is not None:
-        _scan_for_early_shards(transition, waiting)
+    if request.answer is not None:
+        _fail_if_unusable(transition, request, request.answer)
+    for attend_waiting in (reconcile_target, _fail_if_too_late, _scan_for_early_shards):
+        waiting = transition.waiting_request(request.request_id)
+        if waiting is not None:
+            attend_waiting(transition, waiting)
 
 
 def _make_missing(transition: Transition) -> None:
@@ -221,17 +209,24 @@ def _fail_if_unusable(
 def _fail_if_too_late(transition: Transition, request: CheckpointRequest) -> None:
     """Stop waiting for a set that could not be stored in time even if it were sealed now."""
     state = transition.state
+    if not (request.is_follow_up or transition.evacuation.plan.fits):
+        return
     flush_s = planner.send_s(state.measured, state.bytes_to_come)
     data_left_s = transition.left_s - state.settings.reserve_s
     since_mono_s = request.too_late_mono_s
-    has_waited = since_mono_s is not None and transition.now - since_mono_s >= TOO_LATE_S
-    if flush_s > data_left_s and (data_left_s <= 0 or has_waited):
+    if flush_s <= data_left_s:
+        since_mono_s = None
+    elif since_mono_s is None:
+        since_mono_s = transition.now
+    waited_s = 0.0 if since_mono_s is None else transition.now - since_mono_s
+    if since_mono_s is not None and (data_left_s <= 0 or waited_s >= TOO_LATE_S):
         fail(transition, request, "no time is left to flush what the trainer has not sealed yet")
-    else:
-        record_lateness(transition, request, is_too_late=flush_s > data_left_s)
+    elif since_mono_s != request.too_late_mono_s:
+        course.update_request(transition, replace(request, too_late_mono_s=since_mono_s))
 
 
 def _scan_for_early_shards(transition: Transition, request: CheckpointRequest) -> None:
     is_due = transition.now - request.rescan_mono_s >= EARLY_SCAN_S
-    if is_due and not transition.evacuation.is_precaution:
-        rescan(transition, request)
+    if is_due and request.target is not None and not transition.evacuation.is_precaution:
+        course.update_request(transition, replace(request, rescan_mono_s=transition.now))
+        transition.do(Rescan())

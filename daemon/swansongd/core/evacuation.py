@@ -36,9 +36,11 @@ def reconcile(transition: Transition) -> None:
     live = transition.state.urgent_notices(transition.now)
     evacuation = transition.state.evacuation
     if not live:
-        if evacuation is not None and not evacuation.is_precaution:
-            _withdraw(transition, evacuation, "every notice was withdrawn")
-        _steer_precaution(transition)
+        early = transition.state.notices.in_force
+        if evacuation is not None and not (evacuation.is_precaution and early):
+            _withdraw(transition, "every notice was withdrawn")
+        if transition.state.evacuation is None:
+            _take_precaution(transition, early)
         return
     if evacuation is None or evacuation.is_precaution:
         _begin(transition, live)
@@ -58,7 +60,7 @@ def reconcile(transition: Transition) -> None:
     elif transition.now > evacuation.deadline_mono_s + notices.OUTLIVED_S:
         transition.log("warning", "outlived_deadline", hint="the VM was not taken; watching again")
         notices.record_outlived(transition, live)
-        _withdraw(transition, evacuation, "the VM has outlived its deadline")
+        _withdraw(transition, "the VM has outlived its deadline")
         return
     is_waiting = evacuation.verdict is not None
     _answer(transition, tuple(n for n in live if not (is_waiting and n in news)))
@@ -70,11 +72,7 @@ def _begin(transition: Transition, live: tuple[Notice, ...]) -> None:
     if not admitted:
         return
     if transition.state.evacuation is not None:
-        _withdraw(
-            transition,
-            transition.state.evacuation,
-            "a notice with a deadline replaces the precaution",
-        )
+        _withdraw(transition, "a notice with a deadline replaces the precaution")
     _open_for(transition, admitted[0])
 
 
@@ -110,18 +108,10 @@ def _deadline_mono_s(live: tuple[Notice, ...]) -> float:
     return min(notice.deadline_mono_s for notice in timely)
 
 
-def _steer_precaution(transition: Transition) -> None:
+def _take_precaution(transition: Transition, early: tuple[Notice, ...]) -> None:
     """Advisory notices: take one more checkpoint while training continues."""
-    state = transition.state
-    early = state.notices.in_force
-    if state.evacuation is not None:
-        if not early:
-            _withdraw(transition, state.evacuation, "every notice was withdrawn")
-        return
-    for notice in early:
-        if notice.is_prepared or not state.connected:
-            continue
-        if notices.admits_precaution(transition, notice):
+    for notice in early if transition.state.connected else ():
+        if not notice.is_prepared and notices.admits_precaution(transition, notice):
             _open(transition, notice, notice.deadline_mono_s, is_precaution=True)
             return
 
@@ -173,8 +163,8 @@ def _foreseen(plan: Plan, state: State) -> dict[str, object]:
     return {"expected_s": round(made.expected_s, 2), "pessimistic_s": round(made.pessimistic_s, 2)}
 
 
-def _withdraw(transition: Transition, evacuation: Evacuation, reason: str) -> None:
+def _withdraw(transition: Transition, reason: str) -> None:
     transition.mark("withdrawn", reason=reason)
-    for made in evacuation.requests_made:
+    for made in transition.state.requests_made:
         request.withdraw(transition, made, reason)
     course.end(transition)

@@ -54,13 +54,19 @@ class GpusRead:
 # ---------------------------------------------------------------- events: trainers
 
 
+class FromTrainer:
+    """A message of a trainer, or the end of its connection: unlimited in number, and untrusted."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
-class TrainerJoined:
+class TrainerJoined(FromTrainer):
     trainer: TrainerView
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerRefused:
+class TrainerRefused(FromTrainer):
     """A process sent a hello with the rank of another living process."""
 
     pid: int
@@ -68,7 +74,7 @@ class TrainerRefused:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerLeft:
+class TrainerLeft(FromTrainer):
     """A rank's connection ended.  ``exited``: its process has ended too, and will not reconnect."""
 
     connection: int
@@ -79,7 +85,7 @@ class TrainerLeft:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerProgress:
+class TrainerProgress(FromTrainer):
     connection: int
     step: int
     save_s: float | None = None
@@ -95,7 +101,7 @@ class TrainerProgress:
 
 
 @dataclass(frozen=True, slots=True)
-class StartBegun:
+class StartBegun(FromTrainer):
     """A rank belongs to this start, which begins now, or begins over after a checkpoint that could not be
     loaded."""
 
@@ -122,12 +128,12 @@ class RolledBack:
 
 
 @dataclass(frozen=True, slots=True)
-class DownloadStarted:
+class DownloadStarted(FromTrainer):
     """The download of a checkpoint began: a prefetch, or the answer to a trainer."""
 
 
 @dataclass(frozen=True, slots=True)
-class DownloadEnded:
+class DownloadEnded(FromTrainer):
     """The download ended; the checkpoint lies in a directory, unless there is an error."""
 
     bytes_fetched: int = 0
@@ -138,7 +144,7 @@ class DownloadEnded:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreAsked:
+class RestoreAsked(FromTrainer):
     """A rank, or ``swansong restore``, asked for the checkpoint to resume from."""
 
     start_id: str = ""
@@ -146,7 +152,7 @@ class RestoreAsked:
 
 
 @dataclass(frozen=True, slots=True)
-class RestoreAnswered:
+class RestoreAnswered(FromTrainer):
     """The answer was sent."""
 
     step: int = -1
@@ -157,14 +163,14 @@ class RestoreAnswered:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerAccepted:
+class TrainerAccepted(FromTrainer):
     connection: int
     request_id: str
     step: int
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerAgreed:
+class TrainerAgreed(FromTrainer):
     """The ranks of all VMs of the job have agreed on the step at which they save."""
 
     request_id: str
@@ -172,7 +178,7 @@ class TrainerAgreed:
 
 
 @dataclass(frozen=True, slots=True)
-class PeerRequested:
+class PeerRequested(FromTrainer):
     """The daemon of another VM of the job requested a checkpoint: that VM will be terminated."""
 
     request_id: str
@@ -181,14 +187,14 @@ class PeerRequested:
 
 
 @dataclass(frozen=True, slots=True)
-class FinishAsked:
+class FinishAsked(FromTrainer):
     """This start of a job over several VMs is about to begin, and waits for the commits of earlier ones."""
 
     start_id: str
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerSealed:
+class TrainerSealed(FromTrainer):
     """A rank reports that a checkpoint has its sealed name.  The scan that follows decides."""
 
     connection: int
@@ -199,7 +205,7 @@ class TrainerSealed:
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerFailed:
+class TrainerFailed(FromTrainer):
     """A rank failed at a checkpoint, or declined the request for one."""
 
     connection: int
@@ -416,14 +422,6 @@ Event = (
     | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick
 )  # fmt: skip
 
-CAUSED_BY_TRAINERS = (
-    TrainerJoined, TrainerRefused, TrainerLeft, TrainerProgress, TrainerAccepted, TrainerAgreed,
-    TrainerSealed, TrainerFailed, PeerRequested, FinishAsked, StartBegun,
-    DownloadStarted, DownloadEnded, RestoreAsked, RestoreAnswered,
-)  # fmt: skip
-"""Messages of trainers, and the ends of their connections: unlimited in number, and untrusted."""
-
-
 # ---------------------------------------------------------------- actions
 
 
@@ -590,6 +588,9 @@ class Conclude(Conclusion):
 
     is_final: bool = True
     """False while other VMs may still commit their parts in time: only the farewell is written."""
+    mono_s: float = 0.0
+    notices: frozenset[str] = frozenset()
+    """Identities of the notices that a final verdict answers, repeated ones included."""
 
 
 @dataclass(frozen=True, slots=True)

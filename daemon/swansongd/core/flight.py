@@ -9,15 +9,7 @@ from dataclasses import replace
 
 from swansong_bucket.model import CheckpointId, Staged
 
-from swansongd.core import learning, planner, staged_sets
-from swansongd.core.events import (
-    CancelFlush,
-    Flushed,
-    FlushFailed,
-    FlushProgress,
-    Scanned,
-    StartFlush,
-)
+from swansongd.core import events, learning, planner, staged_sets
 from swansongd.core.planner import Candidate
 from swansongd.core.state import Flight, FlushState, State
 from swansongd.core.transition import Transition
@@ -35,38 +27,34 @@ RETRY_S_MAX = 10.0
 RETRY_URGENT_S = 0.5
 
 
-def record_progress(transition: Transition, event: FlushProgress) -> None:
+def record_progress(transition: Transition, event: events.FlushProgress) -> None:
     """The flush has stored more bytes."""
     flight = transition.state.flush.flight
     if flight is None or flight.flush_id != event.flush_id:
         return
-    first = not flight.has_begun and event.bytes_sent > 0
     moved = replace(
         flight,
         bytes_sent=max(flight.bytes_sent, event.bytes_sent),
         bytes_before=max(flight.bytes_before, event.bytes_stored - event.bytes_sent),
+        bytes_compared=max(flight.bytes_compared, event.bytes_compared),
+        has_begun=flight.has_begun or event.bytes_sent > 0,
     )
     is_comparing = event.bytes_compared > flight.bytes_compared
-    moved = replace(moved, bytes_compared=max(flight.bytes_compared, event.bytes_compared))
-    if is_comparing and event.bytes_sent <= flight.bytes_sent:
-        moved = replace(moved, sampled_mono_s=max(flight.sampled_mono_s, transition.now))
-        moved = replace(moved, sampled_bytes=moved.bytes_sent)
     if is_comparing and not moved.bytes_sent:
         moved = replace(moved, sending_mono_s=transition.now)
-    if first:  # the time to the first byte is not part of the bandwidth
-        moved = replace(
-            moved,
-            has_begun=True,
-            sampled_mono_s=transition.now,
-            sampled_bytes=event.bytes_sent,
-        )
+    if moved.has_begun and not flight.has_begun:
+        # The time to the first byte is not part of the bandwidth.
+        moved = replace(moved, sampled_mono_s=transition.now, sampled_bytes=event.bytes_sent)
+    elif is_comparing and event.bytes_sent <= flight.bytes_sent:
+        sampled_mono_s = max(flight.sampled_mono_s, transition.now)
+        moved = replace(moved, sampled_mono_s=sampled_mono_s, sampled_bytes=moved.bytes_sent)
     flush = transition.state.flush
     stored_bytes = {**flush.stored_bytes, flight.staged.id: event.bytes_stored}
     _put(transition, replace(flush, flight=moved, stored_bytes=stored_bytes))
     sample_bandwidth(transition)
 
 
-def record_flushed(transition: Transition, event: Flushed) -> Staged | None:
+def record_flushed(transition: Transition, event: events.Flushed) -> Staged | None:
     """All shards of the set in flight are stored: it has landed.
 
     Returns:
@@ -119,7 +107,7 @@ def sample_bandwidth(transition: Transition) -> None:
     _put(transition, replace(transition.state.flush, flight=sampled))
 
 
-def record_failed(transition: Transition, event: FlushFailed) -> None:
+def record_failed(transition: Transition, event: events.FlushFailed) -> None:
     """The flush failed: the set is void, or the store is retried after a pause."""
     flight = transition.state.flush.flight
     if flight is None or flight.flush_id != event.flush_id:
@@ -134,7 +122,7 @@ def record_failed(transition: Transition, event: FlushFailed) -> None:
         back_off(transition)
 
 
-def record_scan(transition: Transition, event: Scanned) -> None:
+def record_scan(transition: Transition, event: events.Scanned) -> None:
     """A scan ended: forget the sets that disappeared, because another set may get the name."""
     flush = transition.state.flush
     present = {staged.id for staged in event.staged}
@@ -150,7 +138,7 @@ def stop(transition: Transition) -> None:
     """Cancel the flush in flight, if there is one."""
     flush = transition.state.flush
     if flush.flight is not None:
-        transition.do(CancelFlush(flush.flight.flush_id))
+        transition.do(events.CancelFlush(flush.flight.flush_id))
         _put(transition, replace(flush, flight=None))
 
 
@@ -213,9 +201,9 @@ def _change_flight(transition: Transition) -> None:
     data_left_s = transition.left_s - reserve_s
     if transition.left_s <= 0:  # the VM has outlived its deadline: whatever still arrives counts
         data_left_s = math.inf
-    for answer in (state.answer, state.follow_up_answer):
+    for answer in state.answers:
         # A trainer that continues may seal newer sets: they wait until this one is committed.
-        if answer is not None and not state.is_covered(answer):
+        if not state.is_covered(answer):
             candidates = tuple(c for c in candidates if c.order <= state.order(answer))
     wanted = planner.choose(
         candidates,
@@ -279,30 +267,30 @@ def _fly(transition: Transition, staged: Staged, *, is_sealed: bool) -> None:
         staged=staged,
         is_sealed=is_sealed,
         started_mono_s=transition.now,
+        first_started_mono_s=transition.now,
         bytes_before=state.flush.stored_bytes.get(staged.id, 0),
         sampled_mono_s=transition.now + START_S,
     )
-    if before is not None and before.staged.id == staged.id and before.bytes_unsent:
-        flight = replace(  # the engine continues its parts in flight, without another start
-            flight,
-            has_begun=before.has_begun,
-            sampled_mono_s=before.sampled_mono_s,
-            sampled_bytes=before.sampled_bytes - before.bytes_sent,
-        )
     if before is not None and before.staged.id == staged.id:
-        first_mono_s = before.first_started_mono_s
         flight = replace(
             flight,
-            first_started_mono_s=before.started_mono_s if first_mono_s is None else first_mono_s,
+            first_started_mono_s=before.first_started_mono_s,
             bytes_sent_before=before.bytes_sent_before + before.bytes_sent,
         )
+        if before.bytes_unsent:  # the engine continues its parts in flight, without another start
+            flight = replace(
+                flight,
+                has_begun=before.has_begun,
+                sampled_mono_s=before.sampled_mono_s,
+                sampled_bytes=before.sampled_bytes - before.bytes_sent,
+            )
     _put(transition, replace(state.flush, flushes=state.flush.flushes + 1, flight=flight))
     transition.mark(
         "flush" if is_sealed else "early_shards",
         step=staged.id.step,
         size_bytes=staged.size_bytes,
     )
-    transition.do(StartFlush(flush_id, staged, ref.generation, is_sealed=is_sealed))
+    transition.do(events.StartFlush(flush_id, staged, ref.generation, is_sealed=is_sealed))
 
 
 def _put(transition: Transition, flush: FlushState) -> None:

@@ -50,9 +50,9 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     ):
         return None
     age_s = max(0.0, now_mono_s - _captured_mono_s(state, evacuation))
-    asked_mono_s = max((r.asked_mono_s for r in evacuation.requests_made), default=-math.inf)
+    asked_mono_s = max((r.asked_mono_s for r in state.requests_made), default=-math.inf)
     tried_s = now_mono_s - asked_mono_s
-    took_s = _took_s(state, evacuation)
+    took_s = _took_s(state)
     if state.ranks.trainers and took_s is None:  # an attempt measures it
         return max(0.0, INTERVAL_MIN_S - min(age_s, tried_s))
     return next_start_s(
@@ -72,7 +72,7 @@ def is_under_way(state: State) -> bool:
     request = state.follow_up
     if request is None or request.failure:
         return False
-    answer = state.follow_up_answer
+    answer = request.answer
     return request.is_waiting or (answer is not None and not state.is_whole(answer))
 
 
@@ -107,10 +107,8 @@ def _is_wanted(state: State, evacuation: Evacuation, now_mono_s: float) -> bool:
 
 def _is_idle(state: State) -> bool:
     """Whether no other checkpoint is being taken, sent or committed."""
-    evacuation = state.evacuation
-    waiting = () if evacuation is None else (r for r in evacuation.requests_made if r.is_waiting)
     return not (
-        any(waiting)
+        any(request.is_waiting for request in state.requests_made)
         or state.requests.periodic
         or state.flush.flight
         or state.commits.stored
@@ -152,12 +150,12 @@ def _process_takes(state: State, evacuation: Evacuation, now_mono_s: float) -> b
     ):
         return False
     return (
-        all(r.by_signal and r.lost_mono_s is None and r.sealed for r in evacuation.requests_made)
+        all(r.by_signal and r.lost_mono_s is None and r.sealed for r in state.requests_made)
         and now_mono_s - state.staging.saved_mono_s >= SIGNAL_PROOF_S
     )
 
 
-def _took_s(state: State, evacuation: Evacuation) -> float | None:
+def _took_s(state: State) -> float | None:
     """Time of a checkpoint of this evacuation, which counts while the bandwidth is unknown; else 0.
 
     The bandwidth stays unknown while nearly all bytes are sent during the save.
@@ -166,7 +164,7 @@ def _took_s(state: State, evacuation: Evacuation) -> float | None:
     is_large = (measured.save_bytes or 0) >= planner.BANDWIDTH_SAMPLE_MIN_BYTES
     if measured.bandwidth_bytes_per_s is not None or not is_large:
         return 0.0
-    return max((r.took_s for r in evacuation.requests_made if r.took_s is not None), default=None)
+    return max((r.took_s for r in state.requests_made if r.took_s is not None), default=None)
 
 
 def _captured_mono_s(state: State, evacuation: Evacuation) -> float:

@@ -79,7 +79,14 @@ def record_read(transition: Transition, event: GpusRead) -> None:
         known = before.get(gpu.pci)
         was = GpuHealth.OK if known is None else known.health
         if gpu.health is not was:
-            _log(transition, gpu)
+            transition.log(
+                "info" if gpu.health is GpuHealth.OK else "warning",
+                "gpu_health",
+                source=gpu.pci,
+                gpu=gpu.index,
+                health=gpu.health.value,
+                reason=gpu.reason,
+            )
         if gpu.health.has_failed and not was.has_failed:
             _record_failed(transition, gpu)
 
@@ -206,17 +213,6 @@ def _doubt_inherited(transition: Transition) -> None:
     # A manifest that is being written already keeps no mark, but its set in staging does.
     commits.mark_suspect(transition, found)
     flight.mark_suspect(transition, found)
-
-
-def _log(transition: Transition, gpu: GpuStatus) -> None:
-    transition.log(
-        "info" if gpu.health is GpuHealth.OK else "warning",
-        "gpu_health",
-        source=gpu.pci,
-        gpu=gpu.index,
-        health=gpu.health.value,
-        reason=gpu.reason,
-    )
 
 
 def _put(transition: Transition, gpus: GpuState) -> None:

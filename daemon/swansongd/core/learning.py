@@ -85,30 +85,21 @@ def record_sent(transition: Transition, size_bytes: int, duration_s: float) -> N
 
 def record_flushed(transition: Transition, flight: Flight, event: Flushed, sent_bytes: int) -> None:
     """All shards of a set are stored."""
-    if not flight.staged.size_bytes:
-        return
-    _learn_sending(transition, flight, event.bytes_referenced, sent_bytes)
-    _learn_hidden(transition, flight.staged)  # last: in proportion to the sending time of this set
-
-
-def _learn_sending(
-    transition: Transition, flight: Flight, referenced_bytes: int, sent_bytes: int
-) -> None:
     size_bytes = flight.staged.size_bytes
-    new_bytes = size_bytes - referenced_bytes
+    if not size_bytes:
+        return
+    new_bytes = size_bytes - event.bytes_referenced
     if new_bytes > 0:  # a set that equals its predecessor shows nothing about the next one
         _learn(transition, "new_share", new_bytes / size_bytes)
-    if sent_bytes < max(planner.BANDWIDTH_SAMPLE_MIN_BYTES, SENT_SHARE_MIN * new_bytes):
-        return
-    if not is_throttled(transition.state, flight):
-        send_s_per_byte = (transition.now - flight.started_mono_s) / sent_bytes
-        if flight.first_started_mono_s is not None:
-            # Sent bytes may lie in the buffers of the kernel until after the seal, so the rest alone appears
-            # too slow.  With the early shards it does so only if the link waited for files.
-            whole_s = transition.now - flight.first_started_mono_s
-            whole_s_per_byte = whole_s / (flight.bytes_sent_before + sent_bytes)
-            send_s_per_byte = min(send_s_per_byte, whole_s_per_byte)
-        _learn(transition, "send_s_per_byte", send_s_per_byte)
+    least_bytes = max(planner.BANDWIDTH_SAMPLE_MIN_BYTES, SENT_SHARE_MIN * new_bytes)
+    if sent_bytes >= least_bytes and not is_throttled(transition.state, flight):
+        rest_s_per_byte = (transition.now - flight.started_mono_s) / sent_bytes
+        # Sent bytes may lie in the buffers of the kernel until after the seal, so the rest alone appears
+        # too slow.  With the early shards it does so only if the link waited for files.
+        whole_s = transition.now - flight.first_started_mono_s
+        whole_s_per_byte = whole_s / (flight.bytes_sent_before + sent_bytes)
+        _learn(transition, "send_s_per_byte", min(rest_s_per_byte, whole_s_per_byte))
+    _learn_hidden(transition, flight.staged)  # last: in proportion to the sending time of this set
 
 
 def is_throttled(state: State, flight: Flight) -> bool:
@@ -121,8 +112,7 @@ def is_throttled(state: State, flight: Flight) -> bool:
 def _learn_hidden(transition: Transition, staged: Staged) -> None:
     """The requested set is stored: the shorter its flush after the seal, the more was sent before."""
     state = transition.state
-    made = () if state.evacuation is None else state.evacuation.requests_made
-    request = next((r for r in made if r.sealed == staged.id), None)
+    request = next((r for r in state.requests_made if r.sealed == staged.id), None)
     if request is None or request.sealed_mono_s is None:
         return
     save_s = max((t.save_s for t in state.connected if t.save_s is not None), default=0.0)

@@ -23,7 +23,6 @@ from __future__ import annotations
 from typing import assert_never
 
 from swansongd.core import (
-    arrival,
     commits,
     course,
     emergency,
@@ -171,7 +170,6 @@ def _reconcile(transition: Transition) -> None:
     if transition.state.course.is_leaving:
         return
     evacuation.reconcile(transition)
-    arrival.reconcile(transition)
     emergency.reconcile(transition)
     starts.reconcile(transition)
     followup.reconcile(transition)

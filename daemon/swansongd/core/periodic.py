@@ -8,7 +8,6 @@ reason ends it.  After a failure the next interval brings the next request.
 from __future__ import annotations
 
 from swansongd.core import cadence
-from swansongd.core.planner import take_s
 from swansongd.core.request import (
     end_periodic,
     fail,
@@ -35,7 +34,7 @@ def interval_s(state: State) -> float:
     costs = (t.save_s if t.snapshot_s is None else t.snapshot_s for t in state.connected)
     return cadence.interval_s(
         save_cost_s=max((cost for cost in costs if cost is not None), default=None),
-        store_s=take_s(state.measured),
+        store_s=state.forecast.data_s,
         mtbf_s=cadence.expected_mtbf_s(settings.mtbf_s, state.learned.history),
     )
 

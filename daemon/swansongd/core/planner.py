@@ -246,11 +246,6 @@ def flush_s(measured: Measurements) -> float:
     return _send(measured)[0]
 
 
-def take_s(measured: Measurements) -> float:
-    """Expected time from a request to the last stored byte of a new checkpoint."""
-    return forecast(measured).data_s
-
-
 def decide(
     *,
     left_s: float,

@@ -52,8 +52,8 @@ def _proved_at(state: State, position: Position | str | None) -> tuple[Verdict, 
         return below, f"{_distance(state, newest, position)}; {stands}"
     if doubt:
         return below, doubt
-    if _is_displaced(state, newest):
-        dropped = state.commits.dropped
+    dropped = state.commits.dropped
+    if dropped is not None and dropped > newest:
         return (
             below,
             f"the manifest of {dropped} may exist, and training has left its state; {stands}",
@@ -67,12 +67,6 @@ def _safe_before(state: State) -> Position | None:
     safe_at = None if evacuation is None else evacuation.safe_at
     is_same = start is not None and start.is_live and safe_at and safe_at.start_id == start.id
     return safe_at if is_same else None
-
-
-def _is_displaced(state: State, newest: CommitRef) -> bool:
-    """Whether a newer manifest may exist, which was ordered and then dropped."""
-    dropped = state.commits.dropped
-    return dropped is not None and dropped > newest
 
 
 def _reaches(state: State, newest: CommitRef, position: Position) -> bool:
@@ -144,7 +138,7 @@ def _answered_step(state: State, start: Start) -> int | None:
         return max(ends)
     if evacuation is None:
         return None
-    made = [r.sealed for r in evacuation.requests_made if r.by_signal or r.start_id == start.id]
+    made = [r.sealed for r in state.requests_made if r.by_signal or r.start_id == start.id]
     answers = [id_.step for id_ in made if id_ is not None and id_.start == start.id]
     if start.is_live:  # otherwise it may have been started again while the daemon was down
         answers += [

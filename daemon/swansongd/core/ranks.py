@@ -3,17 +3,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence, Set
+from collections.abc import Iterable, Set
 from dataclasses import replace
 
 from swansong_bucket.model import UNKNOWN_PARENT, TrainerView
 
-from swansongd.core.events import (
-    TellCommitted,
-    TrainerFailed,
-    TrainerLeft,
-    TrainerProgress,
-)
+from swansongd.core.events import TellCommitted, TrainerFailed, TrainerLeft, TrainerProgress
 from swansongd.core.state import RankState
 from swansongd.core.transition import Transition
 
@@ -35,7 +30,7 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
             start_step=known.start_step,
             start_id=trainer.start_id or known.start_id,
         )
-    _put(transition, replace(state.ranks, trainers=(*others, trainer)))
+    _put(transition, (*others, trainer))
     newest = state.commits.last_complete
     if newest is not None:  # perhaps committed while the rank was not connected
         transition.do(TellCommitted(newest, (trainer.connection,)))
@@ -59,7 +54,7 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
     left = [trainer for trainer in ranks.trainers if trainer is not gone]
     if not event.exited:
         left.append(replace(gone, is_connected=False, left_mono_s=transition.now))
-    _put(transition, replace(ranks, trainers=tuple(left)))
+    _put(transition, left)
 
 
 def record_progress(transition: Transition, event: TrainerProgress) -> None:
@@ -77,14 +72,14 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
         placed = replace(placed, start_id=event.start_id, parent=event.parent, step=event.step)
-    _move_to_end(transition, [placed])
+    _update(transition, placed)
 
 
 def record_named(transition: Transition, connections: Set[int], start_id: str) -> None:
     """These ranks were told the start to which they belong."""
     trainers = transition.state.ranks.trainers
-    named = [replace(t, start_id=start_id) for t in trainers if t.connection in connections]
-    _move_to_end(transition, named)
+    named = (replace(t, start_id=start_id) if t.connection in connections else t for t in trainers)
+    _put(transition, named)
 
 
 def record_begun(transition: Transition, connection: int, start_id: str) -> None:
@@ -96,9 +91,8 @@ def record_begun(transition: Transition, connection: int, start_id: str) -> None
 
 def record_stalled(transition: Transition, connections: Set[int]) -> None:
     """Exactly the ranks with these connections make no progress."""
-    ranks = transition.state.ranks
-    marked = tuple(replace(t, is_stalled=t.connection in connections) for t in ranks.trainers)
-    _put(transition, replace(ranks, trainers=marked))
+    known = transition.state.ranks.trainers
+    _put(transition, (replace(t, is_stalled=t.connection in connections) for t in known))
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:
@@ -142,39 +136,27 @@ def record_save_failed(transition: Transition, event: TrainerFailed) -> None:
 
 def forget_reports(transition: Transition) -> None:
     """Forget what the ranks have reported; their processes are known from the kernel."""
-    ranks = transition.state.ranks
-    _put(
-        transition,
-        replace(ranks, trainers=tuple(_without_reports(each) for each in ranks.trainers)),
+    left = (
+        replace(
+            trainer,
+            save_s=None,
+            save_bytes=None,
+            snapshot_s=None,
+            step_s=None,
+            loss=None,
+            loss_is_finite=None,
+            reported_mono_s=None,
+            is_stalled=False,
+        )
+        for trainer in transition.state.ranks.trainers
     )
-
-
-def _without_reports(trainer: TrainerView) -> TrainerView:
-    return replace(
-        trainer,
-        save_s=None,
-        save_bytes=None,
-        snapshot_s=None,
-        step_s=None,
-        loss=None,
-        loss_is_finite=None,
-        reported_mono_s=None,
-        is_stalled=False,
-    )
+    _put(transition, left)
 
 
 def _update(transition: Transition, trainer: TrainerView) -> None:
-    ranks = transition.state.ranks
-    everyone = (trainer if t.connection == trainer.connection else t for t in ranks.trainers)
-    _put(transition, replace(ranks, trainers=tuple(everyone)))
+    known = transition.state.ranks.trainers
+    _put(transition, (trainer if t.connection == trainer.connection else t for t in known))
 
 
-def _move_to_end(transition: Transition, changed: Sequence[TrainerView]) -> None:
-    ranks = transition.state.ranks
-    connections = {trainer.connection for trainer in changed}
-    others = (trainer for trainer in ranks.trainers if trainer.connection not in connections)
-    _put(transition, replace(ranks, trainers=(*others, *changed)))
-
-
-def _put(transition: Transition, ranks: RankState) -> None:
-    transition.state = replace(transition.state, ranks=ranks)
+def _put(transition: Transition, trainers: Iterable[TrainerView]) -> None:
+    transition.state = replace(transition.state, ranks=RankState(trainers=tuple(trainers)))

@@ -15,16 +15,8 @@ from dataclasses import replace
 from swansong import protocol
 from swansong_bucket.model import CheckpointId, CommitRef, Staged
 
-from swansongd.core import course, learning
-from swansongd.core.events import (
-    AskTrainers,
-    Rescan,
-    Scanned,
-    SendTarget,
-    TrainerLeft,
-    WithdrawRequest,
-)
-from swansongd.core.state import CheckpointRequest, RequestState
+from swansongd.core import course, events, learning
+from swansongd.core.state import CheckpointRequest, RequestState, State
 from swansongd.core.transition import Transition
 
 
@@ -34,7 +26,7 @@ def send(transition: Transition, request: CheckpointRequest, connections: tuple[
         request.agree_by_mono_s if request.is_periodic else transition.evacuation.deadline_mono_s
     )
     transition.do(
-        AskTrainers(
+        events.AskTrainers(
             request.request_id,
             request.reason,
             deadline_mono_s,
@@ -60,7 +52,7 @@ def record_accepted(transition: Transition, connection: int, request_id: str, st
     if trainer is None or request is None:
         return
     if request.target is not None:  # a rank that reconnected: the target is decided
-        transition.do(SendTarget(request_id, request.target, (connection,)))
+        transition.do(events.SendTarget(request_id, request.target, (connection,)))
     elif trainer.rank in request.ranks:
         if trainer.rank not in request.accepted and not request.is_periodic:
             transition.mark("accepted", rank=trainer.rank, step=step)
@@ -102,7 +94,7 @@ def reconcile_target(transition: Transition, request: CheckpointRequest) -> None
         connections = tuple(
             t.connection for t in transition.state.connected if t.rank in request.ranks
         )
-        transition.do(SendTarget(request.request_id, target, connections))
+        transition.do(events.SendTarget(request.request_id, target, connections))
     elif expected > 1 and transition.now >= request.agree_by_mono_s:
         missing = sorted(request.ranks - request.accepted.keys())
         absent = expected - len(request.ranks)
@@ -141,7 +133,7 @@ def fail(transition: Transition, request: CheckpointRequest, reason: str) -> Non
 
 def withdraw(transition: Transition, request: CheckpointRequest, reason: str) -> None:
     """Release the ranks that wait for the target of this request."""
-    transition.do(WithdrawRequest(request.request_id, reason))
+    transition.do(events.WithdrawRequest(request.request_id, reason))
 
 
 def record_periodic(transition: Transition, request: CheckpointRequest) -> None:
@@ -160,39 +152,17 @@ def record_rolled_back(transition: Transition) -> None:
     _put(transition, RequestState(periodic=None, periodic_mono_s=transition.now))
 
 
-def record_lateness(
-    transition: Transition, request: CheckpointRequest, *, is_too_late: bool
-) -> None:
-    """By the numbers the set cannot, or can, be stored in time."""
-    since_mono_s = transition.now if request.too_late_mono_s is None else request.too_late_mono_s
-    too_late_mono_s = since_mono_s if is_too_late else None
-    if too_late_mono_s != request.too_late_mono_s:
-        _update(transition, replace(request, too_late_mono_s=too_late_mono_s))
-
-
-def rescan(transition: Transition, request: CheckpointRequest) -> None:
-    """Look for early shards of the set that the ranks write."""
-    _update(transition, replace(request, rescan_mono_s=transition.now))
-    transition.do(Rescan())
-
-
 def record_sealed(transition: Transition, request_id: str, step: int) -> None:
     """A rank reports that it has sealed its part: a scan will find the set."""
-    _record_reported_step(transition, request_id, step)
-    transition.do(Rescan())
-
-
-def _record_reported_step(transition: Transition, request_id: str, step: int) -> None:
-    """A step that the ranks had left behind when the request was made does not answer it."""
+    transition.do(events.Rescan())
     request = transition.waiting_request(request_id)
     if request is None or request.is_periodic:
         return
+    # A step that the ranks had left behind when the request was made does not answer it.
     stood_at = max(request.accepted.values(), default=request.from_step)
     if step < stood_at:
-        reason = (
-            f"the trainer answered with step {step}, the request was made after step {stood_at}"
-        )
-        fail(transition, request, reason)
+        made = f"the request was made after step {stood_at}"
+        fail(transition, request, f"the trainer answered with step {step}, {made}")
     else:
         _update(transition, replace(request, reported_step=step))
 
@@ -223,13 +193,12 @@ def record_signal_refused(transition: Transition, request_id: str, reason: str) 
 
 def record_process_ended(transition: Transition, request_id: str) -> None:
     """The process that got the signal ended: a scan that begins now decides whether it had sealed."""
-    evacuation = transition.state.evacuation
-    for request in () if evacuation is None else evacuation.requests_made:
+    for request in transition.state.requests_made:
         if request.request_id == request_id:
             _record_lost(transition, request)
 
 
-def record_left(transition: Transition, event: TrainerLeft) -> None:
+def record_left(transition: Transition, event: events.TrainerLeft) -> None:
     """A rank's process ended, perhaps right after it had sealed: a scan that begins now decides.
 
     After a goodbye its part is written, so the other ranks still seal the set.
@@ -247,10 +216,10 @@ def record_left(transition: Transition, event: TrainerLeft) -> None:
 
 def _record_lost(transition: Transition, request: CheckpointRequest) -> None:
     _update(transition, replace(request, lost_mono_s=transition.now))
-    transition.do(Rescan())
+    transition.do(events.Rescan())
 
 
-def record_scan(transition: Transition, event: Scanned, *, is_first: bool) -> None:
+def record_scan(transition: Transition, event: events.Scanned, *, is_first: bool) -> None:
     """Whether a set answers a request, or none ever will."""
     evacuation = transition.state.evacuation
     if evacuation is None:
@@ -259,12 +228,14 @@ def record_scan(transition: Transition, event: Scanned, *, is_first: bool) -> No
         # Sets of the first scan are old, even if the notice came before the scan.
         known = frozenset(staged.id for staged in event.staged)
         _update(transition, replace(evacuation.request, known=known))
-    for request in transition.evacuation.requests_made:
+    for request in transition.state.requests_made:
         if request.is_waiting:
             _record_outcome(transition, event, request)
 
 
-def _record_outcome(transition: Transition, event: Scanned, request: CheckpointRequest) -> None:
+def _record_outcome(
+    transition: Transition, event: events.Scanned, request: CheckpointRequest
+) -> None:
     state = transition.state
     usable = state.staging.usable
     answer = next((s for s in usable if _answers(s, request)), None)
@@ -274,8 +245,8 @@ def _record_outcome(transition: Transition, event: Scanned, request: CheckpointR
     unsound = next((why for name, why in event.rejected if _is_reported(name, request)), None)
     if answer is not None:
         _record_answer(transition, request, answer)
-    elif request.reported_step is not None and _is_committed(transition, request.reported_step):
-        _record_committed(transition, request, request.reported_step)
+    elif _is_committed(transition.state, request):
+        record_if_committed(transition, request)
     elif unsound is not None:
         fail(transition, request, f"the sealed set is not sound: {unsound}")
     elif (
@@ -295,20 +266,17 @@ def _record_answer(transition: Transition, request: CheckpointRequest, answer: S
 def record_if_committed(transition: Transition, request: CheckpointRequest) -> None:
     """A set that the ranks reported may be committed, and deleted, before the daemon was restarted."""
     step = request.reported_step
-    if step is not None and _is_committed(transition, step):
-        _record_committed(transition, request, step)
-
-
-def _record_committed(transition: Transition, request: CheckpointRequest, step: int) -> None:
-    if request.is_waiting:  # the nonce of the set is not known any more
-        answered = CheckpointId(step, "", start=request.start_id)
+    if step is not None and request.is_waiting and _is_committed(transition.state, request):
+        answered = CheckpointId(step, "", start=request.start_id)  # its nonce is not known any more
         _update(transition, replace(request, sealed=answered))
 
 
-def _is_committed(transition: Transition, step: int) -> bool:
-    """Whether this generation has a commit of the step: made and pruned before the daemon was restarted."""
-    last = transition.state.commits.last
-    return last is not None and last.generation == transition.state.generation and last.step >= step
+def _is_committed(state: State, request: CheckpointRequest) -> bool:
+    """Whether this generation has a commit of the reported step: made and pruned before a restart."""
+    step, last = request.reported_step, state.commits.last
+    if step is None or last is None or last.generation != state.generation:
+        return False
+    return last.step >= step
 
 
 def _answers(staged: Staged, request: CheckpointRequest) -> bool:
@@ -336,12 +304,9 @@ def _is_reported(directory: str, request: CheckpointRequest) -> bool:
 def record_whole(transition: Transition, ref: CommitRef) -> None:
     """The checkpoint is committed, with the parts of all VMs: compare the forecast of its request."""
     state = transition.state
-    if state.evacuation is None:
-        return
-    answers = (state.follow_up, state.follow_up_answer), (state.evacuation.request, state.answer)
-    for request, answer in answers:
-        is_new = request is not None and request.took_s is None
-        if request is not None and is_new and answer is not None and state.ref_of(answer) == ref:
+    for request in state.requests_made:
+        is_new = request.took_s is None
+        if is_new and request.answer is not None and state.ref_of(request.answer) == ref:
             took_s = max(0.0, transition.now - request.asked_mono_s)
             _update(transition, replace(request, took_s=took_s))
             learning.record_error(transition, request, took_s)

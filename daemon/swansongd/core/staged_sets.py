@@ -250,8 +250,7 @@ def _wanted(state: State) -> frozenset[CheckpointId]:
     if state.flush.flight is not None:
         wanted.add(state.flush.flight.staged.id)
     wanted.update(item.staged.id for item in state.commits.stored)
-    answers = (state.answer, state.follow_up_answer)
-    wanted.update(id_ for id_ in answers if id_ is not None)
+    wanted.update(state.answers)
     partly = [staged for staged in newest_first if state.flush.stored_bytes.get(staged.id)]
     if partly:
         wanted.add(max(partly, key=lambda staged: state.flush.stored_bytes[staged.id]).id)

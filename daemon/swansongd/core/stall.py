@@ -24,14 +24,16 @@ def reconcile(transition: Transition) -> None:
         transition.log("info", "stall_over", ranks=resumed)
     news = stalled_now - state.ranks.stalled
     if news:
-        _mark(transition, news)
-        transition.log("warning", "stall", **_facts(transition, news))
+        facts = _facts(transition, news)
+        transition.mark("stall", **facts)
+        transition.log("warning", "stall", **facts)
 
 
 def mark(transition: Transition) -> None:
     """An evacuation has opened: its timeline shows the ranks that stalled before it."""
-    if transition.state.ranks.stalled:
-        _mark(transition, transition.state.ranks.stalled)
+    stalled = transition.state.ranks.stalled
+    if stalled:
+        transition.mark("stall", **_facts(transition, stalled))
 
 
 def _is_stalled(transition: Transition, trainer: TrainerView) -> bool:
@@ -40,10 +42,6 @@ def _is_stalled(transition: Transition, trainer: TrainerView) -> bool:
         return False  # the duration of its steps is unknown
     limit_s = max(settings.stall_min_s, settings.stall_steps * trainer.step_s)
     return transition.now - trainer.reported_mono_s > limit_s
-
-
-def _mark(transition: Transition, connections: frozenset[int]) -> None:
-    transition.mark("stall", **_facts(transition, connections))
 
 
 def _facts(transition: Transition, connections: frozenset[int]) -> dict[str, object]:

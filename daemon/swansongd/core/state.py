@@ -29,8 +29,9 @@ from swansong_bucket.model import (
     is_sound,
 )
 
+from swansongd.core.events import Conclude
 from swansongd.core.pace import UNKNOWN, Pace
-from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast, take_s
+from swansongd.core.planner import Candidate, Forecast, Measurements, Plan, forecast
 from swansongd.core.request_ids import are_of_one
 
 SCHEDULED_LEAD_S = 120.0
@@ -87,8 +88,8 @@ class Flight:
     is_sampled: bool = False
     has_begun: bool = False
     """Whether the store has received a byte, in this flush or in one of the same set that it continues."""
-    first_started_mono_s: float | None = None
-    """Start of the first of the flushes that this one continues; None if it continues none."""
+    first_started_mono_s: float
+    """Start of this flush, or of the first of those that it continues."""
     bytes_sent_before: int = 0
     """Bytes that those flushes sent, also if they still lie in the buffers of the kernel."""
 
@@ -198,6 +199,11 @@ class CheckpointRequest:
     def is_waiting(self) -> bool:
         return self.sealed is None and not self.failure
 
+    @property
+    def answer(self) -> CheckpointId | None:
+        """The set that answers it: usable, or committed."""
+        return None if self.failure else self.sealed
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Evacuation:
@@ -223,8 +229,6 @@ class Evacuation:
     """Why the last signal was not sent."""
     safe_at: Position | None = None
     """The position for which an earlier life of the daemon has said SAFE."""
-    awaits_trainer: bool = False
-    """The verdict waits for a trainer to connect, or to become ready for its signal."""
     foretold: tuple[Verdict, CommitRef | None, CommitRef | None] | None = None
     """Verdict, commit and this VM's part of the newest farewell before the verdict."""
     verdict: Verdict | None = None
@@ -232,27 +236,6 @@ class Evacuation:
     """The newest follow-up request.  ``request`` stays, with the verdict that it led to."""
     follow_ups: int = 0
     """Number of follow-up requests so far."""
-
-    @property
-    def requests_made(self) -> tuple[CheckpointRequest, ...]:
-        """The newest request, and the newest follow-up request."""
-        return tuple(made for made in (self.request, self.follow_up) if made is not None)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Concluded:
-    """The newest verdict, which outlasts its evacuation."""
-
-    evacuation_id: str
-    verdict: Verdict
-    reason: str
-    commit: CommitRef | None
-    mono_s: float
-    notices: frozenset[str]
-    """Identities of the notices that it answers, repeated ones included."""
-    expected_s: float | None = None
-    took_s: float | None = None
-    """See :class:`~swansongd.core.events.Conclude`."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -440,7 +423,8 @@ class CourseState:
 
     opened: tuple[str, ...] = ()
     """Ids of the last evacuations."""
-    last_verdict: Concluded | None = None
+    last_verdict: Conclude | None = None
+    """The newest verdict, which outlasts its evacuation."""
     is_leaving: bool = False
 
 
@@ -606,7 +590,7 @@ class State:
         evacuation = self.evacuation
         if evacuation is None or evacuation.is_precaution:
             return None
-        waiting = [request for request in evacuation.requests_made if request.is_waiting]
+        waiting = [request for request in self.requests_made if request.is_waiting]
         ids = {request.request_id for request in waiting}
         targets = {request.target for request in waiting}
         is_led = self.spans_vms and evacuation.verdict is not None
@@ -631,20 +615,22 @@ class State:
             return size_bytes
         return max(0, max(size_bytes, early.size_bytes) - self.flush.stored_bytes.get(early.id, 0))
 
+    @cached_property
+    def requests_made(self) -> tuple[CheckpointRequest, ...]:
+        """The newest request of the open evacuation, and its newest follow-up request."""
+        evacuation = self.evacuation
+        made = () if evacuation is None else (evacuation.request, evacuation.follow_up)
+        return tuple(request for request in made if request is not None)
+
     @property
-    def answer(self) -> CheckpointId | None:
-        """The set that answers the request of this evacuation: usable, or committed."""
-        return None if self.evacuation is None else _answer_to(self.evacuation.request)
+    def answers(self) -> tuple[CheckpointId, ...]:
+        """The sets that answer these requests."""
+        return tuple(made.answer for made in self.requests_made if made.answer is not None)
 
     @property
     def follow_up(self) -> CheckpointRequest | None:
         """The newest follow-up request of this evacuation."""
         return None if self.evacuation is None else self.evacuation.follow_up
-
-    @property
-    def follow_up_answer(self) -> CheckpointId | None:
-        """The set that answers the follow-up request: usable, or committed."""
-        return _answer_to(self.follow_up)
 
     @cached_property
     def is_finished(self) -> bool:
@@ -702,7 +688,7 @@ class State:
     @cached_property
     def lead_s(self) -> float:
         """Time between the last checkpoint and a scheduled end."""
-        return max(SCHEDULED_LEAD_S, 2 * take_s(self.measured) + self.settings.reserve_s)
+        return max(SCHEDULED_LEAD_S, 2 * self.forecast.data_s + self.settings.reserve_s)
 
     def urgent_notices(self, now_mono_s: float) -> tuple[Notice, ...]:
         """Notices that require an evacuation: the most severe first, of equals the earliest.
@@ -722,7 +708,3 @@ class State:
 
         live = filter(is_urgent, self.notices.in_force)
         return tuple(sorted(live, key=lambda n: (-n.severity, n.deadline_mono_s)))
-
-
-def _answer_to(request: CheckpointRequest | None) -> CheckpointId | None:
-    return None if request is None or request.failure else request.sealed

@@ -33,10 +33,8 @@ class Transition:
     @property
     def waiting_requests(self) -> tuple[CheckpointRequest, ...]:
         """The requests whose checkpoints may still come."""
-        evacuation = self.state.evacuation
-        made = () if evacuation is None else evacuation.requests_made
-        periodic = () if self.state.requests.periodic is None else (self.state.requests.periodic,)
-        return tuple(request for request in (*made, *periodic) if request.is_waiting)
+        made = (*self.state.requests_made, self.state.requests.periodic)
+        return tuple(request for request in made if request is not None and request.is_waiting)
 
     def waiting_request(self, request_id: str) -> CheckpointRequest | None:
         """The waiting request with this id."""

@@ -11,11 +11,7 @@ from swansong_bucket.model import Position, Verdict
 
 from swansongd.core import arrival, course, emergency, notices, planner, proof
 from swansongd.core.events import Conclude
-from swansongd.core.state import (
-    Concluded,
-    Evacuation,
-    State,
-)
+from swansongd.core.state import Evacuation, State
 from swansongd.core.transition import EXIT_STOPPED, HOST_SOURCE, Transition
 
 SETTLE_S = 10.0
@@ -32,11 +28,15 @@ def reconcile(transition: Transition) -> None:
     is_open = Verdict.SAFE not in (verdict, evacuation.verdict) and transition.left_s > 0
     if evacuation.is_precaution:
         if not (transition.left_s > 0 and _may_improve(transition, evacuation)):
-            _end_precaution(transition, evacuation, reason)
+            transition.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
+            course.end(transition)
     elif is_open and _may_improve(transition, evacuation):
         if _awaits_peers(transition.state, evacuation):
             _foretell(transition, evacuation, verdict, reason)
-    elif is_open and arrival.wait_s(transition.state, transition.now) is not None:
+    elif is_open and (left_s := arrival.wait_s(transition.state, transition.now)) is not None:
+        if evacuation.foretold is None:
+            plan = evacuation.plan.kind.value
+            transition.mark("waiting_for_trainer", seconds_left=round(left_s, 2), plan=plan)
         reason = f"{reason}; waiting for a trainer to connect"
         _foretell(transition, evacuation, verdict, reason)
     else:
@@ -123,40 +123,29 @@ def _conclude(
     is_worse = before is not None and _MERIT[verdict] < _MERIT[before]
     if is_worse or (last is not None and verdict is before and commit == last.commit):
         return
-    expected_s, took_s = _times(evacuation)
-    course.record_verdict(
-        transition,
-        Concluded(
-            evacuation_id=evacuation.id,
-            verdict=verdict,
-            reason=reason,
-            commit=commit,
-            mono_s=transition.now,
-            notices=notices.identities(state, evacuation.identities),
-            expected_s=expected_s,
-            took_s=took_s,
-        ),
+    expected_s, took_s = _times(state)
+    conclusion = Conclude(
+        evacuation.id,
+        verdict,
+        reason,
+        commit,
+        round(transition.left_s, 2),
+        state.part,
+        expected_s=expected_s,
+        took_s=took_s,
+        mono_s=transition.now,
+        notices=notices.identities(state, evacuation.identities),
     )
+    course.record_verdict(transition, conclusion)
     position = proof.position_of(state)
     if verdict is Verdict.SAFE and isinstance(position, Position):
         notices.record_safe(transition, position)
-    transition.do(
-        Conclude(
-            evacuation.id,
-            verdict,
-            reason,
-            commit,
-            round(transition.left_s, 2),
-            state.part,
-            expected_s=expected_s,
-            took_s=took_s,
-        )
-    )
+    transition.do(conclusion)
 
 
-def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:
+def _times(state: State) -> tuple[float | None, float | None]:
     """Forecast of the newest request whose checkpoint is committed, and the time that it took."""
-    made = evacuation.requests_made
+    made = state.requests_made
     committed = [request for request in made if request.took_s is not None]
     request = max(committed or made, key=lambda each: each.asked_mono_s, default=None)
     if request is None:
@@ -170,8 +159,8 @@ def _times(evacuation: Evacuation) -> tuple[float | None, float | None]:
 
 def _awaits_peers(state: State, evacuation: Evacuation) -> bool:
     """Whether this VM has committed its part, and other VMs have not."""
-    is_wanted = state.answer is None or state.is_covered(state.answer)
-    return state.part is not None and is_wanted and evacuation.verdict is None
+    is_committed = all(state.is_covered(answer) for answer in state.answers)
+    return state.part is not None and is_committed and evacuation.verdict is None
 
 
 def _foretell(
@@ -193,8 +182,3 @@ def _foretell(
         )
     slack_s = round(transition.left_s, 2)
     transition.do(Conclude(evacuation.id, verdict, reason, commit, slack_s, part, is_final=False))
-
-
-def _end_precaution(transition: Transition, evacuation: Evacuation, reason: str) -> None:
-    transition.log("info", "precaution_done", evacuation=evacuation.id, reason=reason)
-    course.end(transition)

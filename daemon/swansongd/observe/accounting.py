@@ -341,20 +341,18 @@ class Accounting:
         left_s = evacuation.deadline_mono_s - now_mono_s
         # In the reserve no further checkpoint begins, so no manifest can wait behind this farewell.
         is_near = left_s <= min(LAST_FAREWELL_LEAD_S, state.settings.reserve_s)
-        is_waiting = any(request.is_waiting for request in evacuation.requests_made)
+        is_waiting = any(request.is_waiting for request in state.requests_made)
         is_busy = state.flush.flight is not None or bool(state.commits.stored) or is_waiting
         if is_busy or not (is_near or HOST_SOURCE in state.notices.live):
             return None
-        return Conclude(
-            evacuation.id,
-            evacuation.verdict,
-            last.reason,
-            state.commits.last_complete,
-            round(left_s, 2),
-            state.part,
+        return replace(
+            last,
+            evacuation_id=evacuation.id,
+            verdict=evacuation.verdict,
+            commit=state.commits.last_complete,
+            slack_s=round(left_s, 2),
+            part=state.part,
             is_final=False,
-            expected_s=last.expected_s,
-            took_s=last.took_s,
         )
 
     def _is_due_again(self, deadline_mono_s: float, now_mono_s: float) -> bool:
@@ -404,9 +402,6 @@ def _first_connection(state: State) -> int:
 
 def _holding_ranks(state: State) -> CheckpointRequest | None:
     """The request whose target the ranks wait for."""
-    evacuation = state.evacuation
-    made = [] if evacuation is None else list(evacuation.requests_made)
-    if state.requests.periodic is not None:
-        made.append(state.requests.periodic)
-    holding = (r for r in made if r.is_waiting and r.accepted and r.target is None)
+    made = (*state.requests_made, state.requests.periodic)
+    holding = (r for r in made if r and r.is_waiting and r.accepted and r.target is None)
     return next(holding, None)

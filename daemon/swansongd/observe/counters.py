@@ -23,7 +23,7 @@ from swansongd.core.events import (
     FlushProgress,
     Mark,
 )
-from swansongd.core.state import Concluded, State
+from swansongd.core.state import State
 from swansongd.observe.families import Histogram
 
 KEYS_MAX = 64
@@ -54,7 +54,7 @@ class Counters:
         self.precautions: Mapping[str, int] = {}
         self.evacuations: Mapping[tuple[str, str], int] = {}
         """By source and verdict."""
-        self.last_verdicts: Mapping[bool, Concluded] = {}
+        self.last_verdicts: Mapping[bool, Conclude] = {}
         """The newest verdict of a drill (True), and of any other evacuation."""
         self.follow_ups = 0
         self.commits: Mapping[str, int] = {kind.value: 0 for kind in CheckpointKind}
@@ -112,7 +112,7 @@ class Counters:
             if notice.identity not in known:
                 self.notices = _plus_one(self.notices, notice.source)
 
-    def _record_verdict(self, last: Concluded) -> None:
+    def _record_verdict(self, last: Conclude) -> None:
         """A drill hides no verdict of a real evacuation, and becomes one by a notice that joins it."""
         others = {
             key: each

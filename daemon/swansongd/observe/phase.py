@@ -7,7 +7,7 @@ from enum import StrEnum
 
 from swansong_bucket.model import Verdict
 
-from swansongd.core.state import State
+from swansongd.core.state import Evacuation, State
 
 
 class Phase(StrEnum):
@@ -49,6 +49,12 @@ def phase_of(state: State) -> Phase | Verdict:
         return Phase.COMMITTING
     if evacuation.verdict is None and state.commits.incomplete is not None:
         return Phase.WAITING_FOR_PEERS
-    if evacuation.verdict is None and evacuation.awaits_trainer:
+    if evacuation.verdict is None and _awaits_trainer(state, evacuation):
         return Phase.WAITING_FOR_TRAINER
     return evacuation.verdict or Phase.FLUSHING
+
+
+def _awaits_trainer(state: State, evacuation: Evacuation) -> bool:
+    """Whether a farewell was written ahead because no trainer has connected so far."""
+    is_asked = evacuation.request is not None and not evacuation.request.is_unsent
+    return evacuation.foretold is not None and not is_asked and not state.connected

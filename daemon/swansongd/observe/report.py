@@ -246,7 +246,7 @@ def _evacuation(state: State, now_mono_s: float) -> dict[str, object] | None:
     if evacuation is None:
         return None
     wait_s = arrival.wait_s(state, now_mono_s)
-    request = max(evacuation.requests_made, key=lambda each: each.asked_mono_s, default=None)
+    request = max(state.requests_made, key=lambda each: each.asked_mono_s, default=None)
     return {
         "id": evacuation.id,
         "reason": evacuation.reason,

@@ -17,9 +17,9 @@ from typing import Any
 
 from swansongd.core import machine
 from swansongd.core.events import (
-    CAUSED_BY_TRAINERS,
     Action,
     Event,
+    FromTrainer,
     Rescan,
     RolledBack,
     Scanned,
@@ -32,7 +32,7 @@ UNDECIDED_MAX = 10
 """Events in a row that fail with every state."""
 _LINES_AT_ONCE = 5
 _LINE_EVERY_S = 60.0
-_UNTRUSTED = (*CAUSED_BY_TRAINERS, Scanned, RolledBack)
+_UNTRUSTED = (FromTrainer, Scanned, RolledBack)
 
 
 class Decisions:

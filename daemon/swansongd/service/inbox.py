@@ -6,7 +6,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from swansongd.core.events import CAUSED_BY_TRAINERS, Event
+from swansongd.core.events import Event, FromTrainer
 
 EVENTS_MAX = 10_000
 """Capacity of each of the two queues."""
@@ -32,7 +32,7 @@ class Inbox:
 
     def put(self, event: Event) -> None:
         """Post an event, from any thread."""
-        queue = self._of_trainers if isinstance(event, CAUSED_BY_TRAINERS) else self._own
+        queue = self._of_trainers if isinstance(event, FromTrainer) else self._own
         with self._changed:
             if threading.get_ident() != self._reader:
                 self._changed.wait_for(lambda: len(queue) < self._events_max or self._is_closed)

@@ -19,7 +19,6 @@ from swansongd.core.planner import (
     fits,
     forecast,
     seconds_to_store,
-    take_s,
     updated_bandwidth,
 )
 
@@ -210,8 +209,8 @@ def test_no_progress_measures_nothing_at_first() -> None:
 @given(measures)
 def test_more_bandwidth_never_takes_longer(measured: Measurements) -> None:
     """The formula is monotonic, and unknown values count as zero."""
-    assert take_s(measured) >= (measured.save_s or 0)
-    assert take_s(Measurements()) == 0
+    assert forecast(measured).data_s >= (measured.save_s or 0)
+    assert forecast(Measurements()).data_s == 0
 
 
 @given(st.integers(0, 2**70), st.none() | st.floats(0, 1e300))

@@ -43,7 +43,6 @@ from swansongd.core.events import (
     TrainerProgress,
     TrainerRefused,
 )
-from swansongd.core.state import Concluded
 from swansongd.observe.accounting import Accounting
 from swansongd.observe.counters import KEYS_MAX, PHASES, Counters
 from swansongd.observe.daemon_families import FAMILIES
@@ -346,11 +345,12 @@ def test_a_drill_neither_fires_nor_hides_an_alert() -> None:
         ("d", {"drill-0123456789abcdef", "aws.spot:2"}, Verdict.SAFE, {"no": "SAFE"}),
     ):
         story.now += 1
-        last = Concluded(
+        last = Conclude(
             evacuation_id=evacuation,
             verdict=verdict,
             reason="why",
             commit=None,
+            slack_s=0.0,
             mono_s=story.now,
             notices=frozenset(identities),
         )

@@ -24,6 +24,7 @@ def flying(state: State, flush_id: str, bytes_sent: int) -> State:
         flush_id=flush_id,
         staged=a_set(7),
         started_mono_s=OPENED_S,
+        first_started_mono_s=OPENED_S,
         sampled_mono_s=OPENED_S,
         bytes_sent=bytes_sent,
     )
