@@ -201,6 +201,11 @@ class Parent:
 UNKNOWN_PARENT = Parent()
 
 
+def first_start(start_id: str) -> str:
+    """Id of the start that the processes of this one began with: each rollback adds ``~NUMBER`` to it."""
+    return start_id.partition("~")[0]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Start:
     """One start of the training: all ranks, on all VMs, that were launched together."""

@@ -55,6 +55,7 @@ MUTANTS = (
     Mutant("starts", "if len(recent) < CLAIMS_MAX:", "if not recent:"),
     Mutant("starts", "trainer is None or event.step < 0 or not event.start_id", "True"),
     Mutant("starts", "0 < began_ticks < start.began_ticks", "False"),
+    Mutant("starts", "first_start(start.id) != launch and ", ""),
     Mutant("starts", "or event.generation == fenced_by", "or False"),
     Mutant("starts", "if refused is not None and not refused.is_live:", "if False:"),
     Mutant("proof", "safe_at and safe_at.start_id == start.id", "safe_at"),

@@ -16,7 +16,14 @@ from __future__ import annotations
 from collections.abc import Sequence, Set
 from dataclasses import replace
 
-from swansong_bucket.model import CheckpointId, GpuHealth, GpuRecord, GpuStatus, Staged
+from swansong_bucket.model import (
+    CheckpointId,
+    GpuHealth,
+    GpuRecord,
+    GpuStatus,
+    Staged,
+    first_start,
+)
 
 from swansongd.core import commits, flight, request, staged_sets
 from swansongd.core.events import GpusRead
@@ -110,12 +117,8 @@ def _running(state: State) -> frozenset[str]:
 
     The later starts of a process use the same GPUs.
     """
-    connected = {_process_of(trainer.start_id) for trainer in state.connected if trainer.start_id}
-    return frozenset(connected or {_process_of(state.starts.process)} - {""})
-
-
-def _process_of(start_id: str) -> str:
-    return start_id.partition("~")[0]
+    connected = {first_start(trainer.start_id) for trainer in state.connected if trainer.start_id}
+    return frozenset(connected or {first_start(state.starts.process)} - {""})
 
 
 def doubt(state: State) -> str:
@@ -173,7 +176,7 @@ def doubtful(
         for staged in found
         if staged.id not in sound
         and (
-            _process_of(staged.id.start) in state.gpus.suspect_starts
+            first_start(staged.id.start) in state.gpus.suspect_starts
             if staged.framework == "swansong" or state.starts.process
             else has_failed  # of a process that is not known
         )
@@ -182,7 +185,7 @@ def doubtful(
 
 def _record_failed(transition: Transition, gpu: GpuStatus) -> None:
     state = transition.state
-    away = {_process_of(t.start_id) for t in state.ranks.trainers if t.start_id}
+    away = {first_start(t.start_id) for t in state.ranks.trainers if t.start_id}
     _suspect(transition, away | _running(state) | {*_away(state)})
     _doubt_inherited(transition)
     for waiting in transition.waiting_requests:
@@ -197,7 +200,7 @@ def _suspect(transition: Transition, starts: Set[str]) -> None:
     still there.
     """
     state = transition.state
-    present = {_process_of(trainer.start_id) for trainer in state.ranks.trainers} | _running(state)
+    present = {first_start(trainer.start_id) for trainer in state.ranks.trainers} | _running(state)
     known = sorted(state.gpus.suspect_starts | starts, key=lambda start: (start in present, start))
     _put(transition, replace(state.gpus, suspect_starts=frozenset(known[-KNOWN_MAX:])))
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from swansong import protocol
-from swansong_bucket.model import CheckpointId, CommitRef, Staged
+from swansong_bucket.model import CheckpointId, CommitRef, Staged, first_start
 
 from swansongd.core import course, events, learning
 from swansongd.core.state import CheckpointRequest, RequestState, State
@@ -284,8 +284,8 @@ def _answers(staged: Staged, request: CheckpointRequest) -> bool:
         # A save that had begun before the signal is no answer: the process still writes the real one.
         begun_mono_s = staged.begun_mono_s
         is_earlier = begun_mono_s is not None and begun_mono_s < request.asked_mono_s
-        process = request.start_id.partition("~")[0]
-        is_of_process = not process or staged.id.start.partition("~")[0] == process
+        process = first_start(request.start_id)
+        is_of_process = process in ("", first_start(staged.id.start))
         return staged.id not in request.known and not is_earlier and is_of_process
     if request.start_id not in ("", staged.id.start):
         return False

@@ -29,7 +29,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
 from swansong.protocol import PROCESS_PREFIX
-from swansong_bucket.model import Staged, Start, TrainerView
+from swansong_bucket.model import Staged, Start, TrainerView, first_start
 
 from swansongd.core import commits, course, flight, notices, ranks, request, staged_sets
 from swansongd.core.events import (
@@ -64,24 +64,26 @@ FINISH_S_MAX = 90.0
 # ---------------------------------------------------------------- starts that become known
 
 
-def see(
-    transition: Transition, start_id: str, began_ticks: int = 0, *, is_first: bool = False
-) -> None:
+def see(transition: Transition, start_id: str, began_ticks: int = 0) -> None:
     """A process of this start runs on this VM.
 
     Args:
-        began_ticks: when the process began.  A process of an earlier start may end late, and connect to a
+        began_ticks: when the process began.  A process of an earlier launch may end late, and connect to a
             restarted daemon before or after those of the newest one.
-        is_first: it is rank 0, which decides the place of a start that other ranks have named before.
     """
     state = transition.state
     known = state.start_of(start_id)
-    if known is not None and known.is_live and (known.generation is not None or not is_first):
+    if known is not None and known.is_live:
         return
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
-        later = [start for start in others if 0 < began_ticks < start.began_ticks]
+        launch = first_start(start_id)
+        later = [
+            start
+            for start in others
+            if first_start(start.id) != launch and 0 < began_ticks < start.began_ticks
+        ]
         earlier = others[: others.index(later[0])] if later else others
         is_overtaken = any(start.generation is not None for start in later)
         seen = replace(seen, is_open=not is_overtaken)
@@ -134,9 +136,7 @@ def record_joined(transition: Transition, connection: int) -> None:
 
 def _record_member(transition: Transition, trainer: TrainerView) -> None:
     """A rank belongs to a start."""
-    known = transition.state.start_of(trainer.start_id) or Start(id=trainer.start_id)
-    is_first = trainer.rank == 0 and trainer.nodes == 1 and 0 not in known.members
-    see(transition, trainer.start_id, trainer.process_start, is_first=is_first)
+    see(transition, trainer.start_id, trainer.process_start)
     start = transition.state.start_of(trainer.start_id)
     assert start is not None
     process = (trainer.pid, trainer.process_start)

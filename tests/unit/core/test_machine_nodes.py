@@ -116,7 +116,7 @@ def test_nothing_is_claimed_before_the_ranks_report_their_start() -> None:
     assert not node.all(ClaimGeneration)
     node.tell(StartBegun(1, "first"))
     node.tell(StartBegun(1, "first"))
-    assert node.all(ClaimGeneration) == [ClaimGeneration("first", nodes=2)]
+    assert node.all(ClaimGeneration) == [ClaimGeneration("first", nodes=2, began_ticks=1100)]
 
 
 def test_a_fence_between_two_starts_does_not_end_the_daemon() -> None:
@@ -540,7 +540,7 @@ def test_sealed_sets_are_committed_before_another_start_begins() -> None:
         "a rank that connected late gets the message as well"
     )
     node.tell(StartBegun(1, "second"))
-    assert node.last(ClaimGeneration) == ClaimGeneration("second", nodes=2)
+    assert node.last(ClaimGeneration) == ClaimGeneration("second", nodes=2, began_ticks=1200)
 
 
 def test_a_daemon_answers_when_its_own_share_is_committed() -> None:
@@ -610,7 +610,7 @@ def test_a_job_with_one_vm_left_finishes_first_and_then_begins() -> None:
     node.scan()
     assert len(node.all(ClaimGeneration)) == 1
     node.counted(node.commit_own_part(), 2)
-    assert node.last(ClaimGeneration) == ClaimGeneration("alone")
+    assert node.last(ClaimGeneration) == ClaimGeneration("alone", began_ticks=1200)
     assert node.state.commits.last_complete == CommitRef(3, 9)
 
 

@@ -311,16 +311,14 @@ def test_a_late_process_is_of_an_earlier_start_before_the_newest_one_has_reconne
     assert story.state.start == story.state.start_of("new")
 
 
-def test_rank_0_decides_the_place_of_a_start_that_another_rank_has_named() -> None:
-    """After a rollback and a restart of the daemon, rank 1 began before the rank 0 of the record."""
-    story = Story(claimed=False, recorded=(Start(id="new", generation=2, began_ticks=1200),))
+def test_a_rollback_is_the_newest_start_whichever_of_its_processes_began_first() -> None:
+    """The record may name rank 0 for the start before: rank 1 began earlier, and is in the same launch."""
+    story = Story(claimed=False, recorded=(Start(id="s", generation=2, began_ticks=1200),))
     story.grants = False
     story.scan()
     story.tell(RunRead(None, ""))
-    story.join(1, rank=1, ranks=2, pid=199, start_id="rolled back")
-    assert claims(story) == []
-    story.join(2, rank=0, ranks=2, pid=200, start_id="rolled back")
-    assert claims(story) == ["rolled back"]
+    story.join(1, rank=1, ranks=2, pid=199, start_id="s~1")
+    assert claims(story) == ["s~1"]
 
 
 def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start() -> None:
