@@ -142,12 +142,11 @@ def record_whole(transition: Transition, ref: CommitRef) -> None:
 
 
 def _may_be_loaded(state: State, ref: CommitRef) -> bool:
-    """Whether a later start than that of the commit runs: a rollback may be loading an older set.
+    """Whether a later start than that of the commit has begun: a rollback may be loading an older set.
 
     The first commit of that start replaces these sets.
     """
-    start = state.start
-    return start is not None and start.is_live and start.id != state.owner_of(ref)
+    return state.start is not None and state.start.id != state.owner_of(ref)
 
 
 def _comes_before(state: State, staged: Staged, ref: CommitRef) -> bool:

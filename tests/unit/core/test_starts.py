@@ -321,6 +321,19 @@ def test_a_rollback_is_the_newest_start_whichever_of_its_processes_began_first()
     assert claims(story) == ["s~1"]
 
 
+@pytest.mark.fault("H01")
+def test_a_restarted_daemon_deletes_no_set_that_a_recorded_rollback_may_load() -> None:
+    """The process has not reconnected, and the commit of a later set of the start before proves nothing."""
+    recorded = (Start(id="s", generation=2), Start(id="s~1", generation=3))
+    story = Story(claimed=False, recorded=recorded)
+    story.staging += [a_set(step, f"n{step}", start_id="s") for step in (9, 12)]
+    story.scan()
+    story.tell(RunRead(CommitRef(2, 6), "s"))
+    story.store_all()
+    assert story.state.commits.last_complete == CommitRef(2, 12)
+    assert not story.all(Prune)
+
+
 def test_a_rank_that_attaches_again_after_its_goodbye_waits_for_the_next_start() -> None:
     """A script calls ``finish()`` and ``attach()`` again: rank 1 may be faster than rank 0."""
     story = Story()
