@@ -203,7 +203,7 @@ class _Probe:
                 or fixes.then(fixes.directory(root, "0700"), fixes.restart()),
             )
         self.store.check()
-        return judge_way(self.store.url, store_fixes.address(self._config), self._edit)
+        return judge_transport(self.store.url, store_fixes.address(self._config), self._edit)
 
     # ------------------------------------------------------------ the rehearsal
 
@@ -344,8 +344,8 @@ def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) 
     )
 
 
-def judge_way(url: str, server: str, fix: str) -> Judgement:
-    """Whether a host on the way to a store that can be listed could read or change the bytes.
+def judge_transport(url: str, server: str, fix: str) -> Judgement:
+    """Whether a host on the path to the store, which can be listed, could read or change the bytes.
 
     Args:
         server: address of its server; empty for a directory.
@@ -353,7 +353,7 @@ def judge_way(url: str, server: str, fix: str) -> Judgement:
     if not server or is_encrypted_or_local(server):
         return ok(f"{url} can be listed")
     return warning(
-        f"{url} can be listed, but {server} has no TLS: a host on the way can read checkpoints and forge "
+        f"{url} can be listed, but {server} has no TLS: a host on the path can read checkpoints and forge "
         "answers. Set store.endpoint to an https:// address",
         fix,
     )
