@@ -25,7 +25,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
+from datetime import UTC, date, datetime
 from functools import lru_cache
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -262,6 +262,18 @@ def since_s(commits: Sequence[Known], claims: Mapping[int, float], rules: Retent
     return found
 
 
+def choices(commits: Sequence[Known], rules: RetentionConfig) -> tuple[list[Known], list[Known]]:
+    """All whole commits, and the settled ones: the rules that one commit can change choose among both."""
+    whole = [other for other in commits if other.is_whole]
+    return whole, [other for other in whole if other.age_s >= rules.keep_starts_s]
+
+
+def is_newest_healthy(commit: Known, whole: Sequence[Known]) -> bool:
+    """Whether it is the newest healthy one of these."""
+    healthy = [other.key for other in whole if is_healthy(other.health)]
+    return bool(healthy) and commit.key == max(healthy)
+
+
 def always(
     commit: Known, commits: Sequence[Known], claims: Mapping[int, float], rules: RetentionConfig
 ) -> bool:
@@ -273,11 +285,7 @@ def always(
         or commit.age_s < rules.keep_within_s
         or (not commit.is_whole and commit.age_s < rules.orphans_after_s)
         or all(other.age_s < while_s for other in newer)
-        or (
-            commit.is_whole
-            and is_healthy(commit.health) is True
-            and not any(is_healthy(other.health) for other in newer)
-        )
+        or any(is_newest_healthy(commit, each) for each in choices(commits, rules))
     )
 
 
@@ -285,13 +293,21 @@ def by_rank(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> 
     """Whether a rule without the clock of this machine keeps it."""
     if not commit.is_whole:
         return False
-    whole = [other for other in commits if other.is_whole]
+    whole, settled = choices(commits, rules)
     if sum(other.key > commit.key for other in whole) < rules.keep_last:
         return True
-    if commit.age_s < rules.keep_starts_s and not any(
-        other.ref.generation == commit.ref.generation and other.key > commit.key for other in whole
-    ):
-        return True
+    if commit.age_s < rules.keep_starts_s:
+        start = [other.key for other in whole if other.ref.generation == commit.ref.generation]
+        return commit.key == max(start) or is_chosen(commit, whole, rules)
+    return (
+        commit.key == max(other.key for other in settled)
+        or is_chosen(commit, whole, rules)
+        or is_chosen(commit, settled, rules)
+    )
+
+
+def is_chosen(commit: Known, whole: Sequence[Known], rules: RetentionConfig) -> bool:
+    """Whether it is the first of an interval of steps, or one of the best, of these."""
     if rules.keep_every_steps is not None:
 
         def is_in_line(one: Known) -> bool:
@@ -331,14 +347,14 @@ def is_turn(commit: Known, commits: Sequence[Known], rules: RetentionConfig) -> 
     """Whether the commit shows that another one, of these whole ones, is not in the line."""
     if not commit.is_whole or rules.keep_every_steps is None:
         return False
-    whole = [other for other in commits if other.is_whole]
-    for abandoned in whole:
-        newer = [other for other in whole if other.ref.generation > abandoned.ref.generation]
-        turn = min(
-            newer, key=lambda one: (one.ref.step, -one.ref.generation, one.key), default=None
-        )
-        if turn is not None and turn.key == commit.key and turn.ref.step <= abandoned.ref.step:
-            return True
+    for whole in choices(commits, rules):
+        for abandoned in whole:
+            newer = [other for other in whole if other.ref.generation > abandoned.ref.generation]
+            turn = min(
+                newer, key=lambda one: (one.ref.step, -one.ref.generation, one.key), default=None
+            )
+            if turn is not None and turn.key == commit.key and turn.ref.step <= abandoned.ref.step:
+                return True
     return False
 
 
@@ -348,7 +364,14 @@ def by_clock(
     """Whether a rule about hours, days, weeks or months keeps it."""
     if not commit.is_whole:
         return False
+
+    def day(one: Known) -> date:
+        return datetime.fromtimestamp(now_wall_s - one.age_s, UTC).date()
+
     newer = [other for other in commits if other.is_whole and other.key > commit.key]
+    start = [other for other in newer if other.ref.generation == commit.ref.generation]
+    if commit.age_s < rules.keep_starts_s and day(commit) not in map(day, start):
+        return True
     for count, span in (
         (rules.keep_hourly, lambda moment: (moment.date(), moment.hour)),
         (rules.keep_daily, lambda moment: moment.date()),
@@ -482,7 +505,7 @@ class World:
             keep_best=count(),
             best_is_highest=self.random.random() < 0.5,
             orphans_after_s=self.random.choice((2 * DAY_S, 7 * DAY_S)),
-            keep_starts_s=self.random.choice((0.0, 7 * DAY_S)),
+            keep_starts_s=self.random.choice((0.0, 2 * DAY_S, 7 * DAY_S)),
         )
 
     def _wait(self) -> None:
@@ -633,7 +656,7 @@ class World:
     def _disturbed(self) -> None:
         """Others act between the requests of this prune, which may crash."""
         store = self.store
-        before_prune = dict(store.commits)
+        before_prune, began_s = dict(store.commits), store.now_s
         commits_deleted, data_deleted = len(store.deleted_commits), len(store.deleted_data)
         crash_at = self.random.randrange(60) if self.random.random() < 0.5 else -1
         outer, self.depth = store.before, self.depth + 1
@@ -668,7 +691,7 @@ class World:
             store.before, self.depth = outer, self.depth - 1
         gone = store.deleted_commits[commits_deleted:]
         if gone:
-            self._check_deleted(before_prune, gone, store.deleted_data[data_deleted:])
+            self._check_deleted(before_prune, began_s, gone, store.deleted_data[data_deleted:])
         self._check_chunks()
 
     def _disturb(self) -> None:
@@ -688,21 +711,42 @@ class World:
     # ------------------------------------------------------------ checks
 
     def _check_deleted(
-        self, before: dict[str, Entry], gone: Sequence[str], data_gone: Sequence[str]
+        self,
+        before: dict[str, Entry],
+        began_s: float,
+        gone: Sequence[str],
+        data_gone: Sequence[str],
     ) -> None:
-        """R1, for the rules that do not depend on the clock of the prune."""
+        """R1, for the rules that do not depend on the clock of the prune.
+
+        A commit that became settled during the prune may have gone before.
+        """
         there = self.store.commits | {key: before[key] for key in gone if key in before}
-        commits, claims = self._known(there, self.store.data.keys() | data_gone), self._claims()
+        data = self.store.data.keys() | data_gone
         refs = {(parsed.ref, parsed.nodes) for parsed in map(KEYS.parse_commit, gone) if parsed}
-        for found in commits:
-            # An earlier prune within this one may have deleted all commits that a turn abandoned.
-            rest = [other for other in commits if other.key not in refs or other is found]
-            if found.key in refs and (
-                always(found, commits, claims, self.rules)
-                or by_rank(found, commits, self.rules)
-                or is_turn(found, rest, self.rules)
-            ):
-                raise Violation(f"R1: {found} was deleted")
+        protected = [
+            {
+                found.key
+                for found in commits
+                if found.key in refs and self._protects(found, commits, refs)
+            }
+            for commits in (
+                self._known(there, data, now_s) for now_s in (began_s, self.store.now_s)
+            )
+        ]
+        if lost := set.intersection(*protected):
+            raise Violation(f"R1: {sorted(lost)} were deleted")
+
+    def _protects(
+        self, found: Known, commits: Sequence[Known], refs: Container[tuple[CommitRef, int]]
+    ) -> bool:
+        # An earlier prune within this one may have deleted all commits that a turn abandoned.
+        rest = [other for other in commits if other.key not in refs or other is found]
+        return (
+            always(found, commits, self._claims(), self.rules)
+            or by_rank(found, commits, self.rules)
+            or is_turn(found, rest, self.rules)
+        )
 
     def _check_chunks(self) -> None:
         data = self.store.data
@@ -732,10 +776,14 @@ class World:
         return [key for key, count in parts.items() if count == key[1]]
 
     def _known(
-        self, manifests: Mapping[str, Entry] | None = None, data: Container[str] | None = None
+        self,
+        manifests: Mapping[str, Entry] | None = None,
+        data: Container[str] | None = None,
+        now_s: float | None = None,
     ) -> list[Known]:
-        """The commits of these manifests and chunks; without them, those of the store now."""
+        """The commits of these manifests and chunks at a time; without them, those of the store now."""
         store = self.store
+        now_s = store.now_s if now_s is None else now_s
         manifests = store.commits if manifests is None else manifests
         data = store.data if data is None else data
         pinned = {_pin_of(entry.data).ref for entry in store.pins.values()}
@@ -747,7 +795,7 @@ class World:
             Known(
                 ref=ref,
                 nodes=nodes,
-                age_s=store.now_s - max(entry.written_s for entry in entries),
+                age_s=now_s - max(entry.written_s for entry in entries),
                 is_whole=len(entries) == nodes
                 and all(
                     item.key in data and _is_honest(item)

@@ -36,7 +36,7 @@ MUTANTS: dict[str, Mutation] = {
         "if generation > settled.ref.generation and generation not in committed",
         "if False",
     ),
-    "the newest healthy commit is forgotten": ("retention", "if commit is healthy:", "if False:"),
+    "the newest healthy commit is forgotten": ("retention", "if commit in healthy:", "if False:"),
     "a commit without its chunks is whole": (
         "survey",
         "is_whole=read.commit.is_complete and self.chunks.are_stored(read.chunks)",
@@ -56,6 +56,21 @@ MUTANTS: dict[str, Mutation] = {
         "survey",
         "age_s=read.commit.age_s,",
         "age_s=max(info.age_s for info in read.commit.manifests.values()),",
+    ),
+    "settled commits do not choose": (
+        "retention",
+        "    for counted in (whole, settled):",
+        "    for counted in (whole,):",
+    ),
+    "the newest settled commit is forgotten": (
+        "retention",
+        "if settled and settled[0] is not whole[0]:",
+        "if False:",
+    ),
+    "the days of a start do not count": (
+        "retention",
+        "if commit.is_younger(rules.keep_starts_s):",
+        "if False:",
     ),
     "the newest span is left out": (
         "retention",

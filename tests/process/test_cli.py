@@ -37,7 +37,7 @@ from testkit.rig import BIN
 from testkit.waiting import until
 
 YOUNG = ["younger than 24 h"]
-CUTS = ["newest of its start", "hourly", "daily", "weekly"]
+CUTS = ["daily of its start", "hourly", "daily", "weekly"]
 FILES = {"model.pt": os.urandom(50_000), "deep/rng.pt": b"seed"}
 SWANSONG = [sys.executable, "-m", "swansong_tools.commands.main"]
 
@@ -455,7 +455,14 @@ def test_pins_and_prune(place: Place) -> None:
     assert (taken.returncode, "taken by generation 1 step 200" in taken.stderr) == (16, True)
     foretold = place.run_json("prune", "--dry-run", "--price", "gb_month=1e5")
     assert [found["kept_by"] for found in foretold["commits"]][1:] == [
-        ["newest before the last 24 h", "last 3", "hourly", "daily", "weekly"],
+        [
+            "newest before the last 24 h",
+            "last 3",
+            "newest before the last 7 d",
+            "hourly",
+            "daily",
+            "weekly",
+        ],
         ["pin paper", "last 3"],
         ["best loss"],
     ]

@@ -136,9 +136,10 @@ class RetentionConfig:
     keep_starts_s: float = _key(
         read.duration,
         "7d",
-        about="The newest whole commit of each start of the training that is younger than this.",
+        about="The last whole commit of each day (UTC) of each start of the training that is younger "
+        "than this, and the newest older one.",
     )
-    """Without a signing key, another writer can pass for a later start of the run."""
+    """Without a signing key, another writer can plant newer commits of the run."""
     keep_hourly: int = _key(
         read.count,
         24,

@@ -15,6 +15,11 @@ objects of the newest commit that it knows:
   A VM that it fenced may have committed since.  So the while ends ``keep_within_s`` before the oldest such
   claim.
 
+Without a signing key, another writer can plant any number of newer commits.  A commit is *settled* if it is
+older than ``keep_starts_s``.  For that time, planted commits displace neither the last commit of an earlier
+day of any start, nor what the rules about the newest, the healthy, the best and the steps choose among the
+settled commits.
+
 Ages are those of the store's clock.  The wall clock only cuts time into hours, days, weeks and months.  An
 error of this clock moves the cuts, and deletes nothing that another rule keeps.
 """
@@ -26,6 +31,7 @@ from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from datetime import UTC, datetime
+from itertools import groupby
 
 from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.format.wall import WALL_S_MAX
@@ -75,16 +81,22 @@ def reasons_to_keep(
     """
     newest_first = sorted(commits, key=lambda commit: commit.key, reverse=True)
     whole = [commit for commit in newest_first if commit.is_whole]
+    settled = [commit for commit in whole if not commit.is_younger(rules.keep_starts_s)]
     reasons: defaultdict[CommitKey, list[str]] = defaultdict(list)
-    for found in (_always(newest_first, whole, claims, rules), _by_rule(whole, rules, now_wall_s)):
+    for found in (
+        _always(newest_first, whole, settled, claims, rules),
+        _by_rule(whole, settled, rules, now_wall_s),
+    ):
         for commit, reason in found:
-            reasons[commit.key].append(reason)
+            if reason not in reasons[commit.key]:
+                reasons[commit.key].append(reason)
     return dict(reasons)
 
 
 def _always(
     newest_first: Sequence[CommitFacts],
     whole: Sequence[CommitFacts],
+    settled: Sequence[CommitFacts],
     claims: Mapping[int, float | None],
     rules: RetentionConfig,
 ) -> Iterator[tuple[CommitFacts, str]]:
@@ -92,12 +104,15 @@ def _always(
     within_s = rules.keep_within_s
     since_s = _writers_since_s(whole, claims, rules)
     base = next((commit for commit in whole if not commit.is_younger(since_s)), None)
-    healthy = next((commit for commit in whole if is_healthy(commit.health)), None)
+    healthy = [
+        next((commit for commit in counted if is_healthy(commit.health)), None)
+        for counted in (whole, settled)
+    ]
     for commit in newest_first:
         is_newest = bool(whole) and commit is whole[0]
         if is_newest:
             yield commit, "newest"
-        if commit is healthy:
+        if commit in healthy:
             yield commit, "healthy"
         for name in commit.pins:
             yield commit, f"pin {name}"
@@ -133,37 +148,43 @@ def _writers_since_s(
 
 
 def _by_rule(
-    whole: Sequence[CommitFacts], rules: RetentionConfig, now_wall_s: float
+    whole: Sequence[CommitFacts],
+    settled: Sequence[CommitFacts],
+    rules: RetentionConfig,
+    now_wall_s: float,
 ) -> Iterator[tuple[CommitFacts, str]]:
     """The whole commits that a configured rule keeps."""
 
     def since(unit_s: float, offset_s: float = 0.0) -> Callable[[float], Hashable]:
         return lambda wall_s: (wall_s + offset_s) // unit_s
 
+    day = since(_DAY_S)
     for commit in whole[: rules.keep_last]:
         yield commit, f"last {rules.keep_last}"
-    starts: set[int] = set()
-    for commit in whole:
-        if commit.ref.generation not in starts and commit.is_younger(rules.keep_starts_s):
-            yield commit, "newest of its start"
-        starts.add(commit.ref.generation)
+    for _, start in groupby(whole, key=lambda commit: commit.ref.generation):
+        for commit in _last_of_each(start, math.inf, day, now_wall_s):
+            if commit.is_younger(rules.keep_starts_s):
+                yield commit, "daily of its start"
+    if settled and settled[0] is not whole[0]:
+        yield settled[0], f"newest before the last {age_text(rules.keep_starts_s)}"
     cuts = (
         ("hourly", rules.keep_hourly, since(_HOUR_S)),
-        ("daily", rules.keep_daily, since(_DAY_S)),
+        ("daily", rules.keep_daily, day),
         ("weekly", rules.keep_weekly, since(7 * _DAY_S, 3 * _DAY_S)),  # 1970 began on a Thursday
         ("monthly", rules.keep_monthly, _month),
     )
     for name, count, cut in cuts:
         for commit in _last_of_each(whole, count, cut, now_wall_s):
             yield commit, name
-    if rules.keep_every_steps is not None:
-        first, turns = _first_of_each(whole, rules.keep_every_steps)
-        for commit in first:
-            yield commit, f"every {rules.keep_every_steps} steps"
-        for commit in turns:
-            yield commit, "training was repeated from here"
-    for commit in _best(whole, rules):
-        yield commit, f"best {rules.best_metric}"
+    for counted in (whole, settled):
+        if rules.keep_every_steps is not None:
+            first, turns = _first_of_each(counted, rules.keep_every_steps)
+            for commit in first:
+                yield commit, f"every {rules.keep_every_steps} steps"
+            for commit in turns:
+                yield commit, "training was repeated from here"
+        for commit in _best(counted, rules):
+            yield commit, f"best {rules.best_metric}"
 
 
 def _month(wall_s: float) -> Hashable:
@@ -172,7 +193,7 @@ def _month(wall_s: float) -> Hashable:
 
 
 def _last_of_each(
-    whole: Sequence[CommitFacts], count: int, cut: Callable[[float], Hashable], now_wall_s: float
+    whole: Iterable[CommitFacts], count: float, cut: Callable[[float], Hashable], now_wall_s: float
 ) -> Iterator[CommitFacts]:
     """The newest commit of each of the newest ``count`` spans of time that have one."""
     seen: set[Hashable] = set()

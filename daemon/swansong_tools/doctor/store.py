@@ -23,6 +23,7 @@ from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.util.threads import parallel
 from swansongd.config.config import Config
+from swansongd.config.notify import is_encrypted_or_local
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
 
@@ -202,7 +203,7 @@ class _Probe:
                 or fixes.then(fixes.directory(root, "0700"), fixes.restart()),
             )
         self.store.check()
-        return ok(f"{self.store.url} can be listed")
+        return judge_transport(self.store.url, store_fixes.address(self._config), self._edit)
 
     # ------------------------------------------------------------ the rehearsal
 
@@ -339,6 +340,21 @@ def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) 
     return failure(
         f"{found}. Use a bucket, a file server or a disk that outlives the VM. To accept this store for a "
         "trial: swansong doctor --trial",
+        fix,
+    )
+
+
+def judge_transport(url: str, server: str, fix: str) -> Judgement:
+    """Whether a host on the path to the store, which can be listed, could read or change the bytes.
+
+    Args:
+        server: address of its server; empty for a directory.
+    """
+    if not server or is_encrypted_or_local(server):
+        return ok(f"{url} can be listed")
+    return warning(
+        f"{url} can be listed, but {server} has no TLS: a host on the path can read checkpoints and forge "
+        "answers. Set store.endpoint to an https:// address",
         fix,
     )
 

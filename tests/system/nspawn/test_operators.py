@@ -36,6 +36,10 @@ done
 cat /etc/swansong/secrets/webhook 2>/dev/null
 env | grep -c {SECRET} || true
 """
+MONITORING = (REPOSITORY / "docs" / "operations" / "monitoring.md").read_text()
+LOW_PORT = re.findall(r"```\n(\[Service\]\nAmbientCapabilities=[^`]*)```", MONITORING)
+"""The drop-in for a port below 1024."""
+BIND = "import socket; socket.create_server(('127.0.0.1', 470))"
 SCRAPE = """
 import socket, sys
 where = sys.argv[1]
@@ -69,7 +73,7 @@ def receiver() -> Iterator[tuple[str, list[str]]]:
 
 @pytest.fixture
 def equipped(new_vm: Any, bucket: Bucket, aws: Aws, tmp_path: Path) -> Iterator[Any]:
-    """A running VM with one GPU, the drop-in of GPUs, a webhook as a credential, a program and metrics."""
+    """A running VM with one GPU, a webhook as a credential, a program, and metrics at a port below 1024."""
     if not has_compiler():
         pytest.skip("no C compiler: apt-get install gcc libc6-dev")
     nvml = tmp_path / "nvml"
@@ -90,12 +94,13 @@ def equipped(new_vm: Any, bucket: Bucket, aws: Aws, tmp_path: Path) -> Iterator[
         vm.write("/etc/swansong/secrets/webhook", f"{address}\n", mode=0o600)
         vm.write("/usr/local/bin/order", PROGRAM, mode=0o755)
         config = vm.read("/etc/swansong/swansong.toml") + (
-            '[metrics]\nlisten = "127.0.0.1:9469"\n[notify]\nallow_http = true\n'
+            '[metrics]\nlisten = "127.0.0.1:469"\n[notify]\nallow_http = true\n'
             'webhook_url_file = "credential:notify-webhook"\nexec = ["/usr/local/bin/order"]\n'
         )
         vm.write("/etc/swansong/swansong.toml", config)
         drop_ins = f"/etc/systemd/system/{DAEMON}.d"
         vm.write(f"{drop_ins}/gpu.conf", (REPOSITORY / "systemd" / "gpu" / "gpu.conf").read_text())
+        vm.write(f"{drop_ins}/override.conf", *LOW_PORT)
         vm.drop_in(
             DAEMON,
             "[Service]\nLoadCredential=notify-webhook:/etc/swansong/secrets/webhook\n"
@@ -112,7 +117,7 @@ def equipped(new_vm: Any, bucket: Bucket, aws: Aws, tmp_path: Path) -> Iterator[
 def test_a_gpu_fails_in_the_real_unit(equipped: Any, aws: Aws) -> None:
     """The kernel log, the webhook's credential, the program and the metrics work in the sandbox.
 
-    The program has none of the daemon's capabilities.
+    The program has none of the daemon's capabilities, and no other user can take a port below 1024.
 
     ``systemctl restart`` keeps the suspicion, and a stop ends it.
     """
@@ -123,7 +128,12 @@ def test_a_gpu_fails_in_the_real_unit(equipped: Any, aws: Aws) -> None:
     vm.wait_connected()
     until(lambda: vm.status()["gpus"], what="the GPU")
     assert vm.journal.all(event="health", source="gpu")[-1].facts["reason"] == "1 GPU"
-    assert 'swansong_gpus{run="run"} 1.0' in vm.run("python3", "-c", SCRAPE, "9469")
+    assert 'swansong_gpus{run="run"} 1.0' in vm.run("python3", "-c", SCRAPE, "469")
+    other = vm.run(
+        "setpriv", "--reuid=trainer", "--clear-groups", "sh", "-c", f'python3 -c "{BIND}" 2>&1 || :'
+    )
+    assert "PermissionError" in other
+    assert "cap_kill" in vm.show(DAEMON, "AmbientCapabilities").split()
 
     os.write(kernel_log, b"4,7,9,-;NVRM: Xid (PCI:0000:00:00): 79, GPU has fallen off the bus.\n")
     vm.journal.wait(event="gpu_health", health="lost")
@@ -137,7 +147,7 @@ def test_a_gpu_fails_in_the_real_unit(equipped: Any, aws: Aws) -> None:
     assert set(paths) == {f"/services/{SECRET}"}
 
     config = vm.run("cat", "/etc/swansong/swansong.toml")
-    config = config.replace("127.0.0.1:9469", "unix:/run/swansong/metrics.sock")
+    config = config.replace("127.0.0.1:469", "unix:/run/swansong/metrics.sock")
     vm.run("sh", "-c", f"cat >/etc/swansong/swansong.toml <<'END'\n{config}\nEND")
     vm.run("systemctl", "restart", DAEMON)
     vm.wait_connected()

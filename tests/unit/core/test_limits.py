@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from swansong_bucket.model import Severity
 from swansongd.core import limits
-from swansongd.core.events import FinishAsked
+from swansongd.core.events import FenceFound, FinishAsked
 from swansongd.core.state import Finishing
 
 from testkit.story import Story
@@ -73,3 +73,12 @@ def test_a_start_that_has_nothing_to_wait_for_lifts_no_limit() -> None:
     story.tell(FinishAsked("first"))
     story.scan()
     assert limits.rate_bytes_per_s(story.state) == LIMIT
+
+
+def test_a_fenced_vm_prunes_nothing() -> None:
+    """A newer claim, also a planted one, ends the retention of this daemon."""
+    story = a_story()
+    story.join()
+    assert limits.may_prune(story.state)
+    story.tell(FenceFound(9))
+    assert not limits.may_prune(story.state)

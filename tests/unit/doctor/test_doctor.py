@@ -51,7 +51,7 @@ from swansong_tools.doctor.host import (
 )
 from swansong_tools.doctor.sandbox import failed_to_run, unit_text
 from swansong_tools.doctor.staging import Room, judge_devices, judge_parents, judge_space, newest
-from swansong_tools.doctor.store import judge_disk, judge_signing_key, judge_speed
+from swansong_tools.doctor.store import judge_disk, judge_signing_key, judge_speed, judge_transport
 from swansong_tools.doctor.store_fixes import (
     of_credentials,
     of_refusal,
@@ -748,3 +748,19 @@ def test_unusual_toml_opens_the_editor(tmp_path: Path, text: str) -> None:
     path = tmp_path / "swansong.toml"
     path.write_text(text)
     assert set_key(path, "addressing", "path", table="store").startswith("sudoedit ")
+
+
+@pytest.mark.parametrize(
+    ("server", "level"),
+    [
+        ("", "ok"),
+        ("https://s3.amazonaws.com", "ok"),
+        ("http://127.0.0.1:9000", "ok"),
+        ("http://[::1]:9000", "ok"),
+        ("http://minio.example.org:9000", "warning"),
+        ("http://10.0.0.1", "warning"),
+    ],
+)
+def test_a_store_of_another_machine_without_tls_is_a_warning(server: str, level: str) -> None:
+    """A host on the path can act as a bucket writer and as a false store."""
+    assert judge_transport("s3://b/p", server, "fix").level == level

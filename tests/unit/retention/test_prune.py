@@ -302,7 +302,7 @@ def test_two_prunes_at_once_agree(store: Clocked) -> None:
 @pytest.mark.fault("G41")
 @pytest.mark.parametrize("place", ["commits/00000001/junk.json", "pins/a b.json"])
 def test_an_unknown_key_stops_prune(store: Clocked, place: str) -> None:
-    """It may be a commit, or a pin, of a newer version: nothing is deleted, with or without a signing key."""
+    """It may be a commit, or a pin, of a newer version: nothing is deleted."""
     store.put(f"r/{place}", b"{}")
     before = dict(store.objects)
     with pytest.raises(CorruptError, match=r"(junk|a b)\.json"):
@@ -331,7 +331,7 @@ STEPS = st.lists(
     ages_days=st.lists(st.integers(0, 40), min_size=6, max_size=6),
     pinned_step=st.integers(0, 5),
     planted=st.lists(
-        st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(1, 9), st.integers(0, 2)),
+        st.tuples(st.integers(0, 5), st.integers(1, 4), st.integers(1, 9), st.integers(0, 3)),
         max_size=5,
     ),
     flood=st.sampled_from([1, 100]),
@@ -343,7 +343,7 @@ def test_with_a_key_prune_decides_as_without_the_other_writer(
     planted: list[tuple[int, int, int, int]],
     flood: int,
 ) -> None:
-    """The other writer creates claims, pins, whole commits and copies of records, one or many."""
+    """The other writer creates claims, pins, whole commits, unknown keys and copies, one or many."""
     honest, attacked = Clocked(), Clocked()
     for store in (honest, attacked):
         view = signed(store, KEY)
@@ -370,6 +370,9 @@ def test_with_a_key_prune_decides_as_without_the_other_writer(
         elif kind == 1:
             commit(attacked, {"x": b"planted"}, generation=generation, step=step, nonce="planted")
             attacked.objects.setdefault(KEYS.generation(generation + 5), data)
+        elif kind == 2:
+            for place in (KEYS.commits, KEYS.generations, KEYS.pins):
+                attacked.objects.setdefault(f"{place}{generation:08d}/junk.json", data)
         else:
             for more in range(flood):
                 attacked.objects.setdefault(KEYS.pin(f"p{step + more}"), data)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.model import CommitRef, is_healthy
@@ -114,13 +114,82 @@ def test_the_newest_healthy_commit_and_pins_stay() -> None:
     assert 0 not in found
 
 
-def test_the_newest_commit_of_each_start_stays_for_a_while() -> None:
-    """A writer that passes for later starts, with any number of commits, displaces none at once."""
-    honest = [whole(10, 6 * DAY_S, 1), whole(20, 5 * DAY_S, 1), whole(30, 8 * DAY_S, 0)]
-    planted = [whole(1000 + n, 4 * DAY_S, 2 + n) for n in range(100)]
-    found = kept([*honest, *planted], rules(keep_starts_s=7 * DAY_S))
-    assert found[20] == ["newest of its start"]
-    assert {10, 30}.isdisjoint(found)
+def test_the_days_of_each_start_stay_for_a_while() -> None:
+    """The last commit of each day of a start, while it is younger, and the newest one that is older."""
+    first = [whole(step, age_s, 1) for step, age_s in ((10, 9 * DAY_S), (20, 8 * DAY_S))]
+    second = [whole(30 + n, (6.1 - n / 2) * DAY_S, 2) for n in range(8)]
+    third = [whole(1000 + n, 2 * DAY_S, 3) for n in range(100)]
+    found = kept([*first, *second, *third], rules(keep_starts_s=7 * DAY_S))
+    assert {step: reasons for step, reasons in found.items() if step < 1000} == {
+        20: ["newest before the last 7 d"],
+        **{step: ["daily of its start"] for step in (31, 33, 35, 37)},
+    }
+    assert found.keys() - range(1000) == {1099}
+
+
+@pytest.mark.fault("G44")
+@example([20.0, 10.0], [1, 0], [(0.5, 9, 1)], NO_RULE)
+@given(
+    ages_days=st.lists(st.floats(0, 30), min_size=1, max_size=8),
+    losses=st.lists(st.integers(0, 2), min_size=8, max_size=8),
+    planted=st.lists(
+        st.tuples(st.floats(0, 7), st.integers(1, 9), st.integers(0, 99)), max_size=12
+    ),
+    config=st.sampled_from(
+        [NO_RULE, RetentionConfig(), rules(keep_best=1, keep_every_steps=20)],
+    ),
+)
+def test_planted_commits_displace_little_for_a_week(
+    ages_days: list[float],
+    losses: list[int],
+    planted: list[tuple[float, int, int]],
+    config: RetentionConfig,
+) -> None:
+    """A writer passes for the run, in its newest start or in others, at any times of a week.
+
+    A commit stays that is at least as new as the last one before the first day.  Of those that were a week
+    old, the best one and the first one of each interval of steps stay.
+    """
+    config = replace(config, keep_starts_s=7 * DAY_S)
+    began_wall_s = NOON_WALL_S
+    made = [
+        (began_wall_s - age_days * DAY_S, CommitRef(5, 10 + 10 * n), float(losses[n]))
+        for n, age_days in enumerate(sorted(ages_days)[::-1])
+    ]
+    honest = {ref for _, ref, _ in made}
+    old = [(ref, loss) for at_s, ref, loss in made if at_s <= began_wall_s - 7 * DAY_S]
+    before = max((ref for at_s, ref, _ in made if at_s < began_wall_s - DAY_S / 2), default=None)
+    made += [
+        (began_wall_s + days * DAY_S, CommitRef(generation, step), -1.0)
+        for days, generation, step in planted
+        if CommitRef(generation, step) not in honest
+    ]
+    left = {ref: (at_s, loss) for at_s, ref, loss in made}
+    for hours in range(0, 7 * 24, 6):
+        now_wall_s = began_wall_s + hours * HOUR_S
+        commits = [
+            CommitFacts(
+                ref=ref,
+                age_s=now_wall_s - at_s,
+                is_whole=True,
+                health={"loss": loss, "loss_is_finite": float(loss != 0)},
+            )
+            for ref, (at_s, loss) in left.items()
+            if at_s <= now_wall_s
+        ]
+        stay = reasons_to_keep(commits, {}, config, now_wall_s)
+        for commit in commits:
+            if commit.key not in stay:
+                del left[commit.ref]
+    rest = left.keys() & honest
+    assert before is None or max(rest) >= before
+    healthy = {ref: loss for ref, loss in old if loss}
+    still = {ref: left[ref][1] for ref in rest if left[ref][1]}
+    if healthy:
+        assert max(still) >= max(healthy)
+        assert not config.keep_best or min(still.values()) <= min(healthy.values())
+    if config.keep_every_steps:
+        assert set({ref.step // 20: ref for ref, _ in reversed(old)}.values()) <= rest
 
 
 def test_the_last_commit_of_each_span_stays() -> None:
