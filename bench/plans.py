@@ -21,11 +21,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong import protocol
 from swansong_bucket.errors import Unreachable
+from swansong_bucket.model import Verdict
 from swansong_tools.commands.client import DaemonClient
+from swansongd.observe.status import DaemonStatus
 
 from bench.transfer.results import write_page
 from testkit.emulators.s3_strict import S3
@@ -137,33 +138,33 @@ def _running_vm(size: Size, store: dict[str, str], *, from_step: int) -> Iterato
 
 def _evacuate(client: DaemonClient, *, is_first: bool) -> Outcome:
     """One manual notice, until its verdict."""
-    before = _report_of(client)["last_verdict"]
+    before = _status_of(client).last_verdict
     client.request(
         protocol.Notify(nonce=secrets.token_hex(8), seconds_left=NOTICE_S), protocol.Noted
     )
     pessimistic_s = 0.0
     while True:
-        report = _report_of(client)
-        evacuation, last = report["evacuation"], report["last_verdict"]
-        if evacuation and evacuation["pessimistic_s"]:
-            pessimistic_s = evacuation["pessimistic_s"]
-        if last and (before is None or last["evacuation"] != before["evacuation"]):
+        status = _status_of(client)
+        evacuation, last = status.evacuation, status.last_verdict
+        if evacuation and evacuation.pessimistic_s:
+            pessimistic_s = evacuation.pessimistic_s
+        if last and (before is None or last.evacuation != before.evacuation):
             break
         time.sleep(0.05)
     client.request(protocol.NotifyWithdrawn(), protocol.Noted)
-    until(lambda: _report_of(client)["evacuation"] is None, what="the withdrawal")
-    if last["expected_s"] is None:
+    until(lambda: _status_of(client).evacuation is None, what="the withdrawal")
+    if last.expected_s is None:
         raise SystemExit(f"the evacuation had no forecast: {last}")
-    took_s = last["took_s"] if last["verdict"] == "SAFE" else math.inf
-    return Outcome(last["expected_s"], pessimistic_s, took_s, is_first)
+    took_s = math.inf if last.took_s is None or last.verdict is not Verdict.SAFE else last.took_s
+    return Outcome(last.expected_s, pessimistic_s, took_s, is_first)
 
 
-def _report_of(client: DaemonClient) -> dict[str, Any]:
-    """The daemon's report; a loaded machine may delay it."""
+def _status_of(client: DaemonClient) -> DaemonStatus:
+    """The daemon's status; a loaded machine may delay it."""
     for _ in range(9):
         with suppress(Unreachable):
-            return client.report()
-    return client.report()
+            return client.status()
+    return client.status()
 
 
 def table(outcomes: dict[str, list[Outcome]]) -> str:

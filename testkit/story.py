@@ -56,6 +56,9 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, StartState, State
 from swansongd.host import gpu_record
+from swansongd.observe.report import status_of
+from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.status import DaemonStatus
 from swansongd.observe.tally import Tally
 
 from testkit.committed import named_shard
@@ -383,6 +386,24 @@ class Story:
         return self.tell(CommitFailed(self.last(CommitManifest).flush_id, "503", conflict))
 
     # ------------------------------------------------------------------ actions
+
+    def snapshot(self) -> Snapshot:
+        """The figures of the daemon now; its wall clock shows 1.8e9 seconds more than its monotonic clock."""
+        return Snapshot(
+            run="llm",
+            version="1.0",
+            pid=7,
+            born_mono_s=900.0,
+            now_mono_s=self.now,
+            now_wall_s=1.8e9 + self.now,
+            state=self.state,
+            tally=self.tally.figures,
+        )
+
+    @property
+    def status(self) -> DaemonStatus:
+        """The status of the daemon now."""
+        return status_of(self.snapshot())
 
     def all(self, kind: type[A]) -> list[A]:
         return [action for action in self.actions if isinstance(action, kind)]

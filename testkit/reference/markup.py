@@ -8,6 +8,7 @@ import inspect
 import re
 import textwrap
 from collections.abc import Iterable, Sequence
+from enum import Enum
 from itertools import pairwise
 from os.path import relpath
 from pathlib import Path
@@ -50,15 +51,23 @@ def sentences(text: str) -> str:
     return re.sub(r"(?<=[.!?])\s+(?=[A-Z0-9`])", "\n", " ".join(text.split()))
 
 
-def member_docs(kind: type) -> dict[str, str]:
-    """The docstring below each member of a class."""
+def member_docs(kind: type[Enum]) -> dict[str, str]:
+    """The docstring below each member of an enumeration."""
+    docs = field_docs(kind)
+    assert docs.keys() == kind.__members__.keys(), f"{kind.__name__} has members without docstrings"
+    return docs
+
+
+def field_docs(kind: type) -> dict[str, str]:
+    """The docstrings below members and fields of a class."""
     (tree,) = ast.parse(textwrap.dedent(inspect.getsource(kind))).body
     assert isinstance(tree, ast.ClassDef)
     docs = {}
     for member, text in pairwise(tree.body):
         match member, text:
-            case ast.Assign(targets=[ast.Name(name)]), ast.Expr(ast.Constant(str(doc))):
+            case (
+                ast.Assign(targets=[ast.Name(name)]) | ast.AnnAssign(target=ast.Name(name)),
+                ast.Expr(ast.Constant(str(doc))),
+            ):
                 docs[name] = " ".join(doc.split())
-            case ast.Assign(targets=[ast.Name(name)]), _:
-                raise AssertionError(f"{kind.__name__}.{name} has no docstring")
     return docs

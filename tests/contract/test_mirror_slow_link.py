@@ -51,7 +51,7 @@ def test_a_slow_link_carries_some_newest_commit(
     try:
         step = 0
         end_mono_s = time.monotonic() + 30.0
-        while not (copied := mirroring.figures().newest) and time.monotonic() < end_mono_s:
+        while not (copied := mirroring.status().newest) and time.monotonic() < end_mono_s:
             step += 1
             state.flush.flight = object()
             time.sleep(FLUSH_S)

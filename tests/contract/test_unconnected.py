@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 from swansongd.config.config import TrainerConfig
+from swansongd.observe.status import DaemonStatus, TrainerStatus
 from swansongd.trainers import unconnected
 from swansongd.trainers.unconnected import Search
 
@@ -31,6 +32,8 @@ print(child.pid, flush=True)
 sys.stdin.readline()
 """
 CATCH = "import signal; signal.signal(signal.SIGUSR1, lambda *_: None)\n"
+
+STATUS = DaemonStatus(state="IDLE", run="r", version="1", pid=os.getpid(), uptime_s=1.0)
 
 Spawn = Callable[..., subprocess.Popen[str]]
 
@@ -72,12 +75,14 @@ def config(tmp_path: Path) -> Iterator[TrainerConfig]:
 
 def search(config: TrainerConfig, device: Path, *connected: int, **options: Any) -> Search:
     """Search, with this process as the daemon's parent."""
-    trainers = [{"pid": pid, "connected": True} for pid in connected]
+    trainers = tuple(
+        TrainerStatus(pid=pid, rank=0, world_size=1, step=0, connected=True) for pid in connected
+    )
     with subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE) as daemon:
-        report = {"pid": daemon.pid, "trainers": trainers}
+        status = replace(STATUS, pid=daemon.pid, trainers=trainers)
         try:
             return unconnected.search(
-                config, report, os.geteuid(), devices=device.parent, **{"limit_s": 30.0, **options}
+                config, status, os.geteuid(), devices=device.parent, **{"limit_s": 30.0, **options}
             )
         finally:
             daemon.kill()
@@ -188,21 +193,14 @@ def test_a_hostile_name_is_short_and_printable(
 def test_what_was_not_examined_is_not_reported_as_absent(
     config: TrainerConfig, device: Path, spawn: Spawn
 ) -> None:
-    """Without time, and with a damaged report or that of another machine, nothing is claimed or raised."""
+    """Without time, and with the status of another machine or of too many trainers, nothing is known."""
     spawn(device)
     nothing: dict[str, object] = {"processes": None, "complete": False}
     assert search(config, device, limit_s=0.0).facts() == nothing
-    for report in (
-        {},
-        {"pid": "x"},
-        {"pid": 2**31 - 1},
-        {"pid": os.getpid(), "trainers": 7},
-        {"pid": os.getpid(), "trainers_not_shown": 1},
-    ):
-        found = unconnected.search(config, report, os.geteuid(), devices=device.parent)
+    for status in (replace(STATUS, pid=2**31 - 1), replace(STATUS, trainers_not_shown=1)):
+        found = unconnected.search(config, status, os.geteuid(), devices=device.parent)
         assert found.facts() == nothing
-    report = {"pid": os.getpid(), "trainers": []}
-    found = unconnected.search(config, report, os.geteuid() + 1, devices=device.parent)
+    found = unconnected.search(config, STATUS, os.geteuid() + 1, devices=device.parent)
     assert found.facts() == nothing
 
 
@@ -223,8 +221,7 @@ def test_only_root_reports_that_there_is_none(
     facts = search(config, device, process.pid).facts()
     assert facts == {"processes": [] if is_root else None, "complete": is_root}
     if is_root:
-        report = {"pid": os.getpid(), "trainers": []}
-        by_other = partial(unconnected.search, config, report, 0, devices=device.parent)
+        by_other = partial(unconnected.search, config, STATUS, 0, devices=device.parent)
         for hidden in (False, True):  # by hidepid=
             if hidden:
                 monkeypatch.setattr(unconnected, "_pids", lambda: [os.getpid()])

@@ -29,6 +29,7 @@ from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.notifications.webhook import request_for as webhook_request
 from swansongd.observe.notifications import Notification, NotificationKind, Origin, fields, sample
+from swansongd.observe.status import SenderStatus
 
 from testkit.emulators import tls
 from testkit.raw_server import Peer, RawServer, Script
@@ -62,12 +63,12 @@ def webhook(url: str, *, total_s: float = 10.0, **settings: Any) -> Webhook:
     return made
 
 
-def settled(made: Webhook | Command, count: int = 1) -> dict[str, Any]:
-    """The report once this many notifications were sent or given up."""
+def settled(made: Webhook | Command, count: int = 1) -> SenderStatus:
+    """The status once this many notifications were sent or given up."""
 
-    def done() -> dict[str, Any] | None:
-        report = made.outbox.report()
-        return report if int(str(report["sent"])) + int(str(report["failed"])) >= count else None
+    def done() -> SenderStatus | None:
+        sender = made.outbox.status()
+        return sender if sender.sent + sender.failed >= count else None
 
     found = until(done, what="the end of all attempts")
     assert found is not None
@@ -95,11 +96,11 @@ def test_a_notification_arrives_once() -> None:
     with RawServer(script) as server:
         made = webhook(f"{server.url}/{SECRET}")
         made.put(notice())
-        report = settled(made)
+        sender = settled(made)
         made.put(notice())  # the record has it
         made.put(notice("v", NotificationKind.VERDICT))
-        report = settled(made, 2)
-    assert (report["sent"], report["failed"], report["last_error"]) == (2, 0, None)
+        sender = settled(made, 2)
+    assert (sender.sent, sender.failed, sender.last_error) == (2, 0, None)
     assert [body["kind"] for body in bodies] == ["notice", "verdict"]
 
 
@@ -112,7 +113,7 @@ def test_a_failure_that_may_pass_is_retried_with_the_same_id(
     with RawServer(script) as server:
         made = webhook(server.url)
         made.put(notice())
-        assert settled(made)["sent"] == 1
+        assert settled(made).sent == 1
     assert len(bodies) == 3
     assert len({body["id"] for body in bodies}) == 1
 
@@ -125,9 +126,9 @@ def test_a_refusal_and_a_redirect_are_final(code: int, log_lines: list[dict[str,
     with RawServer(script) as server:
         made = webhook(server.url)
         made.put(notice())
-        report = settled(made)
-    assert len(bodies) == report["failed"] == 1
-    assert report["last_error"].startswith(f"HTTP {code}")
+        sender = settled(made)
+    assert len(bodies) == sender.failed == 1
+    assert str(sender.last_error).startswith(f"HTTP {code}")
     (line,) = log_lines
     assert (line["event"], line["attempts"]) == ("notification_failed", 1)
 
@@ -256,10 +257,10 @@ def test_no_failure_reveals_the_address_or_the_token(
         url = server.url if failure else "http://127.0.0.1:9"
         made = webhook(f"{url}/services/{SECRET}", token_file=str(token))
         made.put(notice())
-        report = settled(made)
-    shown = json.dumps([report, log_lines]) + caplog.text
-    assert report["failed"] == 1
-    assert report["last_error"]
+        sender = settled(made)
+    shown = str([sender, log_lines]) + caplog.text
+    assert sender.failed == 1
+    assert sender.last_error
     assert SECRET[:-1] not in shown
     assert "eheim" not in shown
 
@@ -290,7 +291,7 @@ def test_the_token_is_sent_to_the_receiver_alone(tmp_path: Path) -> None:
     with RawServer(script) as server:
         made = webhook(server.url, token_file=str(token))
         made.put(notice())
-        assert settled(made)["sent"] == 1
+        assert settled(made).sent == 1
     assert seen == ["Bearer abc"]
 
 
@@ -354,8 +355,7 @@ def test_at_the_end_of_the_daemon_a_webhook_that_hangs_costs_the_command_no_time
         closing.join(30)
         assert not closing.is_alive()
     assert done.read_text() == "ended\n"
-    report: Any = notifier.report()
-    assert (report["exec"]["sent"], report["exec"]["failed"]) == (1, 0)
+    assert notifier.status().exec == SenderStatus(queued=0, sent=1, failed=0, dropped=0)
 
 
 @pytest.mark.fault("W04")
@@ -371,11 +371,11 @@ def test_at_the_end_of_the_daemon_a_command_that_hangs_is_killed(tmp_path: Path)
     began_mono_s = time.monotonic()
     notifier.close(webhook_by_mono_s=0.0, command_by_mono_s=began_mono_s + 0.1)
     assert time.monotonic() - began_mono_s < 3
-    report = until(
-        lambda: (found := notifier.report()["exec"])["failed"] == 2 and found,  # type: ignore[index]
+    sender = until(
+        lambda: (found := notifier.status().exec) and found.failed == 2 and found,
         what="the end of both",
     )
-    assert report["sent"] == 0
+    assert sender.sent == 0
     (pid,) = pids.read_text().split()
     until(lambda: not Path("/proc", pid).exists(), what="the end of the program")
 
@@ -386,10 +386,10 @@ def test_a_flood_of_notices_is_limited_and_counted() -> None:
     notifier = Notifier(config, run="run", vm="vm", record=record())
     for number in range(100):
         notifier._put(notice(f"n{number}"))
-    report: Any = notifier.report()
-    assert report["limited"] == 80
-    assert report["webhook"]["queued"] == 20
-    assert (report["exec"]["queued"], report["exec"]["dropped"]) == (3, 97)
+    shown = notifier.status()
+    assert shown.limited == 80
+    assert shown.webhook == SenderStatus(queued=20, sent=0, failed=0, dropped=0)
+    assert shown.exec == SenderStatus(queued=3, sent=0, failed=0, dropped=97)
 
 
 def test_a_notice_that_comes_again_is_sent_again_and_runs_no_second_command() -> None:
@@ -404,9 +404,9 @@ def test_a_notice_that_comes_again_is_sent_again_and_runs_no_second_command() ->
     kept.add("exec notice/i/imminent")
     notifier._put(notice("notice/i/over/2", is_over=True, ends="notice/i/"))
     notifier._put(begun)
-    report: Any = notifier.report()
-    assert report["webhook"]["queued"] == 4
-    assert report["exec"]["queued"] == 1
+    shown = notifier.status()
+    assert shown.webhook == SenderStatus(queued=4, sent=0, failed=0, dropped=0)
+    assert shown.exec == SenderStatus(queued=1, sent=0, failed=0, dropped=0)
 
 
 # ---------------------------------------------------------------- the heartbeat
@@ -419,11 +419,11 @@ def test_the_heartbeat_is_called_only_while_all_is_well() -> None:
         config = NotifyConfig(heartbeat_url=f"{server.url}/ping", heartbeat_interval_s=0.01)
         made = Heartbeat(config, lambda: reason[0])
         assert made._beat() == 1.0
-        assert (made.report()["silent"], made.report()["sent"]) == ("the store is away", 0)
+        assert (made.status().silent, made.status().sent) == ("the store is away", 0)
         reason[0] = ""
         assert made._beat() == 0.01
     assert lines == ["GET /ping HTTP/1.1"]
-    assert (made.report()["silent"], made.report()["sent"]) == (None, 1)
+    assert (made.status().silent, made.status().sent) == (None, 1)
 
 
 def test_a_heartbeat_that_fails_is_counted_and_logged_once(
@@ -432,10 +432,10 @@ def test_a_heartbeat_that_fails_is_counted_and_logged_once(
     config = NotifyConfig(heartbeat_url=f"http://127.0.0.1:9/{SECRET}")
     made = Heartbeat(config, lambda: "")
     assert made._beat() == made._beat() == 30.0
-    assert made.report()["failed"] == 2
+    assert made.status().failed == 2
     (line,) = log_lines
     assert "refused" in line["reason"]
-    assert SECRET not in json.dumps([made.report(), line])
+    assert SECRET not in str([made.status(), line])
 
 
 # ---------------------------------------------------------------- the command
@@ -500,8 +500,8 @@ def test_an_unexpected_error_leaves_no_process_and_the_next_command_runs(
     made.put(notice("a"))
     made.put(notice("b"))
     made.start()
-    report = settled(made, 2)
-    assert (report["failed"], report["sent"]) == (1, 1)
+    sender = settled(made, 2)
+    assert (sender.failed, sender.sent) == (1, 1)
     assert not Path(f"/proc/{seen[0]}").exists()
 
 
@@ -543,12 +543,12 @@ def test_the_command_runs_once_for_a_begin_and_not_for_drills(tmp_path: Path) ->
     made.put(notice("c", NotificationKind.STALL))
     made.put(notice("d"))
     made.put(notice("e", NotificationKind.VERDICT, is_over=True))
-    assert made.outbox.report()["queued"] == 2
+    assert made.outbox.status().queued == 2
     made.start()
-    assert settled(made, 2)["sent"] == 2
+    assert settled(made, 2).sent == 2
     again = Command(config, ORIGIN, kept)  # as after a restart
     again.put(notice("d"))
-    assert again.outbox.report()["queued"] == 0
+    assert again.outbox.status().queued == 0
     assert len(file.read_text().split()) == 2
 
 
@@ -558,11 +558,11 @@ def test_a_notice_that_becomes_more_urgent_orders_no_second_vm() -> None:
     for urgency in ("advisory", "scheduled", "imminent", "shutting_down"):
         made.put(notice(f"notice/gpu:1/{urgency}", urgency=urgency))
     made.put(notice("notice/gpu:2/imminent", urgency="imminent"))
-    assert made.outbox.report()["queued"] == 3
+    assert made.outbox.status().queued == 3
     made.start()
-    assert settled(made, 3)["sent"] == 3
+    assert settled(made, 3).sent == 3
     made.put(notice("notice/gpu:1/shutting_down", urgency="shutting_down"))
-    assert made.outbox.report()["queued"] == 0
+    assert made.outbox.status().queued == 0
 
 
 @pytest.mark.fault("W04")
@@ -574,6 +574,6 @@ def test_a_command_never_runs_twice_although_the_daemon_died_meanwhile() -> None
     made.put(notice("d"))
     made.start()
     until(lambda: kept.has("exec d"), what="the record")
-    assert made.outbox.report()["sent"] == 0
+    assert made.outbox.status().sent == 0
     made.stop()
-    assert settled(made)["failed"] == 1
+    assert settled(made).failed == 1

@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from swansong_tools.commands.completion import SHELLS
 from swansong_tools.commands.finished import EXIT_UNFINISHED
 from swansong_tools.commands.main import COMMANDS, EXIT_CODES
 from swansong_tools.commands.notify import EXIT_BY_VERDICT
+from swansongd.observe.status import DaemonStatus, from_json, to_json
 
 from testkit.committed import commit, file_store, flip_bit, object_path, tree
 from testkit.records import farewell
@@ -617,19 +619,23 @@ REPORT = {
         {"name": "aws.spot", "health": "ok", "reason": "answers", "for_s": 7200},
         {"name": "logind", "health": "blind", "reason": "\x1b[2Jgone [bold]", "for_s": 3},
     ],
-    "trainers": [{"pid": 4242, "rank": 0, "step": 1234, "extra": 1}],
+    "trainers": [{"pid": 4242, "rank": 0, "world_size": 1, "step": 1234, "connected": True}],
     "last_commit": {"generation": 2, "step": 1200, "age_s": 12.5},
     "failed_saves": {
         "count": 2,
         "last": {"step": 1100, "rank": 0, "reason": "disk\x1b full", "age_s": 240},
     },
     "replication_lag": {"steps": 34, "seconds": 41.0, "bytes": 1_234_000_000},
-    "pending_bytes": 2_000_000,
-    "evacuation": {"reason": "aws.spot", "seconds_left": 87.0, "plan": "TAKE", "phase": "flush"},
+    "unsent": {"sets": 1, "bytes": 2_000_000},
+    "evacuation": {
+        "id": "e", "reason": "aws.spot", "seconds_left": 87.0, "plan": "TAKE", "why": "",
+        "phase": "flush",
+    },
     "version": "0.1.0",
     "pid": 77,
     "uptime_s": 90000,
-}
+}  # fmt: skip
+STARTED = {"run": "r", "state": "IDLE", "version": "0.1.0", "pid": 77, "uptime_s": 1}
 
 
 @contextmanager
@@ -661,12 +667,13 @@ def daemon_that_answers(path: Path, *answers: bytes) -> Iterator[list[Message]]:
 
 
 def test_status_as_json_is_the_report(place: Place) -> None:
-    """The JSON is the daemon's report, even if the daemon sends a Welcome first, and a search of this VM."""
+    """The JSON has all fields, even if the daemon sends a Welcome first, and a search of this VM."""
     welcome = encode(Welcome(run="r", staging="/x"))
     with daemon_that_answers(place.socket, welcome, encode(Status(REPORT))) as received:
         status = place.run_json("status")
     assert set(status.pop("unconnected")) == {"processes", "complete"}
-    assert status == REPORT
+    assert status == json.loads(json.dumps(to_json(from_json(REPORT))))
+    assert set(REPORT) < set(status) == {field.name for field in fields(DaemonStatus)}
     assert received == [StatusQuery()]
 
 
@@ -682,7 +689,7 @@ def test_status_for_people(place: Place) -> None:
         "verdict -",
         "last commit generation 2 step 1200, 12.5 s ago",
         "replication lag 34 steps, 41 s, 1.23 GB",
-        "pending 2 MB",
+        "pending 2 MB in 1 sets",
         "failed saves 2, the last one 4 min ago at step 1100 of rank 0: disk\\x1b full",
         "evacuation aws.spot: TAKE, flush, 87 s left",
         "daemon version 0.1.0, pid 77, up 25 h",
@@ -696,18 +703,18 @@ def test_status_for_people(place: Place) -> None:
 
 def test_status_of_a_daemon_that_has_just_started(place: Place) -> None:
     """Facts that the daemon does not know yet are shown as unknown."""
-    with daemon_that_answers(place.socket, encode(Status({"run": "r", "generation": None}))):
+    with daemon_that_answers(place.socket, encode(Status(STARTED))):
         done = place.run("status")
     assert done.returncode == 0
     text = " ".join(done.stdout.split())
     assert "no generation claimed yet" in text
     assert "last commit none" in text
-    assert "replication lag unknown" in text
+    assert "replication lag 0 steps, unknown time" in text
 
 
 def test_status_shows_unknown_times_in_words(place: Place) -> None:
     """A commit of unknown age was made before the daemon started; status does not print a question mark."""
-    report = {
+    report = STARTED | {
         "last_commit": {"generation": 2, "step": 1200, "age_s": None},
         "replication_lag": {"steps": 34, "seconds": None, "bytes": 0},
     }
@@ -734,6 +741,18 @@ def test_status_without_a_daemon(place: Place) -> None:
             done = place.run("status")
         assert (done.returncode, done.stdout) == (13, "")
         assert is_one_line_of_swansong(done.stderr)
+
+
+def test_a_status_of_another_version_is_refused_with_its_field(place: Place) -> None:
+    """The line names the field, and the restart that an upgrade needs; unknown fields are ignored."""
+    other = STARTED | {"sources": [{"name": "x", "health": "fine", "reason": "", "for_s": 1}]}
+    for answer, exit_code in ((STARTED | {"new": 1}, 0), (other, 13)):
+        with daemon_that_answers(place.socket, encode(Status(answer))):
+            done = place.run("status")
+        place.socket.unlink()
+        assert done.returncode == exit_code, done.stderr
+    assert "status.sources[0].health is 'fine', not one of ok, " in done.stderr
+    assert "Restart the daemon" in done.stderr
 
 
 # ---------------------------------------------------------------- the command line itself

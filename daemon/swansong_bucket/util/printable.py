@@ -25,8 +25,11 @@ def printable(value: object, depth: int = 0) -> object:
     text = str(value)
     if len(text) > _TEXT_MAX:
         text = f"{text[:_TEXT_MAX]}... ({len(text)} characters)"
-    return text if text.isprintable() else "".join(map(_escaped, text))
+    return escaped(text)
 
 
-def _escaped(character: str) -> str:
-    return character if character.isprintable() else repr(character)[1:-1]
+def escaped(text: str) -> str:
+    """The text, with an escape such as ``\\x1b`` for each character that a terminal may not get."""
+    if text.isprintable():
+        return text
+    return "".join(each if each.isprintable() else repr(each)[1:-1] for each in text)

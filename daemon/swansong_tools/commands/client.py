@@ -10,8 +10,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Self, TypeVar
 
+from swansong.bounds import BoundsError
 from swansong.protocol import (
     MAX_MESSAGE_BYTES,
     Message,
@@ -26,6 +27,7 @@ from swansong.protocol import (
     encode,
 )
 from swansong_bucket.errors import Unreachable
+from swansongd.observe.status import DaemonStatus, from_json
 
 TIMEOUT_S = 5.0
 RESTORE_TIMEOUT_S = 120.0
@@ -111,9 +113,10 @@ class DaemonClient:
         self._channel.settimeout(left_s)
         return self._channel.recv(MAX_MESSAGE_BYTES + 1)
 
-    def report(self) -> dict[str, Any]:
-        """The daemon's report; docs/reference/status.md lists its fields."""
-        return self.request(StatusQuery(), Status).report
+    def status(self) -> DaemonStatus:
+        report = self.request(StatusQuery(), Status).report
+        with self._explained():
+            return from_json(report)
 
     def peer_uid(self) -> int:
         """The user that listens on the socket, as the kernel reports it."""
@@ -147,7 +150,7 @@ class DaemonClient:
             raise Unreachable(
                 f"connecting to the daemon at {path} failed: {error.strerror}", hint=_NOT_RUNNING
             ) from None
-        except ProtocolError as error:
+        except (ProtocolError, BoundsError) as error:
             raise Unreachable(
                 f"the request failed: {path} returned an invalid message ({error})",
                 hint="Restart the daemon after an upgrade",

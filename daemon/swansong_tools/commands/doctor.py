@@ -6,7 +6,6 @@ from __future__ import annotations
 import argparse
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.text import Text
@@ -18,6 +17,7 @@ from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_json, print_json
 from swansong_tools.commands.terminal import console
 from swansong_tools.doctor.checkup import check_image, check_vm
+from swansong_tools.doctor.daemon import DaemonAnswer
 from swansong_tools.doctor.findings import Finding, Level, has_failure
 
 _STYLES = {
@@ -75,7 +75,7 @@ def _run(args: argparse.Namespace) -> int:
         if args.image
         else check_vm(
             args.config,
-            _fetch_report,
+            _ask,
             speed=args.speed,
             trial=args.trial,
             send_notification=args.send_notification,
@@ -109,9 +109,9 @@ def _run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _fetch_report(socket: Path) -> dict[str, Any]:
+def _ask(socket: Path) -> DaemonAnswer:
     with DaemonClient(socket) as daemon:
-        return {**daemon.report(), "peer_uid": daemon.peer_uid()}
+        return DaemonAnswer(daemon.status(), daemon.peer_uid())
 
 
 def _show(out: Console, finding: Finding, name: str) -> None:

@@ -8,14 +8,15 @@ import os
 import secrets
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
 from swansong_bucket.config.values import InvalidValue, duration
 from swansong_bucket.errors import Stopped, Unreachable
 from swansong_bucket.model import Verdict
 from swansongd.config.config import load
+from swansongd.observe.status import DaemonStatus, VerdictStatus, to_json
 from swansongd.sources.manual import identity_of
 
 from swansong_tools.commands.client import TIMEOUT_S, DaemonClient
@@ -45,6 +46,7 @@ EXAMPLES = {
     ),
 }
 
+_SHOWN = ("state", "verdict", "notices", "evacuation", "last_commit", "part", "newer_generation")
 _SOURCES = ("manual", "drill")
 _POLL_S = 0.1
 
@@ -80,7 +82,7 @@ def run(args: argparse.Namespace) -> int:
         return give_notice(args, drill=False)
     with DaemonClient(load(args.config).trainer.socket) as daemon:
         daemon.request(NotifyWithdrawn(reason=args.reason), Noted)
-        return _show(args, _until(daemon, lambda report: not _has_manual_notice(report)))
+        return _show(args, _until(daemon, lambda status: not _has_manual_notice(status)))
 
 
 def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
@@ -100,26 +102,25 @@ def give_notice(args: argparse.Namespace, *, drill: bool) -> int:
         )
         identity = identity_of(notify.nonce, drill=notify.drill)
         daemon.request(notify, Noted)
-        report = _until(
-            daemon, lambda report: _is_in_force(report, identity) or _is_answered(report, identity)
+        status = _until(
+            daemon, lambda status: _is_in_force(status, identity) or _verdict_on(status, identity)
         )
         if not args.wait:
-            return _show(args, report)
+            return _show(args, status)
         note("The notice is in force; waiting for the verdict.")
-        while not _is_answered(report, identity):
-            if not _is_in_force(report, identity):
+        while not (last := _verdict_on(status, identity)):
+            if not _is_in_force(status, identity):
                 raise Stopped("waiting for the verdict failed: the notice was withdrawn")
             time.sleep(_POLL_S)
-            report = daemon.report()
-        verdict = report["last_verdict"]["verdict"]
-        _show(args, {**report, "verdict": verdict})
-        return EXIT_BY_VERDICT[Verdict(verdict)]
+            status = daemon.status()
+        _show(args, replace(status, verdict=last.verdict))
+        return EXIT_BY_VERDICT[last.verdict]
 
 
-def _until(daemon: DaemonClient, is_seen: Callable[[dict[str, Any]], bool]) -> dict[str, Any]:
+def _until(daemon: DaemonClient, is_seen: Callable[[DaemonStatus], object]) -> DaemonStatus:
     """The daemon's state once the decision loop has recorded our message."""
     deadline_mono_s = time.monotonic() + TIMEOUT_S
-    while not is_seen(report := daemon.report()):
+    while not is_seen(status := daemon.status()):
         if time.monotonic() > deadline_mono_s:
             raise Unreachable(
                 f"notifying the daemon failed: it accepted the message but did not act on it within "
@@ -127,7 +128,7 @@ def _until(daemon: DaemonClient, is_seen: Callable[[dict[str, Any]], bool]) -> d
                 hint="Check its state with: swansong status",
             )
         time.sleep(_POLL_S)
-    return report
+    return status
 
 
 def _running_s() -> float:
@@ -141,36 +142,35 @@ def _running_s() -> float:
     return max(0.0, time.clock_gettime(time.CLOCK_BOOTTIME) - started_s)
 
 
-def _has_manual_notice(report: dict[str, Any]) -> bool:
-    return any(notice["source"] in _SOURCES for notice in report["notices"])
+def _has_manual_notice(status: DaemonStatus) -> bool:
+    return any(notice.source in _SOURCES for notice in status.notices)
 
 
-def _is_in_force(report: dict[str, Any], identity: str) -> bool:
-    return any(identity in notice["identities"] for notice in report["notices"])
+def _is_in_force(status: DaemonStatus, identity: str) -> bool:
+    return any(identity in notice.identities for notice in status.notices)
 
 
-def _is_answered(report: dict[str, Any], identity: str) -> bool:
-    """Whether the newest verdict belongs to an evacuation for this notice."""
-    last = report["last_verdict"]
-    return last is not None and identity in last["notices"]
+def _verdict_on(status: DaemonStatus, identity: str) -> VerdictStatus | None:
+    """The newest verdict, if it belongs to an evacuation for this notice."""
+    last = status.last_verdict
+    return last if last is not None and identity in last.notices else None
 
 
-def _show(args: argparse.Namespace, report: dict[str, Any]) -> int:
-    keys = ("state", "verdict", "notices", "evacuation", "last_commit", "part", "newer_generation")
-    shown = {key: report[key] for key in keys}
+def _show(args: argparse.Namespace, status: DaemonStatus) -> int:
     if args.json:
-        print_json(shown)
+        report = to_json(status)
+        print_json({key: report[key] for key in _SHOWN})
     else:
-        commit = shown["last_commit"]
+        commit = status.last_commit
         committed = (
-            f"generation {commit['generation']} step {commit['step']} is committed"
+            f"generation {commit.generation} step {commit.step} is committed"
             if commit
             else "nothing is committed"
         )
-        if shown["part"]:
-            committed += f"; {part_of(shown['part'])}"
-        committed += newer_generation(report)
-        print(f"{shown['verdict'] or shown['state']}: {committed}")
+        if status.part:
+            committed += f"; {part_of(status.part)}"
+        committed += newer_generation(status)
+        print(f"{status.verdict or status.state}: {committed}")
     return 0
 
 

@@ -8,6 +8,7 @@ import argparse
 from swansong_bucket.config.values import InvalidValue, duration
 from swansong_bucket.errors import ConfigError
 from swansongd.config.config import load
+from swansongd.observe.status import to_json
 from swansongd.trainers import unconnected
 
 from swansong_tools.commands.client import DaemonClient
@@ -60,12 +61,12 @@ def run(args: argparse.Namespace) -> int:
 
         return watch(trainer.socket, args.interval or _INTERVAL_S)
     with DaemonClient(trainer.socket) as daemon:
-        report, uid = daemon.report(), daemon.peer_uid()
-    report["unconnected"] = unconnected.search(trainer, report, uid).facts()
+        status, uid = daemon.status(), daemon.peer_uid()
+    search = unconnected.search(trainer, status, uid)
     if args.json:
-        print_json(report)
+        print_json({**to_json(status), "unconnected": search.facts()})
         return 0
-    from swansong_tools.commands.view.once import print_report  # noqa: PLC0415 - slow to import
+    from swansong_tools.commands.view.once import print_status  # noqa: PLC0415 - slow to import
 
-    print_report(report)
+    print_status(status, search.found)
     return 0

@@ -25,7 +25,7 @@ from swansong_tools.doctor import (
     trainers,
 )
 from swansong_tools.doctor.accounts import DAEMON_USER, account, daemon_account, with_trainers
-from swansong_tools.doctor.daemon import FetchReport
+from swansong_tools.doctor.daemon import AskDaemon
 from swansong_tools.doctor.findings import Check, Examination, Finding, Level, examine
 from swansong_tools.doctor.grace import longest_grace_s
 
@@ -35,7 +35,7 @@ _PREREQUISITES = ("users", "permissions", "sandbox")
 
 def check_vm(
     path: Path,
-    fetch_report: FetchReport,
+    ask: AskDaemon,
     *,
     speed: bool,
     trial: bool,
@@ -45,8 +45,7 @@ def check_vm(
 
     Args:
         path: configuration file.
-        fetch_report: returns the report of the daemon on a socket, with ``peer_uid``, the user that listens
-            there; raises Unreachable.
+        ask: returns the answer of the daemon on a socket; raises Unreachable.
         speed: also measure the bandwidth to the store.
         trial: report a store that is lost with the VM as a warning.
         send_notification: also send a test notification.
@@ -59,7 +58,7 @@ def check_vm(
         found = _vm_findings(
             config,
             path,
-            fetch_report,
+            ask,
             speed=speed,
             trial=trial,
             send_notification=send_notification,
@@ -86,7 +85,7 @@ def _adapted(findings: Iterable[Finding]) -> Iterator[Finding]:
 def _vm_findings(
     config: Config,
     path: Path,
-    fetch_report: FetchReport,
+    ask: AskDaemon,
     *,
     speed: bool,
     trial: bool,
@@ -107,7 +106,7 @@ def _vm_findings(
             written=host.written_directories(config),
         )
     )
-    identity, whose = _identity(config, fetch_report)
+    identity, whose = _identity(config, ask)
     options = inside.Options(
         config=path,
         speed=speed,
@@ -134,25 +133,24 @@ def _vm_findings(
             findings = sandbox.in_process(identity, options.words())
         yield from map(checked.note, findings)
     yield from checked.run(trainers.needed_checks(config, path))
-    yield from checked.run(daemon.checks(config, path, fetch_report, by_systemd=by_systemd))
-    yield from checked.run(metrics.address_checks(config, path, fetch_report))
-    yield from checked.run(trainers.checks(config, path, user, fetch_report, by_systemd=by_systemd))
+    yield from checked.run(daemon.checks(config, path, ask, by_systemd=by_systemd))
+    yield from checked.run(metrics.address_checks(config, path, ask))
+    yield from checked.run(trainers.checks(config, path, user, ask, by_systemd=by_systemd))
 
 
 def _not_as_the_daemon(level: Level, found: str, fix: str = "") -> Finding:
     return Finding(family="host", name="as the daemon", level=level, found=found, fix=fix)
 
 
-def _identity(config: Config, fetch_report: FetchReport) -> tuple[sandbox.ProcessIdentity, str]:
+def _identity(config: Config, ask: AskDaemon) -> tuple[sandbox.ProcessIdentity, str]:
     """The identity to run checks with, and a description of its environment's owner."""
     try:
-        report = fetch_report(config.trainer.socket)
-        pid, uid = int(report["pid"]), int(report["peer_uid"])
-        found = sandbox.identity_of(pid, uid)
-    except (Unreachable, KeyError, ValueError, TypeError):
+        answer = ask(config.trainer.socket)
+        found = sandbox.identity_of(answer.status.pid, answer.uid)
+    except Unreachable:
         found = None  # the daemon does not run or refuses; another check reports that
     if found is not None:
-        return found, f"the daemon (process {pid})"
+        return found, f"the daemon (process {answer.status.pid})"
     return sandbox.presumed(), "this command (the daemon's environment cannot be read)"
 
 

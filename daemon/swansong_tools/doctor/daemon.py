@@ -5,12 +5,14 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong_bucket.errors import ConfigError, FencedError, Unreachable
+from swansong_bucket.model import Health
 from swansongd import __version__
 from swansongd.config.config import Config
+from swansongd.observe.status import DaemonStatus, HealthStatus
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.findings import Check, Judgement, Level, failure, ok, skipped, warning
@@ -18,7 +20,17 @@ from swansong_tools.doctor.sandbox import properties
 
 FAMILY = "daemon"
 
-FetchReport = Callable[[Path], dict[str, Any]]
+
+@dataclass(frozen=True, slots=True)
+class DaemonAnswer:
+    """The answer of the daemon on a socket."""
+
+    status: DaemonStatus
+    uid: int
+    """The user that listens on the socket."""
+
+
+AskDaemon = Callable[[Path], DaemonAnswer]
 
 _CAUSES = (
     "users", "trainer users", "permissions", "unit file", "sandbox", "as the daemon",
@@ -40,7 +52,7 @@ _RECENT_S = 600.0
 def checks(
     config: Config,
     path: Path,
-    fetch_report: FetchReport,
+    ask: AskDaemon,
     *,
     by_systemd: bool,
 ) -> Iterator[Check]:
@@ -48,7 +60,7 @@ def checks(
 
     Args:
         path: configuration file.
-        fetch_report: returns the report of the daemon on a socket; raises Unreachable.
+        ask: returns the answer of the daemon on a socket; raises Unreachable.
         by_systemd: whether systemd manages the daemon.
     """
     socket = config.trainer.socket
@@ -59,28 +71,26 @@ def checks(
             family=FAMILY, name=name, judge=judge, needs=needs, fix=_SHOW_LOG, limit_s=limit_s
         )
 
-    yield check(
-        "daemon", lambda: _runs(config, path, fetch_report, by_systemd=by_systemd), *_CAUSES
-    )
+    yield check("daemon", lambda: _runs(config, path, ask, by_systemd=by_systemd), *_CAUSES)
     yield check(
         "running configuration",
-        lambda: _is_current(path, fetch_report(socket), by_systemd=by_systemd),
+        lambda: _is_current(path, ask(socket).status, by_systemd=by_systemd),
         "daemon",
     )
     yield check(
         "version",
-        lambda: judge_version(fetch_report(socket).get("version"), __version__, fixes.start(path)),
+        lambda: judge_version(ask(socket).status.version, __version__, fixes.start(path)),
         "daemon",
     )
     probes = ("network", "credentials", "bucket", "write", "create-if-absent", "read back")
-    yield check("store health", lambda: _store(config, path, fetch_report), "daemon", *probes)
-    yield check("ranks", lambda: judge_ranks(fetch_report(socket)), "daemon")
+    yield check("store health", lambda: _store(config, path, ask), "daemon", *probes)
+    yield check("ranks", lambda: judge_ranks(ask(socket).status), "daemon")
 
 
 # ------------------------------------------------------------ whether it runs
 
 
-def _runs(config: Config, path: Path, fetch_report: FetchReport, *, by_systemd: bool) -> Judgement:
+def _runs(config: Config, path: Path, ask: AskDaemon, *, by_systemd: bool) -> Judgement:
     socket = config.trainer.socket
     restarts = 0
     if by_systemd:
@@ -96,17 +106,13 @@ def _runs(config: Config, path: Path, fetch_report: FetchReport, *, by_systemd: 
             return judge_down(facts, claim)
         restarts = int(facts.get("NRestarts") or 0)
     try:
-        report = fetch_report(socket)
+        status = ask(socket).status
     except Unreachable as error:
         return failure(str(error), fixes.start(path))
-    blind = [
-        str(source.get("name"))
-        for source in report.get("sources") or []
-        if source.get("health") == "blind"
-    ]
-    if restarts and float(report.get("uptime_s", 0.0)) < _SETTLE_S and _restarts_again(restarts):
+    blind = [source.name for source in status.sources if source.health is Health.BLIND]
+    if restarts and status.uptime_s < _SETTLE_S and _restarts_again(restarts):
         return failure(f"the daemon restarts repeatedly: {restarts} restarts so far", _SHOW_LOG)
-    words = f"answers: run {report.get('run')}, state {report.get('state')}"
+    words = f"answers: run {status.run}, state {status.state}"
     if blind:
         return warning(f"{words}; blind sources: {', '.join(blind)}", "swansong status")
     return ok(words)
@@ -165,12 +171,12 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
 # ------------------------------------------------------------ configuration and version
 
 
-def _is_current(path: Path, report: Mapping[str, Any], *, by_systemd: bool) -> Judgement:
-    started_wall_s = time.time() - float(report.get("uptime_s", 0.0))
+def _is_current(path: Path, status: DaemonStatus, *, by_systemd: bool) -> Judgement:
+    started_wall_s = time.time() - status.uptime_s
     if path.stat().st_mtime > started_wall_s + 1.0:
         return warning(
             f"{path} was changed after the daemon started; the daemon still uses the old configuration",
-            fixes.restart() or f"kill {int(report['pid'])}; {fixes.start(path)}",
+            fixes.restart() or f"kill {status.pid}; {fixes.start(path)}",
         )
     if by_systemd and properties(fixes.DAEMON, _PROPERTIES).get("NeedDaemonReload") == "yes":
         return warning(
@@ -180,7 +186,7 @@ def _is_current(path: Path, report: Mapping[str, Any], *, by_systemd: bool) -> J
     return ok(f"the daemon uses the current {path}")
 
 
-def judge_version(running: object, installed: str, fix: str) -> Judgement:
+def judge_version(running: str, installed: str, fix: str) -> Judgement:
     """Whether the daemon runs the installed version; an upgrade requires a restart."""
     if running == installed:
         return ok(f"the daemon runs the installed version, {installed}")
@@ -193,39 +199,39 @@ def judge_version(running: object, installed: str, fix: str) -> Judgement:
 # ------------------------------------------------------------ store and ranks
 
 
-def _store(config: Config, path: Path, fetch_report: FetchReport) -> Judgement:
+def _store(config: Config, path: Path, ask: AskDaemon) -> Judgement:
     # The store may have been fixed a moment ago: wait until the daemon reaches it again.
     deadline_mono_s = time.monotonic() + _SETTLE_S
     while True:
-        found = judge_store(fetch_report(config.trainer.socket).get("store"), fixes.start(path))
+        found = judge_store(ask(config.trainer.socket).status.store, fixes.start(path))
         if (found and found.level is Level.OK) or time.monotonic() > deadline_mono_s:
             break
         time.sleep(_POLL_S)
     return found or failure("the daemon has not reached its store yet", fixes.start(path))
 
 
-def judge_store(health: Mapping[str, Any] | None, fix: str) -> Judgement | None:
+def judge_store(store: HealthStatus | None, fix: str) -> Judgement | None:
     """Whether the daemon reaches its store; None before the daemon's first request.
 
     The checks of the store have passed before this one, so a failure here requires a restart.
     """
-    if health is None:
+    if store is None:
         return None
-    words = f"{health.get('health')}, {health.get('reason')}, for {health.get('for_s')} s"
-    if health.get("health") == "ok":
+    words = f"{store.health}, {store.reason}, for {store.for_s} s"
+    if store.health is Health.OK:
         return ok(f"the daemon reaches its store: {words}")
     return failure(f"doctor reaches the store, but the running daemon does not: {words}", fix)
 
 
-def judge_ranks(report: Mapping[str, Any]) -> Judgement:
+def judge_ranks(status: DaemonStatus) -> Judgement:
     """Whether the daemon recently refused processes because their rank was taken."""
-    refused = report.get("trainers_refused") or {}
-    if refused.get("count") and float(refused.get("age_s") or 0.0) < _RECENT_S:
+    refused = status.trainers_refused
+    if refused.age_s is not None and refused.age_s < _RECENT_S:
         return warning(
-            f"the daemon refused {refused['count']} connections: {refused.get('last')}",
+            f"the daemon refused {refused.count} connections: {refused.last}",
             "# start the processes of a job with torchrun; run one daemon per job",
         )
-    connected = [each for each in report.get("trainers") or [] if each.get("connected")]
+    connected = sum(trainer.connected for trainer in status.trainers)
     if not connected:
         return skipped("no trainer is connected")
-    return ok(f"{len(connected)} trainers, all with different ranks")
+    return ok(f"{connected} trainers, all with different ranks")

@@ -8,31 +8,31 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from swansong_bucket.config.values import ListenAddress
 from swansong_bucket.errors import Unreachable
 from swansongd.config.config import Config
+from swansongd.observe.status import DaemonStatus
 from swansongd.util import listeners
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.accounts import DAEMON_USER, account
-from swansong_tools.doctor.daemon import FetchReport
+from swansong_tools.doctor.daemon import AskDaemon
 from swansong_tools.doctor.findings import Check, Judgement, ok, warning
 
 FAMILY = "metrics"
 
 
-def address_checks(config: Config, path: Path, fetch_report: FetchReport) -> Iterator[Check]:
+def address_checks(config: Config, path: Path, ask: AskDaemon) -> Iterator[Check]:
     """The check of ``metrics.listen``.  Root also sees which process has taken the address.
 
     Args:
         config: of the daemon.
         path: of the configuration.
-        fetch_report: returns the report of the daemon on a socket; raises Unreachable.
+        ask: returns the answer of the daemon on a socket; raises Unreachable.
     """
     listen = config.metrics.listen
     if listen is not None:
@@ -40,7 +40,7 @@ def address_checks(config: Config, path: Path, fetch_report: FetchReport) -> Ite
             family=FAMILY,
             name="metrics address",
             judge=lambda: judge_address(
-                listen, lambda: fetch_report(config.trainer.socket), fixes.edit(path)
+                listen, lambda: ask(config.trainer.socket).status, fixes.edit(path)
             ),
         )
 
@@ -55,23 +55,23 @@ def textfile_checks(config: Config) -> Iterator[Check]:
 
 
 def judge_address(
-    listen: ListenAddress, report: Callable[[], Mapping[str, Any]], edit: str
+    listen: ListenAddress, status: Callable[[], DaemonStatus], edit: str
 ) -> Judgement:
     """Whether the daemon serves its metrics there, or could.
 
     The daemon itself reports it, on its own socket: any process can answer a scrape with forged metrics.
     """
     try:
-        metrics = report().get("metrics")
+        metrics = status().metrics
     except Unreachable:
         return _judge_free(listen, edit)
     if metrics is None:
         return warning("the daemon was started without metrics.listen", fixes.restart())
-    if metrics.get("failure"):
-        return _not_served(listen, str(metrics["failure"]), edit)
+    if metrics.failure:
+        return _not_served(listen, metrics.failure, edit)
     if not listen.is_local:
         return warning(f"{listen}: other machines can read the metrics, without a password", edit)
-    return ok(f"{metrics.get('address')}: the daemon serves its metrics")
+    return ok(f"{metrics.address}: the daemon serves its metrics")
 
 
 def _judge_free(listen: ListenAddress, edit: str) -> Judgement:

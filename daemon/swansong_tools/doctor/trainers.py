@@ -5,20 +5,20 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from swansong.protocol import DEFAULT_SOCKET
 from swansongd.config.config import Config
+from swansongd.observe.status import TrainerStatus
 from swansongd.trainers import unconnected
 from swansongd.trainers.signals import SignalRefusal, SignalSender
 from swansongd.trainers.users import may_be_signalled
 
 from swansong_tools.doctor import fixes
 from swansong_tools.doctor.accounts import TRAINER_GROUP, Account, account, has_group, with_trainers
-from swansong_tools.doctor.daemon import FetchReport
+from swansong_tools.doctor.daemon import AskDaemon, DaemonAnswer
 from swansong_tools.doctor.findings import Check, Judgement, failure, ok, skipped, warning
 from swansong_tools.doctor.sandbox import properties
 
@@ -55,20 +55,20 @@ def needed_checks(config: Config, path: Path) -> Iterator[Check]:
 
 
 def checks(
-    config: Config, path: Path, daemon: Account, fetch_report: FetchReport, *, by_systemd: bool
+    config: Config, path: Path, daemon: Account, ask: AskDaemon, *, by_systemd: bool
 ) -> Iterator[Check]:
     """Whether trainers reach the daemon's socket, and the daemon's signal reaches its trainer.
 
     Args:
         path: configuration file.
         daemon: the user that the daemon runs as.
-        fetch_report: returns the report of the daemon on that socket; raises Unreachable.
+        ask: returns the answer of the daemon on that socket; raises Unreachable.
         by_systemd: whether systemd manages the daemon.
     """
     yield Check(
         family=FAMILY,
         name="socket",
-        judge=lambda: _reachable(config, fetch_report, by_systemd=by_systemd),
+        judge=lambda: _reachable(config, ask, by_systemd=by_systemd),
         needs="daemon",
     )
     yield Check(
@@ -77,7 +77,7 @@ def checks(
     yield Check(
         family=FAMILY,
         name="unconnected trainers",
-        judge=lambda: _unconnected(config, fetch_report(config.trainer.socket)),
+        judge=lambda: _unconnected(config, ask(config.trainer.socket)),
         needs="daemon",
     )
 
@@ -109,7 +109,7 @@ def judge_users(missing: list[str | int], count: int, *, grouped: bool) -> Judge
     return ok(f"all {count} users of trainer.users exist")
 
 
-def _reachable(config: Config, fetch_report: FetchReport, *, by_systemd: bool) -> Judgement:
+def _reachable(config: Config, ask: AskDaemon, *, by_systemd: bool) -> Judgement:
     socket, users = config.trainer.socket, config.trainer.users
     facts = socket.stat()
     if not stat.S_ISSOCK(facts.st_mode):
@@ -123,7 +123,7 @@ def _reachable(config: Config, fetch_report: FetchReport, *, by_systemd: bool) -
         group = fixes.as_root(f"chgrp {TRAINER_GROUP} {fixes.quoted(socket)}")
         fix = fixes.then(group, fixes.as_root(f"chmod 0660 {fixes.quoted(socket)}"))
         return failure(f"the trainers' group may not connect to {mode}", fix)
-    connected = _users_of(fetch_report(socket).get("trainers") or [])
+    connected = _users_of(ask(socket).status.trainers)
     granted = _users_granted() if by_systemd else {}
     granted_by, excluded = [], []
     for user in known:
@@ -147,13 +147,13 @@ def _reachable(config: Config, fetch_report: FetchReport, *, by_systemd: bool) -
     return ok("; ".join([mode, *granted_by]))
 
 
-def _users_of(trainers: Iterable[Mapping[str, Any]]) -> set[int]:
+def _users_of(trainers: Iterable[TrainerStatus]) -> set[int]:
     """Uids of the connected trainers."""
     uids = set()
     for trainer in trainers:
-        with suppress(OSError, ValueError):
-            if trainer.get("connected"):
-                uids.add(os.stat(f"/proc/{int(trainer.get('pid', 0))}").st_uid)
+        with suppress(OSError):
+            if trainer.connected:
+                uids.add(os.stat(f"/proc/{trainer.pid}").st_uid)
     return uids
 
 
@@ -201,8 +201,8 @@ def _signal(config: Config, daemon: Account) -> Judgement:
     return ok(f"process {pid} handles {trainer.signal}")
 
 
-def _unconnected(config: Config, report: Mapping[str, Any]) -> Judgement:
-    search = unconnected.search(config.trainer, report, int(report["peer_uid"]))
+def _unconnected(config: Config, answer: DaemonAnswer) -> Judgement:
+    search = unconnected.search(config.trainer, answer.status, answer.uid)
     if search.found:
         shown = [each.line for each in search.found[:_SHOWN]]
         more = [f"{len(search.found) - _SHOWN} more"] if len(search.found) > _SHOWN else []

@@ -32,7 +32,7 @@ from swansong_bucket.stores.wrappers.throttle import Throttled
 from swansongd.core import limits
 from swansongd.core.events import Event, FenceFound
 from swansongd.core.state import State
-from swansongd.observe.snapshot import MirrorFigures, MirrorState
+from swansongd.observe.status import MirrorLagStatus, MirrorState, MirrorStatus
 
 FENCE_INTERVAL_S = 60.0
 """Longest time between two looks for a promotion while the mirror can be reached."""
@@ -144,8 +144,7 @@ class Mirroring:
         self._fence_due_mono_s = self._monotonic()
         self._wake.set()
 
-    def figures(self) -> MirrorFigures:
-        """The lag of the mirror now."""
+    def status(self) -> MirrorStatus:
         now_mono_s = self._monotonic()
         with self._lock:
             state, reason = self._shown
@@ -156,13 +155,13 @@ class Mirroring:
                 for place, waiting in self._waiting.items()
                 if self._newest is None or place.ref > self._newest
             ]
-            return MirrorFigures(
+            lag_s = round(now_mono_s - min(newer), 1) if newer else 0.0
+            left_bytes = sum(waiting.left_bytes for waiting in self._waiting.values())
+            return MirrorStatus(
                 url=self.store.url,
                 state=state,
                 reason=reason,
-                lag_commits=len(self._waiting),
-                lag_s=round(now_mono_s - min(newer), 1) if newer else 0.0,
-                lag_bytes=sum(waiting.left_bytes for waiting in self._waiting.values()),
+                lag=MirrorLagStatus(commits=len(self._waiting), seconds=lag_s, bytes=left_bytes),
                 newest=self._newest,
                 copied_commits=self._copied_commits,
                 copied_bytes=self._copied_bytes,

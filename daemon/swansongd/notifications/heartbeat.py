@@ -13,6 +13,7 @@ from swansong_bucket.util.printable import printable
 from swansongd.config.notify import NotifyConfig
 from swansongd.notifications import secret_files
 from swansongd.notifications.delivery import Deliverer, HttpRequest
+from swansongd.observe.status import HeartbeatStatus
 
 _RETRY_S_MAX = 30.0
 _LOOK_S = 1.0
@@ -61,14 +62,13 @@ class Heartbeat:
     def start(self) -> None:
         threading.Thread(target=self._run, name="notify-heartbeat", daemon=True).start()
 
-    def report(self) -> dict[str, object]:
-        """The JSON fields of the status."""
-        return {
-            "sent": self._sent,
-            "failed": self._failed,
-            "silent": self._silent or None,
-            "last_error": self._last_error or None,
-        }
+    def status(self) -> HeartbeatStatus:
+        return HeartbeatStatus(
+            sent=self._sent,
+            failed=self._failed,
+            silent=self._silent or None,
+            last_error=self._last_error or None,
+        )
 
     def _run(self) -> None:
         while True:

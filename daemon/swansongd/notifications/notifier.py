@@ -29,6 +29,7 @@ from swansongd.observe.notifications import (
     end_of,
     of_resume,
 )
+from swansongd.observe.status import NotificationsStatus
 
 SETTLE_S = 15.0
 """A condition that holds, or has ended, for a shorter time causes no notification."""
@@ -114,14 +115,13 @@ class Notifier:
         if made is not None:
             self._put(made)
 
-    def report(self) -> dict[str, object]:
-        """The JSON fields of the status."""
-        return {
-            "webhook": None if self._webhook is None else self._webhook.outbox.report(),
-            "exec": None if self._command is None else self._command.outbox.report(),
-            "heartbeat": None if self._heartbeat is None else self._heartbeat.report(),
-            "limited": 0 if self._webhook is None else self._webhook.limited,
-        }
+    def status(self) -> NotificationsStatus:
+        return NotificationsStatus(
+            webhook=None if self._webhook is None else self._webhook.outbox.status(),
+            exec=None if self._command is None else self._command.outbox.status(),
+            heartbeat=None if self._heartbeat is None else self._heartbeat.status(),
+            limited=0 if self._webhook is None else self._webhook.limited,
+        )
 
     def begin_close(self) -> None:
         """The daemon ends: the webhook and the command begin with all that is queued.  Does not block."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from swansong_bucket.util.printable import printable
 
 from swansongd.observe.notifications import Notification, NotificationKind
+from swansongd.observe.status import SenderStatus
 
 ENTRIES_MAX = 100
 URGENT = (NotificationKind.NOTICE, NotificationKind.VERDICT)
@@ -58,16 +59,15 @@ class Outbox:
         self._dropped = 0
         self._last_error = ""
 
-    def report(self) -> dict[str, object]:
-        """The JSON fields of the status."""
+    def status(self) -> SenderStatus:
         with self._changed:
-            return {
-                "queued": len(self._waiting) + (self._in_progress is not None),
-                "sent": self._sent,
-                "failed": self._failed,
-                "dropped": self._dropped,
-                "last_error": self._last_error or None,
-            }
+            return SenderStatus(
+                queued=len(self._waiting) + (self._in_progress is not None),
+                sent=self._sent,
+                failed=self._failed,
+                dropped=self._dropped,
+                last_error=self._last_error or None,
+            )
 
     def put(self, notification: Notification) -> None:
         """Queue a notification.  Returns at once."""

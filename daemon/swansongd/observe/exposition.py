@@ -30,6 +30,7 @@ from prometheus_client.registry import Collector, CollectorRegistry
 from swansong_bucket.config.values import ListenAddress
 from swansong_bucket.errors import SwansongError
 
+from swansongd.observe.status import MetricsStatus
 from swansongd.util import listeners, unix
 from swansongd.util.rates import LogLimit, TokenBucket
 
@@ -88,9 +89,9 @@ class Exposition:
         self.failure = ""
         """Why the last attempt to listen failed; empty before the first one."""
 
-    def report(self) -> dict[str, object]:
-        """The JSON fields of the status."""
-        return {"address": self.served_at or str(self._address), "failure": self.failure or None}
+    def status(self) -> MetricsStatus:
+        address = self.served_at or str(self._address)
+        return MetricsStatus(address=address, failure=self.failure or None)
 
     def start(self) -> None:
         """Start the thread.  Returns immediately."""

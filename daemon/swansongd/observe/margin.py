@@ -3,26 +3,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 from swansong_bucket.model import Health
 
 from swansongd.core import emergency, planner
 from swansongd.core.state import State
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Margin:
-    """The margin of one kind of notice."""
-
-    source: str
-    grace_s: float
-    """Time between the notice and the end of the VM."""
-    spare_s: float | None
-    """Time left after the commit, in nine of ten cases and with the reserve; negative if the commit comes too
-    late; None while save, size or bandwidth are not measured."""
-    lost_since_step: int | None = None
-    """With a negative ``spare_s``: step of the state that the next VM would resume from; None without one."""
+from swansongd.observe.status import Margin
 
 
 def margins(state: State) -> tuple[Margin, ...]:
@@ -39,7 +24,13 @@ def margins(state: State) -> tuple[Margin, ...]:
         spare_s = None if needed_s is None else grace_s - needed_s
         lost_since = _covered_step(state, grace_s) if spare_s is not None and spare_s < 0 else None
         found.append(
-            Margin(source=kind.source, grace_s=grace_s, spare_s=spare_s, lost_since_step=lost_since)
+            Margin(
+                source=kind.source,
+                grace_s=round(grace_s, 1),
+                spare_s=None if spare_s is None else round(spare_s, 1),
+                fits=None if spare_s is None else spare_s >= 0,
+                lost_since_step=lost_since,
+            )
         )
     return tuple(sorted(found, key=lambda margin: margin.grace_s))
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import platform
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import groupby
 
 from prometheus_client import Metric
@@ -17,18 +17,17 @@ from swansong_bucket.loss_records import LOST
 from swansong_bucket.model import PEER_SOURCE, GpuHealth, Health, Severity, Verdict
 
 from swansongd.config.config import MetricsConfig
-from swansongd.core import periodic
 from swansongd.core.notices import BY_HAND
 from swansongd.core.state import State
 from swansongd.core.transition import HOST_SOURCE
-from swansongd.observe import report
 from swansongd.observe.counters import Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import Exposition, Textfile, registry_of
 from swansongd.observe.families import Sheet
-from swansongd.observe.margin import Margin, margins
-from swansongd.observe.phase import Phase, phase_of
-from swansongd.observe.snapshot import MirrorState, Snapshot
+from swansongd.observe.phase import Phase
+from swansongd.observe.report import status_of
+from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.status import DaemonStatus, Margin, MetricsStatus, MirrorState
 
 _SOURCES_UP = (Health.OK, Health.DEGRADED)
 NOTIFIED_OTHERWISE = (HOST_SOURCE, PEER_SOURCE, *BY_HAND)
@@ -61,9 +60,9 @@ class Metrics:
         if config.textfile is not None:
             self._textfile = Textfile(config.textfile, registry, key="metrics.textfile", stop=stop)
 
-    def report(self) -> dict[str, object] | None:
-        """The JSON fields of the status; None without ``metrics.listen``."""
-        return None if self._exposition is None else self._exposition.report()
+    def status(self) -> MetricsStatus | None:
+        """None without ``metrics.listen``."""
+        return None if self._exposition is None else self._exposition.status()
 
     @property
     def failure(self) -> str:
@@ -105,21 +104,19 @@ class DaemonCollector:
     def collect(self) -> Sequence[Metric]:
         """The samples of this moment."""
         snapshot = self._snapshot()
-        sheet = Sheet(FAMILIES, run=snapshot.run)
-        for put in (
-            self._put_daemon,
-            self._put_commits,
-            self._put_flush,
-            self._put_sources,
-            self._put_evacuations,
-            self._put_trainers,
-            self._put_loss,
-            self._put_mirror,
-            self._put_prune,
-            self._put_gpus,
-            self._put_notifications,
-        ):
-            put(sheet, snapshot)
+        status = status_of(snapshot)
+        sheet = Sheet(FAMILIES, run=status.run)
+        self._put_daemon(sheet, snapshot, status)
+        self._put_commits(sheet, snapshot, status)
+        self._put_flush(sheet, status)
+        self._put_sources(sheet, snapshot, status)
+        self._put_evacuations(sheet, snapshot)
+        self._put_trainers(sheet, snapshot)
+        self._put_loss(sheet, snapshot)
+        self._put_prune(sheet, snapshot)
+        _put_mirror(sheet, status)
+        _put_gpus(sheet, status)
+        _put_notifications(sheet, status)
         return sheet.metrics()
 
     def _put_instant(
@@ -134,20 +131,19 @@ class DaemonCollector:
             known = self._instants[series] = mono_s, round(snapshot.wall_s(mono_s), 3)
         sheet.put(name, known[1], **labels)
 
-    def _put_daemon(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        state = snapshot.state
-        version, python = snapshot.version, platform.python_version()
+    def _put_daemon(self, sheet: Sheet, snapshot: Snapshot, status: DaemonStatus) -> None:
+        version, python = status.version, platform.python_version()
         sheet.put("swansong_build_info", 1.0, version=version, python=python)
         self._put_instant(sheet, "swansong_start_timestamp_seconds", snapshot, snapshot.born_mono_s)
         names = (*(phase.value for phase in Phase), *(verdict.value for verdict in Verdict))
-        sheet.put_one_of("swansong_state", "state", names, phase_of(state).value)
-        sheet.put("swansong_generation", state.generation)
-        sheet.put("swansong_decision_faults_total", snapshot.decision_faults)
+        sheet.put_one_of("swansong_state", "state", names, status.state)
+        sheet.put("swansong_generation", status.generation)
+        sheet.put("swansong_decision_faults_total", status.decision_faults.count)
         sheet.put("swansong_log_lines_dropped_total", snapshot.log_lines_dropped)
 
-    def _put_commits(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        state, now, counters = snapshot.state, snapshot.now_mono_s, self._counters
-        last, last_mono_s = state.commits.last_complete, snapshot.tally.committed_mono_s
+    def _put_commits(self, sheet: Sheet, snapshot: Snapshot, status: DaemonStatus) -> None:
+        now, counters = snapshot.now_mono_s, self._counters
+        last, last_mono_s = status.last_commit, snapshot.tally.committed_mono_s
         self._put_instant(sheet, "swansong_last_commit_timestamp_seconds", snapshot, last_mono_s)
         sheet.put("swansong_last_commit_step", None if last is None else last.step)
         for kind, count in counters.commits.items():
@@ -155,31 +151,30 @@ class DaemonCollector:
         sheet.put("swansong_commit_failures_total", counters.commit_failures)
         age_s = None if last_mono_s is None else max(0.0, now - last_mono_s)
         sheet.put("swansong_replication_lag_seconds", age_s)
-        sheet.put("swansong_replication_lag_steps", report.lag_steps(state))
-        sheet.put("swansong_replication_lag_bytes", report.pending_bytes(state))
-        sheet.put("swansong_checkpoint_interval_seconds", periodic.interval_s(state))
-        sheet.put("swansong_checkpoint_size_bytes", state.measured.save_bytes)
-        sheet.put("swansong_unsent_sets", report.unsent(state).sets)
-        sheet.put("swansong_dropped_sets_total", snapshot.tally.dropped.count)
-        sheet.put("swansong_save_failures_total", snapshot.tally.failed_saves.count)
+        sheet.put("swansong_replication_lag_steps", status.replication_lag.steps)
+        sheet.put("swansong_replication_lag_bytes", status.replication_lag.bytes)
+        sheet.put("swansong_checkpoint_interval_seconds", status.checkpoint_interval_s)
+        sheet.put("swansong_checkpoint_size_bytes", snapshot.state.measured.save_bytes)
+        sheet.put("swansong_unsent_sets", status.unsent.sets)
+        sheet.put("swansong_dropped_sets_total", status.unsent.dropped.count)
+        sheet.put("swansong_save_failures_total", status.failed_saves.count)
 
-    def _put_flush(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        state = snapshot.state
+    def _put_flush(self, sheet: Sheet, status: DaemonStatus) -> None:
+        store, staging = status.store, status.staging
         sheet.put("swansong_flush_bytes_total", self._counters.flush_bytes)
-        sheet.put("swansong_flush_referenced_bytes_total", snapshot.bytes_referenced)
-        sheet.put("swansong_flush_bandwidth_bytes_per_second", state.learned.bandwidth_bytes_per_s)
+        sheet.put("swansong_flush_referenced_bytes_total", status.bytes_referenced)
+        sheet.put("swansong_flush_bandwidth_bytes_per_second", status.bandwidth_bytes_per_s)
         sheet.put("swansong_flush_failures_total", self._counters.flush_failures)
-        sheet.put("swansong_flush_consecutive_failures", state.flush.failures)
-        store = state.notices.sources.get(report.STORE_HEALTH)
+        sheet.put("swansong_flush_consecutive_failures", status.unsent.failures)
         sheet.put("swansong_store_up", store is not None and store.health is Health.OK)
-        for kind, count in snapshot.store_errors.items():
+        for kind, count in status.store_errors.items():
             sheet.put("swansong_store_errors_total", count, kind=kind)
-        for key, size_bytes in (snapshot.staging or {}).items():
-            sheet.put(f"swansong_staging_{key}", size_bytes)
+        if staging is not None:
+            sheet.put("swansong_staging_size_bytes", staging.size_bytes)
+            sheet.put("swansong_staging_free_bytes", staging.free_bytes)
 
-    def _put_sources(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        state = snapshot.state
-        known = {n: s for n, s in state.notices.sources.items() if n != report.STORE_HEALTH}
+    def _put_sources(self, sheet: Sheet, snapshot: Snapshot, status: DaemonStatus) -> None:
+        known = {source.name: source for source in status.sources}
         for name in sorted({*known, *snapshot.sources}):
             health = known[name].health if name in known else None
             if health is not Health.UNSUPPORTED:
@@ -190,11 +185,10 @@ class DaemonCollector:
         for source in _may_notify(snapshot, self._counters.notices):
             count = self._counters.notices.get(source, 0)
             sheet.put("swansong_notices_total", count, source=source)
-        in_force = [notice.severity for notice in state.notices.live.values()]
-        for severity in Severity:
-            count = in_force.count(severity)
-            sheet.put("swansong_notices_in_force", count, severity=severity.name.lower())
-        for notice, margin in _named(margins(state)):
+        in_force = [notice.severity for notice in status.notices]
+        for severity in (each.name.lower() for each in Severity):
+            sheet.put("swansong_notices_in_force", in_force.count(severity), severity=severity)
+        for notice, margin in _named(status.margins):
             needed_s = None if margin.spare_s is None else margin.grace_s - margin.spare_s
             sheet.put("swansong_evacuation_needed_seconds", needed_s, notice=notice)
             sheet.put("swansong_evacuation_available_seconds", margin.grace_s, notice=notice)
@@ -255,19 +249,6 @@ class DaemonCollector:
             gpu_s = snapshot.loss.gpu_s.get(part, 0.0)
             sheet.put("swansong_preemption_loss_gpu_seconds_total", gpu_s, part=part)
 
-    def _put_mirror(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        mirror = snapshot.mirror
-        if mirror is None:
-            return
-        states = [state.value for state in MirrorState]
-        sheet.put_one_of("swansong_mirror_state", "state", states, mirror.state.value)
-        sheet.put("swansong_mirror_lag_seconds", mirror.lag_s)
-        sheet.put("swansong_mirror_lag_commits", mirror.lag_commits)
-        sheet.put("swansong_mirror_lag_bytes", mirror.lag_bytes)
-        sheet.put("swansong_mirror_commits_total", mirror.copied_commits)
-        sheet.put("swansong_mirror_bytes_total", mirror.copied_bytes)
-        sheet.put("swansong_mirror_damaged_commits", mirror.damaged)
-
     def _put_prune(self, sheet: Sheet, snapshot: Snapshot) -> None:
         prune = snapshot.prune
         if prune is None:
@@ -279,24 +260,38 @@ class DaemonCollector:
         sheet.put("swansong_pruned_bytes_total", prune.freed_bytes)
         sheet.put("swansong_prune_kept_bytes", prune.kept_bytes)
 
-    def _put_gpus(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        gpus = list(snapshot.state.gpus.status.values())[:GPUS_MAX]
-        sheet.put("swansong_gpus", len(gpus))
-        names = [health.value for health in GpuHealth]
-        for name, gpu in {str(g.index) if g.index >= 0 else g.pci: g for g in gpus}.items():
-            sheet.put_one_of("swansong_gpu_health", "health", names, gpu.health.value, gpu=name)
-            for kind in XID_CLASSES:
-                labels = {"gpu": name, "class": kind}
-                sheet.put("swansong_gpu_xid_errors_total", gpu.xids.get(kind, 0), **labels)
 
-    def _put_notifications(self, sheet: Sheet, snapshot: Snapshot) -> None:
-        for channel in CHANNELS:
-            counts = (snapshot.notifications or {}).get(channel)
-            if not isinstance(counts, Mapping):
-                continue
-            for outcome in OUTCOMES:
-                labels = {"channel": channel, "outcome": outcome}
-                sheet.put("swansong_notifications_total", counts.get(outcome), **labels)
+def _put_mirror(sheet: Sheet, status: DaemonStatus) -> None:
+    mirror = status.mirror
+    if mirror is None:
+        return
+    sheet.put_one_of("swansong_mirror_state", "state", list(MirrorState), mirror.state)
+    sheet.put("swansong_mirror_lag_seconds", mirror.lag.seconds)
+    sheet.put("swansong_mirror_lag_commits", mirror.lag.commits)
+    sheet.put("swansong_mirror_lag_bytes", mirror.lag.bytes)
+    sheet.put("swansong_mirror_commits_total", mirror.copied_commits)
+    sheet.put("swansong_mirror_bytes_total", mirror.copied_bytes)
+    sheet.put("swansong_mirror_damaged_commits", mirror.damaged)
+
+
+def _put_gpus(sheet: Sheet, status: DaemonStatus) -> None:
+    gpus = status.gpus[:GPUS_MAX]
+    sheet.put("swansong_gpus", len(gpus))
+    for name, gpu in {str(g.index) if g.index >= 0 else g.pci: g for g in gpus}.items():
+        sheet.put_one_of("swansong_gpu_health", "health", list(GpuHealth), gpu.health, gpu=name)
+        for kind in XID_CLASSES:
+            labels = {"gpu": name, "class": kind}
+            sheet.put("swansong_gpu_xid_errors_total", gpu.xids.get(kind, 0), **labels)
+
+
+def _put_notifications(sheet: Sheet, status: DaemonStatus) -> None:
+    for channel in CHANNELS:
+        counts = status.notifications and getattr(status.notifications, channel)
+        if counts is None:
+            continue
+        for outcome in OUTCOMES:
+            labels = {"channel": channel, "outcome": outcome}
+            sheet.put("swansong_notifications_total", getattr(counts, outcome, None), **labels)
 
 
 def _may_notify(snapshot: Snapshot, counted: Iterable[str]) -> list[str]:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from enum import StrEnum
 
 import structlog
 from swansong_bucket.errors import Stopped, StoreError, SwansongError
@@ -24,6 +23,7 @@ from swansong_bucket.runs import commit
 from swansong_bucket.transfer.target import NoRoom
 
 from swansongd.core import resume
+from swansongd.observe.status import PrefetchState, PrefetchStatus
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import Downloads
 from swansongd.restore.wish import Download, Wish
@@ -35,22 +35,6 @@ NO_ROOM_FOR_ALL = "staging has no room for the shards of all VMs"
 """The reason in the status.  It is no failure: the ranks may read the shards of one VM only."""
 
 _log = structlog.get_logger(__name__)
-
-
-class PrefetchState(StrEnum):
-    """The state of the prefetch, as ``swansong status`` shows it."""
-
-    OFF = "off"
-    WAITING = "waiting"
-    """For the store, for the first scan of staging, for the end of an evacuation, or for a trainer that names
-    its shards."""
-    FETCHING = "fetching"
-    READY = "ready"
-    """The directory is complete."""
-    ANSWERED = "answered"
-    """A trainer got its answer."""
-    NOT_NEEDED = "not_needed"
-    FAILED = "failed"
 
 
 class Prefetch:
@@ -87,8 +71,7 @@ class Prefetch:
         """A trainer got its answer: the prefetch ends."""
         self._is_answered.set()
 
-    def report(self) -> dict[str, object]:
-        """The JSON fields of the status."""
+    def status(self) -> PrefetchStatus:
         state, reason = self._shown
         running = self._downloads.current
         if state is PrefetchState.FETCHING and running is not None and running.is_paused:
@@ -96,14 +79,14 @@ class Prefetch:
         shown = running or self._fetched
         ref = self._newest if shown is None or shown.ref is None else shown.ref
         parts = [] if shown is None else _with_base(shown)
-        return {
-            "state": state.value,
-            "reason": reason,
-            "generation": None if ref is None else ref.generation,
-            "step": None if ref is None else ref.step,
-            "bytes_done": sum(part.done_bytes for part in parts),
-            "bytes_total": sum(part.total_bytes for part in parts),
-        }
+        return PrefetchStatus(
+            state=state,
+            reason=reason,
+            generation=None if ref is None else ref.generation,
+            step=None if ref is None else ref.step,
+            bytes_done=sum(part.done_bytes for part in parts),
+            bytes_total=sum(part.total_bytes for part in parts),
+        )
 
     # ------------------------------------------------------------------ the thread
 

@@ -70,9 +70,10 @@ from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.observer import Observer
 from swansongd.observe.phase import phase_of
-from swansongd.observe.report import full_report, status_line
+from swansongd.observe.report import status_line, status_of
 from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.status import to_json
 from swansongd.observe.tally import Tally
 from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
@@ -510,19 +511,19 @@ class Service:
             staging=self._staging.room(),
             bytes_referenced=storage.bytes_referenced,
             store_errors=storage.store_errors,
-            prefetch=self._prefetch.report(),
-            mirror=None if storage.mirroring is None else storage.mirroring.figures(),
+            prefetch=self._prefetch.status(),
+            mirror=None if storage.mirroring is None else storage.mirroring.status(),
             mirror_objects_taken=self._resume.downloads.from_mirror,
             prune=storage.prune_figures,
             loss=storage.ledger.figures,
             log_lines_dropped=logs.dropped(),
-            notifications=None if self._notifications is None else self._notifications.report(),
-            metrics=None if self._metrics is None else self._metrics.report(),
+            notifications=None if self._notifications is None else self._notifications.status(),
+            metrics=None if self._metrics is None else self._metrics.status(),
         )
 
     def _answer(self, message: protocol.Message, reply: Any) -> None:
         if isinstance(message, protocol.StatusQuery):
-            reply(protocol.Status(report=full_report(self._snapshot())))
+            reply(protocol.Status(report=to_json(status_of(self._snapshot()))))
         elif isinstance(message, protocol.Notify):
             notice = manual.notice_of(message, now_mono_s=time.monotonic())
             self._post(NoticeRaised(notice))

@@ -19,6 +19,7 @@ from swansong import bounds, openat, protocol
 from swansong.bounds import BoundsError
 from swansong_bucket.errors import StagingError
 
+from swansongd.observe.status import StagingStatus
 from swansongd.staging import acl
 from swansongd.staging.scan import OWN_DIRECTORY
 
@@ -60,16 +61,16 @@ class RunDirectory:
             return ""  # a full disk: another user could compute a name, and taking it makes one save fail
         return hmac.digest(key, str(uid).encode(), hashlib.sha256).hex()[:32]
 
-    def room(self) -> dict[str, int] | None:
+    def room(self) -> StagingStatus | None:
         """Size of the file system, and the bytes that this user can still write; None if unknown."""
         try:
             facts = os.fstatvfs(self.fd)
         except OSError:
             return None
-        return {
-            "size_bytes": facts.f_blocks * facts.f_frsize,
-            "free_bytes": facts.f_bavail * facts.f_frsize,
-        }
+        return StagingStatus(
+            size_bytes=facts.f_blocks * facts.f_frsize,
+            free_bytes=facts.f_bavail * facts.f_frsize,
+        )
 
     def release(self) -> None:
         """Release the lock."""

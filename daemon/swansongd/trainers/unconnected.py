@@ -15,11 +15,10 @@ import queue
 import re
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong.protocol import SOCKET_ENV
 from swansong_bucket.config.values import signal_number
@@ -27,6 +26,7 @@ from swansong_bucket.errors import ConfigError
 from swansong_bucket.util.printable import printable
 
 from swansongd.config.config import TrainerConfig
+from swansongd.observe.status import DaemonStatus
 from swansongd.trainers import peers, signals, users
 
 FOUND_MAX = 20
@@ -81,7 +81,7 @@ class Search:
 
 def search(
     config: TrainerConfig,
-    report: Mapping[str, Any],
+    status: DaemonStatus,
     daemon_uid: int,
     *,
     devices: Path = DEVICES,
@@ -91,7 +91,7 @@ def search(
 
     Args:
         config: of the trainer.
-        report: of the daemon.
+        status: of the daemon.
         daemon_uid: the user that listens on the daemon's socket.
         devices: directory of the device files.
     """
@@ -101,10 +101,8 @@ def search(
 
     def work() -> None:
         is_complete = False
-        with suppress(
-            OSError, ValueError, TypeError, KeyError
-        ):  # the report, or a process that ended
-            is_complete = _Walk(config, report, daemon_uid, devices, until_mono_s).run(found)
+        with suppress(OSError, ValueError):  # the daemon, or a process that ended
+            is_complete = _Walk(config, status, daemon_uid, devices, until_mono_s).run(found)
         results.put(is_complete)
 
     # A daemon thread: a process can block its reader, with a FUSE mount for example.
@@ -121,21 +119,17 @@ class _Walk:
     def __init__(
         self,
         config: TrainerConfig,
-        report: Mapping[str, Any],
+        status: DaemonStatus,
         daemon_uid: int,
         devices: Path,
         until_mono_s: float,
     ) -> None:
         self._config = config
-        self._daemon = int(report["pid"])
-        if os.stat(f"/proc/{self._daemon}").st_uid != daemon_uid or report.get(
-            "trainers_not_shown"
-        ):
+        self._daemon = status.pid
+        if os.stat(f"/proc/{self._daemon}").st_uid != daemon_uid or status.trainers_not_shown:
             # The daemon has other process ids than this process, or more trainers than it reports.
             raise ValueError("the trainers of the daemon are unknown")
-        self._connected = {
-            int(each["pid"]) for each in report.get("trainers") or () if each.get("connected")
-        }
+        self._connected = {each.pid for each in status.trainers if each.connected}
         self._allowed_uids = self._users(daemon_uid)
         self._prefix = f"{devices}/"
         self._until_mono_s = until_mono_s

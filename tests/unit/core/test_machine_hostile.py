@@ -36,7 +36,8 @@ from swansongd.core.events import (
 )
 from swansongd.core.notices import AT_ONCE
 from swansongd.core.starts import CLAIMS_MAX, EVACUATION_CLAIMS_MAX, STARTS_MAX, WINDOW_S
-from swansongd.observe.report import status_line, status_report
+from swansongd.observe.report import status_line
+from swansongd.observe.status import from_json, to_json
 from swansongd.trainers import translate
 
 from testkit.story import Story, a_set
@@ -184,12 +185,13 @@ def happen(story: Story, what: str, *facts: Any) -> None:  # noqa: PLR0915 - one
 @settings(max_examples=300, deadline=None)
 @given(st.lists(STEPS, max_size=30))
 def test_no_sequence_of_messages_raises(steps: list[tuple[Any, ...]]) -> None:
-    """Any messages of trainers, in any order, between any other events; the status can be shown."""
+    """Any messages of trainers, in any order, between any other events; a command can read the status."""
     story = Story()
     for step in steps:
         happen(story, *step)
-        report = protocol.Status(status_report(story.state, story.tally.figures, story.now))
-        assert protocol.decode(protocol.encode(report)) == report
+        sent = protocol.decode(protocol.encode(protocol.Status(to_json(story.status))))
+        assert isinstance(sent, protocol.Status)
+        assert from_json(sent.report) == story.status
         assert status_line(story.state, story.now)
     assert not story.all(SignalTrainer)
     notices = sum(step[0] == "notice" for step in steps)  # each may exceed the limit by one
@@ -211,9 +213,8 @@ def test_the_report_of_many_trainers_fits_into_a_message() -> None:
                 10**9 + pid, bounds.STEP_MAX, 1 / 3, 1, 1 / 3, 1 / 3, -1.2345678901234567e300, True
             )
         )
-    report = status_report(story.state, story.tally.figures, story.now)
-    assert report["trainers_not_shown"] == 900
-    protocol.encode(protocol.Status(report))
+    assert story.status.trainers_not_shown == 900
+    protocol.encode(protocol.Status(to_json(story.status)))
 
 
 # ---------------------------------------------------------------- what a flood costs

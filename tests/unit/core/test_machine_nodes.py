@@ -53,7 +53,8 @@ from swansongd.core.events import (
 from swansongd.core.starts import FINISH_S, FINISH_S_MAX
 from swansongd.core.state import Settings, State
 from swansongd.observe.phase import Phase, phase_of
-from swansongd.observe.report import status_line, status_report
+from swansongd.observe.report import status_line
+from swansongd.observe.status import CommitStatus, LagStatus, PartStatus
 
 from testkit.story import Story, a_notice, a_set
 
@@ -358,11 +359,11 @@ def test_safe_means_the_whole_checkpoint() -> None:
     second = CommitRef(3, 9)
     node.tell(CommitDone(order.flush_id, second))
     assert node.final == []
-    report = status_report(node.state, node.tally.figures, node.now)
-    assert (report["state"], report["verdict"]) == ("WAITING_FOR_PEERS", None)
-    assert report["last_commit"] == {"generation": 3, "step": 5, "is_final": False, "age_s": 0.0}
-    assert report["part"] == {"generation": 3, "step": 9, "nodes": 2, "nodes_committed": 1}
-    assert report["replication_lag"] == {"steps": 4, "seconds": 0.0, "bytes": 0}
+    status = node.status
+    assert (status.state, status.verdict) == ("WAITING_FOR_PEERS", None)
+    assert status.last_commit == CommitStatus(generation=3, step=5, age_s=0.0)
+    assert status.part == PartStatus(generation=3, step=9, nodes=2, nodes_committed=1)
+    assert status.replication_lag == LagStatus(steps=4, seconds=0.0)
     line = status_line(node.state, node.now)
     assert "last commit generation 3 step 5; this VM's part of generation 3 step 9" in line
     assert [tell.ref.step for tell in node.all(TellCommitted)] == [5]
@@ -375,7 +376,7 @@ def test_safe_means_the_whole_checkpoint() -> None:
     assert node.last(Conclude).part is None
     assert node.last(TellCommitted).ref == second
     assert len(node.last(Prune).directories) == 1
-    assert status_report(node.state, node.tally.figures, node.now)["part"] is None
+    assert node.status.part is None
     node.wait(5)
     assert node.final == ["SAFE generation 3 step 9"]
 
@@ -685,8 +686,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     node = Node()
     node.begin()
     node.tell(FenceFound(4))
-    report = status_report(node.state, node.tally.figures, node.now)
-    assert (report["state"], report["newer_generation"]) == ("FENCED", 4)
+    assert (node.status.state, node.status.newer_generation) == ("FENCED", 4)
     assert "generation 4" in status_line(node.state, node.now)
     node.notice(in_s=60)
     assert node.final == ["LOST None"]
@@ -698,7 +698,7 @@ def test_a_fenced_vm_concludes_a_notice_immediately() -> None:
     fences = [line for line in node.all(Log) if line.event == "fenced"]
     assert len(fences) == 1
     node.begin_again()
-    assert status_report(node.state, node.tally.figures, node.now)["newer_generation"] is None
+    assert node.status.newer_generation is None
     assert phase_of(node.state) is not Phase.FENCED
 
 

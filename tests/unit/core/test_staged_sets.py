@@ -16,7 +16,7 @@ from swansongd.core.events import (
     RestoreAsked,
 )
 from swansongd.core.staged_sets import NEWEST
-from swansongd.observe.report import status_report
+from swansongd.observe.status import DroppedStatus, FlushStatus, UnsentStatus
 
 from testkit.story import MIB, Story, a_set
 
@@ -138,19 +138,20 @@ def test_status_shows_the_flush_and_the_pressure() -> None:
     assert story.state.flush.flight is not None
     story.tell(FlushProgress(story.state.flush.flight.flush_id, 25 * MIB, 25 * MIB))
     story.wait(16)
-    report = status_report(story.state, story.tally.figures, story.now)
-    assert report["flush"] == {
-        "step": 10, "size_bytes": 100 * MIB, "stored_bytes": 25 * MIB, "for_s": 16.0,
-    }  # fmt: skip
+    assert story.status.flush == FlushStatus(
+        step=10, size_bytes=100 * MIB, stored_bytes=25 * MIB, for_s=16.0
+    )
     store_refuses(story)
     for step in (20, 30, 40):
         story.seal(step)
-    report = status_report(story.state, story.tally.figures, story.now)
-    assert report["flush"] is None
-    assert report["unsent"] == {
-        "sets": 3, "bytes": 275 * MIB, "failures": 1, "retry_in_s": 1.0,
-        "dropped": {"count": 1, "step": 20, "age_s": 0.0},
-    }  # fmt: skip
+    assert story.status.flush is None
+    assert story.status.unsent == UnsentStatus(
+        sets=3,
+        bytes=275 * MIB,
+        failures=1,
+        retry_in_s=1.0,
+        dropped=DroppedStatus(count=1, step=20, age_s=0.0),
+    )
 
 
 @pytest.mark.fault("D06")

@@ -9,6 +9,7 @@ import ssl
 import subprocess
 import threading
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -21,6 +22,7 @@ from swansong_bucket.errors import (
     StoreError,
     Transient,
 )
+from swansong_bucket.model import Health
 from swansong_bucket.stores.azure import auth
 from swansong_bucket.stores.file.mounts import parsed
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT
@@ -59,6 +61,9 @@ from swansong_tools.doctor.store_fixes import (
     request_by_hand,
 )
 from swansongd.config.config import parse
+from swansongd.observe.status import HealthStatus, RefusedStatus
+
+from testkit.status_picture import status
 
 GB = 10**9
 UNIT = {
@@ -484,9 +489,9 @@ def test_the_request_by_hand_uses_the_certificates_of_the_daemon(
 
 @pytest.mark.parametrize(
     ("running", "level"),
-    [("0.1.0+1.gabc", Level.OK), ("0.1.0", Level.WARNING), (None, Level.WARNING)],
+    [("0.1.0+1.gabc", Level.OK), ("0.1.0", Level.WARNING)],
 )
-def test_running_and_installed_version(running: object, level: Level) -> None:
+def test_running_and_installed_version(running: str, level: Level) -> None:
     """A difference is a warning with both versions and the restart command."""
     judgement = judge_version(running, "0.1.0+1.gabc", "restart it")
     assert judgement.level is level
@@ -607,29 +612,21 @@ def test_why_the_daemon_does_not_run(facts: dict[str, str], found: str, fix: str
     assert fix in judged.fix
 
 
-def trainer(pid: int, rank: int, *, connected: bool = True) -> dict[str, object]:
-    return {"pid": pid, "rank": rank, "connected": connected}
-
-
 @pytest.mark.parametrize(
     ("trainers", "refused", "level"),
     [
-        ([], None, "skipped"),
-        ([trainer(1, 0), trainer(2, 1)], None, "ok"),
-        (
-            [trainer(1, 0)],
-            {"count": 2, "last": "rank 0 of 1 is connected already", "age_s": 3.0},
-            "warning",
-        ),
-        ([trainer(1, 0)], {"count": 2, "last": "rank 0", "age_s": 7200.0}, "ok"),
-        ([trainer(1, 0)], {"count": 0, "last": None}, "ok"),
+        (0, RefusedStatus(), "skipped"),
+        (2, RefusedStatus(), "ok"),
+        (1, RefusedStatus(count=2, last="rank 0 of 1 is connected already", age_s=3.0), "warning"),
+        (1, RefusedStatus(count=2, last="rank 0", age_s=7200.0), "ok"),
     ],
 )
 def test_processes_that_were_refused_for_their_rank(
-    trainers: list[dict[str, object]], refused: dict[str, object] | None, level: str
+    trainers: int, refused: RefusedStatus, level: str
 ) -> None:
     """The finding contains the daemon's reason."""
-    judged = judge_ranks({"trainers": trainers, "trainers_refused": refused})
+    connected = status(0.0).trainers[:trainers]
+    judged = judge_ranks(replace(status(0.0), trainers=connected, trainers_refused=refused))
     assert judged.level == level
     assert level != "warning" or "rank 0 of 1 is connected already" in judged.found
 
@@ -637,10 +634,11 @@ def test_processes_that_were_refused_for_their_rank(
 def test_the_daemons_health_of_its_store() -> None:
     """Any health but ok is a failure; before the first request there is no finding."""
     assert judge_store(None, "m") is None
-    good = judge_store({"health": "ok", "reason": "answers", "for_s": 1.0}, "m")
+    store = HealthStatus(name="store", health=Health.OK, reason="answers", for_s=1.0)
+    good = judge_store(store, "m")
     assert good is not None
     assert good.level == "ok"
-    bad = judge_store({"health": "degraded", "reason": "Read-only file system", "for_s": 1.0}, "m")
+    bad = judge_store(replace(store, health=Health.DEGRADED, reason="Read-only file system"), "m")
     assert bad is not None
     assert (bad.level, bad.fix) == ("failure", "m")
     assert "Read-only file system" in bad.found

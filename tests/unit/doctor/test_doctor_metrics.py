@@ -5,48 +5,55 @@ from __future__ import annotations
 
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import pytest
 from swansong_bucket.config.values import ListenAddress
 from swansong_bucket.errors import Unreachable
 from swansong_tools.doctor.findings import Judgement, Level
 from swansong_tools.doctor.metrics import judge_address, judge_directory
+from swansongd.observe.status import DaemonStatus, MetricsStatus
+
+from testkit.status_picture import status
 
 LOOPBACK = ListenAddress(host="127.0.0.1", port=9469)
 
 
-def judged(address: ListenAddress, report: Any = None) -> Judgement:
-    """By the report of the daemon; None: it does not run."""
+def answering(metrics: MetricsStatus | None) -> DaemonStatus:
+    return replace(status(0.0), metrics=metrics)
 
-    def fetch() -> Any:
-        if report is None:
+
+def judged(address: ListenAddress, answer: DaemonStatus | None = None) -> Judgement:
+    """By the answer of the daemon; None: it does not run."""
+
+    def fetch() -> DaemonStatus:
+        if answer is None:
             raise Unreachable("no daemon answers")
-        return report
+        return answer
 
     return judge_address(address, fetch, "edit")
 
 
 def test_the_daemon_itself_reports_whether_it_serves_its_metrics() -> None:
     """A failure has the fix of the configuration."""
-    served = {"metrics": {"address": "127.0.0.1:9469", "failure": None}}
-    assert judged(LOOPBACK, served).level is Level.OK
-    failed = {"metrics": {"address": "127.0.0.1:9469", "failure": "Permission denied"}}
-    found = judged(ListenAddress(host="127.0.0.1", port=1), failed)
+    served = MetricsStatus(address="127.0.0.1:9469")
+    assert judged(LOOPBACK, answering(served)).level is Level.OK
+    failed = replace(served, failure="Permission denied")
+    found = judged(ListenAddress(host="127.0.0.1", port=1), answering(failed))
     assert (found.level, found.fix) == (Level.WARNING, "edit")
     assert "Permission denied" in found.found
-    old = judged(LOOPBACK, {"metrics": None})
+    old = judged(LOOPBACK, answering(None))
     assert (old.level, "started without" in old.found) == (Level.WARNING, True)
 
 
 @pytest.mark.parametrize("is_running", [True, False])
 def test_a_process_that_has_taken_the_address_is_named(is_running: bool) -> None:
     """By its process id and user, whatever it answers to a scrape."""
-    report = {"metrics": {"address": "", "failure": "taken"}} if is_running else None
+    taken = MetricsStatus(address="", failure="taken")
     with socket.create_server(("127.0.0.1", 0)) as other:
         address = ListenAddress(host="127.0.0.1", port=other.getsockname()[1])
-        found = judged(address, report)
+        found = judged(address, answering(taken) if is_running else None)
     assert (found.level, found.fix) == (Level.WARNING, "edit")
     assert f"process {os.getpid()} (" in found.found
     assert judged(address).found.endswith("is free")
@@ -61,8 +68,8 @@ def test_a_free_socket_needs_its_directory(tmp_path: Path) -> None:
 
 
 def test_an_address_for_other_machines_is_a_warning() -> None:
-    served = {"metrics": {"address": "0.0.0.0:9469", "failure": None}}
-    found = judged(ListenAddress(host="0.0.0.0", port=9469), served)
+    served = MetricsStatus(address="0.0.0.0:9469")
+    found = judged(ListenAddress(host="0.0.0.0", port=9469), answering(served))
     assert (found.level, "without a password" in found.found) == (Level.WARNING, True)
 
 

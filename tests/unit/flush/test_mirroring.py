@@ -18,7 +18,7 @@ from swansong_bucket.model import CommitRef, Verdict
 from swansong_bucket.runs import catalog, commit
 from swansongd.core.events import Event, FenceFound
 from swansongd.flush.mirroring import Mirroring
-from swansongd.observe.snapshot import MirrorState
+from swansongd.observe.status import MirrorState
 
 from testkit import committed
 from testkit.memory_store import MemoryStore
@@ -61,7 +61,7 @@ class Rig:
         return [each.ref.step for each in catalog.list_commits(self.mirror, KEYS)]
 
     def until_state(self, state: MirrorState) -> None:
-        until(lambda: self.mirroring.figures().state is state, what=f"state {state}")
+        until(lambda: self.mirroring.status().state is state, what=f"state {state}")
 
 
 @pytest.fixture
@@ -76,18 +76,18 @@ def test_each_commit_reaches_the_mirror(rig: Rig) -> None:
     """The lag counts commits, seconds and bytes while they wait, and is zero afterwards."""
     rig.mirroring.committed(rig.commit(100))
     rig.mirroring.committed(rig.commit(200))
-    waiting = rig.mirroring.figures()
-    assert (waiting.state, waiting.lag_commits) == (MirrorState.STARTING, 2)
-    assert waiting.lag_bytes == 2 * sum(map(len, FILES.values()))
+    waiting = rig.mirroring.status()
+    assert (waiting.state, waiting.lag.commits) == (MirrorState.STARTING, 2)
+    assert waiting.lag.bytes == 2 * sum(map(len, FILES.values()))
     rig.mirroring.start()
     rig.until_state(MirrorState.OK)
-    done = rig.mirroring.figures()
-    assert (done.lag_commits, done.lag_s, done.lag_bytes) == (0, 0.0, 0)
+    done = rig.mirroring.status()
+    assert (done.lag.commits, done.lag.seconds, done.lag.bytes) == (0, 0.0, 0)
     assert (done.newest, done.copied_commits) == (CommitRef(1, 200), 2)
     assert rig.steps() == [200, 100]
     rig.mirroring.committed(rig.commit(300))
     until(lambda: rig.steps() == [300, 200, 100], what="the next commit")
-    assert rig.mirroring.figures().newest == CommitRef(1, 300)
+    assert rig.mirroring.status().newest == CommitRef(1, 300)
 
 
 def test_the_newest_commit_goes_first(rig: Rig) -> None:
@@ -98,13 +98,13 @@ def test_the_newest_commit_goes_first(rig: Rig) -> None:
 
     def after(what: str, key: str) -> None:
         if what == "put" and key.startswith(KEYS.commits):
-            seen.append((rig.steps(), rig.mirroring.figures().lag_commits))
+            seen.append((rig.steps(), rig.mirroring.status().lag.commits))
 
     rig.mirror.after = after
     rig.mirroring.start()
     rig.until_state(MirrorState.OK)
     assert [steps for steps, _ in seen] == [[300], [300, 200], [300, 200, 100]]
-    assert rig.mirroring.figures().lag_commits == 0
+    assert rig.mirroring.status().lag.commits == 0
 
 
 def test_a_daemon_copies_the_newest_commit_that_it_finds(rig: Rig) -> None:
@@ -142,10 +142,10 @@ def test_a_mirror_that_is_away_is_retried(rig: Rig) -> None:
         rig.mirroring.start()
         rig.until_state(MirrorState.FAILING)
         rig.mirroring.committed(rig.commit(100))
-        figures = rig.mirroring.figures()
-        assert "connection refused" in figures.reason
-        assert figures.lag_commits == 1
-        until(lambda: rig.mirroring.figures().lag_s > 0, what="a growing lag")
+        status = rig.mirroring.status()
+        assert "connection refused" in status.reason
+        assert status.lag.commits == 1
+        until(lambda: rig.mirroring.status().lag.seconds > 0, what="a growing lag")
         rig.mirror.before = lambda *_: None
         rig.until_state(MirrorState.OK)
     assert rig.steps() == [100]
@@ -168,8 +168,8 @@ def test_a_mirror_that_refuses_is_shown(rig: Rig) -> None:
     rig.mirroring.committed(rig.commit(100))
     rig.mirroring.start()
     rig.until_state(MirrorState.FAILING)
-    assert rig.mirroring.figures().reason == "access denied. Grant s3:PutObject"
-    assert rig.mirroring.figures().lag_commits == 1
+    assert rig.mirroring.status().reason == "access denied. Grant s3:PutObject"
+    assert rig.mirroring.status().lag.commits == 1
     assert rig.events == []
 
 
@@ -184,8 +184,8 @@ def test_a_damaged_commit_does_not_hold_up_the_others(rig: Rig) -> None:
         rig.mirroring.start()
         rig.until_state(MirrorState.OK)
     assert rig.steps() == [300, 100]
-    assert rig.mirroring.figures().damaged == 1
-    assert rig.mirroring.figures().lag_commits == 0
+    assert rig.mirroring.status().damaged == 1
+    assert rig.mirroring.status().lag.commits == 0
     (line,) = [each for each in logs if each["event"] == "commit_not_mirrored"]
     assert line["commit"] == "generation 1 step 200"
 
@@ -212,9 +212,7 @@ def test_a_copy_that_makes_progress_is_finished_before_a_newer_one(rig: Rig, fai
 
     rig.mirror.before, rig.mirror.after = before, after
     rig.mirroring.start()
-    until(
-        lambda: rig.steps() and rig.mirroring.figures().lag_commits == 0, what="all", timeout_s=30
-    )
+    until(lambda: rig.steps() and rig.mirroring.status().lag.commits == 0, what="all", timeout_s=30)
     assert whole[0] == [100]
 
 

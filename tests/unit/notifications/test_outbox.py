@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from swansongd.notifications.outbox import Outbox
@@ -33,10 +32,6 @@ def taken(outbox: Outbox, count: int) -> list[str]:
     return names
 
 
-def report(outbox: Outbox) -> dict[str, Any]:
-    return outbox.report()
-
-
 def test_urgent_notifications_overtake_the_others() -> None:
     outbox = Outbox()
     for name, kind in (
@@ -58,12 +53,12 @@ def test_a_full_outbox_drops_the_oldest_one_that_is_not_urgent_and_counts_it() -
     ):
         outbox.put(made(name, kind))
     outbox.put(made("c"))
-    assert report(outbox)["dropped"] == 1
+    assert outbox.status().dropped == 1
     assert taken(outbox, 3) == ["n", "b", "c"]
     for number in range(5):
         outbox.put(made(f"v{number}", NotificationKind.VERDICT))
     assert taken(outbox, 3) == ["v2", "v3", "v4"]
-    assert (report(outbox)["dropped"], report(outbox)["queued"]) == (3, 0)
+    assert (outbox.status().dropped, outbox.status().queued) == (3, 0)
 
 
 def test_a_retry_waits_while_other_notifications_are_sent() -> None:
@@ -72,7 +67,7 @@ def test_a_retry_waits_while_other_notifications_are_sent() -> None:
     outbox.put(made("a"))
     outbox.take()
     outbox.retry(10.0, "HTTP 503")
-    assert report(outbox)["last_error"] == "HTTP 503"
+    assert outbox.status().last_error == "HTTP 503"
     outbox.put(made("b"))
     assert taken(outbox, 1) == ["b"]
     clock.now = 10.0
@@ -125,7 +120,7 @@ def test_the_drain_attempts_urgent_ones_at_once_and_returns_in_time() -> None:
     assert outbox.drain(10.0)
     worker.join(10.0)
     assert attempted == ["v"]
-    assert (report(outbox)["failed"], report(outbox)["queued"]) == (1, 0)
+    assert (outbox.status().failed, outbox.status().queued) == (1, 0)
 
 
 def test_the_drain_does_not_wait_for_a_worker_that_hangs() -> None:

@@ -53,7 +53,7 @@ class Watched(Story):
     def deliver(self) -> None:
         sender = self.notifier._webhook
         assert sender is not None
-        while sender.outbox.report()["queued"]:
+        while sender.outbox.status().queued:
             made = sender.outbox.take().notification
             self.got.append(made)
             self.shows[made.group] = not made.is_over
@@ -206,7 +206,7 @@ def test_a_flood_of_notices_leaves_no_problem_open() -> None:
         story.withdraw()
     story.notice(300, severity=Severity.ADVISORY, identity="last")
     story.withdraw()
-    assert story.notifier.report()["limited"]
+    assert story.notifier.status().limited
     assert story.shows == {NOTICES: False}
 
 

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families as parsed
 from swansong_bucket.config.values import ListenAddress
 from swansongd.observe import exposition
 from swansongd.observe.exposition import Exposition, Textfile, registry_of
+from swansongd.observe.status import MetricsStatus
 
 from testkit.waiting import until
 
@@ -301,9 +302,9 @@ def test_an_address_that_is_taken_is_tried_again(rig: Rig, tmp_path: Path) -> No
         until(lambda: served.failure, what="the failure")
         assert not served.served_at
         assert f"process {os.getpid()} (" in served.failure
-        assert served.report() == {"address": str(address), "failure": served.failure}
+        assert served.status() == MetricsStatus(address=str(address), failure=served.failure)
     assert scrape(served)[0] == 200
-    assert served.report() == {"address": str(address), "failure": None}
+    assert served.status() == MetricsStatus(address=str(address))
 
 
 def test_no_other_process_shares_the_port(rig: Rig) -> None:

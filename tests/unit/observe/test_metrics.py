@@ -50,25 +50,25 @@ from swansongd.observe.exposition import registry_of
 from swansongd.observe.families import BUCKETS_S, Histogram
 from swansongd.observe.metrics import DaemonCollector
 from swansongd.observe.phase import Phase
-from swansongd.observe.report import STORE_HEALTH, full_report
-from swansongd.observe.snapshot import (
-    LossFigures,
-    MirrorFigures,
+from swansongd.observe.report import STORE_HEALTH
+from swansongd.observe.snapshot import LossFigures, PruneFigures, Snapshot
+from swansongd.observe.status import (
+    MirrorLagStatus,
     MirrorState,
-    PruneFigures,
-    Snapshot,
+    MirrorStatus,
+    NotificationsStatus,
+    SenderStatus,
+    StagingStatus,
 )
 
 from testkit.story import MIB, Story, shards_of
 
 SOURCES = ("aws.rebalance", "aws.spot", "gcp.preempted")
-MIRROR = MirrorFigures(
+MIRROR = MirrorStatus(
     url="s3://mirror/prefix",
     state=MirrorState.COPYING,
     reason="",
-    lag_commits=2,
-    lag_s=31.5,
-    lag_bytes=7 * MIB,
+    lag=MirrorLagStatus(commits=2, seconds=31.5, bytes=7 * MIB),
     newest=CommitRef(1, 30),
     copied_commits=4,
     copied_bytes=9 * MIB,
@@ -107,20 +107,12 @@ class Watched(Story):
         return actions
 
     def snapshot(self) -> Snapshot:
-        return Snapshot(
-            **{
-                "run": "llm",
-                "version": "1.0",
-                "pid": 7,
-                "born_mono_s": 900.0,
-                "now_mono_s": self.now,
-                "now_wall_s": 1.8e9 + self.now + self.drift_s,
-                "state": self.state,
-                "training": self.accounting.training,
-                "tally": self.tally.figures,
-                "sources": SOURCES,
-                **self.figures,
-            }
+        return replace(
+            super().snapshot(),
+            now_wall_s=1.8e9 + self.now + self.drift_s,
+            training=self.accounting.training,
+            sources=SOURCES,
+            **self.figures,
         )
 
     def scrape(self) -> dict[str, float]:
@@ -142,12 +134,14 @@ def full() -> Watched:
         "mirror": MIRROR,
         "prune": PRUNE,
         "loss": LOSS,
-        "staging": {"size_bytes": 100 * MIB, "free_bytes": 40 * MIB},
+        "staging": StagingStatus(size_bytes=100 * MIB, free_bytes=40 * MIB),
         "store_errors": {"transient": 2, "refused": 0},
         "bytes_referenced": 3 * MIB,
         "decision_faults": 1,
         "log_lines_dropped": 5,
-        "notifications": {"webhook": {"sent": 3, "failed": 1, "dropped": 0}, "exec": None},
+        "notifications": NotificationsStatus(
+            webhook=SenderStatus(queued=0, sent=3, failed=1, dropped=0)
+        ),
     }
     story.tell(GpusRead((replace(GPU, health=GpuHealth.OK),)))
     story.state = _with_settings(
@@ -511,19 +505,19 @@ def test_the_moment_of_joining_is_that_of_the_connected_ranks() -> None:
 def test_values_agree_with_the_status() -> None:
     """The same snapshot gives the status report."""
     story = full()
-    found, shown = story.scrape(), full_report(story.snapshot())
-    assert shown["state"] == next(
+    found, shown = story.scrape(), story.status
+    assert shown.state == next(
         phase.value for phase in Phase if found.get(f'swansong_state{{state="{phase.value}"}}')
     )
-    lag: Any = shown["replication_lag"]
-    assert found["swansong_replication_lag_seconds"] == pytest.approx(lag["seconds"], abs=0.06)
-    assert found["swansong_replication_lag_steps"] == lag["steps"]
-    assert found["swansong_replication_lag_bytes"] == lag["bytes"]
-    assert found["swansong_mirror_lag_seconds"] == shown["mirror"]["lag"]["seconds"]  # type: ignore[index]
-    assert found["swansong_pruned_commits_total"] == shown["prune"]["commits"] == 3  # type: ignore[index]
+    lag = shown.replication_lag
+    assert found["swansong_replication_lag_seconds"] == pytest.approx(lag.seconds, abs=0.06)
+    assert found["swansong_replication_lag_steps"] == lag.steps
+    assert found["swansong_replication_lag_bytes"] == lag.bytes
+    assert found["swansong_mirror_lag_seconds"] == MIRROR.lag.seconds
+    assert found["swansong_pruned_commits_total"] == 3
     assert found["swansong_prune_timestamp_seconds"] == 1.8e9 + 900.0
     assert found['swansong_store_errors_total{kind="transient"}'] == 2.0
-    assert shown["store_errors"] == {"transient": 2, "refused": 0}
+    assert shown.store_errors == {"transient": 2, "refused": 0}
     assert found['swansong_preemption_loss_gpu_seconds_total{part="fetch"}'] == 80.0
     parts = [name for name in found if name.startswith("swansong_preemption_loss")]
     assert len(parts) == len(LOST)

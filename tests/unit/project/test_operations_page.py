@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import pkgutil
 import re
@@ -16,6 +17,7 @@ from swansong_tools.commands import ls
 from swansongd import sources
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
 from swansongd.core import notices, starts, state
+from swansongd.observe.status import DaemonStatus
 from swansongd.sources import gcp, metadata
 from swansongd.trainers import admission, connection
 
@@ -239,6 +241,7 @@ def test_every_name_in_the_pages_exists() -> None:
         *constants(),
         *OTHER_NAMES,
         *(severity.name.lower() for severity in Severity),
+        *(field.name for field in dataclasses.fields(DaemonStatus)),
     }
     for page, text in PAGES.items():
         prose = re.sub(r"```.*?```", "", text, flags=re.DOTALL)

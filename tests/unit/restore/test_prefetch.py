@@ -147,10 +147,10 @@ class Vm:
         """Wait until the status shows this."""
 
         def is_shown() -> bool:
-            report = self.prefetch.report()
-            return report["state"] == state and reason in str(report["reason"])
+            status = self.prefetch.status()
+            return status.state == state and reason in status.reason
 
-        until(is_shown, what=f"{state} {reason}; it is {self.prefetch.report()}")
+        until(is_shown, what=f"{state} {reason}; it is {self.prefetch.status()}")
 
     @property
     def directories(self) -> list[str]:
@@ -185,8 +185,8 @@ def test_the_bytes_are_there_before_a_trainer_asks(vm: Vm) -> None:
     vm.commit(100)
     vm.prefetch.start()
     vm.shows("ready")
-    report = vm.prefetch.report()
-    assert (report["step"], report["bytes_done"], report["bytes_total"]) == (100, 5120, 5120)
+    status = vm.prefetch.status()
+    assert (status.step, status.bytes_done, status.bytes_total) == (100, 5120, 5120)
     reads = len(vm.store.given)
     answer = vm.ask()()
     assert (answer.step, answer.generation, answer.error) == (100, 1, "")
@@ -282,7 +282,7 @@ def test_training_that_began_without_the_prefetch_ends_it(vm: Vm) -> None:
     vm.prefetch.start()
     vm.shows("ready")
     vm.story.join()
-    assert vm.prefetch.report()["state"] == "ready"
+    assert vm.prefetch.status().state == "ready"
     vm.story.progress(0)
     vm.shows("not_needed", "training has begun")
     until(lambda: not vm.directories, what="the removal")
@@ -314,7 +314,7 @@ def test_a_commit_before_the_claim_replaces_the_prefetched_one(vm: Vm) -> None:
     vm.shows("ready")
     vm.commit(110)
     vm.story = Story(newest=CommitRef(1, 110))
-    until(lambda: vm.prefetch.report()["step"] == 110, what="the newer commit")
+    until(lambda: vm.prefetch.status().step == 110, what="the newer commit")
     vm.shows("ready")
     answer = vm.ask()()
     assert answer.step == 110
@@ -359,7 +359,7 @@ def test_a_prefetch_leaves_room_for_checkpoints(vm: Vm, monkeypatch: pytest.Monk
     vm.prefetch.start()
     vm.shows("failed", "bytes")
     assert not vm.directories
-    assert (vm.ask()().step, vm.prefetch.report()["state"]) == (100, "failed")
+    assert (vm.ask()().step, vm.prefetch.status().state) == (100, "failed")
 
 
 @pytest.mark.fault("G24")
@@ -477,8 +477,8 @@ def test_a_part_of_a_job_needs_room_for_parts_only(
     job.has_room_for(10, monkeypatch)
     vm.prefetch.start()
     vm.shows("ready")
-    report = vm.prefetch.report()
-    assert (report["bytes_done"], report["bytes_total"], report["reason"]) == (40960, 40960, "")
+    status = vm.prefetch.status()
+    assert (status.bytes_done, status.bytes_total, status.reason) == (40960, 40960, "")
     answer = job.ask("rank-00005/")()
     assert (answer.step, answer.error) == (100, "")
 
@@ -507,7 +507,7 @@ def test_the_shards_of_the_earlier_ranks_come_first(vm: Vm, job: Job) -> None:
     vm.shows("ready")
     assert job.ranks_read()[0] == 6
     assert sorted(job.ranks_read()) == list(range(8))
-    assert vm.prefetch.report()["bytes_total"] == 8 * 5120
+    assert vm.prefetch.status().bytes_total == 8 * 5120
     reads = len(vm.store.given)
     answer = job.ask()()
     assert committed.tree(Path(answer.path)) == job.files
@@ -572,5 +572,5 @@ def test_a_prefetch_can_be_switched_off(vm: Vm) -> None:
     vm.commit(100)
     prefetch = Prefetch(vm.context, vm.resume.downloads, is_enabled=False)
     prefetch.start()
-    assert prefetch.report()["state"] == "off"
+    assert prefetch.status().state == "off"
     assert vm.ask()().step == 100

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The changes between two status reports, one line each, for logs and for terminals without a screen."""
+"""The changes between two statuses, one line each, for logs and for terminals without a screen."""
 
 from __future__ import annotations
 
@@ -7,62 +7,62 @@ import time
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
+
+from swansongd.observe.status import DaemonStatus, HealthStatus
 
 from swansong_tools.commands.view.poller import Poll
-from swansong_tools.commands.view.rows import newer_generation, rows
-from swansong_tools.commands.view.values import seconds, table, tables, word
+from swansong_tools.commands.view.rows import newer_generation, rows, word
+from swansong_tools.units import human_s
 
 Facts = dict[str, tuple[str, str]]
 """By name: the words that are compared, and words with figures that change all the time."""
-_FITS = {True: "fits", False: "too late"}
+_FITS = {True: "fits", False: "too late", None: "unknown"}
 
 
-def facts_of(report: dict[str, Any]) -> Facts:
+def facts_of(status: DaemonStatus) -> Facts:
     """The facts whose change is worth a line."""
-    evacuation, commit = table(report.get("evacuation")), table(report.get("last_commit"))
-    place = f"generation {word(commit.get('generation'))} step {word(commit.get('step'))}"
+    evacuation, commit = status.evacuation, status.last_commit
+    place = "none" if commit is None else f"generation {commit.generation} step {commit.step}"
     facts: Facts = {
-        "daemon": (f"version {word(report.get('version'))}, pid {word(report.get('pid'))}", ""),
-        "state": (f"{word(report.get('state'))}{newer_generation(report)}", ""),
-        "generation": (word(report.get("generation")), ""),
-        "verdict": (word(report.get("verdict")), ""),
-        "last commit": (place if commit else "none", ""),
+        "daemon": (f"version {status.version}, pid {status.pid}", ""),
+        "state": (f"{status.state}{newer_generation(status)}", ""),
+        "generation": (word(status.generation), ""),
+        "verdict": (word(status.verdict), ""),
+        "last commit": (place, ""),
     }
-    if evacuation:
-        plan = f"{word(evacuation.get('reason'))}: {word(evacuation.get('plan'))}"
-        facts["evacuation"] = (plan, f", {seconds(evacuation.get('seconds_left'))} left")
-    for notice in tables(report.get("notices")):
-        left = f", {seconds(notice.get('seconds_left'))} left"
-        facts[f"notice {word(notice.get('source'))}"] = (word(notice.get("severity")), left)
-    for row in tables(report.get("sources")):
-        facts[f"source {word(row.get('name'))}"] = _health(row)
-    if isinstance(report.get("store"), dict):
-        facts["store"] = _health(report["store"])
-    for margin in tables(report.get("margins")):
-        fits = margin.get("fits")
-        shown = _FITS.get(fits, "unknown") if isinstance(fits, bool) else "unknown"
-        spare = "" if shown == "unknown" else f", {seconds(margin.get('spare_s'))} to spare"
-        facts[f"margin {word(margin.get('source'))}"] = (shown, spare)
-    trainers = sum(row.get("connected") is not False for row in tables(report.get("trainers")))
-    facts["trainers"] = (f"{trainers} connected", "")
-    if isinstance(report.get("mirror"), dict):
-        facts["mirror"] = (word(report["mirror"].get("state")), "")
-    return facts | _problems(report)
+    if evacuation is not None:
+        plan = f"{evacuation.reason}: {evacuation.plan}"
+        facts["evacuation"] = (plan, f", {human_s(evacuation.seconds_left)} left")
+    for notice in status.notices:
+        left = f", {human_s(notice.seconds_left)} left"
+        facts[f"notice {notice.source}"] = (notice.severity, left)
+    for source in status.sources:
+        facts[f"source {source.name}"] = _health(source)
+    if status.store is not None:
+        facts["store"] = _health(status.store)
+    for margin in status.margins:
+        spare = "" if margin.spare_s is None else f", {human_s(margin.spare_s)} to spare"
+        facts[f"margin {margin.source}"] = (_FITS[margin.fits], spare)
+    connected = sum(trainer.connected for trainer in status.trainers)
+    facts["trainers"] = (f"{connected} connected", "")
+    if status.mirror is not None:
+        facts["mirror"] = (status.mirror.state, "")
+    return facts | _problems(status)
 
 
-def _problems(report: dict[str, Any]) -> Facts:
+def _problems(status: DaemonStatus) -> Facts:
     """The rows that only a problem has; the first words of such a row name it."""
     found: Facts = {}
-    for row in rows(report):
+    for row in rows(status):
         if row.label in ("problem", "failed saves", "decision faults"):
             name = f"{row.label} {len(found) + 1}" if row.label in found else row.label
             found[name] = ("yes", f": {row.text}")
     return found
 
 
-def _health(row: dict[str, Any]) -> tuple[str, str]:
-    return word(row.get("health")), f": {word(row.get('reason'))}"
+def _health(item: HealthStatus) -> tuple[str, str]:
+    return item.health, f": {word(item.reason)}"
 
 
 def changes(before: Facts, now: Facts) -> Iterator[str]:
@@ -83,10 +83,10 @@ class ChangeLog:
 
     def take(self, poll: Poll) -> None:
         """Print a line for each change since the poll before."""
-        if poll.report is None:
+        if poll.status is None:
             facts = self._facts | {"daemon": ("away", f": {poll.reason}")}
         else:
-            facts = facts_of(poll.report)
+            facts = facts_of(poll.status)
         at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(poll.at_wall_s))
         for line in changes(self._facts, facts):
             print(f"{at} {line}", flush=True)

@@ -4,9 +4,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from swansong_tools.commands.view.values import number, table, tables, word
+from swansongd.observe.status import DaemonStatus
+
 from swansong_tools.units import human_s
 
 _FONT = {
@@ -24,38 +24,35 @@ _HOUR_S, _DAY_S = 3600.0, 86400.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Countdown:
-    """The time to a deadline, as of the report."""
+    """The time to a deadline, as of the status."""
 
     key: str
-    """Identity over several reports."""
+    """Identity over several statuses."""
     source: str
     title: str
     left_s: float
     is_evacuation: bool = False
 
 
-def countdowns(report: dict[str, Any]) -> list[Countdown]:
+def countdowns(status: DaemonStatus) -> list[Countdown]:
     """The open evacuation, then the notices that it does not answer, the nearest deadline first."""
-    evacuation = table(report.get("evacuation"))
-    reason = word(evacuation.get("reason"))
-    found = []
-    left_s = number(evacuation.get("seconds_left"))
-    if left_s is not None:
+    evacuation, found = status.evacuation, []
+    if evacuation is not None:
         found.append(
             Countdown(
-                key=word(evacuation.get("id")),
-                source=reason.partition(":")[0],
-                title=reason,
-                left_s=left_s,
+                key=evacuation.id,
+                source=evacuation.reason.partition(":")[0],
+                title=evacuation.reason,
+                left_s=evacuation.seconds_left,
                 is_evacuation=True,
             )
         )
     notices = []
-    for notice in tables(report.get("notices")):
-        source, left_s = word(notice.get("source")), number(notice.get("seconds_left"))
-        if left_s is not None and not (found and source == found[0].source):
-            title = f"{source}, {word(notice.get('severity'))}"
-            notices.append(Countdown(key=title, source=source, title=title, left_s=left_s))
+    for notice in status.notices:
+        if not (found and notice.source == found[0].source):
+            title = f"{notice.source}, {notice.severity}"
+            left_s = notice.seconds_left
+            notices.append(Countdown(key=title, source=notice.source, title=title, left_s=left_s))
     return found + sorted(notices, key=lambda notice: notice.left_s)
 
 

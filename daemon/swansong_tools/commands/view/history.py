@@ -1,15 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The recent past of a daemon as sparklines: the reports that this command has received."""
+"""The recent past of a daemon as sparklines: the statuses that this command has received."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+
+from swansongd.observe.status import DaemonStatus
 
 from swansong_tools.commands.view.countdown import Countdown, countdowns
-from swansong_tools.commands.view.values import number, table, tables, word
 
 SAMPLES_MAX = 240
 _RATE_S = 5.0
@@ -20,12 +20,12 @@ _BLOCKS, _ASCII_BLOCKS = "▁▂▃▄▅▆▇", "_.-=+*#"
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """The figures of one report; None: unknown."""
+    """The figures of one status; None: unknown."""
 
     at_mono_s: float
     lag_s: float | None
-    flight: object
-    """Identity of the set in flight: its bytes start at zero."""
+    flight: int | None
+    """Step of the set in flight: its bytes start at zero."""
     stored_bytes: float | None
     step: float | None
 
@@ -37,28 +37,24 @@ class SampleHistory:
         self._samples: deque[Sample] = deque(maxlen=SAMPLES_MAX)
         self._totals_s: dict[str, float] = {}
 
-    def add(self, report: dict[str, Any], now_mono_s: float) -> None:
-        """Record the figures of a report that arrived now."""
-        flush = table(report.get("flush"))
-        steps = [number(row.get("step")) for row in tables(report.get("trainers"))]
+    def add(self, status: DaemonStatus, now_mono_s: float) -> None:
+        """Record the figures of a status that arrived now."""
+        flush = status.flush
         self._samples.append(
             Sample(
                 at_mono_s=now_mono_s,
-                lag_s=number(table(report.get("replication_lag")).get("seconds")),
-                flight=flush.get("step"),
-                stored_bytes=number(flush.get("stored_bytes")),
-                step=max((step for step in steps if step is not None), default=None),
+                lag_s=status.replication_lag.seconds,
+                flight=None if flush is None else flush.step,
+                stored_bytes=None if flush is None else flush.stored_bytes,
+                step=max((trainer.step for trainer in status.trainers), default=None),
             )
         )
-        grace_s = {
-            word(row.get("source")): number(row.get("grace_s")) or 0.0
-            for row in tables(report.get("margins"))
-        }
+        grace_s = {margin.source: margin.grace_s for margin in status.margins}
         self._totals_s = {
             each.key: max(
                 each.left_s, self._totals_s.get(each.key, 0.0), grace_s.get(each.source, 0.0)
             )
-            for each in countdowns(report)
+            for each in countdowns(status)
         }
 
     def total_s(self, countdown: Countdown) -> float:

@@ -10,17 +10,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import Any
 
 from rich.console import Group, RenderableType
 from rich.text import Text
+from swansong_bucket.model import Verdict
+from swansong_bucket.util.printable import escaped
+from swansongd.observe.status import DaemonStatus, VerdictStatus
 
 from swansong_tools.commands.view import countdown
 from swansong_tools.commands.view.countdown import Countdown, countdowns
 from swansong_tools.commands.view.history import SampleHistory, sparkline
 from swansong_tools.commands.view.once import listings
 from swansong_tools.commands.view.rows import Row, newer_generation, phrases_of, progress_of, rows
-from swansong_tools.commands.view.values import number, seconds, size, table, tables, word
+from swansong_tools.units import human_bytes, human_s
 
 _LABEL = 16
 """Width of the labels."""
@@ -29,7 +31,12 @@ _LARGE_ROWS, _LARGE_COLUMNS = 16, 60
 _CHART_MAX = 40
 _NEAR_S = 15.0
 """The countdown turns red."""
-_VERDICTS = {"SAFE": "green", "PARTIAL": "yellow", "LOST": "red", "NO_TRAINING": "white"}
+_VERDICTS = {
+    Verdict.SAFE: "green",
+    Verdict.PARTIAL: "yellow",
+    Verdict.LOST: "red",
+    Verdict.NO_TRAINING: "white",
+}
 _IN_HEAD = {"run", "state", "verdict", "evacuation"}
 """Labels of rows that the first lines show already."""
 
@@ -50,9 +57,9 @@ class Away:
 class Frame:
     """Everything that one frame shows."""
 
-    report: dict[str, Any]
-    """The newest report; empty before the first one."""
-    report_mono_s: float
+    status: DaemonStatus | None
+    """The newest status; None before the first one."""
+    status_mono_s: float
     away: Away | None
     history: SampleHistory
     now_mono_s: float
@@ -60,8 +67,8 @@ class Frame:
 
     @property
     def late_s(self) -> float:
-        """Age of the report: countdowns continue without the daemon."""
-        return max(0.0, self.now_mono_s - self.report_mono_s)
+        """Age of the status: countdowns continue without the daemon."""
+        return max(0.0, self.now_mono_s - self.status_mono_s)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,30 +131,28 @@ def _block(rank: int, *lines: Text) -> Block:
 
 
 def _head(frame: Frame, canvas: Canvas) -> Iterator[Block]:
-    report = frame.report
+    status = frame.status
     if frame.away is not None:
         yield _block(0, canvas.banner(_away(frame, frame.away), "bold reverse magenta"))
-        yield _block(9, canvas.line(" ", word(frame.away.reason), style="magenta"))
-    if not report:
+        yield _block(9, canvas.line(" ", escaped(frame.away.reason), style="magenta"))
+    if status is None:
         return
-    yield _block(1, _verdict(report, canvas))
-    yield _block(4, _title(frame, canvas))
-    open_ones = countdowns(report)
+    yield _block(1, _verdict(status, canvas))
+    yield _block(4, _title(status, frame.now_wall_s, canvas))
+    open_ones = countdowns(status)
     for place, each in enumerate(open_ones):
         if place == 0 and canvas.has_room:
-            yield _large(each, frame, canvas)
+            yield _large(each, status, frame, canvas)
         else:
-            yield _small(each, frame, canvas, rank=2 if place == 0 else 6)
+            yield _small(each, status, frame, canvas, rank=2 if place == 0 else 6)
     if not open_ones:
         yield _block(75, Text(""))
 
 
-def _title(frame: Frame, canvas: Canvas) -> Text:
-    report = frame.report
-    generation = report.get("generation")
-    claimed = "no generation yet" if generation is None else f"generation {word(generation)}"
-    left = f" {word(report.get('run'))}, {claimed}"
-    right = f"{_clock(frame.now_wall_s)} UTC  Ctrl-C ends "
+def _title(status: DaemonStatus, now_wall_s: float, canvas: Canvas) -> Text:
+    generation = status.generation
+    claimed = "no generation yet" if generation is None else f"generation {generation}"
+    left, right = f" {status.run}, {claimed}", f"{_clock(now_wall_s)} UTC  Ctrl-C ends "
     gap = canvas.width - len(left) - len(right)
     if gap < 1:
         return canvas.line((left, "bold"))
@@ -160,46 +165,46 @@ def _clock(wall_s: float) -> str:
 
 def _away(frame: Frame, away: Away) -> str:
     text = f" DAEMON AWAY since {_clock(away.since_wall_s)} UTC"
-    text += f" ({seconds(round(frame.now_mono_s - away.since_mono_s))})"
-    return f"{text}; this is its last report" if frame.report else text
+    text += f" ({human_s(round(frame.now_mono_s - away.since_mono_s))})"
+    return f"{text}; this is its last report" if frame.status else text
 
 
-def _verdict(report: dict[str, Any], canvas: Canvas) -> Text:
+def _verdict(status: DaemonStatus, canvas: Canvas) -> Text:
     """The first line: the verdict of the open evacuation, else the state and the last verdict."""
-    state, verdict = word(report.get("state")), report.get("verdict")
-    named = verdict if isinstance(verdict, str) and verdict in _VERDICTS else ""
-    style = f"bold reverse {_VERDICTS.get(named, 'cyan')}"
-    last = table(report.get("last_verdict"))
-    if report.get("newer_generation") is not None:
-        return canvas.banner(f" {state}{newer_generation(report)}", "bold reverse red")
-    if isinstance(report.get("evacuation"), dict):
-        if named:
-            return canvas.banner(f" {named}  {_outcome(last)}", style)
-        plan = progress_of(report["evacuation"])
+    state, verdict, last = status.state, status.verdict, status.last_verdict
+    style = f"bold reverse {_VERDICTS[verdict] if verdict else 'cyan'}"
+    if status.newer_generation is not None:
+        return canvas.banner(f" {state}{newer_generation(status)}", "bold reverse red")
+    if status.evacuation is not None:
+        if verdict:
+            return canvas.banner(f" {verdict}  {_outcome(last)}", style)
+        plan = progress_of(status.evacuation)
         return canvas.banner(f" EVACUATING  no verdict yet: {plan}", style)
-    if tables(report.get("notices")):
+    if status.notices:
         return canvas.banner(f" {state}  a notice is in force", "bold reverse cyan")
     line = canvas.line(f" {state}  no notice is in force ", style="bold")
-    told = f" {named} was the last verdict, {seconds(last.get('age_s'))} ago " if named else ""
+    told = (
+        f" {verdict} was the last verdict, {human_s(last.age_s)} ago " if verdict and last else ""
+    )
     line.pad_right(max(0, canvas.width - line.cell_len - len(told)))
     return canvas.line(line, (told, style))
 
 
-def _outcome(last: dict[str, Any]) -> str:
-    if last.get("step") is None:
+def _outcome(last: VerdictStatus | None) -> str:
+    if last is None or last.step is None:
         return "the run has no commit"
-    return f"generation {word(last.get('generation'))} step {word(last['step'])} is committed"
+    return f"generation {last.generation} step {last.step} is committed"
 
 
-def _large(each: Countdown, frame: Frame, canvas: Canvas) -> Block:
+def _large(each: Countdown, status: DaemonStatus, frame: Frame, canvas: Canvas) -> Block:
     """The time left in large digits, beside the title, the plan and the bar."""
     left_s = each.left_s - frame.late_s
     digits = countdown.large(countdown.clock(left_s))
-    style = _urgency(each, left_s, frame.report)
+    style = _urgency(each, left_s, status)
     room = canvas.width - len(digits[0]) - 5
     told = f" {countdown.in_words(left_s)}"
     bar = countdown.bar(left_s, frame.history.total_s(each), max(0, room - len(told)))
-    beside = ((each.title, "bold"), (_plan(each, frame.report), ""), (f"{bar}{told}", style))
+    beside = ((each.title, "bold"), (_plan(each, status), ""), (f"{bar}{told}", style))
     lines = (
         canvas.line("  ", (row, f"bold {style}"), "   ", text)
         for row, text in zip(digits, beside, strict=True)
@@ -207,30 +212,31 @@ def _large(each: Countdown, frame: Frame, canvas: Canvas) -> Block:
     return _block(2, Text(""), *lines, Text(""))
 
 
-def _small(each: Countdown, frame: Frame, canvas: Canvas, *, rank: int) -> Block:
+def _small(
+    each: Countdown, status: DaemonStatus, frame: Frame, canvas: Canvas, *, rank: int
+) -> Block:
     """A countdown in one line."""
     left_s = each.left_s - frame.late_s
     width = min(_CHART_MAX, max(0, canvas.width - 50))
     bar = countdown.bar(left_s, frame.history.total_s(each), width, is_ascii=canvas.is_ascii)
-    style = _urgency(each, left_s, frame.report)
+    style = _urgency(each, left_s, status)
     head = f" {countdown.clock(left_s):<{_LABEL}}"
-    text = f"{each.title}: {_plan(each, frame.report)}".removesuffix(": ")
+    text = f"{each.title}: {_plan(each, status)}".removesuffix(": ")
     return _block(rank, canvas.line((head, f"bold {style}"), (bar, style), f" {text}"))
 
 
-def _plan(each: Countdown, report: dict[str, Any]) -> str:
-    if not each.is_evacuation:
+def _plan(each: Countdown, status: DaemonStatus) -> str:
+    evacuation = status.evacuation
+    if not each.is_evacuation or evacuation is None:
         return ""
-    evacuation = table(report.get("evacuation"))
     return "; ".join((progress_of(evacuation), *phrases_of(evacuation)))
 
 
-def _urgency(each: Countdown, left_s: float, report: dict[str, Any]) -> str:
-    verdict = report.get("verdict")
+def _urgency(each: Countdown, left_s: float, status: DaemonStatus) -> str:
     if not each.is_evacuation:
         return "cyan"
-    if isinstance(verdict, str) and verdict in _VERDICTS:
-        return _VERDICTS[verdict]
+    if status.verdict is not None:
+        return _VERDICTS[status.verdict]
     return "red" if left_s < _NEAR_S else "yellow"
 
 
@@ -238,14 +244,15 @@ def _urgency(each: Countdown, left_s: float, report: dict[str, Any]) -> str:
 
 
 def _facts(frame: Frame, canvas: Canvas) -> Iterator[Block]:
-    if not frame.report:
+    status = frame.status
+    if status is None:
         return
-    charts = _charts(frame)
+    charts = _charts(status, frame.history)
     faded = "dim" if frame.away else ""
-    for row in rows(frame.report, is_brief=True):
+    for row in rows(status, is_brief=True):
         if row.label not in _IN_HEAD:
             yield _block(row.rank, _line(row, charts.get(row.label), canvas, faded))
-    for listing in listings(frame.report):
+    for listing in listings(status):
         yield Block(90, (Text(""), listing), listing.row_count + 2)
 
 
@@ -258,14 +265,14 @@ def _line(row: Row, chart: Chart | None, canvas: Canvas, faded: str) -> Text:
     return canvas.line(label, (drawn, "cyan"), f"  {text}", style=style)
 
 
-def _charts(frame: Frame) -> dict[str, Chart]:
+def _charts(status: DaemonStatus, history: SampleHistory) -> dict[str, Chart]:
     """By the label of the row."""
-    flush, history = table(frame.report.get("flush")), frame.history
+    flush = status.flush
     return {
         "replication lag": _sparkline(history.lag_s),
         "training": _sparkline(history.steps_per_s, lambda rate: f"{rate:.3g} steps/s"),
-        "bandwidth": _sparkline(history.bytes_per_s, lambda rate: f"{size(rate)}/s now"),
-        "flush": _bar(number(flush.get("stored_bytes")), number(flush.get("size_bytes"))),
+        "bandwidth": _sparkline(history.bytes_per_s, lambda rate: f"{human_bytes(rate)}/s now"),
+        "flush": _bar(flush.stored_bytes, flush.size_bytes) if flush else _bar(0, 0),
     }
 
 
@@ -277,8 +284,5 @@ def _sparkline(
     return lambda width, is_ascii: (sparkline(values, width, is_ascii=is_ascii), text)
 
 
-def _bar(done: float | None, total: float | None) -> Chart:
-    return lambda width, is_ascii: (
-        countdown.bar(done or 0.0, total or 0.0, width, is_ascii=is_ascii),
-        "",
-    )
+def _bar(done: float, total: float) -> Chart:
+    return lambda width, is_ascii: (countdown.bar(done, total, width, is_ascii=is_ascii), "")

@@ -3,13 +3,15 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 from rich.table import Table
+from swansongd.observe.status import DaemonStatus, GpuHealthStatus, HealthStatus, TrainerStatus
+from swansongd.trainers.unconnected import Unconnected
 
 from swansong_tools.commands.terminal import console
-from swansong_tools.commands.view.rows import PLAIN, level_of, rows
-from swansong_tools.commands.view.values import seconds, tables, word
+from swansong_tools.commands.view.rows import level_of, rows, word
+from swansong_tools.units import human_s
 
 _LISTINGS = (
     ("SOURCE", "sources", ("name", "health", "reason", "for_s")),
@@ -18,39 +20,41 @@ _LISTINGS = (
 )
 
 
-def print_report(report: dict[str, Any]) -> None:
-    """Print a report on standard output."""
+def print_status(status: DaemonStatus, others: Sequence[Unconnected] = ()) -> None:
+    """Print a status, and the processes that are not connected, on standard output."""
     out = console()
-    out.print(_summary(report))
-    for listing in listings(report):
+    out.print(_summary(status, others))
+    for listing in listings(status):
         out.print()
         out.print(listing)
 
 
-def _summary(report: dict[str, Any]) -> Table:
+def _summary(status: DaemonStatus, others: Sequence[Unconnected]) -> Table:
     summary = Table(box=None, pad_edge=False, show_header=False)
     summary.add_column(style="bold", no_wrap=True)
     summary.add_column(overflow="fold")
-    for row in rows(report):
+    for row in rows(status, others):
         summary.add_row(row.label, row.text, style=row.style)
     return summary
 
 
-def listings(report: dict[str, Any]) -> list[Table]:
+def listings(status: DaemonStatus) -> list[Table]:
     """The tables of the sources, GPUs and trainers, without empty ones."""
-    found = ((title, columns, tables(report.get(key))) for title, key, columns in _LISTINGS)
+    found = ((title, columns, getattr(status, key)) for title, key, columns in _LISTINGS)
     return [_listing(title, columns, each) for title, columns, each in found if each]
 
 
-def _listing(title: str, columns: tuple[str, ...], found: list[dict[str, Any]]) -> Table:
+def _listing(
+    title: str,
+    columns: tuple[str, ...],
+    found: Sequence[HealthStatus | GpuHealthStatus | TrainerStatus],
+) -> Table:
     listing = Table(box=None, pad_edge=False)
     for index, column in enumerate(columns):
         name = column.removesuffix("_s").upper()
         listing.add_column(f"{title} {name}" if index == 0 else name, no_wrap=True)
-    for row in found:
-        cells = (
-            seconds(row.get(column)) if column.endswith("_s") else word(row.get(column))
-            for column in columns
-        )
-        listing.add_row(*cells, style=level_of(row) or PLAIN)
+    for item in found:
+        cells = ((column, getattr(item, column)) for column in columns)
+        shown = (human_s(cell) if column.endswith("_s") else word(cell) for column, cell in cells)
+        listing.add_row(*shown, style=level_of(item))
     return listing

@@ -8,20 +8,20 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from swansong_bucket.errors import Unreachable
+from swansongd.observe.status import DaemonStatus
 
 from swansong_tools.commands.client import DaemonClient
 
 
 @dataclass(frozen=True, slots=True)
 class Poll:
-    """The result of one poll: a report, or the reason why there is none."""
+    """The result of one poll: a status, or the reason why there is none."""
 
     at_mono_s: float
     at_wall_s: float
-    report: dict[str, Any] | None
+    status: DaemonStatus | None
     reason: str = ""
 
 
@@ -39,14 +39,14 @@ def start(path: Path, interval_s: float, take: Callable[[Poll], None]) -> None:
 def _run(path: Path, interval_s: float, take: Callable[[Poll], None]) -> None:
     daemon: DaemonClient | None = None
     while True:
-        report, reason = None, ""
+        status, reason = None, ""
         try:
             daemon = daemon or DaemonClient(path)
-            report = daemon.report()
+            status = daemon.status()
         except Unreachable as error:
             reason = error.line()
             if daemon is not None:
                 daemon.close()
             daemon = None
-        take(Poll(time.monotonic(), time.time(), report, reason))
+        take(Poll(time.monotonic(), time.time(), status, reason))
         time.sleep(interval_s)

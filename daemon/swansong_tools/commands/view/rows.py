@@ -1,16 +1,41 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rows of a status report, for one look and for the live view.
+"""The rows of a status, for one look and for the live view.
 
-Pure.  docs/reference/status.md describes the fields of the report.
+Pure.  docs/reference/status.md describes the fields of the status.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
-from swansong_tools.commands.view.values import number, seconds, size, table, tables, word
+from swansong_bucket.model import GpuHealth, Health
+from swansongd.observe.status import (
+    CommitStatus,
+    DaemonStatus,
+    EvacuationStatus,
+    FlushStatus,
+    FollowUpsStatus,
+    GpuHealthStatus,
+    HealthStatus,
+    HeartbeatStatus,
+    LagStatus,
+    Margin,
+    MetricsStatus,
+    MirrorState,
+    MirrorStatus,
+    NotificationsStatus,
+    PartStatus,
+    PrefetchStatus,
+    SenderStatus,
+    StagingStatus,
+    TrainerStatus,
+    UnsentStatus,
+    VerdictStatus,
+)
+from swansongd.trainers.unconnected import Unconnected
+
+from swansong_tools.units import human_bytes, human_s
 
 GOOD, WARNING, BAD, PLAIN = "green", "yellow", "red", ""
 """Styles of rich."""
@@ -21,7 +46,7 @@ _LEVELS = {"degraded": WARNING, "blind": BAD, "dying": BAD, "lost": BAD}
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One fact of the report."""
+    """One fact of the status."""
 
     label: str
     text: str
@@ -30,349 +55,323 @@ class Row:
     """Importance: a small screen drops the rows with the highest rank.  Below 20: something is wrong."""
 
 
-def rows(report: dict[str, Any], *, is_brief: bool = False) -> Iterator[Row]:
+def rows(
+    status: DaemonStatus, others: Sequence[Unconnected] = (), *, is_brief: bool = False
+) -> Iterator[Row]:
     """All rows that apply, in the order of the display.
 
     Args:
+        others: processes that are not connected.
         is_brief: the display has no lists of sources, GPUs and trainers: rows stand for these.
     """
-    yield Row("run", _run(report), rank=40)
-    yield Row("state", word(report.get("state")) + newer_generation(report), rank=21)
-    yield Row("verdict", _verdict(report), rank=22)
-    yield Row("last commit", _last_commit(report.get("last_commit")), rank=20)
-    if isinstance(report.get("part"), dict):
-        yield Row("waiting for peers", part_of(report["part"]), WARNING, 19)
-    yield Row("replication lag", _lag(report.get("replication_lag")), rank=24)
+    yield Row("run", _run(status), rank=40)
+    yield Row("state", status.state + newer_generation(status), rank=21)
+    yield Row("verdict", _verdict(status), rank=22)
+    yield Row("last commit", _last_commit(status.last_commit), rank=20)
+    if status.part is not None:
+        yield Row("waiting for peers", part_of(status.part), WARNING, 19)
+    yield Row("replication lag", _lag(status.replication_lag), rank=24)
     if is_brief:
-        yield Row("training", _training(report), rank=25)
-    yield Row("bandwidth", _bandwidth(report), rank=27)
-    yield _store(report.get("store"))
-    if isinstance(report.get("flush"), dict):
-        yield Row("flush", _flush(report["flush"]), rank=23)
-    yield Row("pending", _pending(report.get("unsent"), report.get("pending_bytes")), rank=31)
-    yield _staging(report.get("staging"))
-    yield Row("prefetch", _prefetch(report.get("prefetch")), rank=60)
-    if isinstance(report.get("mirror"), dict):
-        yield _mirror(report["mirror"])
-    if report.get("bytes_referenced"):
-        yield Row("reused", size(report["bytes_referenced"]), rank=70)
-    yield from _notifications(table(report.get("notifications")))
-    if isinstance(report.get("metrics"), dict):
-        yield _metrics(report["metrics"])
-    yield Row("evacuation", _evacuation(report.get("evacuation")), rank=21)
-    for margin in tables(report.get("margins")):
-        is_bad = margin.get("fits") is False
+        yield Row("training", _training(status), rank=25)
+    yield Row("bandwidth", _bandwidth(status.bandwidth_bytes_per_s), rank=27)
+    yield _store(status.store)
+    if status.flush is not None:
+        yield Row("flush", _flush(status.flush), rank=23)
+    yield Row("pending", _pending(status.unsent), rank=31)
+    yield _staging(status.staging)
+    yield Row("prefetch", _prefetch(status.prefetch), rank=60)
+    if status.mirror is not None:
+        yield _mirror(status.mirror)
+    if status.bytes_referenced:
+        yield Row("reused", human_bytes(status.bytes_referenced), rank=70)
+    if status.notifications is not None:
+        yield from _notifications(status.notifications)
+    if status.metrics is not None:
+        yield _metrics(status.metrics)
+    yield Row("evacuation", _evacuation(status.evacuation), rank=21)
+    for margin in status.margins:
+        is_bad = margin.fits is False
         yield Row("margin", _margin(margin), BAD if is_bad else PLAIN, 12 if is_bad else 26)
     if is_brief:
-        yield from _sources(report)
-        yield from _gpus(report)
-    failed = table(report.get("failed_saves"))
-    if failed.get("count"):
-        yield Row("failed saves", _failed_saves(failed), BAD, 13)
-    for line in _problems(report.get("trainers")):
-        yield Row("problem", line, BAD, 10)
-    for each in tables(table(report.get("unconnected")).get("processes")):
+        yield from _sources(status.sources)
+        yield from _gpus(status.gpus)
+    if status.failed_saves.count:
+        yield Row("failed saves", _failed_saves(status), BAD, 13)
+    for trainer in status.trainers:
+        for line in _problems(trainer):
+            yield Row("problem", line, BAD, 10)
+    for each in others:
         yield Row("not connected", _unconnected(each), WARNING, 15)
-    faults = table(report.get("decision_faults"))
-    if faults.get("count"):
-        shown = f"{word(faults['count'])}, the last one: {word(faults.get('last'))}"
-        yield Row("decision faults", shown, BAD, 14)
-    yield Row("daemon", _daemon(report), rank=80)
+    faults = status.decision_faults
+    if faults.count:
+        yield Row("decision faults", f"{faults.count}, the last one: {word(faults.last)}", BAD, 14)
+    daemon = f"version {status.version}, pid {status.pid}, up {human_s(status.uptime_s)}"
+    yield Row("daemon", daemon, rank=80)
 
 
-def _notifications(report: dict[str, Any]) -> Iterator[Row]:
+def word(value: object) -> str:
+    return "-" if value is None or value == "" else str(value)
+
+
+def _notifications(status: NotificationsStatus) -> Iterator[Row]:
     """One row for each receiver, with its counters."""
     for name in ("webhook", "exec", "heartbeat"):
-        found = table(report.get(name))
-        if not found:
+        found: SenderStatus | HeartbeatStatus | None = getattr(status, name)
+        if found is None:
             continue
-        shown = f"{word(found.get('sent'))} sent"
+        shown, silent = f"{found.sent} sent", getattr(found, "silent", None)
         shown += "".join(
-            f", {word(found[key])} {key}"
+            f", {count} {key}"
             for key in ("queued", "failed", "dropped")
-            if found.get(key)
+            if (count := getattr(found, key, 0))
         )
-        if found.get("silent"):
-            shown += f"; silent: {word(found['silent'])}"
-        if found.get("last_error"):
-            shown += f"; the last attempt failed: {word(found['last_error'])}"
-        is_bad = bool(found.get("silent") or found.get("last_error"))
+        if silent:
+            shown += f"; silent: {silent}"
+        if found.last_error:
+            shown += f"; the last attempt failed: {found.last_error}"
+        is_bad = bool(silent or found.last_error)
         yield Row(name, shown, BAD if is_bad else PLAIN, 15 if is_bad else 65)
 
 
-def _metrics(metrics: dict[str, Any]) -> Row:
+def _metrics(metrics: MetricsStatus) -> Row:
     """The address, or why the daemon does not serve it."""
-    if metrics.get("failure"):
-        return Row("metrics", f"not served: {word(metrics['failure'])}", BAD, 15)
-    return Row("metrics", word(metrics.get("address")), rank=65)
+    if metrics.failure:
+        return Row("metrics", f"not served: {metrics.failure}", BAD, 15)
+    return Row("metrics", metrics.address, rank=65)
 
 
-def _sources(report: dict[str, Any]) -> Iterator[Row]:
+def _sources(sources: Sequence[HealthStatus]) -> Iterator[Row]:
     """One row for the sources that work, and one for each other source."""
-    sources = tables(report.get("sources"))
-    fine = [word(row.get("name")) for row in sources if row.get("health") == "ok"]
+    fine = [source.name for source in sources if source.health is Health.OK]
     if fine:
         yield Row("sources", f"{len(fine)} ok: {', '.join(fine)}", rank=35)
-    for row in sources:
-        if row.get("health") not in ("ok", "unsupported"):
-            shown = f"{word(row.get('name'))} {_health(row)}"
-            yield Row("source", shown, level_of(row) or WARNING, 11)
+    for source in sources:
+        if source.health not in (Health.OK, Health.UNSUPPORTED):
+            yield Row("source", f"{source.name} {_health(source)}", level_of(source), 11)
 
 
-def _gpus(report: dict[str, Any]) -> Iterator[Row]:
+def _gpus(gpus: Sequence[GpuHealthStatus]) -> Iterator[Row]:
     """One row for the GPUs that are healthy, and one for each other GPU."""
-    gpus = tables(report.get("gpus"))
-    fine = sum(row.get("health") == "ok" for row in gpus)
-    if fine:
-        yield Row("GPUs", f"{fine} ok", rank=34)
-    for row in gpus:
-        if row.get("health") != "ok":
-            name = f"{word(row.get('index'))} {word(row.get('name'))}"
-            yield Row("GPU", f"{name} {_health(row)}", level_of(row) or WARNING, 10)
+    bad = [gpu for gpu in gpus if gpu.health is not GpuHealth.OK]
+    if len(bad) < len(gpus):
+        yield Row("GPUs", f"{len(gpus) - len(bad)} ok", rank=34)
+    for gpu in bad:
+        yield Row("GPU", f"{gpu.index} {word(gpu.name)} {_health(gpu)}", level_of(gpu), 10)
 
 
-def level_of(row: dict[str, Any]) -> str:
+def level_of(item: HealthStatus | GpuHealthStatus | TrainerStatus) -> str:
     """The style of a source, a store or a GPU by its health."""
-    health = row.get("health")
-    return _LEVELS.get(health, PLAIN) if isinstance(health, str) else PLAIN
+    return PLAIN if isinstance(item, TrainerStatus) else _LEVELS.get(item.health, PLAIN)
 
 
-def _run(report: dict[str, Any]) -> str:
-    generation = report.get("generation")
+def _run(status: DaemonStatus) -> str:
     claimed = (
-        "no generation claimed yet" if generation is None else f"generation {word(generation)}"
+        "no generation claimed yet"
+        if status.generation is None
+        else f"generation {status.generation}"
     )
-    return f"{word(report.get('run'))} ({claimed})"
+    return f"{status.run} ({claimed})"
 
 
-def _daemon(report: dict[str, Any]) -> str:
-    version, pid = word(report.get("version")), word(report.get("pid"))
-    return f"version {version}, pid {pid}, up {seconds(report.get('uptime_s'))}"
+def _bandwidth(measured: float | None) -> str:
+    return "not measured yet" if measured is None else f"{human_bytes(measured)}/s measured"
 
 
-def _bandwidth(report: dict[str, Any]) -> str:
-    measured = report.get("bandwidth_bytes_per_s")
-    return "not measured yet" if measured is None else f"{size(measured)}/s measured"
-
-
-def _training(report: dict[str, Any]) -> str:
+def _training(status: DaemonStatus) -> str:
     """Step, loss and number of the connected trainers."""
-    trainers = tables(report.get("trainers"))
+    trainers = status.trainers
     if not trainers:
         return "no trainer is connected"
-    steps = [step for row in trainers if (step := number(row.get("step"))) is not None]
-    shown = [f"step {max(steps):.0f}"] if steps else []
-    loss = next((row["loss"] for row in trainers if number(row.get("loss")) is not None), None)
-    if loss is not None:
-        shown.append(f"loss {loss:.4g}")
-    connected = sum(row.get("connected") is not False for row in trainers)
-    count = round(connected + (number(report.get("trainers_not_shown")) or 0))
+    shown = [f"step {max(trainer.step for trainer in trainers)}"]
+    shown += [f"loss {each.loss:.4g}" for each in trainers if each.loss is not None][:1]
+    count = sum(trainer.connected for trainer in trainers) + status.trainers_not_shown
     return ", ".join((*shown, f"{count} trainer{'s' * (count != 1)}"))
 
 
-def _problems(trainers: Any) -> list[str]:
-    """The problems of all trainers, one line each."""
-    lines = []
-    for trainer in tables(trainers):
-        where = f"rank {word(trainer.get('rank'))} at step {word(trainer.get('step'))}"
-        if trainer.get("stalled_s") is not None:
-            lines.append(f"{where} has made no progress for {seconds(trainer['stalled_s'])}")
-        if trainer.get("loss_is_finite") is False:
-            lines.append(f"{where} reports a loss that is not finite")
-    return lines
+def _problems(trainer: TrainerStatus) -> Iterator[str]:
+    where = f"rank {trainer.rank} at step {trainer.step}"
+    if trainer.stalled_s is not None:
+        yield f"{where} has made no progress for {human_s(trainer.stalled_s)}"
+    if trainer.loss_is_finite is False:
+        yield f"{where} reports a loss that is not finite"
 
 
-def _unconnected(process: dict[str, Any]) -> str:
+def _unconnected(process: Unconnected) -> str:
     return (
-        f"process {word(process.get('pid'))} ({word(process.get('program'))}) of user "
-        f"{word(process.get('uid'))} {word(process.get('seen'))}; if it trains this run: "
-        f"{word(process.get('fix'))}"
+        f"process {process.pid} ({word(process.program)}) of user {process.uid} {process.seen}; "
+        f"if it trains this run: {process.fix}"
     )
 
 
-def _failed_saves(failed: dict[str, Any]) -> str:
-    last = failed.get("last")
-    if not isinstance(last, dict):
-        return word(failed["count"])
+def _failed_saves(status: DaemonStatus) -> str:
+    failed, last = status.failed_saves, status.failed_saves.last
+    if last is None:
+        return str(failed.count)
     return (
-        f"{word(failed['count'])}, the last one {seconds(last.get('age_s'))} ago at step "
-        f"{word(last.get('step'))} of rank {word(last.get('rank'))}: {word(last.get('reason'))}"
+        f"{failed.count}, the last one {human_s(last.age_s)} ago at step {word(last.step)} of rank "
+        f"{word(last.rank)}: {word(last.reason)}"
     )
 
 
-def _verdict(report: dict[str, Any]) -> str:
+def _verdict(status: DaemonStatus) -> str:
     """The verdict and its age; a dash during an evacuation without a verdict."""
-    last = report.get("last_verdict")
-    verdict = report.get("verdict")
-    if verdict is None or not isinstance(last, dict):
+    last, verdict = status.last_verdict, status.verdict
+    if verdict is None or last is None:
         return word(verdict)
-    return f"{word(verdict)}, {seconds(last.get('age_s'))} ago{prediction(last)}"
+    return f"{verdict}, {human_s(last.age_s)} ago{prediction(last)}"
 
 
-def _store(health: Any) -> Row:
-    if not isinstance(health, dict):
+def _store(store: HealthStatus | None) -> Row:
+    if store is None:
         return Row("store", "not reached yet", rank=30)
-    style = level_of(health)
-    return Row("store", _health(health), style, 30 if style == PLAIN else 11)
+    style = level_of(store)
+    return Row("store", _health(store), style, 30 if style == PLAIN else 11)
 
 
-def _health(row: dict[str, Any]) -> str:
-    """Health, reason and time of a source or a store."""
-    for_s = seconds(row.get("for_s"))
-    return f"{word(row.get('health'))}: {word(row.get('reason'))}, for {for_s}"
+def _health(item: HealthStatus | GpuHealthStatus) -> str:
+    """Health, reason and time of a source, a store or a GPU."""
+    return f"{item.health}: {word(item.reason)}, for {human_s(item.for_s)}"
 
 
-def _flush(flush: dict[str, Any]) -> str:
+def _flush(flush: FlushStatus) -> str:
     """The set in flight: step, stored bytes, and time since the start."""
     return (
-        f"step {word(flush.get('step'))}: {size(flush.get('stored_bytes'))} of "
-        f"{size(flush.get('size_bytes'))} stored, for {seconds(flush.get('for_s'))}"
+        f"step {flush.step}: {human_bytes(flush.stored_bytes)} of {human_bytes(flush.size_bytes)} stored, "
+        f"for {human_s(flush.for_s)}"
     )
 
 
-def _pending(unsent: Any, pending_bytes: Any) -> str:
+def _pending(unsent: UnsentStatus) -> str:
     """The sets that are not uploaded: bytes, next attempt, and dropped sets."""
-    if not isinstance(unsent, dict):
-        return size(pending_bytes)
-    shown = f"{size(unsent.get('bytes'))} in {word(unsent.get('sets'))} sets"
-    if unsent.get("failures"):
-        shown += f"; the last {word(unsent['failures'])} attempts failed"
-    if unsent.get("retry_in_s") is not None:
-        shown += f", the next one in {seconds(unsent['retry_in_s'])}"
-    dropped = table(unsent.get("dropped"))
-    if dropped.get("count"):
-        shown += (
-            f"; {word(dropped['count'])} older sets were dropped unsent, "
-            f"the last one {seconds(dropped.get('age_s'))} ago"
-        )
+    shown, dropped = f"{human_bytes(unsent.bytes)} in {unsent.sets} sets", unsent.dropped
+    if unsent.failures:
+        shown += f"; the last {unsent.failures} attempts failed"
+    if unsent.retry_in_s is not None:
+        shown += f", the next one in {human_s(unsent.retry_in_s)}"
+    if dropped.age_s is not None:
+        age = human_s(dropped.age_s)
+        shown += f"; {dropped.count} older sets were dropped unsent, the last one {age} ago"
     return shown
 
 
-def _staging(staging: Any) -> Row:
+def _staging(staging: StagingStatus | None) -> Row:
     """Free space on the file system of staging."""
-    if not isinstance(staging, dict):
+    if staging is None:
         return Row("staging", "unknown", rank=32)
-    free, whole = number(staging.get("free_bytes")), number(staging.get("size_bytes"))
-    is_full = free is not None and whole is not None and free < _STAGING_FREE_MIN * whole
-    shown = f"{size(free)} of {size(whole)} free"
+    is_full = staging.free_bytes < _STAGING_FREE_MIN * staging.size_bytes
+    shown = f"{human_bytes(staging.free_bytes)} of {human_bytes(staging.size_bytes)} free"
     return Row("staging", shown, BAD if is_full else PLAIN, 15 if is_full else 32)
 
 
-def _prefetch(prefetch: Any) -> str:
+def _prefetch(prefetch: PrefetchStatus | None) -> str:
     """State of the prefetch, and how far it is."""
-    if not isinstance(prefetch, dict):
+    if prefetch is None:
         return "unknown"
-    shown = word(prefetch.get("state")).replace("_", " ")
-    if prefetch.get("step") is not None:
-        shown += f", step {word(prefetch['step'])}"
-    if prefetch.get("bytes_total"):
-        shown += f", {size(prefetch.get('bytes_done'))} of {size(prefetch['bytes_total'])}"
-    return f"{shown}: {word(prefetch['reason'])}" if prefetch.get("reason") else shown
+    shown = prefetch.state.replace("_", " ")
+    if prefetch.step is not None:
+        shown += f", step {prefetch.step}"
+    if prefetch.bytes_total:
+        shown += f", {human_bytes(prefetch.bytes_done)} of {human_bytes(prefetch.bytes_total)}"
+    return f"{shown}: {prefetch.reason}" if prefetch.reason else shown
 
 
-def _mirror(mirror: dict[str, Any]) -> Row:
+def _mirror(mirror: MirrorStatus) -> Row:
     """State of the mirror, its newest commit, and how far it is behind."""
-    shown, newest, lag = word(mirror.get("state")), mirror.get("newest"), table(mirror.get("lag"))
-    if isinstance(newest, dict):
-        place = f"generation {word(newest.get('generation'))} step {word(newest.get('step'))}"
-        shown += f", has {place}"
-    if lag.get("commits"):
+    shown, lag = str(mirror.state), mirror.lag
+    if mirror.newest is not None:
+        shown += f", has generation {mirror.newest.generation} step {mirror.newest.step}"
+    if lag.commits:
         shown += (
-            f", {word(lag['commits'])} commits and {seconds(lag.get('seconds'))} behind, "
-            f"{size(lag.get('bytes'))} to copy"
+            f", {lag.commits} commits and {human_s(lag.seconds)} behind, "
+            f"{human_bytes(lag.bytes)} to copy"
         )
-    if mirror.get("damaged"):
-        shown += f", {word(mirror['damaged'])} commits are damaged in the store and not copied"
-    if mirror.get("objects_taken"):
-        shown += f", {word(mirror['objects_taken'])} objects were restored from it"
-    if mirror.get("reason"):
-        shown += f": {word(mirror['reason'])}"
-    is_bad = mirror.get("state") in ("failing", "promoted")
+    if mirror.damaged:
+        shown += f", {mirror.damaged} commits are damaged in the store and not copied"
+    if mirror.objects_taken:
+        shown += f", {mirror.objects_taken} objects were restored from it"
+    if mirror.reason:
+        shown += f": {mirror.reason}"
+    is_bad = mirror.state in (MirrorState.FAILING, MirrorState.PROMOTED)
     return Row("mirror", shown, BAD if is_bad else PLAIN, 16 if is_bad else 33)
 
 
-def _last_commit(commit: Any) -> str:
-    if not isinstance(commit, dict):
+def _last_commit(commit: CommitStatus | None) -> str:
+    if commit is None:
         return "none"
-    age_s = commit.get("age_s")
-    age = "from before the daemon started" if age_s is None else f"{seconds(age_s)} ago"
-    place = f"generation {word(commit.get('generation'))} step {word(commit.get('step'))}"
-    return f"{place}{', the end of the run' * (commit.get('is_final') is True)}, {age}"
+    age = (
+        "from before the daemon started" if commit.age_s is None else f"{human_s(commit.age_s)} ago"
+    )
+    place = f"generation {commit.generation} step {commit.step}"
+    return f"{place}{', the end of the run' * commit.is_final}, {age}"
 
 
-def newer_generation(report: dict[str, Any]) -> str:
+def newer_generation(status: DaemonStatus) -> str:
     """The addition to the state of a fenced VM; empty for others."""
-    newer = report.get("newer_generation")
-    return "" if newer is None else f"; generation {word(newer)} has taken the run over"
+    newer = status.newer_generation
+    return "" if newer is None else f"; generation {newer} has taken the run over"
 
 
-def part_of(part: dict[str, Any]) -> str:
+def part_of(part: PartStatus) -> str:
     """The checkpoint over several VMs of which this VM's part is committed."""
     return (
-        f"this VM's part of generation {word(part.get('generation'))} step {word(part.get('step'))} "
-        f"is committed ({word(part.get('nodes_committed'))} of {word(part.get('nodes'))} VMs)"
+        f"this VM's part of generation {part.generation} step {part.step} is committed "
+        f"({part.nodes_committed} of {part.nodes} VMs)"
     )
 
 
-def _lag(lag: Any) -> str:
-    if not isinstance(lag, dict):
-        return "unknown"
-    age_s = lag.get("seconds")
-    shown = "unknown time" if age_s is None else seconds(age_s)
-    return f"{word(lag.get('steps'))} steps, {shown}, {size(lag.get('bytes'))}"
+def _lag(lag: LagStatus) -> str:
+    shown = "unknown time" if lag.seconds is None else human_s(lag.seconds)
+    return f"{lag.steps} steps, {shown}, {human_bytes(lag.bytes)}"
 
 
-def _evacuation(evacuation: Any) -> str:
-    if not isinstance(evacuation, dict):
+def _evacuation(evacuation: EvacuationStatus | None) -> str:
+    if evacuation is None:
         return "none"
-    left = seconds(evacuation.get("seconds_left"))
-    return f"{word(evacuation.get('reason'))}: {progress_of(evacuation)}, {left} left" + "".join(
+    left = human_s(evacuation.seconds_left)
+    return f"{evacuation.reason}: {progress_of(evacuation)}, {left} left" + "".join(
         f"; {phrase}" for phrase in phrases_of(evacuation)
     )
 
 
-def progress_of(evacuation: dict[str, Any]) -> str:
+def progress_of(evacuation: EvacuationStatus) -> str:
     """Plan and phase of an evacuation."""
-    return f"{word(evacuation.get('plan'))}, {word(evacuation.get('phase'))}"
+    return f"{evacuation.plan}, {evacuation.phase}"
 
 
-def phrases_of(evacuation: dict[str, Any]) -> list[str]:
+def phrases_of(evacuation: EvacuationStatus) -> list[str]:
     """The wait for a trainer, the prediction, and the follow-up checkpoints of an evacuation."""
-    wait_s = evacuation.get("trainer_wait_s")
-    waiting = "" if wait_s is None else f"waiting for a trainer to connect, {seconds(wait_s)} left"
+    wait_s = evacuation.trainer_wait_s
+    waiting = "" if wait_s is None else f"waiting for a trainer to connect, {human_s(wait_s)} left"
     phrases = (
         waiting,
         prediction(evacuation).removeprefix("; "),
-        _follow_ups(evacuation.get("follow_ups")),
+        _follow_ups(evacuation.follow_ups),
     )
     return [phrase for phrase in phrases if phrase]
 
 
-def _follow_ups(follow_ups: Any) -> str:
-    found = table(follow_ups)
-    if found.get("under_way"):
-        return f"follow-up checkpoint {word(found.get('count'))} is under way"
-    next_s = found.get("next_in_s")
-    return "" if next_s is None else f"next follow-up checkpoint in {seconds(next_s)}"
+def _follow_ups(follow_ups: FollowUpsStatus) -> str:
+    if follow_ups.under_way:
+        return f"follow-up checkpoint {follow_ups.count} is under way"
+    next_s = follow_ups.next_in_s
+    return "" if next_s is None else f"next follow-up checkpoint in {human_s(next_s)}"
 
 
-def prediction(row: dict[str, Any]) -> str:
+def prediction(row: EvacuationStatus | VerdictStatus) -> str:
     """The time from the request to the commit: as it was, and as it was expected."""
-    expected_s, took_s = row.get("expected_s"), row.get("took_s")
-    if took_s is None:
-        return "" if expected_s is None else f"; the commit is expected after {seconds(expected_s)}"
-    expected = "" if expected_s is None else f", expected were {seconds(expected_s)}"
-    return f"; the checkpoint took {seconds(took_s)}{expected}"
+    if row.took_s is None:
+        expected_s = row.expected_s
+        return "" if expected_s is None else f"; the commit is expected after {human_s(expected_s)}"
+    expected = "" if row.expected_s is None else f", expected were {human_s(row.expected_s)}"
+    return f"; the checkpoint took {human_s(row.took_s)}{expected}"
 
 
-def _margin(margin: dict[str, Any]) -> str:
+def _margin(margin: Margin) -> str:
     """The consequence of a notice at this moment."""
-    source, spare_s = word(margin.get("source")), number(margin.get("spare_s"))
+    source, spare_s, since = margin.source, margin.spare_s, margin.lost_since_step
     if spare_s is None:
         return f"{source}: unknown, save and bandwidth are not measured yet"
     if spare_s >= 0:
-        grace = seconds(margin.get("grace_s"))
-        return f"{source}: {seconds(spare_s)} of {grace} to spare"
-    since = margin.get("lost_since_step")
-    lost = "all training is lost" if since is None else f"training since step {word(since)} is lost"
-    return f"{source}: {seconds(-spare_s)} short: {lost}"
+        return f"{source}: {human_s(spare_s)} of {human_s(margin.grace_s)} to spare"
+    lost = "all training is lost" if since is None else f"training since step {since} is lost"
+    return f"{source}: {human_s(-spare_s)} short: {lost}"

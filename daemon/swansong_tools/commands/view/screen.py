@@ -9,10 +9,11 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 from rich.console import ConsoleDimensions
 from rich.live import Live
+from swansongd.observe.status import DaemonStatus
 
 from swansong_tools.commands.terminal import console
 from swansong_tools.commands.view.history import SampleHistory
@@ -20,11 +21,11 @@ from swansong_tools.commands.view.live import Away, Canvas, Frame, view
 from swansong_tools.commands.view.poller import Poll
 
 _NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
-"""A character of a report may be wider than expected: the terminal then cuts its line."""
+"""A character of a status may be wider than expected: the terminal then cuts its line."""
 
 
 class Screen:
-    """Draws the newest report, and remembers the figures of the ones before."""
+    """Draws the newest status, and remembers the figures of the ones before."""
 
     def __init__(self) -> None:
         self._console = console()
@@ -36,15 +37,15 @@ class Screen:
             redirect_stderr=False,
         )
         self._history = SampleHistory()
-        self._report: dict[str, Any] = {}
-        self._report_mono_s = 0.0
+        self._status: DaemonStatus | None = None
+        self._status_mono_s = 0.0
         self._away: Away | None = None
         self._is_shown = False
 
     def take(self, poll: Poll) -> None:
-        if poll.report is not None:
-            self._report, self._report_mono_s, self._away = poll.report, poll.at_mono_s, None
-            self._history.add(poll.report, poll.at_mono_s)
+        if poll.status is not None:
+            self._status, self._status_mono_s, self._away = poll.status, poll.at_mono_s, None
+            self._history.add(poll.status, poll.at_mono_s)
             return
         since = self._away
         self._away = Away(
@@ -57,8 +58,8 @@ class Screen:
         width, height = _size()
         self._console.size = ConsoleDimensions(width, height)
         frame = Frame(
-            report=self._report,
-            report_mono_s=self._report_mono_s,
+            status=self._status,
+            status_mono_s=self._status_mono_s,
             away=self._away,
             history=self._history,
             now_mono_s=time.monotonic(),
