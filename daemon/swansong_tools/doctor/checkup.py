@@ -52,6 +52,7 @@ def check_vm(
     """
     # Absolute, so that the printed commands work in any directory.
     path = path.absolute()
+    fixes.choose_unit(path)
     config, findings = configuration.read(path)
     yield from _adapted(findings)
     if config is not None:
@@ -71,6 +72,7 @@ def check_vm(
 def check_image(path: Path) -> Iterator[Finding]:
     """The checks that need no cloud, no bucket and no daemon: for the build of an image."""
     path = path.absolute()
+    fixes.choose_unit(path)
     config, findings = configuration.read(path)
     yield from _adapted(findings)
     yield from _adapted(examine(_image_checks(path)))

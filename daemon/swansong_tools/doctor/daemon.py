@@ -41,7 +41,6 @@ _PROPERTIES = (
     "LoadState", "ActiveState", "SubState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts",
     "MemoryMax", "NeedDaemonReload",
 )  # fmt: skip
-_SHOW_LOG = "journalctl -u swansongd -n 30 -o cat"
 _SETTLE_S = 8.0
 """Time limit of the daemon's start, and of its first report about the store."""
 _POLL_S = 0.1
@@ -68,7 +67,12 @@ def checks(
     def check(name: str, judge: Callable[[], Judgement], *needs: str) -> Check:
         limit_s = 3 * _SETTLE_S  # two waits and a request
         return Check(
-            family=FAMILY, name=name, judge=judge, needs=needs, fix=_SHOW_LOG, limit_s=limit_s
+            family=FAMILY,
+            name=name,
+            judge=judge,
+            needs=needs,
+            fix=fixes.log("-n 30"),
+            limit_s=limit_s,
         )
 
     yield check("daemon", lambda: _runs(config, path, ask, by_systemd=by_systemd), *_CAUSES)
@@ -95,12 +99,12 @@ def _runs(config: Config, path: Path, ask: AskDaemon, *, by_systemd: bool) -> Ju
     restarts = 0
     if by_systemd:
         deadline_mono_s = time.monotonic() + _SETTLE_S
-        facts = properties(fixes.DAEMON, _PROPERTIES)
+        facts = properties(fixes.unit().name, _PROPERTIES)
         while facts.get("ActiveState") in ("activating", "reloading", "deactivating"):
             if time.monotonic() > deadline_mono_s:
                 break
             time.sleep(_POLL_S)
-            facts = properties(fixes.DAEMON, _PROPERTIES)
+            facts = properties(fixes.unit().name, _PROPERTIES)
         if facts.get("ActiveState") != "active":
             claim = config.staging.path / config.run.name / ".swansongd" / "claim.json"
             return judge_down(facts, claim)
@@ -111,7 +115,9 @@ def _runs(config: Config, path: Path, ask: AskDaemon, *, by_systemd: bool) -> Ju
         return failure(str(error), fixes.start(path))
     blind = [source.name for source in status.sources if source.health is Health.BLIND]
     if restarts and status.uptime_s < _SETTLE_S and _restarts_again(restarts):
-        return failure(f"the daemon restarts repeatedly: {restarts} restarts so far", _SHOW_LOG)
+        return failure(
+            f"the daemon restarts repeatedly: {restarts} restarts so far", fixes.log("-n 30")
+        )
     words = f"answers: run {status.run}, state {status.state}"
     if blind:
         return warning(f"{words}; blind sources: {', '.join(blind)}", "swansong status")
@@ -122,7 +128,7 @@ def _restarts_again(restarts: int) -> bool:
     """Whether a daemon that has just started exits again within the next seconds."""
     deadline_mono_s = time.monotonic() + _SETTLE_S
     while time.monotonic() < deadline_mono_s:
-        facts = properties(fixes.DAEMON, _PROPERTIES)
+        facts = properties(fixes.unit().name, _PROPERTIES)
         if facts.get("ActiveState") != "active" or facts.get("NRestarts") != str(restarts):
             return True
         time.sleep(_POLL_S)
@@ -140,10 +146,10 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
     again = f", {restarts} restarts so far" if restarts not in ("", "0") else ""
     result, code = facts.get("Result", ""), facts.get("ExecMainStatus", "")
     if facts.get("LoadState") == "masked":
-        unmask = "systemctl unmask swansongd.service && sudo systemctl unmask --runtime"
+        unit = fixes.unit().name
+        unmask = [fixes.as_root(f"systemctl unmask {each}{unit}") for each in ("", "--runtime ")]
         return failure(
-            "swansongd.service is masked: systemd cannot start it",
-            fixes.then(fixes.as_root(f"{unmask} swansongd.service"), fixes.restart()),
+            f"{unit} is masked: systemd cannot start it", fixes.then(*unmask, fixes.restart())
         )
     if result == "oom-kill":
         return failure(
@@ -165,7 +171,7 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
             f"# only if no other VM runs it: {fixes.then(remove, fixes.restart())}",
         )
     how = f"status {code}" if is_exit else f"signal {code}"
-    return failure(f"the daemon exits repeatedly: {result}, {how}{again}", _SHOW_LOG)
+    return failure(f"the daemon exits repeatedly: {result}, {how}{again}", fixes.log("-n 30"))
 
 
 # ------------------------------------------------------------ configuration and version
@@ -178,7 +184,7 @@ def _is_current(path: Path, status: DaemonStatus, *, by_systemd: bool) -> Judgem
             f"{path} was changed after the daemon started; the daemon still uses the old configuration",
             fixes.restart() or f"kill {status.pid}; {fixes.start(path)}",
         )
-    if by_systemd and properties(fixes.DAEMON, _PROPERTIES).get("NeedDaemonReload") == "yes":
+    if by_systemd and properties(fixes.unit().name, _PROPERTIES).get("NeedDaemonReload") == "yes":
         return warning(
             "the unit was changed; systemd still uses the old one",
             fixes.then(fixes.as_root("systemctl daemon-reload"), fixes.restart()),

@@ -16,15 +16,36 @@ from pathlib import Path
 
 from swansong_tools.doctor.accounts import DAEMON_USER, TRAINER_GROUP, account
 
-DAEMON = "swansongd.service"
 BOOTED = Path("/run/systemd/system")
 PROVISION = "# in a clone of Swansong: sudo packer/provision.sh"
 
-_DROP_INS = Path("/etc/systemd/system") / f"{DAEMON}.d"
+_FIRST = Path("/etc/systemd/system/swansongd.service")
+_chosen = _FIRST
 _CLOUD_TOOLS = ("aws", "gcloud", "az")
 _BUILT_IN = ("unset",)
 _SUDO = re.compile(r"(^|&& |\| )sudo ")
 _EDITOR = "${EDITOR:-vi}"
+
+
+def choose_unit(config: Path, units: Path = _FIRST.parent) -> None:
+    """Let all checks and fixes be for the unit that starts a daemon with this configuration.
+
+    Each job on a VM has its own unit.  If none names the configuration, the unit is ``swansongd.service``.
+    """
+    global _chosen  # noqa: PLW0603 - one doctor checks one daemon
+    starts = re.compile(rf"^ExecStart=.* --config[ =]{re.escape(str(config))}\s*$", re.MULTILINE)
+    found = sorted(unit for unit in units.glob("swansongd*.service") if unit.is_file())
+    _chosen = next((unit for unit in found if starts.search(unit.read_text())), _FIRST)
+
+
+def unit() -> Path:
+    """The file of the daemon's unit."""
+    return _chosen
+
+
+def log(options: str) -> str:
+    """Show the log of the daemon."""
+    return f"journalctl -u {unit().stem} {options} -o cat"
 
 
 def as_root(command: str) -> str:
@@ -52,7 +73,9 @@ def drop_in(name: str, *lines: str) -> str:
     The name of the drop-in sorts last, so that it overrides the operator's drop-ins.
     """
     return then(
-        write(_DROP_INS / f"zz-swansong-{name}.conf", "[Service]", *lines),
+        write(
+            unit().with_name(f"{unit().name}.d") / f"zz-swansong-{name}.conf", "[Service]", *lines
+        ),
         as_root("systemctl daemon-reload"),
         restart(),
     )
@@ -65,7 +88,7 @@ def more_memory() -> str:
 
 def restart() -> str:
     """Start or restart the daemon; empty if systemd does not run."""
-    return as_root(f"systemctl restart {DAEMON}") if BOOTED.is_dir() else ""
+    return as_root(f"systemctl restart {unit().name}") if BOOTED.is_dir() else ""
 
 
 def start(config: Path) -> str:

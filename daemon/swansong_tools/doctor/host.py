@@ -26,7 +26,6 @@ FAMILY = "host"
 
 SHUTDOWN_S = {"gcp": 30.0}
 """Documented time from the start of a shutdown until the cloud cuts the power."""
-UNIT = Path("/etc/systemd/system/swansongd.service")
 SYSUSERS = Path("/usr/lib/sysusers.d/swansong.conf")
 TMPFILES = Path("/usr/lib/tmpfiles.d/swansong.conf")
 
@@ -50,7 +49,7 @@ _PROPERTIES = (
 
 def is_installed() -> bool:
     """Whether the daemon's unit is on this machine."""
-    return UNIT.exists()
+    return fixes.unit().exists()
 
 
 def is_run_by_systemd() -> bool:
@@ -153,7 +152,7 @@ def _set_delay(wanted_s: float = 0.0) -> str:
 def _unit(stop_s: float) -> Judgement:
     if not _BOOTED.is_dir():
         return skipped("systemd does not run here")
-    return judge_unit(properties(fixes.DAEMON, _PROPERTIES), stop_s=stop_s)
+    return judge_unit(properties(fixes.unit().name, _PROPERTIES), stop_s=stop_s)
 
 
 def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
@@ -164,7 +163,7 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
         stop_s: longest time that the daemon needs to stop.
     """
     if facts.get("LoadState") == "not-found":
-        return failure("the unit swansongd.service does not exist", _PROVISION)
+        return failure(f"the unit {fixes.unit().name} does not exist", _PROVISION)
     timeout_s = seconds(facts.get("TimeoutStopUSec", ""))
     if timeout_s is not None and timeout_s < stop_s:
         return failure(
@@ -180,13 +179,13 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
     if (restarts := facts.get("NRestarts", "0")) not in ("", "0"):
         return warning(
             f"{found}, {restarts} restarts so far",
-            "journalctl -u swansongd -p warning -n 50 -o cat",
+            fixes.log("-p warning -n 50"),
         )
     return ok(found)
 
 
 def _sandbox(written: Sequence[Path]) -> Judgement:
-    facts = properties(fixes.DAEMON, _PROPERTIES)
+    facts = properties(fixes.unit().name, _PROPERTIES)
     words = facts.get("ReadWritePaths", "").split()
     return judge_paths(
         words,
@@ -313,27 +312,30 @@ def judge_accounts(*, user: bool, group: bool) -> Judgement:
 
 
 def _enabled() -> Judgement:
-    if not UNIT.exists():
-        return failure(f"{UNIT} is missing", _PROVISION)
-    state = systemctl("is-enabled", fixes.DAEMON)
+    unit = fixes.unit()
+    if not unit.exists():
+        return failure(f"{unit} is missing", _PROVISION)
+    state = systemctl("is-enabled", unit.name)
     if state != "enabled":
         unmask = ""
         if state.startswith("masked"):
             runtime = "--runtime " if state == "masked-runtime" else ""
-            unmask = fixes.as_root(f"systemctl unmask {runtime}{fixes.DAEMON}")
-        enable = fixes.as_root(f"systemctl enable {fixes.DAEMON}")
+            unmask = fixes.as_root(f"systemctl unmask {runtime}{unit.name}")
+        enable = fixes.as_root(f"systemctl enable {unit.name}")
         return failure(
-            f"swansongd.service is {state or 'unknown'}: the daemon would not start at boot",
+            f"{unit.name} is {state or 'unknown'}: the daemon would not start at boot",
             fixes.then(unmask, enable, fixes.restart()),
         )
-    return ok(f"{UNIT} is enabled")
+    return ok(f"{unit} is enabled")
 
 
 def _syntax() -> Judgement:
     if shutil.which("systemd-analyze") is None:
         return skipped("systemd-analyze is not installed")
     units = [
-        path for path in UNIT.parent.glob("swansong*") if path.suffix in (".service", ".socket")
+        path
+        for path in fixes.unit().parent.glob("swansong*")
+        if path.suffix in (".service", ".socket")
     ]
     # systemd-analyze verifies a template by an instance of it, which needs no file.
     paths = [str(path).replace("@.", "@doctor.") for path in units]

@@ -59,7 +59,7 @@ def _below(root: Path, path: str) -> Path:
 
 def _unit(root: Path) -> str:
     """The daemon's unit with its drop-ins, merged in systemd's order."""
-    unit = _below(root, str(host.UNIT))
+    unit = _below(root, str(fixes.unit()))
     drop_ins = unit.with_name(f"{unit.name}.d").glob("*.conf")
     return "\n".join(path.read_text() for path in (unit, *sorted(drop_ins)) if path.exists())
 

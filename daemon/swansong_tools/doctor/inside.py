@@ -23,6 +23,7 @@ from swansongd.sources.detect import detect_cloud
 
 from swansong_tools.doctor import (
     configuration,
+    fixes,
     metadata,
     metrics,
     mirror,
@@ -100,6 +101,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--operator-file", type=Path)
     parser.add_argument("--environment-of", required=True)
     options = Options(**vars(parser.parse_args(argv)))
+    fixes.choose_unit(options.config)
     log.configure("console", "error")  # to standard error; standard output is for findings
     try:
         config = load(options.config)

@@ -105,7 +105,7 @@ def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
     directory = Path(tempfile.mkdtemp(prefix="swansong-doctor-", dir="/run"))
     unit = _UNITS / f"{directory.name}.service"
     try:
-        text = unit_text(systemctl("cat", fixes.DAEMON), _command(arguments), directory)
+        text = unit_text(systemctl("cat", fixes.unit().name), _command(arguments), directory)
         unit.write_text(text)
         starting = subprocess.Popen(  # noqa: S603 - our own unit
             ["systemctl", "start", unit.name],  # noqa: S607
@@ -179,7 +179,7 @@ def failed_to_run(ended: Mapping[str, str], stderr: str) -> Finding:
     found = (
         f"running a process in the sandbox of the daemon's unit failed: {result}, status {status}"
     )
-    fix = f"systemctl cat {fixes.DAEMON}"
+    fix = f"systemctl cat {fixes.unit().name}"
     if result == "oom-kill":
         found = "the kernel killed the checks: out of memory within MemoryMax= of the daemon's unit"
         fix = fixes.more_memory()

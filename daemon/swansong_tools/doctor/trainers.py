@@ -197,7 +197,7 @@ def _signal(config: Config, daemon: Account) -> Judgement:
     try:
         pid = sender.examine()
     except SignalRefusal as refusal:
-        return failure(str(refusal), f"systemctl status {trainer.unit or 'swansongd'}")
+        return failure(str(refusal), f"systemctl status {trainer.unit or fixes.unit().stem}")
     return ok(f"process {pid} handles {trainer.signal}")
 
 

@@ -26,6 +26,7 @@ from swansong_bucket.model import Health
 from swansong_bucket.stores.azure import auth
 from swansong_bucket.stores.file.mounts import parsed
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT
+from swansong_tools.doctor import fixes
 from swansong_tools.doctor.accounts import daemon_account
 from swansong_tools.doctor.clock import judge_skew, skew_s
 from swansong_tools.doctor.configuration import judge_cloud, judge_environment, set_key
@@ -63,6 +64,7 @@ from swansong_tools.doctor.store_fixes import (
 from swansongd.config.config import parse
 from swansongd.observe.status import HealthStatus, RefusedStatus
 
+from testkit import REPOSITORY
 from testkit.status_picture import status
 
 GB = 10**9
@@ -709,6 +711,27 @@ def test_fixes_under_sudo_keep_sudo(monkeypatch: pytest.MonkeyPatch) -> None:
     assert for_this_shell("sudo true && sudo true") == "sudo true && sudo true"
     there.remove("sudo")
     assert for_this_shell("sudo true && sudo true") == "# as root: true && true"
+
+
+def test_the_unit_is_the_one_that_starts_a_daemon_with_this_configuration(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checks and fixes of the second job are for its unit; an unknown configuration has the first one."""
+    monkeypatch.setattr(fixes, "_chosen", fixes._FIRST)
+    monkeypatch.setattr(fixes, "BOOTED", tmp_path)
+    first = (REPOSITORY / "systemd/swansongd.service").read_text()
+    second = first.replace("/swansong.toml", "/second.toml")
+    (tmp_path / "swansongd.service").write_text(first)
+    (tmp_path / "swansongd-second.service").write_text(second)
+    for name, unit in (
+        ("second", "swansongd-second"),
+        ("swansong", "swansongd"),
+        ("third", "swansongd"),
+    ):
+        fixes.choose_unit(Path(f"/etc/swansong/{name}.toml"), tmp_path)
+        assert fixes.restart().endswith(f"systemctl restart {unit}.service")
+        assert f"/{unit}.service.d/zz-swansong-memory.conf" in fixes.more_memory()
+        assert fixes.log("-f") == f"journalctl -u {unit} -f -o cat"
 
 
 def test_a_key_is_set_by_a_command_only_if_one_line_contains_it(tmp_path: Path) -> None:
