@@ -17,7 +17,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
-from swansong.protocol import MAX_MESSAGE_BYTES, ProtocolError, Status, StatusQuery, decode, encode
+from swansong.fields import ProtocolError
+from swansong.protocol import MAX_MESSAGE_BYTES, Status, StatusQuery, decode, encode
 
 from demo.screen import Screen
 from testkit import EXAMPLES

@@ -12,7 +12,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self, TypeVar
 
-from swansong import protocol
+from swansong import fields, layout, protocol
+from swansong.layout import RankManifest
 from swansong.protocol import (
     Accepted,
     Committed,
@@ -20,7 +21,6 @@ from swansong.protocol import (
     Finished,
     Hello,
     Message,
-    RankManifest,
     Request,
     Restored,
     RestoreQuery,
@@ -117,7 +117,7 @@ class FakeDaemon:
     def sealed(self) -> list[Path]:
         """Return the sealed sets in staging, by step."""
         names = sorted(os.listdir(self.staging))
-        return [self.staging / name for name in names if protocol.parse_sealed_name(name)]
+        return [self.staging / name for name in names if layout.parse_sealed_name(name)]
 
     def wait_sealed(self, count: int) -> list[Path]:
         """Wait until staging has at least ``count`` sealed sets, and return them."""
@@ -126,7 +126,7 @@ class FakeDaemon:
 
     def partial(self) -> list[str]:
         names = os.listdir(self.staging)
-        return [name for name in names if protocol.parse_partial_name(name)]
+        return [name for name in names if layout.parse_partial_name(name)]
 
     def __enter__(self) -> Self:
         return self
@@ -213,8 +213,8 @@ class FakeDaemon:
 
     def _is_final(self, directory: Path) -> bool:
         """Whether a set is the end of a run, by the manifest of any rank; a damaged set is not."""
-        manifests = [path for path in directory.iterdir() if protocol.is_rank_manifest(path.name)]
+        manifests = [path for path in directory.iterdir() if layout.is_rank_manifest(path.name)]
         try:
             return RankManifest.decode(manifests[0].read_bytes()).kind == "final"
-        except (IndexError, OSError, protocol.ProtocolError):
+        except (IndexError, OSError, fields.ProtocolError):
             return False

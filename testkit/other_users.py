@@ -34,9 +34,9 @@ needs_root = pytest.mark.skipif(
 _PRELUDE = """
 import errno, json, os, shutil, socket, stat, sys, tempfile, threading
 from pathlib import Path
-from swansong import openat, protocol
+from swansong import layout, openat
 from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 from swansong.state import Bundle
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Counter

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from swansong import protocol
-from swansong.protocol import FileEntry, RankManifest
+from swansong import layout
+from swansong.layout import FileEntry, RankManifest
 
 ME = frozenset({os.geteuid()})
 START = "5a17"
@@ -52,9 +52,9 @@ def seal_files(
         start_id=start_id,
     )
     content = {f"rank-00000/{name}": data for name, data in files.items()}
-    content[protocol.rank_manifest_name(0)] = manifest.encode()
-    sealed = run_directory / protocol.sealed_name(step, "abc")
-    write_files(sealed.with_name(protocol.partial_name(sealed.name)), content).rename(sealed)
+    content[layout.rank_manifest_name(0)] = manifest.encode()
+    sealed = run_directory / layout.sealed_name(step, "abc")
+    write_files(sealed.with_name(layout.partial_name(sealed.name)), content).rename(sealed)
     return content
 
 
@@ -69,7 +69,7 @@ def write_set(
     **facts: Any,
 ) -> Path:
     """A sealed set of the hooks, with one shard for each rank."""
-    directory = run_directory / protocol.sealed_name(step, nonce)
+    directory = run_directory / layout.sealed_name(step, nonce)
     for rank in range(ranks):
         shard = f"rank-{rank:05d}/model.bin"
         content = b"x" * (100 + rank)
@@ -88,7 +88,7 @@ def write_set(
         )
         write_files(
             directory,
-            {shard: content, protocol.rank_manifest_name(rank): manifest.encode()},
+            {shard: content, layout.rank_manifest_name(rank): manifest.encode()},
         )
     return directory
 

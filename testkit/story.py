@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any, TypeVar
 
-from swansong.protocol import sealed_name
+from swansong.layout import sealed_name
 from swansong_bucket.model import (
     CHUNK_BYTES_MAX,
     UNKNOWN_PARENT,

@@ -13,7 +13,7 @@ from enum import IntEnum, StrEnum
 from functools import cached_property, total_ordering
 from math import inf
 
-from swansong.protocol import PROCESS_PREFIX
+from swansong.fields import PROCESS_PREFIX
 
 
 class Severity(IntEnum):

@@ -15,7 +15,8 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 
-from swansong.protocol import PROCESS_PREFIX, RestoreQuery
+from swansong.fields import PROCESS_PREFIX
+from swansong.protocol import RestoreQuery
 from swansong_bucket.errors import StoreError
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import manifest

@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-from swansong import protocol
+from swansong import layout, protocol
 
-RESTORED, OWN = protocol.RESTORED_DIRECTORY, ".swansongd"
+RESTORED, OWN = layout.RESTORED_DIRECTORY, ".swansongd"
 ANSWER_S = 60.0
 
 
@@ -65,7 +65,7 @@ def plant(mode: str, run: Path, target: Path) -> list[str]:
     restored = run / RESTORED
     put_aside(restored)
     tricks: dict[str, Callable[[], None]] = {
-        "link for a set": lambda: os.symlink(target, run / protocol.sealed_name(9, "planted")),
+        "link for a set": lambda: os.symlink(target, run / layout.sealed_name(9, "planted")),
         "link for a leftover": lambda: os.symlink(target, run / ".removing.planted"),
         "partial beside restored": lambda: forge_partial(run, RESTORED, target),
         "the daemon's state": lambda: forge_state(run, target),

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Self
 
 import pytest
-from swansong.protocol import PROCESS_PREFIX
+from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.errors import ConfigError
 from swansongd.core.events import Event, ProcessFound, SignalledExited, SignalRefused, SignalSent
 from swansongd.trainers import peers, users

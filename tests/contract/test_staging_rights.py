@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from swansong import protocol
+from swansong import layout
 from swansong_bucket.errors import StagingError
 from swansongd.core.events import Scanned
 from swansongd.staging import scan
@@ -121,10 +121,10 @@ def test_a_trainer_can_read_and_not_change_restored_files(run: Path) -> None:
     def restored() -> str:
         fd = os.open(run, os.O_RDONLY)
         os.close(open_restored(fd))
-        return str(stat.S_IMODE(os.stat(run / protocol.RESTORED_DIRECTORY).st_mode))
+        return str(stat.S_IMODE(os.stat(run / layout.RESTORED_DIRECTORY).st_mode))
 
     assert as_user(DAEMON, restored) == str(0o750)
-    directory = run / protocol.RESTORED_DIRECTORY
+    directory = run / layout.RESTORED_DIRECTORY
     for attempt in (
         lambda: os.mkdir(directory / "planted"),
         lambda: os.symlink("/etc", directory / "planted"),
@@ -146,14 +146,14 @@ def test_entries_of_a_trainer_under_the_daemons_names_are_moved_aside(staging: P
     def plant() -> None:
         os.mkdir(run / scan.OWN_DIRECTORY)
         (run / scan.OWN_DIRECTORY / "claim.json").write_text("forged")
-        os.symlink("/etc", run / protocol.RESTORED_DIRECTORY)
+        os.symlink("/etc", run / layout.RESTORED_DIRECTORY)
 
     as_user(TRAINER, plant)
 
     def start() -> list[object]:
         held = prepare(staging, "r1")
         os.close(open_restored(held.fd))
-        return [os.listdir(held.own), (run / protocol.RESTORED_DIRECTORY).is_symlink()]
+        return [os.listdir(held.own), (run / layout.RESTORED_DIRECTORY).is_symlink()]
 
     assert as_user(DAEMON, start) == [[], False]
     planted = [path for path in run.iterdir() if path.name.startswith(".displaced.")]
@@ -169,7 +169,7 @@ def test_a_directory_of_mode_0700_under_the_daemons_names_is_moved_aside(staging
     run.chmod(0o1770)
 
     def plant() -> None:
-        for name in (scan.OWN_DIRECTORY, protocol.RESTORED_DIRECTORY):
+        for name in (scan.OWN_DIRECTORY, layout.RESTORED_DIRECTORY):
             os.mkdir(run / name, 0o700)
 
     as_user(MEMBER, plant)
@@ -180,7 +180,7 @@ def test_a_directory_of_mode_0700_under_the_daemons_names_is_moved_aside(staging
         return "ready"
 
     assert as_user(DAEMON, start) == "ready"
-    assert (run / protocol.RESTORED_DIRECTORY).stat().st_uid == DAEMON
+    assert (run / layout.RESTORED_DIRECTORY).stat().st_uid == DAEMON
 
 
 @pytest.mark.fault("S7", "S8")
@@ -220,7 +220,7 @@ def test_entries_of_other_users_cost_one_line_for_each_user(run: Path) -> None:
 
     def flood() -> None:
         for number in range(2000):
-            os.mkdir(run / protocol.sealed_name(10**11 + number, "abc"))
+            os.mkdir(run / layout.sealed_name(10**11 + number, "abc"))
 
     as_user(MEMBER, flood)
     found = as_user(

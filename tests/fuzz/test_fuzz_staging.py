@@ -13,8 +13,9 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
-from swansong import bounds, openat, protocol
-from swansong.protocol import FileEntry, ProtocolError, RankManifest
+from swansong import bounds, layout, openat
+from swansong.fields import ProtocolError
+from swansong.layout import FileEntry, RankManifest
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CHUNK_BYTES_MAX, CommitRef
 from swansong_bucket.transfer import journal as restore_journal
@@ -72,10 +73,10 @@ def test_a_rank_manifest_is_understood_or_refused(data: bytes) -> None:
 def test_the_largest_rank_manifest_costs_bounded_memory(item: str) -> None:
     """A file of the largest accepted size with the cheapest items needs less than 400 MB."""
     head = json.dumps(json.loads(honest.encode()) | {"files": []})
-    room = protocol.RANK_MANIFEST_MAX_BYTES - len(head)
+    room = layout.RANK_MANIFEST_MAX_BYTES - len(head)
     items = ",".join([item] * (room // (len(item) + 1)))
     data = head.replace('"files": []', f'"files": [{items}]').encode()
-    assert len(data) <= protocol.RANK_MANIFEST_MAX_BYTES
+    assert len(data) <= layout.RANK_MANIFEST_MAX_BYTES
     tracemalloc.start()
     with pytest.raises(ProtocolError):
         RankManifest.decode(data)
@@ -132,7 +133,7 @@ names = st.one_of(
     st.sampled_from([
         "rank-00000.json", "rank-00000.begun", "rank-00000", "rank-00000.writing", ".metadata", "restored",
         ".swansongd", "checkpoint-5", "step=7.ckpt", "trainer_state.json",
-        protocol.sealed_name(5, "abc"), protocol.sealed_name(6, "x") + ".partial",
+        layout.sealed_name(5, "abc"), layout.sealed_name(6, "x") + ".partial",
     ]),
     st.text(min_size=1, max_size=12).filter(lambda name: "/" not in name and "\0" not in name),
 )  # fmt: skip

@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import swansong
 import torch
-from swansong.protocol import parse_sealed_name
+from swansong.layout import parse_sealed_name
 from swansong.torch import ResumableLoader, TrainingState
 from torch import nn
 from torch.utils.data import DataLoader

@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from swansong import protocol
-from swansong.protocol import RankManifest
+from swansong import layout
+from swansong.layout import RankManifest
 
 # Saves step 1, then step 2, in a child process that kills itself before its n-th file operation below
 # staging, and between the two halves of each write; for n = 1, 2, ... until it survives.
@@ -18,7 +18,7 @@ HARNESS = """
 import os, signal, sys
 from pathlib import Path
 from swansong._checkpoint.staging import finish, write_checkpoint
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 
 staging_root, durable, ranks = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])
 COUNTED = {
@@ -118,11 +118,11 @@ def test_whenever_it_dies_what_is_sealed_is_whole(tmp_path: Path, durable: str, 
     sealed_sets = []
     early: list[Path] = []
     for staging in sorted(tmp_path.iterdir()):
-        sealed = [path for path in staging.iterdir() if protocol.parse_sealed_name(path.name)]
+        sealed = [path for path in staging.iterdir() if layout.parse_sealed_name(path.name)]
         for directory in sealed:
             check_sealed(directory, ranks)
         sealed_sets.append(len(sealed))
-        for partial in staging.glob(protocol.partial_name("*")):
+        for partial in staging.glob(layout.partial_name("*")):
             early += final_files(partial)
     assert len(sealed_sets) == points
     assert sealed_sets == sorted(sealed_sets)

@@ -13,7 +13,7 @@ import swansong
 import swansong.fabric
 import torch
 from lightning.fabric import Fabric
-from swansong import protocol
+from swansong import layout
 from swansong.testing import check_resume
 from swansong.torch import ResumableLoader, seed_all
 from torch import nn
@@ -95,7 +95,7 @@ def test_one_process(daemon: FakeDaemon, wraps: dict[str, Any]) -> None:
     expected, reference = train(daemon, 17, **wraps)
     daemon.restorable = lambda: None
     begin, _ = train(daemon, 12, **wraps)
-    sets = {protocol.parse_sealed_name(path.name)[0]: path for path in daemon.wait_sealed(2)}
+    sets = {layout.parse_sealed_name(path.name)[0]: path for path in daemon.wait_sealed(2)}
     daemon.restorable = lambda: (sets[12], 12)
     rest, state = train(daemon, 17, **wraps)
     assert begin + rest == expected

@@ -23,6 +23,7 @@ from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, Channel
 from swansong._daemon.progress import Reporter
 from swansong._ranks import agreement
 from swansong._ranks.agreement import Agreement
+from swansong.layout import RankManifest
 from swansong.protocol import (
     Accepted,
     Bye,
@@ -33,7 +34,6 @@ from swansong.protocol import (
     Hello,
     Message,
     Progress,
-    RankManifest,
     Refused,
     Request,
     Restored,

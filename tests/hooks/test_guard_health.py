@@ -15,12 +15,12 @@ import swansong
 from swansong._checkpoint.saver import SaveCost
 from swansong._daemon import progress
 from swansong._daemon.progress import PauseWatch, Reporter
+from swansong.layout import RankManifest
 from swansong.protocol import (
     Accepted,
     Hello,
     Message,
     Progress,
-    RankManifest,
     Request,
     RestoreQuery,
     Sealed,

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong import protocol
+from swansong import layout
 from swansong._checkpoint.staging import remove_leftovers, write_checkpoint
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 
 from testkit.other_users import (
     DAEMON,
@@ -256,7 +256,7 @@ def test_a_partial_set_of_another_user_is_not_written_to(place: Path, kind: str,
     target = place / "target"
     target.mkdir()
     os.chown(target, user, GROUP)
-    partial = run / protocol.partial_name(protocol.sealed_name(3, "n"))
+    partial = run / layout.partial_name(layout.sealed_name(3, "n"))
     run_as(SQUAT, str(partial), kind, str(target), uid=MEMBER)
     before = snapshot(run)
     error = run_as(SAVE, str(run), "n", uid=user)
@@ -274,11 +274,11 @@ def test_a_sealed_name_that_another_user_took_costs_no_checkpoint(
 ) -> None:
     """The partial name shows the sealed name to all users; a taken name gets another nonce."""
     run = make_run_directory(place / "run", has_acl=True)
-    taken = run / protocol.sealed_name(3, "n")
+    taken = run / layout.sealed_name(3, "n")
     run_as(SQUAT, str(taken), kind, str(place), uid=MEMBER)
     is_sealed, name = run_as(SAVE, str(run), "n", uid=user)
     assert is_sealed
-    parsed = protocol.parse_sealed_name(name)
+    parsed = layout.parse_sealed_name(name)
     assert parsed is not None
     assert parsed[0] == 3
     assert (run / name).stat().st_uid == user

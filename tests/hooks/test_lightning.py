@@ -20,7 +20,7 @@ from lightning.pytorch.callbacks import (
     EarlyStopping,
     EMAWeightAveraging,
 )
-from swansong import protocol
+from swansong import layout
 from swansong.lightning import SwansongCallback
 from swansong.torch import ResumableLoader, seed_all
 from torch import nn
@@ -179,7 +179,7 @@ def fit(
 
 def restore_newest(daemon: FakeDaemon) -> None:
     """Let the daemon answer the next query with the newest set."""
-    found = {protocol.parse_sealed_name(path.name)[0]: path for path in daemon.wait_sealed(1)}
+    found = {layout.parse_sealed_name(path.name)[0]: path for path in daemon.wait_sealed(1)}
     step = max(found)
     daemon.restorable = lambda: (found[step], step)
 
@@ -391,7 +391,7 @@ def test_weights_that_a_validation_exchanges(
         fit(CASES[case], own, Notice(daemon, own, CASES[case]))
     assert caplog.text.count("the checkpoint is postponed") == is_postponed
     (saved,) = daemon.wait_sealed(1)
-    assert protocol.parse_sealed_name(saved.name)[0] == step
+    assert layout.parse_sealed_name(saved.name)[0] == step
 
 
 def test_a_run_that_will_differ_is_reported_at_its_start(

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 from swansong._checkpoint.staging import write_checkpoint
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 from swansongd.staging.seal import Scanner
 
 

@@ -17,17 +17,8 @@ from swansong._checkpoint.restore import RestoreClient
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.choice import Choice, Outcome, RestoreChoice
 from swansong._torch.sharding import writers
-from swansong.protocol import (
-    FileEntry,
-    Message,
-    RankManifest,
-    Restored,
-    RestoreQuery,
-    ShardsTaken,
-    ShardVerified,
-    rank_directory,
-    rank_manifest_name,
-)
+from swansong.layout import FileEntry, RankManifest, rank_directory, rank_manifest_name
+from swansong.protocol import Message, Restored, RestoreQuery, ShardsTaken, ShardVerified
 from swansong.torch import TrainingState
 from torch import nn
 from torch.distributed.tensor import Replicate, Shard

@@ -11,8 +11,10 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansong import bounds, protocol
-from swansong.protocol import FileEntry, ProtocolError, RankManifest, decode, encode
+from swansong import bounds, fields, layout, protocol
+from swansong.fields import ProtocolError
+from swansong.layout import FileEntry, RankManifest
+from swansong.protocol import decode, encode
 
 TEXT = st.text(st.characters(codec="utf-8"), max_size=40)
 ID = st.from_regex(r"\A[A-Za-z0-9_.:/~@+-]{0,128}\Z")
@@ -30,7 +32,7 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "Metric": st.floats(-bounds.METRIC_MAX, bounds.METRIC_MAX),
     "Flag": st.booleans(),
     "Id": ID,
-    "StartId": ID.filter(lambda start_id: not start_id.startswith(protocol.PROCESS_PREFIX)),
+    "StartId": ID.filter(lambda start_id: not start_id.startswith(fields.PROCESS_PREFIX)),
     "Text": TEXT,
     "PathText": TEXT,
     "Capabilities": st.lists(ID, max_size=16),
@@ -154,7 +156,7 @@ def test_every_field_has_a_declared_range() -> None:
     """No field of a message or a manifest has a bare type without a declared range."""
     for kind in (*KINDS, FileEntry, RankManifest):
         for item in dataclasses.fields(kind):
-            assert str(item.type).removesuffix(" | None") in protocol._FIELD_TYPES, (kind, item)
+            assert str(item.type).removesuffix(" | None") in fields.FIELD_TYPES, (kind, item)
 
 
 ODD_NUMBER = st.floats() | st.integers(-(2**70), 2**70) | st.sampled_from([10**400, -(10**400)])
@@ -314,9 +316,9 @@ def test_a_rank_manifest_with_an_unsafe_path_is_refused(path: str) -> None:
 @given(st.integers(0, 10**12 - 1), st.from_regex(r"\A[A-Za-z0-9]{1,64}\Z"))
 def test_sealed_names_can_be_read_back(step: int, nonce: str) -> None:
     """The name of a set contains its step and nonce."""
-    name = protocol.sealed_name(step, nonce)
-    assert protocol.parse_sealed_name(name) == (step, nonce)
-    partial = protocol.partial_name(name)
-    assert protocol.parse_partial_name(partial) == (step, nonce)
-    assert protocol.parse_sealed_name(partial) is None
-    assert protocol.parse_partial_name(name) is None
+    name = layout.sealed_name(step, nonce)
+    assert layout.parse_sealed_name(name) == (step, nonce)
+    partial = layout.partial_name(name)
+    assert layout.parse_partial_name(partial) == (step, nonce)
+    assert layout.parse_sealed_name(partial) is None
+    assert layout.parse_partial_name(name) is None

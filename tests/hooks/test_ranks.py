@@ -11,18 +11,10 @@ from pathlib import Path
 
 import pytest
 import swansong
-from swansong import protocol
+from swansong import layout
 from swansong._ranks.agreement import Agreement, Due, Ranks
-from swansong.protocol import (
-    Accepted,
-    Declined,
-    Failed,
-    Message,
-    RankManifest,
-    Request,
-    Sealed,
-    Target,
-)
+from swansong.layout import RankManifest
+from swansong.protocol import Accepted, Declined, Failed, Message, Request, Sealed, Target
 
 from testkit.fake_daemon import FakeDaemon
 from testkit.training_parts import Counter
@@ -88,7 +80,7 @@ def test_all_ranks_save_the_same_step(
     assert daemon.all_of(Failed) == []
     assert daemon.all_of(Declined) == []
     for directory in daemon.sealed():
-        step, _ = protocol.parse_sealed_name(directory.name) or (-1, "")
+        step, _ = layout.parse_sealed_name(directory.name) or (-1, "")
         for rank in range(RANKS):
             manifest = RankManifest.decode((directory / f"rank-{rank:05d}.json").read_bytes())
             assert manifest.step == step, seed

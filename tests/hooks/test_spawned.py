@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import swansong
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 from swansong.testing import check_resume
 from swansong.torch import load_weights
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import swansong
 from swansong._checkpoint.staging import finish, remove_leftovers, write_checkpoint
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 
 MANIFEST = RankManifest(run="r", step=3, kind="emergency", files=[], request_id="q")
 HOOKS = Path(swansong.__file__).parents[1]
@@ -131,7 +131,7 @@ SWAPS = """
 import os, sys
 from pathlib import Path
 from swansong._checkpoint.staging import finish, write_checkpoint
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 
 root, what = Path(sys.argv[1]), sys.argv[2]
 left, at = 0, Path()

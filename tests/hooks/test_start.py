@@ -15,6 +15,7 @@ import swansong
 from swansong._checkpoint import restore
 from swansong._daemon import session
 from swansong._ranks.rendezvous import Rendezvous
+from swansong.layout import RankManifest
 from swansong.protocol import (
     PARENT_NONE,
     PARENT_UNKNOWN,
@@ -23,7 +24,6 @@ from swansong.protocol import (
     Finish,
     Hello,
     Progress,
-    RankManifest,
     Refused,
     Restored,
     RestoreQuery,

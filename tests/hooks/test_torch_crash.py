@@ -36,7 +36,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from swansong._torch import index
 from swansong._checkpoint.staging import write_checkpoint
 from swansong._ranks.agreement import Ranks
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 from swansong.torch import TrainingState
 
 COUNTED = {

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import swansong
 import torch
-from swansong import bounds, protocol
+from swansong import bounds, layout
 from swansong._torch import arena
 from swansong._torch.arena import Arena, TensorPiece
 from swansong.protocol import Failed
@@ -44,7 +44,7 @@ class Trainer:
 
 def restored(daemon: FakeDaemon, attach: Attach, sealed: Path) -> set[float]:
     """Restore this set in a new trainer, and return the values of its state."""
-    step, _ = protocol.parse_sealed_name(sealed.name) or (0, "")
+    step, _ = layout.parse_sealed_name(sealed.name) or (0, "")
     daemon.restorable = lambda: (sealed, step)
     trainer = Trainer(0.0)
     assert attach(trainer.state).restore() == step

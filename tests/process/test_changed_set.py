@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong import protocol
+from swansong import layout
 
 from testkit.staged import seal_files
 from testkit.strict_bucket import ACCOUNT, Strict, digests_of
@@ -33,7 +33,7 @@ def test_a_file_that_changes_during_its_upload_voids_the_set(
         strict_bucket.order("answer", status=503, method="PUT", match=digest, times=1_000_000)
     seal_files(vm.run_directory, 2, {"model.bin": FROZEN})
     until(lambda: len(strict_bucket.chunks_sent()) >= 4, what="chunks in flight")
-    changed = vm.run_directory / protocol.sealed_name(2, "abc") / "rank-00000" / "model.bin"
+    changed = vm.run_directory / layout.sealed_name(2, "abc") / "rank-00000" / "model.bin"
     with changed.open("r+b") as file:
         file.write(b"x")
     strict_bucket.order("clear")

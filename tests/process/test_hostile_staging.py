@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong import protocol
+from swansong import layout, protocol
 from swansong_bucket.stores.file.store import FileStore
 
 from testkit import REPOSITORY, committed
@@ -141,12 +141,12 @@ def size_of_tree(path: str) -> int:
 
 
 def plant_link(run: Path, target: Path) -> None:
-    os.symlink(target, run / protocol.RESTORED_DIRECTORY)
+    os.symlink(target, run / layout.RESTORED_DIRECTORY)
 
 
 def plant_partials(run: Path, target: Path) -> None:
     """Plant a directory of the trainer with partial restores, and links in place of files to be written."""
-    restored = run / protocol.RESTORED_DIRECTORY
+    restored = run / layout.RESTORED_DIRECTORY
     planted = restored / ".0123abcd.partial-0123456789abcdef"
     (planted / "files").mkdir(parents=True)
     os.symlink(target, planted / "files" / "rank-00000")
@@ -166,7 +166,7 @@ def make_run_directory(run: Path) -> None:
 def test_the_daemon_creates_its_directories_at_the_start(site: Site) -> None:
     """A FUSE mount on a directory that a member created could not be moved aside later."""
     site.start_daemon()
-    member = as_user(MEMBER, lambda: os.mkdir(site.run_directory / protocol.RESTORED_DIRECTORY))
+    member = as_user(MEMBER, lambda: os.mkdir(site.run_directory / layout.RESTORED_DIRECTORY))
     assert member.startswith("FileExistsError")
 
 
@@ -183,7 +183,7 @@ def test_a_planted_restored_directory_redirects_nothing(site: Site, plant: Any, 
     for number in range(2):
         answer = site.ask(query_id=f"q{number}")
         assert answer["error"] == ""
-        assert Path(answer["path"]).parent == site.run_directory / protocol.RESTORED_DIRECTORY
+        assert Path(answer["path"]).parent == site.run_directory / layout.RESTORED_DIRECTORY
         assert as_user(TRAINER, partial(size_of_tree, answer["path"])) == len(FILES[NAME])
     assert site.treasure() == before
 
@@ -220,7 +220,7 @@ def test_a_deep_directory_does_not_stop_the_daemon(site: Site) -> None:
     site.start_daemon()
 
     def dig() -> None:
-        for name in (".removing.x", "x.removing", protocol.sealed_name(7, "deep")):
+        for name in (".removing.x", "x.removing", layout.sealed_name(7, "deep")):
             fd = os.open(site.run_directory, os.O_RDONLY)
             for level in [name, *["d"] * 1500]:
                 os.mkdir(level, dir_fd=fd)

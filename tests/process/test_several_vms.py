@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong import protocol
-from swansong.protocol import FileEntry, RankManifest
+from swansong import layout
+from swansong.layout import FileEntry, RankManifest
 
 from testkit.rig import Process, Vm
 from testkit.staged import write_files
@@ -80,12 +80,12 @@ class Rank:
             request_id=request_id,
             start_id=self.start_id,
         )
-        sealed = self.vm.run_directory / protocol.sealed_name(step, "abc")
+        sealed = self.vm.run_directory / layout.sealed_name(step, "abc")
         content = {
             shard: bytes([self.node]) * size_bytes,
-            protocol.rank_manifest_name(self.node): manifest.encode(),
+            layout.rank_manifest_name(self.node): manifest.encode(),
         }
-        write_files(sealed.with_name(protocol.partial_name(sealed.name)), content).rename(sealed)
+        write_files(sealed.with_name(layout.partial_name(sealed.name)), content).rename(sealed)
         self.send(
             type="sealed",
             step=step,

@@ -7,7 +7,7 @@ import signal
 from typing import Any
 
 import pytest
-from swansong.protocol import sealed_name
+from swansong.layout import sealed_name
 
 from testkit.clouds import Bucket
 from testkit.rig import Process

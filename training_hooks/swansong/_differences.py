@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from swansong import protocol
+from swansong import layout
 from swansong.state import GENERATORS, decode_tree
 
 Kind = Literal["files", "loader", "generator", "value", "tensor"]
@@ -163,7 +163,7 @@ def _files(directory: Path, ignoring: str) -> dict[str, Path]:
         name: path
         for name, path in named.items()
         if path.is_file()
-        and not protocol.is_rank_manifest(name)
+        and not layout.is_rank_manifest(name)
         and path.name != GENERATORS
         and not re.search(ignoring, name)
     }

@@ -37,7 +37,8 @@ from swansong._ranks.position import check_ranks, find_ranks
 from swansong._ranks.start import Loaded
 from swansong._ranks.survivors import is_loss_of_a_peer
 from swansong._ranks.termination import Termination
-from swansong.protocol import Committed, RankManifest, Restored
+from swansong.layout import RankManifest
+from swansong.protocol import Committed, Restored
 from swansong.state import Snapshots, state_of
 
 RESTORE_ENV = "SWANSONG_RESTORE"

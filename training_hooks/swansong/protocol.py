@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The messages between trainer and daemon, and the layout of a checkpoint in staging.
+"""The messages between trainer and daemon.
 
 Both distributions use this module: it belongs to the hooks, and the daemon imports it.  Standard library
 only, Python 3.10 and later.
@@ -8,27 +8,43 @@ The channel is a Unix socket of type ``SOCK_SEQPACKET``: one JSON object per mes
 :data:`MAX_MESSAGE_BYTES`, ``{"type": "hello", ...}``.  Unknown *fields* are ignored, so that either side
 may be upgraded first.  An unknown type, a missing field, a wrong type or a value out of range is a
 :class:`ProtocolError`.  Every message is idempotent: after a reconnect both sides may repeat all messages.
-
-The type of each field is one of the aliases below, and :data:`_FIELD_TYPES` has the range of each alias.
-:func:`decode` checks the range.  :func:`encode` clamps measurements and texts to the range.  Otherwise a
-loss of NaN, or an error message of a megabyte, would cost the sender its connection.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import json
-import math
-import operator
-import re
-from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from swansong import bounds, openat
-from swansong.bounds import BoundsError
+from swansong import bounds
+from swansong.fields import (
+    VERSION,
+    Bytes,
+    Capabilities,
+    Count,
+    Flag,
+    Generation,
+    Id,
+    Metric,
+    Node,
+    Nodes,
+    PathText,
+    Prefixes,
+    ProtocolError,
+    Rank,
+    Ranks,
+    Report,
+    Seconds,
+    ShardPath,
+    StartId,
+    Step,
+    Text,
+    Version,
+    build,
+    fitted,
+    parse_object,
+)
 
-VERSION = 1
 MAX_MESSAGE_BYTES = 65536
 DEFAULT_SOCKET = "/run/swansong/trainer.sock"
 SOCKET_ENV = "SWANSONG_SOCKET"
@@ -37,44 +53,6 @@ SOCKET_ENV = "SWANSONG_SOCKET"
 
 PARENT_NONE = "none"
 PARENT_UNKNOWN = "unknown"
-PROCESS_PREFIX = "process-"
-"""Start of the id of a start without hooks, which only the daemon draws."""
-
-Step = int
-"""Number of completed optimizer steps; -1 if unknown."""
-Generation = int
-"""-1 if unknown."""
-Rank = int
-Ranks = int
-"""A number of ranks."""
-Node = int
-Nodes = int
-"""A number of VMs."""
-Count = int
-Version = int
-Bytes = int
-Seconds = float
-Metric = float
-Flag = bool
-Id = str
-StartId = str
-"""An :data:`Id` that is not one of a process without hooks, which only the daemon draws."""
-"""At most 128 characters of letters, digits and ``_ . : / ~ @ + -``."""
-Text = str
-"""Text for people; at most 4,096 characters."""
-PathText = str
-"""A path on this VM."""
-ShardPath = str
-"""See :func:`swansong.bounds.path`."""
-Capabilities = list[str]
-Prefixes = list[str]
-"""Beginnings of paths within a checkpoint; at most :data:`PREFIXES_MAX`."""
-Metrics = dict[str, float]
-Report = dict[str, Any]
-
-
-class ProtocolError(ValueError):
-    """A malformed message or rank manifest; the text names the field and the reason."""
 
 
 @dataclass(frozen=True)
@@ -474,11 +452,6 @@ FROM_DAEMON: tuple[type[Message], ...] = (
 )  # fmt: skip
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 
-PREFIXES_MAX = 256
-_CAPABILITIES_MAX = 16
-_KEYS_MAX = 1000
-"""Keys of a JSON object, unknown fields included."""
-
 
 def encode(message: Message) -> bytes:
     """Return the message as one datagram, with measurements and texts clamped to their ranges.
@@ -486,7 +459,7 @@ def encode(message: Message) -> bytes:
     Raises:
         ProtocolError: the datagram would exceed :data:`MAX_MESSAGE_BYTES`, or a field has the wrong type.
     """
-    body = {"type": message.TYPE, **_fitted(message)}
+    body = {"type": message.TYPE, **fitted(message)}
     try:
         text = json.dumps(body, separators=(",", ":"), allow_nan=False, ensure_ascii=False)
     except (TypeError, ValueError) as error:
@@ -507,381 +480,10 @@ def decode(data: bytes) -> Message:
         ProtocolError: the datagram is too large or not a JSON object, its type is unknown, or a field is
             missing, has the wrong type or is out of range.
     """
-    body = _parse_object(data, MAX_MESSAGE_BYTES, "message")
+    body = parse_object(data, MAX_MESSAGE_BYTES, "message")
     name = body.get("type")
     kind = _BY_TYPE.get(name) if isinstance(name, str) else None
     if kind is None:
         raise ProtocolError(f"unknown message type {bounds.shown(name)}")
-    message: Message = _build(kind, body, kind.TYPE)
+    message: Message = build(kind, body, kind.TYPE)
     return message
-
-
-def _parse_object(data: bytes, limit_bytes: int, what: str) -> dict[str, Any]:
-    try:
-        return bounds.json_object(data, what, limit_bytes)
-    except BoundsError as error:
-        raise ProtocolError(str(error)) from None
-
-
-# ---------------------------------------------------------------- names in staging
-#
-# <staging>/<run>/step-<12 digits>.<nonce>.partial/    the ranks write to this set
-#     rank-00000.begun                                 rank manifest without files, until the rank is done
-#     rank-00000.writing/...                           files that the rank may still change
-#     rank-00000/...                                   files that are final, and may be uploaded early
-# <staging>/<run>/step-<12 digits>.<nonce>/            sealed: renamed when all rank manifests are there
-#     rank-00000.json                                  rank manifest, the last file that the rank writes
-#     rank-00000/...                                   the files that it lists
-# <staging>/<run>/restored/                            checkpoints that the daemon has fetched for a trainer
-# <staging>/<run>/.<name>                              temporary files; private directory of the daemon
-# <staging>/<run>/<other>                              a checkpoint of another framework, see ADOPTED_NAMES
-
-RESTORED_DIRECTORY = "restored"
-RANK_MANIFEST_MAX_BYTES = 20 * 2**20
-"""100,000 files with paths of 150 characters."""
-ADOPTED_NAMES = {
-    "checkpoint-n": re.compile(r"checkpoint-([0-9]{1,12})"),  # Hugging Face Trainer
-    "dcp": re.compile(r"(?:.*[^0-9])?([0-9]{1,12})[^0-9]*|.*"),  # torch.distributed.checkpoint
-    "ckpt": re.compile(r"(?:.*[^a-z])?step=([0-9]{1,12})(?:[^0-9].*)?\.ckpt"),  # Lightning
-}
-"""Names of other frameworks' checkpoints, by layout.  The first group is the step, where the name has one."""
-
-_PARTIAL_SUFFIX = ".partial"
-_WRITING_SUFFIX = ".writing"
-_BEGUN_SUFFIX = ".begun"
-_SEALED = re.compile(r"step-([0-9]{12})\.([A-Za-z0-9]{1,64})")
-_RANK = "rank-[0-9]{5,}"
-_RANK_DIGITS_MAX = 10
-_RANK_DIRECTORY = re.compile(_RANK)
-_RANK_MANIFEST = re.compile(_RANK + r"\.json")
-_RANK_BEGUN = re.compile(_RANK + re.escape(_BEGUN_SUFFIX))
-_FINAL = re.compile(_RANK + r"(\.json|/.*)")
-
-
-def sealed_name(step: int, nonce: str) -> str:
-    """Return the name of a sealed set."""
-    return f"step-{step:012d}.{nonce}"
-
-
-def parse_sealed_name(name: str) -> tuple[int, str] | None:
-    """Return (step, nonce) of a sealed set; None for any other name."""
-    match = _SEALED.fullmatch(name)
-    return (int(match[1]), match[2]) if match else None
-
-
-def partial_name(sealed: str) -> str:
-    """Return the name of a set until it gets its sealed name."""
-    return sealed + _PARTIAL_SUFFIX
-
-
-def parse_partial_name(name: str) -> tuple[int, str] | None:
-    """Return (step, nonce) of a set that is being written; None for any other name."""
-    sealed = name.removesuffix(_PARTIAL_SUFFIX)
-    return None if sealed == name else parse_sealed_name(sealed)
-
-
-def parse_adopted_name(layout: str, name: str) -> int | None:
-    """Return the step of another framework's checkpoint.
-
-    Args:
-        layout: a key of :data:`ADOPTED_NAMES`.
-        name: of the file or directory.
-
-    Returns:
-        -1 if the name fits the layout but has no step; None if it does not fit.
-    """
-    match = ADOPTED_NAMES[layout].fullmatch(name)
-    if match is None:
-        return None
-    return -1 if match[1] is None else int(match[1])
-
-
-def is_private_name(name: str) -> bool:
-    """Whether an entry of the staging directory is not a checkpoint that a trainer wrote."""
-    return name.startswith(".") or name == RESTORED_DIRECTORY
-
-
-def rank_directory(rank: int) -> str:
-    """Return the name of the directory, within a set, for one rank's final files."""
-    return f"rank-{rank:05d}"
-
-
-def rank_of_directory(name: str) -> int:
-    """The rank of a :func:`rank_directory`; -1 for another name."""
-    digits = name.removeprefix("rank-")
-    return int(digits) if is_rank_directory(name) and len(digits) < _RANK_DIGITS_MAX else -1
-
-
-def is_rank_directory(name: str) -> bool:
-    """Whether a name is a :func:`rank_directory`."""
-    return _RANK_DIRECTORY.fullmatch(name) is not None
-
-
-def writing_directory(rank: int) -> str:
-    """Return the name of the directory for files that a rank may still change."""
-    return rank_directory(rank) + _WRITING_SUFFIX
-
-
-def is_writing_directory(name: str) -> bool:
-    """Whether the files of a directory within a set may still change."""
-    return name.endswith(_WRITING_SUFFIX)
-
-
-def parse_writing_directory(name: str) -> int | None:
-    """Return the rank of a :func:`writing_directory`; None for any other name."""
-    own = name.removesuffix(_WRITING_SUFFIX)
-    return int(own[5:]) if own != name and is_rank_directory(own) else None
-
-
-def rank_manifest_name(rank: int) -> str:
-    """Return the file name of a rank manifest."""
-    return f"{rank_directory(rank)}.json"
-
-
-def is_rank_manifest(path: str) -> bool:
-    """Whether a path within a set is a :func:`rank_manifest_name`."""
-    return _RANK_MANIFEST.fullmatch(path) is not None
-
-
-def rank_begun_name(rank: int) -> str:
-    """Return the file name of a rank manifest without files, which a rank writes first."""
-    return rank_directory(rank) + _BEGUN_SUFFIX
-
-
-def is_rank_begun(path: str) -> bool:
-    """Whether a path within a set is a :func:`rank_begun_name`."""
-    return _RANK_BEGUN.fullmatch(path) is not None
-
-
-def is_final(path: str) -> bool:
-    """Whether a file, by its path within a set, does not change any more."""
-    return _FINAL.fullmatch(path) is not None
-
-
-def is_of_rank(name: str, rank: int) -> bool:
-    """Whether an entry of a set belongs to this rank, temporary files of its manifests included."""
-    manifests = (rank_manifest_name(rank), rank_begun_name(rank))
-    temporary = tuple(openat.temporary_prefix(each) for each in manifests)
-    own = (*manifests, rank_directory(rank), writing_directory(rank))
-    return name in own or name.startswith(temporary)
-
-
-@dataclass(frozen=True)
-class FileEntry:
-    """One file in a rank manifest."""
-
-    path: ShardPath
-    size_bytes: Bytes
-
-
-@dataclass(frozen=True)
-class RankManifest:
-    """The last file that a rank writes into a checkpoint."""
-
-    run: Text
-    step: Step
-    kind: Id
-    """``periodic``, ``emergency`` or ``final``."""
-    files: list[FileEntry]
-    rank: Rank = 0
-    world_size: Ranks = 1
-    local_world_size: Ranks = 1
-    node: Node = 0
-    nodes: Nodes = 1
-    request_id: Id = ""
-    start_id: StartId = ""
-    """Id of the start of the training that wrote the set; see :class:`Hello`."""
-    framework: Id = "swansong"
-    health: Metrics = field(default_factory=dict)
-    without_ranks: Text = ""
-    """Ranks of the job that took no part, such as ``2, 8-15``; empty: all took part.
-
-    ``rank``, ``world_size``, ``node`` and ``nodes`` count only the ranks and the VMs that took part.
-    """
-    version: Version = VERSION
-
-    def encode(self) -> bytes:
-        """Return the content of the file.
-
-        Raises:
-            ProtocolError: the manifest lists too many files, or a field has the wrong type.
-        """
-        return json.dumps(_fitted(self), indent=1, allow_nan=False).encode()
-
-    @classmethod
-    def decode(cls, data: bytes) -> RankManifest:
-        """Parse the content of the file.
-
-        Raises:
-            ProtocolError: the content is malformed, or contains an unsafe path.
-        """
-        body = _parse_object(data, RANK_MANIFEST_MAX_BYTES, "rank manifest")
-        manifest: RankManifest = _build(cls, body, "rank manifest")
-        return manifest
-
-
-# ---------------------------------------------------------------- ranges of the fields
-
-
-@dataclass(frozen=True)
-class _FieldType:
-    check: Callable[[Any, str], Any]
-    """Takes value and name of a field; returns the value, or raises BoundsError."""
-    fit: Callable[[Any], Any] = lambda value: value
-    """Clamps a value of the sender to the range; returns None if that is impossible."""
-
-
-def _integer(low: int, high: int) -> _FieldType:
-    return _FieldType(lambda value, name: bounds.integer(value, name, low, high))
-
-
-def _clamped_integer(low: int, high: int) -> _FieldType:
-    return _FieldType(
-        lambda value, name: bounds.integer(value, name, low, high),
-        lambda value: min(max(operator.index(value), low), high),
-    )
-
-
-def _clamped_number(low: float, high: float) -> _FieldType:
-    return _FieldType(
-        lambda value, name: bounds.number(value, name, low, high),
-        lambda value: _clamp(value, low, high),
-    )
-
-
-def _clamp(value: Any, low: float, high: float) -> float | None:
-    try:
-        number = float(value)
-    except OverflowError:  # an integer beyond all floats
-        number = math.inf if value > 0 else -math.inf
-    return None if math.isnan(number) else min(max(number, low), high)
-
-
-def _clamped_text(max_chars: int) -> _FieldType:
-    return _FieldType(
-        lambda value, name: bounds.text(value, name, max_chars),
-        lambda value: _cut(value, max_chars),
-    )
-
-
-def _cut(text: str, max_chars: int) -> str:
-    """Cut a text to ``max_chars`` characters, and replace lone surrogates, which file names may contain."""
-    return text[:max_chars].encode(errors="replace").decode()
-
-
-def _check_start_id(value: Any, name: str) -> str:
-    start_id = bounds.identifier(value, name)
-    if start_id.startswith(PROCESS_PREFIX):
-        raise BoundsError(
-            f"{name} is {bounds.shown(value)}, and only the daemon draws {PROCESS_PREFIX}*"
-        )
-    return start_id
-
-
-def _check_capabilities(value: Any, name: str) -> list[str]:
-    found = bounds.items(value, name, _CAPABILITIES_MAX)
-    return [bounds.identifier(each, f"{name}[{number}]") for number, each in enumerate(found)]
-
-
-def _check_prefixes(value: Any, name: str) -> list[str]:
-    found = bounds.items(value, name, PREFIXES_MAX)
-    return [bounds.prefix(each, f"{name}[{number}]") for number, each in enumerate(found)]
-
-
-def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
-    # The daemon reads these two names, so they come first if there are too many.
-    names = sorted(metrics, key=lambda name: name not in ("loss", "loss_is_finite"))
-    limit = bounds.METRIC_MAX
-    fitted = {
-        _cut(name, bounds.ID_CHARS_MAX): number
-        for name in names
-        if (number := _clamp(metrics[name], -limit, limit)) is not None
-    }
-    return dict(list(fitted.items())[: bounds.METRICS_MAX])
-
-
-def _fit_files(files: list[FileEntry]) -> list[dict[str, Any]]:
-    return [_fitted(each) for each in bounds.items(files, "files", bounds.FILES_MAX)]
-
-
-def _check_files(value: Any, name: str) -> list[FileEntry]:
-    return [
-        _build(FileEntry, bounds.mapping(each, f"{name}[{number}]", _KEYS_MAX), f"{name}[{number}]")
-        for number, each in enumerate(bounds.items(value, name, bounds.FILES_MAX))
-    ]
-
-
-_FIELD_TYPES = {
-    "Step": _clamped_integer(-1, bounds.STEP_MAX),
-    "Generation": _integer(-1, bounds.GENERATION_MAX),
-    "Rank": _integer(0, bounds.RANKS_MAX),
-    "Ranks": _integer(1, bounds.RANKS_MAX),
-    "Node": _integer(0, bounds.NODES_MAX),
-    "Nodes": _integer(1, bounds.NODES_MAX),
-    "Count": _integer(0, 2**31 - 1),
-    "Version": _integer(0, 2**31 - 1),
-    "Bytes": _clamped_integer(0, bounds.BYTES_MAX),
-    "Seconds": _clamped_number(0.0, bounds.SECONDS_MAX),
-    "Metric": _clamped_number(-bounds.METRIC_MAX, bounds.METRIC_MAX),
-    "Flag": _FieldType(bounds.boolean),
-    "Id": _FieldType(bounds.identifier),
-    "StartId": _FieldType(_check_start_id),
-    "Text": _clamped_text(bounds.TEXT_CHARS_MAX),
-    "PathText": _clamped_text(bounds.TEXT_CHARS_MAX),
-    "ShardPath": _FieldType(bounds.path),
-    "Capabilities": _FieldType(_check_capabilities),
-    "Prefixes": _FieldType(_check_prefixes),
-    "Metrics": _FieldType(bounds.metrics, _fit_metrics),
-    "Report": _FieldType(lambda value, name: bounds.mapping(value, name, _KEYS_MAX)),
-    "list[FileEntry]": _FieldType(_check_files, _fit_files),
-}
-"""By the name of the alias in a field's annotation, which is a string because of the __future__ import."""
-
-
-def _field_type(item: dataclasses.Field[Any]) -> tuple[_FieldType, bool]:
-    """Return the type of a field, and whether the field may be None."""
-    annotation = str(item.type)
-    name = annotation.removesuffix(" | None")
-    return _FIELD_TYPES[name], name != annotation
-
-
-def _build(kind: type[Any], body: dict[str, Any], what: str) -> Any:
-    """Build a message or manifest from a JSON object.
-
-    Raises:
-        ProtocolError: a field is missing, has the wrong type, or is out of range.
-    """
-    values: dict[str, Any] = {}
-    for item in dataclasses.fields(kind):
-        if item.name in body:
-            field_type, is_optional = _field_type(item)
-            value = body[item.name]
-            try:
-                is_null = is_optional and value is None
-                values[item.name] = None if is_null else field_type.check(value, item.name)
-            except (BoundsError, ProtocolError) as error:
-                raise ProtocolError(f"{what}: {error}") from None
-        elif item.default is dataclasses.MISSING and item.default_factory is dataclasses.MISSING:
-            raise ProtocolError(f"{what}: {item.name} is missing")
-    return kind(**values)
-
-
-def _fitted(sent: Any) -> dict[str, Any]:
-    """Return the fields of a message or manifest, with measurements and texts clamped to their ranges.
-
-    Raises:
-        ProtocolError: a field has the wrong type.
-    """
-    body: dict[str, Any] = {}
-    for item in dataclasses.fields(sent):
-        field_type, is_optional = _field_type(item)
-        value = getattr(sent, item.name)
-        try:
-            value = value if value is None else field_type.fit(value)
-        except BoundsError as error:
-            raise ProtocolError(str(error)) from None
-        except (TypeError, AttributeError) as error:
-            raise ProtocolError(f"{item.name} is {bounds.shown(value)}: {error}") from None
-        # Only seconds of NaN cannot be clamped.
-        body[item.name] = 0.0 if value is None and not is_optional else value
-    return body

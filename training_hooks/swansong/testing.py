@@ -42,7 +42,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-from swansong import protocol
+from swansong import layout, protocol
 from swansong._differences import Difference, find_differences, has_loader, likely_cause
 from swansong.protocol import Accepted, Declined, Failed, Hello, Message, Sealed
 
@@ -271,7 +271,7 @@ class _Run:
         self.losses: dict[int, float] = {}
 
     def newest(self) -> tuple[Path, int] | None:
-        found = [(protocol.parse_sealed_name(path.name), path) for path in self.staging.iterdir()]
+        found = [(layout.parse_sealed_name(path.name), path) for path in self.staging.iterdir()]
         sets = [(name[0], path) for name, path in found if name is not None]
         step, path = max(sets, default=(-1, None))
         if path is not None:
@@ -578,8 +578,8 @@ class _StandIn:
             self._held.clear()
 
     def _commit(self, sealed: Sealed) -> None:
-        manifest = self._run.staging / sealed.directory / protocol.rank_manifest_name(0)
-        is_final = protocol.RankManifest.decode(manifest.read_bytes()).kind == "final"
+        manifest = self._run.staging / sealed.directory / layout.rank_manifest_name(0)
+        is_final = layout.RankManifest.decode(manifest.read_bytes()).kind == "final"
         committed = protocol.Committed(self._run.starts, sealed.step, is_final)
         with self._lock:
             for connection in self._connections:
@@ -648,6 +648,6 @@ def _json_loss(line: str) -> tuple[int, float] | None:
 
 
 def _step_of(path: Path) -> int:
-    name = protocol.parse_sealed_name(path.name)
+    name = layout.parse_sealed_name(path.name)
     assert name is not None
     return name[0]

@@ -63,7 +63,8 @@ from swansong._torch.objects import (
 from swansong._torch.order import OrderWatch
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
 from swansong._torch.sharding import is_sharded, writers
-from swansong.protocol import PREFIXES_MAX, rank_directory
+from swansong.fields import PREFIXES_MAX
+from swansong.layout import rank_directory
 from swansong.state import decode_tree
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]

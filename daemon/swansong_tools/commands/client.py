@@ -13,10 +13,10 @@ from pathlib import Path
 from typing import Self, TypeVar
 
 from swansong.bounds import BoundsError
+from swansong.fields import ProtocolError
 from swansong.protocol import (
     MAX_MESSAGE_BYTES,
     Message,
-    ProtocolError,
     Refused,
     Restored,
     RestoreQuery,

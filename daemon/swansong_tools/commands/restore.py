@@ -11,7 +11,8 @@ import os
 import time
 from pathlib import Path
 
-from swansong.protocol import RESTORED_DIRECTORY, Restored
+from swansong.layout import RESTORED_DIRECTORY
+from swansong.protocol import Restored
 from swansong_bucket.errors import ConfigError, Stopped, Unreachable
 from swansongd.config.config import Config, load
 

@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from swansong import protocol
+from swansong import layout
 from swansong_bucket.errors import CorruptError, Permanent, StagingError, StoreError, Transient
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
@@ -40,8 +40,8 @@ from swansongd.flush.layout import ChunkLayout
 from swansongd.staging import scan
 
 _FILES = {
-    protocol.rank_manifest_name(0): 4096,
-    f"{protocol.rank_directory(0)}/shard.bin": 2 * 2**20,
+    layout.rank_manifest_name(0): 4096,
+    f"{layout.rank_directory(0)}/shard.bin": 2 * 2**20,
 }
 """Sizes of the files of the set: more than two windows together."""
 SET_BYTES = sum(_FILES.values())
@@ -51,7 +51,7 @@ _BUDGET_S = 3.0
 """Time in which one call is retried: enough for a lost connection, and short for a waiting operator."""
 _CONNECTIONS = 2
 _STEP = 1
-_SET = protocol.sealed_name(_STEP, "doctor")
+_SET = layout.sealed_name(_STEP, "doctor")
 
 T = TypeVar("T")
 

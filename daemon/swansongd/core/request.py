@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansong import protocol
+from swansong import layout as protocol
 from swansong_bucket.model import CheckpointId, CommitRef, Staged, first_start
 
 from swansongd.core import course, events, learning

@@ -28,7 +28,7 @@ import math
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 
-from swansong.protocol import PROCESS_PREFIX
+from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.model import Staged, Start, TrainerView, first_start
 
 from swansongd.core import commits, course, flight, notices, ranks, request, staged_sets

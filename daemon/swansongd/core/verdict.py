@@ -6,7 +6,7 @@
 
 from __future__ import annotations
 
-from swansong import protocol
+from swansong import layout as protocol
 from swansong_bucket.model import Position, Verdict
 
 from swansongd.core import arrival, course, emergency, notices, planner, proof

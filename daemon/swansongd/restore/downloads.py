@@ -19,7 +19,7 @@ from dataclasses import replace
 
 import structlog
 from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY, sealed_name
+from swansong.layout import RESTORED_DIRECTORY, sealed_name
 from swansong_bucket.errors import StagingError, Stopped
 from swansong_bucket.model import CommitRef, StoredShard
 from swansong_bucket.stores.base import ObjectStore

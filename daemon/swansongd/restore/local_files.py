@@ -19,7 +19,7 @@ from functools import partial
 from pathlib import Path
 
 from swansong import openat
-from swansong.protocol import RESTORED_DIRECTORY, is_rank_directory, parse_sealed_name
+from swansong.layout import RESTORED_DIRECTORY, is_rank_directory, parse_sealed_name
 from swansong_bucket.errors import StagingError
 from swansong_bucket.model import CommitRef, StagedFile, StoredShard
 from swansong_bucket.transfer.reader import OpenLocal

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field, replace
 from enum import Enum, auto
 
 import structlog
-from swansong.protocol import is_rank_manifest
+from swansong.layout import is_rank_manifest
 from swansong_bucket.model import CommitRef, StoredShard
 from swansong_bucket.transfer.restore import RestoreResult, Selection
 

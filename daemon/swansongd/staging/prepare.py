@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import structlog
-from swansong import bounds, openat, protocol
+from swansong import bounds, layout, openat
 from swansong.bounds import BoundsError
 from swansong_bucket.errors import StagingError
 
@@ -126,7 +126,7 @@ def open_restored(run_fd: int) -> int:
     Raises:
         OSError: the directory can be neither opened nor created.
     """
-    return open_own(run_fd, protocol.RESTORED_DIRECTORY, RESTORED_DIRECTORY_MODE)
+    return open_own(run_fd, layout.RESTORED_DIRECTORY, RESTORED_DIRECTORY_MODE)
 
 
 def open_own(run_fd: int, name: str, mode: int) -> int:

@@ -22,8 +22,22 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from swansong import openat, protocol
-from swansong.protocol import ProtocolError, RankManifest
+from swansong import openat
+from swansong.fields import VERSION, ProtocolError
+from swansong.layout import (
+    RANK_MANIFEST_MAX_BYTES,
+    RankManifest,
+    is_final,
+    is_private_name,
+    is_rank_begun,
+    is_rank_manifest,
+    is_writing_directory,
+    parse_adopted_name,
+    parse_partial_name,
+    parse_sealed_name,
+    rank_begun_name,
+    rank_manifest_name,
+)
 from swansong_bucket.errors import StagingError
 from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile, merged_health
 
@@ -37,7 +51,7 @@ class FrameworkLayout:
     """The layout of a framework's checkpoints, and its sign of completion."""
 
     framework: str
-    """Key of :data:`swansong.protocol.ADOPTED_NAMES`."""
+    """Key of :data:`swansong.layout.ADOPTED_NAMES`."""
     is_one_file: bool = False
     needs: frozenset[str] = frozenset()
     """Files that identify the layout."""
@@ -129,14 +143,14 @@ class Scanner:
         with scan.opened(self._directory) as run_fd:
             names, rejected = self._candidates(run_fd)
             for name in names:
-                if protocol.parse_partial_name(name):
+                if parse_partial_name(name):
                     pending.append(name)
                     partly = self._examine_partial(run_fd, name)
                     if partly is not None:
                         growing[name] = partly
                     continue
                 layout = None
-                if not protocol.parse_sealed_name(name):
+                if not parse_sealed_name(name):
                     layout = _layout_of(run_fd, name)
                     if layout is None:
                         continue
@@ -172,7 +186,7 @@ class Scanner:
         with os.scandir(run_fd) as entries:
             for entry in entries:
                 name = entry.name
-                if protocol.is_private_name(name):
+                if is_private_name(name):
                     continue
                 try:
                     uid = entry.stat(follow_symlinks=False).st_uid
@@ -204,7 +218,7 @@ class Scanner:
         """The final files of a set that is being written; None if it cannot be read."""
         try:
             files = scan.listing(
-                run_fd, name, self._allowed_uids, passing_over=protocol.is_writing_directory
+                run_fd, name, self._allowed_uids, passing_over=is_writing_directory
             )
             return _growing(run_fd, name, files)
         except (StagingError, ProtocolError):
@@ -314,10 +328,10 @@ def _identity(run_fd: int, name: str) -> tuple[int, int] | None:
 
 def _step_of(name: str) -> int:
     """The step in the name of an entry; -1 without one."""
-    of_hooks = protocol.parse_sealed_name(name) or protocol.parse_partial_name(name)
+    of_hooks = parse_sealed_name(name) or parse_partial_name(name)
     if of_hooks is not None:
         return of_hooks[0]
-    steps = (protocol.parse_adopted_name(layout.framework, name) for layout in ADOPTED)
+    steps = (parse_adopted_name(layout.framework, name) for layout in ADOPTED)
     return next((step for step in steps if step is not None and step >= 0), -1)
 
 
@@ -333,7 +347,7 @@ def _layout_of(run_fd: int, name: str) -> FrameworkLayout | None:
         for layout in ADOPTED:
             # A link with a name that would be adopted is reported; other links are ignored.
             fits = stat.S_ISLNK(mode) or stat.S_ISDIR(mode) != layout.is_one_file
-            fits &= protocol.parse_adopted_name(layout.framework, name) is not None
+            fits &= parse_adopted_name(layout.framework, name) is not None
             if fits and _holds(run_fd, name, layout.needs):
                 return layout
     except OSError:
@@ -355,7 +369,7 @@ def _holds(run_fd: int, name: str, needs: frozenset[str]) -> bool:
 
 def _adopted(name: str, layout: FrameworkLayout, files: tuple[StagedFile, ...]) -> Staged:
     paths = {file.path for file in files}
-    step = protocol.parse_adopted_name(layout.framework, name)
+    step = parse_adopted_name(layout.framework, name)
     if step is None or step < 0:
         raise StagingError("has no step number of up to 12 digits in its name")
     if not paths:
@@ -374,7 +388,7 @@ def _adopted(name: str, layout: FrameworkLayout, files: tuple[StagedFile, ...]) 
 
 
 def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> Staged:
-    named = [file for file in files if protocol.is_rank_manifest(file.path)]
+    named = [file for file in files if is_rank_manifest(file.path)]
     if not named:
         raise StagingError("has no rank manifest")
     # Counted before they are read: a set may contain thousands of large ones.
@@ -399,16 +413,12 @@ def _sealed(run_fd: int, run: str, name: str, files: tuple[StagedFile, ...]) -> 
 
 def _growing(run_fd: int, name: str, files: tuple[StagedFile, ...]) -> Staged:
     """The final part of a set.  The claims of its ranks are checked when the set is sealed."""
-    named = [
-        file
-        for file in files
-        if protocol.is_rank_begun(file.path) or protocol.is_rank_manifest(file.path)
-    ]
+    named = [file for file in files if is_rank_begun(file.path) or is_rank_manifest(file.path)]
     if not named:
         raise StagingError("no rank has begun to write")
     _check_total(named)
     manifests = [replace(_read_manifest(run_fd, name, file), files=[]) for file in named]
-    final = tuple(file for file in files if protocol.is_final(file.path))
+    final = tuple(file for file in files if is_final(file.path))
     return _of_hooks(name, _lead(manifests), final, manifests)
 
 
@@ -428,7 +438,7 @@ def _of_hooks(
     files: tuple[StagedFile, ...],
     manifests: Sequence[RankManifest],
 ) -> Staged:
-    parsed = protocol.parse_sealed_name(name) or protocol.parse_partial_name(name)
+    parsed = parse_sealed_name(name) or parse_partial_name(name)
     assert parsed is not None
     elsewhere = lead.world_size - lead.local_world_size
     is_possible = elsewhere >= lead.nodes - 1 if lead.nodes > 1 else elsewhere == 0
@@ -460,10 +470,8 @@ def _of_hooks(
 
 def _check_manifest(manifest: RankManifest, lead: RankManifest, run: str, step: int) -> None:
     rank = f"rank {manifest.rank}"
-    if manifest.version != protocol.VERSION:
-        raise StagingError(
-            f"{rank}: manifest of version {manifest.version}, not {protocol.VERSION}"
-        )
+    if manifest.version != VERSION:
+        raise StagingError(f"{rank}: manifest of version {manifest.version}, not {VERSION}")
     if manifest.run != run:
         raise StagingError(f"{rank}: belongs to run {manifest.run!r:.100}, not {run!r}")
     if manifest.step != step:
@@ -494,14 +502,14 @@ def _world(manifest: RankManifest) -> tuple[int, int, int, int, str]:
 
 
 def _read_manifest(run_fd: int, directory: str, file: StagedFile) -> RankManifest:
-    if file.size_bytes > protocol.RANK_MANIFEST_MAX_BYTES:
-        raise StagingError(f"{file.path} has over {protocol.RANK_MANIFEST_MAX_BYTES} bytes")
+    if file.size_bytes > RANK_MANIFEST_MAX_BYTES:
+        raise StagingError(f"{file.path} has over {RANK_MANIFEST_MAX_BYTES} bytes")
     with os.fdopen(scan.open_file(run_fd, directory, file), "rb") as stream:
         try:
             manifest = RankManifest.decode(stream.read(file.size_bytes))
         except (OSError, ProtocolError) as error:
             raise StagingError(f"{file.path}: {error}") from None
     rank = manifest.rank
-    if file.path not in (protocol.rank_manifest_name(rank), protocol.rank_begun_name(rank)):
+    if file.path not in (rank_manifest_name(rank), rank_begun_name(rank)):
         raise StagingError(f"{file.path} is the manifest of rank {manifest.rank}")
     return manifest

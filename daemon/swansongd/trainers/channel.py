@@ -31,7 +31,8 @@ from pathlib import Path
 from typing import Any
 
 from swansong import protocol
-from swansong.protocol import Message, ProtocolError
+from swansong.fields import ProtocolError
+from swansong.protocol import Message
 from swansong_bucket.errors import ConfigError
 
 from swansongd.core.events import Event, TrainerJoined, TrainerLeft, TrainerRefused

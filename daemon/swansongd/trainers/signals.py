@@ -28,7 +28,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path, PurePath
 
-from swansong.protocol import PROCESS_PREFIX
+from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.config.values import signal_number
 from swansong_bucket.errors import ConfigError
 

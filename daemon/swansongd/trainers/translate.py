@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 
-from swansong import protocol
+from swansong import fields, protocol
 from swansong.protocol import Message
 from swansong_bucket.model import UNKNOWN_PARENT, Parent, TrainerView
 
@@ -108,9 +108,9 @@ def view_of(
 
 def problem_with(hello: protocol.Hello, run: str) -> str:
     """Why a trainer may not join ``run``, and the fix; empty if it may."""
-    if hello.version != protocol.VERSION:
+    if hello.version != fields.VERSION:
         return (
-            f"the hooks use protocol version {hello.version}, the daemon {protocol.VERSION}: "
+            f"the hooks use protocol version {hello.version}, the daemon {fields.VERSION}: "
             "install matching versions"
         )
     if hello.run not in ("", run):

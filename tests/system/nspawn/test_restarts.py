@@ -6,7 +6,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from swansong import protocol
+from swansong import layout
 
 from testkit import REPOSITORY
 from testkit.clouds import Aws, Bucket
@@ -89,7 +89,7 @@ def test_watchdog_restarts_a_hung_daemon(
 def sealed_steps(vm: Container) -> list[int]:
     """Steps of the sealed sets on the disk of the VM, read from outside."""
     names = vm.names("/var/lib/swansong/staging/run")
-    sealed = (protocol.parse_sealed_name(name) for name in names)
+    sealed = (layout.parse_sealed_name(name) for name in names)
     return sorted(each[0] for each in sealed if each is not None)
 
 

@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 import pytest
-from swansong.protocol import sealed_name
+from swansong.layout import sealed_name
 from swansong_bucket.model import CommitRef, Severity, Start
 from swansongd.core import emergency
 from swansongd.core.arrival import RECONNECT_S

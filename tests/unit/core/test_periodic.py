@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from swansong.protocol import VERSION, Hello
+from swansong.fields import VERSION
+from swansong.protocol import Hello
 from swansong_bucket.model import CommitRef
 from swansongd.core import cadence, periodic
 from swansongd.core.events import (

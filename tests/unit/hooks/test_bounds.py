@@ -13,7 +13,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong import bounds
 from swansong.bounds import BoundsError
-from swansong.protocol import VERSION, ProtocolError, RankManifest
+from swansong.fields import VERSION, ProtocolError
+from swansong.layout import RankManifest
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format.manifest import check_paths
 

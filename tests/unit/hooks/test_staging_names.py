@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Only ``swansong.protocol`` formats and parses the names that trainer and daemon share in staging."""
+"""Only ``swansong.layout`` formats and parses the names that trainer and daemon share in staging."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from swansong import protocol
+from swansong import layout
 
 from testkit import REPOSITORY
 
-PROTOCOL = REPOSITORY / "training_hooks/swansong/protocol.py"
+LAYOUT = REPOSITORY / "training_hooks/swansong/layout.py"
 MODULES = [
     module
     for package in ("daemon", "training_hooks/swansong")
     for module in sorted((REPOSITORY / package).rglob("*.py"))
-    if module != PROTOCOL
+    if module != LAYOUT
 ]
 NAME = re.compile(
     r"\brank-|\bstep-|\bstep=|checkpoint-[^a-z]|\.partial$|\.writing|\.begun|^restored$"
 )
 """Parts of names in staging, as they occur in string constants."""
 ALLOWED = {
+    ("swansong/protocol.py", "restored"): "the type of a message",
     ("format/resumption.py", "restored"): "a field of the record of a resume",
     ("doctor/host.py", "restored"): "a directory that an operator chooses",
     ("doctor/rehearsal.py", "restored"): "a temporary directory outside of staging",
@@ -64,19 +65,19 @@ def test_no_other_module_formats_or_parses_a_name_in_staging() -> None:
         for text in names_in(module)
         if not is_allowed(module, text)
     }
-    assert not found, "use the functions of swansong.protocol"
+    assert not found, "use the functions of swansong.layout"
 
 
 def test_the_rule_finds_each_kind_of_name(tmp_path: Path) -> None:
     """An empty result means that there is nothing to find."""
     module = tmp_path / "module.py"
     constants = [
-        protocol.sealed_name(1, "a"),
-        protocol.partial_name("x"),
-        protocol.rank_manifest_name(0),
-        protocol.rank_begun_name(0),
-        protocol.writing_directory(0),
-        protocol.RESTORED_DIRECTORY,
+        layout.sealed_name(1, "a"),
+        layout.partial_name("x"),
+        layout.rank_manifest_name(0),
+        layout.rank_begun_name(0),
+        layout.writing_directory(0),
+        layout.RESTORED_DIRECTORY,
         "checkpoint-7",
         "rank-[0-9]+",
     ]
@@ -85,7 +86,7 @@ def test_the_rule_finds_each_kind_of_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "name", "step"),
+    ("framework", "name", "step"),
     [
         ("checkpoint-n", "checkpoint-40", 40),
         ("checkpoint-n", "checkpoint-40-best", None),
@@ -95,28 +96,28 @@ def test_the_rule_finds_each_kind_of_name(tmp_path: Path) -> None:
         ("ckpt", "last.ckpt", None),
     ],
 )
-def test_names_of_other_frameworks(layout: str, name: str, step: int | None) -> None:
+def test_names_of_other_frameworks(framework: str, name: str, step: int | None) -> None:
     """The step; -1 for a name that fits without one; None for a name that does not fit."""
-    assert protocol.parse_adopted_name(layout, name) == step
+    assert layout.parse_adopted_name(framework, name) == step
 
 
 @pytest.mark.parametrize("rank", [0, 7, 99_999])
 def test_names_of_a_rank_can_be_recognised(rank: int) -> None:
     """Each name by its own function, and all of them as entries of that rank and of no other."""
-    own, writing = protocol.rank_directory(rank), protocol.writing_directory(rank)
-    manifest, begun = protocol.rank_manifest_name(rank), protocol.rank_begun_name(rank)
-    assert protocol.is_rank_directory(own)
-    assert protocol.is_rank_manifest(manifest)
-    assert protocol.is_rank_begun(begun)
-    assert protocol.is_writing_directory(writing)
-    assert protocol.parse_writing_directory(writing) == rank
-    assert protocol.parse_writing_directory(own) is None
-    assert [protocol.is_final(path) for path in (manifest, f"{own}/a", begun, f"{writing}/a")] == [
+    own, writing = layout.rank_directory(rank), layout.writing_directory(rank)
+    manifest, begun = layout.rank_manifest_name(rank), layout.rank_begun_name(rank)
+    assert layout.is_rank_directory(own)
+    assert layout.is_rank_manifest(manifest)
+    assert layout.is_rank_begun(begun)
+    assert layout.is_writing_directory(writing)
+    assert layout.parse_writing_directory(writing) == rank
+    assert layout.parse_writing_directory(own) is None
+    assert [layout.is_final(path) for path in (manifest, f"{own}/a", begun, f"{writing}/a")] == [
         True,
         True,
         False,
         False,
     ]
     for name in (own, writing, manifest, begun, f".{manifest}.1f", f".{begun}.1f"):
-        assert protocol.is_of_rank(name, rank)
-        assert not protocol.is_of_rank(name, rank + 1)
+        assert layout.is_of_rank(name, rank)
+        assert not layout.is_of_rank(name, rank + 1)

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansong.protocol import RESTORED_DIRECTORY
+from swansong.layout import RESTORED_DIRECTORY
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
 from swansong_bucket.transfer.restore import RestoreResult

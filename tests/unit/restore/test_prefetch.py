@@ -17,7 +17,8 @@ from typing import Any
 
 import pytest
 from structlog.testing import capture_logs
-from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery
+from swansong.layout import RESTORED_DIRECTORY
+from swansong.protocol import Message, Restored, RestoreQuery
 from swansong_bucket.errors import Transient
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest

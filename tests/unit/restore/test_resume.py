@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong.protocol import RESTORED_DIRECTORY, Message, Restored, RestoreQuery, Restoring
+from swansong.layout import RESTORED_DIRECTORY
+from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansong_bucket.errors import Permanent
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, Health, SourceStatus, Staged

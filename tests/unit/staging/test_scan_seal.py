@@ -17,9 +17,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong import protocol
+from swansong import layout
 from swansong._checkpoint.staging import finish, write_checkpoint
-from swansong.protocol import FileEntry, RankManifest
+from swansong.layout import FileEntry, RankManifest
 from swansong_bucket.model import CheckpointId, CheckpointKind, Staged, StagedFile
 from swansongd.core.events import Scanned
 from swansongd.staging import scan, seal
@@ -89,7 +89,7 @@ def test_a_set_of_an_earlier_boot_is_a_set(run: Path, scanner: Scanner) -> None:
 def test_a_partial_directory_is_pending(run: Path, scanner: Scanner) -> None:
     """The directory of a trainer that died while saving is never taken, however old it is."""
     directory = write_set(run)
-    directory.rename(run / protocol.partial_name(directory.name))
+    directory.rename(run / layout.partial_name(directory.name))
     scanned = scanner.scan()
     assert (scanned.staged, scanned.rejected) == ((), ())
     assert scanned.pending == (directory.name + ".partial",)
@@ -99,11 +99,11 @@ def begun_set(run: Path, *, ranks: int = 2, **facts: Any) -> Path:
     """A set for which rank 0 has written all files, and each other rank one of two."""
     directory = write_set(run, 7, "n1", ranks=ranks, **facts)
     for rank in range(1, ranks):
-        manifest = directory / protocol.rank_manifest_name(rank)
-        manifest.rename(directory / protocol.rank_begun_name(rank))
-        writing = directory / protocol.writing_directory(rank)
+        manifest = directory / layout.rank_manifest_name(rank)
+        manifest.rename(directory / layout.rank_begun_name(rank))
+        writing = directory / layout.writing_directory(rank)
         write_files(writing, {"half.bin": b"x", "o|dd": b""})
-    return directory.rename(run / protocol.partial_name(directory.name))
+    return directory.rename(run / layout.partial_name(directory.name))
 
 
 def test_the_final_files_of_a_growing_set_are_listed(run: Path, scanner: Scanner) -> None:
@@ -126,10 +126,10 @@ def test_an_early_final_file_is_unchanged_in_the_sealed_set(run: Path, scanner: 
     """Path, size, inode and time are the same, so the flush does not send it again."""
     directory = begun_set(run)
     (growing,) = scanner.scan().growing
-    shutil.rmtree(directory / protocol.writing_directory(1))
-    begun = directory / protocol.rank_begun_name(1)
-    begun.rename(directory / protocol.rank_manifest_name(1))
-    directory.rename(run / protocol.sealed_name(7, "n1"))
+    shutil.rmtree(directory / layout.writing_directory(1))
+    begun = directory / layout.rank_begun_name(1)
+    begun.rename(directory / layout.rank_manifest_name(1))
+    directory.rename(run / layout.sealed_name(7, "n1"))
     scanned = scanner.scan()
     assert scanned.growing == ()
     (sealed,) = scanned.staged
@@ -165,7 +165,7 @@ def test_a_growing_set_that_is_unreadable_for_a_moment_stays(run: Path, scanner:
     directory = begun_set(run, ranks=1)
     before = scanner.scan().growing
     assert len(before) == 1
-    manifest = directory / protocol.rank_manifest_name(0)
+    manifest = directory / layout.rank_manifest_name(0)
     manifest.rename(directory / "elsewhere")
     assert scanner.scan().growing == before
     shutil.rmtree(directory)
@@ -175,7 +175,7 @@ def test_a_growing_set_that_is_unreadable_for_a_moment_stays(run: Path, scanner:
 def test_a_directory_without_a_rank_is_not_growing(run: Path, scanner: Scanner) -> None:
     """Before a rank has begun to write, its directory belongs to no checkpoint."""
     directory = begun_set(run, ranks=1)
-    (directory / protocol.rank_manifest_name(0)).unlink()
+    (directory / layout.rank_manifest_name(0)).unlink()
     assert scanner.scan().growing == ()
 
 
@@ -235,11 +235,11 @@ def test_a_set_that_is_pruned_during_the_scan_is_not_rejected(run: Path, clock: 
         return Scanner(run, allowed_uids=ME, settle_s=2.0, monotonic=clock)
 
     def make() -> None:
-        if not (run / protocol.sealed_name(5, "abc")).exists():
+        if not (run / layout.sealed_name(5, "abc")).exists():
             write_set(run)
 
     def prune() -> None:
-        scan.remove_set(run, protocol.sealed_name(5, "abc"))
+        scan.remove_set(run, layout.sealed_name(5, "abc"))
 
     scans = list(scans_with(new_scanner, make, prune))
     assert [scanned.rejected for scanned in scans] == [()] * len(scans)
@@ -301,7 +301,7 @@ def _link_shard(directory: Path) -> None:
 
 
 def _bloat_manifest(directory: Path) -> None:
-    os.truncate(directory / "rank-00001.json", protocol.RANK_MANIFEST_MAX_BYTES + 1)
+    os.truncate(directory / "rank-00001.json", layout.RANK_MANIFEST_MAX_BYTES + 1)
 
 
 @pytest.mark.fault("T06", "D06", "S1")
@@ -668,7 +668,7 @@ def test_only_the_newest_sets_are_examined(
 def test_many_rejections_are_few_lines(run: Path, scanner: Scanner) -> None:
     """Each rejection is a line of the log: at most 20 for one scan, and one for the rest."""
     for step in range(60):
-        (run / protocol.sealed_name(step, "empty")).mkdir()
+        (run / layout.sealed_name(step, "empty")).mkdir()
     scanned = scanner.scan()
     assert len(scanned.rejected) == seal.REJECTIONS_MAX + 1
     assert scanned.rejected[-1] == (seal.ALL, "further entries are rejected as well")

@@ -11,9 +11,9 @@ from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import BinaryIO
 
-from swansong import openat, protocol
+from swansong import layout, openat
 from swansong._ranks.agreement import Ranks
-from swansong.protocol import RankManifest
+from swansong.layout import RankManifest
 from swansong.state import Arrivals, Snapshots
 
 log = logging.getLogger("swansong")
@@ -67,7 +67,7 @@ def load_checkpoint(
                     raise ValueError(
                         f"{manifest.world_size} ranks saved it, and this job has {ranks.world_size}"
                     )
-                part = Path(directory, protocol.rank_directory(ranks.rank))
+                part = Path(directory, layout.rank_directory(ranks.rank))
         state.load(part)
     except (KeyboardInterrupt, SystemExit, GeneratorExit):
         raise
@@ -117,9 +117,9 @@ def lacks(directory: str, step: int, arrivals: Arrivals, owners: Collection[int]
 def _check_part(
     directory_fd: int, rank: int, wanted_step: int | None, owners: Collection[int] | None
 ) -> RankManifest:
-    name = protocol.rank_manifest_name(rank)
+    name = layout.rank_manifest_name(rank)
     with _opened_file(directory_fd, name, owners) as file:
-        manifest = RankManifest.decode(file.read(protocol.RANK_MANIFEST_MAX_BYTES + 1))
+        manifest = RankManifest.decode(file.read(layout.RANK_MANIFEST_MAX_BYTES + 1))
     if manifest.rank != rank:
         raise ValueError(f"{name} is of rank {manifest.rank}")
     if wanted_step not in (None, manifest.step):

@@ -17,7 +17,8 @@ from pathlib import Path
 
 from swansong._checkpoint.staging import write_checkpoint
 from swansong._ranks.agreement import Agreement, Due
-from swansong.protocol import Failed, RankManifest, Sealed
+from swansong.layout import RankManifest
+from swansong.protocol import Failed, Sealed
 
 COPIES = 2
 """Largest number of copies of the state.  A third save waits until the first copy is written."""

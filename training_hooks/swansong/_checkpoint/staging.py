@@ -29,10 +29,10 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from swansong import bounds, openat, protocol
+from swansong import bounds, layout, openat
 from swansong._ranks.directory_store import STORE_PREFIX
+from swansong.layout import FileEntry, RankManifest
 from swansong.openat import UnsafeFileError
-from swansong.protocol import FileEntry, RankManifest
 
 _FILE_MODE = 0o640
 _DIRECTORY_MODE = stat.S_ISGID | 0o750
@@ -78,8 +78,8 @@ def write_checkpoint(
         OSError: the file system returned an error.
         Exception: ``save`` raised it.  In both cases the partial directory is removed.
     """
-    name = protocol.sealed_name(manifest.step, nonce)
-    partial = protocol.partial_name(name)
+    name = layout.sealed_name(manifest.step, nonce)
+    partial = layout.partial_name(name)
     with _held(openat.open_directory(staging)) as run_fd:
         size_bytes = _sealed_size_bytes(name, run_fd, manifest.rank)
         if size_bytes is not None:
@@ -110,15 +110,13 @@ def remove_leftovers(staging: str, rank: int) -> None:
         for partial in os.listdir(run_fd):
             if partial.startswith(STORE_PREFIX):
                 _remove_own(partial, run_fd)
-            if protocol.parse_partial_name(partial) is None:
+            if layout.parse_partial_name(partial) is None:
                 continue
             with contextlib.suppress(OSError):  # of another user, or already removed
                 with _held(_open_own(partial, run_fd)) as partial_fd:
-                    own = [
-                        each for each in os.listdir(partial_fd) if protocol.is_of_rank(each, rank)
-                    ]
+                    own = [each for each in os.listdir(partial_fd) if layout.is_of_rank(each, rank)]
                     # Manifests first: another rank may seal the set while files are being removed.
-                    for each in sorted(own, key=protocol.is_rank_manifest, reverse=True):
+                    for each in sorted(own, key=layout.is_rank_manifest, reverse=True):
                         with contextlib.suppress(OSError):
                             openat.remove_tree(each, dir_fd=partial_fd)
                 os.rmdir(partial, dir_fd=run_fd)  # refused while other ranks' files are there
@@ -137,8 +135,8 @@ def finish(path: str | os.PathLike[str]) -> None:
     parts = Path(path).absolute().parts
     for place in range(1, len(parts) - 1):
         partial, writing = parts[place - 1 : place + 1]
-        rank = protocol.parse_writing_directory(writing)
-        if rank is not None and protocol.parse_partial_name(partial) is not None:
+        rank = layout.parse_writing_directory(writing)
+        if rank is not None and layout.parse_partial_name(partial) is not None:
             with _held(openat.open_directory(Path(*parts[:place]), owners=_us())) as partial_fd:
                 _finish(partial_fd, rank, parts[place + 1 :])
             return
@@ -157,8 +155,8 @@ def _write_part(
 ) -> list[FileEntry]:
     """Write a rank's files and then its manifest."""
     rank = manifest.rank
-    own, writing = protocol.rank_directory(rank), protocol.writing_directory(rank)
-    begun = protocol.rank_begun_name(rank)
+    own, writing = layout.rank_directory(rank), layout.writing_directory(rank)
+    begun = layout.rank_begun_name(rank)
     for name, mode in ((own, _DIRECTORY_MODE), (writing, _WRITING_MODE)):
         os.close(_own_directory(name, partial_fd, mode, is_new=True))
     _put(begun, manifest, partial_fd, durable=False)
@@ -172,7 +170,7 @@ def _write_part(
         files = sorted(_entries(own_fd, own, durable=durable), key=lambda file: file.path)
     os.unlink(begun, dir_fd=partial_fd)
     manifest = dataclasses.replace(manifest, files=files)
-    _put(protocol.rank_manifest_name(rank), manifest, partial_fd, durable=durable)
+    _put(layout.rank_manifest_name(rank), manifest, partial_fd, durable=durable)
     return files
 
 
@@ -190,9 +188,9 @@ def _finish(partial_fd: int, rank: int, path: Sequence[str]) -> None:
         path: names from those directories to the file.
     """
     *parents, name = path
-    own = protocol.rank_directory(rank)
+    own = layout.rank_directory(rank)
     relative = bounds.path("/".join((own, *path)), "the file name")
-    with _below(partial_fd, (protocol.writing_directory(rank), *parents)) as source_fd:
+    with _below(partial_fd, (layout.writing_directory(rank), *parents)) as source_fd:
         try:
             fd = openat.open_file(name, dir_fd=source_fd, owners=_us())
         except OSError as error:
@@ -246,8 +244,8 @@ def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:
 
     A directory of another user under that name does not count as the set.
     """
-    manifest = protocol.rank_manifest_name(rank)
-    limit = protocol.RANK_MANIFEST_MAX_BYTES
+    manifest = layout.rank_manifest_name(rank)
+    limit = layout.RANK_MANIFEST_MAX_BYTES
     try:
         sealed_fd = _open_own(name, run_fd)
     except OSError:
@@ -272,7 +270,7 @@ def _seal(
     Returns:
         The sealed name; None while other ranks are still writing.
     """
-    if sum(map(protocol.is_rank_manifest, os.listdir(partial_fd))) < local_world_size:
+    if sum(map(layout.is_rank_manifest, os.listdir(partial_fd))) < local_world_size:
         return None
     try:
         sealed = _rename(run_fd, name)
@@ -292,7 +290,7 @@ def _rename(run_fd: int, name: str) -> str:
     Members of the group can read the name from the partial directory, and create an entry of that name first.
     Then the set gets another nonce.
     """
-    partial = protocol.partial_name(name)
+    partial = layout.partial_name(name)
     try:
         os.rename(partial, name, src_dir_fd=run_fd, dst_dir_fd=run_fd)
         return name
@@ -318,7 +316,7 @@ def _name_of(set_fd: int, run_fd: int) -> str | None:
     inode = os.fstat(set_fd).st_ino
     with os.scandir(run_fd) as entries:
         for entry in entries:
-            if entry.inode() == inode and protocol.parse_sealed_name(entry.name) is not None:
+            if entry.inode() == inode and layout.parse_sealed_name(entry.name) is not None:
                 return entry.name
     return None
 

@@ -19,7 +19,8 @@ from swansong._ranks.agreement import Agreement, Due, Ranks
 from swansong._ranks.directory_store import STORE_PREFIX, DirectoryStore
 from swansong._ranks.job_store import JobStore, first_line, open_job_store
 from swansong._ranks.survivors import Survivors, agree, named
-from swansong.protocol import Failed, RankManifest
+from swansong.layout import RankManifest
+from swansong.protocol import Failed
 from swansong.state import Snapshots
 
 CONNECT_LIMIT_S = 5.0

@@ -18,7 +18,8 @@ from collections.abc import Callable
 
 from swansong import protocol
 from swansong._daemon.trust import StrangerError, check_listener
-from swansong.protocol import Message, ProtocolError
+from swansong.fields import ProtocolError
+from swansong.protocol import Message
 
 BACKOFF_MIN_S = 0.2
 BACKOFF_MAX_S = 5.0

@@ -25,7 +25,8 @@ from swansong._ranks.job_store import (
     open_job_store,
     wait_for_key,
 )
-from swansong.protocol import Finish, Finished, Message, ProtocolError, decode, encode
+from swansong.fields import ProtocolError
+from swansong.protocol import Finish, Finished, Message, decode, encode
 
 FINISH_LIMIT_S = 100.0
 """Longest wait of a start for all daemons to commit what earlier starts have sealed.  A daemon stops

@@ -16,14 +16,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from swansong._ranks.agreement import Ranks
-from swansong.protocol import (
-    PARENT_NONE,
-    PARENT_UNKNOWN,
-    Begin,
-    Message,
-    Progress,
-    RankManifest,
-)
+from swansong.layout import RankManifest
+from swansong.protocol import PARENT_NONE, PARENT_UNKNOWN, Begin, Message, Progress
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from swansong._torch.modules import state_of_module
 from swansong._torch.objects import OTHERS, new_state_of_param, param_of, params_of
 from swansong._torch.safetensors import read_header
 from swansong._torch.sharding import is_sharded, own_part
-from swansong.protocol import rank_of_directory
+from swansong.layout import rank_of_directory
 
 log = logging.getLogger("swansong")
 

@@ -20,7 +20,7 @@ from swansong._checkpoint.restore import REPORT_EVERY_S
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.safetensors import DTYPES, StoredTensor, read_header
 from swansong._torch.sharding import own_part
-from swansong.protocol import is_rank_directory, rank_directory
+from swansong.layout import is_rank_directory, rank_directory
 
 log = logging.getLogger("swansong")
 

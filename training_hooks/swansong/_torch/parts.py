@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from swansong import protocol
+from swansong import layout
 from swansong._ranks.agreement import Ranks
 from swansong.state import Untried
 
@@ -62,7 +62,7 @@ class JointDirectory(Untried):
         joint = tempfile.mkdtemp(prefix="swansong-")
         weakref.finalize(self, shutil.rmtree, joint, ignore_errors=True)
         for own in sorted(directory.iterdir()):
-            if not protocol.is_rank_directory(own.name):
+            if not layout.is_rank_directory(own.name):
                 continue
             for parent, _, names in os.walk(own):
                 place = Path(joint, os.path.relpath(parent, own))
