@@ -38,10 +38,15 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     return left_s if left_s >= 0 else None
 
 
+def has_just_started(state: State, now_mono_s: float) -> bool:
+    """Whether a trainer that runs may not have reconnected yet since the daemon's start."""
+    started_mono_s = state.staging.first_scan_mono_s
+    return started_mono_s is None or now_mono_s < started_mono_s + RECONNECT_S
+
+
 def _may_come(state: State, now_mono_s: float) -> bool:
     if any(not trainer.is_connected for trainer in state.ranks.trainers):
         return True  # its process runs, and reconnects
-    started_mono_s = state.staging.first_scan_mono_s
-    if started_mono_s is not None and now_mono_s < started_mono_s + RECONNECT_S:
+    if has_just_started(state, now_mono_s):
         return True
     return all(n.source not in ENDED_BY_VERDICT for n in state.urgent_notices(now_mono_s))

@@ -31,7 +31,16 @@ from dataclasses import replace
 from swansong.fields import PROCESS_PREFIX
 from swansong_bucket.model import Staged, Start, TrainerView, first_start
 
-from swansongd.core import commits, course, flight, notices, ranks, request, staged_sets
+from swansongd.core import (
+    arrival,
+    commits,
+    course,
+    flight,
+    notices,
+    ranks,
+    request,
+    staged_sets,
+)
 from swansongd.core.events import (
     CheckFence,
     ClaimGeneration,
@@ -69,7 +78,8 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> None:
 
     Args:
         began_ticks: when the process began.  A process of an earlier launch may end late, and connect to a
-            restarted daemon before or after those of the newest one.
+            restarted daemon before or after those of the newest one, which run.  Once these have ended, an
+            older process may begin another start: that of a notebook.
     """
     state = transition.state
     known = state.start_of(start_id)
@@ -78,11 +88,14 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> None:
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
-        launch = first_start(start_id)
+        connected = {first_start(trainer.start_id) for trainer in state.connected}
+        may_reconnect = arrival.has_just_started(state, transition.now)
         later = [
             start
             for start in others
-            if first_start(start.id) != launch and 0 < began_ticks < start.began_ticks
+            if 0 < began_ticks < start.began_ticks
+            and first_start(start.id) != first_start(start_id)
+            and (first_start(start.id) in connected or (may_reconnect and not start.is_live))
         ]
         earlier = others[: others.index(later[0])] if later else others
         is_overtaken = any(start.generation is not None for start in later)

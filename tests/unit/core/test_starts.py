@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 from swansong_bucket.model import UNKNOWN_PARENT, CommitRef, Parent, Staged, Start
 from swansongd.core import machine
+from swansongd.core.arrival import RECONNECT_S
 from swansongd.core.events import (
     CancelFlush,
     ClaimGeneration,
@@ -309,6 +310,20 @@ def test_a_late_process_is_of_an_earlier_start_before_the_newest_one_has_reconne
     story.join(2, rank=0, ranks=2, pid=200, start_id="new")
     assert claims(story) == []
     assert story.state.start == story.state.start_of("new")
+
+
+def test_an_older_process_may_begin_another_start_once_the_newest_has_ended() -> None:
+    """A notebook that was opened before the last training attaches after its end."""
+    story = Story(claimed=False, recorded=(Start(id="s", generation=2, began_ticks=1200),))
+    story.scan()
+    story.tell(RunRead(None, ""))
+    story.wait(RECONNECT_S + 1)
+    story.join(1, pid=100, start_id="notebook")
+    assert claims(story) == ["notebook"]
+    story.join(2, pid=300, start_id="next")
+    story.leave(2)
+    story.join(3, pid=101, start_id="again")
+    assert claims(story) == ["notebook", "next", "again"]
 
 
 def test_a_rollback_is_the_newest_start_whichever_of_its_processes_began_first() -> None:
