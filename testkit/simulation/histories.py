@@ -19,6 +19,8 @@ from functools import partial
 import structlog
 from swansong_bucket.model import GpuHealth, Severity, Verdict
 from swansongd.core import planner
+from swansongd.observe.margin import problem_of
+from swansongd.observe.tally import FailedSaves
 
 from testkit.simulation.bucket import Broken
 from testkit.simulation.fleet import SLOWEST, Fleet
@@ -207,6 +209,44 @@ def honest(seed: int) -> World:
     return world
 
 
+def fits(seed: int) -> World:
+    """F: while the status names no problem, a notice with time enough ends with SAFE.
+
+    The history is that of :func:`honest` to its last fault; nothing waits for calm before the notice.
+
+    Raises:
+        Broken: an invariant is violated, or the status was wrong.
+    """
+    weather = random.Random(f"fits {seed}")
+    world = World(seed, trainer=None)
+    world.every_steps = weather.choice((2, 3, 10))
+    world.faults -= {"never_answers", "second_vm"}
+    if weather.random() < 0.3:
+        world.gpu_becomes(GpuHealth.OK, within_s=0.01)
+    world.run(1030 + world.delay_s(20))
+    for _ in range(weather.choice((0, 1, 2))):
+        _happens(world, weather)
+        world.run(world.now + weather.choice(SOON_S))
+    world.is_calm_from_s = world.now
+    world.ends_slowness()
+    world.keeps = 1000  # a script that deletes sets before they are stored is not honest
+    for source in SOURCES:
+        world.withdraw_notice(source)
+    world.run(world.now + weather.choice((1.5, 3.0, 10.0, 20.0)))
+    if world.state.evacuation is not None or problem_of(
+        world.state, world.now, FailedSaves(), None
+    ):
+        return world
+    world.fired.add("fits")
+    before, needed_s = len(world.conclusions), _needed_s(world)
+    world.raise_notice(needed_s, source="deadline")
+    world.run(world.now + needed_s + 0.3)
+    told = [each for each in world.conclusions[before:] if each.is_final]
+    if not told or told[0].verdict is not Verdict.SAFE:
+        raise Broken(f"F: {told[0].verdict.value}: {told[0].reason}" if told else "F: no verdict")
+    return world
+
+
 def _happens(world: World, weather: random.Random) -> None:
     """One of the things that happen before the last notice."""
     match weather.randrange(24):
@@ -354,6 +394,7 @@ def _hands_over(fleet: Fleet) -> None:
 HISTORIES: dict[str, Callable[[int], object]] = {
     "live": live,
     "honest": honest,
+    "fits": fits,
     "fleet": live_fleet,
 }
 

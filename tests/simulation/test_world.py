@@ -29,7 +29,7 @@ from swansongd.core.transition import Transition
 from swansongd.observe.phase import Phase, phase_of
 
 from testkit.simulation.bucket import restored
-from testkit.simulation.histories import failure_of, live
+from testkit.simulation.histories import failure_of, fits, live
 from testkit.simulation.world import (
     FAULTS,
     MIB,
@@ -98,6 +98,16 @@ def test_honest_training_gets_safe_after_any_history() -> None:
         world = World(seed, trainer=None)
         kinds.add((world.has_hooks, world.world_size))
     assert ONE_SEED or len(kinds) == 3, kinds
+
+
+def test_a_status_without_a_problem_is_a_promise() -> None:
+    """F: after any history, a notice with time enough ends with SAFE if the status names no problem."""
+    told = 0
+    for seed in seeds()[: max(20, SEEDS // 4)]:
+        failure = failure_of("fits", seed)
+        assert not failure, f"seed {seed}: {failure}"
+        told += "fits" in fits(seed).fired
+    assert ONE_SEED or told > 5
 
 
 @pytest.mark.fault("X01", "X02", "X06", "X09")

@@ -24,7 +24,7 @@ from swansong_bucket.errors import (
 
 from swansongd.core.events import Event
 from swansongd.observe.health import HealthTracker
-from swansongd.observe.report import STORE_HEALTH
+from swansongd.observe.status import STORE_HEALTH
 
 FAILING_AFTER_S = 2.0
 """Shorter failures are normal: the store throttles requests, or has closed an idle connection."""

@@ -14,7 +14,7 @@ from swansong_bucket.model import Health
 from swansongd.core.state import State
 from swansongd.observe.margin import margins
 from swansongd.observe.notifications import Importance, Notification, NotificationKind, text
-from swansongd.observe.report import STORE_HEALTH
+from swansongd.observe.status import STORE_HEALTH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -108,6 +108,11 @@ _SOURCES = (
         "Available minus needed seconds: negative if a notice right now would lose training",
         "notice",
     ),
+    _gauge(
+        "swansong_evacuation_fits",
+        "1 if a notice right now would end with SAFE, 0 otherwise; `swansong status` has the reason",
+        "notice",
+    ),
 )
 _EVACUATIONS = (
     _gauge("swansong_evacuation_open", "1 during an evacuation, 0 otherwise"),

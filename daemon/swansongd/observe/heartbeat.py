@@ -13,7 +13,7 @@ from swansong_bucket.model import CommitRef, Health
 
 from swansongd.core import periodic
 from swansongd.core.state import State
-from swansongd.observe.report import STORE_HEALTH
+from swansongd.observe.status import STORE_HEALTH
 
 DECIDED_S = 10.0
 """The decision loop decides at least once a second."""

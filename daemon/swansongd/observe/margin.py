@@ -3,15 +3,20 @@
 
 from __future__ import annotations
 
-from swansong_bucket.model import Health
+from swansong_bucket.model import Health, Verdict
 
-from swansongd.core import emergency, planner
+from swansongd.core import emergency, gpus, planner, proof
 from swansongd.core.state import State
-from swansongd.observe.status import Margin
+from swansongd.observe.status import STORE_HEALTH, Margin, StagingStatus
+from swansongd.observe.tally import FailedSaves
 
 
-def margins(state: State) -> tuple[Margin, ...]:
-    """The margin of each kind of notice that this VM may get, the shortest grace period first."""
+def margins(state: State, problem: str = "") -> tuple[Margin, ...]:
+    """The margin of each kind of notice that this VM may get, the shortest grace period first.
+
+    Args:
+        problem: see :func:`problem_of`; empty to judge the time alone.
+    """
     if state.starts.fenced_by is not None:
         return ()
     needed_s = _needed_s(state)
@@ -23,16 +28,74 @@ def margins(state: State) -> tuple[Margin, ...]:
         grace_s = max(kind.grace_s, state.lead_s) if kind.is_scheduled else kind.grace_s
         spare_s = None if needed_s is None else grace_s - needed_s
         lost_since = _covered_step(state, grace_s) if spare_s is not None and spare_s < 0 else None
+        is_blind = status is not None and status.health is Health.BLIND
+        kept_from = f"{kind.source} is blind: {status.reason}" if status and is_blind else problem
+        does_fit = None if spare_s is None else spare_s >= 0
         found.append(
             Margin(
                 source=kind.source,
                 grace_s=round(grace_s, 1),
                 spare_s=None if spare_s is None else round(spare_s, 1),
-                fits=None if spare_s is None else spare_s >= 0,
+                fits=False if kept_from else does_fit,
+                problem=kept_from or None,
                 lost_since_step=lost_since,
             )
         )
     return tuple(sorted(found, key=lambda margin: margin.grace_s))
+
+
+def problem_of(
+    state: State, now_mono_s: float, failed: FailedSaves, staging: StagingStatus | None
+) -> str:
+    """Why a checkpoint right now would not be SAFE, however much time a notice left; empty if it would.
+
+    Args:
+        failed: the saves that failed.
+        staging: its space; None if it is unknown.
+    """
+    store = state.notices.sources.get(STORE_HEALTH)
+    if store is not None and store.health is Health.BLIND:
+        return f"the store is blind: {store.reason}"
+    if state.flush.failures:
+        return f"{state.flush.failures} uploads have failed in a row"
+    if not emergency.has_trainer(state) or not (state.connected or state.starts.process):
+        verdict, reason = proof.prove(state)
+        return "" if verdict is Verdict.SAFE else reason
+    return (
+        gpus.objection(state, now_mono_s)
+        or _problem_of_ranks(state)
+        or _problem_of_start(state)
+        or _problem_of_saves(state, failed, staging)
+    )
+
+
+def _problem_of_ranks(state: State) -> str:
+    stalled = sorted(t.rank for t in state.connected if t.connection in state.ranks.stalled)
+    if stalled:
+        return f"rank {stalled[0]} makes no progress"
+    missing = state.local_world_size - len(state.connected)
+    if state.connected and missing > 0:
+        return f"{missing} of {state.local_world_size} ranks are not connected"
+    return ""
+
+
+def _problem_of_start(state: State) -> str:
+    if not state.commits.is_run_read:
+        return "the newest commit of the run is not known yet"
+    if state.start is not None and state.generation is None:
+        return "the start of the training has no generation yet"
+    return ""
+
+
+def _problem_of_saves(state: State, failed: FailedSaves, staging: StagingStatus | None) -> str:
+    saved_mono_s = state.staging.saved_mono_s
+    if failed.count and (saved_mono_s is None or failed.mono_s > saved_mono_s):
+        return f"the last save failed: {failed.reason}"
+    needed = state.measured.save_bytes
+    if staging is not None and needed is not None and staging.free_bytes < needed:
+        free_mib = staging.free_bytes >> 20
+        return f"a checkpoint takes {needed / 2**20:.0f} MiB, and staging has {free_mib} MiB free"
+    return ""
 
 
 def _needed_s(state: State) -> float | None:

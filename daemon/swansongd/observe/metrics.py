@@ -193,6 +193,7 @@ class DaemonCollector:
             sheet.put("swansong_evacuation_needed_seconds", needed_s, notice=notice)
             sheet.put("swansong_evacuation_available_seconds", margin.grace_s, notice=notice)
             sheet.put("swansong_evacuation_margin_seconds", margin.spare_s, notice=notice)
+            sheet.put("swansong_evacuation_fits", margin.fits, notice=notice)
 
     def _put_evacuations(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state, counters = snapshot.state, self._counters

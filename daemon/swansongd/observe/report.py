@@ -17,10 +17,11 @@ from swansong_bucket.model import (
 
 from swansongd.core import arrival, followup, periodic
 from swansongd.core.state import State
-from swansongd.observe.margin import margins
+from swansongd.observe.margin import margins, problem_of
 from swansongd.observe.phase import phase_of
 from swansongd.observe.snapshot import PruneFigures, Snapshot
 from swansongd.observe.status import (
+    STORE_HEALTH,
     TRAINERS_MAX,
     CommitStatus,
     DaemonStatus,
@@ -43,9 +44,6 @@ from swansongd.observe.status import (
     VerdictStatus,
 )
 from swansongd.observe.tally import DroppedSets, FailedSaves, RefusedRanks
-
-STORE_HEALTH = "store"
-"""Name under which :attr:`State.sources` holds the health of the store."""
 
 
 def status_of(snapshot: Snapshot) -> DaemonStatus:
@@ -74,7 +72,7 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
         part=_part(state.part),
         notices=tuple(_notice(notice, now_mono_s) for notice in state.notices.live.values()),
         evacuation=_evacuation(state, now_mono_s),
-        margins=margins(state),
+        margins=margins(state, problem_of(state, now_mono_s, tally.failed_saves, snapshot.staging)),
         trainers=tuple(
             _trainer(state, trainer, now_mono_s) for trainer in state.ranks.trainers[:TRAINERS_MAX]
         ),

@@ -20,6 +20,8 @@ from swansong.bounds import BoundsError
 from swansong_bucket.model import CommitRef, GpuHealth, Health, Verdict
 from swansong_bucket.util.printable import escaped
 
+STORE_HEALTH = "store"
+"""Name of the store among the sources of the state."""
 TRAINERS_MAX = 100
 """Trainers in one status: it must fit into one message of the channel."""
 _ITEMS_MAX = 1000
@@ -177,6 +179,9 @@ class Margin:
     """Time left after the commit, in nine of ten cases, reserve included.  Negative: the commit comes too
     late.  `null`: save or bandwidth are not measured."""
     fits: bool | None = None
+    """Whether a notice right now would end with SAFE; `null` if it is unknown."""
+    problem: str | None = None
+    """Why it would not, whatever time is left."""
     lost_since_step: int | None = None
     """If the commit comes too late: the step that the next VM resumes from; `null` without one."""
 

@@ -39,7 +39,7 @@ from swansong_bucket.transfer.restore import health_of, healthy, whole
 from swansongd.core import resume
 from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
 from swansongd.core.state import State
-from swansongd.observe.report import STORE_HEALTH
+from swansongd.observe.status import STORE_HEALTH
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
 from swansongd.restore.refusals import Refusals

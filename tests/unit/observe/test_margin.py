@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -13,9 +14,11 @@ from hypothesis import strategies as st
 from swansong_bucket.model import Health, NoticeKind, SourceStatus
 from swansong_tools.commands.view.once import print_status
 from swansongd.config.config import DeadlineConfig, SourcesConfig
-from swansongd.core.events import SourceChanged
+from swansongd.core.events import FlushFailed, SourceChanged, TrainerFailed
 from swansongd.core.pace import Figure
 from swansongd.observe.margin import margins
+from swansongd.observe.report import status_of
+from swansongd.observe.status import STORE_HEALTH, Margin, StagingStatus
 from swansongd.sources.opening import notice_kinds, open_sources
 
 from testkit.paced import PacedVm, Physics
@@ -155,6 +158,87 @@ def test_a_source_that_the_vm_does_not_have_has_no_margin() -> None:
     )
     story.tell(SourceChanged(missing))
     assert [margin.source for margin in margins(story.state)] == ["aws.spot", "deadline"]
+
+
+def fitting(story: Story, *, free_bytes: int = 2**40) -> list[Margin]:
+    """The margins in the status, with this space in staging."""
+    staging = StagingStatus(size_bytes=2**40, free_bytes=free_bytes)
+    return list(status_of(replace(story.snapshot(), staging=staging)).margins)
+
+
+def health(source: str, health: Health) -> SourceChanged:
+    return SourceChanged(
+        SourceStatus(source=source, health=health, reason="no answer", since_mono_s=0.0)
+    )
+
+
+def fails_to_send(story: Story) -> None:
+    staged = story.seal(4)
+    assert story.state.flush.flight is not None
+    story.tell(FlushFailed(story.state.flush.flight.flush_id, "503", void=False))
+    assert staged in story.staging
+
+
+def stalls(story: Story) -> None:
+    (trainer,) = story.state.ranks.trainers
+    ranks = replace(story.state.ranks, trainers=(replace(trainer, is_stalled=True),))
+    story.state = replace(story.state, ranks=ranks)
+
+
+@pytest.mark.parametrize(
+    ("happens", "problem"),
+    [
+        (lambda story: story.leave(), "the position of rank 0 is unknown"),
+        (lambda story: story.tell(health(STORE_HEALTH, Health.BLIND)), "the store is blind"),
+        (fails_to_send, "1 uploads have failed in a row"),
+        (stalls, "rank 0 makes no progress"),
+        (lambda story: story.tell(TrainerFailed(1, "", "disk full", 5)), "failed: disk full"),
+        (lambda story: story.join(2, rank=1, ranks=3), "1 of 3 ranks are not connected"),
+        (lambda story: story.join(3, start_id="b", pid=400), "has no generation yet"),
+    ],
+)
+def test_a_checkpoint_that_would_not_be_safe_does_not_fit(
+    happens: Callable[[Story], object], problem: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever time a notice leaves, no margin fits, and the status says why."""
+    story = measured()
+    story.seal(3)
+    story.store_all(after_s=10.0)
+    assert {m.fits for m in fitting(story)} == {True}
+    story.grants = False
+    happens(story)
+    assert {m.fits for m in fitting(story)} == {False}
+    assert all(problem in str(m.problem) for m in fitting(story)), fitting(story)
+    assert problem in lines(story, capsys)
+
+
+def test_a_full_staging_holds_no_checkpoint() -> None:
+    """A checkpoint takes 100 MiB."""
+    story = measured()
+    assert {m.fits for m in fitting(story, free_bytes=100 * MIB)} == {True}
+    assert {m.problem for m in fitting(story, free_bytes=99 * MIB)} == {
+        "a checkpoint takes 100 MiB, and staging has 99 MiB free"
+    }
+
+
+def test_a_blind_source_misses_its_own_notice() -> None:
+    """The others are seen."""
+    story = measured()
+    story.tell(health("aws.spot", Health.BLIND))
+    assert {m.source: m.fits for m in fitting(story)} == {
+        "logind": True,
+        "aws.spot": False,
+        "deadline": True,
+    }
+
+
+def test_the_end_of_the_run_needs_no_trainer() -> None:
+    """It is committed, so that a notice ends with SAFE."""
+    story = measured()
+    story.seal(3, is_final=True)
+    story.store_all(after_s=10.0)
+    story.leave(is_goodbye=True)
+    assert {m.fits for m in fitting(story)} == {True}
 
 
 @given(st.floats(0, 1e4), st.floats(0, 1e4))

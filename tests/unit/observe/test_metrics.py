@@ -50,9 +50,9 @@ from swansongd.observe.exposition import registry_of
 from swansongd.observe.families import BUCKETS_S, Histogram
 from swansongd.observe.metrics import DaemonCollector
 from swansongd.observe.phase import Phase
-from swansongd.observe.report import STORE_HEALTH
 from swansongd.observe.snapshot import LossFigures, PruneFigures, Snapshot
 from swansongd.observe.status import (
+    STORE_HEALTH,
     MirrorLagStatus,
     MirrorState,
     MirrorStatus,

@@ -25,7 +25,7 @@ from swansongd.observe.notifications import (
     fields,
     of_resume,
 )
-from swansongd.observe.report import STORE_HEALTH
+from swansongd.observe.status import STORE_HEALTH
 
 from testkit.story import Story, a_notice
 

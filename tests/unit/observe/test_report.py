@@ -14,8 +14,8 @@ from swansongd.core.events import (
     SourceChanged,
     TrainerFailed,
 )
-from swansongd.observe.report import STORE_HEALTH, status_line
-from swansongd.observe.status import from_json, to_json
+from swansongd.observe.report import status_line
+from swansongd.observe.status import STORE_HEALTH, from_json, to_json
 
 from testkit.story import MIB, Story
 

@@ -369,6 +369,8 @@ def prediction(row: EvacuationStatus | VerdictStatus) -> str:
 def _margin(margin: Margin) -> str:
     """The consequence of a notice at this moment."""
     source, spare_s, since = margin.source, margin.spare_s, margin.lost_since_step
+    if margin.problem:
+        return f"{source}: not SAFE: {margin.problem}"
     if spare_s is None:
         return f"{source}: unknown, save and bandwidth are not measured yet"
     if spare_s >= 0:
