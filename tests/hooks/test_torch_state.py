@@ -26,7 +26,7 @@ from swansong._torch.arena import Arena
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.index import FORMAT, INDEX, encode_index
-from swansong._torch.memory import checksum
+from swansong._torch.memory import BLOCK_BYTES, checksum
 from swansong.dcp import DcpState
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
@@ -322,6 +322,20 @@ def test_changes_that_the_checksum_detects() -> None:
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), memory])[3:]
     assert checksum(moved) == at_home
     assert checksum(torch.empty(0)) == 0
+
+
+@pytest.mark.parametrize("tail_bytes", [0, 4096, 9])
+def test_the_checksum_covers_all_blocks(tail_bytes: int) -> None:
+    """A bit of any block, and two blocks that have changed places; also of whole blocks only."""
+    memory = torch.randint(256, (2 * BLOCK_BYTES + tail_bytes,), dtype=torch.uint8)
+    at_home = checksum(memory)
+    for place in (0, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES - 1, memory.nbytes - 1):
+        memory[place] ^= 1
+        assert checksum(memory) != at_home
+        memory[place] ^= 1
+    assert checksum(memory) == at_home
+    first, second, rest = memory.split([BLOCK_BYTES, BLOCK_BYTES, tail_bytes])
+    assert checksum(torch.cat([second, first, rest])) != at_home
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
