@@ -140,6 +140,23 @@ def test_moments_have_the_order_in_memory_of_their_parameters(tmp_path: Path) ->
     assert torch.equal(after[0].weight, before[0].weight)
 
 
+def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
+    """A script may set a device for its new tensors: those of a save and a restore stay in host memory."""
+    model = nn.Linear(3, 2)
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.ones(1, 3)).sum().backward()
+    wanted = model.weight.detach().clone()
+    torch.set_default_device("meta")
+    try:
+        directory = written(state.snapshot(), tmp_path)
+        with torch.no_grad():
+            model.weight.zero_()
+        state.load(directory)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(model.weight, wanted)
+
+
 def test_training_and_further_copies_do_not_change_a_copy(tmp_path: Path) -> None:
     """Its memory is its own until the function that writes it is dropped."""
     trainer = Trainer(1)
