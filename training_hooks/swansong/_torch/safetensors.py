@@ -122,10 +122,13 @@ class _Upload:
     """
 
     def __init__(self, target: torch.Tensor) -> None:
-        block_bytes = min(target.nbytes, BLOCK_BYTES)
-        buffers = torch.empty(
-            (_BUFFERS, block_bytes), dtype=torch.uint8, device="cpu", pin_memory=block_bytes > 0
-        )
+        shape = _BUFFERS, min(target.nbytes, BLOCK_BYTES)
+        try:
+            buffers = torch.empty(
+                shape, dtype=torch.uint8, device="cpu", pin_memory=target.nbytes > 0
+            )
+        except RuntimeError:  # CUDA refuses: the copies are only slower
+            buffers = torch.empty(shape, dtype=torch.uint8, device="cpu")
         self._buffers = deque((each, torch.cuda.Event()) for each in buffers)
         """Those in the order of their use, each with the end of its last copy."""
         self._stream = torch.cuda.current_stream(target.device)
