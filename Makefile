@@ -10,7 +10,7 @@ STAMP  := $(VENV)/.installed
 unexport PYTHONDONTWRITEBYTECODE
 
 .DEFAULT_GOAL := help
-.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm image terraform check bench bench-beside bench-notices bench-start bench-torch bench-frozen bench-small bench-preemption format clean
+.PHONY: help setup lock wheelhouse docs pictures demo test fuzz simulate test-jax test-frameworks test-stores test-system test-vm test-gpu image terraform check bench bench-beside bench-notices bench-start bench-torch bench-gpu bench-frozen bench-small bench-preemption format clean
 
 help:  ## list the targets
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/^([a-z-]+):.*## /\1\t/' | expand -t 15
@@ -58,8 +58,8 @@ MIRROR ?=
 demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1, or MIRROR=1: lose a region)
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
 
-test: $(STAMP)  ## run all tests, except those of whole machines
-	$(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/vm --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
+test: $(STAMP)  ## run all tests, except those of whole machines and GPUs
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 
@@ -111,6 +111,11 @@ test-system: $(STAMP)  ## test the image in containers with a real systemd (root
 test-vm: $(STAMP)  ## test power cuts of VMs (root, QEMU; about 15 minutes; PYTEST_ARGS='-k button_alone' for one test)
 	$(BIN)/python -m pytest tests/vm $(PYTEST_ARGS)
 
+test-gpu: $(STAMP)  ## test what CUDA has to show: copies, resumes, NVML (an NVIDIA GPU; 5 minutes)
+	$(BIN)/python -m pytest --timeout=120 tests/gpu $(PYTEST_ARGS)
+	SWANSONG_TEST_DEVICE=cuda $(BIN)/python -m pytest -n 4 --dist worksteal tests/hooks/test_torch_state.py tests/hooks/test_torch_snapshot.py \
+		tests/hooks/test_last_boundary.py tests/hooks/test_boundary.py tests/hooks/test_arrivals.py $(PYTEST_ARGS)
+
 image: $(STAMP)  ## make the image of the VMs with provision.sh, and print the command that boots it in a terminal
 	@$(BIN)/python -m testkit.vm.image
 
@@ -150,6 +155,9 @@ bench-notices: $(STAMP)  ## measure the time from a notice to the request at the
 
 bench-preemption: $(STAMP)  ## measure what one preemption costs, also with other means (40 minutes on a quiet machine; BENCH_ARGS=--quick for a smoke run)
 	$(BIN)/python -m bench.preemption $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
+
+bench-gpu: $(STAMP)  ## measure saves and restores of a state on a GPU, also with torch.save and DCP (an NVIDIA GPU; 7 minutes)
+	$(BIN)/python -m bench.gpu $(if $(BENCH_ARGS),$(BENCH_ARGS),--write)
 
 bench-frozen: $(STAMP)  ## measure the bytes that five commits of a LoRA-like run send (1 minute)
 	$(BIN)/python -m bench.frozen

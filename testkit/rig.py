@@ -33,8 +33,8 @@ CREDENTIALS = {
 
 
 def environment(**more: str) -> dict[str, str]:
-    """The environment of the VM's processes: of the caller's only the variables that Python needs."""
-    inherited = ("PATH", "HOME", "PYTHONPATH", "LANG")
+    """The environment of the VM's processes: of the caller's only the variables that Python and CUDA need."""
+    inherited = ("PATH", "HOME", "PYTHONPATH", "LANG", "LD_LIBRARY_PATH", "CUDA_VISIBLE_DEVICES")
     base = {name: os.environ[name] for name in inherited if name in os.environ}
     return {**base, "OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", **more}
 

@@ -3,10 +3,14 @@
 
 from __future__ import annotations
 
+import os
 from typing import Any
 
 from swansong._ranks.agreement import Ranks
 from swansong._ranks.start import TrainingStart
+
+DEVICE = os.environ.get("SWANSONG_TEST_DEVICE", "cpu")
+"""Device of the models in the tests of the hooks.  ``make test-gpu`` sets it."""
 
 
 class Counter:

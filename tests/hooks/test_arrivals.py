@@ -22,7 +22,7 @@ from torch import nn
 
 from testkit import descriptors
 from testkit.fake_daemon import FakeDaemon
-from testkit.training_parts import Counter
+from testkit.training_parts import DEVICE, Counter
 from testkit.waiting import until
 
 Attach = Callable[..., swansong.Guard]
@@ -33,7 +33,7 @@ class Job:
 
     def __init__(self, seed: int, ranks: Ranks | None = None) -> None:
         torch.manual_seed(seed)
-        self.model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4))
+        self.model = nn.Sequential(nn.Linear(6, 9), nn.BatchNorm1d(9), nn.Linear(9, 4)).to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.1)
         self.counter = Counter(seed)
         self.noise = torch.Generator().manual_seed(seed)
@@ -48,7 +48,7 @@ class Job:
 
     def step(self) -> None:
         self.optimizer.zero_grad()
-        self.model(torch.randn(5, 6, generator=self.noise)).square().sum().backward()
+        self.model(torch.randn(5, 6, generator=self.noise).to(DEVICE)).square().sum().backward()
         self.optimizer.step()
 
     def facts(self) -> list[torch.Tensor]:

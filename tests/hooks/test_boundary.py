@@ -81,6 +81,13 @@ def step(job: Job) -> None:
     job.optimizer.step()
 
 
+def fused_step(job: Job) -> None:
+    """torch does not count the changes of a fused optimizer."""
+    job.model(torch.randn(8, 4)).sum().backward()
+    job.optimizer.param_groups[0]["fused"] = True
+    job.optimizer.step()
+
+
 def swap_in_place(job: Job) -> None:
     with torch.no_grad():
         for parameter in job.model.parameters():
@@ -92,7 +99,7 @@ def swap_memory(job: Job) -> None:
         parameter.data = torch.zeros_like(parameter)
 
 
-@pytest.mark.parametrize("change", [draw, step, swap_in_place, swap_memory, Job.update])
+@pytest.mark.parametrize("change", [draw, step, fused_step, swap_in_place, swap_memory, Job.update])
 def test_poll_in_the_middle_of_a_step_leaves_the_save_to_the_next_step(
     daemon: FakeDaemon,
     job: Job,

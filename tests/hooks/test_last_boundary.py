@@ -13,12 +13,14 @@ from swansong._torch.last_boundary import LastBoundary  # noqa: E402
 from swansong.torch import ResumableLoader  # noqa: E402
 from torch import nn  # noqa: E402
 
+from testkit.training_parts import DEVICE  # noqa: E402
+
 
 class Loop:
     """A training loop with everything that a forward pass changes."""
 
     def __init__(self, **others: Any) -> None:
-        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).to(DEVICE)
         self.optimizer = torch.optim.SGD(self.model.parameters(), lr=0.1)
         self.scheduler = torch.optim.lr_scheduler.StepLR(self.optimizer, 1)
         self.loader = ResumableLoader(torch.utils.data.DataLoader(torch.randn(32, 4), 4))
@@ -30,7 +32,7 @@ class Loop:
 
     def forward(self) -> None:
         self.values["seen"] = self.values.get("seen", 0) + 1
-        self.model(next(self.batches)).sum().backward()
+        self.model(next(self.batches).to(DEVICE)).sum().backward()
 
     def step(self) -> None:
         self.forward()

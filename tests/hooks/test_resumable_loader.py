@@ -452,7 +452,8 @@ class Epochs:
     """A script with a scheduler by epoch, whose order of scheduler, validation and step is an argument.
 
     Args:
-        work: the work at the end of each epoch: letters for scheduler, validation, best metric, a step.
+        work: the work at the end of each epoch: letters for scheduler, validation, best metric, a step, a
+            step of a fused optimizer.
         stop_at: number of the snapshot at which it is preempted.
     """
 
@@ -506,6 +507,9 @@ class Epochs:
                     self.steps = epoch + 1
                 elif part == "a":
                     self.average.update_parameters(self.model)
+                elif part == "f":
+                    self.optimizer.param_groups[0]["fused"] = True
+                    self.optimizer.step()
                 elif part == "e":
                     self.loader.end_epoch()
                 else:
@@ -623,14 +627,15 @@ def test_a_loop_without_a_step_is_reported_once(caplog: pytest.LogCaptureFixture
     assert run.loader.epoch == 1
 
 
+@pytest.mark.parametrize(("work", "name"), [("a", "average"), ("f", "model")])
 def test_a_model_that_changes_at_the_end_of_an_epoch_is_reported(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, work: str, name: str
 ) -> None:
     """Its change would be repeated, so a message names the model and the way out."""
-    first = Epochs("a", stop_at=3, directory=tmp_path)
+    first = Epochs(work, stop_at=3, directory=tmp_path)
     with pytest.raises(Preempted):
         first.train()
-    assert "average was changed after the last batch of the epoch" in caplog.text
+    assert f"{name} was changed after the last batch of the epoch" in caplog.text
     assert "loader.end_epoch()" in caplog.text
 
 

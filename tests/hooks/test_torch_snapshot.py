@@ -22,6 +22,7 @@ from swansong.torch import TrainingState
 from torch import nn
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import DEVICE
 from testkit.waiting import until
 
 Attach = Callable[..., swansong.Guard]
@@ -30,7 +31,7 @@ HOOKS = Path(swansong.__file__).parents[1]
 
 class Trainer:
     def __init__(self, value: float) -> None:
-        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4)))
+        self.model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).to(DEVICE)
         self.state = TrainingState(self.model)
         self.becomes(value)
 
@@ -205,6 +206,6 @@ def test_files_are_filled_up_to_the_limit() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(arena, "FILE_BYTES", 100)
         copy = Arena(pieces)
-    held = {name: memory.nbytes for name, (_, memory, _) in copy._files.items()}
+    held = {name: memory.tensor.nbytes for name, (_, memory, _) in copy._files.items()}
     assert list(held.values()) == [90, 20, 250, 100, 1]
     assert copy.homes[3] == "model-00002.safetensors"

@@ -26,7 +26,7 @@ from swansong._torch.arena import Arena
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.index import FORMAT, INDEX, encode_index
-from swansong._torch.memory import checksum
+from swansong._torch.memory import BLOCK_BYTES, checksum
 from swansong.dcp import DcpState
 from swansong.protocol import Failed, Progress, Sealed
 from swansong.torch import ResumableLoader, TrainingState, load_weights, seed_all
@@ -36,6 +36,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from testkit.fake_daemon import FakeDaemon
+from testkit.training_parts import DEVICE
 from testkit.waiting import until
 
 
@@ -52,10 +53,11 @@ class Trainer:
         frozen = nn.Linear(width, width)
         frozen.requires_grad_(False)
         self.model = nn.Sequential(body, nn.BatchNorm1d(width), frozen, nn.Dropout(0.2), head)
+        self.model.to(DEVICE)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-2)
         self.scheduler = torch.optim.lr_scheduler.OneCycleLR(self.optimizer, 0.1, total_steps=100)
         self.loader = ResumableLoader(torch.utils.data.DataLoader(data, 4, shuffle=True))
-        self.noise = torch.Generator().manual_seed(seed)
+        self.noise = torch.Generator(DEVICE).manual_seed(seed)
         self.numpy = np.random.default_rng(seed)
         self.state = TrainingState(
             self.model,
@@ -75,7 +77,8 @@ class Trainer:
     def steps(self, count: int) -> list[float]:
         losses = []
         for _ in range(count):
-            batch = next(self.batches) + torch.randn(1, generator=self.noise)
+            noise = torch.randn(1, generator=self.noise, device=DEVICE)
+            batch = next(self.batches).to(DEVICE) + noise
             self.optimizer.zero_grad()
             loss = (self.model(batch) * self.numpy.normal() + np.random.rand()).square().mean()
             loss.backward()
@@ -111,6 +114,47 @@ def test_all_state_is_restored(tmp_path: Path, at: int) -> None:
     assert before.model[4].weight is before.model[0].weight
     names = {path.suffix for path in (directory / "rank-00000").iterdir()}
     assert names == {".json", ".safetensors"}
+
+
+def test_moments_have_the_order_in_memory_of_their_parameters(tmp_path: Path) -> None:
+    """A fused optimizer reads parameters and moments side by side: the next step is the same, bit by bit."""
+
+    def trainer(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(seed)
+        model = nn.Conv2d(3, 4, 3).to(DEVICE, memory_format=torch.channels_last)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    inputs = torch.randn(2, 3, 8, 8).to(DEVICE)
+
+    def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
+        optimizer.zero_grad()
+        model(inputs).square().sum().backward()
+        optimizer.step()
+
+    before, after = trainer(1), trainer(2)
+    step(*before)
+    directory = written(TrainingState(*before).snapshot(), tmp_path)
+    TrainingState(*after).load(directory)
+    step(*before)
+    step(*after)
+    assert torch.equal(after[0].weight, before[0].weight)
+
+
+def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
+    """A script may set a device for its new tensors: those of a save and a restore stay in host memory."""
+    model = nn.Linear(3, 2)
+    state = TrainingState(model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9))
+    model(torch.ones(1, 3)).sum().backward()
+    wanted = model.weight.detach().clone()
+    torch.set_default_device("meta")
+    try:
+        directory = written(state.snapshot(), tmp_path)
+        with torch.no_grad():
+            model.weight.zero_()
+        state.load(directory)
+    finally:
+        torch.set_default_device(None)
+    assert torch.equal(model.weight, wanted)
 
 
 def test_training_and_further_copies_do_not_change_a_copy(tmp_path: Path) -> None:
@@ -168,7 +212,7 @@ def test_weights_without_a_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     weights = load_weights(directory)
     wanted = trainer.model.state_dict()
     assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
+    assert all(torch.equal(weights[key], wanted[key].cpu()) for key in wanted)
 
 
 def test_common_tensors_of_all_ranks_are_written_once(tmp_path: Path) -> None:
@@ -322,6 +366,20 @@ def test_changes_that_the_checksum_detects() -> None:
     moved = torch.cat([torch.zeros(3, dtype=torch.uint8), memory])[3:]
     assert checksum(moved) == at_home
     assert checksum(torch.empty(0)) == 0
+
+
+@pytest.mark.parametrize("tail_bytes", [0, 4096, 9])
+def test_the_checksum_covers_all_blocks(tail_bytes: int) -> None:
+    """A bit of any block, and two blocks that have changed places; also of whole blocks only."""
+    memory = torch.randint(256, (2 * BLOCK_BYTES + tail_bytes,), dtype=torch.uint8)
+    at_home = checksum(memory)
+    for place in (0, BLOCK_BYTES - 1, BLOCK_BYTES, 2 * BLOCK_BYTES - 1, memory.nbytes - 1):
+        memory[place] ^= 1
+        assert checksum(memory) != at_home
+        memory[place] ^= 1
+    assert checksum(memory) == at_home
+    first, second, rest = memory.split([BLOCK_BYTES, BLOCK_BYTES, tail_bytes])
+    assert checksum(torch.cat([second, first, rest])) != at_home
 
 
 def test_another_model_is_refused(tmp_path: Path) -> None:
@@ -487,6 +545,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from swansong._ranks.agreement import Ranks
 from swansong.torch import TrainingState, seed_all
@@ -497,9 +556,10 @@ rank = int(os.environ["RANK"])
 dist.init_process_group("gloo", init_method=f"file://{root}/store", rank=rank, world_size=2)
 seed_all(9)
 model = nn.Sequential(nn.Linear(7, 5), nn.Linear(5, 3), nn.Linear(3, 1))
+mesh = init_device_mesh("cpu", (2,))
 for layer in model:
-    fully_shard(layer)
-fully_shard(model)
+    fully_shard(layer, mesh=mesh)
+fully_shard(model, mesh=mesh)
 optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
 state = TrainingState(model, optimizer)
 state.ranks = Ranks(rank=rank, world_size=2, local_world_size=2)

@@ -153,6 +153,8 @@ class Guard:
         self._has_polled_early = False
         self._closed = False
         self._is_opening = True
+        self._is_prepared = False
+        """Whether the state has prepared for copies."""
         self._session = DaemonSession(
             ranks,
             run=run,
@@ -476,6 +478,9 @@ class Guard:
         if not self._closed:
             check_ranks(self._ranks)
             self._is_opening = self._state.observe_step()
+            if self._session.staging is not None and not self._is_prepared:
+                self._is_prepared = True
+                self._state.prepare_copy()
 
     def _is_between_steps(self) -> bool:
         is_in_block = self._critical_depth > 0

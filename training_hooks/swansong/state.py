@@ -128,7 +128,13 @@ def encode_tree(value: Any, path: str, put: Callable[[Any, str], Any]) -> Any:
     if kind is bytes:
         return {"bytes": base64.b64encode(value).decode("ascii")}
     if kind in (list, tuple):
-        items = [encode_tree(item, f"{path}[{place}]", put) for place, item in enumerate(value)]
+        items = [
+            # Most long ones contain numbers: the state of a generator has 625.
+            item
+            if type(item) is int and 0 <= item < 2**63
+            else encode_tree(item, f"{path}[{place}]", put)
+            for place, item in enumerate(value)
+        ]
         return items if kind is list else {"tuple": items}
     if isinstance(value, dict):
         return {
@@ -238,6 +244,9 @@ class Snapshots(Protocol):
     def observe_step(self) -> bool:
         """Check the state at one of the first steps; returns whether to call this at the next step too."""
 
+    def prepare_copy(self) -> None:
+        """Prepare, after the first step, for copies: the daemon will request some."""
+
     def note_boundary(self) -> None:
         """Remember the present state as that of the last step."""
 
@@ -263,6 +272,9 @@ class Untried:
     def observe_step(self) -> bool:
         """Check nothing."""
         return False
+
+    def prepare_copy(self) -> None:
+        """Prepare nothing."""
 
     def note_boundary(self) -> None:
         """Remember nothing."""
@@ -355,10 +367,13 @@ def _set_all(generators: Mapping[str, Any]) -> None:
     if "torch" in generators:
         import torch  # noqa: PLC0415 - only if the script that saved used it
 
-        torch.set_rng_state(torch.tensor(list(generators["torch"]), dtype=torch.uint8))
+        def as_tensor(state: bytes) -> Any:
+            return torch.tensor(list(state), dtype=torch.uint8, device="cpu")
+
+        torch.set_rng_state(as_tensor(generators["torch"]))
         devices = generators.get("cuda", ()) if torch.cuda.is_available() else ()
         for device, state in enumerate(devices[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(torch.tensor(list(state), dtype=torch.uint8), device)
+            torch.cuda.set_rng_state(as_tensor(state), device)
 
 
 def has_bit_generator(item: Any) -> bool:

@@ -230,6 +230,11 @@ class TrainingState:
             warn_about_loaders(self._objects)
         return self._watch.report()
 
+    def prepare_copy(self) -> None:
+        """Prepare host memory for the first copy of a state on GPUs, in the background."""
+        _, collectors = self._gather()
+        self._arenas.prepare(_pieces(collectors), self.ranks.local_world_size)
+
     def note_boundary(self) -> None:
         """Remember the present state as that of the last ``guard.step()``."""
         self._boundary.note()
@@ -320,7 +325,7 @@ class TrainingState:
         """
         index, collectors = self._gather()
         pieces = _pieces(collectors)
-        arena = self._arenas.take(pieces)
+        arena = self._arenas.take(pieces, may_wait=not self._lost)
         arena.fill(pieces)
         groups = dict(zip(arena.homes, (piece.group for piece in pieces), strict=True))
 

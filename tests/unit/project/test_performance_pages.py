@@ -30,6 +30,7 @@ def copies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         "make bench",
         "make bench-beside",
         "make bench-torch",
+        "make bench-gpu",
         "make bench-preemption",
         "python -m bench.plans",
     ],

@@ -3,7 +3,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import io
+import logging
+import threading
 import weakref
 from collections import deque
 from collections.abc import Sequence
@@ -13,15 +17,23 @@ from pathlib import Path
 import torch
 
 from swansong._checkpoint.staging import finish
+from swansong._torch.host_memory import HostMemory, available_bytes
 from swansong._torch.memory import checksum, memory_of
 from swansong._torch.safetensors import DTYPE_NAMES, HEADER_MAX_BYTES, encode_header
 
 FILE_BYTES = 2**29
 """Largest size of a file with several tensors, so that the first files can be uploaded while the last ones
-are written.  A power of two, because torch rounds pinned memory up to the next one."""
+are written."""
 WRITE_BYTES = 2**24
 """Longest single write."""
+MOST_SHARE = 0.5
+"""Largest share of the available host memory that all ranks of a VM prepare before their first copies."""
+SHORT_SHARE = 0.05
+"""Idle memory is given back while less than this share of the host memory is available."""
+LOOK_S = 5.0
 _WAY_OUT = "convert it to a dense tensor, or keep it out of state_dict()"
+
+log = logging.getLogger("swansong")
 
 
 @dataclass(frozen=True)
@@ -85,31 +97,38 @@ class Arena:
         self.homes: list[str] = [""] * len(pieces)
         """For each piece, the name of its file."""
         self._keys = [piece.key for piece in pieces]
-        self._files: dict[str, tuple[bytes, torch.Tensor, list[int]]] = {}
+        self._files: dict[str, tuple[bytes, HostMemory, list[int]]] = {}
         """By name: header, memory of the tensors, and the numbers of the pieces."""
-        views = [torch.empty(0)] * len(pieces)
+        views = [torch.empty(0, device="cpu")] * len(pieces)
         for name, places in _files(pieces):
             tensors = {pieces[place].key: pieces[place].tensor for place in places}
             header, offsets, size_bytes = encode_header(tensors)
-            is_pinned = any(tensor.is_cuda for tensor in tensors.values())
-            memory = torch.empty(size_bytes, dtype=torch.uint8, pin_memory=is_pinned)
+            gpus = [tensor.device for tensor in tensors.values() if tensor.is_cuda]
+            memory = HostMemory(size_bytes, gpus[0] if gpus else None)
             self._files[name] = (header, memory, places)
             for place, offset in zip(places, offsets, strict=True):
                 tensor = pieces[place].tensor
-                flat = memory[offset : offset + tensor.nbytes]
+                flat = memory.tensor[offset : offset + tensor.nbytes]
                 views[place] = flat.view(tensor.dtype).view(tensor.shape)
                 self.homes[place] = name
         self._views = views
+
+    def prepare(self) -> None:
+        """Touch and pin all memory, which :meth:`fill` does otherwise."""
+        for _, memory, _ in self._files.values():
+            memory.prepare(is_urgent=False)
 
     def fill(self, pieces: Sequence[TensorPiece]) -> None:
         """Copy the pieces; returns when the copies are complete."""
         devices = set()
         with torch.no_grad():
-            for view, piece in zip(self._views, pieces, strict=True):
-                is_on_gpu = piece.tensor.is_cuda
-                view.copy_(piece.tensor, non_blocking=is_on_gpu)
-                if is_on_gpu:
-                    devices.add(piece.tensor.device)
+            for _, memory, places in self._files.values():
+                memory.prepare(is_urgent=True)
+                for place in places:
+                    tensor = pieces[place].tensor
+                    self._views[place].copy_(tensor, non_blocking=tensor.is_cuda)
+                    if tensor.is_cuda:
+                        devices.add(tensor.device)
         for device in devices:
             torch.cuda.current_stream(device).synchronize()
 
@@ -127,7 +146,7 @@ class Arena:
             checksums[name] = {self._keys[place]: checksum(self._views[place]) for place in places}
             with open(directory / name, "wb", buffering=0) as file:
                 _write(file, memoryview(header))
-                _write(file, memory_of(memory))
+                _write(file, memory_of(memory.tensor))
             finish(directory / name)
         return checksums
 
@@ -137,27 +156,79 @@ class Arenas:
 
     A copy uses the memory of an earlier one that is not needed any more, so there is one arena, and a second
     one only if a copy is taken while the last one is still being written.  New memory is slow: the kernel
-    clears each page at its first use.
+    clears each page at its first use, and a GPU needs it pinned.
     """
 
     def __init__(self) -> None:
         self._idle: deque[Arena] = deque()
         """The last one that became idle is at the end; other threads append."""
+        self._unused: list[Arena] = []
+        """Not freed, because that could block."""
 
-    def take(self, pieces: Sequence[TensorPiece]) -> Arena:
-        """Return memory for a copy of the pieces, which no other copy uses."""
+    def prepare(self, pieces: Sequence[TensorPiece], ranks: int) -> None:
+        """Prepare the memory of the first copy in the background, if a piece is on a GPU.
+
+        Memory that becomes idle is given back while the VM is short of memory.
+
+        Args:
+            pieces: of the first copy.
+            ranks: number of processes on this VM that do the same.
+        """
+        if self._idle or not any(piece.tensor.is_cuda for piece in pieces):
+            return
+        size_bytes = sum(piece.tensor.nbytes for piece in pieces)
+        with contextlib.suppress(OSError, RuntimeError):  # no memory, no thread
+            if ranks * size_bytes <= MOST_SHARE * available_bytes()[0]:
+                self._idle.append(Arena(pieces))
+                work = functools.partial(_prepare, weakref.ref(self))
+                threading.Thread(target=work, name="swansong-memory", daemon=True).start()
+
+    def take(self, pieces: Sequence[TensorPiece], *, may_wait: bool = True) -> Arena:
+        """Return memory for a copy of the pieces, which no other copy uses.
+
+        Args:
+            pieces: of the copy.
+            may_wait: whether memory of another layout is freed.  CUDA first waits for all kernels.
+        """
         signature = signature_of(pieces)
         arena: Arena | None = None
-        while self._idle:
-            arena = self._idle.pop()
-            if arena.signature == signature:
-                return arena
+        with contextlib.suppress(IndexError):  # another thread may free the idle memory
+            while True:
+                arena = self._idle.pop()
+                if arena.signature == signature:
+                    return arena
+                if not may_wait:
+                    self._unused.append(arena)
         arena = None  # frees the memory of another layout before the new one is allocated
         return Arena(pieces)
+
+    def prepare_idle(self) -> None:
+        """Touch and pin the idle memory.  A copy that takes it meanwhile does the rest."""
+        for arena in list(self._idle):
+            arena.prepare()
+
+    def give_back(self) -> None:
+        """Free the idle memory if the VM is short of memory."""
+        available, total = available_bytes()
+        if available < SHORT_SHARE * total:
+            log.info("memory is short: %.1f of %.1f GB are available", available / 1e9, total / 1e9)
+            self._idle.clear()
 
     def keep_while(self, user: object, arena: Arena) -> None:
         """Let no other copy use the memory as long as ``user`` exists."""
         weakref.finalize(user, self._idle.append, arena).atexit = False
+
+
+def _prepare(arenas: weakref.ref[Arenas]) -> None:
+    never = threading.Event()
+    if (found := arenas()) is not None:
+        found.prepare_idle()
+    while found is not None:
+        found = None
+        never.wait(LOOK_S)
+        if (found := arenas()) is not None:
+            with contextlib.suppress(OSError):
+                found.give_back()
 
 
 def _write(file: io.FileIO, data: memoryview) -> None:

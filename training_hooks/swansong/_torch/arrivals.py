@@ -20,10 +20,11 @@ from typing import Any
 import torch
 
 from swansong._ranks.agreement import Ranks
-from swansong._torch.checkpoint_set import CheckpointSet, overlap, read_into, run
+from swansong._torch.checkpoint_set import CheckpointSet, overlap, read_into, settle
 from swansong._torch.index import INDEX, decode_index
 from swansong._torch.modules import state_of_module
-from swansong._torch.objects import OTHERS, new_state_of_param, param_of, params_of
+from swansong._torch.objects import OTHERS, new_state_of_param, new_tensor, param_of, params_of
+from swansong._torch.parallel import run
 from swansong._torch.safetensors import read_header
 from swansong._torch.sharding import is_sharded, own_part
 from swansong.layout import rank_of_directory
@@ -195,7 +196,10 @@ class ArrivedTensors:
                 reads.append(functools.partial(read_into, stored, own, *both))
             keys.add(key)
         self._has_read.difference_update((rank, group, key) for key in keys)
+        targets = [self._targets[group, key] for key in keys]
+        settle(targets)
         run(reads)
+        settle(targets)
         self._has_read.update((rank, group, key) for key in keys)
 
     def _target(
@@ -208,13 +212,12 @@ class ArrivedTensors:
                 if group not in self._states:
                     self._states[group] = state_of_module(item)
                 found = self._states[group].get(key)
-                target = (
-                    found if isinstance(found, torch.Tensor) else torch.empty(shape, dtype=dtype)
-                )
+                is_tensor = isinstance(found, torch.Tensor)
+                target = found if is_tensor else new_tensor(shape, dtype)
             elif isinstance(item, torch.optim.Optimizer):
-                target = new_state_of_param(params_of(item), key, shape, dtype)
+                target = new_state_of_param(item, key, shape, dtype)
             elif group == OTHERS and not is_sharded:
-                target = torch.empty(shape, dtype=dtype)
+                target = new_tensor(shape, dtype)
             else:
                 return None
             self._targets[group, key] = target

@@ -10,18 +10,20 @@ import torch
 
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.sharding import is_sharded
+from swansong._torch.steps import count_steps, steps_begun
 
 MOST_PARAMETERS = 8
 """Number of parameters of each module that are compared: a look at each step takes about 2 us."""
 
 
 class StepBoundary:
-    """Compares parameters, and the positions of loaders, with those at the last ``guard.step()``.
+    """Compares parameters, loaders and optimizers with their state at the last ``guard.step()``.
 
     Between two boundaries a step is in progress: its batch is drawn, its gradient is incomplete, or the
     weights have changed already.  Averaged weights that are swapped in for an evaluation also count.
 
-    The comparison does not see parameters that change only through a compiled optimizer.
+    The comparison sees the steps of optimizers of the state, but not parameters that a compiled function
+    changes.
 
     Args:
         objects: of the training state.
@@ -30,6 +32,9 @@ class StepBoundary:
     def __init__(self, objects: Iterable[Any]) -> None:
         objects = list(objects)
         self._loaders = [item for item in objects if isinstance(item, ResumableLoader)]
+        self._optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
+        for optimizer in self._optimizers:
+            count_steps(optimizer)
         self._parameters = [
             parameter
             for item in objects
@@ -48,6 +53,7 @@ class StepBoundary:
 
     def _look(self) -> list[int]:
         drawn = [loader.drawn for loader in self._loaders]
+        drawn += map(steps_begun, self._optimizers)
         for each in self._parameters:
             drawn += (each._version, each.data_ptr())  # noqa: SLF001 - torch documents no other counter
         return drawn

@@ -6,11 +6,9 @@ from __future__ import annotations
 import functools
 import logging
 import math
-import os
 import re
-import threading
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -18,6 +16,7 @@ import torch
 
 from swansong._checkpoint.restore import REPORT_EVERY_S
 from swansong._torch.index import INDEX, decode_index
+from swansong._torch.parallel import run
 from swansong._torch.safetensors import DTYPES, StoredTensor, read_header
 from swansong._torch.sharding import own_part
 from swansong.layout import is_rank_directory, rank_directory
@@ -27,8 +26,6 @@ log = logging.getLogger("swansong")
 _FILE = re.compile(r"[A-Za-z0-9_]{1,64}-[0-9]{5,9}\.safetensors")
 _Chunk = tuple[int, torch.Size, StoredTensor]
 """A part of a tensor: the rank that wrote it, its offsets and its place."""
-READERS = 8
-"""Largest number of threads that read and verify tensors."""
 
 
 class Early(Protocol):
@@ -116,7 +113,9 @@ class CheckpointSet:
                 if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
                     reads.append(functools.partial(self._read, stored, own, *both))
         begun_mono_s = time.monotonic()
+        settle(targets.values())
         run(reads)
+        settle(targets.values())
         self.read_s += time.monotonic() - begun_mono_s
 
     def shape_and_dtype(
@@ -228,6 +227,12 @@ def _check_covered(
         raise ValueError(f"parts of {name} are missing")
 
 
+def settle(targets: Iterable[torch.Tensor]) -> None:
+    """Wait until no kernel uses these tensors, which other threads fill."""
+    for device in {target.device for target in targets if target.is_cuda}:
+        torch.cuda.synchronize(device)
+
+
 def read_into(
     stored: StoredTensor,
     own: torch.Tensor,
@@ -237,36 +242,15 @@ def read_into(
     """Read a region of a stored tensor into a region of another one; see :func:`overlap`."""
     target = own[ours]
     is_whole = target.shape == stored.shape
-    if is_whole and target.device.type == "cpu" and target.is_contiguous():
-        stored.read_into(target)
+    if is_whole and target.device.type in ("cpu", "cuda"):
+        whole = target
+        if not target.is_contiguous():
+            whole = torch.empty_like(target, memory_format=torch.contiguous_format)
+        stored.read_into(whole)
+        if whole is not target:
+            target.copy_(whole)
     else:
         target.copy_(stored.read()[theirs])
-
-
-def run(reads: Sequence[Callable[[], None]]) -> None:
-    """Call all functions, in several threads, and raise the first error."""
-    left, errors = iter(reads), list[BaseException]()
-
-    def work() -> None:
-        try:
-            for read in left:
-                if errors:
-                    return
-                read()
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [
-        threading.Thread(target=work, name="swansong-restore", daemon=True)
-        for _ in range(min(READERS, len(reads), len(os.sched_getaffinity(0))) - 1)
-    ]
-    for thread in threads:
-        thread.start()
-    work()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
 
 
 def overlap(

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import logging
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -13,6 +12,7 @@ import torch
 
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.objects import params_of, state_of
+from swansong._torch.steps import count_steps, steps_begun
 
 MOST_BYTES = 2**20
 """Size of the largest object that is copied at the end of each loop."""
@@ -36,6 +36,11 @@ class EndOfLoop:
         self._loaders = [item for item in objects.values() if isinstance(item, ResumableLoader)]
         self._states: dict[str, Any] = {}
         self._versions: dict[str, int] = {}
+        self._optimizers = [
+            item for item in objects.values() if isinstance(item, torch.optim.Optimizer)
+        ]
+        for optimizer in self._optimizers:
+            count_steps(optimizer)
         for loader in self._loaders:
             loader.on_loop_end = self._copy
 
@@ -83,13 +88,18 @@ class EndOfLoop:
     def _versions_now(self) -> dict[str, int]:
         """Return, for each module and optimizer, the number of changes of its weights and buffers."""
         versions = {}
+        steps = dict[int, int]()
+        """By parameter, the steps of its optimizer."""
+        for optimizer in self._optimizers:
+            steps |= dict.fromkeys(map(id, params_of(optimizer)), steps_begun(optimizer))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
-                versions[name] = sum(
-                    map(_version, itertools.chain(item.parameters(), item.buffers()))
-                )
+                tensors = [*item.parameters(), *item.buffers()]
             elif isinstance(item, torch.optim.Optimizer):
-                versions[name] = sum(map(_version, params_of(item)))
+                tensors = params_of(item)
+            else:
+                continue
+            versions[name] = sum(_version(each) + steps.get(id(each), 0) for each in tensors)
         return versions
 
 

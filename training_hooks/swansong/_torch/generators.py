@@ -60,7 +60,7 @@ def unpack(tree: Any) -> Any:
     if not isinstance(tree, dict):
         return tree
     if tree.keys() == {"torch"}:
-        return torch.tensor(list(tree["torch"]), dtype=torch.uint8)
+        return torch.tensor(list(tree["torch"]), dtype=torch.uint8, device="cpu")
     if tree.keys() == {"words"}:
         return struct.unpack(f"<{len(tree['words']) // 4}I", tree["words"])
     if tree.keys() == {"array", "dtype"}:

@@ -8,7 +8,7 @@ import re
 import zlib
 from typing import Any
 
-FORMAT = "swansong.torch/1"
+FORMAT = "swansong.torch/2"
 INDEX = "state.json"
 _INDEX_FILE = re.compile(rb'\{"crc32":"([0-9a-f]{8})","index":(.*)\}', re.DOTALL)
 

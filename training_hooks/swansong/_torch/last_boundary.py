@@ -69,6 +69,8 @@ class LastBoundary:
         }
         self._completed = {device: torch.cuda.Event() for device in devices}
         """By GPU: the end of the work of the last step.  The training loop runs ahead of a GPU."""
+        self._free_streams = [torch.cuda.Stream(device) for device in devices]
+        """Created now, because a creation may wait for the kernels of other streams."""
         self._begun = "no step is complete since the start"
         """Why the state of the last :meth:`note` does not exist; empty while it does."""
         self._is_last = False
@@ -127,13 +129,12 @@ class LastBoundary:
 
     @contextlib.contextmanager
     def free_streams(self) -> Iterator[None]:
-        """Use new streams in a block: the usual ones may wait for a collective that never ends."""
+        """Use other streams in a block: the usual ones may wait for a collective that never ends."""
         with contextlib.ExitStack() as entered:
-            streams = [torch.cuda.Stream(device) for device in self._completed]
-            for stream in streams:
+            for stream in self._free_streams:
                 entered.enter_context(torch.cuda.stream(stream))
             yield
-            for stream in streams:
+            for stream in self._free_streams:
                 stream.synchronize()
 
     def _ensure_completed(self) -> None:

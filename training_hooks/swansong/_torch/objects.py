@@ -101,13 +101,12 @@ def load_optimizer_from(
     found: CheckpointSet, source: int, name: str, optimizer: torch.optim.Optimizer
 ) -> None:
     """Load an optimizer, whose state has the known layout, from the parts of a checkpoint."""
-    params = params_of(optimizer)
     targets = {
         key: found.arrived(
             source,
             name,
             key,
-            new_state_of_param(params, key, *found.shape_and_dtype(source, name, key)),
+            new_state_of_param(optimizer, key, *found.shape_and_dtype(source, name, key)),
         )
         for key in found.indexes[source]["tensors"][name]
     }
@@ -118,13 +117,27 @@ def load_optimizer_from(
 
 
 def new_state_of_param(
-    params: list[torch.Tensor], key: str, shape: torch.Size, dtype: torch.dtype
+    optimizer: torch.optim.Optimizer, key: str, shape: torch.Size, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Return a new tensor for the state of a parameter, sharded like the parameter if it has its shape."""
-    param = param_of(key, params)
-    if param is not None and is_sharded(param) and shape == param.shape:
-        return torch.empty_like(param.detach(), dtype=dtype)
-    return torch.empty(shape, dtype=dtype)
+    """Return a new tensor for the state of a parameter.
+
+    In the shape of its parameter it has also the placement and the order in memory of the parameter, as a
+    fused optimizer requires, and is on the device where ``load_state_dict()`` puts it.
+    """
+    param = param_of(key, params_of(optimizer))
+    if param is None or shape != param.shape:
+        return new_tensor(shape, dtype)
+    like = param.detach()
+    if is_sharded(param):
+        return torch.empty_like(like, dtype=dtype)
+    is_usual = type(optimizer).load_state_dict is torch.optim.Optimizer.load_state_dict
+    # The number of steps has the shape of a single number, and may stay in host memory.
+    return torch.empty_like(like, dtype=dtype, device=param.device if is_usual and shape else "cpu")
+
+
+def new_tensor(shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+    """Return a new tensor in host memory, also if the script has set another default device."""
+    return torch.empty(shape, dtype=dtype, device="cpu")
 
 
 def is_node_of_optimizer(node: Any) -> bool:
@@ -160,7 +173,7 @@ def read(
             tensors[key] = targets[key]
         else:
             shape, dtype = found.shape_and_dtype(source, group, key)
-            tensors[key] = found.arrived(source, group, key, torch.empty(shape, dtype=dtype))
+            tensors[key] = found.arrived(source, group, key, new_tensor(shape, dtype))
     found.load(source, {(group, key): tensor for key, tensor in tensors.items()})
     return tensors
 

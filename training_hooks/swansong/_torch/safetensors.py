@@ -15,6 +15,7 @@ import json
 import math
 import os
 import struct
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -25,6 +26,8 @@ from swansong._torch.memory import BLOCK_BYTES, Checksum, bytes_of, memory_of
 
 HEADER_MAX_BYTES = 100 * 10**6
 _ALIGNED = 64
+_BUFFERS = 2
+"""Blocks of host memory for a tensor that is copied to a GPU while the file is read."""
 
 DTYPES = {
     "F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16,
@@ -79,12 +82,12 @@ class StoredTensor:
             OSError: the file cannot be read, or is truncated.
             ValueError: the checksum differs from that of the bytes written.
         """
-        tensor = torch.empty(self.shape, dtype=self.dtype)
+        tensor = torch.empty(self.shape, dtype=self.dtype, device="cpu")
         self.read_into(tensor)
         return tensor
 
     def read_into(self, tensor: torch.Tensor) -> None:
-        """Fill a contiguous tensor of this type and shape in host memory.
+        """Fill a contiguous tensor of this type and shape, in host memory or on a GPU.
 
         Raises:
             OSError: the file cannot be read, or is truncated.
@@ -92,17 +95,57 @@ class StoredTensor:
         """
         data = bytes_of(tensor)
         found = Checksum(data.nbytes)
+        upload = _Upload(data) if tensor.is_cuda else None
         with open(self.path, "rb", buffering=0) as file:
             file.seek(self.begin)
             # Block by block, so that the checksum finds the bytes in the processor's cache.
             for begin in range(0, data.nbytes, BLOCK_BYTES):
                 block = data[begin : begin + BLOCK_BYTES]
-                _read(file, memory_of(block))
-                found.update(block)
+                host = block if upload is None else upload.buffer_for(block)
+                _read(file, memory_of(host))
+                found.update(host)
+                if upload is not None:
+                    upload.copy(host, block)
+        if upload is not None:
+            upload.wait()
         if found.value != self.checksum:
             raise ValueError(
                 f"{self.path}: the bytes of the tensor at offset {self.begin} differ from those written"
             )
+
+
+class _Upload:
+    """Copies blocks to a GPU while the next ones are read.
+
+    Args:
+        target: all bytes, on the GPU.
+    """
+
+    def __init__(self, target: torch.Tensor) -> None:
+        shape = _BUFFERS, min(target.nbytes, BLOCK_BYTES)
+        try:
+            buffers = torch.empty(
+                shape, dtype=torch.uint8, device="cpu", pin_memory=target.nbytes > 0
+            )
+        except RuntimeError:  # CUDA refuses: the copies are only slower
+            buffers = torch.empty(shape, dtype=torch.uint8, device="cpu")
+        self._buffers = deque((each, torch.cuda.Event()) for each in buffers)
+        """Those in the order of their use, each with the end of its last copy."""
+        self._stream = torch.cuda.current_stream(target.device)
+
+    def buffer_for(self, block: torch.Tensor) -> torch.Tensor:
+        buffer, copied = self._buffers[0]
+        copied.synchronize()
+        return buffer[: block.nbytes]
+
+    def copy(self, host: torch.Tensor, block: torch.Tensor) -> None:
+        block.copy_(host, non_blocking=True)
+        self._buffers[0][1].record(self._stream)
+        self._buffers.rotate(-1)
+
+    def wait(self) -> None:
+        for _, copied in self._buffers:
+            copied.synchronize()
 
 
 def _read(file: io.FileIO, memory: memoryview) -> None:
