@@ -123,7 +123,7 @@ def wheelhouse(python_version: str) -> Path:
             command += ["--python-version", python_version]
             for platform in ("manylinux_2_28", "manylinux2014", "manylinux_2_17"):
                 command += ["--platform", f"{platform}_x86_64"]
-            run(*command, "--requirement", str(listing), timeout_s=300)
+            run(*command, "--requirement", str(listing), timeout_s=600)
             fresh.rename(target)
     return target
 
@@ -148,7 +148,7 @@ def given(scratch: Path, python_version: str) -> Path:
         )
         build = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps"]
         build += ["--no-index", "--no-build-isolation"]
-        run(*build, "--wheel-dir", str(wheels), str(copy), timeout_s=120)
+        run(*build, "--wheel-dir", str(wheels), str(copy), timeout_s=600)
     return wheels.parent
 
 
@@ -191,7 +191,7 @@ def run_script(layer: Layer, disk: Path, script: str, *options: str) -> str:
             str(HERE / "container_up.sh"), name, str(layer), str(disk),
             "--pipe", f"--bind-ro={REPOSITORY}:/srv/swansong", *options,
             "/bin/bash", f"/srv/swansong/testkit/nspawn/{script}",
-            timeout_s=180,
+            timeout_s=600,
         )  # fmt: skip
     finally:
         remove_groups(name)

@@ -86,7 +86,7 @@ def made() -> Image:
                 run(
                     "unshare", "--mount", "--pid", "--fork", "--kill-child",
                     *map(str, (MAKE, REPOSITORY, given(scratch, "3.11"), layer, scratch)),
-                    timeout_s=300,
+                    timeout_s=600,
                 )  # fmt: skip
                 (scratch / "out").rename(target)
     os.utime(target)  # mark it as used
