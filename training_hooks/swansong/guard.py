@@ -165,8 +165,10 @@ class Guard:
             tick=self._tick,
         )
         self._agreement = self._session.agreement
+        self._reports = 0
+        """Number of calls of :meth:`step`: its step number may stay the same."""
         if hasattr(state, "count_steps_with"):
-            state.count_steps_with(lambda: int(self._agreement.step))
+            state.count_steps_with(lambda: self._reports)
         self._reporter = Reporter(self._session.channel.send, self._session.start)
         self._reporting = threading.Lock()
         """Held while a start is reported: a tick must not report a step of the start before as one of it."""
@@ -214,6 +216,7 @@ class Guard:
         health.loss = loss
         health.metrics = metrics
         agreement.step = step
+        self._reports += 1
         self._state.note_boundary()
         # NaN or infinity minus itself is NaN: the cheapest check, and it runs at every step.
         if isinstance(loss, float) and (loss - loss != 0.0 or health.unhealthy_since is not None):

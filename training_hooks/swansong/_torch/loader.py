@@ -73,7 +73,7 @@ class ResumableLoader:
     ) -> None:
         self.loader = loader
         self.completed_steps: Callable[[], int] | None = None
-        """Returns the number of steps that the guard has reported; None without a guard."""
+        """Returns the number of reports of a step in this process; None without a guard."""
         self.on_loop_end: Callable[[], None] = lambda: None
         """Called after the last batch of each epoch."""
         self._inner = find_data_loader(loader)
@@ -147,7 +147,7 @@ class ResumableLoader:
 
     @property
     def _steps(self) -> int:
-        return 0 if self.completed_steps is None else max(0, self.completed_steps())
+        return 0 if self.completed_steps is None else self.completed_steps()
 
     @property
     def _was_idle(self) -> bool:
