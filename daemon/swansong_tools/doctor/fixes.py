@@ -12,6 +12,7 @@ import re
 import shlex
 import shutil
 import sys
+from contextlib import suppress
 from pathlib import Path
 
 from swansong_tools.doctor.accounts import DAEMON_USER, TRAINER_GROUP, account
@@ -33,9 +34,14 @@ def choose_unit(config: Path, units: Path = _FIRST.parent) -> None:
     Each job on a VM has its own unit.  If none names the configuration, the unit is ``swansongd.service``.
     """
     global _chosen  # noqa: PLW0603 - one doctor checks one daemon
-    starts = re.compile(rf"^ExecStart=.* --config[ =]{re.escape(str(config))}\s*$", re.MULTILINE)
-    found = sorted(unit for unit in units.glob("swansongd*.service") if unit.is_file())
-    _chosen = next((unit for unit in found if starts.search(unit.read_text())), _FIRST)
+    file = re.escape(str(config.absolute()))
+    starts = re.compile(rf"^ExecStart=.* --config[ =]{file}\s*$", re.MULTILINE)
+    _chosen = _FIRST
+    for unit in sorted(units.glob("swansongd*.service")):
+        with suppress(OSError, UnicodeDecodeError):  # a unit that cannot be read is another's
+            if starts.search(unit.read_text(encoding="utf-8")):
+                _chosen = unit
+                return
 
 
 def unit() -> Path:

@@ -723,6 +723,8 @@ def test_the_unit_is_the_one_that_starts_a_daemon_with_this_configuration(
     second = first.replace("/swansong.toml", "/second.toml")
     (tmp_path / "swansongd.service").write_text(first)
     (tmp_path / "swansongd-second.service").write_text(second)
+    (tmp_path / "swansongd-bad.service").write_bytes(b"\xff")
+    (tmp_path / "swansongd-gone.service").symlink_to(tmp_path / "missing")
     for name, unit in (
         ("second", "swansongd-second"),
         ("swansong", "swansongd"),
