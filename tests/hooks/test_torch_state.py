@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import ast
 import copy
 import os
 import re
@@ -161,6 +162,26 @@ def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
     finally:
         torch.set_default_device(None)
     assert torch.equal(model.weight, wanted)
+
+
+def test_each_new_tensor_of_the_hooks_names_its_device() -> None:
+    """Without one it would be on the default device of the script."""
+    makers = {"arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros"}
+    nodes = [
+        (path.name, node)
+        for path in Path(swansong.__file__).parent.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
+    ]
+    found = [
+        (name, node.lineno)
+        for name, node in nodes
+        if isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Attribute)
+        and ast.unparse(node.func.value) == "torch"
+        and node.func.attr in makers
+        and "device" not in {keyword.arg for keyword in node.keywords}
+    ]
+    assert not found
 
 
 def test_training_and_further_copies_do_not_change_a_copy(tmp_path: Path) -> None:

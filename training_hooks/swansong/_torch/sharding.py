@@ -52,7 +52,7 @@ def is_written_here(tensor: Any, lost: Collection[int] = ()) -> bool:
 def ranks_of_lost_parts(tensor: Any, lost: Collection[int]) -> list[int]:
     """Return those of the ``lost`` ranks whose part of a DTensor no other rank holds."""
     ranks = tensor.device_mesh.mesh
-    is_lost = torch.isin(ranks, torch.tensor(sorted(lost), dtype=ranks.dtype))
+    is_lost = torch.isin(ranks, torch.tensor(sorted(lost), dtype=ranks.dtype, device=ranks.device))
     for dimension, placement in enumerate(tensor.placements):
         if placement.is_replicate():
             is_lost = is_lost.all(dim=dimension, keepdim=True)
