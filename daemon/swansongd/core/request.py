@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansong import layout as protocol
+from swansong import layout
 from swansong_bucket.model import CheckpointId, CommitRef, Staged, first_start
 
 from swansongd.core import course, events, learning
@@ -297,7 +297,7 @@ def _answers(staged: Staged, request: CheckpointRequest) -> bool:
 
 def _is_reported(directory: str, request: CheckpointRequest) -> bool:
     """Whether the trainer reported this set as the answer to the request."""
-    name = protocol.parse_sealed_name(directory)
+    name = layout.parse_sealed_name(directory)
     return name is not None and name[0] == request.reported_step
 
 

@@ -78,8 +78,8 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> None:
 
     Args:
         began_ticks: when the process began.  A process of an earlier launch may end late, and connect to a
-            restarted daemon before or after those of the newest one, which run.  Once these have ended, an
-            older process may begin another start: that of a notebook.
+            restarted daemon before or after the running processes of the newest launch.  Once these have
+            ended, an older process, such as a notebook, may begin another start.
     """
     state = transition.state
     known = state.start_of(start_id)

@@ -28,16 +28,17 @@ def margins(state: State, problem: str = "") -> tuple[Margin, ...]:
         grace_s = max(kind.grace_s, state.lead_s) if kind.is_scheduled else kind.grace_s
         spare_s = None if needed_s is None else grace_s - needed_s
         lost_since = _covered_step(state, grace_s) if spare_s is not None and spare_s < 0 else None
-        is_blind = status is not None and status.health is Health.BLIND
-        kept_from = f"{kind.source} is blind: {status.reason}" if status and is_blind else problem
-        does_fit = None if spare_s is None else spare_s >= 0
+        own_problem = problem
+        if status is not None and status.health is Health.BLIND:
+            own_problem = f"{kind.source} is blind: {status.reason}"
+        has_time = None if spare_s is None else spare_s >= 0
         found.append(
             Margin(
                 source=kind.source,
                 grace_s=round(grace_s, 1),
                 spare_s=None if spare_s is None else round(spare_s, 1),
-                fits=False if kept_from else does_fit,
-                problem=kept_from or None,
+                fits=False if own_problem else has_time,
+                problem=own_problem or None,
                 lost_since_step=lost_since,
             )
         )
@@ -49,6 +50,8 @@ def problem_of(
 ) -> str:
     """Why a checkpoint right now would not be SAFE, however much time a notice left; empty if it would.
 
+    Over several VMs it is the problem of this VM: those of the others are not known here.
+
     Args:
         failed: the saves that failed.
         staging: its space; None if it is unknown.
@@ -57,7 +60,7 @@ def problem_of(
     if store is not None and store.health is Health.BLIND:
         return f"the store is blind: {store.reason}"
     if state.flush.failures:
-        return f"{state.flush.failures} uploads have failed in a row"
+        return f"uploads fail, {state.flush.failures} in a row"
     if not emergency.has_trainer(state) or not (state.connected or state.starts.process):
         verdict, reason = proof.prove(state)
         return "" if verdict is Verdict.SAFE else reason
@@ -82,8 +85,8 @@ def _problem_of_ranks(state: State) -> str:
 def _problem_of_start(state: State) -> str:
     if not state.commits.is_run_read:
         return "the newest commit of the run is not known yet"
-    if state.start is not None and state.generation is None:
-        return "the start of the training has no generation yet"
+    if state.generation is None:
+        return "the training has no generation yet"
     return ""
 
 

@@ -179,7 +179,8 @@ class Margin:
     """Time left after the commit, in nine of ten cases, reserve included.  Negative: the commit comes too
     late.  `null`: save or bandwidth are not measured."""
     fits: bool | None = None
-    """Whether a notice right now would end with SAFE; `null` if it is unknown."""
+    """Whether a notice right now would end with SAFE; `null` if it is unknown.  Over several VMs the other
+    VMs must fit, too."""
     problem: str | None = None
     """Why it would not, whatever time is left."""
     lost_since_step: int | None = None

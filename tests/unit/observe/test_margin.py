@@ -190,11 +190,11 @@ def stalls(story: Story) -> None:
     [
         (lambda story: story.leave(), "the position of rank 0 is unknown"),
         (lambda story: story.tell(health(STORE_HEALTH, Health.BLIND)), "the store is blind"),
-        (fails_to_send, "1 uploads have failed in a row"),
+        (fails_to_send, "uploads fail, 1 in a row"),
         (stalls, "rank 0 makes no progress"),
         (lambda story: story.tell(TrainerFailed(1, "", "disk full", 5)), "failed: disk full"),
         (lambda story: story.join(2, rank=1, ranks=3), "1 of 3 ranks are not connected"),
-        (lambda story: story.join(3, start_id="b", pid=400), "has no generation yet"),
+        (lambda story: story.join(3, start_id="b", pid=400), "the training has no generation yet"),
     ],
 )
 def test_a_checkpoint_that_would_not_be_safe_does_not_fit(
