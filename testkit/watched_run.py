@@ -21,7 +21,7 @@ RULES = REPOSITORY / "monitoring/prometheus/swansong.rules.yml"
 RUN = "my-run"
 
 
-@dataclass(frozen=True)
+@dataclass
 class WatchedRun:
     """The run, its cloud and its Prometheus."""
 
@@ -45,6 +45,14 @@ class WatchedRun:
         self.bucket.order("outage", seconds=600)
         self.aws.notice("terminate", in_s=3)
         self.daemon.lines.wait(event="verdict", verdict="PARTIAL")
+
+    def kill_the_daemon(self) -> None:
+        """SIGKILL; the next daemon serves its metrics at the same address."""
+        address = self.daemon.lines.wait(event="metrics_served")["address"]
+        self.daemon.kill()
+        text = self.vm.config.read_text()
+        self.vm.config.write_text(text.replace("127.0.0.1:0", address))
+        self.daemon = self.vm.start_daemon(**ACCOUNT, **self.nvml.environment)
 
 
 def _accept_all(peer: Peer) -> None:

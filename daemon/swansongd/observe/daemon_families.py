@@ -133,7 +133,7 @@ _EVACUATIONS = (
     ),
     _gauge(
         "swansong_last_verdict",
-        "1 for the newest verdict, 0 for all others; drills apart",
+        "1 for the newest verdict of this daemon, 0 for all others; drills apart",
         "verdict",
         "drill",
     ),

@@ -69,8 +69,11 @@ class Sheet:
     def put_one_of(
         self, name: str, label: str, values: Iterable[str], chosen: str | None, **labels: str
     ) -> None:
-        """Add a sample for each value of the label: 1 for the chosen one, 0 for the others."""
-        for value in values:
+        """Add a sample for each value of the label: 1 for the chosen one, 0 for the others.
+
+        None adds nothing.
+        """
+        for value in values if chosen is not None else ():
             self.put(name, value == chosen, **{label: value}, **labels)
 
     def put_histogram(self, name: str, histogram: Histogram, **labels: str) -> None:
