@@ -153,6 +153,7 @@ def _first_evacuation(store: ObjectStore, keys: RunKeys) -> None:
         _entry(65.0, "flush", step=5119, size_bytes=4 * GB),
         _entry(94.0, "flushed", step=5119, size_bytes=4 * GB),
         _entry(95.2, "committed", generation=1, step=5119),
+        _entry(95.2, "verdict", verdict="SAFE", slack_s=23.7),
     ]  # fmt: skip
     conclusion = Conclude(
         "5c1d2e3f4a5b6c7d",

@@ -57,6 +57,11 @@ def human_time(seconds: float) -> str:
     return ("-" if seconds < 0 else "") + (" ".join(parts[:2]) or "0 s")
 
 
+def counted(number: int, name: str) -> str:
+    """A number of things, as ``1 step`` or ``1,200 steps``."""
+    return f"{number} {name}" if number == 1 else f"{number:,} {name}s"
+
+
 def minute(wall_s: float) -> str:
     """Format a wall-clock time as ``2026-11-22 16:50`` in UTC."""
     return datetime.fromtimestamp(wall_s, UTC).strftime("%Y-%m-%d %H:%M")

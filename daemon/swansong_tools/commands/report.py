@@ -70,12 +70,14 @@ def run(args: argparse.Namespace) -> int:
             evacuations_max=args.evacuations,
             progress_of=lambda what: ProgressDisplay(f"reading {what}", what, is_quiet=args.json),
         )
+        costs = _costs(found, prices)
         made = facts.report(
             found,
             run=here.keys.run,
             store_url=here.store.url,
             written_wall_s=time.time(),
-            amounts=tuple(_amounts(_costs(found, prices))),
+            amounts=tuple(_amounts(costs)),
+            lost_amount=_lost(costs),
         )
     if args.html is not None:
         from swansong_tools.report.page import html  # noqa: PLC0415 - slow to import
@@ -140,6 +142,12 @@ def _amounts(costs: Costs | None) -> Iterator[Amount]:
             yield Amount(name, money(amount, costs.currency))
 
 
+def _lost(costs: Costs | None) -> str:
+    if costs is None or costs.interruptions is None:
+        return ""
+    return money(costs.interruptions, costs.currency)
+
+
 # ---------------------------------------------------------------- for programs
 
 
@@ -151,6 +159,7 @@ def _facts(made: RunReport) -> dict[str, Any]:
         "run": made.run,
         "store": made.store_url,
         "written": wall.text(made.written_wall_s),
+        "summary": facts.summary(made),
         "evacuations": [_evacuation(story) for story in made.stories],
         "farewells_left_out": evacuated.farewells_left_out,
         "farewells_damaged": list(evacuated.damaged),

@@ -13,9 +13,9 @@ from swansong_bucket.loss_records import PARTS
 from swansong_bucket.model import Verdict
 
 from swansong_tools.commands.terminal import console
-from swansong_tools.report.facts import RunReport, Story, comparisons, sentences
+from swansong_tools.report.facts import RunReport, Story, comparisons, sentences, summary
 from swansong_tools.report.layout import Picture, PlacedLane
-from swansong_tools.units import human_bytes, human_span, human_time, minute, second
+from swansong_tools.units import counted, human_bytes, human_span, human_time, minute, second
 
 WIDTH = 79
 _NAME = 11
@@ -58,7 +58,7 @@ def lines(report: RunReport, *, is_unicode: bool = True) -> Iterator[Text]:
     yield from _headline(report)
     for story in report.stories:
         yield Text()
-        yield from _story(story, is_unicode=is_unicode)
+        yield from _story(report, story, is_unicode=is_unicode)
     evacuated = report.history.evacuations
     if not report.stories:
         yield Text("no evacuation is recorded")
@@ -74,6 +74,7 @@ def lines(report: RunReport, *, is_unicode: bool = True) -> Iterator[Text]:
 def _headline(report: RunReport) -> Iterator[Text]:
     loss, commits = report.loss, report.history.commits
     yield Text(_cut(f"run {report.run}, {minute(report.written_wall_s)} UTC", WIDTH), "bold")
+    yield from _wrapped(summary(report))
     newest = commits.newest_whole
     count = len(commits.commits) + commits.left_out
     if newest is not None:
@@ -97,7 +98,9 @@ def _headline(report: RunReport) -> Iterator[Text]:
         ettr = "unknown" if loss.ettr is None else f"{loss.ettr:.2%}"
         yield _fact("ETTR", f"{ettr} of {human_span(loss.wall_s)}{last}")
         number = len(loss.interruptions)
-        yield _fact("lost", f"{human_span(loss.lost_gpu_s)} of GPU time, {number} interruptions")
+        yield _fact(
+            "lost", f"{human_span(loss.lost_gpu_s)} of GPU time, {counted(number, 'interruption')}"
+        )
     for amount in report.amounts:
         yield _fact("cost", f"{amount.amount}  {amount.name}")
 
@@ -106,9 +109,10 @@ def _fact(name: str, value: str) -> Text:
     return Text.assemble((f"{name:<{_NAME}}", "dim"), _cut(value, WIDTH - _NAME))
 
 
-def _story(story: Story, *, is_unicode: bool) -> Iterator[Text]:
+def _story(report: RunReport, story: Story, *, is_unicode: bool) -> Iterator[Text]:
     recorded = story.recorded
-    head = f"{second(recorded.opened_wall_s)} UTC  generation {recorded.generation}  "
+    vm = f", {report.vm_of(story)}" if report.vm_of(story) else ""
+    head = f"{second(recorded.opened_wall_s)} UTC  generation {recorded.generation}{vm}  "
     yield Text.assemble((head, "bold"), (recorded.verdict.value, _VERDICTS[recorded.verdict]))
     for sentence in sentences(story):
         yield from _wrapped(sentence)

@@ -11,6 +11,8 @@ from itertools import pairwise
 BREAKS_MAX = 4
 BREAK_WIDTH = 0.06
 """Width of a break on the axis."""
+BREAKS_WIDTH_MAX = 0.6
+"""Width of all breaks together."""
 PADDING = 0.015
 """Width before the first event, and after the last one."""
 _TICK_STEPS_S = (
@@ -125,7 +127,9 @@ def axis(times_s: Iterable[float], *, break_width: float = BREAK_WIDTH) -> Axis:
 def _segments(bounds: list[tuple[float, float]], break_width: float) -> Iterator[Segment]:
     """A segment with a single moment gets a little room."""
     shown_s = sum(to_s - from_s for from_s, to_s in bounds)
-    room = 1 - 2 * PADDING - break_width * (len(bounds) - 1)
+    breaks = len(bounds) - 1
+    break_width = min(break_width, BREAKS_WIDTH_MAX / max(1, breaks))
+    room = 1 - 2 * PADDING - break_width * breaks
     share = 0.2 / len(bounds) if len(bounds) > 1 else 0.0
     left = PADDING
     for from_s, to_s in bounds:

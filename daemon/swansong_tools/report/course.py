@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 from swansong_bucket.format.farewell import RecordedEvacuation, TimelineEntry
 from swansong_bucket.loss_records import Resumption
+from swansong_bucket.model import PEER_SOURCE
 
 from swansong_tools.economics.loss import Interruption
-from swansong_tools.units import human_bytes, human_span
+from swansong_tools.units import counted, human_bytes, human_span
 
 BARS_MAX = 40
 """Bars of one lane."""
@@ -85,6 +86,8 @@ class Course:
     next_vm: tuple[Lane, ...]
     moments: tuple[Moment, ...]
     rates: tuple[Rate, ...]
+    is_of_peer: bool = False
+    """Another VM of the job had the notice."""
 
     @property
     def lanes(self) -> tuple[Lane, ...]:
@@ -133,7 +136,21 @@ def course(
         next_vm=tuple(next_vm),
         moments=tuple(_moments(recorded)),
         rates=_rates(recorded.samples),
+        is_of_peer=is_of_peer(recorded),
     )
+
+
+def is_of_peer(recorded: RecordedEvacuation) -> bool:
+    """Whether this VM had no notice, and another VM of the job asked it for its part."""
+    sources = {notice.source for notice in recorded.notices}
+    return sources == {PEER_SOURCE}
+
+
+def decided_s(recorded: RecordedEvacuation) -> float | None:
+    """When this verdict was reached: each follow-up that is committed confirms it later."""
+    concluded = [entry for entry in recorded.timeline if entry.phase == "verdict"]
+    same = [entry for entry in concluded if entry.facts.get("verdict") == recorded.verdict.value]
+    return next((entry.at_s for entry in (*same, *reversed(concluded))), None)
 
 
 # ---------------------------------------------------------------- the old VM
@@ -214,7 +231,7 @@ def _request(entries: Sequence[TimelineEntry]) -> Lane | None:
     ranks = sum(entry.phase == "accepted" for entry in later)
     step = _number(agreed, "step")
     note = (
-        f"{human_span(to_s - asked.at_s)}, {_ranks(ranks)}"
+        f"{human_span(to_s - asked.at_s)}, {counted(ranks, 'rank')}"
         if ranks
         else human_span(to_s - asked.at_s)
     )
@@ -226,10 +243,6 @@ def _request(entries: Sequence[TimelineEntry]) -> Lane | None:
         (Bar("work", asked.at_s, to_s),),
         "The daemon asks all ranks for a checkpoint, and they agree on its step.",
     )
-
-
-def _ranks(number: int) -> str:
-    return "1 rank" if number == 1 else f"{number} ranks"
 
 
 def _save(entries: Sequence[TimelineEntry]) -> Lane | None:
@@ -408,9 +421,9 @@ def _fetched(resumption: Resumption) -> str:
 
 def _moments(recorded: RecordedEvacuation) -> Iterable[Moment]:
     yield Moment("notice", "notice", 0.0)
-    concluded = [entry for entry in recorded.timeline if entry.phase == "verdict"]
-    if concluded:
-        yield Moment("verdict", f"{recorded.verdict.value}", concluded[-1].at_s)
+    at_s = decided_s(recorded)
+    if at_s is not None:
+        yield Moment("verdict", f"{recorded.verdict.value}", at_s)
     if recorded.deadline_s is not None and recorded.deadline_s > 0:
         yield Moment("deadline", "deadline", recorded.deadline_s)
 

@@ -8,7 +8,8 @@ their size.
 from __future__ import annotations
 
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from swansong_bucket.runs.run import RecordedCommit
@@ -94,7 +95,10 @@ def gantt(picture: Picture) -> Gantt:
     y = lanes_top = label_rows * LABEL_PIXELS + 4
     rows: list[PlacedRow] = []
     for heading, lanes in (
-        ("The VM with the notice", picture.old_vm),
+        (
+            "A VM that had no notice itself" if picture.is_of_peer else "The VM with the notice",
+            picture.old_vm,
+        ),
         ("Until training resumes", picture.next_vm),
     ):
         if not lanes:
@@ -202,7 +206,7 @@ def ettr_chart(windows: Sequence[Window]) -> Chart | None:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The parts of a loss, side by side; together they fill the width."""
+    """The parts of a loss, side by side; those of the largest loss fill the width."""
 
     name: str
     lost_s: float
@@ -210,18 +214,10 @@ class Stack:
 
 
 def loss_stacks(interruptions: Sequence[Interruption]) -> tuple[Stack, ...]:
-    """The sum of all interruptions, then each of the newest ones, newest first."""
-    stacks = [
-        _stacked(f"{_kind(each)} at {minute(each.ended_wall_s)}", loss_parts(each))
-        for each in reversed(interruptions[-STACKS_MAX:])
-    ]
-    if len(interruptions) > 1:
-        summed: dict[str, float | None] = dict.fromkeys(LOSS_PARTS, 0.0)
-        for each in interruptions:
-            for name, seconds in loss_parts(each).items():
-                summed[name] = (summed[name] or 0.0) + (seconds or 0.0)
-        stacks.insert(0, _stacked(f"All {len(interruptions)} interruptions", summed))
-    return tuple(stacks)
+    """Each of the newest interruptions, newest first."""
+    newest = interruptions[-STACKS_MAX:]
+    largest_s = max((each.lost_s for each in newest), default=0.0)
+    return tuple(_stacked(each, largest_s) for each in reversed(newest))
 
 
 def _kind(each: Interruption) -> str:
@@ -234,12 +230,19 @@ def loss_parts(each: Interruption) -> dict[str, float | None]:
     return {name: own[name] for name in LOSS_PARTS if name in own}
 
 
-def _stacked(title: str, parts_s: Mapping[str, float | None]) -> Stack:
-    lost_s = sum(seconds or 0.0 for seconds in parts_s.values())
+def _stacked(each: Interruption, largest_s: float) -> Stack:
     bars, left = [], 0.0
-    for name, seconds in parts_s.items():
-        if seconds and lost_s > 0:
-            right = min(1.0, left + seconds / lost_s)
+    for name, seconds in loss_parts(each).items():
+        if seconds and largest_s > 0:
+            right = min(1.0, left + seconds / largest_s)
             bars.append(PlacedBar(name, left, right))
             left = right
-    return Stack(title, lost_s, tuple(bars))
+    return Stack(f"{_kind(each)} at {minute(each.ended_wall_s)}", each.lost_s, tuple(bars))
+
+
+def loss_sums(interruptions: Sequence[Interruption]) -> dict[str, float]:
+    """The parts of all interruptions together, in seconds."""
+    sums: Counter[str] = Counter()
+    for each in interruptions:
+        sums.update({name: seconds or 0.0 for name, seconds in loss_parts(each).items()})
+    return dict(sums)

@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -15,9 +15,9 @@ from swansong_bucket.runs.lives import Lives
 
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption, Loss
-from swansong_tools.report.course import course
+from swansong_tools.report.course import course, decided_s, is_of_peer
 from swansong_tools.report.layout import Picture, picture
-from swansong_tools.units import human_span, second
+from swansong_tools.units import counted, human_span, second
 
 _MEANING = {
     Verdict.SAFE: "The newest state is in the store.",
@@ -65,8 +65,15 @@ class RunReport:
     loss: Loss | None
     amounts: tuple[Amount, ...]
     """Empty without prices."""
+    lost_amount: str
+    """The cost of all interruptions; empty without prices."""
     stories: tuple[Story, ...]
     """Newest first."""
+
+    def vm_of(self, story: Story) -> str:
+        """The VM of an evacuation, if the job has several."""
+        nodes = {each.recorded.node for each in self.stories}
+        return f"node {story.recorded.node}" if nodes != {0} else ""
 
 
 def report(
@@ -76,6 +83,7 @@ def report(
     store_url: str,
     written_wall_s: float,
     amounts: tuple[Amount, ...] = (),
+    lost_amount: str = "",
 ) -> RunReport:
     """The facts of a report about this history."""
     loss = losses.loss(history.lives.lives)
@@ -87,8 +95,51 @@ def report(
         history=history,
         loss=loss,
         amounts=amounts,
+        lost_amount=lost_amount,
         stories=tuple(reversed(told)),
     )
+
+
+def summary(report: RunReport) -> str:
+    """The first sentences of a report: its evacuations, the cost, and the first change to try."""
+    verdicts = Counter(story.recorded.verdict.value for story in report.stories)
+    ended = ", ".join(f"{number} {name}" for name, number in verdicts.items())
+    happened = f"{counted(len(report.stories), 'evacuation')}: {ended}. " if ended else ""
+    loss = report.loss
+    newest = next(iter(report.stories), None)
+    if newest is not None and newest.recorded.verdict is Verdict.LOST:
+        return f"{happened}First find out why the run has no whole commit: swansong ls, swansong doctor."
+    if loss is None or not loss.interruptions:
+        return f"{happened}No interruption is recorded, so there is nothing to do."
+    parts_s: Counter[str] = Counter()
+    for each in loss.interruptions:
+        parts_s.update({"stall": each.stall_s or 0.0, "redone": each.redone_s})
+        parts_s.update({part: seconds or 0.0 for part, seconds in each.parts_s.items()})
+    ((largest, seconds),) = parts_s.most_common(1)
+    price = f" ({report.lost_amount})" if report.lost_amount else ""
+    name, change = _CHANGES[largest]
+    return (
+        f"{happened}{counted(len(loss.interruptions), 'interruption')} cost "
+        f"{human_span(loss.lost_gpu_s)} of GPU time{price}. Most of it is {name}, "
+        f"{human_span(seconds)}: {change}."
+    )
+
+
+_CHANGES = {
+    "stall": ("the stall of the saves", "make the state smaller, or see swansong advise"),
+    "redone": (
+        "training that had to be done again",
+        "look for evacuations that are not SAFE, and for a shorter interval in swansong advise",
+    ),
+    "cloud": ("time without a VM", "order the next VM at the notice, or in more zones"),
+    "boot": ("the boot", "put all packages and drivers into the image"),
+    "start": ("the start of the trainer", "shorten its imports and its container's start"),
+    "fetch": ("the download", "raise flush.connections, or use a bucket in the region of the VMs"),
+    "load": ("the load", "see swansong advise"),
+    "warm_up": ("the first step", "keep the caches of the compiler in the image"),
+    "unknown": ("time that no VM recorded", "attach the hooks, which report steps"),
+}
+"""The name of each part of a loss, and the first change to try."""
 
 
 def stories(
@@ -134,6 +185,8 @@ def sentences(story: Story) -> Iterator[str]:
     recorded, ended = story.recorded, story.interruption
     at = second(recorded.opened_wall_s)
     notice = ", ".join(f"{notice.kind} from {notice.source}" for notice in recorded.notices)
+    if is_of_peer(recorded):
+        notice = "another VM of the job has it"
     left = (
         ""
         if recorded.deadline_s is None
@@ -155,7 +208,7 @@ def sentences(story: Story) -> Iterator[str]:
     about = "about " if ended.is_estimated else ""
     again = ended.last_step - ended.start_step
     redone = (
-        f"{about}{_steps(again)} had to be done again ({human_span(ended.redone_s)})"
+        f"{about}{counted(again, 'step')} had to be done again ({human_span(ended.redone_s)})"
         if again > 0
         else "no step had to be done again"
     )
@@ -164,10 +217,6 @@ def sentences(story: Story) -> Iterator[str]:
         f"{where} completed its first new step {about}{human_span(ended.down_s)} after the last one, "
         f"and {redone}."
     )
-
-
-def _steps(number: int) -> str:
-    return "1 step" if number == 1 else f"{number:,} steps"
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,11 +243,11 @@ def comparisons(story: Story) -> Iterator[Comparison]:
         outcome += f" ({recorded.took_s / recorded.expected_s:.0%} of the forecast)"
     yield Comparison("Request to commit", plan, outcome)
     if recorded.deadline_s is not None:
-        concluded = [entry for entry in recorded.timeline if entry.phase == "verdict"]
+        at_s = decided_s(recorded)
         yield Comparison(
             "Verdict",
             f"within {human_span(max(0.0, recorded.deadline_s))}",
-            f"after {human_span(concluded[-1].at_s)}" if concluded else "not recorded",
+            "not recorded" if at_s is None else f"after {human_span(at_s)}",
         )
     target = next(
         (entry.facts.get("step") for entry in recorded.timeline if entry.phase == "target"), None

@@ -14,6 +14,8 @@ BAR_WIDTH_MIN = 0.006
 """A shorter bar would not be visible on a narrow screen."""
 RATE_WIDTH_MIN = 0.008
 """Narrower columns of the bandwidth are joined."""
+BREAK_WIDTHS = (0.06, 0.12, 0.2, 0.3, 0.4)
+"""Widths of a break that are tried."""
 _NARROW_PIXELS = 320
 _CHARACTER_PIXELS = 7.5
 
@@ -85,11 +87,12 @@ class Picture:
     breaks: tuple[PlacedBreak, ...]
     rates: tuple[PlacedRate, ...]
     peak_bytes_per_s: float
+    is_of_peer: bool
 
 
 def picture(course: Course) -> Picture:
     """The positions of everything in the course of an evacuation."""
-    on = axis(course.times_s())
+    on = _axis(course)
     rates = tuple(_merged(on, course.rates))
     peak = max((rate.bytes_per_s for rate in rates), default=0.0)
     return Picture(
@@ -104,7 +107,26 @@ def picture(course: Course) -> Picture:
             if rate.bytes_per_s > 0
         ),
         peak_bytes_per_s=peak,
+        is_of_peer=course.is_of_peer,
     )
+
+
+def _axis(course: Course) -> Axis:
+    """The axis with the narrowest breaks on which the longest part of the resumption looks longest."""
+    stretches = [
+        (bar.from_s, bar.to_s)
+        for lane in course.next_vm
+        for bar in lane.bars
+        if bar.from_s is not None and bar.to_s is not None
+    ]
+    longest = max(stretches, key=lambda each: each[1] - each[0], default=(0.0, 0.0))
+    times_s = tuple(course.times_s())
+    for break_width in BREAK_WIDTHS:
+        on = axis(times_s, break_width=break_width)
+        widths = [on.at(to_s) - on.at(from_s) for from_s, to_s in (*stretches, longest)]
+        if widths[-1] >= max(widths):
+            break
+    return on
 
 
 def _lane(on: Axis, lane: Lane) -> PlacedLane:

@@ -16,7 +16,7 @@ from swansong_bucket.model import Verdict
 
 from swansong_tools.report import drawing, facts
 from swansong_tools.report.facts import RunReport
-from swansong_tools.units import human_bytes, human_s, human_span, minute, second
+from swansong_tools.units import counted, human_bytes, human_s, human_span, minute, second
 
 COMMITS_SHOWN = 12
 """Commits in the table; the picture has more."""
@@ -41,6 +41,7 @@ def _template() -> Template:
     )
     environment.filters |= {
         "bytes": human_bytes,
+        "counted": counted,
         "span": human_span,
         "short": human_s,
         "minute": minute,
@@ -76,6 +77,7 @@ def _values(report: RunReport) -> dict[str, Any]:
         verdicts[story.recorded.verdict] += 1
     return {
         "report": report,
+        "summary": facts.summary(report),
         "history": report.history,
         "loss": loss,
         "verdicts": verdicts,
@@ -86,6 +88,7 @@ def _values(report: RunReport) -> dict[str, Any]:
         "entries_shown": ENTRIES_SHOWN,
         "ettr_chart": None if loss is None else drawing.ettr_chart(loss.windows),
         "stacks": drawing.loss_stacks(interruptions),
+        "sums": drawing.loss_sums(interruptions),
         "parts_of": drawing.loss_parts,
         "loss_parts": drawing.LOSS_PARTS,
         "part_names": PART_NAMES,

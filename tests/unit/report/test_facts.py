@@ -1,18 +1,22 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which evacuation comes with the interruption that ended its VM."""
+"""Which evacuation comes with the interruption that ended its VM, and what the report says first."""
 
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.format.keys import RunKeys
+from swansong_bucket.loss_records import NoticeRecord
+from swansong_bucket.model import PEER_SOURCE, Verdict
 from swansong_bucket.runs import history
 from swansong_bucket.runs.history import RunHistory
 from swansong_bucket.runs.run import Run
 from swansong_tools.economics import loss as losses
-from swansong_tools.report.facts import Story, sentences, stories
+from swansong_tools.report import facts
+from swansong_tools.report.facts import Story, comparisons, sentences, stories
 
 from testkit import past_run
 from testkit.memory_store import MemoryStore
@@ -77,3 +81,45 @@ def test_without_an_interruption_the_last_evacuation_stands(past: RunHistory) ->
     first, last = stories((earlier(recorded, 600.0), recorded), past.lives, None)
     assert (first.was_outlived, last.was_outlived) == (True, False)
     assert last.interruption is None
+
+
+def test_the_report_begins_with_what_happened_its_cost_and_what_to_do(past: RunHistory) -> None:
+    """The largest part of the loss decides what to do, and without a whole commit the cause comes first."""
+    fields: Any = {
+        "run": "my-run",
+        "store_url": "s3://b",
+        "written_wall_s": past_run.BEGUN_S + 50000,
+    }
+    assert facts.summary(facts.report(past, lost_amount="7.10 USD", **fields)) == (
+        "2 evacuations: 1 PARTIAL, 1 SAFE. 2 interruptions cost 31 h 33 min of GPU time (7.10 USD). "
+        "Most of it is time without a VM, 3 h 37 min: order the next VM at the notice, or in more zones."
+    )
+    first, last = past.evacuations.evacuations
+    lost = replace(past.evacuations, evacuations=(first, replace(last, verdict=Verdict.LOST)))
+    assert "First find out why the run has no whole commit" in facts.summary(
+        facts.report(replace(past, evacuations=lost), **fields)
+    )
+    unhurt = replace(past, lives=replace(past.lives, lives=()))
+    assert "nothing to do" in facts.summary(facts.report(unhurt, **fields))
+
+
+def test_a_verdict_has_the_time_at_which_it_was_reached(past: RunHistory) -> None:
+    """A follow-up confirms SAFE at 95 s; the verdict was there after 52 s."""
+    story = told(past, *past.evacuations.evacuations)[0]
+    assert [each.outcome for each in comparisons(story) if each.name == "Verdict"] == ["after 52 s"]
+
+
+def test_the_vms_of_a_job_are_told_apart(past: RunHistory) -> None:
+    """Each has its node, and the one with the notice is not the one that it asked."""
+    own = past.evacuations.evacuations[1]
+    peer = replace(own, node=1, notices=(NoticeRecord(PEER_SOURCE, "checkpoint"),))
+    both = replace(past.evacuations, evacuations=(own, peer))
+    made = facts.report(replace(past, evacuations=both), run="r", store_url="", written_wall_s=0.0)
+    assert {made.vm_of(story) for story in made.stories} == {"node 0", "node 1"}
+    said = {story.recorded.node: next(sentences(story)) for story in made.stories}
+    assert "another VM of the job has it" in said[1]
+    assert "gcp.preempted" in said[0]
+    assert {story.recorded.node: story.picture.is_of_peer for story in made.stories} == {
+        0: False,
+        1: True,
+    }

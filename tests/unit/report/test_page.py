@@ -37,7 +37,7 @@ TAGS = set(
     re.findall(
         r"\S+",
         "html head meta title style body header main section article figure h1 h2 h3 p dl dt dd div "
-        "table caption thead tbody tr th td details summary code strong span i "
+        "table caption thead tbody tfoot tr th td details summary code strong span i "
         "svg desc rect line text tspan polyline",
     )
 )
@@ -212,6 +212,7 @@ def test_hostile_texts_stay_texts(
         history=EMPTY,
         loss=loss,
         amounts=(),
+        lost_amount=MARKUP,
         stories=tuple(told),
     )
     text = page.html(report)
