@@ -37,7 +37,6 @@ from swansongd.core.events import (
     CommitFailed,
     CommitManifest,
     Conclude,
-    Event,
     Flushed,
     GenerationClaimed,
     NoticeRaised,
@@ -56,6 +55,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import Settings, StartState, State
 from swansongd.host import gpu_record
+from swansongd.observe.facts import Fact, Observed
 from swansongd.observe.report import status_of
 from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.status import DaemonStatus
@@ -210,10 +210,11 @@ class Story:
 
     # ------------------------------------------------------------------ events
 
-    def tell(self, event: Event) -> list[Action]:
+    def tell(self, event: Observed) -> list[Action]:
         """Post one event; returns the actions."""
-        before = self.state
-        self.state, actions = machine.step(before, event, self.now)
+        before, actions = self.state, ()
+        if not isinstance(event, Fact):
+            self.state, actions = machine.step(before, event, self.now)
         self.tally.observe(before, self.state, event, actions, self.now)
         self.actions += actions
         told = list(actions)

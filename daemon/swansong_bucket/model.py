@@ -358,6 +358,16 @@ class Staged:
         return sum(file.size_bytes for file in self.files)
 
     @cached_property
+    def begun_ns(self) -> int:
+        """When its oldest file was written, by the clock of file times."""
+        return min((file.mtime_ns for file in self.files), default=0)
+
+    @cached_property
+    def written_ns(self) -> int:
+        """When its newest file was written."""
+        return max((file.mtime_ns for file in self.files), default=0)
+
+    @cached_property
     def last_share(self) -> float:
         """See :func:`last_share`."""
         return last_share(self.framework, ((file.path, file.size_bytes) for file in self.files))
@@ -519,7 +529,10 @@ class TrainerView:
     """False after the connection ended, while the process may still reconnect."""
     left_mono_s: float = -inf
     """When its connection ended, while it is not connected."""
-    is_stalled: bool = False
-    """Its last report is older than many usual steps."""
     process_start: int = 0
     """Start of its process, in clock ticks since the boot; 0 if it could not be read."""
+
+    @property
+    def process(self) -> tuple[int, int]:
+        """Pid and start of its process, which together are unique in a boot."""
+        return self.pid, self.process_start

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 from swansong_bucket.model import GpuHealth, Verdict
-from swansongd.core import followup, machine, notices
+from swansongd.core import machine, notices
 from swansongd.core.events import (
     Action,
     CheckComplete,
@@ -26,7 +26,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.transition import Transition
-from swansongd.observe.phase import Phase, phase_of
+from swansongd.observe.phase import Phase, is_follow_up_under_way, phase_of
 
 from testkit.simulation.bucket import restored
 from testkit.simulation.histories import failure_of, fits, live
@@ -439,10 +439,10 @@ def test_no_fault_of_a_follow_up_touches_the_standing_commit() -> None:
         assert world.verdict.verdict is Verdict.SAFE
         standing = world.verdict.commit
         world.run(world.now + world.delay_s(60.0))
-        while seed % 2 and world.now < 1140 and not followup.is_under_way(world.state):
+        while seed % 2 and world.now < 1140 and not is_follow_up_under_way(world.state):
             world.run(world.now + 0.5)
         end = world.random.choice(("power", "trainer", "notice", "daemon"))
-        is_under_way = followup.is_under_way(world.state)
+        is_under_way = is_follow_up_under_way(world.state)
         ended.add((end, is_under_way))
         if end == "trainer" and world.trainer is not None:
             world._dies(world.trainer)

@@ -6,7 +6,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Set
 from dataclasses import replace
 
-from swansong_bucket.model import CheckpointId, CommitRef, Staged, is_healthy, is_sound
+from swansong_bucket.model import CheckpointId, CommitRef, Staged, VmPart, is_healthy, is_sound
 
 from swansongd.core import events, flight, learning, pace, request, staged_sets
 from swansongd.core.state import CommitState, Incomplete, StoredSet
@@ -85,11 +85,10 @@ def _record_part(transition: Transition, ref: CommitRef, staged: Staged | None) 
         _record_whole(transition, ref, is_sound=staged is None or is_sound(staged.health))
     elif commits.last_complete is None or ref > commits.last_complete:
         before = commits.incomplete
-        newest = ref if before is None else max(ref, before.newest)
+        newest = ref if before is None else max(ref, before.part.ref)
         is_asked = before is not None and before.is_asked
-        incomplete = Incomplete(
-            newest, staged.nodes, transition.now, LOOK_FIRST_S, is_asked=is_asked
-        )
+        part = VmPart(newest, staged.nodes)
+        incomplete = Incomplete(part, transition.now, LOOK_FIRST_S, is_asked=is_asked)
         _put(transition, replace(commits, incomplete=incomplete))
 
 
@@ -99,12 +98,13 @@ def record_parts_counted(transition: Transition, event: events.PartsCounted) -> 
     incomplete = commits.incomplete
     if incomplete is None:
         return
-    is_newest = event.newest == incomplete.newest
+    part = incomplete.part
+    committed = max(part.committed, event.committed if event.newest == part.ref else 0)
     counted = replace(
         incomplete,
         is_asked=False,
         look_mono_s=transition.now + incomplete.wait_s,
-        committed=max(incomplete.committed, event.committed if is_newest else 0),
+        part=replace(part, committed=committed),
     )
     _put(transition, replace(commits, incomplete=counted))
     last = commits.last_complete
@@ -118,7 +118,7 @@ def _record_whole(transition: Transition, ref: CommitRef, *, is_sound: bool) -> 
     incomplete = commits.incomplete
     if incomplete is not None:
         transition.mark("complete", generation=ref.generation, step=ref.step)
-        is_newest = incomplete.newest <= ref
+        is_newest = incomplete.part.ref <= ref
         commits = replace(commits, incomplete=None if is_newest else incomplete)
     if commits.last_complete is None or ref > commits.last_complete:
         commits = replace(commits, last_complete=ref, is_sound=is_sound)
@@ -129,23 +129,21 @@ def _record_whole(transition: Transition, ref: CommitRef, *, is_sound: bool) -> 
 
 
 def record_newest(transition: Transition, event: events.RunRead | events.GenerationClaimed) -> None:
-    """The newest whole commit in the store is known, and the start that wrote it."""
+    """The newest whole commit in the store is known, and the start that wrote it.
+
+    No commit of the newest generation exists yet.
+    """
     read = replace(
         transition.state.commits,
         last_complete=event.newest,
         is_sound=event.is_sound,
         newest_start=event.newest_start,
         is_run_read=True,
+        healthy=None,
     )
     _put(transition, read)
     if event.newest is not None:
         transition.do(events.TellCommitted(event.newest))
-
-
-def record_claimed(transition: Transition, event: events.GenerationClaimed) -> None:
-    """A start has its generation: no commit of it exists yet, and the newest one of the run is known."""
-    _put(transition, replace(transition.state.commits, healthy=None))
-    record_newest(transition, event)
 
 
 def close_starts(transition: Transition, start_ids: Set[str]) -> None:
@@ -237,9 +235,8 @@ def _look_for_parts(transition: Transition) -> None:
         is_urgent and incomplete.wait_s > LOOK_FIRST_S
     ):
         return
-    transition.do(
-        events.CheckComplete(incomplete.newest, incomplete.nodes, state.commits.last_complete)
-    )
+    part, last = incomplete.part, state.commits.last_complete
+    transition.do(events.CheckComplete(part.ref, part.nodes, last))
     wait_s = LOOK_FIRST_S if is_urgent else min(2 * incomplete.wait_s, LOOK_S_MAX)
     asked = replace(incomplete, wait_s=wait_s, is_asked=True)
     _put(transition, replace(state.commits, incomplete=asked))

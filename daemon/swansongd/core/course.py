@@ -9,10 +9,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from swansong_bucket.model import CommitRef, Notice, Verdict
+from swansong_bucket.model import Notice
 
 from swansongd.core.events import Conclude, Exit
-from swansongd.core.planner import Plan
 from swansongd.core.state import CheckpointRequest, CourseState, Evacuation
 from swansongd.core.transition import Transition
 
@@ -32,57 +31,31 @@ def end(transition: Transition) -> None:
     _put(transition, None)
 
 
-def move_deadline(transition: Transition, deadline_mono_s: float) -> None:
-    """The evacuation has another deadline."""
-    _put(transition, replace(transition.evacuation, deadline_mono_s=deadline_mono_s))
-
-
-def record_answered(transition: Transition, notices: tuple[Notice, ...]) -> None:
-    """The evacuation answers these notices, and no others."""
-    identities = frozenset(notice.identity for notice in notices)
-    _put(transition, replace(transition.evacuation, identities=identities))
-
-
-def record_plan(transition: Transition, plan: Plan) -> None:
-    """Another plan replaces the first one."""
-    _put(transition, replace(transition.evacuation, plan=plan))
+def record(transition: Transition, **facts: object) -> None:
+    """Facts of the open evacuation have changed."""
+    _put(transition, replace(transition.evacuation, **facts))  # type: ignore[arg-type]
 
 
 def record_made(transition: Transition, request: CheckpointRequest) -> None:
     """A request, or a follow-up request, is made."""
-    evacuation = transition.evacuation
     if request.is_follow_up:
-        evacuation = replace(evacuation, follow_ups=evacuation.follow_ups + 1)
+        record(transition, follow_ups=transition.evacuation.follow_ups + 1)
     else:
-        evacuation = replace(evacuation, requests=evacuation.requests + 1)
-    _put(transition, evacuation)
+        record(transition, requests=transition.evacuation.requests + 1)
     update_request(transition, request)
 
 
 def update_request(transition: Transition, request: CheckpointRequest) -> None:
     """The request, or the follow-up request, has come further."""
-    evacuation = transition.evacuation
     if request.is_follow_up:
-        _put(transition, replace(evacuation, follow_up=request))
+        record(transition, follow_up=request)
     else:
-        _put(transition, replace(evacuation, request=request))
-
-
-def record_refused(transition: Transition, reason: str) -> None:
-    """No process got the signal."""
-    _put(transition, replace(transition.evacuation, refusal=reason))
-
-
-def record_foretold(
-    transition: Transition, foretold: tuple[Verdict, CommitRef | None, CommitRef | None]
-) -> None:
-    """A farewell with this verdict, commit and part is written before the verdict."""
-    _put(transition, replace(transition.evacuation, foretold=foretold))
+        record(transition, request=request)
 
 
 def record_verdict(transition: Transition, made: Conclude) -> None:
     """The verdict is announced."""
-    _put(transition, replace(transition.evacuation, verdict=made.verdict))
+    record(transition, verdict=made.verdict)
     _put_course(transition, replace(transition.state.course, last_verdict=made))
 
 

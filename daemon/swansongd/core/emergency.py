@@ -150,7 +150,7 @@ def _make_missing(transition: Transition) -> None:
             evacuation.verdict is None and evacuation.plan.kind is PlanKind.NONE
         )
         if plan.kind is PlanKind.TAKE and is_worth_it:
-            course.record_plan(transition, plan)
+            course.record(transition, plan=plan)
             make(transition)
             transition.do(Rescan())
 

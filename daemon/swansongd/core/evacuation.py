@@ -7,7 +7,7 @@ import hashlib
 
 from swansong_bucket.model import DRILL, DRILL_ID, PEER_SOURCE, Notice, Verdict
 
-from swansongd.core import course, emergency, flight, notices, request, stall
+from swansongd.core import course, emergency, flight, notices, request
 from swansongd.core.events import Rescan
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Evacuation, State
@@ -53,7 +53,7 @@ def reconcile(transition: Transition) -> None:
         _open_for(transition, admitted[0])
         return
     if deadline < evacuation.deadline_mono_s:
-        course.move_deadline(transition, deadline)
+        course.record(transition, deadline_mono_s=deadline)
         transition.mark(
             "deadline_moved", seconds_left=round(transition.left_s, 2), source=live[0].source
         )
@@ -86,7 +86,7 @@ def _open_for(transition: Transition, cause: Notice) -> None:
 
 
 def _answer(transition: Transition, live: tuple[Notice, ...]) -> None:
-    course.record_answered(transition, live)
+    course.record(transition, identities=frozenset(notice.identity for notice in live))
     notices.record_answered(transition, live, transition.evacuation.id)
 
 
@@ -149,7 +149,6 @@ def _open(
         why=plan.reason,
         **_foreseen(plan, transition.state),
     )
-    stall.mark(transition)
     transition.do(Rescan())
     if plan.kind is PlanKind.TAKE:
         emergency.make(transition)

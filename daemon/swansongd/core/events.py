@@ -66,14 +66,6 @@ class TrainerJoined(FromTrainer):
 
 
 @dataclass(frozen=True, slots=True)
-class TrainerRefused(FromTrainer):
-    """A process sent a hello with the rank of another living process."""
-
-    pid: int
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
 class TrainerLeft(FromTrainer):
     """A rank's connection ended.  ``exited``: its process has ended too, and will not reconnect."""
 
@@ -128,38 +120,11 @@ class RolledBack:
 
 
 @dataclass(frozen=True, slots=True)
-class DownloadStarted(FromTrainer):
-    """The download of a checkpoint began: a prefetch, or the answer to a trainer."""
-
-
-@dataclass(frozen=True, slots=True)
-class DownloadEnded(FromTrainer):
-    """The download ended; the checkpoint lies in a directory, unless there is an error."""
-
-    bytes_fetched: int = 0
-    """Bytes that came from the store."""
-    bytes_linked: int = 0
-    """Bytes that this machine already had."""
-    error: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class RestoreAsked(FromTrainer):
     """A rank, or ``swansong restore``, asked for the checkpoint to resume from."""
 
     start_id: str = ""
     """The start of the rank, which loads nothing and trains nothing before it has the answer."""
-
-
-@dataclass(frozen=True, slots=True)
-class RestoreAnswered(FromTrainer):
-    """The answer was sent."""
-
-    step: int = -1
-    """-1: there is no checkpoint, the run is fresh."""
-    generation: int = -1
-    """Generation of the checkpoint; -1 if it is a set in staging without one."""
-    error: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,15 +250,6 @@ class GenerationClaimed:
 
 
 @dataclass(frozen=True, slots=True)
-class NewestDated:
-    """The age of the newest commit that the claim found, from its manifest."""
-
-    ref: CommitRef
-    age_s: float
-    """By the wall clocks of two VMs."""
-
-
-@dataclass(frozen=True, slots=True)
 class PaceRead:
     """The figures of :class:`swansongd.core.pace.Pace` in the newest commit of the run, from its manifest."""
 
@@ -413,10 +369,9 @@ class Tick:
 
 Event = (
     NoticeRaised | NoticeWithdrawn | SourceChanged | GpusRead
-    | TrainerJoined | TrainerRefused | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
+    | TrainerJoined | TrainerLeft | TrainerProgress | TrainerAccepted | TrainerAgreed
     | TrainerSealed | TrainerFailed | PeerRequested | FinishAsked | StartBegun | ProcessFound
-    | DownloadStarted | DownloadEnded | RestoreAsked | RestoreAnswered
-    | RolledBack | RunRead | NewestDated | PaceRead | HistoryRead
+    | RestoreAsked | RolledBack | RunRead | PaceRead | HistoryRead
     | SignalSent | SignalRefused | SignalledExited
     | Scanned | GenerationClaimed | FlushProgress | Flushed | FlushFailed
     | CommitDone | PartsCounted | CommitFailed | FenceFound | WokeUp | StopRequested | Tick

@@ -67,15 +67,6 @@ def wait_s(state: State, now_mono_s: float) -> float | None:
     )
 
 
-def is_under_way(state: State) -> bool:
-    """Whether the trainer saves a follow-up checkpoint, or the daemon sends it."""
-    request = state.follow_up
-    if request is None or request.failure:
-        return False
-    answer = request.answer
-    return request.is_waiting or (answer is not None and not state.is_whole(answer))
-
-
 def reconcile(transition: Transition) -> None:
     """Request a follow-up that is due, or attend to the one in progress."""
     request = transition.state.follow_up

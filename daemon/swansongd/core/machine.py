@@ -37,7 +37,6 @@ from swansongd.core import (
     ranks,
     request,
     staged_sets,
-    stall,
     starts,
     verdict,
 )
@@ -88,7 +87,6 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
         case events.StartBegun(connection, start_id):
             ranks.record_begun(transition, connection, start_id)
             starts.record_begun(transition, connection)
-            starts.record_begun_over(transition, start_id)
         case events.ProcessFound():
             starts.record_process(transition, event)
         case events.TrainerSealed(connection, request_id, at_step, save_s, size_bytes):
@@ -102,14 +100,6 @@ def _record(transition: Transition, event: Event) -> None:  # noqa: PLR0915 - on
             request.record_failed(transition, request_id, reason)
         case events.RestoreAsked(start_id):
             starts.record_restoring(transition, start_id)
-        case (
-            events.DownloadStarted()
-            | events.DownloadEnded()
-            | events.RestoreAnswered()
-            | events.TrainerRefused()
-            | events.NewestDated()
-        ):
-            pass  # only observers use them
         case events.RolledBack(to_step):
             starts.record_rolled_back(transition, to_step)
         case events.RunRead():
@@ -174,7 +164,6 @@ def _reconcile(transition: Transition) -> None:
     starts.reconcile(transition)
     followup.reconcile(transition)
     periodic.reconcile(transition)
-    stall.reconcile(transition)
     flight.reconcile(transition)
     commits.reconcile(transition)
     staged_sets.reconcile(transition)

@@ -258,7 +258,7 @@ def _record_again(transition: Transition, known: Notice, notice: Notice) -> None
     _put_live(transition, {_key(merged): merged})
     if is_learned and is_answered:
         live = transition.state.urgent_notices(transition.now) or (merged,)
-        course.move_deadline(transition, min(n.deadline_mono_s for n in live))
+        course.record(transition, deadline_mono_s=min(n.deadline_mono_s for n in live))
         transition.mark(
             "deadline_learned", seconds_left=round(transition.left_s, 2), source=notice.source
         )

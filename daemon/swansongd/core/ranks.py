@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Set
+from collections.abc import Iterable
 from dataclasses import replace
 
 from swansong_bucket.model import UNKNOWN_PARENT, TrainerView
@@ -22,8 +22,7 @@ def record_joined(transition: Transition, trainer: TrainerView) -> None:
     others = tuple(
         t for t in state.ranks.trainers if t.pid != trainer.pid and not _is_of_other_job(t, trainer)
     )
-    process = (trainer.pid, trainer.process_start)
-    known = next((t for t in state.ranks.trainers if (t.pid, t.process_start) == process), None)
+    known = next((t for t in state.ranks.trainers if t.process == trainer.process), None)
     if known is not None:
         trainer = replace(
             trainer,
@@ -72,27 +71,14 @@ def _record_start(transition: Transition, event: TrainerProgress) -> None:
     placed = replace(trainer, start_step=event.step, step=max(trainer.step, event.step))
     if event.start_id:
         placed = replace(placed, start_id=event.start_id, parent=event.parent, step=event.step)
-    _update(transition, placed)
-
-
-def record_named(transition: Transition, connections: Set[int], start_id: str) -> None:
-    """These ranks were told the start to which they belong."""
-    trainers = transition.state.ranks.trainers
-    named = (replace(t, start_id=start_id) if t.connection in connections else t for t in trainers)
-    _put(transition, named)
+    update(transition, placed)
 
 
 def record_begun(transition: Transition, connection: int, start_id: str) -> None:
     """A rank belongs to a start that begins now, and has yet to report what it loads."""
     trainer = transition.state.ranks.on(connection)
     if trainer is not None:
-        _update(transition, replace(trainer, start_id=start_id, parent=UNKNOWN_PARENT))
-
-
-def record_stalled(transition: Transition, connections: Set[int]) -> None:
-    """Exactly the ranks with these connections make no progress."""
-    known = transition.state.ranks.trainers
-    _put(transition, (replace(t, is_stalled=t.connection in connections) for t in known))
+        update(transition, replace(trainer, start_id=start_id, parent=UNKNOWN_PARENT))
 
 
 def record_measures(transition: Transition, event: TrainerProgress) -> None:
@@ -114,7 +100,7 @@ def record_measures(transition: Transition, event: TrainerProgress) -> None:
     )
     if event.loss_is_finite is False and trainer.loss_is_finite is not False:
         transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
-    _update(transition, updated)
+    update(transition, updated)
 
 
 def usual_step_s(known_s: float | None, reported_s: float | None) -> float | None:
@@ -146,14 +132,14 @@ def forget_reports(transition: Transition) -> None:
             loss=None,
             loss_is_finite=None,
             reported_mono_s=None,
-            is_stalled=False,
         )
         for trainer in transition.state.ranks.trainers
     )
     _put(transition, left)
 
 
-def _update(transition: Transition, trainer: TrainerView) -> None:
+def update(transition: Transition, trainer: TrainerView) -> None:
+    """Replace what is known of a connected rank."""
     known = transition.state.ranks.trainers
     _put(transition, (trainer if t.connection == trainer.connection else t for t in known))
 

@@ -188,7 +188,7 @@ def record_signal_refused(transition: Transition, request_id: str, reason: str) 
         transition.mark("request_failed", reason=reason)
     refused = replace(request, failure=reason, is_unsent=True, failed_mono_s=transition.now)
     _update(transition, refused)
-    course.record_refused(transition, reason)
+    course.record(transition, refusal=reason)
 
 
 def record_process_ended(transition: Transition, request_id: str) -> None:

@@ -10,8 +10,6 @@ start, so what earlier starts have committed by then is seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 from swansong.protocol import RestoreQuery
 from swansong_bucket.model import CommitRef, Staged, is_healthy
 
@@ -71,19 +69,17 @@ def may_download(state: State, *, is_asked: bool) -> bool:
     return is_asked and not is_sending
 
 
-def newest_local(state: State, newest: CommitRef | None) -> Staged | None:
-    """The newest usable set in staging; None without one, and if the newest commit is newer."""
-    return _newest(state, state.staging.usable, newest)
+def newest_local(
+    state: State, newest: CommitRef | None, *, before_step: int | None = None
+) -> Staged | None:
+    """The newest usable set in staging; None without one, and if this commit is newer.
 
-
-def newest_healthy_local(state: State, before_step: int, newest: CommitRef | None) -> Staged | None:
-    """The newest healthy set of an earlier step; None without one, and if that commit is newer."""
-    healthy = (s for s in state.staging.usable if s.id.step < before_step and is_healthy(s.health))
-    return _newest(state, healthy, newest)
-
-
-def _newest(state: State, sets: Iterable[Staged], newest: CommitRef | None) -> Staged | None:
-    usable = [s for s in sets if s.nodes == 1]
+    Args:
+        before_step: only healthy sets of earlier steps, for a rollback.
+    """
+    usable = [s for s in state.staging.usable if s.nodes == 1]
+    if before_step is not None:
+        usable = [s for s in usable if s.id.step < before_step and is_healthy(s.health)]
     unclaimed = [s for s in usable if _will_be_newest(state, s)]
     if unclaimed:
         return max(unclaimed, key=lambda staged: state.order(staged.id))

@@ -86,13 +86,16 @@ def _signalled(transition: Transition, new: Sequence[Staged]) -> Sequence[Staged
 
 
 def _doubt_undurable(transition: Transition) -> None:
-    """The power may have been cut before these sets were flushed to the disk."""
+    """The power may have been cut before these sets were flushed to the disk.
+
+    The hooks flush all sets before they seal them, except those of an emergency.
+    """
     state = transition.state
     doubtful = [
         s
         for s in state.staging.usable
-        if not _is_durable(s)
-        and max((f.mtime_ns for f in s.files), default=0) < state.settings.booted_wall_ns
+        if s.written_ns < state.settings.booted_wall_ns
+        and (s.framework != "swansong" or s.kind is CheckpointKind.EMERGENCY)
     ]
     for staged in doubtful:
         transition.log(
@@ -194,19 +197,12 @@ def forget(transition: Transition) -> None:
     _put(transition, StagingState(unusable=transition.state.staging.unusable))
 
 
-def _is_durable(staged: Staged) -> bool:
-    """Whether the hooks flushed it to the disk before they sealed it."""
-    return staged.framework == "swansong" and staged.kind is not CheckpointKind.EMERGENCY
-
-
 def reconcile(transition: Transition) -> None:
     """Drop the sets that newer ones supersede, unless an evacuation or a restore may choose one of them."""
     evacuation = transition.state.evacuation
     if _may_load(transition.state):
         return
     if evacuation is not None and not evacuation.is_precaution and evacuation.verdict is None:
-        return
-    if len(transition.state.staging.staged) <= NEWEST:
         return
     wanted = _wanted(transition.state)
     superseded = [

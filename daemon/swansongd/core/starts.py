@@ -73,7 +73,7 @@ FINISH_S_MAX = 90.0
 # ---------------------------------------------------------------- starts that become known
 
 
-def see(transition: Transition, start_id: str, began_ticks: int = 0) -> None:
+def see(transition: Transition, start_id: str, began_ticks: int = 0) -> Start:
     """A process of this start runs on this VM.
 
     Args:
@@ -84,7 +84,7 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> None:
     state = transition.state
     known = state.start_of(start_id)
     if known is not None and known.is_live:
-        return
+        return known
     seen = replace(known or Start(id=start_id), is_live=True, is_of_boot=True, is_open=True)
     others = tuple(start for start in state.starts.known if start.id != start_id)
     if seen.generation is None:
@@ -106,6 +106,7 @@ def see(transition: Transition, start_id: str, began_ticks: int = 0) -> None:
             _end_requests(transition, start_id)
     else:
         update(transition, seen)
+    return seen
 
 
 def _place(start: Start) -> float:
@@ -147,12 +148,15 @@ def record_joined(transition: Transition, connection: int) -> None:
         _record_member(transition, trainer)
 
 
-def _record_member(transition: Transition, trainer: TrainerView) -> None:
-    """A rank belongs to a start."""
-    see(transition, trainer.start_id, trainer.process_start)
-    start = transition.state.start_of(trainer.start_id)
-    assert start is not None
-    process = (trainer.pid, trainer.process_start)
+def _record_member(
+    transition: Transition, trainer: TrainerView, *, may_restore: bool = True
+) -> None:
+    """A rank belongs to a start.
+
+    Args:
+        may_restore: False if the rank has reported that it loads no checkpoint now.
+    """
+    start = see(transition, trainer.start_id, trainer.process_start)
     began = [ticks for ticks in (start.began_ticks, trainer.process_start) if ticks]
     update(
         transition,
@@ -161,9 +165,10 @@ def _record_member(transition: Transition, trainer: TrainerView) -> None:
             nodes=trainer.nodes,
             ranks=trainer.local_world_size,
             began_ticks=min(began, default=0),
-            members={**start.members, trainer.rank: process},
+            members={**start.members, trainer.rank: trainer.process},
             ended={rank: step for rank, step in start.ended.items() if rank != trainer.rank},
             parents={**start.parents, trainer.rank: trainer.parent},
+            is_restoring=start.is_restoring and may_restore,
         ),
     )
     if trainer.nodes > 1:
@@ -173,37 +178,33 @@ def _record_member(transition: Transition, trainer: TrainerView) -> None:
 def _give_start(transition: Transition) -> None:
     """On one VM, rank 0 of the newest start gives it to the others, one process for each rank."""
     state = transition.state
-    if all(trainer.start_id for trainer in state.connected):
-        return
     named = {t.start_id: t for t in state.connected if t.rank == 0 and t.start_id and t.nodes == 1}
     start = next((start for start in reversed(state.starts.known) if start.id in named), None)
     if start is None:
         return
     first = named[start.id]
-    unnamed = []
-    for trainer in state.connected:
-        process = (trainer.pid, trainer.process_start)
-        is_alike = (trainer.world_size, trainer.nodes) == (first.world_size, first.nodes)
-        if (
-            not trainer.start_id
-            and is_alike
-            and start.members.get(trainer.rank, process) == process
-            and trainer.rank not in start.ended
-        ):
-            unnamed.append(trainer.connection)
-    if not unnamed:
-        return
-    ranks.record_named(transition, set(unnamed), start.id)
-    for connection in unnamed:
-        record_begun(transition, connection)
-    transition.do(TellStart(start.id, tuple(sorted(unnamed))))
+    unnamed = [
+        replace(trainer, start_id=start.id)
+        for trainer in state.connected
+        if not trainer.start_id
+        and (trainer.world_size, trainer.nodes) == (first.world_size, first.nodes)
+        and start.members.get(trainer.rank, trainer.process) == trainer.process
+        and trainer.rank not in start.ended
+    ]
+    for trainer in unnamed:
+        ranks.update(transition, trainer)
+    for trainer in unnamed:
+        _record_member(transition, trainer)
+    if unnamed:
+        connections = sorted(trainer.connection for trainer in unnamed)
+        transition.do(TellStart(start.id, tuple(connections)))
 
 
 def record_begun(transition: Transition, connection: int) -> None:
-    """A rank belongs to a start that begins now."""
+    """A rank belongs to a start that begins now, or begins over after a checkpoint that it could not load."""
     trainer = transition.state.ranks.on(connection)
     if trainer is not None:
-        _record_member(transition, trainer)
+        _record_member(transition, trainer, may_restore=False)
 
 
 def record_progress(transition: Transition, event: TrainerProgress) -> None:
@@ -211,10 +212,7 @@ def record_progress(transition: Transition, event: TrainerProgress) -> None:
     trainer = transition.state.ranks.on(event.connection)
     if trainer is None or event.step < 0 or not event.start_id:
         return
-    _record_member(transition, trainer)
-    start = transition.state.start_of(event.start_id)
-    if start is not None:
-        update(transition, replace(start, is_restoring=False))
+    _record_member(transition, trainer, may_restore=False)
 
 
 def record_left(transition: Transition, event: TrainerLeft) -> None:
@@ -236,13 +234,6 @@ def record_restoring(transition: Transition, start_id: str) -> None:
         update(transition, replace(start, is_restoring=True))
 
 
-def record_begun_over(transition: Transition, start_id: str) -> None:
-    """A start has loaded nothing: it begins, or a rank could not load the checkpoint from the answer."""
-    start = transition.state.start_of(start_id)
-    if start is not None:
-        update(transition, replace(start, is_restoring=False))
-
-
 def record_process(transition: Transition, event: ProcessFound) -> None:
     """The process of a trainer without hooks changed; one that is a connected rank has hooks."""
     state = transition.state
@@ -250,9 +241,7 @@ def record_process(transition: Transition, event: ProcessFound) -> None:
         return
     _put(transition, replace(state.starts, process=event.start_id))
     if event.start_id:
-        see(transition, event.start_id)
-        start = transition.state.start_of(event.start_id)
-        assert start is not None
+        start = see(transition, event.start_id)
         process = {0: (event.pid, 0)}
         update(transition, replace(start, process_ns=event.started_wall_ns, members=process))
 
@@ -279,12 +268,14 @@ def record_found(
     Returns:
         The sets with their starts.
     """
-    for staged in sorted((s for s in new if s.framework == "swansong"), key=_written_ns):
+    for staged in sorted(
+        (s for s in new if s.framework == "swansong"), key=lambda each: each.written_ns
+    ):
         if transition.state.start_of(staged.id.start) is None:
             _see_staged(transition, staged, new)
     known = [s for s in transition.state.staging.staged if s.framework != "swansong"]
     adopted = (s for s in new if s.framework != "swansong")
-    in_order = sorted(adopted, key=lambda each: (_written_ns(each), each.id))
+    in_order = sorted(adopted, key=lambda each: (each.written_ns, each.id))
     early = [each for each in in_order if is_first or transition.state.staging.predates(each)]
     late = [each for each in in_order if each not in early]
     named = {}
@@ -304,9 +295,9 @@ def _see_staged(transition: Transition, staged: Staged, new: Sequence[Staged]) -
     """
     state = transition.state
     first_ns: dict[str, int] = {}
-    for each in sorted((*state.staging.staged, *new), key=_written_ns):
-        first_ns.setdefault(each.id.start, _written_ns(each))
-    is_of_boot = _written_ns(staged) >= state.settings.booted_wall_ns
+    for each in sorted((*state.staging.staged, *new), key=lambda each: each.written_ns):
+        first_ns.setdefault(each.id.start, each.written_ns)
+    is_of_boot = staged.written_ns >= state.settings.booted_wall_ns
     later = tuple(
         start
         for start in state.starts.known
@@ -323,20 +314,12 @@ def _see_staged(transition: Transition, staged: Staged, new: Sequence[Staged]) -
     _set_starts(transition, (*earlier, found, *later))
 
 
-def _written_ns(staged: Staged) -> int:
-    return max((file.mtime_ns for file in staged.files), default=0)
-
-
-def _begun_ns(staged: Staged) -> int:
-    return min((file.mtime_ns for file in staged.files), default=0)
-
-
 def _adopting(
     transition: Transition, staged: Staged, known: Sequence[Staged], *, is_early: bool
 ) -> str:
     """The start of a set of a trainer without hooks."""
     state = transition.state
-    written_ns = _written_ns(staged)
+    written_ns = staged.written_ns
     if written_ns < state.settings.booted_wall_ns:
         return ""
     live = state.start
@@ -351,26 +334,20 @@ def _adopting(
     begun = begun or [f"{PROCESS_PREFIX}{state.settings.vm}"]
     if is_early:
         ids = [start.id for start in own] or begun
-        later = [each for each in known if _written_ns(each) > written_ns]
+        later = [each for each in known if each.written_ns > written_ns]
         start_id = _recorded(staged, ids, later, count=len(begun))
     else:
         start_id = begun[-1]
         if _is_back(state, staged, start_id, known):
             first_id, _, number = start_id.partition("~")
             next_id = f"{first_id}~{int(number or 0) + 1}"
-            # Its generation would be greater than that of the process that runs.
-            return "" if is_over else _began_again(transition, next_id, staged)
+            if is_over:
+                return ""  # its generation would be greater than that of the process that runs
+            again = see(transition, next_id)  # the same process has loaded an older state
+            update(transition, replace(again, process_ns=staged.begun_ns))
+            return next_id
     if start_id and (not (is_early or is_over) or state.start_of(start_id) is None):
         see(transition, start_id)
-    return start_id
-
-
-def _began_again(transition: Transition, start_id: str, first: Staged) -> str:
-    """The same process has loaded an older state, and this is the first set since."""
-    see(transition, start_id)
-    start = transition.state.start_of(start_id)
-    assert start is not None
-    update(transition, replace(start, process_ns=_begun_ns(first)))
     return start_id
 
 
@@ -398,7 +375,7 @@ def _is_back(state: State, staged: Staged, start_id: str, known: Sequence[Staged
     start, last = state.start_of(start_id), state.commits.last
     if start is not None and last is not None and last.generation == start.generation:
         steps.append(last.step)
-    is_latest = _begun_ns(staged) > max((_written_ns(each) for each in sealed), default=-1)
+    is_latest = staged.begun_ns > max((each.written_ns for each in sealed), default=-1)
     return is_latest and staged.id.step <= max(steps, default=-1)
 
 
@@ -481,17 +458,14 @@ def record_claimed(transition: Transition, event: GenerationClaimed) -> None:
         is_open = start.is_open or not start.is_of_boot or event.generation == fenced_by
         update(transition, replace(start, generation=event.generation, is_open=is_open))
         if event.is_found and start.nodes == 1:
-            _put_in_order(transition)  # a process of it may have connected after a later start
+            # A process of it may have connected after a later start.
+            in_order = sorted(transition.state.starts.known, key=_place)
+            _put(transition, replace(transition.state.starts, known=tuple(in_order)))
         else:
             _close_overtaken(transition, event.start_id)
     if event.generation >= (fenced_by or 0):
         _put(transition, replace(transition.state.starts, fenced_by=None))
-    commits.record_claimed(transition, event)
-
-
-def _put_in_order(transition: Transition) -> None:
-    starts = transition.state.starts
-    _put(transition, replace(starts, known=tuple(sorted(starts.known, key=_place))))
+    commits.record_newest(transition, event)
 
 
 def _close_overtaken(transition: Transition, start_id: str) -> None:
@@ -512,11 +486,10 @@ def record_finish_asked(transition: Transition, start_id: str) -> None:
     """
     state = transition.state
     finishing = state.starts.finishing
-    is_known = finishing is not None and finishing.start_id == start_id
     if state.start_of(start_id) is not None:
         transition.do(TellFinished(start_id))  # to a rank that connected late or again
         return
-    if is_known and finishing:
+    if finishing is not None and finishing.start_id == start_id:
         if finishing.waits is not None:
             _tell_finished(transition, finishing)
         return

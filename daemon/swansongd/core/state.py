@@ -116,14 +116,11 @@ class StoredSet:
 class Incomplete:
     """Checkpoints of which this VM's part is committed, and not yet the parts of all other VMs."""
 
-    newest: CommitRef
-    """A slower VM may skip it, and commit its part of an older one later."""
-    nodes: int
+    part: VmPart
+    """That of the newest one.  A slower VM may skip it, and commit its part of an older one later."""
     look_mono_s: float
     """The next look for the other parts is not before this instant."""
     wait_s: float
-    committed: int = 1
-    """Number of VMs whose part of the newest one is committed."""
     is_asked: bool = False
     """A CheckComplete is in progress."""
 
@@ -279,11 +276,6 @@ class RankState:
 
     trainers: tuple[TrainerView, ...] = ()
 
-    @property
-    def stalled(self) -> frozenset[int]:
-        """Connections of stalled ranks."""
-        return frozenset(trainer.connection for trainer in self.trainers if trainer.is_stalled)
-
     def on(self, connection: int) -> TrainerView | None:
         """The rank with this connection, if it is known."""
         return next((t for t in self.trainers if t.connection == connection), None)
@@ -392,7 +384,7 @@ class CommitState:
     @cached_property
     def last(self) -> CommitRef | None:
         """Newest commit of the run.  Over several VMs perhaps only this VM's part of it."""
-        own = None if self.incomplete is None else self.incomplete.newest
+        own = None if self.incomplete is None else self.incomplete.part.ref
         return max((ref for ref in (self.last_complete, own) if ref is not None), default=None)
 
 
@@ -550,13 +542,10 @@ class State:
             return None
         return CommitRef(start.generation, checkpoint.step, checkpoint.is_final)
 
-    @cached_property
+    @property
     def part(self) -> VmPart | None:
         """The newest checkpoint of which this VM's part is committed, until it is whole."""
-        incomplete = self.commits.incomplete
-        if incomplete is None:
-            return None
-        return VmPart(incomplete.newest, incomplete.nodes, incomplete.committed)
+        return None if self.commits.incomplete is None else self.commits.incomplete.part
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:

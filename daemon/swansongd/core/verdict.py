@@ -169,7 +169,7 @@ def _foretell(
     foretold = verdict, commit, None if part is None else part.ref
     if evacuation.foretold == foretold:
         return
-    course.record_foretold(transition, foretold)
+    course.record(transition, foretold=foretold)
     if part is not None:
         transition.mark(
             "waiting_for_peers",

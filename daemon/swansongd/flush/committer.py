@@ -35,11 +35,9 @@ from swansongd.core.events import (
     CommitFailed,
     CommitManifest,
     Conclude,
-    Event,
     FenceFound,
     GenerationClaimed,
     HistoryRead,
-    NewestDated,
     PaceRead,
     PartsCounted,
     RunRead,
@@ -47,6 +45,7 @@ from swansongd.core.events import (
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
+from swansongd.observe.facts import NewestDated, Observed
 
 _CLAIM_RETRY_S = 2.0
 _CLAIM_RETRY_S_MAX = 10.0
@@ -80,7 +79,7 @@ class Committer:
         self,
         store: ObjectStore,
         keys: RunKeys,
-        post: Callable[[Event], None],
+        post: Callable[[Observed], None],
         claimant: Claimant,
         *,
         known: KnownChunks,

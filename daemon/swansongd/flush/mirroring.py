@@ -29,9 +29,9 @@ from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.stores.wrappers.throttle import Throttled
 
-from swansongd.core import limits
 from swansongd.core.events import Event, FenceFound
 from swansongd.core.state import State
+from swansongd.flush import limits
 from swansongd.observe.status import MirrorLagStatus, MirrorState, MirrorStatus
 
 FENCE_INTERVAL_S = 60.0

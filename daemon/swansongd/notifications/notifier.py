@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 import structlog
 
 from swansongd.config.notify import NotifyConfig
-from swansongd.core.events import Action, Event
+from swansongd.core.events import Action
 from swansongd.core.state import State
 from swansongd.notifications.command import Command
 from swansongd.notifications.delivery import warm
@@ -20,6 +20,7 @@ from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.accounting import MeasuredResume, Training
 from swansongd.observe.conditions import Watch
+from swansongd.observe.facts import Observed
 from swansongd.observe.heartbeat import Stretch, continued, why_silent
 from swansongd.observe.notifications import (
     GROUPS,
@@ -91,7 +92,7 @@ class Notifier:
         self,
         before: State,
         after: State,
-        event: Event,  # noqa: ARG002 - of the protocol Observer
+        event: Observed,  # noqa: ARG002 - of the protocol Observer
         actions: Sequence[Action],
         now_mono_s: float,
     ) -> None:

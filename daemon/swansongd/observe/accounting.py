@@ -20,10 +20,6 @@ from swansong_bucket.model import CommitRef
 from swansongd.core.events import (
     Action,
     Conclude,
-    DownloadEnded,
-    DownloadStarted,
-    Event,
-    RestoreAnswered,
     RestoreAsked,
     StopRequested,
     TrainerAccepted,
@@ -33,6 +29,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import HOST_SOURCE
+from swansongd.observe.facts import DownloadEnded, DownloadStarted, Observed, RestoreAnswered
 
 LAST_FAREWELL_LEAD_S = 2.0
 """The last farewell is written this long before the deadline.  It is one small request."""
@@ -136,7 +133,7 @@ class Accounting:
         self.training = Training()
         """The training so far.  Replaced with each report, so any thread may read it."""
 
-    def record(self, before: State, after: State, event: Event, now_mono_s: float) -> None:
+    def record(self, before: State, after: State, event: Observed, now_mono_s: float) -> None:
         """Take the facts of one event.
 
         Call it before the actions of the event are carried out: a farewell among them reports the training.
@@ -159,7 +156,7 @@ class Accounting:
         self,
         before: State,
         after: State,
-        event: Event,
+        event: Observed,
         actions: Sequence[Action],
         now_mono_s: float,
     ) -> None:
@@ -172,7 +169,7 @@ class Accounting:
 
     # ------------------------------------------------------------------ facts
 
-    def _record(self, state: State, event: Event, now_mono_s: float) -> None:
+    def _record(self, state: State, event: Observed, now_mono_s: float) -> None:
         match event:
             case DownloadStarted():
                 # The first one since the last resume counts; the others are retries or for other ranks.

@@ -14,6 +14,7 @@ from swansong_bucket.model import Health
 from swansongd.core.state import State
 from swansongd.observe.margin import margins
 from swansongd.observe.notifications import Importance, Notification, NotificationKind, text
+from swansongd.observe.stall import stalled
 from swansongd.observe.status import STORE_HEALTH
 
 
@@ -47,7 +48,9 @@ class Condition:
         )
 
 
-def conditions(state: State, step: int, metrics_failure: str = "") -> dict[str, Condition]:
+def conditions(
+    state: State, step: int, now_mono_s: float, metrics_failure: str = ""
+) -> dict[str, Condition]:
     """The known conditions by group.  One that is absent is unknown: its last value remains.
 
     Args:
@@ -56,7 +59,7 @@ def conditions(state: State, step: int, metrics_failure: str = "") -> dict[str, 
     """
     found = {f"blind/{name}": made for name, made in _blind(state).items()}
     found["metrics"] = _metrics(metrics_failure)
-    stall = _stall(state, step)
+    stall = _stall(state, step, now_mono_s)
     if stall is not None:
         found["stall"] = stall
     if state.evacuation is None:
@@ -98,9 +101,9 @@ def _metrics(failure: str) -> Condition:
     )
 
 
-def _stall(state: State, step: int) -> Condition | None:
-    if state.ranks.stalled:
-        ranks = sorted(t.rank for t in state.connected if t.connection in state.ranks.stalled)
+def _stall(state: State, step: int, now_mono_s: float) -> Condition | None:
+    ranks = sorted(trainer.rank for trainer in stalled(state, now_mono_s))
+    if ranks:
         shown = ", ".join(map(str, ranks[:8])) + (" and others" if len(ranks) > 8 else "")
         return Condition(
             kind=NotificationKind.STALL,
@@ -160,7 +163,7 @@ class Watch:
             step, metrics_failure: see :func:`conditions`.
         """
         found = []
-        known = conditions(state, step, metrics_failure)
+        known = conditions(state, step, now_mono_s, metrics_failure)
         for group in self._changed_mono_s.keys() - known.keys():
             del self._changed_mono_s[group]
         for group, condition in known.items():

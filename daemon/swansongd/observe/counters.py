@@ -17,13 +17,13 @@ from swansongd.core.events import (
     CommitDone,
     CommitFailed,
     Conclude,
-    Event,
     Flushed,
     FlushFailed,
     FlushProgress,
     Mark,
 )
 from swansongd.core.state import State
+from swansongd.observe.facts import Observed
 from swansongd.observe.families import Histogram
 
 KEYS_MAX = 64
@@ -78,7 +78,7 @@ class Counters:
         self,
         before: State,
         after: State,
-        event: Event,
+        event: Observed,
         actions: Sequence[Action],
         now_mono_s: float,
     ) -> None:

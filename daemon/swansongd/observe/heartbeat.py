@@ -13,6 +13,7 @@ from swansong_bucket.model import CommitRef, Health
 
 from swansongd.core import periodic
 from swansongd.core.state import State
+from swansongd.observe.stall import stalled
 from swansongd.observe.status import STORE_HEALTH
 
 DECIDED_S = 10.0
@@ -79,7 +80,7 @@ def why_silent(
         return f"source {blind[0]} is blind"
     if metrics_failure:
         return f"the metrics are not served: {metrics_failure}"
-    if state.ranks.stalled:
+    if stalled(state, now_mono_s):
         return "the trainer is stalled"
     return _why_stale(state, stretch, now_mono_s, heartbeat_interval_s)
 

@@ -7,6 +7,7 @@ from swansong_bucket.model import Health, Verdict
 
 from swansongd.core import emergency, gpus, planner, proof
 from swansongd.core.state import State
+from swansongd.observe.stall import stalled
 from swansongd.observe.status import STORE_HEALTH, Margin, StagingStatus
 from swansongd.observe.tally import FailedSaves
 
@@ -66,16 +67,16 @@ def problem_of(
         return "" if verdict is Verdict.SAFE else reason
     return (
         gpus.objection(state, now_mono_s)
-        or _problem_of_ranks(state)
+        or _problem_of_ranks(state, now_mono_s)
         or _problem_of_start(state)
         or _problem_of_saves(state, failed, staging)
     )
 
 
-def _problem_of_ranks(state: State) -> str:
-    stalled = sorted(t.rank for t in state.connected if t.connection in state.ranks.stalled)
-    if stalled:
-        return f"rank {stalled[0]} makes no progress"
+def _problem_of_ranks(state: State, now_mono_s: float) -> str:
+    silent = stalled(state, now_mono_s)
+    if silent:
+        return f"rank {min(trainer.rank for trainer in silent)} makes no progress"
     missing = state.local_world_size - len(state.connected)
     if state.connected and missing > 0:
         return f"{missing} of {state.local_world_size} ranks are not connected"

@@ -27,6 +27,7 @@ from swansongd.observe.families import Sheet
 from swansongd.observe.phase import Phase
 from swansongd.observe.report import status_of
 from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.stall import stalled
 from swansongd.observe.status import DaemonStatus, Margin, MetricsStatus, MirrorState
 
 _SOURCES_UP = (Health.OK, Health.DEGRADED)
@@ -235,7 +236,7 @@ class DaemonCollector:
         sheet.put("swansong_trainers_connected", len(state.connected))
         name, joined = "swansong_trainers_joined_timestamp_seconds", state.joined_mono_s
         self._put_instant(sheet, name, snapshot, joined)
-        sheet.put("swansong_trainers_stalled", len(state.ranks.stalled))
+        sheet.put("swansong_trainers_stalled", len(stalled(state, snapshot.now_mono_s)))
         sheet.put("swansong_trainers_unhealthy", unhealthy)
         sheet.put("swansong_trainers_refused_total", snapshot.tally.refused.count)
         sheet.put("swansong_trainer_step", None if training.step < 0 else training.step)
@@ -311,7 +312,7 @@ def _stall_s(state: State, now_mono_s: float) -> float:
     """Time since the last report of the rank that has stalled longest; 0 without a stall."""
     reported_s = (
         trainer.reported_mono_s
-        for trainer in state.ranks.trainers
-        if trainer.connection in state.ranks.stalled and trainer.reported_mono_s is not None
+        for trainer in stalled(state, now_mono_s)
+        if trainer.reported_mono_s is not None
     )
     return max((now_mono_s - at_s for at_s in reported_s), default=0.0)

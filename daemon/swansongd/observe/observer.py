@@ -6,8 +6,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from swansongd.core.events import Action, Event
+from swansongd.core.events import Action
 from swansongd.core.state import State
+from swansongd.observe.facts import Observed
 
 
 class Observer(Protocol):
@@ -20,7 +21,7 @@ class Observer(Protocol):
         self,
         before: State,
         after: State,
-        event: Event,
+        event: Observed,
         actions: Sequence[Action],
         now_mono_s: float,
     ) -> None:

@@ -58,3 +58,12 @@ def _awaits_trainer(state: State, evacuation: Evacuation) -> bool:
     """Whether a farewell was written ahead because no trainer has connected so far."""
     is_asked = evacuation.request is not None and not evacuation.request.is_unsent
     return evacuation.foretold is not None and not is_asked and not state.connected
+
+
+def is_follow_up_under_way(state: State) -> bool:
+    """Whether the trainer saves a follow-up checkpoint, or the daemon sends it."""
+    request = state.follow_up
+    if request is None or request.failure:
+        return False
+    answer = request.answer
+    return request.is_waiting or (answer is not None and not state.is_whole(answer))

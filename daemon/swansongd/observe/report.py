@@ -18,8 +18,9 @@ from swansong_bucket.model import (
 from swansongd.core import arrival, followup, periodic
 from swansongd.core.state import State
 from swansongd.observe.margin import margins, problem_of
-from swansongd.observe.phase import phase_of
+from swansongd.observe.phase import is_follow_up_under_way, phase_of
 from swansongd.observe.snapshot import PruneFigures, Snapshot
+from swansongd.observe.stall import stalled
 from swansongd.observe.status import (
     STORE_HEALTH,
     TRAINERS_MAX,
@@ -54,7 +55,7 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
     }
     store = sources.pop(STORE_HEALTH, None)
     age_s = _age(tally.committed_mono_s, now_mono_s)
-    mirror = snapshot.mirror
+    mirror, silent = snapshot.mirror, stalled(state, now_mono_s)
     return DaemonStatus(
         state=phase_of(state).value,
         verdict=_verdict(state),
@@ -74,7 +75,8 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
         evacuation=_evacuation(state, now_mono_s),
         margins=margins(state, problem_of(state, now_mono_s, tally.failed_saves, snapshot.staging)),
         trainers=tuple(
-            _trainer(state, trainer, now_mono_s) for trainer in state.ranks.trainers[:TRAINERS_MAX]
+            _trainer(trainer, now_mono_s, is_stalled=trainer in silent)
+            for trainer in state.ranks.trainers[:TRAINERS_MAX]
         ),
         trainers_not_shown=max(0, len(state.ranks.trainers) - TRAINERS_MAX),
         trainers_refused=_refused(tally.refused, now_mono_s),
@@ -167,8 +169,7 @@ def _notice(notice: Notice, now_mono_s: float) -> NoticeStatus:
     )
 
 
-def _trainer(state: State, trainer: TrainerView, now_mono_s: float) -> TrainerStatus:
-    is_stalled = trainer.connection in state.ranks.stalled
+def _trainer(trainer: TrainerView, now_mono_s: float, *, is_stalled: bool) -> TrainerStatus:
     return TrainerStatus(
         pid=trainer.pid,
         rank=trainer.rank,
@@ -198,7 +199,7 @@ def _evacuation(state: State, now_mono_s: float) -> EvacuationStatus | None:
         trainer_wait_s=_rounded(arrival.wait_s(state, now_mono_s), 1),
         follow_ups=FollowUpsStatus(
             count=evacuation.follow_ups,
-            under_way=followup.is_under_way(state),
+            under_way=is_follow_up_under_way(state),
             next_in_s=_rounded(followup.wait_s(state, now_mono_s), 1),
         ),
         expected_s=_rounded(request.expected_s if request else None, 2),
@@ -222,7 +223,7 @@ def status_line(state: State, now_mono_s: float) -> str:
         last += f"; {state.part}"
     if state.starts.fenced_by is not None:
         last += f"; generation {state.starts.fenced_by} has taken the run over"
-    if state.ranks.stalled:
+    if stalled(state, now_mono_s):
         last += "; the trainer is stalled"
     store = state.notices.sources.get(STORE_HEALTH)
     if store is not None and store.health is not Health.OK:
@@ -231,7 +232,7 @@ def status_line(state: State, now_mono_s: float) -> str:
         return f"{phase_of(state).value}; {last}"
     left_s = state.evacuation.deadline_mono_s - now_mono_s
     wait_s = arrival.wait_s(state, now_mono_s)
-    if followup.is_under_way(state):
+    if is_follow_up_under_way(state):
         last = f"a follow-up checkpoint is under way; {last}"
     if wait_s is not None:
         last = f"waiting for a trainer to connect, {wait_s:.0f} s left; {last}"

@@ -5,8 +5,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from swansongd.core.events import Action, Event, Flushed
+from swansongd.core.events import Action, Flushed
 from swansongd.core.state import State
+from swansongd.observe.facts import Observed
 
 SAMPLES_MAX = 240
 INTERVAL_S = 0.25
@@ -30,7 +31,7 @@ class FlushSamples:
         self,
         before: State,
         after: State,
-        event: Event,
+        event: Observed,
         actions: Sequence[Action],  # noqa: ARG002 - a parameter of every observer
         now_mono_s: float,
     ) -> None:

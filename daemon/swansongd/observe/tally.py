@@ -12,14 +12,12 @@ from dataclasses import dataclass, replace
 from swansongd.core.events import (
     Action,
     CommitDone,
-    Event,
     Log,
-    NewestDated,
     PartsCounted,
     TrainerFailed,
-    TrainerRefused,
 )
 from swansongd.core.state import State
+from swansongd.observe.facts import NewestDated, Observed, TrainerRefused
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,7 +79,7 @@ class Tally:
         self,
         before: State,
         after: State,
-        event: Event,
+        event: Observed,
         actions: Sequence[Action],
         now_mono_s: float,
     ) -> None:

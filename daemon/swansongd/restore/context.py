@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.base import ObjectStore
 
-from swansongd.core.events import Event
 from swansongd.core.state import State
+from swansongd.observe.facts import Observed
 from swansongd.staging.prepare import RunDirectory
 
 
@@ -31,7 +31,7 @@ class RestoreContext:
     """Ends all threads and downloads."""
     mirror: ObjectStore | None = field(default=None, kw_only=True)
     """Backend of the mirror: read for what the store has lost or damaged; None without a mirror."""
-    post: Callable[[Event], None] = field(default=lambda _event: None, kw_only=True)
+    post: Callable[[Observed], None] = field(default=lambda _event: None, kw_only=True)
     """Takes the events of the queries and downloads."""
     claim_refusal: Callable[[], str] = field(default=lambda: "", kw_only=True)
     """Returns why no generation can be claimed before an operator acts; empty: a claim may succeed."""

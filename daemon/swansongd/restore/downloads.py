@@ -29,7 +29,7 @@ from swansong_bucket.transfer.restore import RestoreResult, restore
 from swansong_bucket.transfer.target import Access, RestoreTarget, interrupted
 
 from swansongd.core import resume
-from swansongd.core.events import DownloadEnded, DownloadStarted
+from swansongd.observe.facts import DownloadEnded, DownloadStarted
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.local_files import LocalFiles
 from swansongd.restore.verified import VerifiedShards

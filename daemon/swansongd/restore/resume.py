@@ -37,8 +37,9 @@ from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.transfer.restore import health_of, healthy, whole
 
 from swansongd.core import resume
-from swansongd.core.events import Event, RestoreAnswered, RestoreAsked, RolledBack
+from swansongd.core.events import Event, RestoreAsked, RolledBack
 from swansongd.core.state import State
+from swansongd.observe.facts import RestoreAnswered
 from swansongd.observe.status import STORE_HEALTH
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.downloads import BUDGET_S, Downloads
@@ -327,7 +328,7 @@ class Resume:
         """The newest healthy checkpoint before a step; posts RolledBack once for all ranks."""
         state = self._scanned()
         committed = self._newest_healthy_commit(self._store(), query.before_step)
-        own = resume.newest_healthy_local(state, query.before_step, committed)
+        own = resume.newest_local(state, committed, before_step=query.before_step)
         wish = None
         if own is not None:
             answer = self._in_staging(own, state)

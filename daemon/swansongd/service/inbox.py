@@ -6,7 +6,8 @@ from __future__ import annotations
 import threading
 from collections import deque
 
-from swansongd.core.events import Event, FromTrainer
+from swansongd.core.events import FromTrainer
+from swansongd.observe.facts import Observed
 
 EVENTS_MAX = 10_000
 """Capacity of each of the two queues."""
@@ -26,11 +27,11 @@ class Inbox:
         self._events_max = events_max
         self._reader = threading.get_ident()
         self._changed = threading.Condition()
-        self._own: deque[Event] = deque()
-        self._of_trainers: deque[Event] = deque()
+        self._own: deque[Observed] = deque()
+        self._of_trainers: deque[Observed] = deque()
         self._is_closed = False
 
-    def put(self, event: Event) -> None:
+    def put(self, event: Observed) -> None:
         """Post an event, from any thread."""
         queue = self._of_trainers if isinstance(event, FromTrainer) else self._own
         with self._changed:
@@ -46,7 +47,7 @@ class Inbox:
             self._is_closed = True
             self._changed.notify_all()
 
-    def get(self, timeout_s: float) -> Event | None:
+    def get(self, timeout_s: float) -> Observed | None:
         """The next event; None after the timeout.  For the thread that created the inbox."""
         with self._changed:
             self._changed.wait_for(lambda: self._own or self._of_trainers, timeout_s)

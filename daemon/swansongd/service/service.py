@@ -36,7 +36,6 @@ from swansongd.core.events import (
     CommitFailed,
     CommitManifest,
     Conclude,
-    Event,
     Exit,
     FlushFailed,
     Log,
@@ -68,11 +67,13 @@ from swansongd.notifications.notifier import open_notifier
 from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
+from swansongd.observe.facts import Fact, Observed
 from swansongd.observe.observer import Observer
 from swansongd.observe.phase import phase_of
 from swansongd.observe.report import status_line, status_of
 from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
+from swansongd.observe.stall import StallWatch
 from swansongd.observe.status import to_json
 from swansongd.observe.tally import Tally
 from swansongd.observe.timeline import recorded
@@ -247,6 +248,7 @@ class Service:
                 self._accounting,
                 self._tally,
                 self._samples,
+                StallWatch(self._decision_log),
                 self._notifications,
                 counters,
             )
@@ -352,9 +354,9 @@ class Service:
             # kills a daemon that hangs.
             self._notifier.stopping(within_s=_STOP_EXTENSION_S)
 
-    def _step(self, event: Event, now: float) -> None:
+    def _step(self, event: Observed, now: float) -> None:
         before = self._state
-        actions = self._decisions.decide(event, now)
+        actions = () if isinstance(event, Fact) else self._decisions.decide(event, now)
         # First: a daemon that dies after it sent a request must know the request's id at the next start.
         self._decisions.guarded("notices", self._store_notices)
         self._decisions.guarded("records", self._store_records)

@@ -25,9 +25,9 @@ from swansong_bucket.stores.wrappers.retry import Retrying
 from swansong_bucket.stores.wrappers.throttle import Throttled
 
 from swansongd.config.config import Config
-from swansongd.core import limits
 from swansongd.core.events import Event, Flushed, FlushFailed
 from swansongd.core.state import State
+from swansongd.flush import limits
 from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
@@ -40,6 +40,7 @@ from swansongd.flush.mirroring import Mirroring
 from swansongd.flush.possession import Possession
 from swansongd.flush.pruner import Pruner
 from swansongd.flush.store_health import StoreHealth
+from swansongd.observe.facts import Observed
 from swansongd.observe.snapshot import PruneFigures
 from swansongd.staging.prepare import RunDirectory
 
@@ -70,7 +71,7 @@ class Storage:
         self,
         config: Config,
         staging: RunDirectory,
-        post: Callable[[Event], None],
+        post: Callable[[Observed], None],
         *,
         state: Callable[[], State],
         boot_id: str,

@@ -35,7 +35,8 @@ from swansong.fields import ProtocolError
 from swansong.protocol import Message
 from swansong_bucket.errors import ConfigError
 
-from swansongd.core.events import Event, TrainerJoined, TrainerLeft, TrainerRefused
+from swansongd.core.events import TrainerJoined, TrainerLeft
+from swansongd.observe.facts import Observed, TrainerRefused
 from swansongd.trainers import peers, translate
 from swansongd.trainers.admission import (
     CONNECTIONS_PER_USER,
@@ -88,7 +89,7 @@ class TrainerChannel:
         run: str,
         staging: Path,
         allowed_uids: frozenset[int],
-        post: Callable[[Event], None],
+        post: Callable[[Observed], None],
         answer: Callable[[Message, Reply], None],
         log: Any,
         listener_fd: int | None = None,

@@ -43,7 +43,7 @@ from swansongd.core.events import (
 )
 from swansongd.core.request_ids import FOLLOW_UP
 from swansongd.core.schedule import INTERVAL_MIN_S
-from swansongd.observe.phase import phase_of
+from swansongd.observe.phase import is_follow_up_under_way, phase_of
 from swansongd.trainers.translate import view_of
 
 from testkit.story import MIB, Story, a_notice, a_set
@@ -153,11 +153,11 @@ def test_each_follow_up_is_compared_with_its_forecast() -> None:
 def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
     """The state shows SAFE in each of its phases, and beside it that a follow-up is under way."""
     story = safe()
-    assert not followup.is_under_way(story.state)
+    assert not is_follow_up_under_way(story.state)
     report(story, 60)
     while not asks(story):
         story.wait(TICK_S)
-    assert followup.is_under_way(story.state)
+    assert is_follow_up_under_way(story.state)
     story.accept(60)
     assert phase_of(story.state) is Verdict.SAFE
     story.answer(61)
@@ -165,9 +165,9 @@ def test_the_phase_stays_safe_while_a_follow_up_is_under_way() -> None:
     assert phase_of(story.state) is Verdict.SAFE
     story.flushed()
     assert phase_of(story.state) is Verdict.SAFE
-    assert followup.is_under_way(story.state)
+    assert is_follow_up_under_way(story.state)
     story.committed()
-    assert not followup.is_under_way(story.state)
+    assert not is_follow_up_under_way(story.state)
     assert story.verdicts == ["SAFE generation 2 step 42", "SAFE generation 2 step 61"]
 
 
@@ -583,7 +583,7 @@ def test_a_notice_that_is_withdrawn_between_two_follow_ups_ends_them() -> None:
         story.state.commits.last_complete,
     )
     assert len(asks(story)) >= 2, "two follow-ups, and more would come"
-    assert not followup.is_under_way(story.state)
+    assert not is_follow_up_under_way(story.state)
     assert followup.wait_s(story.state, story.now) is not None
     story.withdraw()
     train(story, story.now + 120.0, step=step)

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 from swansong_bucket.model import Verdict
-from swansongd.core import limits
 from swansongd.core.events import Exit, FenceFound
 from swansongd.core.transition import EXIT_FENCED
+from swansongd.flush import limits
 
 from testkit.story import Story
 

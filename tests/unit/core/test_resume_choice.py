@@ -67,9 +67,9 @@ def test_a_rollback_takes_the_newest_healthy_set_of_an_earlier_step() -> None:
     story.staging = [healthy, a_set(25)]
     story.scan()
     assert story.state.ref_of(healthy.id) == CommitRef(2, 20)
-    assert resume.newest_healthy_local(story.state, 30, None) == healthy
-    assert resume.newest_healthy_local(story.state, 30, CommitRef(2, 21)) is None
-    assert resume.newest_healthy_local(story.state, 20, None) is None
+    assert resume.newest_local(story.state, None, before_step=30) == healthy
+    assert resume.newest_local(story.state, CommitRef(2, 21), before_step=30) is None
+    assert resume.newest_local(story.state, None, before_step=20) is None
 
 
 # ---------------------------------------------------------------- when a query may be answered

@@ -32,11 +32,9 @@ from swansongd.core.events import (
     CommitFailed,
     CommitManifest,
     Conclude,
-    Event,
     FenceFound,
     GenerationClaimed,
     HistoryRead,
-    NewestDated,
     RunRead,
     SourceChanged,
 )
@@ -46,6 +44,7 @@ from swansongd.flush.claimant import Claimant
 from swansongd.flush.committer import Committer
 from swansongd.flush.known import KnownChunks
 from swansongd.flush.store_health import StoreHealth
+from swansongd.observe.facts import NewestDated, Observed
 
 from testkit import committed
 from testkit.records import KEY
@@ -66,7 +65,7 @@ class CommitterRig:
         self.own = directory / "own"
         self.own.mkdir()
         self.store = committed.file_store(self.bucket)
-        self.events: queue.Queue[Event] = queue.Queue()
+        self.events: queue.Queue[Observed] = queue.Queue()
         self.known = KnownChunks(self.own, run="r", store_url=self.store.url, is_data=KEYS.is_data)
         self.health: list[Health] = []
         self.reason = ""
@@ -83,16 +82,16 @@ class CommitterRig:
         boot: str = "boot-1",
         store: ObjectStore | None = None,
         keys: RunKeys = KEYS,
-        then: Callable[[Committer, Event], None] = lambda _committer, _event: None,
+        then: Callable[[Committer, Observed], None] = lambda _committer, _event: None,
     ) -> Iterator[Committer]:
         """A committer that runs; ``then`` is called with each event, in its thread."""
 
-        def note(event: Event) -> None:
+        def note(event: Observed) -> None:
             assert isinstance(event, SourceChanged)
             self.health.append(event.status.health)
             self.reason = event.status.reason
 
-        def post(event: Event) -> None:
+        def post(event: Observed) -> None:
             events.put(event)
             then(committer, event)
 
@@ -127,7 +126,7 @@ class CommitterRig:
         """Whether the health of the store is not OK."""
         return bool(self.health) and self.health[-1] is not Health.OK
 
-    def next(self) -> Event:
+    def next(self) -> Observed:
         """The next event, except those that report earlier generations."""
         while True:
             event = self.events.get(timeout=10)
@@ -161,7 +160,7 @@ class CommitterRig:
         with self.committer(**options) as committer:
             return self.claim(committer, start_id).generation
 
-    def started(self, **options: Any) -> list[Event]:
+    def started(self, **options: Any) -> list[Observed]:
         """The events of a committer that gets no request."""
         with self.committer(**options) as committer:
             assert committer.drain(10)
@@ -302,7 +301,7 @@ def test_a_trainer_waits_for_no_history(rig: CommitterRig) -> None:
     committed.commit(rig.store, {"w": b"1"}, generation=1, step=70)
     assert rig.claimed("before") == 2
 
-    def restart(committer: Committer, event: Event) -> None:
+    def restart(committer: Committer, event: Observed) -> None:
         if isinstance(event, GenerationClaimed) and event.start_id == "before":
             committer.claim(ClaimGeneration(START))
 
@@ -1007,7 +1006,7 @@ def test_the_history_of_earlier_vms_is_posted(rig: CommitterRig) -> None:
 
     committed.commit(rig.store, {"w": b"1"})
 
-    def histories(boot: str) -> list[Event]:
+    def histories(boot: str) -> list[Observed]:
         with rig.committer(boot=boot):
             events = [rig.events.get(timeout=10)]
             while not isinstance(events[-1], NewestDated):  # posted last

@@ -10,11 +10,7 @@ from swansong_bucket.model import CommitRef, Severity, TrainerView
 from swansongd.core.events import (
     Action,
     Conclude,
-    DownloadEnded,
-    DownloadStarted,
-    Event,
     FenceFound,
-    RestoreAnswered,
     RestoreAsked,
     RolledBack,
     StartBegun,
@@ -31,6 +27,7 @@ from swansongd.observe.accounting import (
     Training,
     last_report,
 )
+from swansongd.observe.facts import DownloadEnded, DownloadStarted, Observed, RestoreAnswered
 
 from testkit.story import Story
 
@@ -48,7 +45,7 @@ class Accounted(Story):
         self.accounting = Accounting(self.resumes.append, self._farewell)
         super().__init__(**options)
 
-    def tell(self, event: Event) -> list[Action]:
+    def tell(self, event: Observed) -> list[Action]:
         before = self.state
         actions = super().tell(event)
         self.accounting.record(before, self.state, event, self.now)
@@ -64,7 +61,7 @@ class Accounted(Story):
         self.farewell_step = self.training.step
 
 
-def at(story: Story, seconds: float, event: Event) -> None:
+def at(story: Story, seconds: float, event: Observed) -> None:
     story.now += seconds
     story.tell(event)
 

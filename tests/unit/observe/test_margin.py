@@ -181,7 +181,9 @@ def fails_to_send(story: Story) -> None:
 
 def stalls(story: Story) -> None:
     (trainer,) = story.state.ranks.trainers
-    ranks = replace(story.state.ranks, trainers=(replace(trainer, is_stalled=True),))
+    ranks = replace(
+        story.state.ranks, trainers=(replace(trainer, step_s=0.1, reported_mono_s=0.0),)
+    )
     story.state = replace(story.state, ranks=ranks)
 
 

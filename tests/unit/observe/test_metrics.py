@@ -30,23 +30,21 @@ from swansong_bucket.model import (
 from swansongd.core.events import (
     Action,
     Conclude,
-    Event,
     Flushed,
     FlushFailed,
     FlushProgress,
     GpusRead,
     Mark,
-    NewestDated,
     SourceChanged,
     Tick,
     TrainerFailed,
     TrainerProgress,
-    TrainerRefused,
 )
 from swansongd.observe.accounting import Accounting
 from swansongd.observe.counters import KEYS_MAX, PHASES, Counters
 from swansongd.observe.daemon_families import FAMILIES
 from swansongd.observe.exposition import registry_of
+from swansongd.observe.facts import NewestDated, Observed, TrainerRefused
 from swansongd.observe.families import BUCKETS_S, Histogram
 from swansongd.observe.metrics import DaemonCollector
 from swansongd.observe.phase import Phase
@@ -99,7 +97,7 @@ class Watched(Story):
         super().__init__(**options)
         self.registry = registry_of(DaemonCollector(self.snapshot, self.counters))
 
-    def tell(self, event: Event) -> list[Action]:
+    def tell(self, event: Observed) -> list[Action]:
         before = self.state
         actions = super().tell(event)
         self.accounting.record(before, self.state, event, self.now)

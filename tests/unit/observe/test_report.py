@@ -10,10 +10,10 @@ import pytest
 from swansong_bucket.model import CommitRef, Health, Severity, SourceStatus
 from swansongd.core.events import (
     FlushProgress,
-    NewestDated,
     SourceChanged,
     TrainerFailed,
 )
+from swansongd.observe.facts import NewestDated
 from swansongd.observe.report import status_line
 from swansongd.observe.status import STORE_HEALTH, from_json, to_json
 

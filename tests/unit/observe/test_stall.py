@@ -1,25 +1,61 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Stories of stalled trainers."""
+"""Stories of stalled trainers, and what the log and the timeline show of them."""
 
 from __future__ import annotations
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from swansongd.core.events import Log, Mark, TrainerProgress
+from swansongd.core.events import Action, Log, Mark, TrainerProgress
 from swansongd.core.ranks import usual_step_s
+from swansongd.observe.decision_log import DecisionLog
+from swansongd.observe.facts import Observed
 from swansongd.observe.report import status_line
+from swansongd.observe.stall import StallWatch
 
 from testkit.story import Story
 
 
-def stalls(story: Story) -> list[dict[str, object]]:
-    return [dict(log.facts) for log in story.all(Log) if log.event == "stall"]
+class Lines(DecisionLog):
+    """Collects the lines and the marks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lines: list[Log] = []
+        self.marks: list[Mark] = []
+
+    def write(self, line: Log, now_mono_s: float) -> None:
+        del now_mono_s
+        self.lines.append(line)
+
+    def mark(self, mark: Mark, now_mono_s: float) -> bool:
+        del now_mono_s
+        self.marks.append(mark)
+        return False
 
 
-def a_slow_trainer(step_s: float) -> Story:
+class Watched(Story):
+    """A story whose stalls are reported."""
+
+    def __init__(self) -> None:
+        self.log = Lines()
+        self.watch = StallWatch(self.log)
+        super().__init__()
+
+    def tell(self, event: Observed) -> list[Action]:
+        before = self.state
+        actions = super().tell(event)
+        self.watch.observe(before, self.state, event, actions, self.now)
+        return actions
+
+
+def stalls(story: Watched) -> list[dict[str, object]]:
+    return [dict(line.facts) for line in story.log.lines if line.event == "stall"]
+
+
+def a_slow_trainer(step_s: float) -> Watched:
     """A trainer with this step time that has just reported step 40."""
-    story = Story()
+    story = Watched()
     story.join(step=1)
     for step in range(30, 41):
         story.now += 1
@@ -40,8 +76,8 @@ def test_no_progress_for_long_is_a_stall_and_reported_once(step_s: float, limit_
     assert story.status.trainers[0].stalled_s == limit_s + 101
     assert "stalled" in status_line(story.state, story.now)
     story.progress(41)
-    assert story.last(Log).event == "stall_over"
-    assert not story.state.ranks.stalled
+    assert story.log.lines[-1] == Log("info", "stall_over", (("ranks", [0]),))
+    assert story.status.trainers[0].stalled_s is None
     assert "stalled" not in status_line(story.state, story.now)
 
 
@@ -56,7 +92,7 @@ def test_a_report_without_a_step_prevents_a_stall() -> None:
 
 def test_before_the_first_measured_step_no_rank_is_stalled() -> None:
     """Compilation and warm-up may take any time."""
-    story = Story()
+    story = Watched()
     story.join(step=0)
     story.wait(100_000)
     assert not stalls(story)
@@ -67,13 +103,13 @@ def test_the_farewell_shows_a_stall_before_and_during_the_evacuation() -> None:
     story = a_slow_trainer(0.1)
     story.wait(100)
     story.notice(in_s=120)
-    marks = [mark for mark in story.all(Mark) if mark.phase == "stall"]
-    assert dict(marks[0].facts)["step"] == 40
+    (mark,) = story.log.marks
+    assert (mark.phase, dict(mark.facts)["step"]) == ("stall", 40)
 
     story = a_slow_trainer(0.1)
     story.notice(in_s=1000)
     story.wait(61)
-    assert [mark.phase for mark in story.all(Mark)].count("stall") == 1
+    assert [mark.phase for mark in story.log.marks] == ["stall"]
 
 
 @given(st.lists(st.floats(0.5, 2.0), min_size=1))

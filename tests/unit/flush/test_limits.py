@@ -7,9 +7,9 @@ from dataclasses import replace
 
 import pytest
 from swansong_bucket.model import Severity
-from swansongd.core import limits
 from swansongd.core.events import FenceFound, FinishAsked
 from swansongd.core.state import Finishing
+from swansongd.flush import limits
 
 from testkit.story import Story
 
