@@ -6,13 +6,10 @@ No decision depends on it.  Instants called ``*_mono_s`` are of this VM's monoto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swansongd.core.events import (
-    Action,
     CommitDone,
-    Event,
     Log,
     NewestDated,
     PartsCounted,
@@ -20,6 +17,7 @@ from swansongd.core.events import (
     TrainerRefused,
 )
 from swansongd.core.state import State
+from swansongd.observe.observer import Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,15 +75,9 @@ class Tally:
         self.figures = Figures()
         """Replaced with each change, so any thread may read it."""
 
-    def observe(
-        self,
-        before: State,
-        after: State,
-        event: Event,
-        actions: Sequence[Action],
-        now_mono_s: float,
-    ) -> None:
+    def observe(self, observation: Observation) -> None:
         """Take note of one decision."""
+        before, after, event, actions, now_mono_s = observation
         newest = after.commits.last_complete
         if newest != before.commits.last_complete:
             is_made_now = isinstance(event, CommitDone | PartsCounted)
