@@ -8,6 +8,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Iterable
+from contextlib import suppress
 from email.utils import parsedate_to_datetime
 from pathlib import Path
 from urllib.parse import urlsplit
@@ -36,6 +37,7 @@ from swansong_tools.doctor.findings import (
     warning,
 )
 from swansong_tools.doctor.installation import BOOTED, Installation
+from swansong_tools.doctor.sandbox import systemctl
 from swansong_tools.doctor.store_fixes import address
 
 METADATA_LIMIT_S = 4 * TIMEOUT_MAX_S
@@ -55,7 +57,6 @@ _REDIRECT = (
 _NO_PROXY = "Environment=NO_PROXY=169.254.169.254,metadata.google.internal"
 _MANAGERS = ("systemd-networkd", "NetworkManager", "networking")
 _RESOLVERS = ("systemd-resolved", "NetworkManager")
-_TIMEOUT_S = 3.0
 _NETWORKS = Path("/sys/class/net")
 _IFF_UP = 1
 _INSTANCE = {"aws": "/latest/meta-data/instance-id", "gcp": "id"}
@@ -180,18 +181,10 @@ def _no_link() -> bool:
 
 def _revive(services: tuple[str, ...]) -> str:
     """Restart the first of these services that is enabled; empty if none is."""
-    for service in services:
-        try:
-            done = subprocess.run(  # noqa: S603 - fixed names
-                ["systemctl", "is-enabled", "--quiet", service],  # noqa: S607
-                timeout=_TIMEOUT_S,
-                check=False,
-                capture_output=True,
-            )
-        except (OSError, subprocess.TimeoutExpired):
-            return ""
-        if done.returncode == 0:
-            return fixes.as_root(f"systemctl restart {service}")
+    with suppress(OSError, subprocess.TimeoutExpired):
+        for service in services:
+            if systemctl("is-enabled", service) == "enabled":
+                return fixes.as_root(f"systemctl restart {service}")
     return ""
 
 

@@ -329,14 +329,18 @@ def unit_syntax(_: Installation) -> Judgement:
     ]
     # systemd-analyze verifies a template by an instance of it, which needs no file.
     paths = [str(path).replace("@.", "@doctor.") for path in units]
-    done = subprocess.run(  # noqa: S603 - our own unit files
-        ["systemd-analyze", "verify", "--man=no", *paths],  # noqa: S607
+    return judge_syntax(_analyzed("verify", "--man=no", *paths).stderr, units=len(units))
+
+
+def _analyzed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The output of ``systemd-analyze``."""
+    return subprocess.run(  # noqa: S603 - our own unit files
+        ["systemd-analyze", *arguments],  # noqa: S607
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
         check=False,
     )
-    return judge_syntax(done.stderr, units=len(units))
 
 
 def judge_syntax(stderr: str, *, units: int) -> Judgement:
@@ -353,14 +357,7 @@ def judge_syntax(stderr: str, *, units: int) -> Judgement:
 def logind_drop_in(_: Installation) -> Judgement:
     if not _DROP_IN.exists():
         return warning(f"{_DROP_IN} is missing: logind delays shutdowns for 5 s only", _set_delay())
-    done = subprocess.run(
-        ["systemd-analyze", "cat-config", "systemd/logind.conf"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    return judge_drop_in(done.stdout)
+    return judge_drop_in(_analyzed("cat-config", "systemd/logind.conf").stdout)
 
 
 def judge_drop_in(configuration: str) -> Judgement:

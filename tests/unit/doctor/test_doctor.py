@@ -354,6 +354,7 @@ def test_unit(change: dict[str, str], level: str) -> None:
         (["/var/lib/swansong"], "/mnt/staging", True, [], "failure"),
         (["/var/lib/swansong"], "/mnt/staging", False, [], "ok"),
         (["/var/lib/swansong", "-/mnt"], "/mnt/staging", True, [], "ok"),
+        (["/var/lib/swansong", "/mnt/stag"], "/mnt/staging", True, [], "failure"),
         (["/mnt/staging"], "/mnt/staging", True, ["/mnt/staging"], "failure"),
     ],
 )
