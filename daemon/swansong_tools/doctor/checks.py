@@ -33,7 +33,13 @@ CONFIGURATION = _configuration(
 )
 CLOUD = _configuration("cloud", "`sources.cloud` against the firmware", cloud.cloud)
 INSTALLED = (
-    _host("packages", "all packages can be imported", host.packages, fix=lambda _: fixes.PROVISION),
+    _host(
+        "packages",
+        "all packages can be imported",
+        host.packages,
+        fix=lambda _: fixes.PROVISION,
+        limit_s=60.0,
+    ),
     _host("polkit", "polkit is installed; without it logind refuses the delay lock", host.polkit),
     _host("users", "the user of the daemon, and the group of the trainers", host.users),
     _host("unit file", "the unit exists and starts at boot", host.unit_file),
