@@ -56,6 +56,7 @@ from swansongd.core.events import (
 from swansongd.core.state import Settings, StartState, State
 from swansongd.host import gpu_record
 from swansongd.observe.facts import Fact, Observed
+from swansongd.observe.observer import Observation
 from swansongd.observe.report import status_of
 from swansongd.observe.snapshot import Snapshot
 from swansongd.observe.status import DaemonStatus
@@ -215,7 +216,7 @@ class Story:
         before, actions = self.state, ()
         if not isinstance(event, Fact):
             self.state, actions = machine.step(before, event, self.now)
-        self.tally.observe(before, self.state, event, actions, self.now)
+        self.tally.observe(Observation(before, self.state, event, actions, self.now))
         self.actions += actions
         told = list(actions)
         for action in actions:

@@ -4,11 +4,9 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-import re
 
-from swansong_tools.doctor.findings import FAMILIES, Finding, Level
-from swansong_tools.doctor.store import _Probe
+from swansong_tools.doctor import checks
+from swansong_tools.doctor.findings import Finding, Level
 
 from testkit.reference.markup import filled, member_docs, table
 
@@ -16,7 +14,6 @@ from testkit.reference.markup import filled, member_docs, table
 def page() -> str:
     """docs/reference/doctor.md."""
     *fields, last = (f"`{field.name}`" for field in dataclasses.fields(Finding))
-    steps = re.findall(r'step\("([^"]+)", self\.(\w+)', inspect.getsource(_Probe.rehearsal_checks))
     return filled(
         "doctor.md",
         fields=f"{', '.join(fields)} and {last}",
@@ -24,11 +21,11 @@ def page() -> str:
             ("level", "meaning"),
             ((f"`{Level[name]}`", text) for name, text in member_docs(Level).items()),
         ),
-        families=table(
-            ("family", "checks"), ((f"`{name}`", text) for name, text in FAMILIES.items())
+        checks=table(
+            ("family", "check", "examines"),
+            ((f"`{each.family}`", f"`{each.name}`", each.shows) for each in checks.ALL),
         ),
         rehearsal=table(
-            ("check", "step"),
-            ((f"`{name}`", inspect.getdoc(vars(_Probe)[judge]) or "") for name, judge in steps),
+            ("check", "step"), ((f"`{each.name}`", each.shows) for each in checks.REHEARSAL)
         ),
     )

@@ -13,13 +13,11 @@ from typing import Any
 import pytest
 import requests
 from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.retention import locks
-from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.settings import LifecycleRule
 from swansong_tools.commands.main import main
-from swansong_tools.doctor import policies
-from swansong_tools.doctor.bucket import BucketChecks
+from swansong_tools.doctor import bucket, checks
 from swansong_tools.doctor.findings import Judgement, Level
+from swansong_tools.doctor.installation import Installation, own_account
 from swansong_tools.upkeep import lifecycle
 from swansongd.config.config import Config, parse
 
@@ -52,10 +50,8 @@ class Place:
         return parse({**tables, "store": {**self.store, **store}})
 
     def judged(self, **store: object) -> dict[str, Judgement]:
-        config = self.config(**store)
-        opened: Any = open_store(config.store, lock=locks.of(config.store))
-        checks = BucketChecks(config, opened, opened.settings).checks()
-        return {name: judge() for name, judge in checks.items()}
+        vm = Installation(path=Path("/c"), configured=self.config(**store), user=own_account())
+        return {each.name: each.probe(vm) for each in checks.SETTINGS}
 
     def levels(self, **store: object) -> dict[str, Level]:
         return {name: found.level for name, found in self.judged(**store).items()}
@@ -147,7 +143,7 @@ def test_a_damaged_setting_is_unknown(s3: Place, how: str) -> None:
     place = Place(s3.cloud, lock=1)
     rules = lifecycle.for_s3(KEYS, "p/")
     place.client.put_bucket_lifecycle_configuration(Bucket=place.name, LifecycleConfiguration=rules)
-    policy = json.dumps(policies.added(None, place.name, KEYS, "p/"))
+    policy = json.dumps(bucket.added(None, place.name, KEYS, "p/"))
     place.client.put_bucket_policy(Bucket=place.name, Policy=policy)
     for setting in ("lifecycle", "versioning", "object-lock", "policy"):
         place.cloud.order("spoil", how=how, method="GET", match=f"?{setting}")
@@ -263,18 +259,18 @@ def test_the_statements_are_those_of_the_file() -> None:
     """packer/permissions has the same statements, for a reader without doctor."""
     file = (REPOSITORY / "packer/permissions/aws-bucket-policy.json").read_text()
     wanted = json.loads(file.replace("BUCKET", "b").replace("PREFIX", "p").replace("RUN", "run"))
-    assert policies.added(None, "b", KEYS, "p/") == wanted
+    assert bucket.added(None, "b", KEYS, "p/") == wanted
 
 
 def test_existing_statements_stay() -> None:
     """Also those of another run, which have the same names."""
-    first = policies.added(None, "b", RunKeys("other"), "p/")
-    both = policies.added(first, "b", KEYS, "p/")
+    first = bucket.added(None, "b", RunKeys("other"), "p/")
+    both = bucket.added(first, "b", KEYS, "p/")
     assert both["Statement"][:2] == first["Statement"]
     names = [statement["Sid"] for statement in both["Statement"]]
     assert len(set(names)) == len(names) == 4
     for keys in (RunKeys("other"), KEYS):
-        assert policies.enforces_create_if_absent(both, "b", keys, "p/")
+        assert bucket.enforces_create_if_absent(both, "b", keys, "p/")
 
 
 @pytest.mark.parametrize(
@@ -293,8 +289,8 @@ def test_existing_statements_stay() -> None:
 )
 def test_a_weaker_statement_does_not_count(change: dict[str, Any]) -> None:
     """Each condition that lets an overwrite pass is noticed."""
-    statement = {**policies.statements("b", KEYS, "p/")[0], **change}
-    assert not policies.enforces_create_if_absent({"Statement": statement}, "b", KEYS, "p/")
+    statement = {**bucket.statements("b", KEYS, "p/")[0], **change}
+    assert not bucket.enforces_create_if_absent({"Statement": statement}, "b", KEYS, "p/")
 
 
 def test_a_wider_statement_counts() -> None:
@@ -307,4 +303,4 @@ def test_a_wider_statement_counts() -> None:
         "Resource": "arn:aws:s3:::b/*",
         "Condition": null,
     }
-    assert policies.enforces_create_if_absent({"Statement": [statement]}, "b", KEYS, "p/")
+    assert bucket.enforces_create_if_absent({"Statement": [statement]}, "b", KEYS, "p/")

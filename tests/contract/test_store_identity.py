@@ -22,9 +22,9 @@ from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.file.tree import MARKER
 from swansong_tools.commands.main import parser
 from swansong_tools.commands.opening import opened
-from swansong_tools.doctor.accounts import daemon_account
+from swansong_tools.doctor import checks
 from swansong_tools.doctor.findings import Judgement, Level
-from swansong_tools.doctor.store import checks
+from swansong_tools.doctor.installation import Installation, daemon_account
 from swansongd.config.config import load
 from swansongd.flush.claim_record import ClaimRecord
 
@@ -115,9 +115,9 @@ def test_another_file_system_in_its_place(files: FileStore, root: Path, tmp_path
 SWAPPED = """
 import os, subprocess, sys
 from swansongd.config.config import load
-from swansong_tools.doctor.accounts import daemon_account
+from swansong_tools.doctor import checks
 from swansong_tools.doctor.findings import Judgement, Level
-from swansong_tools.doctor.store import checks
+from swansong_tools.doctor.installation import Installation, daemon_account
 from swansong_bucket.errors import Permanent
 from swansong_bucket.stores.file.store import FileStore
 def mount():
@@ -383,9 +383,8 @@ def test_doctor_leaves_a_bare_mount_point_bare(
     """It fails with the mount command, and creates neither a marker nor a directory."""
 
     def bucket() -> Judgement:
-        account = daemon_account()
-        found = checks(load(config), config, account, grace_s=30.0, speed=False, trial=True)
-        judgement = next(check for check in found if check.name == "bucket").judge()
+        vm = Installation(path=config, configured=load(config), user=daemon_account())
+        judgement = next(check for check in checks.STORE if check.name == "bucket").probe(vm)
         assert judgement.level is Level.FAILURE
         assert os.listdir(root) == []
         return judgement

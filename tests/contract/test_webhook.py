@@ -29,6 +29,7 @@ from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.notifications.webhook import request_for as webhook_request
 from swansongd.observe.notifications import Notification, NotificationKind, Origin, fields, sample
+from swansongd.observe.observer import Observation
 from swansongd.observe.status import SenderStatus
 
 from testkit.emulators import tls
@@ -318,12 +319,12 @@ def test_a_receiver_that_hangs_costs_the_decision_thread_microseconds(tmp_path: 
         notifier = Notifier(config, run="run", vm="vm", record=record())
         notifier.start()
         for before, after, actions in steps[:5]:
-            notifier.observe(before, after, None, actions, story.now)  # type: ignore[arg-type]
+            notifier.observe(Observation(before, after, None, actions, story.now))  # type: ignore[arg-type]
         until(lambda: server.accepted, what="a request that hangs")
         took = []
         for before, after, actions in steps[5:]:
             began_s = time.perf_counter()  # unlike the CPU time, it contains a wait
-            notifier.observe(before, after, None, actions, story.now)  # type: ignore[arg-type]
+            notifier.observe(Observation(before, after, None, actions, story.now))  # type: ignore[arg-type]
             took.append(time.perf_counter() - began_s)
         notifier.close(webhook_by_mono_s=0.0, command_by_mono_s=0.0)
     assert statistics.median(took) < 1e-3

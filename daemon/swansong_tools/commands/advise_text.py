@@ -11,7 +11,7 @@ from rich.table import Table
 
 from swansong_tools.commands.assumed import Subject
 from swansong_tools.commands.prices import money
-from swansong_tools.commands.terminal import console
+from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics.advice import Advice, Proposal
 from swansong_tools.economics.bill import Bill
 from swansong_tools.economics.cost import Costs, Prices, costs
@@ -123,30 +123,23 @@ def _say(out: Console, text: str) -> None:
         out.print(lines.replace("\N{NO-BREAK SPACE}", " "))
 
 
-def _table(*names: str) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="left" if name == names[0] else "right", no_wrap=True)
-    return table
-
-
 def _margins(advice: Advice) -> Table:
-    table = _table("NOTICE", "GRACE", "NEEDED", "SPARE", "CHANCE")
+    shown = table("NOTICE", "GRACE", "NEEDED", "SPARE", "CHANCE", left=["NOTICE"])
     for each in advice.margins:
-        table.add_row(
+        shown.add_row(
             each.source,
             _plain_s(each.grace_s),
             _plain_s(each.needed_s),
             _plain_s(each.spare_s),
             f"{100 * each.chance:.0f} %",
         )
-    return table
+    return shown
 
 
 def _loss(advice: Advice, subject: Subject, bill: Bill) -> Table:
     """One row for each GPU's day, and its GPU time over all GPUs."""
     names = ("SAVES", "STALL", "REDONE", "DOWN", "GPU TIME", "ETTR", *["COST"] * _has_money(bill))
-    table = _table("LOSS A DAY", *names)
+    shown = table("LOSS A DAY", *names, left=["LOSS A DAY"])
     gpus = subject.job.gpus
     rows = [("expected", advice.expected, advice.expected.total_s * gpus, bill.lost_gpus)]
     if subject.loss is not None:
@@ -159,8 +152,8 @@ def _loss(advice: Advice, subject: Subject, bill: Bill) -> Table:
     for name, found, gpu_s, amount in rows:
         parts = (found.saves_s, found.stall_s, found.redone_s, found.down_s, gpu_s)
         cost = [_amount(amount, bill)] * _has_money(bill)
-        table.add_row(name, *map(human_s, parts), f"{100 * found.ettr:.1f} %", *cost)
-    return table
+        shown.add_row(name, *map(human_s, parts), f"{100 * found.ettr:.1f} %", *cost)
+    return shown
 
 
 def _has_money(bill: Bill) -> bool:
@@ -239,8 +232,8 @@ def _columns(left: str, middle: str, right: str) -> str:
 
 def _costs(subject: Subject, bill: Bill) -> Table:
     job, upkeep = subject.job, bill.upkeep
-    table = _table("COST A DAY", "", *["COST"] * _has_any(bill))
-    table.columns[1].justify = "left"
+    heads = ("COST A DAY", "", *["COST"] * _has_any(bill))
+    shown = table(*heads, left=heads[:2])
     trained_s = expected(job).ettr * DAY_S * job.gpus
     rows = [
         ("checkpoints", f"{human_s(upkeep.stall_gpu_s)} of GPU time", bill.stall),
@@ -259,8 +252,8 @@ def _costs(subject: Subject, bill: Bill) -> Table:
     if bill.days is not None:
         rows.append(("the whole run", human_s(bill.days * DAY_S), _whole(bill)))
     for name, text, amount in rows:
-        table.add_row(name, text, *[_amount(amount, bill)] * _has_any(bill))
-    return table
+        shown.add_row(name, text, *[_amount(amount, bill)] * _has_any(bill))
+    return shown
 
 
 def _has_any(bill: Bill) -> bool:

@@ -4,19 +4,18 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any
 
 from swansong import bounds
 from swansong_bucket.config import values
 from swansong_bucket.config.sections import RetentionConfig
-from swansong_bucket.config.values import InvalidValue
 from swansong_bucket.errors import ConfigError
 from swansongd.config.config import DeadlineConfig, FlushConfig
 from swansongd.core.followup import EARLY_SHARE_STATED
 from swansongd.core.planner import Measurements
 
+from swansong_tools.commands.common import Parser, argument, whole
 from swansong_tools.economics.advice import Setup
 from swansong_tools.economics.bill import Upkeep, upkeep
 from swansong_tools.economics.expected import (
@@ -63,39 +62,67 @@ class Subject:
     assumed: tuple[str, ...]
 
 
+_duration, _size = argument(values.duration), argument(values.size)
+_count = whole("a count; give a number such as 8", bounds.STEP_MAX)
+
+
+def _notice(text: str) -> float:
+    return 0.0 if text in ("0", "0s") else float(_duration(text))
+
+
+def _rate(text: str) -> float:
+    rate = argument(values.rate)(text.removesuffix("/s"))
+    if rate is None:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a rate; give a rate such as 2GB/s")
+    return float(rate)
+
+
+def _per_day(text: str) -> float:
+    try:
+        number = float(text)
+    except ValueError:
+        number = -1.0
+    if not 0 <= number <= DAY_S:
+        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a rate; give a number such as 2")
+    return number
+
+
+_OPTIONS: dict[str, tuple[Parser, str, str]] = {
+    "--size": (_size, "SIZE", "bytes of a checkpoint on one VM, such as 84GB"),
+    "--bandwidth": (_rate, "RATE", "rate to the store, such as 2GB/s"),
+    "--notice": (_notice, "TIME", "time between notice and end, such as 30s; 0s for none"),
+    "--gpus": (_count, "N", "GPUs of the VM (default 1)"),
+    "--save-bandwidth": (
+        _rate,
+        "RATE",
+        "rate of all ranks to staging (default 1GB/s for each GPU)",
+    ),
+    "--stall": (
+        _duration,
+        "TIME",
+        "standstill for one checkpoint (default: its bytes at 5GB/s for each GPU)",
+    ),
+    "--interval": (
+        _duration,
+        "TIME",
+        "training time between checkpoints (default: recommended)",
+    ),
+    "--interruptions-per-day": (_per_day, "X", "interruptions of one day (default 6)"),
+    "--down": (
+        _duration,
+        "TIME",
+        "from the last step to the next, without the fetch (default 3m)",
+    ),
+    "--step-time": (_duration, "TIME", "duration of a step (default 1s)"),
+    "--steps": (_count, "N", "steps of the whole run, for its duration and cost"),
+}
+_NECESSARY = ("--size", "--bandwidth", "--notice")
+
+
 def add_assumed(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a run; without ``--size`` the command reads the bucket."""
     group = parser.add_argument_group("a run that does not exist yet")
-    options: dict[str, tuple[Callable[[str], Any], str, str]] = {
-        "--size": (_size, "SIZE", "bytes of a checkpoint on one VM, such as 84GB"),
-        "--bandwidth": (_rate, "RATE", "rate to the store, such as 2GB/s"),
-        "--notice": (_notice, "TIME", "time between notice and end, such as 30s; 0s for none"),
-        "--gpus": (_count, "N", "GPUs of the VM (default 1)"),
-        "--save-bandwidth": (
-            _rate,
-            "RATE",
-            "rate of all ranks to staging (default 1GB/s for each GPU)",
-        ),
-        "--stall": (
-            _duration,
-            "TIME",
-            "standstill for one checkpoint (default: its bytes at 5GB/s for each GPU)",
-        ),
-        "--interval": (
-            _duration,
-            "TIME",
-            "training time between checkpoints (default: recommended)",
-        ),
-        "--interruptions-per-day": (_per_day, "X", "interruptions of one day (default 6)"),
-        "--down": (
-            _duration,
-            "TIME",
-            "from the last step to the next, without the fetch (default 3m)",
-        ),
-        "--step-time": (_duration, "TIME", "duration of a step (default 1s)"),
-        "--steps": (_count, "N", "steps of the whole run, for its duration and cost"),
-    }
-    for name, (read, metavar, text) in options.items():
+    for name, (read, metavar, text) in _OPTIONS.items():
         group.add_argument(name, type=read, metavar=metavar, help=text)
 
 
@@ -105,7 +132,7 @@ def is_assumed(args: argparse.Namespace) -> bool:
     Raises:
         ConfigError: a necessary option is missing, or the command line also names a run.
     """
-    given = [name for name in _NAMES if getattr(args, _attribute(name)) is not None]
+    given = [name for name in _OPTIONS if getattr(args, _attribute(name)) is not None]
     if not given:
         return False
     missing = [name for name in _NECESSARY if name not in given]
@@ -116,14 +143,6 @@ def is_assumed(args: argparse.Namespace) -> bool:
     if args.run is not None:
         raise ConfigError([f"--run: excludes {given[0]} (got {args.run!r}); remove one of the two"])
     return True
-
-
-_NECESSARY = ("--size", "--bandwidth", "--notice")
-_NAMES = (
-    *_NECESSARY,
-    *("--gpus", "--save-bandwidth", "--stall", "--interval", "--interruptions-per-day"),
-    *("--down", "--step-time", "--steps"),
-)
 
 
 def _attribute(name: str) -> str:
@@ -202,48 +221,3 @@ def _upkeep(job: Job, size_bytes: int) -> Upkeep:
         writes_per_save=chunks + 1,
         reads_per_restore=chunks + 1,
     )
-
-
-# ---------------------------------------------------------------- values
-
-
-def _value(text: str, read: Callable[[object], Any]) -> Any:
-    try:
-        return read(text)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} {error.problem}; {error.remedy}") from None
-
-
-def _duration(text: str) -> float:
-    return float(_value(text, values.duration))
-
-
-def _notice(text: str) -> float:
-    return 0.0 if text in ("0", "0s") else _duration(text)
-
-
-def _size(text: str) -> int:
-    return int(_value(text, values.size))
-
-
-def _rate(text: str) -> float:
-    rate = _value(text.removesuffix("/s"), values.rate)
-    if rate is None:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a rate; give a rate such as 2GB/s")
-    return float(rate)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= bounds.STEP_MAX):
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a count; give a number such as 8")
-    return int(text)
-
-
-def _per_day(text: str) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = -1.0
-    if not 0 <= number <= DAY_S:
-        raise argparse.ArgumentTypeError(f"{text!r:.60} is not a rate; give a number such as 2")
-    return number

@@ -7,11 +7,16 @@ import argparse
 import json
 import os
 import sys
-from typing import TextIO
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TextIO
 
 from swansong import bounds
-from swansong_bucket.config.values import InvalidValue, run_name
+from swansong_bucket.config.values import InvalidValue, Reader, duration, run_name
+from swansong_bucket.model import CommitRef
 from swansong_bucket.util.printable import printable
+
+Parser = Callable[[str], Any]
+"""Returns the value of an argument, or raises ArgumentTypeError."""
 
 
 def add_run(parser: argparse.ArgumentParser) -> None:
@@ -31,27 +36,57 @@ def add_json(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON, for programs")
 
 
-def run_argument(text: str) -> str:
-    try:
-        return str(run_name(text))
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None
+def argument(reader: Reader, *, takes_number: bool = False) -> Parser:
+    """A parser that reads an argument as the configuration reads a value.
+
+    Args:
+        takes_number: whether digits alone are a number, as a value without quotes is.
+    """
+
+    def parse(text: str) -> Any:
+        is_number = takes_number and text.isascii() and text.isdigit()
+        try:
+            return reader(int(text) if is_number else text)
+        except InvalidValue as error:
+            raise argparse.ArgumentTypeError(
+                f"{text!r:.80} {error.problem}; {error.remedy}"
+            ) from None
+
+    return parse
 
 
-def generation(text: str) -> int:
-    """Parse the argument of ``--generation``."""
-    if not (text.isascii() and text.isdigit() and 0 < int(text) <= bounds.GENERATION_MAX):
-        raise argparse.ArgumentTypeError(
-            f"{text!r} is not a generation; list them with swansong ls"
-        )
-    return int(text)
+def whole(what: str, most: int, *, least: int = 1) -> Parser:
+    """A parser of a whole number.
+
+    Args:
+        what: description of a valid one, for the error.
+    """
+
+    def parse(text: str) -> int:
+        is_number = text.isascii() and text.isdigit() and len(text) <= len(str(most))
+        if not is_number or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(f"{text!r:.60} is not {what}")
+        return int(text)
+
+    return parse
 
 
-def step(text: str) -> int:
-    """Parse the argument of ``--step``."""
-    if not text.isascii() or not text.isdigit():
-        raise argparse.ArgumentTypeError(f"{text!r} is not a step; list them with swansong ls")
-    return int(text)
+def interval(least_s: float, most_s: float, shown: str) -> Parser:
+    """A parser of a duration within limits, which ``shown`` has in words."""
+    read = argument(duration, takes_number=True)
+
+    def parse(text: str) -> float:
+        seconds = float(read(text))
+        if not least_s <= seconds <= most_s:
+            raise argparse.ArgumentTypeError(f"{text!r:.80} is not from {shown}")
+        return seconds
+
+    return parse
+
+
+run_argument = argument(run_name)
+generation = whole("a generation; list them with swansong ls", bounds.GENERATION_MAX)
+step = whole("a step; list them with swansong ls", bounds.STEP_MAX, least=0)
 
 
 def add_quiet(parser: argparse.ArgumentParser) -> None:
@@ -65,6 +100,25 @@ def is_screen(stream: TextIO) -> bool:
 
 def print_json(value: object) -> None:
     print(json.dumps(value, indent=2))
+
+
+def place(ref: CommitRef | None) -> dict[str, int | None]:
+    """The generation and step of a commit, as JSON values; null without a commit."""
+    return {
+        "generation": None if ref is None else ref.generation,
+        "step": None if ref is None else ref.step,
+    }
+
+
+def rounded(value: Any, digits: int) -> Any:
+    """JSON values with rounded fractions."""
+    if isinstance(value, float):
+        return round(value, digits)
+    if isinstance(value, Mapping):
+        return {name: rounded(each, digits) for name, each in value.items()}
+    if isinstance(value, Sequence) and not isinstance(value, str):
+        return [rounded(each, digits) for each in value]
+    return value
 
 
 def note(line: str) -> None:

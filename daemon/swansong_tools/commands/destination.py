@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The destination of ``swansong restore``: a link to a checkpoint on this VM, and the report of it."""
+"""The directory that a command writes to, or that becomes a link to a checkpoint on this VM."""
 
 from __future__ import annotations
 
@@ -11,6 +11,12 @@ from swansong_bucket.errors import StagingError
 
 from swansong_tools.commands.common import print_json
 from swansong_tools.units import human_bytes
+
+
+def resolved(directory: str) -> Path:
+    """The path of ``--to``: links above it are resolved, and from it on no link is followed."""
+    absolute = os.path.abspath(directory)
+    return Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
 
 
 def link(destination: Path, path: Path, facts: dict[str, object], *, as_json: bool) -> None:

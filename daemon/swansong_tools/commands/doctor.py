@@ -16,9 +16,9 @@ from swansongd.observe import log
 from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_json, print_json
 from swansong_tools.commands.terminal import console
-from swansong_tools.doctor.checkup import check_image, check_vm
-from swansong_tools.doctor.daemon import DaemonAnswer
+from swansong_tools.doctor.checkup import check
 from swansong_tools.doctor.findings import Finding, Level, has_failure
+from swansong_tools.doctor.installation import DaemonAnswer, Options
 
 _STYLES = {
     Level.OK: "green",
@@ -70,17 +70,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _run(args: argparse.Namespace) -> int:
     log.configure("console", "error")  # findings report persistent errors; retries are not shown
-    findings = (
-        check_image(args.config)
-        if args.image
-        else check_vm(
-            args.config,
-            _ask,
-            speed=args.speed,
-            trial=args.trial,
-            send_notification=args.send_notification,
-        )
+    options = Options(
+        image=args.image,
+        speed=args.speed,
+        trial=args.trial,
+        send_notification=args.send_notification,
     )
+    findings = check(args.config, _ask, options)
     if args.json:
         found = list(findings)
         print_json([printable(asdict(finding)) for finding in found])

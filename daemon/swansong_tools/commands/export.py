@@ -30,9 +30,11 @@ from swansong_tools.commands.common import (
     add_run,
     generation,
     note,
+    place,
     print_json,
     step,
 )
+from swansong_tools.commands.destination import resolved
 from swansong_tools.commands.opening import Opened, opened, perhaps_mirror
 from swansong_tools.commands.plain_files import PlainFiles
 from swansong_tools.commands.progress import ProgressDisplay
@@ -86,16 +88,14 @@ def run(args: argparse.Namespace) -> int:
             fetched = _Fetched(here, mirror, ref, manifests, progress, total_bytes)
             try:
                 if to is None:
-                    absolute = os.path.abspath(args.to)
-                    directory = Path(os.path.realpath(os.path.dirname(absolute)))
-                    fetched.to(directory / os.path.basename(absolute), missing)
+                    fetched.to(resolved(args.to), missing)
                 else:
                     _write(fetched, missing, to)
             except CorruptError as error:
                 raise nothing_found(here.keys, ref.step, [(ref, error.line())]) from None
     size_bytes = sum(shard.size_bytes for shard in shards)
     if args.json:
-        facts = {"run": here.keys.run, "generation": ref.generation, "step": ref.step}
+        facts = {"run": here.keys.run, **place(ref)}
         written = {"files_written": len(missing), "bytes_written": total_bytes}
         print_json(
             {**facts, "to": args.to, "files": len(shards), "size_bytes": size_bytes, **written}

@@ -4,17 +4,14 @@
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
 import threading
 from collections.abc import Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 from prometheus_client import generate_latest
 from swansong_bucket.config import values
-from swansong_bucket.config.values import InvalidValue
 from swansong_bucket.errors import ConfigError, StoreError
 from swansong_bucket.runs import signing
 from swansong_bucket.runs.run import READS
@@ -24,7 +21,8 @@ from swansongd.config.config import load
 from swansongd.observe import log
 from swansongd.observe.exposition import Exposition, registry_of
 
-from swansong_tools.commands.common import run_argument
+from swansong_tools.commands.common import argument, interval, run_argument, whole
+from swansong_tools.commands.opening import stop_on_signals
 from swansong_tools.commands.prices import add_prices, prices_of
 from swansong_tools.economics.cost import Prices
 from swansong_tools.exporter.health import ReadHealth
@@ -33,7 +31,7 @@ from swansong_tools.exporter.reader import RUNS_AT_ONCE, StoreReader, StoreToRea
 from swansong_tools.exporter.stores import WatchedStore, load_stores, parse_stores
 
 CONNECTIONS = RUNS_AT_ONCE * READS
-INTERVAL_S_MIN, INTERVAL_S_MAX = 5.0, 24 * 3600.0
+INTERVAL_S_MIN = 5.0
 _LISTEN = "127.0.0.1:9470"
 _RUNS_MAX = 200
 _ACCESS = ("endpoint", "region", "profile", "ca_bundle")
@@ -85,21 +83,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--listen",
-        type=_listen,
-        default=_listen(_LISTEN),
+        type=argument(values.listen_address),
+        default=values.listen_address(_LISTEN),
         metavar="ADDRESS",
         help=f"address of the metrics (default {_LISTEN}); unix:PATH for a socket",
     )
     parser.add_argument(
         "--interval",
-        type=_interval,
+        type=interval(INTERVAL_S_MIN, 24 * 3600.0, "5s to 1d"),
         default=60.0,
         metavar="TIME",
         help="time between two readings of a store, such as 60s (the default) or 5m; at least 5s",
     )
     parser.add_argument(
         "--runs-max",
-        type=_count,
+        type=whole("a number of runs", 99_999),
         default=_RUNS_MAX,
         metavar="N",
         help=f"largest number of runs of a store (default {_RUNS_MAX})",
@@ -114,7 +112,7 @@ def run(args: argparse.Namespace) -> int:
     log.configure("console" if sys.stderr.isatty() else "json", "warning" if args.once else "info")
     prices = prices_of(args)
     stop = threading.Event()
-    _stop_on_signals(stop)
+    stop_on_signals(stop)
     readers, healths = _readers(args, _watched(args), None if prices == Prices() else prices, stop)
     registry = registry_of(ExporterCollector(readers, healths))
     if args.once:
@@ -127,17 +125,6 @@ def run(args: argparse.Namespace) -> int:
     stop.wait()
     log.flush(1.0)
     return 0
-
-
-def _stop_on_signals(stop: threading.Event) -> None:
-    """Turn the first signal into ``stop``; a second one ends the process immediately."""
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, on_signal)
 
 
 # ---------------------------------------------------------------- the stores
@@ -208,30 +195,3 @@ def _table(args: argparse.Namespace, url: str) -> dict[str, Any]:
     if args.mirror is not None:
         table["mirror"] = {"url": args.mirror, **access}
     return table
-
-
-# ---------------------------------------------------------------- arguments
-
-
-def _listen(text: str) -> values.ListenAddress:
-    try:
-        return values.listen_address(text)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} {error.problem}; {error.remedy}") from None
-
-
-def _interval(text: str) -> float:
-    plain = text.isascii() and text.isdigit()
-    try:
-        interval_s = values.duration(int(text) if plain else text)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} {error.problem}; {error.remedy}") from None
-    if not INTERVAL_S_MIN <= interval_s <= INTERVAL_S_MAX:
-        raise argparse.ArgumentTypeError(f"{text!r:.80} is not between 5s and 1d")
-    return interval_s
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < len(text) < 6 and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number of runs")
-    return int(text)

@@ -19,7 +19,7 @@ from swansong_bucket.transfer.restore import RestoreResult, Selection, Wanted, h
 from swansong_bucket.transfer.target import RestoreTarget
 
 from swansong_tools.commands import local_sets
-from swansong_tools.commands.common import note, print_json
+from swansong_tools.commands.common import note, place, print_json
 from swansong_tools.commands.destination import link, report_fresh
 from swansong_tools.commands.opening import opened, perhaps_mirror
 from swansong_tools.commands.progress import ProgressDisplay
@@ -31,7 +31,7 @@ def run(args: argparse.Namespace, destination: Path) -> int:
     skipped: list[dict[str, object]] = []
 
     def on_skipped(ref: CommitRef, reason: str) -> None:
-        skipped.append({"generation": ref.generation, "step": ref.step, "reason": reason})
+        skipped.append({**place(ref), "reason": reason})
         note(f"skipped {ref}: {reason}")
 
     began_mono_s = time.monotonic()
@@ -110,9 +110,9 @@ def _report(
 ) -> None:
     ref, size_bytes = restored.ref, restored.size_bytes
     if as_json:
-        place = {"generation": ref.generation, "step": ref.step, "path": str(restored.path)}
+        found |= {**place(ref), "path": str(restored.path)}
         sizes = {"size_bytes": size_bytes, "reused_bytes": restored.reused_bytes}
-        print_json({**found, **place, **sizes, "from_mirror": list(restored.from_mirror)})
+        print_json({**found, **sizes, "from_mirror": list(restored.from_mirror)})
         return
     for what in restored.from_mirror:
         note(f"{what} was read from the mirror: the store has lost or damaged it")

@@ -7,7 +7,7 @@ import argparse
 
 from swansong_bucket.runs.commit import newest_whole_commit
 
-from swansong_tools.commands.common import add_json, add_run, print_json
+from swansong_tools.commands.common import add_json, add_run, place, print_json
 from swansong_tools.commands.opening import opened
 
 EXIT_UNFINISHED = 18
@@ -29,14 +29,7 @@ def run(args: argparse.Namespace) -> int:
         newest = newest_whole_commit(here.store, here.keys)
     name, is_finished = here.keys.run, newest is not None and newest.is_final
     if args.json:
-        print_json(
-            {
-                "run": name,
-                "finished": is_finished,
-                "generation": None if newest is None else newest.generation,
-                "step": None if newest is None else newest.step,
-            }
-        )
+        print_json({"run": name, "finished": is_finished, **place(newest)})
     elif newest is None:
         print(f"run {name} is not finished: it has no whole commit")
     elif is_finished:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
 from typing import Any
 
 from rich.table import Table
@@ -16,7 +15,7 @@ from swansong_bucket.runs.run import Run
 from swansong_tools.commands.common import add_json, add_run, note, print_json
 from swansong_tools.commands.opening import opened
 from swansong_tools.commands.progress import ProgressDisplay
-from swansong_tools.commands.terminal import console
+from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption, Loss
 from swansong_tools.units import human_bytes, human_s
@@ -149,10 +148,10 @@ def _lost(loss: Loss) -> Table:
         "LOST",
         "GPU TIME",
     )
-    table = _right_aligned(names)
+    shown = table(*names)
     for each in loss.interruptions:
         about = "~" if each.is_estimated else ""
-        table.add_row(
+        shown.add_row(
             _name(each),
             _minute(each.ended_wall_s),
             f"{about}{each.last_step}",
@@ -163,15 +162,15 @@ def _lost(loss: Loss) -> Table:
             human_s(each.lost_s),
             human_s(each.lost_gpu_s),
         )
-    return table
+    return shown
 
 
 def _down(loss: Loss) -> Table:
     """The parts of DOWN, in the order in which they happen."""
     parts = [name.upper().replace("_", "-") for name in PARTS]
-    table = _right_aligned(("GEN", *parts, "FETCHED", "LINKED"))
+    shown = table("GEN", *parts, "FETCHED", "LINKED")
     for each in loss.interruptions:
-        table.add_row(
+        shown.add_row(
             _name(each),
             *(_seconds(each.parts_s.get(name)) for name in PARTS),
             *(
@@ -179,14 +178,7 @@ def _down(loss: Loss) -> Table:
                 for size_bytes in (each.bytes_fetched, each.bytes_linked)
             ),
         )
-    return table
-
-
-def _right_aligned(names: Sequence[str]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in names:
-        table.add_column(name, justify="right", no_wrap=True)
-    return table
+    return shown
 
 
 def _name(each: Interruption) -> str:
@@ -205,18 +197,18 @@ def _summary(run_name: str, loss: Loss) -> Table:
     lost_s = sum(each.lost_s for each in loss.interruptions)
     lost_gpu = f"in {len(loss.interruptions)} interruptions, {human_s(loss.lost_gpu_s)} of GPU time"
     span = f"from {_minute(loss.begun_wall_s)} to the newest step, {_minute(loss.until_wall_s)} UTC"
-    table = Table(box=None, pad_edge=False, show_header=False)
+    shown = table()
     for justify in ("left", "right", "left"):
-        table.add_column(justify=justify, no_wrap=True)
-    table.add_row(f"run {run_name}", human_s(loss.wall_s), span)
-    table.add_row("productive", human_s(loss.productive_s), f"ETTR {_percent(loss.ettr)}")
+        shown.add_column(justify=justify, no_wrap=True)
+    shown.add_row(f"run {run_name}", human_s(loss.wall_s), span)
+    shown.add_row("productive", human_s(loss.productive_s), f"ETTR {_percent(loss.ettr)}")
     last_s = loss.last_hour_productive_s
     ratio = _percent(loss.ettr_last_hour)
-    table.add_row("last hour", human_s(last_s), f"ETTR {ratio} in the last hour of training")
-    table.add_row("lost", human_s(lost_s), lost_gpu)
+    shown.add_row("last hour", human_s(last_s), f"ETTR {ratio} in the last hour of training")
+    shown.add_row("lost", human_s(lost_s), lost_gpu)
     saves_s = loss.parts_s["saves"]
-    table.add_row("saves", human_s(saves_s), "training stood still for other checkpoints")
-    return table
+    shown.add_row("saves", human_s(saves_s), "training stood still for other checkpoints")
+    return shown
 
 
 def _percent(ratio: float | None) -> str:

@@ -26,10 +26,10 @@ from swansong_bucket.runs.run import Run
 from swansong_bucket.transfer.restore import health_of
 from swansong_bucket.util.printable import printable
 
-from swansong_tools.commands.common import add_json, add_run, note, print_json
+from swansong_tools.commands.common import add_json, add_run, note, print_json, whole
 from swansong_tools.commands.opening import Opened, opened
 from swansong_tools.commands.progress import ProgressDisplay
-from swansong_tools.commands.terminal import console
+from swansong_tools.commands.terminal import console, table
 from swansong_tools.units import human_age, human_bytes
 
 _NOTES_MAX = 5
@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--newest",
-        type=_count,
+        type=whole("a number of commits", 10**9),
         metavar="N",
         help="list only the N newest commits; the protected ones are chosen among these",
     )
@@ -67,12 +67,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--wide", action="store_true", help="show all columns; the default fits 80 columns"
     )
     add_json(kind)
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < len(text) < 10 and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number of commits")
-    return int(text)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -219,21 +213,16 @@ class _Column:
 
 
 def _table(rows: list[dict[str, Any]], columns: list[_Column]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for column in columns:
-        table.add_column(
-            column.head,
-            justify="right" if column.is_right else "left",
-            no_wrap=column is not columns[-1],  # only the last column gives way
-        )
+    left = [column.head for column in columns if not column.is_right]
+    shown = table(*(column.head for column in columns), left=left, wraps=columns[-1].head)
     for row in rows:
         is_sound = row["problem"] is None and row["complete"]
         cells = (str(printable(str(column.cell(row)))) for column in columns)
-        table.add_row(
+        shown.add_row(
             *(Text(cell, no_wrap=True, overflow="ellipsis") for cell in cells),
             style=None if is_sound else "dim",
         )
-    return table
+    return shown
 
 
 def _narrow(rows: list[dict[str, Any]], metric: str) -> list[_Column]:

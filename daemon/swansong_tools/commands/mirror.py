@@ -18,7 +18,7 @@ from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.wrappers.throttle import Throttled
 from swansong_bucket.util.printable import printable
 
-from swansong_tools.commands.common import add_json, add_quiet, add_run, note, print_json
+from swansong_tools.commands.common import add_json, add_quiet, add_run, note, place, print_json
 from swansong_tools.commands.opening import Opened, mirror_of, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import human_bytes
@@ -169,7 +169,7 @@ def _report(
 
 
 def _place(ref: CommitRef) -> dict[str, object]:
-    return {"generation": ref.generation, "step": ref.step, "is_final": ref.is_final}
+    return {**place(ref), "is_final": ref.is_final}
 
 
 # ---------------------------------------------------------------- promotion

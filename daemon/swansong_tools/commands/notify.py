@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from swansong.protocol import Noted, Notify, NotifyWithdrawn
-from swansong_bucket.config.values import InvalidValue, duration
+from swansong_bucket.config.values import duration
 from swansong_bucket.errors import Stopped, Unreachable
 from swansong_bucket.model import Verdict
 from swansongd.config.config import load
@@ -20,7 +20,7 @@ from swansongd.observe.status import DaemonStatus, VerdictStatus, to_json
 from swansongd.sources.manual import identity_of
 
 from swansong_tools.commands.client import TIMEOUT_S, DaemonClient
-from swansong_tools.commands.common import add_json, note, print_json
+from swansong_tools.commands.common import add_json, argument, note, print_json
 from swansong_tools.commands.view.rows import newer_generation, part_of
 
 EXIT_BY_VERDICT = {
@@ -63,7 +63,7 @@ def add_notice(parser: argparse.ArgumentParser) -> argparse._MutuallyExclusiveGr
     kind.add_argument(
         "--in",
         dest="in_s",
-        type=_duration,
+        type=argument(duration, takes_number=True),
         metavar="TIME",
         help="time until the VM is terminated, such as 90s or 1h",
     )
@@ -172,11 +172,3 @@ def _show(args: argparse.Namespace, status: DaemonStatus) -> int:
         committed += newer_generation(status)
         print(f"{status.verdict or status.state}: {committed}")
     return 0
-
-
-def _duration(text: str) -> float:
-    plain = text.isascii() and text.isdigit()
-    try:
-        return duration(int(text) if plain else text)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(f"{text!r} {error.problem}; {error.remedy}") from None

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import FrameType
+from typing import Any
 
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.format.keys import RunKeys
@@ -72,23 +73,11 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
     key = signing.load(config.store.signing_key_file)
     budget_s = _CALL_BUDGET_S if config.mirror.url is None else _CALL_BUDGET_WITH_MIRROR_S
     stop = threading.Event()
-    before = {}
-
-    def on_signal(number: int, _frame: FrameType | None) -> None:
-        stop.set()
-        signal.signal(number, signal.SIG_DFL)
-
-    for number in (signal.SIGINT, signal.SIGTERM):
-        before[number] = signal.signal(number, on_signal)
+    before = stop_on_signals(stop)
     try:
         yield Opened(
             config=config,
-            store=Retrying(
-                signing.signed(store, key),
-                give_up_mono_s=lambda: None,
-                budget_s=budget_s,
-                stop=stop,
-            ),
+            store=_retrying(store, key, budget_s, stop),
             keys=RunKeys(args.run or config.run.name),
             stop=stop,
             connections=connections,
@@ -99,16 +88,34 @@ def opened(args: argparse.Namespace) -> Iterator[Opened]:
             signal.signal(number, handler)
 
 
+def stop_on_signals(stop: threading.Event) -> dict[int, Any]:
+    """Turn the first SIGINT or SIGTERM into ``stop``; a second one ends the process immediately.
+
+    Returns:
+        The handlers from before, by signal.
+    """
+
+    def on_signal(number: int, _frame: FrameType | None) -> None:
+        stop.set()
+        signal.signal(number, signal.SIG_DFL)
+
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    return {number: signal.signal(number, on_signal) for number in numbers}
+
+
 def perhaps_mirror(here: Opened) -> ObjectStore | None:
     """The mirror of the configuration, with retries; None without one."""
     mirror = open_mirror(here.config.mirror, connections=here.connections)
     if mirror is None:
         return None
+    return _retrying(mirror, here.signing_key, _CALL_BUDGET_S, here.stop)
+
+
+def _retrying(
+    store: ObjectStore, key: SigningKey | None, budget_s: float, stop: threading.Event
+) -> ObjectStore:
     return Retrying(
-        signing.signed(mirror, here.signing_key),
-        give_up_mono_s=lambda: None,
-        budget_s=_CALL_BUDGET_S,
-        stop=here.stop,
+        signing.signed(store, key), give_up_mono_s=lambda: None, budget_s=budget_s, stop=stop
     )
 
 

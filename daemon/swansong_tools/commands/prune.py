@@ -14,11 +14,11 @@ from swansong_bucket.retention.retention import age_text
 from swansong_bucket.runs import catalog
 from swansong_bucket.util.printable import printable
 
-from swansong_tools.commands.common import add_json, add_quiet, add_run, note, print_json
+from swansong_tools.commands.common import add_json, add_quiet, add_run, note, place, print_json
 from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
-from swansong_tools.commands.terminal import console
+from swansong_tools.commands.terminal import console, table
 from swansong_tools.economics.cost import Prices, of_storage, with_list_prices
 from swansong_tools.units import human_bytes
 
@@ -79,8 +79,7 @@ def _facts(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -
         "dry_run": is_dry_run,
         "commits": [
             {
-                "generation": decision.ref.generation,
-                "step": decision.ref.step,
+                **place(decision.ref),
                 "final": decision.ref.is_final,
                 "nodes": decision.nodes,
                 "age_s": decision.age_s,
@@ -100,13 +99,10 @@ def _facts(run: str, report: PruneReport, prices: Prices, *, is_dry_run: bool) -
 
 
 def _table(decisions: list[PruneDecision]) -> Table:
-    table = Table(box=None, pad_edge=False)
-    for name in ("GENERATION", "STEP", "AGE", "SIZE", "FREES", "DECISION"):
-        right = name != "DECISION"
-        table.add_column(name, justify="right" if right else "left", no_wrap=right)
+    shown = table("GENERATION", "STEP", "AGE", "SIZE", "FREES", "DECISION", wraps="DECISION")
     for decision in decisions:
         goes = not decision.reasons and not decision.remains
-        table.add_row(
+        shown.add_row(
             str(decision.ref.generation),
             f"{decision.ref.step}{' (final)' * decision.ref.is_final}",
             "?" if decision.age_s is None else age_text(decision.age_s),
@@ -115,7 +111,7 @@ def _table(decisions: list[PruneDecision]) -> Table:
             str(printable(_decision(decision))),
             style=None if goes else "dim",
         )
-    return table
+    return shown
 
 
 def _decision(decision: PruneDecision) -> str:

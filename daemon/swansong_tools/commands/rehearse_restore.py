@@ -19,7 +19,8 @@ from swansong_bucket.transfer.restore import RestoreResult, Selection, restore
 from swansong_bucket.transfer.target import RestoreTarget
 from swansong_bucket.util.printable import printable
 
-from swansong_tools.commands.common import note, print_json
+from swansong_tools.commands.common import note, place, print_json
+from swansong_tools.commands.destination import resolved
 from swansong_tools.commands.opening import Opened, mirror_of, opened
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import human_bytes
@@ -61,8 +62,7 @@ def run(args: argparse.Namespace) -> int:
 @contextmanager
 def _destination(to: str | None) -> Iterator[Path]:
     if to is not None:
-        absolute = os.path.abspath(to)
-        yield Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+        yield resolved(to)
         return
     with tempfile.TemporaryDirectory(prefix="swansong-drill-", dir=SCRATCH) as scratch:
         yield Path(os.path.realpath(scratch), "checkpoint")
@@ -92,16 +92,12 @@ def _report(
             {
                 "run": here.keys.run,
                 "mirror": url,
-                "generation": ref.generation,
-                "step": ref.step,
+                **place(ref),
                 "size_bytes": size_bytes,
                 "seconds": round(seconds, 3),
                 "bytes_per_s": round(size_bytes / seconds),
                 "steps_behind": behind,
-                "skipped": [
-                    {"generation": each.generation, "step": each.step, "reason": reason}
-                    for each, reason in restored.skipped
-                ],
+                "skipped": [{**place(each), "reason": reason} for each, reason in restored.skipped],
             }
         )
         return

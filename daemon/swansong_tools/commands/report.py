@@ -5,21 +5,20 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from swansong import openat
 from swansong_bucket.errors import ConfigError
 from swansong_bucket.format import wall
-from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.runs import history
 from swansong_bucket.runs.history import RunHistory
 from swansong_bucket.runs.run import RecordedCommit, Run
 
 from swansong_tools.commands import loss as loss_command
-from swansong_tools.commands.common import add_json, add_run, note, print_json
+from swansong_tools.commands.common import add_json, add_run, note, place, print_json, whole
 from swansong_tools.commands.opening import opened
 from swansong_tools.commands.prices import add_prices, money, prices_of
 from swansong_tools.commands.progress import ProgressDisplay
@@ -47,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--evacuations",
-        type=_count,
+        type=whole("a number of evacuations", 999),
         default=EVACUATIONS,
         metavar="N",
         help=f"number of newest evacuations (default {EVACUATIONS}, at most {EVACUATIONS_MAX})",
@@ -56,18 +55,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_json(parser)
 
 
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdigit() and 0 < len(text) < 4 and int(text)):
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not a number of evacuations")
-    return min(int(text), EVACUATIONS_MAX)
-
-
 def run(args: argparse.Namespace) -> int:
     prices = prices_of(args)
     with opened(args) as here:
         found = history.read(
             Run.listed(here.store, here.keys, stop=here.stop),
-            evacuations_max=args.evacuations,
+            evacuations_max=min(args.evacuations, EVACUATIONS_MAX),
             progress_of=lambda what: ProgressDisplay(f"reading {what}", what, is_quiet=args.json),
         )
         costs = _costs(found, prices)
@@ -95,29 +88,21 @@ def run(args: argparse.Namespace) -> int:
 
 def _write(path: Path, text: str) -> None:
     """Replace the file as a whole: a reader never sees half of it."""
+    mask = os.umask(0o077)
+    os.umask(mask)
     try:
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
+        directory_fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-                os.fchmod(file.fileno(), 0o666 & ~_umask())
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
+            mode, data = 0o666 & ~mask, text.encode()
+            openat.replace_file(path.name, data, dir_fd=directory_fd, mode=mode, durable=False)
+        finally:
+            os.close(directory_fd)
     except OSError as error:
         raise ConfigError(
             [
                 f"--html: writing {path} failed: {error.strerror}; name a file in a directory that exists"
             ]
         ) from None
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 # ---------------------------------------------------------------- money
@@ -181,7 +166,7 @@ def _evacuation(story: Story) -> dict[str, Any]:
         "deadline_s": recorded.deadline_s,
         "verdict": recorded.verdict.value,
         "reason": recorded.reason,
-        "commit": _commit_name(recorded),
+        "commit": None if recorded.commit is None else place(recorded.commit),
         "expected_s": recorded.expected_s,
         "took_s": recorded.took_s,
         "timeline": [
@@ -194,15 +179,9 @@ def _evacuation(story: Story) -> dict[str, Any]:
     }
 
 
-def _commit_name(recorded: RecordedEvacuation) -> dict[str, int] | None:
-    ref = recorded.commit
-    return None if ref is None else {"generation": ref.generation, "step": ref.step}
-
-
 def _commit(commit: RecordedCommit) -> dict[str, Any]:
     return {
-        "generation": commit.ref.generation,
-        "step": commit.ref.step,
+        **place(commit.ref),
         "final": commit.ref.is_final,
         "kind": None if commit.kind is None else commit.kind.value,
         "created": wall.text(commit.created_wall_s),

@@ -18,7 +18,7 @@ from swansongd.config.config import Config, load
 
 from swansong_tools.commands.client import DaemonClient
 from swansong_tools.commands.common import add_json, add_quiet, add_run, add_step, generation, note
-from swansong_tools.commands.destination import link, report_fresh
+from swansong_tools.commands.destination import link, report_fresh, resolved
 from swansong_tools.commands.progress import ProgressDisplay
 
 NOTES = "See docs/operations/restore.md."
@@ -69,9 +69,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    # Links above the destination are resolved here.  From the destination on, no link is followed.
-    absolute = os.path.abspath(args.to)
-    destination = Path(os.path.realpath(os.path.dirname(absolute)), os.path.basename(absolute))
+    destination = resolved(args.to)
     if args.local and (args.step is not None or args.generation is not None or args.healthy):
         raise ConfigError(
             [

@@ -5,14 +5,13 @@ from __future__ import annotations
 
 import argparse
 
-from swansong_bucket.config.values import InvalidValue, duration
 from swansong_bucket.errors import ConfigError
 from swansongd.config.config import load
 from swansongd.observe.status import to_json
 from swansongd.trainers import unconnected
 
 from swansong_tools.commands.client import DaemonClient
-from swansong_tools.commands.common import add_json, print_json
+from swansong_tools.commands.common import add_json, interval, print_json
 
 NOTES = "The caller must be root, the daemon's user, or one of trainer.users."
 EXAMPLES = {
@@ -23,7 +22,6 @@ EXAMPLES = {
 }
 
 _INTERVAL_S = 1.0
-_INTERVAL_MIN_S, _INTERVAL_MAX_S = 0.1, 3600.0
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -36,20 +34,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--interval",
-        type=_interval,
+        type=interval(0.1, 3600.0, "100ms to 1h"),
         metavar="TIME",
         help=f"with --watch: time between two queries, such as 500ms or 10s (default {_INTERVAL_S:g}s)",
     )
-
-
-def _interval(text: str) -> float:
-    try:
-        seconds = duration(int(text) if text.isascii() and text.isdigit() else text)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} {error.problem}; {error.remedy}") from None
-    if not _INTERVAL_MIN_S <= seconds <= _INTERVAL_MAX_S:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} is not from 100ms to 1h")
-    return seconds
 
 
 def run(args: argparse.Namespace) -> int:

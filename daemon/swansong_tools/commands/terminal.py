@@ -5,12 +5,12 @@ from __future__ import annotations
 
 import io
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 
-from rich.console import Console
+from rich.console import Console, JustifyMethod
 from rich.progress import BarColumn, Progress, ProgressColumn, Task, TextColumn
-from rich.table import Column
+from rich.table import Column, Table
 from rich.text import Text
 
 _WIDE = 400
@@ -29,6 +29,21 @@ def console(*, is_wide: bool = False) -> Console:
             sys.stdout.reconfigure(errors="replace")
     width = _WIDE if is_wide or not sys.stdout.isatty() else None
     return _Console(highlight=False, markup=False, width=width)
+
+
+def table(*heads: str, left: Collection[str] = (), wraps: str = "") -> Table:
+    """A table without lines, whose columns are right-aligned and keep their width.
+
+    Args:
+        heads: of the columns; without any, the table has no line of heads.
+        left: left-aligned columns.
+        wraps: the column that gives way.
+    """
+    made = Table(box=None, pad_edge=False, show_header=bool(heads))
+    for head in heads:
+        justify: JustifyMethod = "left" if head in (*left, wraps) else "right"
+        made.add_column(head, justify=justify, no_wrap=head != wraps)
+    return made
 
 
 def bar(text: Callable[[], str]) -> Progress:

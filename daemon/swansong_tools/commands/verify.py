@@ -9,16 +9,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from swansong_bucket.config.values import InvalidValue, rate
+from swansong_bucket.config.values import rate
 from swansong_bucket.errors import CorruptError
-from swansong_bucket.model import Chunk, CommitRef
+from swansong_bucket.model import Chunk
 from swansong_bucket.runs.pins import Pins, StoredPin
 from swansong_bucket.stores.wrappers.throttle import Throttled
 from swansong_bucket.transfer.reader import ReadOptions
 from swansong_bucket.util.printable import printable
 from swansongd.restore.local_files import sets_in
 
-from swansong_tools.commands.common import add_json, add_quiet, add_run, add_step, print_json
+from swansong_tools.commands.common import (
+    add_json,
+    add_quiet,
+    add_run,
+    add_step,
+    argument,
+    place,
+    print_json,
+)
 from swansong_tools.commands.opening import opened, perhaps_mirror
 from swansong_tools.commands.progress import ProgressDisplay
 from swansong_tools.units import human_bytes
@@ -72,11 +80,8 @@ def _share(text: str) -> float:
 
 
 def _rate(text: str) -> float | None:
-    number = text.removesuffix("/s")
-    try:
-        return rate(int(number) if number.isascii() and number.isdigit() else number)
-    except InvalidValue as error:
-        raise argparse.ArgumentTypeError(f"{text!r:.40} {error.problem}; {error.remedy}") from None
+    limit: float | None = argument(rate, takes_number=True)(text.removesuffix("/s"))
+    return limit
 
 
 def run(args: argparse.Namespace) -> int:
@@ -183,7 +188,7 @@ def _report(
         "objects_shared": findings.shared,
         "bytes": findings.size_bytes,
         "bytes_read": findings.read_bytes,
-        "defects": [{**_place(defect.ref), "problem": defect.problem} for defect in defects],
+        "defects": [{**place(defect.ref), "problem": defect.problem} for defect in defects],
         "damaged_pins": [{"name": pin.name, "problem": pin.problem} for pin in damaged_pins],
         "repairs": [
             {
@@ -192,12 +197,8 @@ def _report(
                 "repaired": not outcome.problem,
                 "problem": outcome.problem or None,
                 "origin": outcome.origin or None,
-                "commits": [_place(ref) for ref in outcome.commits],
+                "commits": [place(ref) for ref in outcome.commits],
             }
             for outcome in outcomes
         ],
     }
-
-
-def _place(ref: CommitRef) -> dict[str, int]:
-    return {"generation": ref.generation, "step": ref.step}

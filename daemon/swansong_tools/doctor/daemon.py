@@ -1,104 +1,64 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the daemon: whether it runs, its configuration and version, its store, its trainers."""
+"""The daemon: whether it runs, its configuration and version, its store, and how trainers reach it."""
 
 from __future__ import annotations
 
+import os
+import stat
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping
+from contextlib import suppress
 from pathlib import Path
 
+from swansong.protocol import DEFAULT_SOCKET
 from swansong_bucket.errors import ConfigError, FencedError, Unreachable
 from swansong_bucket.model import Health
 from swansongd import __version__
-from swansongd.config.config import Config
-from swansongd.observe.status import DaemonStatus, HealthStatus
+from swansongd.observe.status import TrainerStatus
+from swansongd.trainers import unconnected
+from swansongd.trainers.signals import SignalRefusal, SignalSender
+from swansongd.trainers.users import may_be_signalled
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.findings import Check, Judgement, Level, failure, ok, skipped, warning
+from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
+from swansong_tools.doctor.installation import (
+    TRAINER_GROUP,
+    Installation,
+    account,
+    has_group,
+    with_trainers,
+)
 from swansong_tools.doctor.sandbox import properties
 
-FAMILY = "daemon"
+_SHOWN = 3
+"""Processes that one finding names."""
 
-
-@dataclass(frozen=True, slots=True)
-class DaemonAnswer:
-    """The answer of the daemon on a socket."""
-
-    status: DaemonStatus
-    uid: int
-    """The user that listens on the socket."""
-
-
-AskDaemon = Callable[[Path], DaemonAnswer]
-
-_CAUSES = (
-    "users", "trainer users", "permissions", "unit file", "sandbox", "as the daemon",
-    "signing key", "staging", "staging rights", "socket directory",
-)  # fmt: skip
-"""Checks whose failure prevents the daemon from running."""
+_UNIT_DIRECTORIES = tuple(
+    Path(place, "systemd", "system")
+    for place in ("/etc", "/run", "/usr/local/lib", "/usr/lib", "/lib")
+)
 _PROPERTIES = (
     "LoadState", "ActiveState", "SubState", "Result", "ExecMainCode", "ExecMainStatus", "NRestarts",
     "MemoryMax", "NeedDaemonReload",
 )  # fmt: skip
-_SETTLE_S = 8.0
+SETTLE_S = 8.0
 """Time limit of the daemon's start, and of its first report about the store."""
 _POLL_S = 0.1
 _RECENT_S = 600.0
 """Refusals older than this are over: the hooks of a refused process retry continuously."""
 
 
-def checks(
-    config: Config,
-    path: Path,
-    ask: AskDaemon,
-    *,
-    by_systemd: bool,
-) -> Iterator[Check]:
-    """The checks of the daemon, in order of their dependencies.
-
-    Args:
-        path: configuration file.
-        ask: returns the answer of the daemon on a socket; raises Unreachable.
-        by_systemd: whether systemd manages the daemon.
-    """
-    socket = config.trainer.socket
-
-    def check(name: str, judge: Callable[[], Judgement], *needs: str) -> Check:
-        limit_s = 3 * _SETTLE_S  # two waits and a request
-        return Check(
-            family=FAMILY,
-            name=name,
-            judge=judge,
-            needs=needs,
-            fix=fixes.log("-n 30"),
-            limit_s=limit_s,
-        )
-
-    yield check("daemon", lambda: _runs(config, path, ask, by_systemd=by_systemd), *_CAUSES)
-    yield check(
-        "running configuration",
-        lambda: _is_current(path, ask(socket).status, by_systemd=by_systemd),
-        "daemon",
-    )
-    yield check(
-        "version",
-        lambda: judge_version(ask(socket).status.version, __version__, fixes.start(path)),
-        "daemon",
-    )
-    probes = ("network", "credentials", "bucket", "write", "create-if-absent", "read back")
-    yield check("store health", lambda: _store(config, path, ask), "daemon", *probes)
-    yield check("ranks", lambda: judge_ranks(ask(socket).status), "daemon")
+def show_log(_: Installation) -> str:
+    return fixes.log("-n 30")
 
 
 # ------------------------------------------------------------ whether it runs
 
 
-def _runs(config: Config, path: Path, ask: AskDaemon, *, by_systemd: bool) -> Judgement:
-    socket = config.trainer.socket
+def runs(vm: Installation) -> Judgement:
     restarts = 0
-    if by_systemd:
-        deadline_mono_s = time.monotonic() + _SETTLE_S
+    if vm.by_systemd:
+        deadline_mono_s = time.monotonic() + SETTLE_S
         facts = properties(fixes.unit().name, _PROPERTIES)
         while facts.get("ActiveState") in ("activating", "reloading", "deactivating"):
             if time.monotonic() > deadline_mono_s:
@@ -106,15 +66,14 @@ def _runs(config: Config, path: Path, ask: AskDaemon, *, by_systemd: bool) -> Ju
             time.sleep(_POLL_S)
             facts = properties(fixes.unit().name, _PROPERTIES)
         if facts.get("ActiveState") != "active":
-            claim = config.staging.path / config.run.name / ".swansongd" / "claim.json"
-            return judge_down(facts, claim)
+            return judge_down(facts, vm.run / ".swansongd" / "claim.json")
         restarts = int(facts.get("NRestarts") or 0)
     try:
-        status = ask(socket).status
+        status = vm.status()
     except Unreachable as error:
-        return failure(str(error), fixes.start(path))
+        return failure(str(error), fixes.start(vm.path))
     blind = [source.name for source in status.sources if source.health is Health.BLIND]
-    if restarts and status.uptime_s < _SETTLE_S and _restarts_again(restarts):
+    if restarts and status.uptime_s < SETTLE_S and _restarts_again(restarts):
         return failure(
             f"the daemon restarts repeatedly: {restarts} restarts so far", fixes.log("-n 30")
         )
@@ -126,7 +85,7 @@ def _runs(config: Config, path: Path, ask: AskDaemon, *, by_systemd: bool) -> Ju
 
 def _restarts_again(restarts: int) -> bool:
     """Whether a daemon that has just started exits again within the next seconds."""
-    deadline_mono_s = time.monotonic() + _SETTLE_S
+    deadline_mono_s = time.monotonic() + SETTLE_S
     while time.monotonic() < deadline_mono_s:
         facts = properties(fixes.unit().name, _PROPERTIES)
         if facts.get("ActiveState") != "active" or facts.get("NRestarts") != str(restarts):
@@ -177,14 +136,18 @@ def judge_down(facts: Mapping[str, str], claim: Path) -> Judgement:
 # ------------------------------------------------------------ configuration and version
 
 
-def _is_current(path: Path, status: DaemonStatus, *, by_systemd: bool) -> Judgement:
+def is_current(vm: Installation) -> Judgement:
+    path, status = vm.path, vm.status()
     started_wall_s = time.time() - status.uptime_s
     if path.stat().st_mtime > started_wall_s + 1.0:
         return warning(
             f"{path} was changed after the daemon started; the daemon still uses the old configuration",
             fixes.restart() or f"kill {status.pid}; {fixes.start(path)}",
         )
-    if by_systemd and properties(fixes.unit().name, _PROPERTIES).get("NeedDaemonReload") == "yes":
+    if (
+        vm.by_systemd
+        and properties(fixes.unit().name, _PROPERTIES).get("NeedDaemonReload") == "yes"
+    ):
         return warning(
             "the unit was changed; systemd still uses the old one",
             fixes.then(fixes.as_root("systemctl daemon-reload"), fixes.restart()),
@@ -192,45 +155,37 @@ def _is_current(path: Path, status: DaemonStatus, *, by_systemd: bool) -> Judgem
     return ok(f"the daemon uses the current {path}")
 
 
-def judge_version(running: str, installed: str, fix: str) -> Judgement:
+def version(vm: Installation) -> Judgement:
     """Whether the daemon runs the installed version; an upgrade requires a restart."""
-    if running == installed:
-        return ok(f"the daemon runs the installed version, {installed}")
+    running = vm.status().version
+    if running == __version__:
+        return ok(f"the daemon runs the installed version, {running}")
     return warning(
-        f"the daemon runs version {running!s:.100}, but version {installed} is installed",
-        fix,
+        f"the daemon runs version {running:.100}, but version {__version__} is installed",
+        fixes.start(vm.path),
     )
 
 
 # ------------------------------------------------------------ store and ranks
 
 
-def _store(config: Config, path: Path, ask: AskDaemon) -> Judgement:
-    # The store may have been fixed a moment ago: wait until the daemon reaches it again.
-    deadline_mono_s = time.monotonic() + _SETTLE_S
-    while True:
-        found = judge_store(ask(config.trainer.socket).status.store, fixes.start(path))
-        if (found and found.level is Level.OK) or time.monotonic() > deadline_mono_s:
-            break
-        time.sleep(_POLL_S)
-    return found or failure("the daemon has not reached its store yet", fixes.start(path))
-
-
-def judge_store(store: HealthStatus | None, fix: str) -> Judgement | None:
-    """Whether the daemon reaches its store; None before the daemon's first request.
+def store_health(vm: Installation) -> Judgement:
+    """Whether the daemon reaches its store.
 
     The checks of the store have passed before this one, so a failure here requires a restart.
     """
+    store, fix = vm.status().store, fixes.start(vm.path)
     if store is None:
-        return None
+        return failure("the daemon has not reached its store yet", fix)
     words = f"{store.health}, {store.reason}, for {store.for_s} s"
     if store.health is Health.OK:
         return ok(f"the daemon reaches its store: {words}")
     return failure(f"doctor reaches the store, but the running daemon does not: {words}", fix)
 
 
-def judge_ranks(status: DaemonStatus) -> Judgement:
+def ranks(vm: Installation) -> Judgement:
     """Whether the daemon recently refused processes because their rank was taken."""
+    status = vm.status()
     refused = status.trainers_refused
     if refused.age_s is not None and refused.age_s < _RECENT_S:
         return warning(
@@ -241,3 +196,147 @@ def judge_ranks(status: DaemonStatus) -> Judgement:
     if not connected:
         return skipped("no trainer is connected")
     return ok(f"{connected} trainers, all with different ranks")
+
+
+# ------------------------------------------------------------ trainers
+
+
+def socket_directory(vm: Installation) -> Judgement:
+    directory = vm.config.trainer.socket.parent
+    if directory.is_dir():
+        return ok(f"{directory} exists")
+    is_of_the_unit = directory == Path(DEFAULT_SOCKET).parent and fixes.restart()
+    make = "" if is_of_the_unit else fixes.as_root(f"install -d {fixes.quoted(directory)}")
+    return failure(
+        f"{directory}, the directory of trainer.socket, does not exist",
+        fixes.then(make, fixes.start(vm.path)),
+    )
+
+
+def _is_missing(user: str | int) -> bool:
+    return isinstance(user, str) and account(user) is None  # a uid needs no account
+
+
+def trainer_users(vm: Installation) -> Judgement:
+    users = vm.config.trainer.users
+    missing = [user for user in users if _is_missing(user)]
+    return judge_users(missing, len(users), grouped=has_group(TRAINER_GROUP))
+
+
+def judge_users(missing: list[str | int], count: int, *, grouped: bool) -> Judgement:
+    """Whether all ``trainer.users`` exist; the daemon does not start otherwise."""
+    if missing:
+        names = ", ".join(map(str, missing))
+        groups = f"--groups {TRAINER_GROUP} " if grouped else ""
+        make = [fixes.as_root(f"useradd {groups}{fixes.quoted(str(user))}") for user in missing]
+        return failure(f"trainer.users: no such user: {names}", fixes.then(*make, fixes.restart()))
+    if not count:
+        return ok("trainer.users is empty: only root and the daemon's user may connect")
+    return ok(f"all {count} users of trainer.users exist")
+
+
+def socket(vm: Installation) -> Judgement:
+    socket, users = vm.config.trainer.socket, vm.config.trainer.users
+    facts = socket.stat()
+    if not stat.S_ISSOCK(facts.st_mode):
+        return failure(f"{socket} is not a socket", fixes.restart())
+    mode = f"{socket}, mode {stat.S_IMODE(facts.st_mode):o}, group {facts.st_gid}"
+    known = [found for user in users if (found := account(user)) is not None]
+    if os.geteuid() != 0 and known:
+        return skipped(f"{mode}; checking whether trainers reach it requires root")
+    if vm.by_systemd and not facts.st_mode & stat.S_IWGRP:
+        # A restart of the daemon would not help: systemd keeps the listening socket open.
+        group = fixes.as_root(f"chgrp {TRAINER_GROUP} {fixes.quoted(socket)}")
+        fix = fixes.then(group, fixes.as_root(f"chmod 0660 {fixes.quoted(socket)}"))
+        return failure(f"the trainers' group may not connect to {mode}", fix)
+    connected = _users_of(vm.status().trainers)
+    granted = _users_granted() if vm.by_systemd else {}
+    granted_by, excluded = [], []
+    for user in known:
+        if user.uid in connected or user.may("rw", socket):
+            continue
+        if user.name in granted and with_trainers(user).may("rw", socket):
+            granted_by.append(f"{user.name} by SupplementaryGroups= of {granted[user.name]}")
+        else:
+            excluded.append(user.name)
+    if excluded:
+        # Processes get their groups at their start, sessions at the login.
+        add = [
+            fixes.as_root(f"usermod --append --groups {TRAINER_GROUP} {fixes.quoted(name)}")
+            for name in excluded
+        ]
+        return failure(
+            f"{', '.join(excluded)} of trainer.users may not connect to {mode}; restart running trainers "
+            "after the fix",
+            fixes.then(*add),
+        )
+    return ok("; ".join([mode, *granted_by]))
+
+
+def _users_of(trainers: Iterable[TrainerStatus]) -> set[int]:
+    """Uids of the connected trainers."""
+    uids = set()
+    for trainer in trainers:
+        with suppress(OSError):
+            if trainer.connected:
+                uids.add(os.stat(f"/proc/{trainer.pid}").st_uid)
+    return uids
+
+
+def _users_granted() -> dict[str, str]:
+    """Users that get the trainers' group from ``SupplementaryGroups=`` of a unit, each with its unit."""
+    units = set()
+    for directory in _UNIT_DIRECTORIES:
+        for path in (*directory.glob("*.service"), *directory.glob("*.service.d/*.conf")):
+            with suppress(OSError):
+                if TRAINER_GROUP in path.read_text(errors="replace"):
+                    name = path.parent.name if path.suffix == ".conf" else path.name
+                    units.add(name.removesuffix(".d"))
+    granted = {}
+    for unit in sorted(units):
+        if "@." not in unit:
+            facts = properties(unit, ("User", "SupplementaryGroups"))
+            if TRAINER_GROUP in facts.get("SupplementaryGroups", "").split():
+                granted[facts.get("User") or "root"] = unit
+    return granted
+
+
+def signal(vm: Installation) -> Judgement:
+    trainer = vm.config.trainer
+    if trainer.signal == "none":
+        return skipped("trainer.signal = none: trainers use the hooks")
+    if trainer.pid_file is not None and not trainer.pid_file.exists():
+        return warning(
+            f"{trainer.pid_file} does not exist: no trainer to signal",
+            f"ls -l {fixes.quoted(trainer.pid_file)}",
+        )
+    known = frozenset(found.uid for user in trainer.users if (found := account(user)) is not None)
+    numbers = frozenset(user for user in trainer.users if isinstance(user, int))
+    sender = SignalSender(
+        signal_name=trainer.signal,
+        pid_file=trainer.pid_file,
+        unit=trainer.unit,
+        allowed_uids=may_be_signalled(known | numbers, vm.user.uid),
+        boot_id="",
+        post=lambda _event: None,
+    )
+    try:
+        pid = sender.examine()
+    except SignalRefusal as refusal:
+        return failure(str(refusal), f"systemctl status {trainer.unit or fixes.unit().stem}")
+    return ok(f"process {pid} handles {trainer.signal}")
+
+
+def unconnected_trainers(vm: Installation) -> Judgement:
+    answer = vm.answer()
+    search = unconnected.search(vm.config.trainer, answer.status, answer.uid)
+    if search.found:
+        shown = [each.line for each in search.found[:_SHOWN]]
+        more = [f"{len(search.found) - _SHOWN} more"] if len(search.found) > _SHOWN else []
+        remedies = dict.fromkeys(each.fix for each in search.found)
+        return warning(
+            "; ".join([*shown, *more]), f"# if it trains this run: {'; '.join(remedies)}"
+        )
+    if search.is_complete:
+        return ok("every process that holds a GPU is known to the daemon, or none holds one")
+    return skipped("not all processes could be examined: this requires root on the daemon's host")

@@ -6,42 +6,18 @@ from __future__ import annotations
 import queue
 import re
 import threading
+import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import NamedTuple
 
 from swansong_bucket.errors import SwansongError
 
 from swansong_tools.doctor import fixes
+from swansong_tools.doctor.installation import Installation
 
-FAMILIES = {
-    "configuration": "every problem of the file; the cloud against the firmware; variables in the "
-    "daemon's environment that would redirect metadata requests",
-    "host": "packages, polkit, users, unit file and its syntax, file permissions (where the unit "
-    "is installed); logind's delay and the drop-in that sets it; the unit's timeouts; the sandbox "
-    "lets the daemon write to staging and to a `file://` store",
-    "network": "the names of store and metadata service resolve, and a route exists",
-    "metadata": "the token (a hop limit that is too low has its own message) or the flavor "
-    "header; every watched path; the clock",
-    "store": "signing key; disk and space of a `file://` store; credentials; clock; the rehearsal "
-    "of a checkpoint; lifecycle rules, versioning, object lock, bucket policy (see "
-    'docs/operations/stores.md), or "unknown" without the right to read them and on Azure; the '
-    "mirror can be listed and written, and honours create-if-absent",
-    "staging": "exists, writable for the daemon's user, not replaceable by others, one file "
-    "system, space for two checkpoints, speed of 64 MiB",
-    "trainers": "`trainer.users` exist and reach the socket, by their groups or by "
-    "`SupplementaryGroups=` of a unit; the process for `trainer.signal` catches it; no "
-    "unconnected process holds a GPU",
-    "daemon": "it runs, and if not, why; it was started with the current configuration and unit; "
-    "it reaches its store; no two connected trainers have one rank",
-    "metrics": "the daemon serves `metrics.listen`, or the address is free and local; otherwise "
-    "the process that has it, with its user; the directory of `metrics.textfile` is writable",
-    "notify": "the secret files of `[notify]` are private, addresses resolve, the template "
-    "becomes JSON, the program can run; sends something only with `--send-notification`",
-    "image": "only with `--image`: no credential in any home, in `/etc/swansong` or in drop-ins; "
-    "no machine id",
-}
-"""The scope of each family of checks."""
+_POLL_S = 0.2
 _COMMAND = re.compile(r"`([^`]+)`")
 
 
@@ -56,8 +32,7 @@ class Level(StrEnum):
     """Could not be checked, does not apply here, or depends on a check that did not succeed."""
 
 
-@dataclass(frozen=True, slots=True)
-class Judgement:
+class Judgement(NamedTuple):
     """The result of a check."""
 
     level: Level
@@ -83,7 +58,7 @@ def skipped(found: str) -> Judgement:
     return Judgement(Level.SKIPPED, found)
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True)
 class Finding:
     """The judgement of a check, with the name of the check."""
 
@@ -94,48 +69,50 @@ class Finding:
     fix: str
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+Probe = Callable[[Installation], Judgement]
+
+
+@dataclass(frozen=True, slots=True)
 class Check:
-    """One check of the installation."""
+    """One check of an installation."""
 
     family: str
     name: str
     """Unique among all checks."""
-    judge: Callable[[], Judgement]
+    shows: str
+    """The subject of the check, for the reference page."""
+    probe: Probe
     """May block and may raise: a SwansongError is a finding, any other exception a bug of doctor."""
-    fix: str = ""
-    """The fix for an error that names no command."""
-    needs: str | tuple[str, ...] = ()
+    needs: tuple[str, ...] = ()
     """Names of earlier checks.  If one of them does not succeed, this check is skipped."""
-    limit_s: float = 10.0
-
-    def __post_init__(self) -> None:
-        assert self.family in FAMILIES, self.family
+    fix: Callable[[Installation], str] = lambda _: ""
+    """The fix for an error that names no command."""
+    applies: Callable[[Installation], object] = lambda _: True
+    """Whether the installation has the thing that this check examines."""
+    limit_s: float = 30.0
+    settle_s: float = 0.0
+    """Time in which a failure is probed again, because its fix may still take effect."""
 
     def finding(self, judgement: Judgement) -> Finding:
-        return Finding(
-            family=self.family,
-            name=self.name,
-            level=judgement.level,
-            found=judgement.found,
-            fix=judgement.fix,
-        )
+        return Finding(self.family, self.name, *judgement)
 
 
 class Examination:
     """Runs checks in order, and skips a check if one that it needs did not succeed."""
 
-    def __init__(self) -> None:
+    def __init__(self, vm: Installation) -> None:
+        self._vm = vm
         self._unsuccessful: set[str] = set()
 
     def run(self, checks: Iterable[Check]) -> Iterator[Finding]:
-        """Yield exactly one finding per check."""
+        """Yield exactly one finding for each check that applies."""
         for check in checks:
-            needs = (check.needs,) if isinstance(check.needs, str) else check.needs
-            if lacking := self.lacking(needs):
+            if not check.applies(self._vm):
+                continue
+            if lacking := self.lacking(check.needs):
                 judgement = skipped(f"depends on a check that did not succeed: {lacking}")
             else:
-                judgement = _bounded(check)
+                judgement = _bounded(check, self._vm)
             yield self.note(check.finding(judgement))
 
     def lacking(self, needs: Iterable[str]) -> str:
@@ -149,9 +126,9 @@ class Examination:
         return finding
 
 
-def examine(checks: Iterable[Check]) -> Iterator[Finding]:
-    """Run the checks in order, one finding each."""
-    return Examination().run(checks)
+def examine(vm: Installation, checks: Iterable[Check]) -> Iterator[Finding]:
+    """Run the checks that apply in order, one finding each."""
+    return Examination(vm).run(checks)
 
 
 def has_failure(findings: Iterable[Finding]) -> bool:
@@ -170,21 +147,27 @@ def of_error(error: Exception, fix: str) -> Judgement:
     return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, fix)
 
 
-def _bounded(check: Check) -> Judgement:
+def _bounded(check: Check, vm: Installation) -> Judgement:
     # A daemon thread: a check that hangs is abandoned and does not prevent the process from exiting.
     judgements: queue.SimpleQueue[Judgement] = queue.SimpleQueue()
+    settled_mono_s = time.monotonic() + check.settle_s
 
     def work() -> None:
         try:
-            judgement = check.judge()
+            judgement = check.probe(vm)
+            while judgement.level is Level.FAILURE and time.monotonic() < settled_mono_s:
+                time.sleep(_POLL_S)
+                judgement = check.probe(vm)
         except SwansongError as error:
-            judgement = of_error(error, check.fix)
+            judgement = of_error(error, check.fix(vm))
         except Exception as error:
-            judgement = failure(f"the check crashed: {type(error).__name__}: {error}", check.fix)
+            judgement = failure(
+                f"the check crashed: {type(error).__name__}: {error}", check.fix(vm)
+            )
         judgements.put(judgement)
 
     threading.Thread(target=work, name=f"doctor-{check.name}", daemon=True).start()
     try:
         return judgements.get(timeout=check.limit_s)
     except queue.Empty:
-        return failure(f"timed out after {check.limit_s:g} s", check.fix)
+        return failure(f"timed out after {check.limit_s:g} s", check.fix(vm))

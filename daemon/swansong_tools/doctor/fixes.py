@@ -15,9 +15,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 
-from swansong_tools.doctor.accounts import DAEMON_USER, TRAINER_GROUP, account
+from swansong_tools.doctor.installation import BOOTED, DAEMON_USER, TRAINER_GROUP, account
 
-BOOTED = Path("/run/systemd/system")
 PROVISION = "# in a clone of Swansong: sudo packer/provision.sh"
 
 _FIRST = Path("/etc/systemd/system/swansongd.service")
@@ -117,6 +116,31 @@ def directory(path: Path, mode: str, *, installed: bool = False) -> str:
 def edit(path: Path) -> str:
     """Open a file of root in an editor."""
     return f"sudoedit {quoted(path)}"
+
+
+def set_key(path: Path, key: str, value: str, *, table: str = "") -> str:
+    """A command that sets a key of the configuration, or opens the editor if no command can.
+
+    Args:
+        key: a key with a string value.
+        table: table to add the key to if it is not set; empty: the key must be in the file.
+    """
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        text = ""
+
+    def is_once(line: str) -> bool:
+        return len(re.findall(line, text, re.MULTILINE)) == 1
+
+    if is_once(rf'^{key} *= *"[^"]*"'):
+        expression = f's|^{key} *= *"[^"]*"|{key} = "{value}"|'
+    elif table and is_once(rf"^\[{table}\]") and not re.search(rf"^ *{key}\b", text, re.MULTILINE):
+        expression = f's|^\\[{table}\\].*|&\\n{key} = "{value}"|'
+    else:
+        return edit(path)
+    command = f"sed -i {shlex.quote(expression)} {quoted(path)}"
+    return then(as_root(command), restart())
 
 
 def quoted(path: Path | str) -> str:

@@ -1,16 +1,17 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the operating system: logind's delay, the unit, packages, users and permissions."""
+"""The operating system: logind's delay, the unit, packages, users, permissions; the secrets of an image."""
 
 from __future__ import annotations
 
 import importlib
 import os
+import pwd
 import re
 import shutil
 import stat
 import subprocess
 import sys
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
@@ -18,18 +19,24 @@ from swansongd.config.config import Config
 from swansongd.sources.logind import LogindError, NoLogind, read_inhibit_delay_max_s
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account, has_group
-from swansong_tools.doctor.findings import Check, Judgement, failure, ok, skipped, warning
+from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
+from swansong_tools.doctor.installation import (
+    BOOTED,
+    DAEMON_USER,
+    TRAINER_GROUP,
+    Installation,
+    account,
+    has_group,
+    longest_grace_s,
+    with_trainers,
+)
 from swansong_tools.doctor.sandbox import properties, systemctl
-
-FAMILY = "host"
 
 SHUTDOWN_S = {"gcp": 30.0}
 """Documented time from the start of a shutdown until the cloud cuts the power."""
 SYSUSERS = Path("/usr/lib/sysusers.d/swansong.conf")
 TMPFILES = Path("/usr/lib/tmpfiles.d/swansong.conf")
 
-_BOOTED = fixes.BOOTED
 _TIMEOUT_S = 10.0
 _PROVISION = fixes.PROVISION
 _DROP_IN = Path("/etc/systemd/logind.conf.d/zz-swansong.conf")
@@ -54,23 +61,7 @@ def is_installed() -> bool:
 
 def is_run_by_systemd() -> bool:
     """Whether systemd runs here and has the daemon's unit."""
-    return _BOOTED.is_dir() and is_installed()
-
-
-def checks(
-    cloud: str, *, wanted_delay_s: float, stop_s: float, written: Sequence[Path]
-) -> Iterator[Check]:
-    """The checks of a running system.
-
-    Args:
-        wanted_delay_s: time that logind should delay a shutdown.
-        stop_s: longest time that the daemon needs to stop: longest grace period plus reserve.
-        written: directories that the daemon writes to, see :func:`written_directories`.
-    """
-    yield Check(family=FAMILY, name="logind delay", judge=lambda: _delay(cloud, wanted_delay_s))
-    yield Check(family=FAMILY, name="unit", judge=lambda: _unit(stop_s))
-    if is_run_by_systemd():
-        yield Check(family=FAMILY, name="sandbox", judge=lambda: _sandbox(written))
+    return BOOTED.is_dir() and is_installed()
 
 
 def written_directories(config: Config) -> list[Path]:
@@ -80,47 +71,18 @@ def written_directories(config: Config) -> list[Path]:
     return [config.staging.path, *map(Path, paths)]
 
 
-def not_writable(written: Iterable[Path], writable: Sequence[Path]) -> str:
-    """The directories of ``written`` that no path of ``ReadWritePaths=`` contains, joined for a message."""
-    refused = [
-        str(path) for path in written if not any(path.is_relative_to(place) for place in writable)
-    ]
-    return " and ".join(refused)
-
-
-def image_checks(config: Path, daemon: Account | None) -> Iterator[Check]:
-    """The checks that also work during the build of an image, without a running systemd."""
-    yield Check(family=FAMILY, name="packages", judge=_packages, fix=_PROVISION, limit_s=60.0)
-    yield Check(family=FAMILY, name="polkit", judge=_polkit)
-    yield Check(
-        family=FAMILY,
-        name="users",
-        judge=lambda: judge_accounts(
-            user=account(DAEMON_USER) is not None, group=has_group(TRAINER_GROUP)
-        ),
-    )
-    yield Check(family=FAMILY, name="unit file", judge=_enabled)
-    yield Check(family=FAMILY, name="unit syntax", judge=_syntax, needs="unit file")
-    yield Check(family=FAMILY, name="logind drop-in", judge=_drop_in)
-    yield Check(
-        family=FAMILY,
-        name="permissions",
-        judge=lambda: _permissions(config, daemon),
-        needs="users",
-    )
-
-
 # ------------------------------------------------------------ logind
 
 
-def _delay(cloud: str, wanted_s: float) -> Judgement:
+def logind_delay(vm: Installation) -> Judgement:
     try:
         delay_s = read_inhibit_delay_max_s()
     except NoLogind as error:
         return skipped(f"{error}: shutdowns are not delayed")
     except LogindError as error:
         return warning(str(error), fixes.as_root("systemctl restart systemd-logind"))
-    return judge_delay(delay_s, wanted_s=wanted_s, shutdown_s=SHUTDOWN_S.get(cloud))
+    wanted_s = vm.config.deadline.shutdown_delay_s
+    return judge_delay(delay_s, wanted_s=wanted_s, shutdown_s=SHUTDOWN_S.get(vm.cloud))
 
 
 def judge_delay(delay_s: float, *, wanted_s: float, shutdown_s: float | None) -> Judgement:
@@ -142,16 +104,21 @@ def judge_delay(delay_s: float, *, wanted_s: float, shutdown_s: float | None) ->
 def _set_delay(wanted_s: float = 0.0) -> str:
     return fixes.then(
         fixes.write(_DROP_IN, "[Login]", f"InhibitDelayMaxSec={max(wanted_s, _DELAY_S):g}s"),
-        fixes.as_root("systemctl restart systemd-logind") if _BOOTED.is_dir() else "",
+        _restart_logind(),
     )
+
+
+def _restart_logind() -> str:
+    return fixes.as_root("systemctl restart systemd-logind") if BOOTED.is_dir() else ""
 
 
 # ------------------------------------------------------------ the unit
 
 
-def _unit(stop_s: float) -> Judgement:
-    if not _BOOTED.is_dir():
+def unit(vm: Installation) -> Judgement:
+    if not BOOTED.is_dir():
         return skipped("systemd does not run here")
+    stop_s = longest_grace_s(vm.config, vm.cloud) + vm.config.deadline.reserve_s
     return judge_unit(properties(fixes.unit().name, _PROPERTIES), stop_s=stop_s)
 
 
@@ -184,12 +151,12 @@ def judge_unit(facts: Mapping[str, str], *, stop_s: float) -> Judgement:
     return ok(found)
 
 
-def _sandbox(written: Sequence[Path]) -> Judgement:
+def sandbox(vm: Installation) -> Judgement:
     facts = properties(fixes.unit().name, _PROPERTIES)
     words = facts.get("ReadWritePaths", "").split()
     return judge_paths(
         words,
-        written,
+        written_directories(vm.config),
         is_strict=facts.get("ProtectSystem") == "strict",
         missing=[
             word
@@ -197,6 +164,23 @@ def _sandbox(written: Sequence[Path]) -> Judgement:
             if not word.startswith("-") and not _exists(Path(word.lstrip("+")))
         ],
     )
+
+
+def sandbox_of_image(vm: Installation) -> Judgement:
+    """The same before systemd runs, by the texts of the unit and its drop-ins."""
+    unit = _below(vm.root, str(fixes.unit()))
+    texts = (unit, *sorted(unit.with_name(f"{unit.name}.d").glob("*.conf")))
+    lines = [line for path in texts if path.exists() for line in path.read_text().splitlines()]
+    if not lines:
+        return skipped("the daemon's unit is not installed")
+    words: list[str] = []
+    for line in lines:
+        key, _, value = line.partition("=")
+        if key.strip() == "ReadWritePaths":
+            words = (
+                [*words, *value.split()] if value.split() else []
+            )  # an empty one resets the list
+    return judge_paths(words, written_directories(vm.config), is_strict=True, missing=[])
 
 
 def _exists(path: Path) -> bool:
@@ -221,25 +205,27 @@ def judge_paths(
     if missing:
         paths = [Path(word.lstrip("+")) for word in missing]
         names = " and ".join(map(str, paths))
-        make = [fixes.directory(path, "2750" if path == written[0] else "0700") for path in paths]
+        make = _made(paths, written)
         return failure(
             f"{names} of ReadWritePaths= does not exist: systemd cannot set up the sandbox",
             fixes.then(*make, fixes.restart()),
         )
     writable = [Path(word.lstrip("-+")) for word in words]
-    if is_strict and (refused := not_writable(written, writable)):
-        make = [
-            fixes.directory(path, "2750" if path == written[0] else "0700")
-            for path in written
-            if not _exists(path)
-        ]
+    refused = [each for each in written if not any(each.is_relative_to(at) for at in writable)]
+    if is_strict and refused:
+        make = _made([path for path in written if not _exists(path)], written)
         # List all directories: this drop-in may replace one that an earlier fix wrote.
         paths_line = f"ReadWritePaths={' '.join(map(str, written))}"
         return failure(
-            f"the sandbox of the unit prevents writes to {refused} (ReadWritePaths=)",
+            f"the sandbox of the unit prevents writes to {' and '.join(map(str, refused))} (ReadWritePaths=)",
             fixes.then(*make, fixes.drop_in("paths", paths_line)),
         )
     return ok(f"the sandbox allows writes to {' and '.join(map(str, written))}")
+
+
+def _made(paths: Iterable[Path], written: Sequence[Path]) -> list[str]:
+    """Commands that make these directories; the first one of ``written`` is staging."""
+    return [fixes.directory(path, "2750" if path == written[0] else "0700") for path in paths]
 
 
 _UNITS_S = {
@@ -267,7 +253,7 @@ def _shown(timeout_s: float | None) -> str:
 # ------------------------------------------------------------ the image
 
 
-def _packages() -> Judgement:
+def packages(_: Installation) -> Judgement:
     missing = []
     for name in _PACKAGES:
         try:
@@ -280,7 +266,7 @@ def _packages() -> Judgement:
     return ok(f"all {len(_PACKAGES)} packages are installed in {sys.prefix} (Python {version})")
 
 
-def _polkit() -> Judgement:
+def polkit(_: Installation) -> Judgement:
     if any(
         os.access(os.path.join(directory, "pkaction"), os.X_OK)
         for directory in ("/usr/bin", "/usr/local/bin", "/bin")
@@ -290,10 +276,14 @@ def _polkit() -> Judgement:
         "polkit is not installed: logind will refuse the daemon's delay lock",
         fixes.then(
             fixes.as_root("apt-get install -y polkitd"),
-            fixes.as_root("systemctl restart systemd-logind") if _BOOTED.is_dir() else "",
+            _restart_logind(),
             fixes.restart(),
         ),
     )
+
+
+def users(_: Installation) -> Judgement:
+    return judge_accounts(user=account(DAEMON_USER) is not None, group=has_group(TRAINER_GROUP))
 
 
 def judge_accounts(*, user: bool, group: bool) -> Judgement:
@@ -311,7 +301,7 @@ def judge_accounts(*, user: bool, group: bool) -> Judgement:
     return ok(f"user {DAEMON_USER} and group {TRAINER_GROUP} exist")
 
 
-def _enabled() -> Judgement:
+def unit_file(_: Installation) -> Judgement:
     unit = fixes.unit()
     if not unit.exists():
         return failure(f"{unit} is missing", _PROVISION)
@@ -329,7 +319,7 @@ def _enabled() -> Judgement:
     return ok(f"{unit} is enabled")
 
 
-def _syntax() -> Judgement:
+def unit_syntax(_: Installation) -> Judgement:
     if shutil.which("systemd-analyze") is None:
         return skipped("systemd-analyze is not installed")
     units = [
@@ -339,14 +329,18 @@ def _syntax() -> Judgement:
     ]
     # systemd-analyze verifies a template by an instance of it, which needs no file.
     paths = [str(path).replace("@.", "@doctor.") for path in units]
-    done = subprocess.run(  # noqa: S603 - our own unit files
-        ["systemd-analyze", "verify", "--man=no", *paths],  # noqa: S607
+    return judge_syntax(_analyzed("verify", "--man=no", *paths).stderr, units=len(units))
+
+
+def _analyzed(*arguments: str) -> subprocess.CompletedProcess[str]:
+    """The output of ``systemd-analyze``."""
+    return subprocess.run(  # noqa: S603 - our own unit files
+        ["systemd-analyze", *arguments],  # noqa: S607
         capture_output=True,
         text=True,
         timeout=_TIMEOUT_S,
         check=False,
     )
-    return judge_syntax(done.stderr, units=len(units))
 
 
 def judge_syntax(stderr: str, *, units: int) -> Judgement:
@@ -360,17 +354,10 @@ def judge_syntax(stderr: str, *, units: int) -> Judgement:
     return ok(f"systemd accepts all {units} units")
 
 
-def _drop_in() -> Judgement:
+def logind_drop_in(_: Installation) -> Judgement:
     if not _DROP_IN.exists():
         return warning(f"{_DROP_IN} is missing: logind delays shutdowns for 5 s only", _set_delay())
-    done = subprocess.run(
-        ["systemd-analyze", "cat-config", "systemd/logind.conf"],  # noqa: S607
-        capture_output=True,
-        text=True,
-        timeout=_TIMEOUT_S,
-        check=False,
-    )
-    return judge_drop_in(done.stdout)
+    return judge_drop_in(_analyzed("cat-config", "systemd/logind.conf").stdout)
 
 
 def judge_drop_in(configuration: str) -> Judgement:
@@ -393,7 +380,9 @@ def judge_drop_in(configuration: str) -> Judgement:
     return ok(f"{_DROP_IN} sets the delay of a shutdown")
 
 
-def _permissions(config: Path, daemon: Account | None) -> Judgement:
+def permissions(vm: Installation) -> Judgement:
+    config, user = vm.path, account(DAEMON_USER)
+    daemon = user and with_trainers(user)
     if daemon is None or (daemon.uid != os.geteuid() and os.geteuid() != 0):
         return skipped("checking the permissions of the daemon's user requires root")
     wanted: tuple[tuple[str, Path, str], ...] = (
@@ -443,3 +432,76 @@ def _tmpfiles() -> str:
         fixes.directory(_HOME / "store", "0700", installed=True),
         fixes.directory(_HOME / "staging", "2750", installed=True),
     )
+
+
+# ------------------------------------------------------------ secrets and identity of an image
+
+_IDENTITIES = ("/etc/machine-id", "/var/lib/dbus/machine-id")
+_CREDENTIAL_FILES = (
+    ".aws/credentials", ".aws/sso/cache/*", ".aws/cli/cache/*", ".boto",
+    ".config/gcloud/application_default_credentials.json", ".config/gcloud/*.db",
+    ".config/gcloud/legacy_credentials/*", ".netrc", ".pypirc", ".git-credentials",
+    ".cache/huggingface/token", ".ssh/id_*[!b]",
+)  # fmt: skip
+"""Below a home directory; the pattern for SSH keys excludes ``.pub``."""
+_OF_THE_UNIT = ("/etc/swansong/aws/credentials", "/etc/swansong/gcloud/*")
+"""Credential files that the units pass to the SDKs, which do not read those of a home directory."""
+_TEXTS = (
+    "/etc/swansong/*", "/etc/swansong/*/*", "/etc/systemd/system/swansong*.d/*", "/etc/environment",
+    "/etc/pip.conf", "/opt/swansong/pip.conf",
+)  # fmt: skip
+_SECRET = re.compile(
+    rb"A[KS]IA[0-9A-Z]{16}|-----BEGIN [A-Z ]*PRIVATE KEY-----|://[^/\s@]+:[^/\s@]+@"
+    rb"|aws_(secret_access_key|session_token)",
+    re.IGNORECASE,
+)
+_TEXT_BYTES_MAX = 2**20
+
+
+def _below(root: Path, path: str) -> Path:
+    return root / path.lstrip("/")
+
+
+def _homes(root: Path) -> Iterable[Path]:
+    homes = {user.pw_dir for user in pwd.getpwall()} - {"/", "/nonexistent"}
+    return sorted(_below(root, home) for home in homes)
+
+
+def secrets(vm: Installation) -> Judgement:
+    root = vm.root
+    places = [(home, pattern) for home in _homes(root) for pattern in _CREDENTIAL_FILES]
+    places += [(root, pattern.lstrip("/")) for pattern in _OF_THE_UNIT]
+    found = [
+        path
+        for directory, pattern in places
+        for path in directory.glob(pattern)
+        if path.is_file() and path.stat().st_size
+    ]
+    for pattern in _TEXTS:
+        for path in root.glob(pattern.lstrip("/")):
+            if path.is_file() and path.stat().st_size <= _TEXT_BYTES_MAX:
+                found += [path] * bool(_SECRET.search(path.read_bytes()))
+    if found:
+        names = sorted({f"/{path.relative_to(root)}" for path in found})
+        return failure(
+            f"the image would contain credentials: {', '.join(names)}",
+            fixes.as_root(f"rm {' '.join(map(fixes.quoted, names))}"),
+        )
+    return ok(
+        "no credentials in home directories, in the configuration or in the unit's environment"
+    )
+
+
+def identity(vm: Installation) -> Judgement:
+    known = [
+        name
+        for name in _IDENTITIES
+        if (path := _below(vm.root, name)).is_file()
+        and path.read_text().strip() not in ("", "uninitialized")
+    ]
+    if known:
+        return failure(
+            f"all VMs of the image would share one machine id: {', '.join(known)}",
+            fixes.as_root(f"truncate --size=0 {' '.join(known)}"),
+        )
+    return ok("no machine id: the first boot creates one")

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Run the checks of :mod:`swansong_tools.doctor.inside` as the daemon: same user, environment and sandbox.
+"""Run checks as the daemon, in another process: same user, environment and sandbox.
 
 If systemd manages the daemon, the checks run in a transient unit with the same ``[Service]`` section,
 drop-ins included.  They see the daemon's credentials, mounts and limits, whether the daemon runs or not.
@@ -14,22 +14,27 @@ import shutil
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from swansong_tools.doctor import fixes
-from swansong_tools.doctor.accounts import DAEMON_USER, account, with_trainers
-from swansong_tools.doctor.findings import Finding, Level
+from swansong_tools.doctor.findings import Finding, Judgement, Level, failure
+from swansong_tools.doctor.installation import (
+    BOOTED,
+    DAEMON_USER,
+    Account,
+    Installation,
+    account,
+    daemon_account,
+)
 
 LIMIT_S = 400.0
 """Time limit of all checks together; each check also has its own limit."""
 _POLL_S = 0.05
 _SYSTEMCTL_S = 15.0
-_UNITS = Path("/run/systemd/system")
 # These settings override those of the daemon; user, environment, credentials, limits and sandbox stay.
 # systemd removes the runtime directory with the unit, even if the unit is killed.
 _INSTEAD = """
@@ -65,13 +70,11 @@ StandardError=file:{directory}/stderr
 class ProcessIdentity:
     """User and environment of the checks if systemd does not manage the daemon."""
 
-    uid: int
-    gid: int
-    groups: tuple[int, ...]
+    user: Account
     environ: Mapping[str, str]
 
     def is_this_process(self) -> bool:
-        return self.uid == os.geteuid() and self.environ == os.environ
+        return self.user.uid == os.geteuid() and self.environ == os.environ
 
 
 def systemctl(*arguments: str) -> str:
@@ -96,16 +99,12 @@ def properties(unit: str, names: Sequence[str]) -> dict[str, str]:
 # ------------------------------------------------------------ with systemd
 
 
-def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
-    """Run the checks in a transient copy of the daemon's unit.  Requires root.
-
-    Args:
-        arguments: command line of :mod:`swansong_tools.doctor.inside`.
-    """
+def in_unit(vm: Installation) -> Iterator[Finding]:
+    """Run the checks in a transient copy of the daemon's unit.  Requires root."""
     directory = Path(tempfile.mkdtemp(prefix="swansong-doctor-", dir="/run"))
-    unit = _UNITS / f"{directory.name}.service"
+    unit = BOOTED / f"{directory.name}.service"
     try:
-        text = unit_text(systemctl("cat", fixes.unit().name), _command(arguments), directory)
+        text = unit_text(systemctl("cat", fixes.unit().name), _command(vm), directory)
         unit.write_text(text)
         starting = subprocess.Popen(  # noqa: S603 - our own unit
             ["systemctl", "start", unit.name],  # noqa: S607
@@ -116,7 +115,7 @@ def in_unit(arguments: Sequence[str]) -> Iterator[Finding]:
         yield from _followed(directory / "stdout", starting)
         if starting.wait() != 0:
             ended = properties(unit.name, ("Result", "ExecMainStatus"))
-            yield failed_to_run(ended, _last_line(directory / "stderr"))
+            yield as_the_daemon(failed_to_run(ended, _last_line(directory / "stderr")))
     finally:
         systemctl("stop", unit.name)
         systemctl("reset-failed", unit.name)
@@ -168,8 +167,8 @@ def _followed(path: Path, writer: subprocess.Popen[bytes]) -> Iterator[Finding]:
         time.sleep(_POLL_S)
 
 
-def failed_to_run(ended: Mapping[str, str], stderr: str) -> Finding:
-    """The finding for checks that did not finish.  The daemon would fail in the same way.
+def failed_to_run(ended: Mapping[str, str], stderr: str) -> Judgement:
+    """The judgement of checks that did not finish.  The daemon would fail in the same way.
 
     Args:
         ended: properties of the unit after its exit.
@@ -183,62 +182,50 @@ def failed_to_run(ended: Mapping[str, str], stderr: str) -> Finding:
     if result == "oom-kill":
         found = "the kernel killed the checks: out of memory within MemoryMax= of the daemon's unit"
         fix = fixes.more_memory()
-    return Finding(
-        family="host",
-        name="as the daemon",
-        level=Level.FAILURE,
-        found=f"{found}; {stderr}" if stderr else found,
-        fix=fix,
-    )
+    return failure(f"{found}; {stderr}" if stderr else found, fix)
+
+
+def as_the_daemon(judgement: Judgement) -> Finding:
+    """The finding about the process itself."""
+    return Finding("host", "as the daemon", *judgement)
 
 
 # ------------------------------------------------------------ without systemd
 
 
-def in_process(identity: ProcessIdentity, arguments: Sequence[str]) -> Iterator[Finding]:
+def in_process(identity: ProcessIdentity, vm: Installation) -> Iterator[Finding]:
     """Run the checks as a process with this identity."""
-    options: dict[str, Any] = {}
-    if os.geteuid() == 0 and identity.uid != 0:
-        options = {
-            "user": identity.uid,
-            "group": identity.gid,
-            "extra_groups": identity.groups,
-            "cwd": "/",
-        }
+    user, options = identity.user, dict[str, Any]()
+    if os.geteuid() == 0 and user.uid != 0:
+        options = {"user": user.uid, "group": user.gid, "extra_groups": user.groups, "cwd": "/"}
     with (
         tempfile.TemporaryDirectory(prefix="swansong-doctor-") as name,
         tempfile.TemporaryDirectory(prefix="swansong-doctor-") as scratch,
     ):
-        errors = Path(name, "stderr")
-        os.chown(scratch, identity.uid, -1)  # removed by this process: the other one may be killed
+        output, errors = Path(name, "stdout"), Path(name, "stderr")
+        os.chown(scratch, user.uid, -1)  # removed by this process: the other one may be killed
         try:
-            with errors.open("wb") as stderr:
+            with output.open("wb") as stdout, errors.open("wb") as stderr:
                 process = subprocess.Popen(  # noqa: S603 - our own module
-                    _command(arguments),
+                    _command(vm),
                     stdin=subprocess.DEVNULL,
-                    stdout=subprocess.PIPE,
+                    stdout=stdout,
                     stderr=stderr,
                     env={**identity.environ, "TMPDIR": scratch},
                     **options,
                 )
         except OSError as error:
-            yield failed_to_run({"Result": "exec", "ExecMainStatus": "203"}, str(error))
+            ended = {"Result": "exec", "ExecMainStatus": "203"}
+            yield as_the_daemon(failed_to_run(ended, str(error)))
             return
-        limit = threading.Timer(LIMIT_S, process.kill)
-        limit.start()
         try:
-            assert process.stdout is not None
-            with process.stdout:
-                for line in process.stdout:
-                    yield _finding(line)
-            code = process.wait()
+            yield from _followed(output, process)
         finally:
-            limit.cancel()
             process.kill()
-            process.wait()
+            code = process.wait()
         if code != 0:
             ended = {"Result": "exit-code", "ExecMainStatus": str(code)}
-            yield failed_to_run(ended, _last_line(errors))
+            yield as_the_daemon(failed_to_run(ended, _last_line(errors)))
 
 
 def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
@@ -267,7 +254,7 @@ def identity_of(pid: int, uid: int) -> ProcessIdentity | None:
         for name, _, value in (item.partition(b"=") for item in content.split(b"\0"))
         if name and not name.startswith(b"LD_")
     }
-    return ProcessIdentity(uid, gid, groups, environ)
+    return ProcessIdentity(Account(f"user id {uid}", uid, gid, groups), environ)
 
 
 def _trusted() -> set[int]:
@@ -278,18 +265,15 @@ def _trusted() -> set[int]:
 
 def presumed() -> ProcessIdentity:
     """The identity of a daemon that does not run: its user if root runs this process, else this user."""
-    user = account(DAEMON_USER)
-    if user is not None and os.geteuid() == 0:
-        user = with_trainers(user)
-        return ProcessIdentity(user.uid, user.gid, user.groups, os.environ)
-    return ProcessIdentity(os.geteuid(), os.getegid(), tuple(os.getgroups()), os.environ)
+    return ProcessIdentity(daemon_account(), os.environ)
 
 
 # ------------------------------------------------------------ shared
 
 
-def _command(arguments: Sequence[str]) -> list[str]:
-    return [sys.executable, "-I", "-m", "swansong_tools.doctor.inside", *arguments]
+def _command(vm: Installation) -> list[str]:
+    module, options = "swansong_tools.doctor.checkup", json.dumps(asdict(vm.options))
+    return [sys.executable, "-I", "-m", module, str(vm.path), options]
 
 
 def _finding(line: bytes) -> Finding:

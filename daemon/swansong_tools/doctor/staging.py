@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of staging: existence, permissions, free space, speed."""
+"""Staging: existence, permissions, free space, speed."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import stat
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from itertools import islice
 from pathlib import Path
@@ -17,17 +17,13 @@ from typing import NamedTuple
 
 from swansong import openat
 from swansong_bucket.stores.file import mounts
-from swansongd.config.config import Config
 
 from swansong_tools.doctor import disks, fixes
-from swansong_tools.doctor.accounts import DAEMON_USER, TRAINER_GROUP, Account, account
-from swansong_tools.doctor.findings import Check, Judgement, failure, ok, skipped, warning
-
-FAMILY = "staging"
+from swansong_tools.doctor.findings import Judgement, failure, ok, skipped, warning
+from swansong_tools.doctor.installation import DAEMON_USER, TRAINER_GROUP, Installation, account
 
 _SPEED_BYTES = 64 * 2**20
 _BLOCK_BYTES = 2**20
-_LIMIT_S = 30.0
 _FREE_BYTES_MIN = 2**30
 """Wanted free space while the size of a checkpoint is unknown."""
 _FREE_FILES_MIN = 100
@@ -38,58 +34,27 @@ _UID_MAP = Path("/proc/self/uid_map")
 _ALL_UIDS = ["0", "0", str(2**32 - 1)]
 
 
-def checks(config: Config, daemon: Account) -> Iterator[Check]:
-    """The checks of staging, in order of their dependencies.
-
-    Args:
-        daemon: the user that the daemon runs as.
-    """
-    path, run = config.staging.path, config.staging.path / config.run.name
-    make = fixes.then(fixes.directory(path, "2750"), fixes.restart())
-    yield Check(family=FAMILY, name="staging", judge=lambda: _exists(path, make), fix=make)
-    yield Check(
-        family=FAMILY,
-        name="staging rights",
-        judge=lambda: _writable(path, run, daemon),
-        needs="staging",
-        fix=make,
-    )
-    yield Check(
-        family=FAMILY, name="staging parents", judge=lambda: _parents(path, daemon), needs="staging"
-    )
-    yield Check(
-        family=FAMILY,
-        name="file system",
-        judge=lambda: judge_devices(path, run, _device(path), _device(run)),
-        needs="staging",
-    )
-    yield Check(
-        family=FAMILY,
-        name="free space",
-        judge=lambda: judge_space(path, free(path), newest(run)),
-        needs="staging",
-        limit_s=_LIMIT_S,
-    )
-    yield Check(
-        family=FAMILY,
-        name="disk speed",
-        judge=lambda: _speed(path),
-        needs="staging rights",
-        fix=f"df -h {fixes.quoted(path)}",
-        limit_s=_LIMIT_S,
-    )
+def made(vm: Installation) -> str:
+    """Create the directory, or set its owner and mode."""
+    return fixes.then(fixes.directory(vm.staging, "2750"), fixes.restart())
 
 
-def _exists(path: Path, make: str) -> Judgement:
+def show_space(vm: Installation) -> str:
+    return f"df -h {fixes.quoted(vm.staging)}"
+
+
+def exists(vm: Installation) -> Judgement:
+    path = vm.staging
     if not path.exists():
-        return failure(f"staging.path {path} does not exist: not created, or not mounted", make)
+        return failure(f"staging.path {path} does not exist: not created, or not mounted", made(vm))
     if not path.is_dir():
-        return failure(f"staging.path {path} is not a directory", make)
+        return failure(f"staging.path {path} is not a directory", made(vm))
     kind = disks.mount_of(path, mounts.mounted()).kind
     return ok(f"{path} exists, on {kind}")
 
 
-def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
+def rights(vm: Installation) -> Judgement:
+    path, run, daemon = vm.staging, vm.run, vm.user
     where = run if run.is_dir() else path
     if daemon.may("rwx", where):
         return ok(f"{daemon.name} may write to {where}")
@@ -113,13 +78,13 @@ def _writable(path: Path, run: Path, daemon: Account) -> Judgement:
     )
 
 
-def _parents(path: Path, daemon: Account) -> Judgement:
+def parents(vm: Installation) -> Judgement:
     if _UID_MAP.read_text().split() != _ALL_UIDS:
         return skipped("a user namespace hides the owners of directories")
-    real = Path(os.path.realpath(path))
+    real = Path(os.path.realpath(vm.staging))
     facts = {place: place.stat() for place in (real, *real.parents)}
     return judge_parents(
-        {place: (found.st_uid, found.st_mode) for place, found in facts.items()}, daemon.uid
+        {place: (found.st_uid, found.st_mode) for place, found in facts.items()}, vm.user.uid
     )
 
 
@@ -149,6 +114,10 @@ def judge_parents(facts: Mapping[Path, tuple[int, int]], daemon_uid: int) -> Jud
     return ok(f"only root and the daemon can write to {staging} and the directories above it")
 
 
+def file_system(vm: Installation) -> Judgement:
+    return judge_devices(vm.staging, vm.run, _device(vm.staging), _device(vm.run))
+
+
 def _device(path: Path) -> int | None:
     try:
         return path.stat().st_dev
@@ -166,6 +135,10 @@ def judge_devices(path: Path, run: Path, staging: int | None, run_device: int | 
             fixes.as_root(f"umount {fixes.quoted(run)}"),
         )
     return ok(f"{run} is on the same file system as {path}")
+
+
+def space(vm: Installation) -> Judgement:
+    return judge_space(vm.staging, free(vm.staging), newest(vm.run))
 
 
 class Room(NamedTuple):
@@ -254,7 +227,8 @@ def _sized(size_bytes: int) -> str:
     return f"{size_bytes / 1e9:.3g} GB" if size_bytes >= 10**9 else f"{size_bytes / 1e6:.3g} MB"
 
 
-def _speed(path: Path) -> Judgement:
+def speed(vm: Installation) -> Judgement:
+    path = vm.staging
     if free(path).size_bytes < 2 * _SPEED_BYTES:
         return skipped(f"not measured: less than {2 * _SPEED_BYTES / 1e6:.0f} MB are free")
     name = path / f".swansong-doctor-{secrets.token_hex(4)}"

@@ -1,12 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Checks of the object store: credentials, rehearsal of a checkpoint and its restore, clock, speed."""
+"""The object store and its mirror: credentials, rehearsal of a checkpoint and its restore, clock, speed."""
 
 from __future__ import annotations
 
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 from swansong_bucket.errors import ConfigError, Permanent, StoreError
@@ -16,10 +16,9 @@ from swansong_bucket.runs.signing import SigningKey, signed
 from swansong_bucket.stores.azure.store import AzureStore
 from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.file import mounts
-from swansong_bucket.stores.file.store import FileStore
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.http.client import Wire
-from swansong_bucket.stores.opening import open_store
+from swansong_bucket.stores.opening import open_mirror, open_store
 from swansong_bucket.stores.s3.store import S3Store
 from swansong_bucket.util.threads import parallel
 from swansongd.config.config import Config
@@ -28,174 +27,135 @@ from swansongd.flush.claim_record import expect_recorded_store
 from swansongd.staging.scan import OWN_DIRECTORY
 
 from swansong_tools.doctor import disks, fixes, staging, store_fixes
-from swansong_tools.doctor.accounts import Account
 from swansong_tools.doctor.bucket import BucketChecks
-from swansong_tools.doctor.clock import judge_skew, skew_s
-from swansong_tools.doctor.configuration import set_key
+from swansong_tools.doctor.cloud import judge_skew, skew_s
 from swansong_tools.doctor.findings import (
-    Check,
     Judgement,
     Level,
+    Probe,
     failure,
     of_error,
     ok,
     skipped,
     warning,
 )
-from swansong_tools.doctor.rehearsal import FLUSH_S, SET_BYTES, Rehearsal, RetryingBriefly
+from swansong_tools.doctor.installation import Installation, grace_s
+from swansong_tools.doctor.rehearsal import SET_BYTES, Rehearsal, RetryingBriefly
 
-FAMILY = "store"
-
-_LIMIT_S = 10.0
-_LIMIT_CREDENTIALS_S = 25.0
-"""Includes the import of the SDK, which takes seconds from a cold disk."""
-_LIMIT_STEP_S = 30.0
-"""Time limit of a step with a few requests, each retried."""
-_LIMIT_DATA_S = FLUSH_S + 15
+SPEED_LIMIT_S = 120.0
 _DATE_TIMEOUT_S = 5.0
 _SPEED_OBJECTS = 2
 """Objects of each connection."""
-_SPEED_LIMIT_S = 120.0
 _AZURE_SETTINGS = (
     "Azure reports versions, soft delete and lifecycle rules to its management interface only; "
     "docs/operations/stores.md has the commands that show them"
 )
 
 
-def checks(
-    config: Config,
-    path: Path,
-    daemon: Account,
-    *,
-    grace_s: float,
-    speed: bool,
-    trial: bool,
-    operator_file: Path | None = None,
-) -> Iterator[Check]:
-    """The checks of the store, in order of their dependencies.  They must run as the daemon.
-
-    Args:
-        path: configuration file.
-        daemon: the user of the daemon, and of this process.
-        grace_s: grace period of a notice of this cloud.
-        speed: also measure the bandwidth.
-        trial: report a store that is lost with the VM as a warning.
-        operator_file: credentials in an operator's home, which the daemon does not read.
-    """
-    key_file = config.store.signing_key_file
-    if key_file is not None:
-        yield Check(
-            family=FAMILY, name="signing key", judge=lambda: judge_signing_key(key_file, daemon)
-        )
-    edit = fixes.edit(path)
-    try:
-        where = open_store(
-            config.store, connections=config.flush.connections, lock=locks.of(config.store)
-        )
-    except ConfigError as error:
-        unusable = of_error(error, edit)
-        yield Check(family=FAMILY, name="bucket", judge=lambda: unusable)
-        return
-    own = config.staging.path / config.run.name / OWN_DIRECTORY
-    expect_recorded_store(where, own, config.run.name)
-    probe = _Probe(where, config, path, _signing_key(config), operator_file)
-    if isinstance(where, (S3Store, GcsStore, AzureStore)):
-        yield probe.check(
-            "credentials", probe.credentials, needs="network", limit_s=_LIMIT_CREDENTIALS_S
-        )
-        yield probe.check("clock (store)", probe.clock, needs="network")
-        yield probe.check("bucket", probe.reach, needs="credentials")
-    else:
-        yield probe.check("store disk", lambda: probe.disk(trial=trial))
-        yield probe.check("bucket", probe.reach)
-        yield probe.check("store space", probe.space, needs="bucket", limit_s=_LIMIT_STEP_S)
-    try:
-        yield from probe.rehearsal_checks()
-    finally:
-        probe.rehearsal.close()
-    if isinstance(where, (S3Store, GcsStore)):
-        settings = BucketChecks(config, probe.store, where.settings)
-        for name, judge in settings.checks().items():
-            yield probe.check(name, judge, needs="bucket")
-    if isinstance(where, AzureStore):
-        unreadable = skipped(f"unknown: {_AZURE_SETTINGS}")
-        yield probe.check("container settings", lambda: unreadable, needs="bucket")
-    if speed:
-        usable_s = max(0.0, grace_s - config.deadline.reserve_s)
-        yield probe.check(
-            "speed", lambda: probe.speed(usable_s), needs="upload", limit_s=_SPEED_LIMIT_S
-        )
+def is_remote(vm: Installation) -> bool:
+    """Whether the store is a bucket or a container, and could be opened."""
+    return isinstance(vm.shared(StoreProbe).backend, (S3Store, GcsStore, AzureStore))
 
 
-class _Probe:
-    """The code of the checks, with the store and the rehearsal that they share."""
+def has_settings(vm: Installation) -> bool:
+    """Whether the store reports its settings to this role."""
+    return isinstance(vm.shared(StoreProbe).backend, (S3Store, GcsStore))
 
-    def __init__(
-        self,
-        store: ObjectStore,
-        config: Config,
-        path: Path,
-        key: SigningKey | None,
-        operator_file: Path | None,
-    ) -> None:
-        self._backend = store
-        self.store = RetryingBriefly(signed(store, key))
-        self._config = config
-        self._path = path
-        self._edit = fixes.edit(path)
-        self._operator_file = operator_file
-        self.rehearsal = Rehearsal(self.store, config.run.name)
+
+def is_directory(vm: Installation) -> bool:
+    return vm.config.store.url.startswith("file://")
+
+
+def by_hand(vm: Installation) -> str:
+    """The fix for an error that names no command: a request without Swansong."""
+    return store_fixes.request_by_hand(vm.config)
+
+
+def probed(judge: Callable[[StoreProbe], Judgement]) -> Probe:
+    """A check of the store, with the fix for a refusal of the store."""
+
+    def probe(vm: Installation) -> Judgement:
+        return vm.shared(StoreProbe).explained(judge)
+
+    return probe
+
+
+def of_bucket(judge: Callable[[BucketChecks], Judgement], what: str) -> Probe:
+    """A check of a setting of the bucket; "unknown" if it cannot be read."""
+
+    def judge_or_unknown(store: StoreProbe) -> Judgement:
+        assert isinstance(store.backend, (S3Store, GcsStore))
+        settings = BucketChecks(store.config, store.store, store.backend.settings)
+        try:
+            return judge(settings)
+        except StoreError as error:
+            return skipped(f"unknown: reading the {what} of the bucket failed: {error}")
+
+    return probed(judge_or_unknown)
+
+
+class StoreProbe:
+    """The checks of the store, with the store and the rehearsal that they share."""
+
+    def __init__(self, vm: Installation) -> None:
+        self.config = vm.config
+        self.backend: ObjectStore | None = None
+        """None if the configuration names no usable store."""
+        self._vm = vm
+        self._edit = fixes.edit(vm.path)
         self._honours_if_absent = False
         self._clock_fix = ""
         """Set if clock skew explains why the store refuses requests."""
+        config = vm.config
+        try:
+            self.backend = open_store(
+                config.store, connections=config.flush.connections, lock=locks.of(config.store)
+            )
+        except ConfigError as error:
+            self._problem = error
+            return
+        expect_recorded_store(self.backend, vm.run / OWN_DIRECTORY, config.run.name)
+        self.store = RetryingBriefly(signed(self.backend, _signing_key(config)))
+        self.rehearsal = Rehearsal(self.store, config.run.name)
 
-    def check(
-        self,
-        name: str,
-        judge: Callable[[], Judgement],
-        *,
-        needs: str = "",
-        limit_s: float = _LIMIT_S,
-    ) -> Check:
-        def judge_or_explain() -> Judgement:
-            try:
-                return judge()
-            except StoreError as error:
-                fix = store_fixes.of_refusal(self._config, self._path, error, self._operator_file)
-                return of_error(error, self._clock_fix or fix)
+    def explained(self, judge: Callable[[StoreProbe], Judgement]) -> Judgement:
+        """The judgement, or the refusal of the store with its fix."""
+        if self.backend is None:
+            return of_error(self._problem, self._edit)
+        try:
+            return judge(self)
+        except StoreError as error:
+            file = self._vm.options.operator_file
+            fix = store_fixes.of_refusal(self.config, self._vm.path, error, file)
+            return of_error(error, self._clock_fix or fix)
 
-        return Check(
-            family=FAMILY,
-            name=name,
-            judge=judge_or_explain,
-            needs=needs,
-            limit_s=limit_s,
-            fix=store_fixes.request_by_hand(self._config),
-        )
+    def close(self) -> None:
+        """Remove the temporary files on this VM."""
+        if self.backend is not None:
+            self.rehearsal.close()
 
     def credentials(self) -> Judgement:
-        assert isinstance(self._backend, (S3Store, GcsStore, AzureStore))
+        assert isinstance(self.backend, (S3Store, GcsStore, AzureStore))
         try:
-            self._backend.renew_credentials()
+            self.backend.renew_credentials()
         except StoreError as error:
-            return of_error(error, store_fixes.of_credentials(self._config, self._operator_file))
+            return of_error(
+                error, store_fixes.of_credentials(self.config, self._vm.options.operator_file)
+            )
         return ok("found; the next check shows whether the store accepts them")
 
-    def disk(self, *, trial: bool) -> Judgement:
-        root = store_fixes.directory_of(self._config)
+    def disk(self) -> Judgement:
+        root = store_fixes.directory_of(self.config)
         reason, where = disks.dies_with_vm(root, mounts.mounted())
-        return judge_disk(root, reason, where, trial=trial, path=self._path)
+        return judge_disk(root, reason, where, trial=self._vm.options.trial, path=self._vm.path)
 
     def space(self) -> Judgement:
-        root = store_fixes.directory_of(self._config)
-        newest = staging.newest(self._config.staging.path / self._config.run.name)
-        return staging.judge_space(root, staging.free(root), newest)
+        root = store_fixes.directory_of(self.config)
+        return staging.judge_space(root, staging.free(root), staging.newest(self._vm.run))
 
     def reach(self) -> Judgement:
-        if (
-            isinstance(self._backend, FileStore)
-            and not (root := store_fixes.directory_of(self._config)).is_dir()
-        ):
+        root = store_fixes.directory_of(self.config)
+        if is_directory(self._vm) and not root.is_dir():
             _check_access(root)
             return failure(
                 f"the directory {root} of store.url does not exist: not created, or not mounted",
@@ -203,28 +163,15 @@ class _Probe:
                 or fixes.then(fixes.directory(root, "0700"), fixes.restart()),
             )
         self.store.check()
-        return judge_transport(self.store.url, store_fixes.address(self._config), self._edit)
+        return judge_transport(self.store.url, store_fixes.address(self.config), self._edit)
 
     # ------------------------------------------------------------ the rehearsal
 
-    def rehearsal_checks(self) -> Iterator[Check]:
-        def step(name: str, judge: Callable[[], Judgement], needs: str, limit_s: float) -> Check:
-            return self.check(name, judge, needs=needs, limit_s=limit_s)
-
-        yield step("write", self._claim, "bucket", _LIMIT_STEP_S)
-        yield step("create-if-absent", self._create_again, "write", _LIMIT_STEP_S)
-        yield step("upload", self._send, "write", _LIMIT_DATA_S)
-        yield step("commit", self._commit, "upload", _LIMIT_STEP_S)
-        yield step("read back", self._restore, "commit", _LIMIT_DATA_S)
-        yield step("delete", self._delete, "bucket", _LIMIT_STEP_S)
-
-    def _claim(self) -> Judgement:
-        """A generation is claimed."""
+    def write(self) -> Judgement:
         self._honours_if_absent = self.rehearsal.claim()
         return ok(f"claimed a generation of the rehearsal {self.rehearsal.keys.run}")
 
-    def _create_again(self) -> Judgement:
-        """The second create of the claim is refused."""
+    def create_again(self) -> Judgement:
         if self._honours_if_absent:
             return ok("the store refused the second create of one key, as it must")
         return failure(
@@ -233,23 +180,19 @@ class _Probe:
             self._edit,
         )
 
-    def _send(self) -> Judgement:
-        """A set of two files, of 4 KiB and 2 MiB, is flushed."""
+    def upload(self) -> Judgement:
         self.rehearsal.send()
         return ok(f"uploaded a set of {SET_BYTES} bytes")
 
-    def _commit(self) -> Judgement:
-        """The manifest is created, listed and read back."""
+    def commit(self) -> Judgement:
         self.rehearsal.commit()
         return ok("created, listed and read back a manifest")
 
-    def _restore(self) -> Judgement:
-        """The commit is found as a reader finds it, restored to a directory, and compared byte by byte."""
+    def read_back(self) -> Judgement:
         size_bytes = self.rehearsal.restore()
         return ok(f"restored the commit: {size_bytes} bytes, identical to those sent")
 
-    def _delete(self) -> Judgement:
-        """Everything is deleted."""
+    def delete(self) -> Judgement:
         run = self.rehearsal.keys.run
         done = self.rehearsal.clean_up()
         if not done.objects:
@@ -266,9 +209,9 @@ class _Probe:
     def clock(self) -> Judgement:
         # Any answer has a Date, also a refusal; so the request carries no credentials.
         wire = Wire(
-            store_fixes.address(self._config),
+            store_fixes.address(self.config),
             connections=1,
-            ca_bundle=store_fixes.trusted(self._config),
+            ca_bundle=store_fixes.trusted(self.config),
             first_byte_s=_DATE_TIMEOUT_S,
         )
         asked_wall_s = time.time()
@@ -284,16 +227,18 @@ class _Probe:
             self._clock_fix = judged.fix
         return judged
 
-    def speed(self, usable_s: float) -> Judgement:
-        connections = self._config.flush.connections
+    def speed(self) -> Judgement:
+        connections = self.config.flush.connections
+        grace = grace_s(self.config, self._vm.cloud)
+        usable_s = max(0.0, grace - self.config.deadline.reserve_s)
         # At half the time limit no further object starts; the ones sent until then are enough to measure.
         begun_mono_s = time.monotonic()
-        zeros = memoryview(bytes(self._config.flush.chunk_bytes))
+        zeros = memoryview(bytes(self.config.flush.chunk_bytes))
         sent: list[int] = []
         lock = threading.Lock()
 
         def send(number: int) -> None:
-            if time.monotonic() - begun_mono_s < _SPEED_LIMIT_S / 2:
+            if time.monotonic() - begun_mono_s < SPEED_LIMIT_S / 2:
                 key = f"{self.rehearsal.keys.run}/speed-{number}"
                 self.store.create(key, zeros)
                 with lock:
@@ -305,6 +250,10 @@ class _Probe:
         finally:
             left_bytes = self.rehearsal.clean_up().left_bytes
         return judge_speed(sum(sent), took_s, usable_s, left_bytes)
+
+
+def azure_settings(_: Installation) -> Judgement:
+    return skipped(f"unknown: {_AZURE_SETTINGS}")
 
 
 def judge_speed(sent_bytes: int, took_s: float, usable_s: float, left_bytes: int = 0) -> Judgement:
@@ -334,7 +283,7 @@ def judge_disk(root: Path, reason: str, where: str, *, trial: bool, path: Path) 
     if not reason:
         return ok(f"{root} is {where}")
     found = f"{root} is lost with the VM: {reason} ({where})"
-    fix = set_key(path, "url", "s3://BUCKET/PREFIX")
+    fix = fixes.set_key(path, "url", "s3://BUCKET/PREFIX")
     if trial:
         return warning(f"{found}; accepted for a trial", fix)
     return failure(
@@ -367,8 +316,10 @@ def _signing_key(config: Config) -> SigningKey | None:
         return None
 
 
-def judge_signing_key(path: Path, account: Account) -> Judgement:
+def signing_key(vm: Installation) -> Judgement:
     """Whether the daemon accepts the signing key; it does not start otherwise."""
+    path, account = vm.config.store.signing_key_file, vm.user
+    assert path is not None
     key = fixes.quoted(path)
     own = fixes.as_root(f"chown {account.name}: {key}")
     fix = fixes.then(own, fixes.as_root(f"chmod 0400 {key}"), fixes.restart())
@@ -389,3 +340,39 @@ def _check_access(root: Path) -> None:
                 f"reading {root} failed: {place} is not accessible for the daemon's user",
                 hint=f"Open the directory with `chmod a+x {fixes.quoted(place)}`",
             )
+
+
+# ---------------------------------------------------------------- the mirror
+
+
+def mirror(vm: Installation) -> Judgement:
+    """Claim a generation of a rehearsal in the mirror, and delete it.
+
+    No checkpoint depends on the mirror, so its failures are warnings.
+    """
+    config, edit = vm.config, fixes.edit(vm.path)
+    try:
+        opened = open_mirror(config.mirror, connections=1)
+        assert opened is not None
+        return _rehearsed(opened, config.run.name, edit)
+    except (ConfigError, StoreError) as error:
+        found = of_error(error, edit)
+        return warning(f"commits have one copy only: {found.found}", found.fix)
+
+
+def _rehearsed(mirror: ObjectStore, run: str, edit: str) -> Judgement:
+    store = RetryingBriefly(mirror)
+    rehearsal = Rehearsal(store, run)
+    try:
+        store.check()
+        honours_if_absent = rehearsal.claim()
+        rehearsal.clean_up()
+    finally:
+        rehearsal.close()
+    if honours_if_absent:
+        return ok(f"{store.url} can be listed and written, and honours create-if-absent")
+    return warning(
+        f"{store.url} ignores create-if-absent: after a promotion two VMs could overwrite each other's"
+        " commits. Set mirror.url to a store that honours If-None-Match",
+        edit,
+    )

@@ -25,8 +25,7 @@ from swansong_bucket.stores.s3.access import CREDENTIALS_HINT, Unsupported
 from swansongd.config.config import Config
 
 from swansong_tools.doctor import disks, fixes
-from swansong_tools.doctor.accounts import DAEMON_USER, account
-from swansong_tools.doctor.configuration import set_key
+from swansong_tools.doctor.installation import DAEMON_USER, account
 
 _AWS_FILES = (
     ("AWS_SHARED_CREDENTIALS_FILE", "/etc/swansong/aws/credentials"),
@@ -77,9 +76,7 @@ def is_providers_own(config: Config) -> bool:
     return host.endswith(_PROVIDERS.get(config.store.url.partition("://")[0], ("-",)))
 
 
-def of_refusal(
-    config: Config, path: Path, error: StoreError, operator_file: Path | None = None
-) -> str:
+def of_refusal(config: Config, path: Path, error: StoreError, operator_file: str = "") -> str:
     """The fix for a refusal of the store, by the class of the error.
 
     Args:
@@ -89,7 +86,7 @@ def of_refusal(
     if config.store.url.startswith("file://"):
         return _of_directory(directory_of(config), error)
     if is_certificate_problem(error):
-        return set_key(path, "ca_bundle", "/PATH/OF/AUTHORITY.pem", table="store")
+        return fixes.set_key(path, "ca_bundle", "/PATH/OF/AUTHORITY.pem", table="store")
     if _is_azure(config):
         return _of_azure(config, error)
     bucket, prefix = bucket_and_prefix(config.store.url)
@@ -136,7 +133,7 @@ def _of_azure(config: Config, error: StoreError) -> str:
     if error.retryable:
         return request_by_hand(config)
     if error.hint == auth.CREDENTIALS_HINT:
-        return of_credentials(config, None)
+        return of_credentials(config, "")
     if not is_providers_own(config) or not isinstance(error, Forbidden):
         return f"# {error.hint}" if error.hint else request_by_hand(config)
     scope = (
@@ -192,7 +189,7 @@ def request_by_hand(config: Config) -> str:
     return f"{fixes.quoted(sys.executable)} -c {shlex.quote(program)}"
 
 
-def of_credentials(config: Config, operator_file: Path | None) -> str:
+def of_credentials(config: Config, operator_file: str) -> str:
     """Give the daemon credentials: make files readable, install the operator's, or attach an identity.
 
     Args:
@@ -212,7 +209,7 @@ def of_credentials(config: Config, operator_file: Path | None) -> str:
             read = fixes.as_root(f"chmod 0400 {fixes.quoted(path)}")
             return fixes.then(own, read, enter, fixes.restart())
     _, target = files[0]
-    if operator_file is not None:
+    if operator_file:
         return _install(fixes.quoted(operator_file), target)
     if not is_providers_own(config):
         return _install("FILE", target) + "  # FILE: the credentials of this store"

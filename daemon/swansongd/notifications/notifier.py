@@ -6,12 +6,11 @@ from __future__ import annotations
 import platform
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import structlog
 
 from swansongd.config.notify import NotifyConfig
-from swansongd.core.events import Action
 from swansongd.core.state import State
 from swansongd.notifications.command import Command
 from swansongd.notifications.delivery import warm
@@ -20,7 +19,6 @@ from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.accounting import MeasuredResume, Training
 from swansongd.observe.conditions import Watch
-from swansongd.observe.facts import Observed
 from swansongd.observe.heartbeat import Stretch, continued, why_silent
 from swansongd.observe.notifications import (
     GROUPS,
@@ -30,6 +28,7 @@ from swansongd.observe.notifications import (
     end_of,
     of_resume,
 )
+from swansongd.observe.observer import Observation
 from swansongd.observe.status import NotificationsStatus
 
 SETTLE_S = 15.0
@@ -88,15 +87,9 @@ class Notifier:
                 sender.start()
         threading.Thread(target=self._look, name="notify-watch", daemon=True).start()
 
-    def observe(
-        self,
-        before: State,
-        after: State,
-        event: Observed,  # noqa: ARG002 - of the protocol Observer
-        actions: Sequence[Action],
-        now_mono_s: float,
-    ) -> None:
+    def observe(self, observation: Observation) -> None:
         """Queue the notifications of one decision.  No IO: it takes microseconds."""
+        before, after, _, actions, now_mono_s = observation
         self._latest = (after, now_mono_s)
         self._stretch = continued(self._stretch, after, now_mono_s)
         found = caused(

@@ -30,6 +30,7 @@ from swansongd.core.events import (
 from swansongd.core.state import CheckpointRequest, State
 from swansongd.core.transition import HOST_SOURCE
 from swansongd.observe.facts import DownloadEnded, DownloadStarted, Observed, RestoreAnswered
+from swansongd.observe.observer import Observation
 
 LAST_FAREWELL_LEAD_S = 2.0
 """The last farewell is written this long before the deadline.  It is one small request."""
@@ -152,15 +153,9 @@ class Accounting:
             self._milestones, self.training = Milestones(), Training()
             raise
 
-    def observe(
-        self,
-        before: State,
-        after: State,
-        event: Observed,
-        actions: Sequence[Action],
-        now_mono_s: float,
-    ) -> None:
+    def observe(self, observation: Observation) -> None:
         """Record a resume once, and write the last farewell of an evacuation when it is due."""
+        before, after, event, actions, now_mono_s = observation
         is_ending = isinstance(event, StopRequested) or after.starts.fenced_by is not None
         if before.course.is_leaving or is_ending:
             return

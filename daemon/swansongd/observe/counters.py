@@ -7,13 +7,12 @@ another thread reads a consistent one at any time.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping
 from typing import TypeVar
 
 from swansong_bucket.model import CheckpointKind, Verdict, is_drill
 
 from swansongd.core.events import (
-    Action,
     CommitDone,
     CommitFailed,
     Conclude,
@@ -23,8 +22,8 @@ from swansongd.core.events import (
     Mark,
 )
 from swansongd.core.state import State
-from swansongd.observe.facts import Observed
 from swansongd.observe.families import Histogram
+from swansongd.observe.observer import Observation
 
 KEYS_MAX = 64
 """Keys of one counter: all sources and verdicts are fewer."""
@@ -74,15 +73,9 @@ class Counters:
         self._step = -1
         """Step of the set that answers the request."""
 
-    def observe(
-        self,
-        before: State,
-        after: State,
-        event: Observed,
-        actions: Sequence[Action],
-        now_mono_s: float,
-    ) -> None:
+    def observe(self, observation: Observation) -> None:
         """Count one decision."""
+        before, after, event, actions, now_mono_s = observation
         if after.notices.live is not before.notices.live:
             self._count_notices(before, after)
         if (

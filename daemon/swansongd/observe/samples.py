@@ -3,11 +3,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from swansongd.core.events import Action, Flushed
+from swansongd.core.events import Flushed
 from swansongd.core.state import State
-from swansongd.observe.facts import Observed
+from swansongd.observe.observer import Observation
 
 SAMPLES_MAX = 240
 INTERVAL_S = 0.25
@@ -27,14 +25,8 @@ class FlushSamples:
         """Bytes of the flush in flight, those from before the opening included."""
         self._bytes_sent = 0
 
-    def observe(
-        self,
-        before: State,
-        after: State,
-        event: Observed,
-        actions: Sequence[Action],  # noqa: ARG002 - a parameter of every observer
-        now_mono_s: float,
-    ) -> None:
+    def observe(self, observation: Observation) -> None:
+        before, after, event, _, now_mono_s = observation
         evacuation = after.evacuation
         if evacuation is None:
             return

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 
 from swansong_bucket.model import TrainerView
 
-from swansongd.core.events import Action, Log, Mark
+from swansongd.core.events import Log, Mark
 from swansongd.core.state import State
 from swansongd.observe.decision_log import DecisionLog
-from swansongd.observe.facts import Observed
+from swansongd.observe.observer import Observation
 
 
 def stalled(state: State, now_mono_s: float) -> tuple[TrainerView, ...]:
@@ -40,15 +40,9 @@ class StallWatch:
         self._known: frozenset[int] = frozenset()
         """Connections of the ranks whose stall was reported."""
 
-    def observe(
-        self,
-        before: State,
-        after: State,
-        event: Observed,  # noqa: ARG002 - of the protocol Observer
-        actions: Sequence[Action],  # noqa: ARG002 - of the protocol Observer
-        now_mono_s: float,
-    ) -> None:
+    def observe(self, observation: Observation) -> None:
         """Report the ranks that stall now, and those that resume."""
+        before, after, _, _, now_mono_s = observation
         found = stalled(after, now_mono_s)
         news = tuple(t for t in found if t.connection not in self._known)
         over = [t.rank for t in after.connected if t.connection in self._known and t not in found]

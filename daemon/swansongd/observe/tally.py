@@ -6,18 +6,17 @@ No decision depends on it.  Instants called ``*_mono_s`` are of this VM's monoto
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from swansongd.core.events import (
-    Action,
     CommitDone,
     Log,
     PartsCounted,
     TrainerFailed,
 )
 from swansongd.core.state import State
-from swansongd.observe.facts import NewestDated, Observed, TrainerRefused
+from swansongd.observe.facts import NewestDated, TrainerRefused
+from swansongd.observe.observer import Observation
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,15 +74,9 @@ class Tally:
         self.figures = Figures()
         """Replaced with each change, so any thread may read it."""
 
-    def observe(
-        self,
-        before: State,
-        after: State,
-        event: Observed,
-        actions: Sequence[Action],
-        now_mono_s: float,
-    ) -> None:
+    def observe(self, observation: Observation) -> None:
         """Take note of one decision."""
+        before, after, event, actions, now_mono_s = observation
         newest = after.commits.last_complete
         if newest != before.commits.last_complete:
             is_made_now = isinstance(event, CommitDone | PartsCounted)

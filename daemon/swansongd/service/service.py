@@ -68,7 +68,7 @@ from swansongd.observe import log as logs
 from swansongd.observe.accounting import Accounting, MeasuredResume, last_report
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.facts import Fact, Observed
-from swansongd.observe.observer import Observer
+from swansongd.observe.observer import Observation, Observer
 from swansongd.observe.phase import phase_of
 from swansongd.observe.report import status_line, status_of
 from swansongd.observe.samples import FlushSamples
@@ -373,10 +373,10 @@ class Service:
             elif not is_done and isinstance(action, CommitManifest):
                 reason = "it could not be started"
                 self._post(CommitFailed(action.flush_id, reason, conflict=False))
+        observation = Observation(before, self._state, event, actions, now)
         for observer in self._observers:
             self._decisions.guarded(
-                f"observer {type(observer).__name__}",
-                partial(observer.observe, before, self._state, event, actions, now),
+                f"observer {type(observer).__name__}", partial(observer.observe, observation)
             )
 
     def _tick_s(self) -> float:

@@ -16,7 +16,7 @@ from testkit.committed import commit, file_store
 @pytest.fixture(autouse=True)
 def _signals(monkeypatch: pytest.MonkeyPatch) -> None:
     """The handlers of this process stay."""
-    monkeypatch.setattr(exporter, "_stop_on_signals", lambda _stop: None)
+    monkeypatch.setattr(exporter, "stop_on_signals", lambda _stop: None)
 
 
 def stored(directory: Path, *runs: str) -> str:

@@ -26,11 +26,9 @@ from swansong_bucket.model import Health
 from swansong_bucket.stores.azure import auth
 from swansong_bucket.stores.file.mounts import parsed
 from swansong_bucket.stores.s3.access import CREDENTIALS_HINT
-from swansong_tools.doctor import fixes
-from swansong_tools.doctor.accounts import daemon_account
-from swansong_tools.doctor.clock import judge_skew, skew_s
-from swansong_tools.doctor.configuration import judge_cloud, judge_environment, set_key
-from swansong_tools.doctor.daemon import judge_down, judge_ranks, judge_store, judge_version
+from swansong_tools.doctor import cloud, daemon, fixes
+from swansong_tools.doctor.cloud import judge_environment, judge_skew, skew_s
+from swansong_tools.doctor.daemon import judge_down
 from swansong_tools.doctor.disks import dies_with_vm, mount_of
 from swansong_tools.doctor.findings import (
     Check,
@@ -42,8 +40,7 @@ from swansong_tools.doctor.findings import (
     ok,
     skipped,
 )
-from swansong_tools.doctor.fixes import for_this_shell
-from swansong_tools.doctor.grace import grace_s, longest_grace_s
+from swansong_tools.doctor.fixes import for_this_shell, set_key
 from swansong_tools.doctor.host import (
     judge_accounts,
     judge_delay,
@@ -52,17 +49,26 @@ from swansong_tools.doctor.host import (
     seconds,
     written_directories,
 )
+from swansong_tools.doctor.installation import (
+    DaemonAnswer,
+    Installation,
+    ask_nothing,
+    daemon_account,
+    grace_s,
+    longest_grace_s,
+)
 from swansong_tools.doctor.sandbox import failed_to_run, unit_text
 from swansong_tools.doctor.staging import Room, judge_devices, judge_parents, judge_space, newest
-from swansong_tools.doctor.store import judge_disk, judge_signing_key, judge_speed, judge_transport
+from swansong_tools.doctor.store import judge_disk, judge_speed, judge_transport, signing_key
 from swansong_tools.doctor.store_fixes import (
     of_credentials,
     of_refusal,
     put_lifecycle,
     request_by_hand,
 )
+from swansongd import __version__
 from swansongd.config.config import parse
-from swansongd.observe.status import HealthStatus, RefusedStatus
+from swansongd.observe.status import DaemonStatus, HealthStatus, RefusedStatus
 
 from testkit import REPOSITORY
 from testkit.status_picture import status
@@ -83,6 +89,16 @@ def config(**tables: dict[str, object]):  # noqa: ANN201
     return parse({**base, **tables})
 
 
+def installation(answer: DaemonStatus | None = None, **tables: dict[str, object]) -> Installation:
+    """A VM whose daemon has this status; None: no daemon answers."""
+    return Installation(
+        path=Path("/etc/swansong/swansong.toml"),
+        configured=config(**tables),
+        user=daemon_account(),
+        ask=ask_nothing if answer is None else lambda _: DaemonAnswer(answer, 0),
+    )
+
+
 # ---------------------------------------------------------------- running checks
 
 
@@ -90,21 +106,18 @@ def test_a_check_that_raises_or_hangs_fails_alone() -> None:
     """Each check yields one finding, in order, within its time limit; the next check still runs."""
     never = threading.Event()
 
-    def broken() -> Judgement:
+    def broken(_: Installation) -> Judgement:
         raise KeyError("oops")
 
-    def hangs() -> Judgement:
+    def hangs(_: Installation) -> Judgement:
         never.wait()
         return ok("late")
 
     def check(name: str, ask: object, limit_s: float = 10.0) -> Check:
-        return Check(family="host", name=name, judge=ask, fix=f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
+        return Check("host", name, "", ask, fix=lambda _: f"fix {name}", limit_s=limit_s)  # type: ignore[arg-type]
 
-    found = list(
-        examine(
-            [check("a", broken), check("b", hangs, 0.05), check("c", lambda: ok("well"))],
-        )
-    )
+    checks = [check("a", broken), check("b", hangs, 0.05), check("c", lambda _: ok("well"))]
+    found = list(examine(installation(), checks))
     never.set()
     assert [finding.name for finding in found] == ["a", "b", "c"]
     assert [finding.level for finding in found] == [Level.FAILURE, Level.FAILURE, Level.OK]
@@ -116,11 +129,12 @@ def test_a_check_that_raises_or_hangs_fails_alone() -> None:
 def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
     """One fault is one failure: direct and indirect consequences are skipped."""
 
-    def check(name: str, judgement: Judgement, needs: str = "") -> Check:
-        return Check(family="host", name=name, judge=lambda: judgement, needs=needs)
+    def check(name: str, judgement: Judgement, *needs: str) -> Check:
+        return Check("host", name, "", lambda _: judgement, needs)
 
     well = ok("well")
     found = examine(
+        installation(),
         [
             check("a", failure("bad", "fix")),
             check("b", well, "a"),
@@ -128,11 +142,28 @@ def test_a_check_that_depends_on_a_failure_is_skipped() -> None:
             check("d", well),
             check("e", skipped("not here")),
             check("f", well, "e"),
-        ]
+        ],
     )
     assert [finding.level.value for finding in found] == [
         "failure", "skipped", "skipped", "ok", "skipped", "skipped",
     ]  # fmt: skip
+
+
+def test_a_check_that_does_not_apply_has_no_finding() -> None:
+    """Something that is not configured is not examined."""
+    check = Check("host", "a", "", lambda _: ok("well"), applies=lambda _: None)
+    assert list(examine(installation(), [check])) == []
+
+
+def test_a_failure_may_settle() -> None:
+    """A probe that succeeds within its time counts: its cause was fixed a moment ago."""
+    judged = [failure("not yet", ""), ok("now")]
+
+    def probe(_: Installation) -> Judgement:
+        return judged.pop(0)
+
+    (found,) = examine(installation(), [Check("host", "a", "", probe, settle_s=60.0)])
+    assert (found.level, judged) == (Level.OK, [])
 
 
 def test_a_command_in_an_error_becomes_the_fix() -> None:
@@ -150,17 +181,18 @@ def test_a_command_in_an_error_becomes_the_fix() -> None:
 def test_signing_key(tmp_path: Path) -> None:
     """A key that is missing or readable for others is a failure: the daemon would not start."""
     key = tmp_path / "signing key"
-    account = daemon_account()
-    missing = judge_signing_key(key, account)
+    vm = installation(store={"url": "s3://bucket/x", "signing_key_file": str(key)})
+    account = vm.user
+    missing = signing_key(vm)
     assert (missing.level, "cannot be used" in missing.found) == ("failure", True)
     key.write_bytes(b"k" * 32)
     key.chmod(0o444)
-    public = judge_signing_key(key, account)
+    public = signing_key(vm)
     assert public.level == "failure"
     assert public.fix.startswith(f"sudo chown {account.name}: '{key}' && sudo chmod 0400 '{key}'")
     key.chmod(0o400)
     os.chown(key, account.uid, account.gid)
-    assert judge_signing_key(key, account).level == "ok"
+    assert signing_key(vm).level == "ok"
 
 
 @pytest.mark.parametrize(
@@ -178,7 +210,10 @@ def test_signing_key(tmp_path: Path) -> None:
 )
 def test_cloud(configured: str, detected: str, *, emulated: bool, level: str) -> None:
     """The configured cloud must be the one that the firmware names, except with an emulator."""
-    assert judge_cloud(configured, detected, emulated=emulated, fix="m").level == level
+    sources = {"cloud": configured, **({"metadata_url": "http://[::1]"} if emulated else {})}
+    vm = installation(sources=sources)
+    vm.detected_cloud = detected
+    assert cloud.cloud(vm).level == level
 
 
 @pytest.mark.fault("S15", "S16")
@@ -319,6 +354,7 @@ def test_unit(change: dict[str, str], level: str) -> None:
         (["/var/lib/swansong"], "/mnt/staging", True, [], "failure"),
         (["/var/lib/swansong"], "/mnt/staging", False, [], "ok"),
         (["/var/lib/swansong", "-/mnt"], "/mnt/staging", True, [], "ok"),
+        (["/var/lib/swansong", "/mnt/stag"], "/mnt/staging", True, [], "failure"),
         (["/mnt/staging"], "/mnt/staging", True, ["/mnt/staging"], "failure"),
     ],
 )
@@ -446,7 +482,7 @@ def test_fixes_for_a_compatible_store_name_no_cloud(monkeypatch: pytest.MonkeyPa
             refused_by(store, Permanent("405")),
             refused_by(store, Forbidden("403")),
             refused_by(store, NotFound("")),
-            of_credentials(config(store=store), None),
+            of_credentials(config(store=store), ""),
         ):
             assert "aws iam" not in fix
             assert "aws ec2" not in fix
@@ -489,18 +525,14 @@ def test_the_request_by_hand_uses_the_certificates_of_the_daemon(
     assert found == [["/aws.pem"], ["/requests.pem"], ["/own.pem"], []]
 
 
-@pytest.mark.parametrize(
-    ("running", "level"),
-    [("0.1.0+1.gabc", Level.OK), ("0.1.0", Level.WARNING)],
-)
-def test_running_and_installed_version(running: str, level: Level) -> None:
-    """A difference is a warning with both versions and the restart command."""
-    judgement = judge_version(running, "0.1.0+1.gabc", "restart it")
-    assert judgement.level is level
-    assert "0.1.0+1.gabc" in judgement.found
-    if level is Level.WARNING:
-        assert judgement.fix == "restart it"
-        assert str(running) in judgement.found
+def test_running_and_installed_version() -> None:
+    """A difference is a warning with both versions and the command that starts the daemon."""
+    same = replace(status(0.0), version=__version__)
+    assert daemon.version(installation(same)).level is Level.OK
+    vm = installation(replace(same, version="0.0.1"))
+    other = daemon.version(vm)
+    assert (other.level, other.fix) == (Level.WARNING, fixes.start(vm.path))
+    assert {"0.0.1", __version__} <= set(re.split(r"[ ,]+", other.found))
 
 
 # ---------------------------------------------------------------- the disk of a file:// store
@@ -628,22 +660,24 @@ def test_processes_that_were_refused_for_their_rank(
 ) -> None:
     """The finding contains the daemon's reason."""
     connected = status(0.0).trainers[:trainers]
-    judged = judge_ranks(replace(status(0.0), trainers=connected, trainers_refused=refused))
+    answer = replace(status(0.0), trainers=connected, trainers_refused=refused)
+    judged = daemon.ranks(installation(answer))
     assert judged.level == level
     assert level != "warning" or "rank 0 of 1 is connected already" in judged.found
 
 
 def test_the_daemons_health_of_its_store() -> None:
-    """Any health but ok is a failure; before the first request there is no finding."""
-    assert judge_store(None, "m") is None
-    store = HealthStatus(name="store", health=Health.OK, reason="answers", for_s=1.0)
-    good = judge_store(store, "m")
-    assert good is not None
-    assert good.level == "ok"
-    bad = judge_store(replace(store, health=Health.DEGRADED, reason="Read-only file system"), "m")
-    assert bad is not None
-    assert (bad.level, bad.fix) == ("failure", "m")
-    assert "Read-only file system" in bad.found
+    """Any health but ok is a failure, with the daemon's reason."""
+    good = HealthStatus(name="store", health=Health.OK, reason="answers", for_s=1.0)
+    bad = replace(good, health=Health.DEGRADED, reason="Read-only file system")
+    for store, level, words in (
+        (None, "failure", "yet"),
+        (good, "ok", ""),
+        (bad, "failure", bad.reason),
+    ):
+        judged = daemon.store_health(installation(replace(status(0.0), store=store)))
+        assert judged.level == level
+        assert words in judged.found
 
 
 # ---------------------------------------------------------------- the sandbox, and fixes

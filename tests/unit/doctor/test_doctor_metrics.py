@@ -9,30 +9,44 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from swansong_bucket.config.values import ListenAddress
-from swansong_bucket.errors import Unreachable
+from swansong_tools.doctor import reporting
 from swansong_tools.doctor.findings import Judgement, Level
-from swansong_tools.doctor.metrics import judge_address, judge_directory
+from swansong_tools.doctor.installation import (
+    DaemonAnswer,
+    Installation,
+    ask_nothing,
+    own_account,
+)
+from swansongd.config.config import parse
 from swansongd.observe.status import DaemonStatus, MetricsStatus
 
 from testkit.status_picture import status
 
-LOOPBACK = ListenAddress(host="127.0.0.1", port=9469)
+LOOPBACK = "127.0.0.1:9469"
+EDIT = "sudoedit /etc/swansong/swansong.toml"
 
 
 def answering(metrics: MetricsStatus | None) -> DaemonStatus:
     return replace(status(0.0), metrics=metrics)
 
 
-def judged(address: ListenAddress, answer: DaemonStatus | None = None) -> Judgement:
-    """By the answer of the daemon; None: it does not run."""
+def installation(answer: DaemonStatus | None = None, **metrics: str) -> Installation:
+    """A VM whose daemon has this status; None: no daemon answers."""
+    tables = {"run": {"name": "r"}, "staging": {"path": "/s"}, "store": {"url": "s3://bucket"}}
+    return Installation(
+        path=Path("/etc/swansong/swansong.toml"),
+        configured=parse({**tables, "metrics": metrics}),
+        user=own_account(),
+        ask=ask_nothing if answer is None else lambda _: DaemonAnswer(answer, 0),
+    )
 
-    def fetch() -> DaemonStatus:
-        if answer is None:
-            raise Unreachable("no daemon answers")
-        return answer
 
-    return judge_address(address, fetch, "edit")
+def judged(address: str, answer: DaemonStatus | None = None) -> Judgement:
+    return reporting.metrics_address(installation(answer, listen=address))
+
+
+def judge_directory(directory: Path) -> Judgement:
+    return reporting.textfile(installation(textfile=str(directory / "swansong.prom")))
 
 
 def test_the_daemon_itself_reports_whether_it_serves_its_metrics() -> None:
@@ -40,8 +54,8 @@ def test_the_daemon_itself_reports_whether_it_serves_its_metrics() -> None:
     served = MetricsStatus(address="127.0.0.1:9469")
     assert judged(LOOPBACK, answering(served)).level is Level.OK
     failed = replace(served, failure="Permission denied")
-    found = judged(ListenAddress(host="127.0.0.1", port=1), answering(failed))
-    assert (found.level, found.fix) == (Level.WARNING, "edit")
+    found = judged("127.0.0.1:1", answering(failed))
+    assert (found.level, found.fix) == (Level.WARNING, EDIT)
     assert "Permission denied" in found.found
     old = judged(LOOPBACK, answering(None))
     assert (old.level, "started without" in old.found) == (Level.WARNING, True)
@@ -52,24 +66,24 @@ def test_a_process_that_has_taken_the_address_is_named(is_running: bool) -> None
     """By its process id and user, whatever it answers to a scrape."""
     taken = MetricsStatus(address="", failure="taken")
     with socket.create_server(("127.0.0.1", 0)) as other:
-        address = ListenAddress(host="127.0.0.1", port=other.getsockname()[1])
+        address = f"127.0.0.1:{other.getsockname()[1]}"
         found = judged(address, answering(taken) if is_running else None)
-    assert (found.level, found.fix) == (Level.WARNING, "edit")
+    assert (found.level, found.fix) == (Level.WARNING, EDIT)
     assert f"process {os.getpid()} (" in found.found
     assert judged(address).found.endswith("is free")
 
 
 def test_a_free_socket_needs_its_directory(tmp_path: Path) -> None:
     """Nothing is created there."""
-    assert judged(ListenAddress(path=tmp_path / "m.sock")).level is Level.OK
-    lost = judged(ListenAddress(path=tmp_path / "none" / "m.sock"))
+    assert judged(f"unix:{tmp_path}/m.sock").level is Level.OK
+    lost = judged(f"unix:{tmp_path}/none/m.sock")
     assert lost.level is Level.WARNING
     assert os.listdir(tmp_path) == []
 
 
 def test_an_address_for_other_machines_is_a_warning() -> None:
     served = MetricsStatus(address="0.0.0.0:9469")
-    found = judged(ListenAddress(host="0.0.0.0", port=9469), answering(served))
+    found = judged("0.0.0.0:9469", answering(served))
     assert (found.level, "without a password" in found.found) == (Level.WARNING, True)
 
 

@@ -7,8 +7,10 @@ from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import Permanent
-from swansong_tools.doctor import mirror as of_mirror
+from swansong_tools.doctor import checks
+from swansong_tools.doctor import store as of_store
 from swansong_tools.doctor.findings import Finding, examine
+from swansong_tools.doctor.installation import Installation, own_account
 from swansongd.config.config import Config, parse
 
 from testkit.memory_store import MemoryStore
@@ -28,17 +30,22 @@ def the_config(mirror: str | None) -> Config:
 @pytest.fixture
 def store(monkeypatch: pytest.MonkeyPatch) -> MemoryStore:
     made = MemoryStore()
-    monkeypatch.setattr(of_mirror, "open_mirror", lambda *_args, **_options: made)
+    monkeypatch.setattr(of_store, "open_mirror", lambda *_args, **_options: made)
     return made
 
 
+def findings(mirror: str | None) -> list[Finding]:
+    vm = Installation(path=Path("/c"), configured=the_config(mirror), user=own_account())
+    return list(examine(vm, [each for each in checks.STORE if each.name == "mirror"]))
+
+
 def checked() -> Finding:
-    (finding,) = examine(of_mirror.checks(the_config("gs://other/a"), Path("/c")))
+    (finding,) = findings("gs://other/a")
     return finding
 
 
 def test_without_a_mirror_there_is_no_check() -> None:
-    assert list(of_mirror.checks(the_config(None), Path("/c"))) == []
+    assert findings(None) == []
 
 
 def test_a_good_mirror_is_left_unchanged(store: MemoryStore) -> None:

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from swansong_tools.doctor import notifications
+from swansong_tools.doctor import checks
 from swansong_tools.doctor.findings import Finding, examine
+from swansong_tools.doctor.installation import Installation, Options, own_account
 from swansongd.config.config import parse
 
 from testkit.raw_server import Peer, RawServer
@@ -25,8 +26,13 @@ def findings(tmp_path: Path, *, send: bool = False, **settings: Any) -> dict[str
             "notify": settings,
         }
     )
-    found = examine(notifications.checks(config, tmp_path / "swansong.toml", send=send))
-    return {finding.name: finding for finding in found}
+    vm = Installation(
+        path=tmp_path / "swansong.toml",
+        configured=config,
+        user=own_account(),
+        options=Options(send_notification=send),
+    )
+    return {finding.name: finding for finding in examine(vm, checks.REPORTS)}
 
 
 def test_without_notifications_there_are_no_checks(tmp_path: Path) -> None:

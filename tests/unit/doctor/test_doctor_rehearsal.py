@@ -11,15 +11,15 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import NotFound, Permanent
 from swansong_bucket.stores.base import ObjectInfo, Page, Sink
-from swansong_tools.doctor import rehearsal
+from swansong_tools.doctor import checks, rehearsal
 from swansong_tools.doctor import store as of_store
-from swansong_tools.doctor.accounts import own_account
 from swansong_tools.doctor.findings import Finding, examine
+from swansong_tools.doctor.installation import Installation, Options, own_account
 from swansongd.config.config import Config, parse
 
 from testkit.memory_store import MemoryStore
 
-STEPS = ("write", "create-if-absent", "upload", "commit", "read back", "delete")
+STEPS = [each.name for each in checks.REHEARSAL]
 
 
 class Altered(MemoryStore):
@@ -84,11 +84,10 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Config]:
 
 def rehearsed(config: Config) -> dict[str, Finding]:
     """The findings of the steps, by name."""
-    checks = of_store.checks(
-        config, Path("/c"), own_account(), grace_s=25.0, speed=False, trial=True
-    )
-    found = {finding.name: finding for finding in examine(checks)}
-    assert [name for name in found if name in STEPS] == list(STEPS)
+    options = Options(trial=True)
+    vm = Installation(path=Path("/c"), configured=config, user=own_account(), options=options)
+    found = {finding.name: finding for finding in examine(vm, checks.STORE)}
+    vm.shared(of_store.StoreProbe).close()
     return {name: found[name] for name in STEPS}
 
 

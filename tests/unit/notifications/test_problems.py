@@ -21,6 +21,7 @@ from swansongd.notifications.notifier import Notifier
 from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import AT_ONCE
 from swansongd.observe.notifications import DRILLS, NOTICES, Notification
+from swansongd.observe.observer import Observation
 
 from testkit.story import Story
 
@@ -46,7 +47,7 @@ class Watched(Story):
     def tell(self, event: Event) -> list[Any]:
         before = self.state
         actions = super().tell(event)
-        self.notifier.observe(before, self.state, event, actions, self.now)
+        self.notifier.observe(Observation(before, self.state, event, actions, self.now))
         self.deliver()
         return actions
 

@@ -28,6 +28,7 @@ from swansongd.observe.accounting import (
     last_report,
 )
 from swansongd.observe.facts import DownloadEnded, DownloadStarted, Observed, RestoreAnswered
+from swansongd.observe.observer import Observation
 
 from testkit.story import Story
 
@@ -49,7 +50,7 @@ class Accounted(Story):
         before = self.state
         actions = super().tell(event)
         self.accounting.record(before, self.state, event, self.now)
-        self.accounting.observe(before, self.state, event, actions, self.now)
+        self.accounting.observe(Observation(before, self.state, event, actions, self.now))
         return actions
 
     @property

@@ -47,6 +47,7 @@ from swansongd.observe.exposition import registry_of
 from swansongd.observe.facts import NewestDated, Observed, TrainerRefused
 from swansongd.observe.families import BUCKETS_S, Histogram
 from swansongd.observe.metrics import DaemonCollector
+from swansongd.observe.observer import Observation
 from swansongd.observe.phase import Phase
 from swansongd.observe.snapshot import LossFigures, PruneFigures, Snapshot
 from swansongd.observe.status import (
@@ -101,7 +102,7 @@ class Watched(Story):
         before = self.state
         actions = super().tell(event)
         self.accounting.record(before, self.state, event, self.now)
-        self.counters.observe(before, self.state, event, actions, self.now)
+        self.counters.observe(Observation(before, self.state, event, actions, self.now))
         return actions
 
     def snapshot(self) -> Snapshot:
@@ -296,7 +297,7 @@ def test_a_verdict_that_improves_counts_again() -> None:
         (7.0, Conclude("other", Verdict.LOST, "why", ref, 9.0)),
     ):
         now = story.now + after_s
-        story.counters.observe(story.state, story.state, Tick(), (action,), now)
+        story.counters.observe(Observation(story.state, story.state, Tick(), (action,), now))
         found = story.scrape()
     counts = {
         verdict: found[f'swansong_evacuations_total{{source="aws.spot",verdict="{verdict}"}}']
@@ -350,7 +351,7 @@ def test_a_drill_neither_fires_nor_hides_an_alert() -> None:
             story.state,
             replace(story.state, course=replace(story.state.course, last_verdict=last)),
         )
-        story.counters.observe(before, story.state, Tick(), (), story.now)
+        story.counters.observe(Observation(before, story.state, Tick(), (), story.now))
         assert verdicts(story) == newest
     times = {
         drill: story.scrape()[f'swansong_last_verdict_timestamp_seconds{{drill="{drill}"}}']
@@ -627,7 +628,7 @@ def test_counting_a_decision_costs_microseconds() -> None:
     rounds = 20_000
     began = time.thread_time()
     for _ in range(rounds):
-        story.counters.observe(story.state, story.state, event, (), story.now)
+        story.counters.observe(Observation(story.state, story.state, event, (), story.now))
     each_us = (time.thread_time() - began) / rounds * 1e6
     assert each_us < 50, f"{each_us:.1f} us"
     print(f"{each_us:.2f} us")

@@ -10,6 +10,7 @@ import pytest
 from swansongd.core.events import Flushed, FlushProgress, Tick
 from swansongd.core.planner import Plan, PlanKind
 from swansongd.core.state import Evacuation, Flight, Settings, State
+from swansongd.observe.observer import Observation
 from swansongd.observe.samples import INTERVAL_S, SAMPLES_MAX, FlushSamples
 
 from testkit.story import a_set
@@ -52,14 +53,14 @@ def test_bytes_count_from_the_opening_over_all_flushes() -> None:
     samples = FlushSamples()
     before = flying(QUIET, "f1", 100)
     after = opened(before)
-    samples.observe(before, after, Tick(), (), OPENED_S)
+    samples.observe(Observation(before, after, Tick(), (), OPENED_S))
     assert samples.taken("e1", OPENED_S) == ()
     further = flying(after, "f1", 150)
-    samples.observe(after, further, sent("f1", 150), (), OPENED_S + 1)
+    samples.observe(Observation(after, further, sent("f1", 150), (), OPENED_S + 1))
     done = replace(further, flush=replace(further.flush, flight=None))
-    samples.observe(further, done, Flushed("f1", (), bytes_sent=170), (), OPENED_S + 2)
+    samples.observe(Observation(further, done, Flushed("f1", (), bytes_sent=170), (), OPENED_S + 2))
     second = flying(done, "f2", 30)
-    samples.observe(done, second, sent("f2", 30), (), OPENED_S + 3)
+    samples.observe(Observation(done, second, sent("f2", 30), (), OPENED_S + 3))
     assert samples.taken("e1", OPENED_S + 4) == (
         (0.0, 0), (1.0, 50), (2.0, 70), (3.0, 100), (4.0, 100),
     )  # fmt: skip
@@ -69,12 +70,12 @@ def test_another_evacuation_begins_again() -> None:
     """The samples of the earlier evacuation are dropped."""
     samples = FlushSamples()
     first = flying(opened(QUIET), "f1", 50)
-    samples.observe(opened(QUIET), first, sent("f1", 50), (), OPENED_S + 1)
+    samples.observe(Observation(opened(QUIET), first, sent("f1", 50), (), OPENED_S + 1))
     second = opened(first, "e2", OPENED_S + 10)
-    samples.observe(first, second, Tick(), (), OPENED_S + 10)
+    samples.observe(Observation(first, second, Tick(), (), OPENED_S + 10))
     assert samples.taken("e1", OPENED_S + 11) == ()
     further = flying(second, "f1", 60)
-    samples.observe(second, further, sent("f1", 60), (), OPENED_S + 11)
+    samples.observe(Observation(second, further, sent("f1", 60), (), OPENED_S + 11))
     assert samples.taken("e2", OPENED_S + 11) == ((0.0, 0), (1.0, 10))
 
 
@@ -86,7 +87,9 @@ def test_samples_are_bounded(seconds: int) -> None:
     while at_s < seconds:
         at_s += step_s
         further = flying(state, "f1", int(1000 * at_s))
-        samples.observe(state, further, sent("f1", int(1000 * at_s)), (), OPENED_S + at_s)
+        samples.observe(
+            Observation(state, further, sent("f1", int(1000 * at_s)), (), OPENED_S + at_s)
+        )
         state = further
     taken = samples.taken("e1", OPENED_S + at_s)
     times = [sample[0] for sample in taken]

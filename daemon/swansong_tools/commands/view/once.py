@@ -9,7 +9,7 @@ from rich.table import Table
 from swansongd.observe.status import DaemonStatus, GpuHealthStatus, HealthStatus, TrainerStatus
 from swansongd.trainers.unconnected import Unconnected
 
-from swansong_tools.commands.terminal import console
+from swansong_tools.commands.terminal import console, table
 from swansong_tools.commands.view.rows import level_of, rows, word
 from swansong_tools.units import human_s
 
@@ -30,7 +30,7 @@ def print_status(status: DaemonStatus, others: Sequence[Unconnected] = ()) -> No
 
 
 def _summary(status: DaemonStatus, others: Sequence[Unconnected]) -> Table:
-    summary = Table(box=None, pad_edge=False, show_header=False)
+    summary = table()
     summary.add_column(style="bold", no_wrap=True)
     summary.add_column(overflow="fold")
     for row in rows(status, others):
@@ -49,10 +49,9 @@ def _listing(
     columns: tuple[str, ...],
     found: Sequence[HealthStatus | GpuHealthStatus | TrainerStatus],
 ) -> Table:
-    listing = Table(box=None, pad_edge=False)
-    for index, column in enumerate(columns):
-        name = column.removesuffix("_s").upper()
-        listing.add_column(f"{title} {name}" if index == 0 else name, no_wrap=True)
+    names = [column.removesuffix("_s").upper() for column in columns]
+    heads = (f"{title} {names[0]}", *names[1:])
+    listing = table(*heads, left=heads)
     for item in found:
         cells = ((column, getattr(item, column)) for column in columns)
         shown = (human_s(cell) if column.endswith("_s") else word(cell) for column, cell in cells)

@@ -1,0 +1,158 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Metrics and notifications.  Checkpoints depend on neither, so only a test that was asked for can fail."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import socket
+import stat
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from swansong_bucket.config.values import ListenAddress
+from swansong_bucket.errors import SwansongError, Unreachable
+from swansongd.notifications import heartbeat, webhook
+from swansongd.notifications.delivery import Deliverer, HttpRequest, NotDelivered
+from swansongd.observe.notifications import Origin, sample
+from swansongd.util import listeners
+
+from swansong_tools.doctor import fixes
+from swansong_tools.doctor.findings import Judgement, Probe, failure, ok, warning
+from swansong_tools.doctor.installation import DAEMON_USER, Installation, account
+
+RequestMaker = Callable[[Installation], HttpRequest]
+
+
+def metrics_address(vm: Installation) -> Judgement:
+    """Whether the daemon serves its metrics there, or could.  Root also sees which process has the address.
+
+    The daemon itself reports it, on its own socket: any process can answer a scrape with forged metrics.
+    """
+    listen, edit = vm.config.metrics.listen, fixes.edit(vm.path)
+    assert listen is not None
+    try:
+        metrics = vm.status().metrics
+    except Unreachable:
+        return _judge_free(listen, edit)
+    if metrics is None:
+        return warning("the daemon was started without metrics.listen", fixes.restart())
+    if metrics.failure:
+        return _not_served(listen, metrics.failure, edit)
+    if not listen.is_local:
+        return warning(f"{listen}: other machines can read the metrics, without a password", edit)
+    return ok(f"{metrics.address}: the daemon serves its metrics")
+
+
+def _judge_free(listen: ListenAddress, edit: str) -> Judgement:
+    if listen.path is not None:
+        if not listen.path.parent.is_dir():
+            return warning(f"{listen.path.parent} does not exist", edit)
+        return ok(f"{listen} is free")
+    try:
+        family = socket.AF_INET6 if ":" in listen.host else socket.AF_INET
+        socket.create_server((listen.host, listen.port), family=family).close()
+    except OSError as error:
+        return _not_served(listen, error.strerror or "unknown error", edit)
+    return ok(f"{listen} is free")
+
+
+def _not_served(listen: ListenAddress, reason: str, edit: str) -> Judgement:
+    who = "" if listen.path is not None else listeners.holder(listen.host, listen.port)
+    if not who:
+        return warning(f"{listen}: {reason}", edit)
+    return warning(
+        f"{who} listens at {listen}: Prometheus gets the metrics of that process. Stop it, or name another "
+        "address in metrics.listen",
+        edit,
+    )
+
+
+def textfile(vm: Installation) -> Judgement:
+    """Whether the daemon can write a file to the directory, in its sandbox."""
+    assert vm.config.metrics.textfile is not None
+    directory = vm.config.metrics.textfile.parent
+    place = fixes.quoted(directory)
+    if not directory.is_dir():
+        return warning(f"{directory} does not exist", fixes.directory(directory, "0755"))
+    probe = directory / f".swansong-doctor-{os.getpid()}"
+    try:
+        os.close(os.open(probe, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600))
+    except OSError as error:
+        # Not its group, which trainers have: they could write figures of their own.
+        own = fixes.as_root(f"chown {DAEMON_USER} {place}") if account(DAEMON_USER) else ""
+        allow = fixes.drop_in("metrics", f"ReadWritePaths={directory}")
+        return warning(f"writing to {directory} failed: {error.strerror}", fixes.then(own, allow))
+    with suppress(OSError):
+        os.unlink(probe)
+    return ok(f"the daemon can write to {directory}")
+
+
+# ------------------------------------------------------------ notifications
+
+
+def webhook_request(vm: Installation) -> HttpRequest:
+    """The test notification.  Its id is not that of the daemon's VM, which a trial need not know."""
+    host = platform.node()
+    vm_id = hashlib.sha256(f"doctor {host}".encode()).hexdigest()[:16]
+    origin = Origin(run=vm.config.run.name, vm=vm_id, host=host)
+    return webhook.request_for(vm.config.notify, origin, sample(time.time()))
+
+
+def heartbeat_request(vm: Installation) -> HttpRequest:
+    return heartbeat.request_for(vm.config.notify)
+
+
+def resolves(make: RequestMaker) -> Probe:
+    """Whether the secrets can be read, and the name of the host resolves.  Sends nothing to the host."""
+
+    def probe(vm: Installation) -> Judgement:
+        edit = fixes.edit(vm.path)
+        try:
+            host = urlsplit(make(vm).url).hostname or ""
+        except SwansongError as error:
+            return warning(str(error), f"# {error.hint}" if error.hint else edit)
+        try:
+            socket.getaddrinfo(host, 443, type=socket.SOCK_STREAM)
+        except OSError as error:
+            return warning(f"resolving {host} failed: {error.strerror}", edit)
+        return ok(f"the secrets are private, and {host} resolves")
+
+    return probe
+
+
+def is_accepted(make: RequestMaker) -> Probe:
+    """Whether the receiver accepts the request."""
+
+    def probe(vm: Installation) -> Judgement:
+        began_mono_s, edit = time.monotonic(), fixes.edit(vm.path)
+        try:
+            Deliverer().send(make(vm))
+        except NotDelivered as error:
+            return failure(f"sending failed: {error}", edit)
+        except SwansongError as error:
+            return failure(str(error), f"# {error.hint}" if error.hint else edit)
+        return ok(f"accepted after {time.monotonic() - began_mono_s:.1f} s")
+
+    return probe
+
+
+def program(vm: Installation) -> Judgement:
+    """Whether the program of ``notify.exec`` can run, and only its owner and root can change it."""
+    settings = vm.config.notify
+    program = Path(settings.exec[0])
+    try:
+        facts = program.stat()
+    except OSError as error:
+        return warning(f"{program} cannot run: {error.strerror}", fixes.edit(vm.path))
+    if not stat.S_ISREG(facts.st_mode) or not os.access(program, os.X_OK):
+        command = f"chmod 0755 {fixes.quoted(program)}"
+        return warning(f"{program} is not an executable file", fixes.as_root(command))
+    if facts.st_mode & 0o022 or facts.st_uid not in (0, os.geteuid()):
+        command = f"chown root {fixes.quoted(program)} && sudo chmod 0755 {fixes.quoted(program)}"
+        return warning(f"other users can change {program}", fixes.as_root(command))
+    return ok(f"{program} runs at {', '.join(settings.exec_on)}")
