@@ -39,7 +39,7 @@ from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.end_of_loop import EndOfLoop
-from swansong._torch.generators import is_generator, set_global, take_global
+from swansong._torch.generators import is_generator
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
@@ -65,7 +65,7 @@ from swansong._torch.rehearsal import check_module, check_relations, trying, war
 from swansong._torch.sharding import is_sharded, writers
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
-from swansong.state import decode_tree
+from swansong.state import decode_tree, set_generators, take_generators
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -369,7 +369,7 @@ class TrainingState:
                     objects[name] = others.encode(state, name)
         values = earlier.get(_VALUES, self.values)
         objects[_VALUES] = others.encode(values, _VALUES, may_be_sharded=False)
-        objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
+        objects[_GENERATORS] = others.encode(take_generators(), _GENERATORS)
         index = {
             "format": FORMAT,
             "rank": self.ranks.rank,
@@ -476,7 +476,7 @@ class TrainingState:
         if is_new:
             _reseed(generators, self.ranks.rank)
         else:
-            set_global(generators)
+            set_generators(generators)
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
         self._boundary.note()
         if self._watch is not None:

@@ -75,7 +75,7 @@ def save_without_lost_ranks(
             log.info("rank %s does not save its last step %s: %s", ranks.rank, step, why)
             return False
         lost = found.without(ranks.world_size)
-        place = found.place_of(ranks.rank)
+        place = Ranks.among(found.nodes, ranks.rank)
         write, missing = state.snapshot_without(lost, place)
         if missing:
             raise RuntimeError(_refusal(lost, missing))
@@ -85,15 +85,7 @@ def save_without_lost_ranks(
         agreement.done(due, step, Failed(due.request_id, step, reason))
         return False
     log.warning("saving step %s without rank %s", step, named(lost))
-    manifest = dataclasses.replace(
-        manifest,
-        rank=place.rank,
-        world_size=place.world_size,
-        local_world_size=place.local_world_size,
-        node=place.node,
-        nodes=place.nodes,
-        without_ranks=named(lost),
-    )
+    manifest = dataclasses.replace(manifest, **place.in_manifest(), without_ranks=named(lost))
     nonce = ranks.nonce(start_id, step, f"without {named(lost)}", secret)
     return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, due, manifest)
 

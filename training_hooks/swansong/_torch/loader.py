@@ -19,12 +19,11 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from swansong._torch.generators import (
     find_generators,
     pack,
-    set_global,
     set_state_of_generator,
     state_of_generator,
-    take_global,
     unpack,
 )
+from swansong.state import set_generators, take_generators
 
 log = logging.getLogger("swansong")
 
@@ -326,7 +325,7 @@ class ResumableLoader:
         if restored is not None:
             resume_with = unpack(restored["resume_with"]) or self._take()
             if self not in _pending:
-                resume_with["all"] = take_global()
+                resume_with["all"] = take_generators()
             _pending.clear()
         if restored is not None and self._begun_with is not None:
             self._report(restored)
@@ -453,7 +452,7 @@ class ResumableLoader:
 
     def _take(self) -> dict[str, Any]:
         own = {path: state_of_generator(item) for path, item in self._own.items()}
-        return {"all": take_global(), "own": own}
+        return {"all": take_generators(), "own": own}
 
     def _set(self, generators: dict[str, Any] | None) -> None:
         if generators is None:
@@ -463,7 +462,7 @@ class ResumableLoader:
         for path in generators["own"].keys() & self._own.keys():
             set_state_of_generator(self._own[path], generators["own"][path])
         if generators["all"]:
-            set_global(generators["all"])
+            set_generators(generators["all"])
 
     def _resume_with(self, generators: dict[str, Any] | None) -> None:
         self._set(generators)
