@@ -214,19 +214,19 @@ class Arrivals(Protocol):
         """Forget all files: the next ones are of another checkpoint."""
 
 
-class Snapshots(Protocol):
-    """The interface of a training state to the guard.
+class Snapshots:
+    """Base of all training states, which a guard saves and loads.
 
-    A subclass inherits all but ``snapshot`` and ``load``, and so checks nothing before its first save.
+    A state that defines only ``snapshot`` and ``load`` is not checked before its first save.
     """
 
-    in_background: bool = False
+    in_background = False
     """Whether ``snapshot`` copies, so that training may continue before the copy is written."""
-    reads_whole_set: bool = False
+    reads_whole_set = False
     """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
-    ranks: Ranks = Ranks()
+    ranks = Ranks()
     """Position of this process in the job.  The guard sets it before all other uses of the state."""
-    read_s: float = 0.0
+    read_s = 0.0
     """Time that the last ``load`` took to read and verify files; 0 if it is unknown."""
 
     def snapshot(self) -> Callable[[Path], object]:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from swansong._checkpoint.survivors import Divisible
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arenas, TensorPiece, check_headers
 from swansong._torch.arrivals import ArrivedTensors
@@ -75,7 +76,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 log = logging.getLogger("swansong")
 
 
-class TrainingState:
+class TrainingState(Divisible):
     """One rank's state that determines the next optimizer step.
 
     A checkpoint contains the objects, :attr:`values`, and the generators of ``random``, numpy, torch and
@@ -102,10 +103,6 @@ class TrainingState:
 
     in_background = True
     reads_whole_set = True
-    ranks = Ranks()
-    """Position of this process in the job; :func:`swansong.attach` sets it."""
-    read_s = 0.0
-    """Time that the last :meth:`load` took to read and verify files."""
 
     def __init__(
         self,
@@ -145,13 +142,18 @@ class TrainingState:
                 )
         self._resize = resize
         self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
-        self.count_steps_with = self._end_of_loop.count_steps_with
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
         self._boundary = StepBoundary(self._objects.values())
         self._last_boundary: LastBoundary | None = None
         self._lost: frozenset[int] = frozenset()
         self._arrived: ArrivedTensors | None = None
+
+    def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
+        """Give the loaders the function that returns the number of reported steps."""
+        for item in self._objects.values():
+            if isinstance(item, ResumableLoader):
+                item.completed_steps = completed_steps
 
     # ------------------------------------------------------------ before the first step
 

@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from swansong._checkpoint.saver import Saver
 from swansong._ranks.agreement import Agreement, Due, Ranks
@@ -30,17 +29,18 @@ _NAMES_MAX = 5
 log = logging.getLogger("swansong")
 
 
-@runtime_checkable
-class Divisible(Snapshots, Protocol):
+class Divisible(Snapshots):
     """A state whose tensors some of the ranks can save for all."""
 
     def return_to_boundary(self) -> None:
         """Return to the state of the last step; RuntimeError: it does not exist any more."""
+        raise NotImplementedError
 
     def snapshot_without(
         self, lost: Collection[int], ranks: Ranks
     ) -> tuple[Callable[[Path], object], list[str]]:
         """Return a function that writes this rank's part, and the names of the tensors that no rank holds."""
+        raise NotImplementedError
 
 
 def save_without_lost_ranks(

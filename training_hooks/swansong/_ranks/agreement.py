@@ -16,6 +16,7 @@ import threading
 import time
 from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from swansong.protocol import Accepted, Declined, Failed, Message, Request, Sealed, Target
 
@@ -62,7 +63,7 @@ class Ranks:
             nodes=len(in_order),
         )
 
-    def in_manifest(self) -> dict[str, int]:
+    def in_manifest(self) -> dict[str, Any]:
         """Return the fields of a rank manifest."""
         fields = dataclasses.asdict(self)
         del fields["local_rank"]

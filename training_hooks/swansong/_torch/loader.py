@@ -16,6 +16,7 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from swansong._torch.changes import version
 from swansong._torch.generators import (
     find_generators,
     pack,
@@ -563,7 +564,7 @@ def _without_first(loader: Any, count: int) -> Iterator[None]:
 def _versions(batch: Any) -> tuple[list[torch.Tensor], list[int]]:
     """Return some tensors of a batch, and numbers that show whether they were changed in place."""
     tensors = list(itertools.islice(_tensors(batch), 8))
-    return tensors, [_version(tensor) for tensor in tensors]
+    return tensors, [version(tensor) for tensor in tensors]
 
 
 def _tensors(item: Any) -> Iterator[torch.Tensor]:
@@ -578,13 +579,9 @@ def _tensors(item: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's own counter
-
-
 def _checksum(tensors: list[torch.Tensor], versions: list[int]) -> int | None:
     """Return a checksum of some values of the tensors; None if one was changed in place."""
-    if [_version(tensor) for tensor in tensors] != versions or not tensors:
+    if [version(tensor) for tensor in tensors] != versions or not tensors:
         return None
     checksum = 0
     for tensor in tensors:
