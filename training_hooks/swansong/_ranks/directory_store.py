@@ -27,13 +27,10 @@ class DirectoryStore:
     """
 
     def __init__(self, parent: str, name: str) -> None:
-        parent_fd = openat.open_directory(parent)
-        try:
+        with openat.held(openat.open_directory(parent)) as parent_fd:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=parent_fd)
             self._fd = openat.open_directory(name, dir_fd=parent_fd, owners={os.geteuid()})
-        finally:
-            os.close(parent_fd)
 
     def set(self, key: str, value: str) -> None:
         openat.replace_file(_name(key), value.encode(), dir_fd=self._fd, durable=False)
