@@ -47,6 +47,7 @@ from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import unwrap, uses_fsdp1
 from swansong._torch.objects import (
     OTHERS,
+    Targets,
     getter,
     has_known_layout,
     is_node_of_optimizer,
@@ -422,7 +423,8 @@ class TrainingState(Divisible):
         if arrived is not None:
             arrived.close()
         found = None if arrived is None else arrived.checked(directory)
-        found = found or CheckpointSet(directory, arrived)
+        found = found or CheckpointSet(directory)
+        targets = Targets(self._objects) if arrived is None else arrived.targets
         is_resized = found.job_size != self.ranks.world_size
         source = found.source_of(self.ranks.rank)
         is_new = self.ranks.rank in found.lost or self.ranks.rank >= found.job_size
@@ -447,12 +449,12 @@ class TrainingState(Divisible):
             for name, item in self._objects.items()
             if not isinstance(item, torch.nn.Module) and not is_node_of_optimizer(nodes[name])
         }
-        get = getter(read_others(found, source, in_others))
+        get = getter(read_others(found, source, in_others, targets))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
-                load_module_from(found, source, name, item)
+                load_module_from(found, source, name, item, targets)
             elif name not in in_others:
-                load_optimizer_from(found, source, name, item)
+                load_optimizer_from(found, source, name, item, targets)
             elif (is_resized or is_new) and self._is_per_rank(name):
                 if is_resized:
                     assert self._resize is not None
@@ -519,7 +521,7 @@ def load_weights(directory: Path | str, name: str = "model") -> dict[str, torch.
     """
     found = CheckpointSet(Path(directory))
     nodes = found.indexes[0]["objects"][name]
-    tensors = read(found, 0, name, {})
+    tensors = read(found, 0, name, Targets({}))
     return {
         key: tensors[node["tensor"]]
         for key, node in nodes.items()
@@ -585,7 +587,7 @@ def _is_common(
 
 
 def _decode(found: CheckpointSet, source: int, name: str) -> Any:
-    get = getter(read(found, source, OTHERS, {}))
+    get = getter(read(found, source, OTHERS, Targets({})))
     return decode_tree(found.indexes[source]["objects"][name], get)
 
 
