@@ -158,6 +158,12 @@ def test_a_failed_save_without_a_request_is_not_an_answer(tmp_path: Path) -> Non
     assert report.losses == STEPS
 
 
+def test_a_trainer_that_takes_too_few_steps_is_an_error(tmp_path: Path) -> None:
+    """It ends well before the last step of the check."""
+    with pytest.raises(TrainerFailedError, match="ended with 0"):
+        check(tmp_path, "pass")
+
+
 def test_a_number_is_the_end_of_that_step(tmp_path: Path) -> None:
     """A script that polls between its steps is not saved and killed at an earlier step."""
     report = check(tmp_path, TRAINER, "polls", kill_at=[KILL_AT, KILL_AT + 1])
