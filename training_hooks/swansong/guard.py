@@ -496,9 +496,8 @@ class Guard:
         return is_between
 
     def _snapshot(self) -> Callable[[Path], object]:
-        check_ranks(
-            self._ranks
-        )  # otherwise the daemon would take one rank's part for the whole state
+        # Otherwise the daemon would take one rank's part for the whole state.
+        check_ranks(self._ranks)
         return self._state.snapshot()
 
     def _boundary(self, step: int) -> None:

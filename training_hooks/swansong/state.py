@@ -18,7 +18,7 @@ import random
 import re
 import struct
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -426,14 +426,7 @@ class Bundle(Snapshots):
         """
         tree = load_tree(directory)
         states, generators = tree["objects"], tree["random"]
-        missing = self._objects.keys() - states.keys()
-        if missing:
-            raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
-        unused = states.keys() - self._objects.keys()
-        if unused:
-            log.warning(
-                "the checkpoint also contains %s, which this script does not load", sorted(unused)
-            )
+        check_names(states.keys(), self._objects.keys())
         for name, item in self._objects.items():
             if hasattr(item, "load_state_dict"):
                 item.load_state_dict(states[name])
@@ -441,6 +434,20 @@ class Bundle(Snapshots):
                 item.bit_generator.state = states[name]
         # Last, because loading the objects may draw random numbers.
         set_generators(generators)
+
+
+def check_names(saved: Set[str], loaded: Set[str]) -> None:
+    """Compare the names of the objects in a checkpoint with those that the script loads.
+
+    Raises:
+        KeyError: the checkpoint contains no state for one of the objects.
+    """
+    if missing := loaded - saved:
+        raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
+    if unused := saved - loaded:
+        log.warning(
+            "the checkpoint also contains %s, which this script does not load", sorted(unused)
+        )
 
 
 def state_of(

@@ -67,7 +67,7 @@ from swansong._torch.rehearsal import check_module, check_relations, trying, war
 from swansong._torch.sharding import is_sharded, writers
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
-from swansong.state import decode_tree, set_generators, take_generators
+from swansong.state import check_names, decode_tree, set_generators, take_generators
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -429,14 +429,7 @@ class TrainingState(Divisible):
         source = found.source_of(self.ranks.rank)
         is_new = self.ranks.rank in found.lost or self.ranks.rank >= found.job_size
         nodes = found.indexes[source]["objects"]
-        missing = self._objects.keys() - nodes.keys()
-        if missing:
-            raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
-        unused = nodes.keys() - self._objects.keys() - {_GENERATORS, _VALUES}
-        if unused:
-            log.warning(
-                "the checkpoint also contains %s, which this script does not load", sorted(unused)
-            )
+        check_names(nodes.keys() - {_GENERATORS, _VALUES}, self._objects.keys())
         if is_resized:
             self._check_resize(found)
         elif found.lost:
@@ -466,10 +459,8 @@ class TrainingState(Divisible):
                 else:  # of a rank that took part: data-parallel ranks are at the same position
                     state = decode_tree(nodes[name], get)
                 if isinstance(item, ResumableLoader):
-                    state = {
-                        **state,
-                        "resume_with": None,
-                    }  # its generators are those of another rank
+                    # Its generators are those of another rank.
+                    state = {**state, "resume_with": None}
                 set_state(item, state)
             else:
                 set_state(item, decode_tree(nodes[name], get))
