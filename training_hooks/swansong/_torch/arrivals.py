@@ -157,7 +157,7 @@ class ArrivedTensors:
         facts = index["files"][name]
         group = facts["group"]
         source = self._rank % int(index["world_size"])
-        reads, targets, keys = [], [], []
+        reads, targets, filled = [], [], list[set[int]]()
         for key, stored in read_header(_again(fd), facts["checksums"]).items():
             entry = index["tensors"][group][key]
             if "shape" not in entry and rank != source:
@@ -173,12 +173,13 @@ class ArrivedTensors:
             if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
                 reads.append(functools.partial(read_into, stored, own, *both))
             targets.append(target)
-            keys.append((rank, group, key))
-        self.targets.filled.difference_update(keys)
+            filled.append(self.targets.filled.setdefault((group, key), set()))
+            filled[-1].discard(rank)
         settle(targets)
         run(reads)
         settle(targets)
-        self.targets.filled.update(keys)
+        for ranks in filled:
+            ranks.add(rank)
 
     def _has_place(self, group: str, *, is_sharded: bool) -> bool:
         """Whether the place of a tensor is known before the load from the directory."""

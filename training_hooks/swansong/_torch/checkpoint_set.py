@@ -8,7 +8,7 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -71,14 +71,14 @@ class CheckpointSet:
         self,
         source_rank: int,
         targets: dict[tuple[str, str], torch.Tensor],
-        filled: Collection[tuple[int, str, str]] = (),
+        filled: Mapping[tuple[str, str], Collection[int]],
     ) -> None:
         """Fill tensors in place.
 
         Args:
             source_rank: rank whose tensors to load where the ranks hold different ones.
             targets: tensors by object and key: plain ones, or DTensors as this job shards them.
-            filled: rank, object and key of each part that its target has already.
+            filled: by object and key, the ranks whose parts the tensor has already.
 
         Raises:
             ValueError, OSError: a tensor is missing, has another type or shape, or cannot be read.
@@ -96,7 +96,7 @@ class CheckpointSet:
             for rank, offsets, stored in chunks:
                 if stored.dtype != target.dtype:
                     raise ValueError(f"{name} is {target.dtype}, but was saved as {stored.dtype}")
-                if (rank, group, key) in filled:
+                if rank in filled.get((group, key), ()):
                     continue
                 if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
                     reads.append(functools.partial(self._read, stored, own, *both))

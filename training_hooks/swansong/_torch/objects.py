@@ -92,8 +92,8 @@ class Targets:
         self._objects = objects
         self._modules: dict[str, dict[str, Any]] = {}
         self._tensors: dict[tuple[str, str], torch.Tensor] = {}
-        self.filled: set[tuple[int, str, str]] = set()
-        """Rank, object and key of each part that was read already."""
+        self.filled: dict[tuple[str, str], set[int]] = {}
+        """By object and key, the ranks whose parts are in the tensor already."""
 
     def of_module(self, name: str) -> dict[str, Any]:
         """Return the state of a module, whose tensors are filled in place."""
@@ -106,7 +106,7 @@ class Targets:
         found = self._tensors.get((name, key))
         if found is None or (found.shape, found.dtype) != (shape, dtype):
             found = self._tensors[name, key] = self._find(name, key, shape, dtype)
-            self.filled = {each for each in self.filled if each[1:] != (name, key)}
+            self.filled.pop((name, key), None)
         return found
 
     def take(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
@@ -216,6 +216,7 @@ def read(
     for key in found.indexes[source]["tensors"][group]:
         if key in placed:
             tensors[key] = placed[key]
+            targets.filled.pop((group, key), None)
         else:
             tensors[key] = targets.take(group, key, *found.shape_and_dtype(source, group, key))
     found.load(source, {(group, key): each for key, each in tensors.items()}, targets.filled)
