@@ -19,7 +19,7 @@ STORE_PREFIX = ".survivors."
 class DirectoryStore:
     """See :class:`swansong._ranks.job_store.JobStore`.
 
-    Files of other users do not count.
+    No other user can create a file in it.
 
     Args:
         parent: directory of this user and its group.
