@@ -15,9 +15,9 @@ import pytest
 import swansong
 import torch
 from swansong._torch import arena, host_memory
-from swansong._torch.generators import set_global, take_global
 from swansong._torch.host_memory import HostMemory
 from swansong.protocol import Failed
+from swansong.state import set_generators, take_generators
 from swansong.torch import TrainingState, load_weights
 from torch import nn
 
@@ -182,9 +182,9 @@ def test_a_copy_after_the_gpu_ran_out_of_memory(tmp_path: Path) -> None:
 
 def test_generators_of_more_gpus_than_there_are(tmp_path: Path) -> None:
     """A checkpoint of a VM with more GPUs sets the generators of those that exist."""
-    taken = take_global()
+    taken = take_generators()
     wanted = torch.rand(3, device=GPU)
-    set_global({**taken, "cuda": [*taken["cuda"], *taken["cuda"]]})
+    set_generators({**taken, "cuda": [*taken["cuda"], *taken["cuda"]]})
     assert torch.equal(torch.rand(3, device=GPU), wanted)
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import swansong
 import torch
+import torch.distributed as dist
 from swansong._checkpoint.load import RestoreError
 from swansong._ranks.agreement import Ranks
 from swansong._torch import arena
@@ -19,6 +20,9 @@ from swansong._torch.checkpoint_set import CheckpointSet
 from swansong.protocol import Restored, RestoreQuery, ShardsTaken
 from swansong.torch import TrainingState
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from testkit import descriptors
 from testkit.fake_daemon import FakeDaemon
@@ -113,6 +117,40 @@ def test_each_tensor_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     wanted = loaded(directory, Ranks(), [])
     monkeypatch.setattr(CheckpointSet, "_read", None)
     assert are_equal(loaded(directory, Ranks(), files(directory)[::-1]), wanted)
+
+
+class Pair:
+    def __init__(self, one: torch.Tensor, other: torch.Tensor) -> None:
+        self.tensors = {"one": one, "other": other}
+
+    def state_dict(self) -> dict[str, torch.Tensor]:
+        return self.tensors
+
+    def load_state_dict(self, state: dict[str, torch.Tensor]) -> None:
+        self.tensors = state
+
+
+def test_a_tensor_that_is_sharded_since_the_save_is_read_from_the_directory(tmp_path: Path) -> None:
+    """Early it was read as the plain tensor that was saved, which has no place in the sharded one."""
+
+    def sharded(value: float) -> torch.Tensor:
+        return DTensor.from_local(torch.full((4,), value), mesh, [Shard(0)])
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        mesh = init_device_mesh("cpu", (1,))
+        own = tmp_path / "rank-00000"
+        own.mkdir()
+        TrainingState(nn.Linear(1, 1), pair=Pair(sharded(1), torch.full((4,), 2.0))).snapshot()(own)
+        pair = Pair(sharded(3), sharded(4))
+        state = TrainingState(nn.Linear(1, 1), pair=pair)
+        arrivals = state.arrivals()
+        for path in reversed(files(tmp_path)):
+            arrivals.take(path, os.open(tmp_path / path, os.O_RDONLY))
+        state.load(tmp_path)
+        assert [each.to_local().tolist() for each in pair.tensors.values()] == [[1] * 4, [2] * 4]
+    finally:
+        dist.destroy_process_group()
 
 
 @pytest.mark.fault("G26")

@@ -1,18 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Trainers as real processes: resume bit by bit, fork, a full file system."""
+"""Trainers as real processes: resume bit by bit, and fork."""
 
 from __future__ import annotations
 
 import json
 import os
-import re
 import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from swansong.protocol import Accepted, Bye, Failed, Hello, Sealed
+from swansong.protocol import Accepted, Bye, Hello, Sealed
+from swansong.testing import check_resume
 
 from testkit import EXAMPLES
 from testkit.fake_daemon import FakeDaemon
@@ -21,15 +21,12 @@ from testkit.waiting import until
 STEPS = 60
 
 
-def start(
-    program: str | Path, *arguments: str, daemon: FakeDaemon | None = None
-) -> subprocess.Popen[str]:
-    environment = {**os.environ, "OPENBLAS_NUM_THREADS": "1"}
-    environment["SWANSONG_SOCKET"] = daemon.path if daemon else "/nonexistent/trainer.sock"
-    command = [str(program)] if isinstance(program, Path) else ["-c", program]
+def start(example: str, *arguments: str) -> subprocess.Popen[str]:
+    """Start an example without a daemon."""
+    environment = {"OPENBLAS_NUM_THREADS": "1", "SWANSONG_SOCKET": "/nonexistent/trainer.sock"}
     return subprocess.Popen(
-        [sys.executable, *command, *arguments],
-        env=environment,
+        [sys.executable, str(EXAMPLES / example), *arguments],
+        env={**os.environ, **environment},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -46,47 +43,28 @@ def digest_of(process: subprocess.Popen[str]) -> str:
     return str(json.loads(finish(process).splitlines()[-1])["weights_sha256"])
 
 
-def kill(process: subprocess.Popen[str]) -> None:
-    process.kill()
-    process.communicate(timeout=60)
-
-
 @pytest.fixture(scope="module")
 def uninterrupted() -> str:
     """Digest of the weights of an uninterrupted run."""
-    return digest_of(start(EXAMPLES / "char_lm.py", "--steps", str(STEPS), "--pad-mb", "0.1"))
+    return digest_of(start("char_lm.py", "--steps", str(STEPS), "--pad-mb", "0.1"))
 
 
 @pytest.mark.fault("T03", "T15")
-def test_a_run_that_was_killed_twice_ends_with_the_same_bits(
-    daemon: FakeDaemon, uninterrupted: str
-) -> None:
+def test_a_run_that_was_killed_twice_ends_with_the_same_bits(tmp_path: Path) -> None:
     """After two kills and resumes, model, optimizer, loader and generators have the same bits."""
-
-    def newest() -> tuple[Path, int] | None:
-        sealed = daemon.sealed()
-        return (sealed[-1], int(sealed[-1].name[5:17])) if sealed else None
-
-    daemon.restorable = newest
-    arguments = ("--steps", str(STEPS), "--pad-mb", "0.1", "--step-delay-s", "0.01")
-    for kills in (1, 2):
-        trainer = start(EXAMPLES / "char_lm.py", *arguments, daemon=daemon)
-        # An emergency checkpoint at any step in the middle of the first epoch.
-        daemon.wait_connected()
-        assert trainer.stdout is not None
-        assert trainer.stdout.readline().startswith('{"step"')
-        daemon.request(f"r{kills}")
-        daemon.wait_sealed(kills)
-        kill(trainer)
-        until(lambda: not daemon._connections)
-    steps = [int(path.name[5:17]) for path in daemon.sealed()]
-    assert 0 < steps[0] < steps[1] < STEPS
-    assert digest_of(start(EXAMPLES / "char_lm.py", *arguments, daemon=daemon)) == uninterrupted
+    report = check_resume(
+        [sys.executable, str(EXAMPLES / "char_lm.py"), "--steps", "60", "--pad-mb", "0.1"],
+        steps=50,
+        kill_at=[9, 30],
+        directory=tmp_path,
+        environment={"PYTHONPATH": str(EXAMPLES.parent)},
+    )
+    assert (report.saved_steps, report.losses) == ([9, 30], 50)
 
 
 def test_the_example_learns(uninterrupted: str) -> None:
     """The loss falls, and another seed is another run."""
-    out = finish(start(EXAMPLES / "char_lm.py", "--steps", str(STEPS), "--seed", "2"))
+    out = finish(start("char_lm.py", "--steps", str(STEPS), "--seed", "2"))
     losses = [json.loads(line)["loss"] for line in out.splitlines()[:-1]]
     assert losses[-1] < losses[0] - 0.8
     assert uninterrupted not in out
@@ -98,7 +76,7 @@ def test_the_example_with_only_a_signal_handler(tmp_path: Path, uninterrupted: s
     common = ("--steps", str(STEPS), "--pad-mb", "0.1", "--checkpoints", str(tmp_path))
     pid_file = tmp_path / "pid"
     quick = ("--step-delay-s", "0.02", "--file-delay-s", "0.01", "--pid-file", str(pid_file))
-    trainer = start(EXAMPLES / "usr1_trainer.py", *common, *quick)
+    trainer = start("usr1_trainer.py", *common, *quick)
     until(pid_file.exists, what="the pid file")
     os.kill(int(pid_file.read_text()), signal.SIGUSR1)
     assert digest_of(trainer) == uninterrupted
@@ -111,7 +89,7 @@ def test_the_example_with_only_a_signal_handler(tmp_path: Path, uninterrupted: s
     ]
     step = int(checkpoint.name.removeprefix("checkpoint-"))
     assert 0 < step < STEPS
-    resumed = start(EXAMPLES / "usr1_trainer.py", *common, "--resume", str(checkpoint))
+    resumed = start("usr1_trainer.py", *common, "--resume", str(checkpoint))
     assert digest_of(resumed) == uninterrupted
 
 
@@ -182,43 +160,3 @@ def test_a_forked_child_is_not_a_rank(daemon: FakeDaemon) -> None:
     assert [bye.reason for bye in (daemon.wait_for(Bye), *daemon.all_of(Bye)[1:])] == ["exit"]
     assert [sealed.step for sealed in daemon.all_of(Sealed)] == [1, 4, 5]
     assert len(daemon.all_of(Hello)) == 1
-
-
-FILLING = """
-import logging, resource, sys, swansong
-
-class Large:
-    state_dict = lambda self: {"text": "x" * 200_000}
-    load_state_dict = lambda self, state: None
-
-logging.basicConfig(stream=sys.stdout)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
-guard = swansong.attach({"large": Large()}, every_steps=1)
-assert guard.restore() == 0
-guard.step(1)
-print("stepped", flush=True)
-sys.stdin.readline()
-guard.step(2)
-print("trained on")
-"""
-
-
-@pytest.mark.fault("D01", "T08")
-def test_a_file_that_may_not_grow_does_not_end_the_training(daemon: FakeDaemon) -> None:
-    """An error of the file system is logged and reported, partial files are removed, training continues."""
-    trainer = subprocess.Popen(
-        [sys.executable, "-c", FILLING],
-        env={**os.environ, "SWANSONG_SOCKET": daemon.path},
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-    )
-    assert trainer.stdout is not None
-    until(lambda: trainer.stdout and trainer.stdout.readline() == "stepped\n")
-    daemon.request()
-    daemon.wait_for(Accepted)
-    out, _ = trainer.communicate("continue\n", timeout=100)
-    assert trainer.returncode == 0
-    assert out.endswith("trained on\n")
-    assert re.search("File too large", daemon.wait_for(Failed).reason)
-    assert os.listdir(daemon.staging) == []

@@ -14,8 +14,7 @@ import numpy as np
 import pytest
 import swansong
 import torch
-from swansong._torch.generators import set_global, take_global
-from swansong.state import decode_tree, encode_tree
+from swansong.state import decode_tree, encode_tree, set_generators, take_generators
 from swansong.torch import ResumableLoader, TrainingState, seed_all
 from torch.utils.data import (
     BatchSampler,
@@ -149,7 +148,7 @@ class Run:
 
     def poll(self, mark: int) -> None:
         if len(self.polls) == self.stop_at:
-            state = {"loader": self.loader.state_dict(), "generators": take_global()}
+            state = {"loader": self.loader.state_dict(), "generators": take_generators()}
             tensors: dict[str, Any] = {}
             self.saved = encode_tree(state, "", lambda value, key: put(tensors, value, key))
             self.saved = decode_tree(copy.deepcopy(self.saved), lambda _, key: tensors[key])
@@ -158,7 +157,7 @@ class Run:
 
     def restore(self, saved: Any) -> None:
         self.loader.load_state_dict(saved["loader"])
-        set_global(saved["generators"])
+        set_generators(saved["generators"])
         list(
             self.validation
         )  # a script may draw random numbers at its start, such as for a look at the data
@@ -322,12 +321,12 @@ def test_two_loaders_of_different_length(stop_at: int) -> None:
     for _ in range(stop_at):
         next(running)
     states = copy.deepcopy([loader.state_dict() for loader in first])
-    generators = take_global()
+    generators = take_generators()
     wanted = list(running)
     after = loaders(99)
     for loader, state in zip(after, states, strict=True):
         loader.load_state_dict(state)
-    set_global(generators)
+    set_generators(generators)
     assert list(pairs(*after)) == (wanted if stop_at != 3 else [None, *wanted])
 
 
@@ -369,7 +368,7 @@ def test_other_data_are_reported(kind: str, caplog: pytest.LogCaptureFixture) ->
     first, after = Run(kind), Run(kind, seed=99)
     batches = iter(first.loader)
     batch = next(batches)
-    after.restore({"loader": first.loader.state_dict(), "generators": take_global()})
+    after.restore({"loader": first.loader.state_dict(), "generators": take_generators()})
     tensor = batch[0] if isinstance(batch, list) else batch
     after.loader.load_state_dict({**first.loader.state_dict(), "checksum": 1})
     next(iter(after.loader))
@@ -570,7 +569,7 @@ class Looking:
         if saved is not None:
             self.steps = saved["steps"]
             self.loader.load_state_dict(saved["loader"])
-            set_global(saved["generators"])
+            set_generators(saved["generators"])
         if self.look == "count at the start":
             assert len(list(self.loader)) == (
                 5 if saved is None else 5 - saved["loader"]["batches"]
@@ -593,7 +592,7 @@ class Looking:
         self.steps += 1
         if self.steps == self.stop_at:
             loader = copy.deepcopy(self.loader.state_dict())
-            self.saved = {"steps": self.steps, "loader": loader, "generators": take_global()}
+            self.saved = {"steps": self.steps, "loader": loader, "generators": take_generators()}
             raise Preempted
 
 

@@ -4,20 +4,17 @@
 from __future__ import annotations
 
 import os
-import queue
 import re
+import selectors
 import signal
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import swansong
 from swansong import testing
-from swansong.protocol import Failed, Sealed
 from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
@@ -63,38 +60,32 @@ sys.exit(trainer.wait())
 """
 
 
-def is_answer(event: object) -> bool:
-    return isinstance(event, Sealed | Failed)
-
-
-def held_until(
-    first: Callable[[object], bool], held: Callable[[object], bool]
-) -> Callable[[], queue.SimpleQueue[Any]]:
-    """Return a queue whose writers of ``held`` events wait until one of ``first`` has been put."""
-
-    class Held(queue.SimpleQueue):  # type: ignore[type-arg]
-        def __init__(self) -> None:
-            self.has_first = threading.Event()
-
-        def put(self, item: object, *_: object, **__: object) -> None:
-            if held(item):
-                assert self.has_first.wait(60)
-            super().put(item)
-            if first(item):
-                self.has_first.set()
-
-    return Held
-
-
 @pytest.fixture
-def order(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Function that sets which events arrive first: ``order(first=..., held=...)``."""
+def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Function that names a method whose events come after those of all others, once the trainer steps."""
 
-    def order(**options: Callable[[object], bool]) -> None:
-        made = SimpleNamespace(SimpleQueue=held_until(**options), Empty=queue.Empty)
-        monkeypatch.setattr(testing, "queue", made)
+    def held(name: str) -> None:
+        class Selector(selectors.DefaultSelector):
+            def select(
+                self, timeout: float | None = None
+            ) -> list[tuple[selectors.SelectorKey, int]]:
+                later = [key for key in self.get_map().values() if timeout and is_held(key)]
+                for key in later:
+                    self.unregister(key.fileobj)
+                try:
+                    return super().select(timeout)
+                finally:
+                    for key in later:
+                        self.register(key.fileobj, key.events, key.data)
 
-    return order
+        def is_held(key: selectors.SelectorKey) -> bool:
+            method = getattr(key.data, "func", key.data)
+            has_begun = name == "_read_lines" or method.__self__._unfinished_lines
+            return method.__name__ == name and has_begun
+
+        monkeypatch.setattr(testing.selectors, "DefaultSelector", Selector)
+
+    return held
 
 
 @pytest.fixture
@@ -122,40 +113,40 @@ def check(
 
 
 def test_every_loss_that_was_printed_is_compared(
-    tmp_path: Path, order: Callable[..., None]
+    tmp_path: Path, held: Callable[[str], None]
 ) -> None:
     """All losses count even if the checkpoint is sealed before any line of output is read."""
-    order(first=is_answer, held=lambda event: isinstance(event, str))
+    held("_read_lines")
     report = check(tmp_path, TRAINER, "stays")
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
 
 
 def test_a_process_that_survives_the_kill_does_not_block_the_check(
-    tmp_path: Path, order: Callable[..., None], holders: Path
+    tmp_path: Path, held: Callable[[str], None], holders: Path
 ) -> None:
     """A child of the launcher holds the pipe open: all losses count, and the check ends."""
-    order(first=is_answer, held=lambda event: isinstance(event, str))
+    held("_read_lines")
     report = check(tmp_path, LAUNCHER, str(holders), "-c", TRAINER, "stays", has_launcher=True)
     assert report.losses == STEPS
     assert len(holders.read_text().splitlines()) == 3
 
 
 def test_a_trainer_that_saves_and_exits_has_saved(
-    tmp_path: Path, order: Callable[..., None]
+    tmp_path: Path, held: Callable[[str], None]
 ) -> None:
     """The exit code is read before the answer on the socket: the saved checkpoint counts."""
-    order(first=lambda event: isinstance(event, int), held=is_answer)
+    held("_receive")
     report = check(tmp_path, TRAINER, "leaves")
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
 
 
 def test_the_reason_of_a_failed_save_is_reported(
-    tmp_path: Path, order: Callable[..., None]
+    tmp_path: Path, held: Callable[[str], None]
 ) -> None:
     """The exit code is read before the answer on the socket: the error names the trainer's reason."""
-    order(first=lambda event: isinstance(event, int), held=is_answer)
+    held("_receive")
     with pytest.raises(TrainerFailedError, match=r"the trainer did not save: .*no save today"):
         check(tmp_path, TRAINER, "broken")
 
@@ -165,6 +156,12 @@ def test_a_failed_save_without_a_request_is_not_an_answer(tmp_path: Path) -> Non
     report = check(tmp_path, TRAINER, "falters")
     assert report.saved_steps == [KILL_AT]
     assert report.losses == STEPS
+
+
+def test_a_trainer_that_takes_too_few_steps_is_an_error(tmp_path: Path) -> None:
+    """It ends well before the last step of the check."""
+    with pytest.raises(TrainerFailedError, match="ended with 0"):
+        check(tmp_path, "pass")
 
 
 def test_a_number_is_the_end_of_that_step(tmp_path: Path) -> None:

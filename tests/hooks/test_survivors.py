@@ -98,7 +98,7 @@ def test_a_rank_that_returns_finds_the_decision_and_is_not_in_it(
 def test_survivors_are_counted_without_gaps() -> None:
     """Ranks and VMs of the smaller job are numbered from 0, each VM with its own number of ranks."""
     found = Survivors(7, {0: 0, 2: 1, 6: 3, 7: 3})
-    places = [found.place_of(rank) for rank in (0, 2, 6, 7)]
+    places = [Ranks.among(found.nodes, rank) for rank in (0, 2, 6, 7)]
     assert [(p.rank, p.local_rank, p.local_world_size, p.node) for p in places] == [
         (0, 0, 1, 0), (1, 0, 1, 1), (2, 0, 2, 2), (3, 1, 2, 2),
     ]  # fmt: skip

@@ -3,12 +3,11 @@
 
 from __future__ import annotations
 
-import sys
 from pathlib import Path
 
 import pytest
 import swansong
-from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
+from swansong.testing import check_resume
 
 from testkit import TRAINERS
 
@@ -69,50 +68,3 @@ def test_torchdata(tmp_path: Path, warm_python: str) -> None:
     )
     assert report.saved_steps == [5, 14]
     assert report.losses >= 16
-
-
-FORGETFUL = """
-import json, sys
-import swansong
-
-total, memory = {"total": 0.0}, [1.0]
-
-def save(directory):
-    (directory / "total").write_text(json.dumps(total))
-
-def load(directory):
-    total.update(json.loads((directory / "total").read_text()))
-
-guard = swansong.attach(save=save, load=load)
-for step in range(guard.restore() + 1, 11):
-    memory[0] *= 0.5  # determines the next step, and is in no checkpoint
-    total["total"] += memory[0]
-    print(json.dumps({"step": step, "loss": total["total"] if sys.argv[1] == "loud" else 0.0}))
-    guard.step(step)
-    if sys.argv[1] == "short" and step == 5:
-        break
-guard.close()
-"""
-
-
-@pytest.mark.parametrize(
-    ("kind", "error", "message"),
-    [
-        ("loud", ResumeMismatchError, "step 5 is the first whose loss differs"),
-        ("quiet", ResumeMismatchError, "rank-00000/total: differs"),
-        ("short", TrainerFailedError, "ended with 0"),
-    ],
-)
-def test_state_that_is_not_saved_is_detected(
-    tmp_path: Path, kind: str, error: type[Exception], message: str
-) -> None:
-    """Missing state is detected by losses and bytes, and a run that is too short is an error."""
-    with pytest.raises(error, match=message):
-        check_resume(
-            [sys.executable, "-c", FORGETFUL, kind],
-            steps=10,
-            kill_at=[4],
-            directory=tmp_path,
-            environment=ENVIRONMENT,
-            limit_s=30,
-        )

@@ -508,7 +508,10 @@ def test_training_continues_while_the_copy_is_written(
 def test_a_failed_write_is_reported_and_training_continues(
     daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The disk is full during a background write: the daemon gets Failed, and the next save works."""
+    """The disk is full during a background write: the daemon gets Failed, and the next save works.
+
+    Also for a checkpoint that the trainer scheduled itself.
+    """
     held, trainer = Held(monkeypatch), Trainer(1)
     held.error = OSError(28, "No space left on device")
     held.released.set()
@@ -521,28 +524,14 @@ def test_a_failed_write_is_reported_and_training_continues(
     assert "No space left" in daemon.wait_for(Failed).reason
     assert daemon.sealed() == []
     until(lambda: daemon.partial() == [])
-    held.error = None
+    assert guard.save(2)
+    failed = daemon.wait_for(Failed, 2)
+    assert (failed.request_id, failed.step) == ("", 2)
     assert guard.wait_saved(10)
+    held.error = None
     assert guard.save(2)
     assert guard.wait_saved(10)
     assert len(daemon.sealed()) == 1
-
-
-@pytest.mark.fault("D01")
-def test_a_failed_background_write_without_a_request_is_reported(
-    daemon: FakeDaemon, attach: Attach, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The daemon gets Failed for a periodic checkpoint that was copied and could not be written."""
-    held, trainer = Held(monkeypatch), Trainer(1)
-    held.error = OSError(28, "No space left on device")
-    held.released.set()
-    guard = attach(trainer.state)
-    guard.restore()
-    guard.step(1)
-    assert guard.save(1)
-    failed = daemon.wait_for(Failed)
-    assert (failed.request_id, failed.step) == ("", 1)
-    assert "No space left" in failed.reason
 
 
 def test_close_waits_for_the_copy_and_reports_its_cost(

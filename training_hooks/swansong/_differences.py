@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import json
 import math
 import re
@@ -185,20 +186,10 @@ def _have_equal_bytes(one: Path, other: Path) -> bool:
 
 
 def _between_files(one: Path, other: Path) -> str:
-    if one.suffix == ".safetensors":
-        try:
-            trees = _read_safetensors(one), _read_safetensors(other)
-        except ValueError:
-            pass
-        else:
-            return _summary(list(_walk(*trees, ())))
-    if one.suffix == ".json":
-        try:
-            nodes = json.loads(one.read_bytes()), json.loads(other.read_bytes())
-        except ValueError:
-            pass
-        else:
-            return _summary(list(_walk(*nodes, ())))
+    read = {".safetensors": _read_safetensors, ".json": _read_json}.get(one.suffix)
+    if read is not None:
+        with contextlib.suppress(ValueError):
+            return _summary(list(_walk(read(one), read(other), ())))
     before, after = one.read_bytes(), other.read_bytes()
     pairs = enumerate(zip(before, after, strict=False))
     place = next((at for at, (a, b) in pairs if a != b), min(len(before), len(after)))
@@ -241,6 +232,10 @@ def _read_torch(directory: Path, index: dict[str, Any]) -> dict[str, Any]:
         else:
             objects[name] = decode_tree(node, get)
     return objects
+
+
+def _read_json(path: Path) -> Any:
+    return json.loads(path.read_bytes())
 
 
 def _read_safetensors(path: Path) -> dict[str, _Tensor]:

@@ -167,8 +167,7 @@ class Guard:
         self._agreement = self._session.agreement
         self._reports = 0
         """Number of calls of :meth:`step`: its step number may stay the same."""
-        if hasattr(state, "count_steps_with"):
-            state.count_steps_with(lambda: self._reports)
+        state.count_steps_with(lambda: self._reports)
         self._reporter = Reporter(self._session.channel.send, self._session.start)
         self._reporting = threading.Lock()
         """Held while a start is reported: a tick must not report a step of the start before as one of it."""
@@ -497,9 +496,8 @@ class Guard:
         return is_between
 
     def _snapshot(self) -> Callable[[Path], object]:
-        check_ranks(
-            self._ranks
-        )  # otherwise the daemon would take one rank's part for the whole state
+        # Otherwise the daemon would take one rank's part for the whole state.
+        check_ranks(self._ranks)
         return self._state.snapshot()
 
     def _boundary(self, step: int) -> None:
@@ -617,14 +615,10 @@ class Guard:
             step=step,
             kind=due.kind,
             files=[],
-            rank=self._ranks.rank,
-            world_size=self._ranks.world_size,
-            local_world_size=self._ranks.local_world_size,
-            node=self._ranks.node,
-            nodes=self._ranks.nodes,
             request_id=due.request_id,
             start_id=start_id,
             health=self._health.evaluate(step),
+            **self._ranks.in_manifest(),
         )
 
     # ------------------------------------------------------------ background thread

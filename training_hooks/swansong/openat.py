@@ -16,7 +16,7 @@ import errno
 import os
 import secrets
 import stat
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
 
 DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -33,6 +33,25 @@ class UnsafeFileError(OSError):
 
     def __init__(self, name: str, reason: str) -> None:
         super().__init__(errno.EPERM, f"{name[:100]!r} {reason}")
+
+
+@contextlib.contextmanager
+def held(fd: int) -> Iterator[int]:
+    """Close a descriptor at the end of the block."""
+    try:
+        yield fd
+    finally:
+        os.close(fd)
+
+
+@contextlib.contextmanager
+def closed_on_error(fd: int) -> Iterator[None]:
+    """Close a descriptor if the block raises."""
+    try:
+        yield
+    except BaseException:
+        os.close(fd)
+        raise
 
 
 def open_directory(
@@ -52,7 +71,9 @@ def open_directory(
         OSError: there is no such directory, or the name is that of a link or a file.
     """
     fd = os.open(name, DIRECTORY, dir_fd=dir_fd)
-    return _checked(fd, os.fspath(name), owners)
+    with closed_on_error(fd):
+        _check_owner(os.fstat(fd), os.fspath(name), owners)
+    return fd
 
 
 def open_absolute(path: str, *, owners: Collection[int]) -> int:
@@ -83,12 +104,9 @@ def make_directory(name: str, *, dir_fd: int, mode: int) -> int:
     """
     os.mkdir(name, 0o700, dir_fd=dir_fd)
     fd = open_directory(name, dir_fd=dir_fd, owners={os.geteuid()})
-    try:
+    with closed_on_error(fd):
         drop_acls(fd)
         os.fchmod(fd, mode)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
@@ -100,16 +118,14 @@ def open_file(name: str, *, dir_fd: int, owners: Collection[int] | None = None) 
         OSError: it cannot be opened.
     """
     fd = os.open(name, FILE, dir_fd=dir_fd)
-    try:
+    with closed_on_error(fd):
         facts = os.fstat(fd)
         if not stat.S_ISREG(facts.st_mode):
             raise UnsafeFileError(name, "is not a regular file")
         if facts.st_nlink > 1:
             raise UnsafeFileError(name, f"has {facts.st_nlink} hard links")
-    except BaseException:
-        os.close(fd)
-        raise
-    return _checked(fd, name, owners)
+        _check_owner(facts, name, owners)
+    return fd
 
 
 def create_file(name: str, *, dir_fd: int, mode: int = 0o600, flags: int = os.O_WRONLY) -> int:
@@ -124,11 +140,8 @@ def create_file(name: str, *, dir_fd: int, mode: int = 0o600, flags: int = os.O_
         OSError: the file system returned an error.
     """
     fd = os.open(name, flags | _NEW_FILE, 0o600, dir_fd=dir_fd)
-    try:
+    with closed_on_error(fd):
         os.fchmod(fd, mode)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 
@@ -167,12 +180,10 @@ def replace_file(
     temporary = f"{temporary_prefix(name)}{secrets.token_hex(8)}"
     fd = create_file(temporary, dir_fd=dir_fd, mode=mode)
     try:
-        try:
+        with held(fd):
             write_all(fd, data)
             if durable:
                 os.fsync(fd)
-        finally:
-            os.close(fd)
         os.rename(temporary, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
     except BaseException:
         with contextlib.suppress(OSError):
@@ -213,10 +224,8 @@ def remove_tree(name: str, *, dir_fd: int) -> None:
             raise
         os.unlink(name, dir_fd=dir_fd)
         return
-    try:
+    with held(fd):
         empty_directory(fd)
-    finally:
-        os.close(fd)
     os.rmdir(name, dir_fd=dir_fd)
 
 
@@ -248,10 +257,8 @@ def _remove_level(top_fd: int, limit: int) -> int:
             if _remove_entry(entry, top_fd):
                 continue
             inner_fd = os.open(entry.name, DIRECTORY, dir_fd=top_fd)
-            try:
+            with held(inner_fd):
                 removed += _empty_into(inner_fd, top_fd, limit - removed)
-            finally:
-                os.close(inner_fd)
             with contextlib.suppress(OSError):  # the next round repeats it
                 os.rmdir(entry.name, dir_fd=top_fd)
     return removed
@@ -312,12 +319,6 @@ def displace(name: str, *, dir_fd: int) -> str:
     return hidden
 
 
-def _checked(fd: int, name: str, owners: Collection[int] | None) -> int:
-    try:
-        owner = os.fstat(fd).st_uid
-        if owners is not None and owner not in owners:
-            raise UnsafeFileError(name, f"belongs to user id {owner}")
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd
+def _check_owner(facts: os.stat_result, name: str, owners: Collection[int] | None) -> None:
+    if owners is not None and facts.st_uid not in owners:
+        raise UnsafeFileError(name, f"belongs to user id {facts.st_uid}")

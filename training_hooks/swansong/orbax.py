@@ -35,8 +35,7 @@ from typing import Any
 import jax
 
 import swansong
-from swansong._ranks.agreement import Ranks
-from swansong.state import Untried
+from swansong.state import Snapshots
 
 __all__ = ["SavePolicy"]
 
@@ -49,7 +48,7 @@ _STEP_NAME = re.compile(r"(?:[^.]*_)?([0-9]+)")
 log = logging.getLogger("swansong")
 
 
-class SavePolicy(Untried):
+class SavePolicy(Snapshots):
     """A ``SaveDecisionPolicy`` with which ``manager.save()``, after every step, saves if a checkpoint is due.
 
     Args:
@@ -57,8 +56,6 @@ class SavePolicy(Untried):
     """
 
     in_background = True
-    reads_whole_set = False
-    ranks = Ranks()
 
     def __init__(self, **options: Any) -> None:
         self._manager: Any = None

@@ -13,6 +13,7 @@ may be upgraded first.  An unknown type, a missing field, a wrong type or a valu
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import dataclass, field
 from typing import ClassVar
 
@@ -57,19 +58,29 @@ PARENT_UNKNOWN = "unknown"
 
 @dataclass(frozen=True)
 class Message:
-    """Base of all messages.  ``TYPE`` is its name on the wire."""
+    """Base of all messages.  ``TYPE`` is the name of the class on the wire: ``peer_request``."""
 
     TYPE: ClassVar[str] = ""
+
+    def __init_subclass__(cls) -> None:
+        cls.TYPE = re.sub(r"(?<!^)(?=[A-Z])", "_", cls.__name__).lower()
+
+
+class ToDaemon(Message):
+    """A message of a trainer or an operator."""
+
+
+class FromDaemon(Message):
+    """A message of the daemon."""
 
 
 # ---------------------------------------------------------------- trainer -> daemon
 
 
 @dataclass(frozen=True)
-class Hello(Message):
+class Hello(ToDaemon):
     """First message of a rank on each connection."""
 
-    TYPE: ClassVar[str] = "hello"
     run: Text
     """Name of the run; empty takes the name from the daemon."""
     rank: Rank = 0
@@ -94,10 +105,9 @@ class Hello(Message):
 
 
 @dataclass(frozen=True)
-class Progress(Message):
+class Progress(ToDaemon):
     """Measurements of the trainer; sent at most about once a second, while it steps or polls."""
 
-    TYPE: ClassVar[str] = "progress"
     step: Step
     loss: Metric | None = None
     loss_is_finite: Flag | None = None
@@ -115,31 +125,28 @@ class Progress(Message):
 
 
 @dataclass(frozen=True)
-class Accepted(Message):
+class Accepted(ToDaemon):
     """The rank will save; ``step`` is the last step that it has completed.
 
     It begins no further step until it receives a target, or declines.
     """
 
-    TYPE: ClassVar[str] = "accepted"
     request_id: Id
     step: Step
 
 
 @dataclass(frozen=True)
-class Agreed(Message):
+class Agreed(ToDaemon):
     """The ranks of all VMs have agreed: they save as soon as they have completed a step ``>= step``."""
 
-    TYPE: ClassVar[str] = "agreed"
     request_id: Id
     step: Step
 
 
 @dataclass(frozen=True)
-class PeerRequest(Message):
+class PeerRequest(ToDaemon):
     """The daemon of another VM of the job requests a checkpoint, because that VM will be terminated."""
 
-    TYPE: ClassVar[str] = "peer_request"
     request_id: Id
     reason: Text
     seconds_left: Seconds
@@ -147,20 +154,19 @@ class PeerRequest(Message):
 
 
 @dataclass(frozen=True)
-class Finish(Message):
+class Finish(ToDaemon):
     """All ranks of a new start over several VMs have met: commit what earlier starts have sealed.
 
     The daemon replies with :class:`Finished` after its own commits.  If another VM's share is missing then,
     it replies again once the checkpoint is whole, or after its time limit.
     """
 
-    TYPE: ClassVar[str] = "finish"
     start_id: StartId
     """Id of the start that will begin."""
 
 
 @dataclass(frozen=True)
-class Begin(Message):
+class Begin(ToDaemon):
     """This rank belongs to a start that begins now; all its ranks send the same id.
 
     Over several VMs it follows the rendezvous.  On one VM it announces further starts of the same processes,
@@ -168,15 +174,13 @@ class Begin(Message):
     the start begins over, and has loaded nothing.
     """
 
-    TYPE: ClassVar[str] = "begin"
     start_id: StartId
 
 
 @dataclass(frozen=True)
-class Sealed(Message):
+class Sealed(ToDaemon):
     """A set has its sealed name.  ``request_id`` is empty for a periodic checkpoint."""
 
-    TYPE: ClassVar[str] = "sealed"
     step: Step
     directory: PathText
     """Relative to the staging directory of the run."""
@@ -186,10 +190,9 @@ class Sealed(Message):
 
 
 @dataclass(frozen=True)
-class Failed(Message):
+class Failed(ToDaemon):
     """A checkpoint could not be taken."""
 
-    TYPE: ClassVar[str] = "failed"
     request_id: Id
     """Empty for a checkpoint that the trainer scheduled itself."""
     step: Step
@@ -197,19 +200,17 @@ class Failed(Message):
 
 
 @dataclass(frozen=True)
-class Declined(Message):
+class Declined(ToDaemon):
     """The trainer will not take the requested checkpoint."""
 
-    TYPE: ClassVar[str] = "declined"
     request_id: Id
     reason: Text
 
 
 @dataclass(frozen=True)
-class RestoreQuery(Message):
+class RestoreQuery(ToDaemon):
     """Query for the newest whole checkpoint as a local directory."""
 
-    TYPE: ClassVar[str] = "restore_query"
     query_id: Id
     rollback: Count = 0
     """0 for a resume.  Otherwise the number of rollbacks of the running trainer, including this one, to the
@@ -231,10 +232,9 @@ class RestoreQuery(Message):
 
 
 @dataclass(frozen=True)
-class ShardsTaken(Message):
+class ShardsTaken(ToDaemon):
     """The rank has loaded shards; the daemon sends only a few ahead of this message."""
 
-    TYPE: ClassVar[str] = "shards_taken"
     query_id: Id
     download: Id
     count: Count
@@ -242,10 +242,9 @@ class ShardsTaken(Message):
 
 
 @dataclass(frozen=True)
-class Bye(Message):
+class Bye(ToDaemon):
     """The trainer disconnects on purpose."""
 
-    TYPE: ClassVar[str] = "bye"
     reason: Text = "finished"
 
 
@@ -253,10 +252,9 @@ class Bye(Message):
 
 
 @dataclass(frozen=True)
-class Welcome(Message):
+class Welcome(FromDaemon):
     """Answer to Hello."""
 
-    TYPE: ClassVar[str] = "welcome"
     run: Text
     staging: PathText
     """Absolute path of the staging directory of the run, to which the hooks write."""
@@ -270,18 +268,16 @@ class Welcome(Message):
 
 
 @dataclass(frozen=True)
-class Refused(Message):
+class Refused(FromDaemon):
     """The daemon refuses this peer, and then closes the connection."""
 
-    TYPE: ClassVar[str] = "refused"
     reason: Text
 
 
 @dataclass(frozen=True)
-class Request(Message):
+class Request(FromDaemon):
     """Request for a checkpoint at the next step boundary."""
 
-    TYPE: ClassVar[str] = "request"
     id: Id
     reason: Text
     seconds_left: Seconds
@@ -290,28 +286,25 @@ class Request(Message):
 
 
 @dataclass(frozen=True)
-class Target(Message):
+class Target(FromDaemon):
     """All ranks save as soon as they have completed a step ``>= step``."""
 
-    TYPE: ClassVar[str] = "target"
     request_id: Id
     step: Step
 
 
 @dataclass(frozen=True)
-class Withdrawn(Message):
+class Withdrawn(FromDaemon):
     """The daemon has withdrawn the request; training continues."""
 
-    TYPE: ClassVar[str] = "withdrawn"
     request_id: Id
     reason: Text
 
 
 @dataclass(frozen=True)
-class Committed(Message):
+class Committed(FromDaemon):
     """A checkpoint of this run is committed in the object store."""
 
-    TYPE: ClassVar[str] = "committed"
     generation: Generation
     step: Step
     is_final: Flag = False
@@ -319,22 +312,20 @@ class Committed(Message):
 
 
 @dataclass(frozen=True)
-class Fenced(Message):
+class Fenced(FromDaemon):
     """Another VM has taken the run over; nothing from this VM is committed any more."""
 
-    TYPE: ClassVar[str] = "fenced"
     generation: Generation
 
 
 @dataclass(frozen=True)
-class Finished(Message):
+class Finished(FromDaemon):
     """Answer to :class:`Finish`: this VM has committed all that it has sealed.
 
     It also names the VM within the earlier start.  When all VMs of that start have answered, no share of it
     is still to come.
     """
 
-    TYPE: ClassVar[str] = "finished"
     start_id: StartId
     earlier: StartId = ""
     """Id of the newest earlier start whose ranks ran on this VM; empty if none did."""
@@ -347,32 +338,29 @@ class Finished(Message):
 
 
 @dataclass(frozen=True)
-class StartDrawn(Message):
+class StartDrawn(FromDaemon):
     """The start of a job on one VM, as its rank 0 has drawn it: for the other ranks."""
 
-    TYPE: ClassVar[str] = "start_drawn"
     start_id: StartId
 
 
 @dataclass(frozen=True)
-class Restoring(Message):
+class Restoring(FromDaemon):
     """Progress of the answer to RestoreQuery."""
 
-    TYPE: ClassVar[str] = "restoring"
     query_id: Id
     bytes_done: Bytes
     bytes_total: Bytes
 
 
 @dataclass(frozen=True)
-class ShardVerified(Message):
+class ShardVerified(FromDaemon):
     """A file of the checkpoint that is being fetched matches its digest.
 
     The message passes a read-only descriptor of the file (``SCM_RIGHTS``), if the daemon could pass one.  The
     checkpoint may still turn out to be damaged: only Restored, with the same ``download``, confirms it.
     """
 
-    TYPE: ClassVar[str] = "shard_verified"
     query_id: Id
     download: Id
     """Id of one attempt to fetch one commit."""
@@ -380,10 +368,9 @@ class ShardVerified(Message):
 
 
 @dataclass(frozen=True)
-class Restored(Message):
+class Restored(FromDaemon):
     """Answer to RestoreQuery.  An empty ``path`` with an empty ``error`` means a fresh run."""
 
-    TYPE: ClassVar[str] = "restored"
     query_id: Id
     path: PathText = ""
     step: Step = -1
@@ -399,25 +386,21 @@ class Restored(Message):
 
 
 @dataclass(frozen=True)
-class StatusQuery(Message):
+class StatusQuery(ToDaemon):
     """Query of ``swansong status``."""
-
-    TYPE: ClassVar[str] = "status_query"
 
 
 @dataclass(frozen=True)
-class Status(Message):
+class Status(FromDaemon):
     """The daemon's state; docs/reference/status.md describes ``report``."""
 
-    TYPE: ClassVar[str] = "status"
     report: Report
 
 
 @dataclass(frozen=True)
-class Notify(Message):
+class Notify(ToDaemon):
     """Manual notice of ``swansong notify``.  Only root and the daemon's own user may send it."""
 
-    TYPE: ClassVar[str] = "notify"
     nonce: Id
     """Random for each notice.  Two messages with the same nonce are one notice."""
     seconds_left: Seconds
@@ -428,28 +411,19 @@ class Notify(Message):
 
 
 @dataclass(frozen=True)
-class NotifyWithdrawn(Message):
+class NotifyWithdrawn(ToDaemon):
     """Withdrawal of the manual notice, by ``swansong notify --withdraw``."""
 
-    TYPE: ClassVar[str] = "notify_withdrawn"
     reason: Text = ""
 
 
 @dataclass(frozen=True)
-class Noted(Message):
+class Noted(FromDaemon):
     """Answer to Notify and NotifyWithdrawn; :class:`Status` shows the effect."""
 
-    TYPE: ClassVar[str] = "noted"
 
-
-FROM_TRAINER: tuple[type[Message], ...] = (
-    Hello, Progress, Accepted, Agreed, PeerRequest, Finish, Begin, Sealed, Failed, Declined,
-    RestoreQuery, ShardsTaken, Bye, StatusQuery, Notify, NotifyWithdrawn,
-)  # fmt: skip
-FROM_DAEMON: tuple[type[Message], ...] = (
-    Welcome, Refused, Request, Target, Withdrawn, Committed, Fenced, Finished, StartDrawn, Restoring,
-    ShardVerified, Restored, Status, Noted,
-)  # fmt: skip
+FROM_TRAINER = tuple(ToDaemon.__subclasses__())
+FROM_DAEMON = tuple(FromDaemon.__subclasses__())
 _BY_TYPE = {kind.TYPE: kind for kind in (*FROM_TRAINER, *FROM_DAEMON)}
 
 

@@ -18,7 +18,7 @@ import random
 import re
 import struct
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -214,23 +214,28 @@ class Arrivals(Protocol):
         """Forget all files: the next ones are of another checkpoint."""
 
 
-class Snapshots(Protocol):
-    """The interface of a training state to the guard."""
+class Snapshots:
+    """Base of all training states, which a guard saves and loads.
 
-    in_background: bool
+    A state that defines only ``snapshot`` and ``load`` is not checked before its first save.
+    """
+
+    in_background = False
     """Whether ``snapshot`` copies, so that training may continue before the copy is written."""
-    reads_whole_set: bool
+    reads_whole_set = False
     """Whether ``load`` takes the directory of all ranks, of any number of ranks."""
-    ranks: Ranks
+    ranks = Ranks()
     """Position of this process in the job.  The guard sets it before all other uses of the state."""
-    read_s: float
+    read_s = 0.0
     """Time that the last ``load`` took to read and verify files; 0 if it is unknown."""
 
     def snapshot(self) -> Callable[[Path], object]:
         """Return a function that writes this rank's part of the current state into a directory."""
+        raise NotImplementedError
 
     def load(self, directory: Path) -> object:
         """Load the files of this rank or, with ``reads_whole_set``, of all ranks."""
+        raise NotImplementedError
 
     def rehearse(self) -> None:
         """Check at attach() that the state can be saved and loaded again; raise if not."""
@@ -240,51 +245,27 @@ class Snapshots(Protocol):
 
     def arrivals(self) -> Arrivals | None:
         """Begin a load that takes files as they arrive, and ends with ``load``; None: ``load`` reads all."""
+        return None
 
     def observe_step(self) -> bool:
         """Check the state at one of the first steps; returns whether to call this at the next step too."""
+        return False
 
     def prepare_copy(self) -> None:
         """Prepare, after the first step, for copies: the daemon will request some."""
+
+    def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
+        """Take the function that returns the number of steps that the script has reported."""
 
     def note_boundary(self) -> None:
         """Remember the present state as that of the last step."""
 
     def is_at_boundary(self) -> bool:
         """Whether the state is still that of the last step, as far as it can be seen."""
-
-
-class Untried:
-    """Base of a state of which nothing can be checked before the first save."""
-
-    read_s = 0.0
-
-    def rehearse(self) -> None:
-        """Check nothing."""
-
-    def before_restore(self) -> None:
-        """Check nothing."""
-
-    def arrivals(self) -> Arrivals | None:
-        """Read all files from the directory."""
-        return None
-
-    def observe_step(self) -> bool:
-        """Check nothing."""
-        return False
-
-    def prepare_copy(self) -> None:
-        """Prepare nothing."""
-
-    def note_boundary(self) -> None:
-        """Remember nothing."""
-
-    def is_at_boundary(self) -> bool:
-        """Assume that the script polls only between steps."""
         return True
 
 
-class Functions(Untried):
+class Functions(Snapshots):
     """A state that two functions of the training script save and load, without a copy.
 
     The global generators are saved beside the files of these functions, in :data:`GENERATORS`.
@@ -293,10 +274,6 @@ class Functions(Untried):
         save: writes the state into a directory.
         load: reads the state from a directory.
     """
-
-    in_background = False
-    reads_whole_set = False
-    ranks = Ranks()
 
     def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
         self._save, self._load = save, load
@@ -315,10 +292,12 @@ class Functions(Untried):
         self._load(directory)
         # Last, because the load function may draw random numbers.
         with contextlib.suppress(FileNotFoundError), open(directory / GENERATORS, "rb") as file:
-            _set_all(decode_tree(json.load(file), _no_reference))
+            set_generators(decode_tree(json.load(file), _no_reference))
 
     def _write(self, directory: Path) -> None:
-        generators = json.dumps(encode_tree(_take_all(), "the generators", _as_list))
+        generators = json.dumps(
+            encode_tree(_without_tensors(take_generators()), "the generators", _as_list)
+        )
         self._save(directory)
         with open(directory / GENERATORS, "x", encoding="utf-8") as file:
             file.write(generators)
@@ -335,45 +314,48 @@ def _no_reference(word: str, value: Any) -> Any:
 
 
 def take_generators() -> dict[str, Any]:
-    """Return the state of ``random`` and, if numpy is in use, of its global generator."""
+    """Return the states of the global generators in use: ``random``, numpy, torch and every CUDA device."""
     generators: dict[str, Any] = {"python": random.getstate()}
-    numpy = sys.modules.get("numpy")
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
     if numpy is not None:
         generators["numpy"] = numpy.random.get_state(legacy=False)
+    if torch is not None:
+        generators["torch"] = torch.get_rng_state()
+        if torch.cuda.is_initialized():
+            generators["cuda"] = torch.cuda.get_rng_state_all()
     return generators
 
 
 def set_generators(generators: Mapping[str, Any]) -> None:
-    """Set the generators to a state that :func:`take_generators` returned."""
+    """Set the generators to states that :func:`take_generators` returned, also with bytes for tensors."""
     random.setstate(generators["python"])
     if "numpy" in generators:
         import numpy as np  # noqa: PLC0415 - only if the script that saved used it
 
         np.random.set_state(generators["numpy"])
-
-
-def _take_all() -> dict[str, Any]:
-    """Return the states of all global generators in use, also of torch and of CUDA, without tensors."""
-    generators, torch = take_generators(), sys.modules.get("torch")
-    if torch is not None:
-        generators["torch"] = bytes(torch.get_rng_state().tolist())
-        if torch.cuda.is_available() and torch.cuda.is_initialized():
-            generators["cuda"] = [bytes(each.tolist()) for each in torch.cuda.get_rng_state_all()]
-    return generators
-
-
-def _set_all(generators: Mapping[str, Any]) -> None:
-    set_generators(generators)
     if "torch" in generators:
         import torch  # noqa: PLC0415 - only if the script that saved used it
 
-        def as_tensor(state: bytes) -> Any:
-            return torch.tensor(list(state), dtype=torch.uint8, device="cpu")
+        def as_tensor(state: Any) -> Any:
+            is_tensor = isinstance(state, torch.Tensor)
+            return (
+                state if is_tensor else torch.tensor(list(state), dtype=torch.uint8, device="cpu")
+            )
 
         torch.set_rng_state(as_tensor(generators["torch"]))
         devices = generators.get("cuda", ()) if torch.cuda.is_available() else ()
         for device, state in enumerate(devices[: torch.cuda.device_count()]):
             torch.cuda.set_rng_state(as_tensor(state), device)
+
+
+def _without_tensors(generators: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the states with bytes for tensors."""
+    plain = dict(generators)
+    if "torch" in plain:
+        plain["torch"] = bytes(plain["torch"].tolist())
+    if "cuda" in plain:
+        plain["cuda"] = [bytes(each.tolist()) for each in plain["cuda"]]
+    return plain
 
 
 def has_bit_generator(item: Any) -> bool:
@@ -384,7 +366,7 @@ def has_bit_generator(item: Any) -> bool:
     return inspect.getattr_static(item, "bit_generator", None) is not None
 
 
-class Bundle(Untried):
+class Bundle(Snapshots):
     """The objects of one rank's training state, saved together with the global random generators.
 
     Args:
@@ -394,10 +376,6 @@ class Bundle(Untried):
     Raises:
         TypeError: an object has neither the two methods nor a ``bit_generator``.
     """
-
-    in_background = False
-    reads_whole_set = False
-    ranks = Ranks()
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
         for name, item in objects.items():
@@ -433,7 +411,7 @@ class Bundle(Untried):
     def save(self, directory: str | os.PathLike[str]) -> None:
         """Write all objects and the global random generators."""
         states = {name: self._state_of(name) for name in self._objects}
-        save_tree(directory, {"objects": states, "random": _take_all()})
+        save_tree(directory, {"objects": states, "random": _without_tensors(take_generators())})
 
     def _state_of(self, name: str) -> Any:
         item = self._objects[name]
@@ -448,21 +426,28 @@ class Bundle(Untried):
         """
         tree = load_tree(directory)
         states, generators = tree["objects"], tree["random"]
-        missing = self._objects.keys() - states.keys()
-        if missing:
-            raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
-        unused = states.keys() - self._objects.keys()
-        if unused:
-            log.warning(
-                "the checkpoint also contains %s, which this script does not load", sorted(unused)
-            )
+        check_names(states.keys(), self._objects.keys())
         for name, item in self._objects.items():
             if hasattr(item, "load_state_dict"):
                 item.load_state_dict(states[name])
             else:
                 item.bit_generator.state = states[name]
         # Last, because loading the objects may draw random numbers.
-        _set_all(generators)
+        set_generators(generators)
+
+
+def check_names(saved: Set[str], loaded: Set[str]) -> None:
+    """Compare the names of the objects in a checkpoint with those that the script loads.
+
+    Raises:
+        KeyError: the checkpoint contains no state for one of the objects.
+    """
+    if missing := loaded - saved:
+        raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
+    if unused := saved - loaded:
+        log.warning(
+            "the checkpoint also contains %s, which this script does not load", sorted(unused)
+        )
 
 
 def state_of(

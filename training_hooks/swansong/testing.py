@@ -25,22 +25,21 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import queue
 import re
-import secrets
 import select
+import selectors
 import signal
 import socket
 import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeGuard
+from typing import IO, Any
 
 from swansong import layout, protocol
 from swansong._differences import Difference, find_differences, has_loader, likely_cause
@@ -69,17 +68,6 @@ class ResumeMismatchError(AssertionError):
 
 class TrainerFailedError(AssertionError):
     """The trainer ended, declined or stopped making progress before it had saved."""
-
-
-@dataclass(frozen=True)
-class _Misuse:
-    """A reason why the processes of the trainer cannot be checked."""
-
-    reason: str
-
-
-_Event = Message | _Misuse | str | int
-"""A message to the daemon, a misuse, a line of output, or an exit code."""
 
 
 @dataclass
@@ -133,28 +121,23 @@ def check_resume(
         TrainerFailedError: the trainer did not save at a moment of ``kill_at``, or at ``steps``; or its
             processes do not agree with ``ranks``.
     """
-    if directory is None:
-        with tempfile.TemporaryDirectory(prefix="swansong-check-") as temporary:
-            return check_resume(
-                command,
-                steps=steps,
-                kill_at=kill_at,
-                directory=temporary,
-                ranks=ranks,
-                has_launcher=has_launcher,
-                environment=environment,
-                loss_of=loss_of,
-                ignoring=ignoring,
-                limit_s=limit_s,
-            )
     if callable(command):
         code = f"from {command.__module__} import {command.__qualname__} as f; f()"
         command = [sys.executable, "-c", code]
     trainer = _Trainer(
         list(command), ranks, has_launcher, dict(environment or {}), loss_of or _json_loss, limit_s
     )
+    if directory is not None:
+        return _compare(trainer, steps, kill_at, Path(directory), ignoring)
+    with tempfile.TemporaryDirectory(prefix="swansong-check-") as temporary:
+        return _compare(trainer, steps, kill_at, Path(temporary), ignoring)
+
+
+def _compare(
+    trainer: _Trainer, steps: int, kill_at: Sequence[int | str], directory: Path, ignoring: str
+) -> ResumeReport:
     report = ResumeReport()
-    reference, resumed = _Run(Path(directory, "reference")), _Run(Path(directory, "resumed"))
+    reference, resumed = _Run(directory / "reference"), _Run(directory / "resumed")
     wanted = trainer.until_saved(reference, steps)
     saved: list[Path] = []
     losses_of_first: dict[int, float] = {}
@@ -172,7 +155,7 @@ def check_resume(
     found, report.files = find_differences(wanted, got, ignoring)
     if not found and loss is None:
         return report
-    repeat = _Repeat(trainer, Path(directory), saved, ignoring)
+    repeat = _Repeat(trainer, directory, saved, ignoring)
     first_step, unresumed = repeat.without_resume(kill_at) or (steps, found)
     repeat.unseeded = frozenset().union(*(each.generators for each in unresumed))
     report.unseeded = sorted(repeat.unseeded)
@@ -291,108 +274,40 @@ class _Trainer:
     def until_saved(self, run: _Run, moment: int | str) -> Path:
         """Start the trainer, save it at this moment, kill it, and return the sealed set."""
         run.starts += 1
-        events: queue.SimpleQueue[_Event] = queue.SimpleQueue()
-        stand_in = _StandIn(run, self.ranks, moment, events.put)
-        processes: list[subprocess.Popen[bytes]] = []
-        outputs: list[_Output] = []
         errors = run.directory / f"stderr-{run.starts}"
-        try:
-            with errors.open("w") as stderr:
-                for rank in range(1 if self.has_launcher else self.ranks):
-                    # Append each immediately, so that the cleanup ends every process that was started.
-                    outputs.append(_Output(events.put))
-                    process = self._start(stand_in, rank, outputs[-1].write_fd, stderr)
-                    processes.append(process)
-                    threading.Thread(
-                        target=_report_exit, args=(process, events.put), daemon=True
-                    ).start()
-            decided = self._wait(run, stand_in, moment, events)
-        finally:
-            stand_in.kill(processes)
-            for output in outputs:
-                output.end()
-            stand_in.close()
-        # Output, answers and exit codes arrive in any order: decide after all three are read to the end.
-        while not events.empty():
-            event = events.get()
-            self._note_loss(run, event)
-            if isinstance(event, _Misuse) or (isinstance(decided, str) and _is_answer(event)):
-                decided = event
-        if isinstance(decided, _Misuse):
-            raise TrainerFailedError(decided.reason)
-        if isinstance(decided, Sealed):
-            return run.staging / decided.directory
-        if isinstance(decided, Failed | Declined):
-            decided = f"the trainer did not save: {decided.reason}"
+        with contextlib.closing(_Start(self, run, moment)) as start, errors.open("w") as stderr:
+            start.run(stderr)
+        if start.misuse:
+            raise TrainerFailedError(start.misuse)
+        if isinstance(start.answer, Sealed):
+            return run.staging / start.answer.directory
+        problem = start.problem
+        if start.answer is not None:
+            problem = f"the trainer did not save: {start.answer.reason}"
         tail = errors.read_text(errors="replace")[-2000:]
-        raise TrainerFailedError(f"start {run.starts}, waiting for {moment!r}: {decided}\n{tail}")
-
-    def _start(
-        self, stand_in: _StandIn, rank: int, stdout: int, stderr: Any
-    ) -> subprocess.Popen[bytes]:
-        variables = {**os.environ, **_DETERMINISTIC, protocol.SOCKET_ENV: stand_in.path}
-        if not self.has_launcher and self.ranks > 1:
-            variables |= {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank),
-                "WORLD_SIZE": str(self.ranks),
-                "LOCAL_WORLD_SIZE": str(self.ranks),
-                "MASTER_ADDR": "127.0.0.1",
-                "MASTER_PORT": str(stand_in.free_port),
-            }
-        return subprocess.Popen(  # noqa: S603 - runs the command that the caller gave
-            self.command,
-            env={**variables, **self.environment},
-            stdin=subprocess.DEVNULL,
-            stdout=stdout,
-            stderr=stderr,
-            start_new_session=True,
-        )
-
-    def _wait(
-        self,
-        run: _Run,
-        stand_in: _StandIn,
-        moment: int | str,
-        events: queue.SimpleQueue[_Event],
-    ) -> Message | _Misuse | str:
-        """Return the answer to the request, or the reason why none will arrive."""
-        give_up = time.monotonic() + self.limit_s
-        ended = 0
-        while True:
-            try:
-                event = events.get(timeout=max(0.0, give_up - time.monotonic()))
-            except queue.Empty:
-                return f"no answer after {self.limit_s:.0f} s"
-            self._note_loss(run, event)
-            if isinstance(event, str):
-                if isinstance(moment, str) and re.search(moment, event):
-                    stand_in.request()
-            elif isinstance(event, int):
-                ended += 1
-                if event != 0 or (ended == (1 if self.has_launcher else self.ranks)):
-                    return f"the trainer ended with {event}"
-            elif isinstance(event, _Misuse) or _is_answer(event):
-                return event
-
-    def _note_loss(self, run: _Run, event: _Event) -> None:
-        found = self.loss_of(event) if isinstance(event, str) else None
-        if found is not None:
-            run.losses[found[0]] = found[1]
+        raise TrainerFailedError(f"start {run.starts}, waiting for {moment!r}: {problem}\n{tail}")
 
 
-class _StandIn:
-    """A stand-in for the daemon, for one start of the trainer."""
+class _Start:
+    """One start of the trainer, with a stand-in for the daemon of its ranks.
 
-    def __init__(
-        self, run: _Run, ranks: int, moment: int | str, report: Callable[[_Event], object]
-    ) -> None:
-        self._run = run
-        self._ranks = ranks
-        self._moment = moment
-        self._report = report
-        self._lock = threading.Lock()
-        self._connections: list[socket.socket] = []
+    One loop, in the caller's thread, handles connections, messages, lines of output and ends of processes.
+    """
+
+    def __init__(self, trainer: _Trainer, run: _Run, moment: int | str) -> None:
+        self.answer: Sealed | Failed | Declined | None = None
+        """The first answer to the request for a checkpoint."""
+        self.misuse = ""
+        """Why the processes of the trainer cannot be checked."""
+        self.problem = ""
+        """Why no answer will arrive, unless one has arrived already."""
+        self._trainer, self._run, self._moment = trainer, run, moment
+        self._processes: list[subprocess.Popen[bytes]] = []
+        self._ended = 0
+        self._unfinished_lines: dict[int, bytes] = {}
+        """By pid."""
+        self._ranks: dict[socket.socket, int] = {}
+        """Rank of each connection, once it has said Hello."""
         self._start_id = ""
         """Id of the start, which rank 0 has drawn."""
         self._without_start: list[socket.socket] = []
@@ -401,242 +316,251 @@ class _StandIn:
         """By pid, for each process that sent a Hello: at the kill, the pid alone may be another process."""
         self._pid_of: dict[int, int] = {}
         """By rank, of the process that said last that it is this rank."""
-        self._served: list[tuple[socket.socket, threading.Thread]] = []
         self._accepted: dict[int, int] = {}
         self._held: list[tuple[socket.socket, Message]] = []
         self._target: protocol.Target | None = None
         self._is_requested = isinstance(moment, int)
         # Short, because the path of a socket is limited to about 100 characters.
         self._directory = tempfile.TemporaryDirectory(prefix="swansong-")
-        self.path = os.path.join(self._directory.name, "socket")
-        self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._listener.bind(self.path)
-        self._listener.listen(64)
+        self._path = os.path.join(self._directory.name, "socket")
+        self._events = selectors.DefaultSelector()
+        listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        listener.bind(self._path)
+        listener.listen(64)
+        self._events.register(listener, selectors.EVENT_READ, self._accept)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
-            self.free_port: int = probe.getsockname()[1]
-        self._accepting = threading.Thread(target=self._accept, daemon=True)
-        self._accepting.start()
+            self._free_port: int = probe.getsockname()[1]
 
-    def request(self) -> None:
-        """Request a checkpoint; a second call does nothing."""
-        with self._lock:
-            if not self._is_requested:
-                self._is_requested = True
-                for connection in self._connections:
-                    if connection not in self._without_start:
-                        self._send(connection, self._request)
+    def run(self, stderr: IO[str]) -> None:
+        """Start the processes, wait for the checkpoint, and kill them."""
+        give_up = time.monotonic() + self._trainer.limit_s
+        try:
+            for rank in range(self._process_count):
+                self._spawn(rank, stderr)
+            while not (self.answer or self.misuse or self.problem):
+                self._handle(max(0.0, give_up - time.monotonic()))
+                if time.monotonic() >= give_up:
+                    self.problem = f"no answer after {self._trainer.limit_s:.0f} s"
+        finally:
+            self._kill()
+        # Output, answers and exit codes arrive in any order.  A process that survives may print on.
+        give_up = time.monotonic() + _END_PATIENCE_S
+        while self._handle(0.0) and time.monotonic() < give_up:
+            pass
 
-    def kill(self, processes: Sequence[subprocess.Popen[bytes]]) -> None:
+    def close(self) -> None:
+        """Close all files."""
+        for key in list(self._events.get_map().values()):
+            self._forget(key.fileobj)
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._events.close()
+        self._directory.cleanup()
+
+    def _handle(self, limit_s: float) -> bool:
+        """Handle the events of now, or the first one within the limit; returns whether any came."""
+        ready = self._events.select(limit_s)
+        for key, _ in ready:
+            key.data(key.fileobj)
+        return bool(ready)
+
+    def _forget(self, source: Any) -> None:
+        self._events.unregister(source)
+        if isinstance(source, int):
+            os.close(source)
+        else:
+            source.close()
+
+    # ------------------------------------------------------------ processes
+
+    @property
+    def _process_count(self) -> int:
+        return 1 if self._trainer.has_launcher else self._trainer.ranks
+
+    def _spawn(self, rank: int, stderr: IO[str]) -> None:
+        trainer = self._trainer
+        variables = {**os.environ, **_DETERMINISTIC, protocol.SOCKET_ENV: self._path}
+        if self._process_count > 1:
+            variables |= {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank),
+                "WORLD_SIZE": str(trainer.ranks),
+                "LOCAL_WORLD_SIZE": str(trainer.ranks),
+                "MASTER_ADDR": "127.0.0.1",
+                "MASTER_PORT": str(self._free_port),
+            }
+        process = subprocess.Popen(  # noqa: S603 - runs the command that the caller gave
+            trainer.command,
+            env={**variables, **trainer.environment},
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=stderr,
+            start_new_session=True,
+        )
+        self._processes.append(process)
+        assert process.stdout is not None
+        for source, handler in (
+            (process.stdout, partial(self._read_lines, process.pid)),
+            (os.pidfd_open(process.pid), partial(self._end, process)),
+        ):
+            self._events.register(source, selectors.EVENT_READ, handler)
+
+    def _read_lines(self, pid: int, output: IO[bytes]) -> None:
+        data = os.read(output.fileno(), 2**20)
+        if not data:
+            self._forget(output)
+        text = self._unfinished_lines.get(pid, b"") + data
+        *lines, self._unfinished_lines[pid] = text.split(b"\n")
+        for line in lines:
+            self._read_line(line.decode(errors="replace") + "\n")
+
+    def _read_line(self, line: str) -> None:
+        found = self._trainer.loss_of(line)
+        if found is not None:
+            self._run.losses[found[0]] = found[1]
+        if isinstance(self._moment, str) and re.search(self._moment, line):
+            self._request()
+
+    def _end(self, process: subprocess.Popen[bytes], pidfd: int) -> None:
+        self._forget(pidfd)
+        self._ended += 1
+        if process.wait() != 0 or self._ended == self._process_count:
+            self.problem = self.problem or f"the trainer ended with {process.returncode}"
+
+    def _kill(self) -> None:
         """Kill all processes and wait for their end.  The launcher is first, so that it restarts none."""
-        for process in processes:
+        for process in self._processes:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        with self._lock:
-            pidfds = list(self._pidfds.values())
-            self._pidfds.clear()
-        for pidfd in pidfds:
+        for pidfd in self._pidfds.values():
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(pidfd, signal.SIGKILL)
-        for process in processes:
+        for process in self._processes:
             process.wait()
         give_up = time.monotonic() + _END_PATIENCE_S
-        for pidfd in pidfds:
-            ended = select.poll()
-            ended.register(pidfd, select.POLLIN)
-            ended.poll(max(0.0, give_up - time.monotonic()) * 1000)
-            os.close(pidfd)
+        for pidfd in self._pidfds.values():
+            _has_ended(pidfd, max(0.0, give_up - time.monotonic()))
 
-    def close(self) -> None:
-        """Return after each message that was sent before this call has been passed on."""
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._accepting.join()
-        for connection, thread in self._served:
-            with contextlib.suppress(OSError):  # the thread has closed it already
-                connection.shutdown(
-                    socket.SHUT_RDWR
-                )  # messages that have arrived can still be read
-            thread.join()
-        self._directory.cleanup()
+    # ------------------------------------------------------------ the daemon
 
-    @property
-    def _request(self) -> Message:
-        return protocol.Request(
-            id=f"check-{self._run.starts}", reason="resume check", seconds_left=3600.0
-        )
+    def _accept(self, listener: socket.socket) -> None:
+        connection, _ = listener.accept()
+        self._events.register(connection, selectors.EVENT_READ, self._receive)
 
-    def _accept(self) -> None:
-        with self._listener:
-            while True:
-                try:
-                    connection, _ = self._listener.accept()
-                except OSError:
-                    return
-                thread = threading.Thread(target=self._serve, args=(connection,), daemon=True)
-                self._served.append((connection, thread))
-                thread.start()
+    def _receive(self, connection: socket.socket) -> None:
+        data = b""
+        with contextlib.suppress(OSError):  # the process has just ended
+            data = connection.recv(protocol.MAX_MESSAGE_BYTES)
+        if not data:
+            self._ranks.pop(connection, None)
+            self._forget(connection)
+            return
+        message = protocol.decode(data)
+        if isinstance(message, Hello):
+            self._welcome(connection, message)
+        elif isinstance(message, protocol.RestoreQuery):
+            self._restore(connection, message.query_id)
+        elif isinstance(message, Accepted):
+            self._agree(self._ranks[connection], message)
+        elif isinstance(message, Sealed):
+            self._commit(message)
+        if isinstance(message, Sealed | Failed | Declined) and message.request_id:
+            self.answer = self.answer or message
 
-    def _serve(self, connection: socket.socket) -> None:
-        with connection:
-            peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
-            pid = struct.unpack("3i", peer)[0]
-            rank = 0
-            try:
-                while data := connection.recv(protocol.MAX_MESSAGE_BYTES):
-                    message = protocol.decode(data)
-                    if isinstance(message, Hello):
-                        rank = message.rank
-                        self._welcome(connection, pid)
-                        self._tell_start(connection, message)
-                        self._check(message, pid)
-                    elif isinstance(message, protocol.RestoreQuery):
-                        self._restore(connection, message.query_id)
-                    elif isinstance(message, Accepted):
-                        self._agree(rank, message)
-                    elif isinstance(message, Sealed):
-                        self._commit(message)
-                    self._report(message)
-            except OSError:
-                pass
-            finally:
-                with self._lock:
-                    if connection in self._connections:
-                        self._connections.remove(connection)
-
-    def _welcome(self, connection: socket.socket, pid: int) -> None:
-        with self._lock:
-            if pid not in self._pidfds:
-                with contextlib.suppress(OSError):  # it has just ended
-                    self._pidfds[pid] = os.pidfd_open(pid)
-            self._connections.append(connection)
-            self._send(
-                connection, protocol.Welcome("check", str(self._run.staging), self._run.starts)
-            )
-
-    def _tell_start(self, connection: socket.socket, hello: Hello) -> None:
-        """Tell the ranks the start that rank 0 has drawn, as soon as rank 0 is connected."""
-        with self._lock:
-            self._without_start.append(connection)
-            if hello.rank == 0:
-                self._start_id = hello.start_id
-            if not self._start_id:
-                return
+    def _welcome(self, connection: socket.socket, hello: Hello) -> None:
+        peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
+        pid = struct.unpack("3i", peer)[0]
+        if pid not in self._pidfds:
+            with contextlib.suppress(OSError):  # it has just ended
+                self._pidfds[pid] = os.pidfd_open(pid)
+        self._ranks[connection] = hello.rank
+        run = self._run
+        self._send(connection, protocol.Welcome("check", str(run.staging), run.starts))
+        self._without_start.append(connection)
+        if hello.rank == 0:
+            self._start_id = hello.start_id
+        if self._start_id:
             for each in self._without_start:
                 self._send(each, protocol.StartDrawn(self._start_id))
                 # Before the answer to its restore query, so that it cannot have passed the step.
                 if self._is_requested:
-                    self._send(each, self._request)
+                    self._send_request(each)
             self._without_start.clear()
+        self._check(hello, pid)
 
     def _check(self, hello: Hello, pid: int) -> None:
         """Report processes that do not know their place among the ranks."""
         place = f"rank {hello.rank} of {hello.world_size}"
-        with self._lock:
-            other = self._pid_of.get(hello.rank, pid)
-            self._pid_of[hello.rank] = pid
-            is_taken = other != pid and not _has_ended(self._pidfds.get(other))
-        if is_taken:
-            self._report(
-                _Misuse(
-                    f"2 processes say that they are {place}: swansong.attach() does not see the other ranks;"
-                    " call it after init_process_group()"
-                )
+        other = self._pid_of.get(hello.rank, pid)
+        self._pid_of[hello.rank] = pid
+        if other != pid and other in self._pidfds and not _has_ended(self._pidfds[other]):
+            self.misuse = (
+                f"2 processes say that they are {place}: swansong.attach() does not see the other ranks;"
+                " call it after init_process_group()"
             )
-        elif hello.world_size != self._ranks:
-            self._report(
-                _Misuse(
-                    f"a process says that it is {place}, and check_resume() expects ranks={self._ranks}: pass"
-                    " the number of ranks, and call swansong.attach() after init_process_group()"
-                )
+        elif hello.world_size != self._trainer.ranks:
+            self.misuse = (
+                f"a process says that it is {place}, and check_resume() expects"
+                f" ranks={self._trainer.ranks}: pass the number of ranks, and call swansong.attach() after"
+                " init_process_group()"
             )
+
+    def _request(self) -> None:
+        """Request a checkpoint; a second call does nothing."""
+        if not self._is_requested:
+            self._is_requested = True
+            for connection in self._ranks.keys() - set(self._without_start):
+                self._send_request(connection)
+
+    def _send_request(self, connection: socket.socket) -> None:
+        request_id = f"check-{self._run.starts}"
+        self._send(connection, protocol.Request(request_id, "resume check", seconds_left=3600.0))
 
     def _restore(self, connection: socket.socket, query_id: str) -> None:
         found = self._run.newest()
         path, step = (str(found[0]), found[1]) if found is not None else ("", -1)
         answer = protocol.Restored(query_id, path, step, self._run.starts)
-        with self._lock:
-            # If the moment is a step, no rank may train before all ranks know the target.
-            if isinstance(self._moment, int) and self._target is None:
-                self._held.append((connection, answer))
-            else:
-                self._send(connection, answer)
+        # If the moment is a step, no rank may train before all ranks know the target.
+        if isinstance(self._moment, int) and self._target is None:
+            self._held.append((connection, answer))
+        else:
+            self._send(connection, answer)
 
     def _agree(self, rank: int, accepted: Accepted) -> None:
-        with self._lock:
-            self._accepted[rank] = accepted.step
-            if len(self._accepted) < self._ranks:
-                return
-            step = max(self._accepted.values()) + 1
-            if isinstance(self._moment, int):
-                step = max(step, self._moment)
-            self._target = protocol.Target(accepted.request_id, step)
-            for connection in self._connections:
-                self._send(connection, self._target)
-            for connection, answer in self._held:
-                self._send(connection, answer)
-            self._held.clear()
+        self._accepted[rank] = accepted.step
+        if len(self._accepted) < self._trainer.ranks:
+            return
+        step = max(self._accepted.values()) + 1
+        if isinstance(self._moment, int):
+            step = max(step, self._moment)
+        self._target = protocol.Target(accepted.request_id, step)
+        for connection in self._ranks:
+            self._send(connection, self._target)
+        for connection, answer in self._held:
+            self._send(connection, answer)
+        self._held.clear()
 
     def _commit(self, sealed: Sealed) -> None:
         manifest = self._run.staging / sealed.directory / layout.rank_manifest_name(0)
         is_final = layout.RankManifest.decode(manifest.read_bytes()).kind == "final"
-        committed = protocol.Committed(self._run.starts, sealed.step, is_final)
-        with self._lock:
-            for connection in self._connections:
-                self._send(connection, committed)
+        for connection in self._ranks:
+            self._send(connection, protocol.Committed(self._run.starts, sealed.step, is_final))
 
     @staticmethod
     def _send(connection: socket.socket, message: Message) -> None:
-        try:
+        with contextlib.suppress(
+            OSError
+        ):  # the process has just ended, and its exit code is reported
             connection.send(protocol.encode(message))
-        except OSError:
-            pass  # the process has just ended, and its exit code is reported
 
 
-def _has_ended(pidfd: int | None) -> bool:
-    if pidfd is None:
-        return True
+def _has_ended(pidfd: int, limit_s: float = 0.0) -> bool:
+    """Wait for the end of a process; returns whether it has ended within the limit."""
     ended = select.poll()
     ended.register(pidfd, select.POLLIN)
-    return bool(ended.poll(0))
-
-
-def _report_exit(process: subprocess.Popen[bytes], report: Callable[[int], object]) -> None:
-    report(process.wait())
-
-
-class _Output:
-    """Passes on each line that a process and its children print.
-
-    A random line marks the end: children of a launcher may outlive it, and hold the pipe open.
-
-    Args:
-        report: called with each complete line, in a thread.
-    """
-
-    def __init__(self, report: Callable[[str], object]) -> None:
-        read_fd, self.write_fd = os.pipe()
-        self._end = f"{secrets.token_hex(16)}\n"
-        self._thread = threading.Thread(target=self._read, args=(read_fd, report), daemon=True)
-        self._thread.start()
-
-    def end(self) -> None:
-        """Return after each line that was printed before this call has been passed on."""
-        os.write(self.write_fd, self._end.encode())
-        os.close(self.write_fd)
-        self._thread.join()
-
-    def _read(self, read_fd: int, report: Callable[[str], object]) -> None:
-        with open(read_fd, errors="replace") as lines:
-            for line in lines:
-                if line.endswith(self._end):  # the kill truncated the text before it
-                    return
-                report(line)
-
-
-def _is_answer(event: _Event) -> TypeGuard[Message]:
-    """Whether an event is a message that answers the request for a checkpoint."""
-    return isinstance(event, Sealed | Failed | Declined) and bool(event.request_id)
+    return bool(ended.poll(limit_s * 1000))
 
 
 def _json_loss(line: str) -> tuple[int, float] | None:

@@ -32,6 +32,7 @@ from typing import Any
 import torch
 from torch.nn.parallel import DistributedDataParallel
 
+from swansong._checkpoint.survivors import Divisible
 from swansong._ranks.agreement import Ranks
 from swansong._torch.arena import Arenas, TensorPiece, check_headers
 from swansong._torch.arrivals import ArrivedTensors
@@ -39,13 +40,14 @@ from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
 from swansong._torch.end_of_loop import EndOfLoop
-from swansong._torch.generators import is_generator, set_global, take_global
+from swansong._torch.generators import is_generator
 from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import unwrap, uses_fsdp1
 from swansong._torch.objects import (
     OTHERS,
+    Targets,
     getter,
     has_known_layout,
     is_node_of_optimizer,
@@ -65,7 +67,7 @@ from swansong._torch.rehearsal import check_module, check_relations, trying, war
 from swansong._torch.sharding import is_sharded, writers
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
-from swansong.state import decode_tree
+from swansong.state import check_names, decode_tree, set_generators, take_generators
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -75,7 +77,7 @@ _NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]{0,63}")
 log = logging.getLogger("swansong")
 
 
-class TrainingState:
+class TrainingState(Divisible):
     """One rank's state that determines the next optimizer step.
 
     A checkpoint contains the objects, :attr:`values`, and the generators of ``random``, numpy, torch and
@@ -102,10 +104,6 @@ class TrainingState:
 
     in_background = True
     reads_whole_set = True
-    ranks = Ranks()
-    """Position of this process in the job; :func:`swansong.attach` sets it."""
-    read_s = 0.0
-    """Time that the last :meth:`load` took to read and verify files."""
 
     def __init__(
         self,
@@ -145,13 +143,18 @@ class TrainingState:
                 )
         self._resize = resize
         self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
-        self.count_steps_with = self._end_of_loop.count_steps_with
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
         self._boundary = StepBoundary(self._objects.values())
         self._last_boundary: LastBoundary | None = None
         self._lost: frozenset[int] = frozenset()
         self._arrived: ArrivedTensors | None = None
+
+    def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
+        """Give the loaders the function that returns the number of reported steps."""
+        for item in self._objects.values():
+            if isinstance(item, ResumableLoader):
+                item.completed_steps = completed_steps
 
     # ------------------------------------------------------------ before the first step
 
@@ -369,7 +372,7 @@ class TrainingState:
                     objects[name] = others.encode(state, name)
         values = earlier.get(_VALUES, self.values)
         objects[_VALUES] = others.encode(values, _VALUES, may_be_sharded=False)
-        objects[_GENERATORS] = others.encode(take_global(), _GENERATORS)
+        objects[_GENERATORS] = others.encode(take_generators(), _GENERATORS)
         index = {
             "format": FORMAT,
             "rank": self.ranks.rank,
@@ -420,19 +423,13 @@ class TrainingState:
         if arrived is not None:
             arrived.close()
         found = None if arrived is None else arrived.checked(directory)
-        found = found or CheckpointSet(directory, arrived)
+        found = found or CheckpointSet(directory)
+        targets = Targets(self._objects) if arrived is None else arrived.targets
         is_resized = found.job_size != self.ranks.world_size
         source = found.source_of(self.ranks.rank)
         is_new = self.ranks.rank in found.lost or self.ranks.rank >= found.job_size
         nodes = found.indexes[source]["objects"]
-        missing = self._objects.keys() - nodes.keys()
-        if missing:
-            raise KeyError(f"the checkpoint contains no state for {sorted(missing)}")
-        unused = nodes.keys() - self._objects.keys() - {_GENERATORS, _VALUES}
-        if unused:
-            log.warning(
-                "the checkpoint also contains %s, which this script does not load", sorted(unused)
-            )
+        check_names(nodes.keys() - {_GENERATORS, _VALUES}, self._objects.keys())
         if is_resized:
             self._check_resize(found)
         elif found.lost:
@@ -445,12 +442,12 @@ class TrainingState:
             for name, item in self._objects.items()
             if not isinstance(item, torch.nn.Module) and not is_node_of_optimizer(nodes[name])
         }
-        get = getter(read_others(found, source, in_others))
+        get = getter(read_others(found, source, in_others, targets))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
-                load_module_from(found, source, name, item)
+                load_module_from(found, source, name, item, targets)
             elif name not in in_others:
-                load_optimizer_from(found, source, name, item)
+                load_optimizer_from(found, source, name, item, targets)
             elif (is_resized or is_new) and self._is_per_rank(name):
                 if is_resized:
                     assert self._resize is not None
@@ -462,10 +459,8 @@ class TrainingState:
                 else:  # of a rank that took part: data-parallel ranks are at the same position
                     state = decode_tree(nodes[name], get)
                 if isinstance(item, ResumableLoader):
-                    state = {
-                        **state,
-                        "resume_with": None,
-                    }  # its generators are those of another rank
+                    # Its generators are those of another rank.
+                    state = {**state, "resume_with": None}
                 set_state(item, state)
             else:
                 set_state(item, decode_tree(nodes[name], get))
@@ -476,7 +471,7 @@ class TrainingState:
         if is_new:
             _reseed(generators, self.ranks.rank)
         else:
-            set_global(generators)
+            set_generators(generators)
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
         self._boundary.note()
         if self._watch is not None:
@@ -517,7 +512,7 @@ def load_weights(directory: Path | str, name: str = "model") -> dict[str, torch.
     """
     found = CheckpointSet(Path(directory))
     nodes = found.indexes[0]["objects"][name]
-    tensors = read(found, 0, name, {})
+    tensors = read(found, 0, name, Targets({}))
     return {
         key: tensors[node["tensor"]]
         for key, node in nodes.items()
@@ -583,7 +578,7 @@ def _is_common(
 
 
 def _decode(found: CheckpointSet, source: int, name: str) -> Any:
-    get = getter(read(found, source, OTHERS, {}))
+    get = getter(read(found, source, OTHERS, Targets({})))
     return decode_tree(found.indexes[source]["objects"][name], get)
 
 

@@ -24,7 +24,6 @@ from testkit.fake_daemon import FakeDaemon
 HOOKS = Path(swansong.__file__).parents[1]
 HERE = Path(__file__).parent
 TRAINERS = sorted((HERE / "trainers").glob("*.py"))
-SPAWNED = HERE / "trainers" / "spawned.py"
 ENVIRONMENT = {"PYTHONPATH": str(HOOKS), "OMP_NUM_THREADS": "1"}
 pytestmark = pytest.mark.timeout(300)
 
@@ -38,9 +37,7 @@ def lines(events: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [event for event in events if "saved" not in event and "final" not in event]
 
 
-@pytest.mark.parametrize(
-    "script", [path for path in TRAINERS if path != SPAWNED], ids=lambda path: path.stem
-)
+@pytest.mark.parametrize("script", TRAINERS, ids=lambda path: path.stem)
 def test_resumed_at_any_moment(
     tmp_path: Path, daemon: FakeDaemon, warm_python: str, script: Path
 ) -> None:
@@ -72,20 +69,6 @@ def test_resumed_at_any_moment(
         found, _ = find_differences(final, daemon.staging / got[-1]["final"])
         problems += [f"{name}: {difference.text}" for difference in found]
     assert not problems, "\n".join(problems[:20])
-
-
-def test_spawned_ranks(tmp_path: Path, warm_python: str) -> None:
-    """Two ranks that know each other only by ``torch.distributed``, killed after each step."""
-    report = check_resume(
-        [warm_python, str(SPAWNED)],
-        steps=9,
-        kill_at=[1, 3, 4],
-        ranks=2,
-        has_launcher=True,
-        directory=tmp_path,
-        environment=ENVIRONMENT,
-    )
-    assert report.losses == 9
 
 
 @pytest.mark.parametrize(

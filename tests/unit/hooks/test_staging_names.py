@@ -25,7 +25,6 @@ NAME = re.compile(
 )
 """Parts of names in staging, as they occur in string constants."""
 ALLOWED = {
-    ("swansong/protocol.py", "restored"): "the type of a message",
     ("format/resumption.py", "restored"): "a field of the record of a resume",
     ("doctor/host.py", "restored"): "a directory that an operator chooses",
     ("doctor/rehearsal.py", "restored"): "a temporary directory outside of staging",

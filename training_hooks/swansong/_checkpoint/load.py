@@ -7,7 +7,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from pathlib import Path
 from typing import BinaryIO
 
@@ -54,7 +54,7 @@ def load_checkpoint(
     """
     begun_mono_s = time.monotonic()
     try:
-        with _opened(directory, owners) as directory_fd:
+        with openat.held(_open(directory, owners)) as directory_fd:
             if state.reads_whole_set:
                 first, *others = sorted(reads) or [0]
                 manifest = _check_part(directory_fd, first, wanted_step, owners)
@@ -106,7 +106,7 @@ def lacks(directory: str, step: int, arrivals: Arrivals, owners: Collection[int]
     if not arrivals.reads:
         return False
     try:
-        with _opened(directory, owners) as directory_fd:
+        with openat.held(_open(directory, owners)) as directory_fd:
             for rank in arrivals.reads:
                 _check_part(directory_fd, rank, step, owners)
     except (OSError, ValueError):
@@ -132,16 +132,10 @@ def _check_part(
     return manifest
 
 
-@contextlib.contextmanager
-def _opened(directory: str, owners: Collection[int] | None) -> Iterator[int]:
+def _open(directory: str, owners: Collection[int] | None) -> int:
     if owners is None:
-        fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    else:
-        fd = openat.open_absolute(directory, owners=owners)
-    try:
-        yield fd
-    finally:
-        os.close(fd)
+        return os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    return openat.open_absolute(directory, owners=owners)
 
 
 def _opened_file(directory_fd: int, path: str, owners: Collection[int] | None) -> BinaryIO:
@@ -152,6 +146,6 @@ def _opened_file(directory_fd: int, path: str, owners: Collection[int] | None) -
     *parents, name = path.split("/")
     with contextlib.ExitStack() as stack:
         for parent in parents:
-            directory_fd = openat.open_directory(parent, dir_fd=directory_fd, owners=owners)
-            stack.callback(os.close, directory_fd)
+            parent_fd = openat.open_directory(parent, dir_fd=directory_fd, owners=owners)
+            directory_fd = stack.enter_context(openat.held(parent_fd))
         return os.fdopen(openat.open_file(name, dir_fd=directory_fd, owners=owners), "rb")

@@ -32,7 +32,7 @@ from pathlib import Path
 from swansong import bounds, layout, openat
 from swansong._ranks.directory_store import STORE_PREFIX
 from swansong.layout import FileEntry, RankManifest
-from swansong.openat import UnsafeFileError
+from swansong.openat import UnsafeFileError, closed_on_error, held
 
 _FILE_MODE = 0o640
 _DIRECTORY_MODE = stat.S_ISGID | 0o750
@@ -80,12 +80,12 @@ def write_checkpoint(
     """
     name = layout.sealed_name(manifest.step, nonce)
     partial = layout.partial_name(name)
-    with _held(openat.open_directory(staging)) as run_fd:
+    with held(openat.open_directory(staging)) as run_fd:
         size_bytes = _sealed_size_bytes(name, run_fd, manifest.rank)
         if size_bytes is not None:
             return Written(name, size_bytes, is_sealed=True)
         try:
-            with _held(_partial_directory(partial, run_fd)) as partial_fd:
+            with held(_partial_directory(partial, run_fd)) as partial_fd:
                 place = Path(staging, partial)
                 files = _write_part(partial_fd, place, manifest, save, durable=durable)
                 sealed = _seal(run_fd, partial_fd, name, manifest.local_world_size, durable=durable)
@@ -106,14 +106,14 @@ def remove_leftovers(staging: str, rank: int) -> None:
     Raises:
         OSError: the staging directory cannot be read.
     """
-    with _held(openat.open_directory(staging)) as run_fd:
+    with held(openat.open_directory(staging)) as run_fd:
         for partial in os.listdir(run_fd):
             if partial.startswith(STORE_PREFIX):
                 _remove_own(partial, run_fd)
             if layout.parse_partial_name(partial) is None:
                 continue
             with contextlib.suppress(OSError):  # of another user, or already removed
-                with _held(_open_own(partial, run_fd)) as partial_fd:
+                with held(_open_own(partial, run_fd)) as partial_fd:
                     own = [each for each in os.listdir(partial_fd) if layout.is_of_rank(each, rank)]
                     # Manifests first: another rank may seal the set while files are being removed.
                     for each in sorted(own, key=layout.is_rank_manifest, reverse=True):
@@ -137,7 +137,7 @@ def finish(path: str | os.PathLike[str]) -> None:
         partial, writing = parts[place - 1 : place + 1]
         rank = layout.parse_writing_directory(writing)
         if rank is not None and layout.parse_partial_name(partial) is not None:
-            with _held(openat.open_directory(Path(*parts[:place]), owners=_us())) as partial_fd:
+            with held(openat.open_directory(Path(*parts[:place]), owners=_us())) as partial_fd:
                 _finish(partial_fd, rank, parts[place + 1 :])
             return
 
@@ -161,12 +161,12 @@ def _write_part(
         os.close(_own_directory(name, partial_fd, mode, is_new=True))
     _put(begun, manifest, partial_fd, durable=False)
     save(partial / writing)
-    with _held(_open_own(writing, partial_fd)) as writing_fd:
-        unfinished = list(_files_below(writing_fd, (own,)))
-    for path in unfinished:
+    with held(_open_own(writing, partial_fd)) as writing_fd:
+        found = [(*path, name) for _, path, names in _walk(writing_fd, (own,)) for name in names]
+    for path in found:
         _finish(partial_fd, rank, path[1:])
     openat.remove_tree(writing, dir_fd=partial_fd)
-    with _held(_open_own(own, partial_fd)) as own_fd:
+    with held(_open_own(own, partial_fd)) as own_fd:
         files = sorted(_entries(own_fd, own, durable=durable), key=lambda file: file.path)
     os.unlink(begun, dir_fd=partial_fd)
     manifest = dataclasses.replace(manifest, files=files)
@@ -200,43 +200,43 @@ def _finish(partial_fd: int, rank: int, path: Sequence[str]) -> None:
                     " uploaded"
                 ) from error
             raise
-        with _held(fd):
+        with held(fd):
             _give_to_group(fd, partial_fd)
             os.fchmod(fd, _FILE_MODE)
         with _below(partial_fd, (own, *parents), make=True) as target_fd:
             os.rename(name, name, src_dir_fd=source_fd, dst_dir_fd=target_fd)
 
 
-def _files_below(directory_fd: int, prefix: tuple[str, ...]) -> Iterator[tuple[str, ...]]:
-    """Yield the path, beginning with ``prefix``, of each entry that is not a directory.
+def _entries(own_fd: int, own: str, *, durable: bool) -> Iterator[FileEntry]:
+    """Yield the final files of a rank; ``durable`` calls fsync for the files and their directories."""
+    for directory_fd, path, names in _walk(own_fd, (own,)):
+        for name in names:
+            with held(openat.open_file(name, dir_fd=directory_fd, owners=_us())) as fd:
+                if durable:
+                    os.fsync(fd)
+                yield FileEntry("/".join((*path, name)), os.fstat(fd).st_size)
+        if durable:
+            os.fsync(directory_fd)
+
+
+def _walk(
+    directory_fd: int, path: tuple[str, ...]
+) -> Iterator[tuple[int, tuple[str, ...], list[str]]]:
+    """Yield descriptor, path and names of the files of a directory and of all below, the deepest first.
 
     Raises:
         ValueError: a name is not allowed, or the tree is too deep.
     """
+    files = []
     for name in os.listdir(directory_fd):
-        path = (*prefix, name)
         if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
-            bounds.path("/".join(path), "the file name")  # limits the depth too
-            with _held(_open_own(name, directory_fd)) as inner_fd:
-                yield from _files_below(inner_fd, path)
+            inner = (*path, name)
+            bounds.path("/".join(inner), "the file name")  # limits the depth too
+            with held(_open_own(name, directory_fd)) as inner_fd:
+                yield from _walk(inner_fd, inner)
         else:
-            yield path
-
-
-def _entries(directory_fd: int, prefix: str, *, durable: bool) -> Iterator[FileEntry]:
-    """Yield the files below a directory; ``durable`` calls fsync for the files and their directories."""
-    for name in os.listdir(directory_fd):
-        path = f"{prefix}/{name}"
-        if stat.S_ISDIR(os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_mode):
-            with _held(_open_own(name, directory_fd)) as inner_fd:
-                yield from _entries(inner_fd, path, durable=durable)
-        else:
-            with _held(openat.open_file(name, dir_fd=directory_fd, owners=_us())) as fd:
-                if durable:
-                    os.fsync(fd)
-                yield FileEntry(path=path, size_bytes=os.fstat(fd).st_size)
-    if durable:
-        os.fsync(directory_fd)
+            files.append(name)
+    yield directory_fd, path, files
 
 
 def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:
@@ -250,7 +250,7 @@ def _sealed_size_bytes(name: str, run_fd: int, rank: int) -> int | None:
         sealed_fd = _open_own(name, run_fd)
     except OSError:
         return None
-    with _held(sealed_fd):
+    with held(sealed_fd):
         try:
             data = openat.read_file(manifest, dir_fd=sealed_fd, max_bytes=limit, owners=_us())
             files = RankManifest.decode(data).files
@@ -297,10 +297,7 @@ def _rename(run_fd: int, name: str) -> str:
     except FileNotFoundError:
         raise
     except OSError:
-        try:
-            owner = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid
-        except FileNotFoundError:
-            owner = None
+        owner = _owner_of(name, run_fd)
         if owner is None:
             raise
     other = f"{name}{secrets.token_hex(8)}"
@@ -328,15 +325,6 @@ def _us() -> frozenset[int]:
     return frozenset({os.geteuid()})
 
 
-@contextlib.contextmanager
-def _held(fd: int) -> Iterator[int]:
-    """Close a descriptor at the end of the block."""
-    try:
-        yield fd
-    finally:
-        os.close(fd)
-
-
 def _open_own(name: str, directory_fd: int) -> int:
     return openat.open_directory(name, dir_fd=directory_fd, owners=_us())
 
@@ -347,7 +335,7 @@ def _below(directory_fd: int, parts: Sequence[str], *, make: bool = False) -> It
     with contextlib.ExitStack() as stack:
         for part in parts:
             inner_fd = _own_directory(part, directory_fd) if make else _open_own(part, directory_fd)
-            directory_fd = stack.enter_context(_held(inner_fd))
+            directory_fd = stack.enter_context(held(inner_fd))
         yield directory_fd
 
 
@@ -355,15 +343,19 @@ def _partial_directory(name: str, run_fd: int) -> int:
     try:
         return _own_directory(name, run_fd)
     except OSError as error:
-        try:
-            owner = os.stat(name, dir_fd=run_fd, follow_symlinks=False).st_uid
-        except FileNotFoundError:
-            owner = os.geteuid()
-        if owner == os.geteuid():
+        owner = _owner_of(name, run_fd)
+        if owner in (None, os.geteuid()):
             raise
         raise PermissionError(
             f"the partial set {name} belongs to user id {owner}; run all ranks of this VM as one user"
         ) from error
+
+
+def _owner_of(name: str, directory_fd: int) -> int | None:
+    """Return the user id that an entry belongs to; None if it does not exist."""
+    with contextlib.suppress(FileNotFoundError):
+        return os.stat(name, dir_fd=directory_fd, follow_symlinks=False).st_uid
+    return None
 
 
 def _own_directory(
@@ -384,12 +376,9 @@ def _own_directory(
         if is_new:
             raise
     fd = _open_own(name, directory_fd)
-    try:
+    with closed_on_error(fd):
         _give_to_group(fd, directory_fd)
         os.fchmod(fd, _MODE_WITH_ACL if openat.has_acl(fd) else mode)
-    except BaseException:
-        os.close(fd)
-        raise
     return fd
 
 

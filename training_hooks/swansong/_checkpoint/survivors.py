@@ -12,7 +12,6 @@ import logging
 import threading
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Protocol, runtime_checkable
 
 from swansong._checkpoint.saver import Saver
 from swansong._ranks.agreement import Agreement, Due, Ranks
@@ -30,17 +29,18 @@ _NAMES_MAX = 5
 log = logging.getLogger("swansong")
 
 
-@runtime_checkable
-class Divisible(Snapshots, Protocol):
+class Divisible(Snapshots):
     """A state whose tensors some of the ranks can save for all."""
 
     def return_to_boundary(self) -> None:
         """Return to the state of the last step; RuntimeError: it does not exist any more."""
+        raise NotImplementedError
 
     def snapshot_without(
         self, lost: Collection[int], ranks: Ranks
     ) -> tuple[Callable[[Path], object], list[str]]:
         """Return a function that writes this rank's part, and the names of the tensors that no rank holds."""
+        raise NotImplementedError
 
 
 def save_without_lost_ranks(
@@ -75,7 +75,7 @@ def save_without_lost_ranks(
             log.info("rank %s does not save its last step %s: %s", ranks.rank, step, why)
             return False
         lost = found.without(ranks.world_size)
-        place = found.place_of(ranks.rank)
+        place = Ranks.among(found.nodes, ranks.rank)
         write, missing = state.snapshot_without(lost, place)
         if missing:
             raise RuntimeError(_refusal(lost, missing))
@@ -85,15 +85,7 @@ def save_without_lost_ranks(
         agreement.done(due, step, Failed(due.request_id, step, reason))
         return False
     log.warning("saving step %s without rank %s", step, named(lost))
-    manifest = dataclasses.replace(
-        manifest,
-        rank=place.rank,
-        world_size=place.world_size,
-        local_world_size=place.local_world_size,
-        node=place.node,
-        nodes=place.nodes,
-        without_ranks=named(lost),
-    )
+    manifest = dataclasses.replace(manifest, **place.in_manifest(), without_ranks=named(lost))
     nonce = ranks.nonce(start_id, step, f"without {named(lost)}", secret)
     return Saver(lambda: write, in_background=False).save(agreement, staging, nonce, due, manifest)
 

@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 from swansong._lightning import pl
 from swansong._lightning.logged import set_logged, take_logged
-from swansong._torch.generators import set_global, take_global
+from swansong.state import set_generators, take_generators
 from swansong.torch import ResumableLoader, TrainingState
 
 _WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -57,7 +57,7 @@ class LightningState(TrainingState):
         if is_before_validation:
             weights = _checksums(self._trainer.lightning_module)
             self._moment = StateBeforeValidation(
-                self._extras.take_progress(), take_global(), weights
+                self._extras.take_progress(), take_generators(), weights
             )
         try:
             yield
@@ -95,16 +95,16 @@ class LightningState(TrainingState):
             return
         has_trained_weights = _checksums(module) == moment.weights
         averages = [] if has_trained_weights else _averages(self._trainer)
-        now = take_global()
+        now = take_generators()
         for each in averages:
             each._swap_models(module)  # noqa: SLF001 - it has no public name
-        set_global(moment.generators)
+        set_generators(moment.generators)
         self._extras.progress = moment.progress
         try:
             yield has_trained_weights or _checksums(module) == moment.weights
         finally:
             self._extras.progress = None
-            set_global(now)
+            set_generators(now)
             for each in averages:
                 each._swap_models(module)  # noqa: SLF001
 
@@ -113,7 +113,7 @@ class LightningState(TrainingState):
     def load(self, directory: Path) -> None:
         """Load all but the parts that :meth:`resume` sets at the begin of the training."""
         super().load(directory)
-        self._generators = take_global()
+        self._generators = take_generators()
 
     @property
     def was_restored(self) -> bool:
@@ -140,7 +140,7 @@ class LightningState(TrainingState):
     def resume(self) -> None:
         """Continue between two batches; call it immediately before the work after a batch."""
         self._extras.resume()
-        set_global(self._generators)
+        set_generators(self._generators)
 
 
 class _Extras:

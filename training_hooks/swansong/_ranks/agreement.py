@@ -8,13 +8,15 @@ ranks, chooses the greatest step of all ranks plus one.  So no rank has passed t
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import secrets
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from swansong.protocol import Accepted, Declined, Failed, Message, Request, Sealed, Target
 
@@ -41,6 +43,31 @@ class Ranks:
         """Ranks of this VM, if the launcher has numbered them in order."""
         first = self.rank - self.local_rank
         return range(max(0, first), min(first + self.local_world_size, self.world_size))
+
+    @classmethod
+    def among(cls, vms: Mapping[int, Hashable], rank: int) -> Ranks:
+        """Return the position of a rank in a job that has only these ranks, counted without gaps.
+
+        Args:
+            vms: by rank, in order, its VM.  The VMs are numbered in the order of their first ranks.
+            rank: one of these.
+        """
+        of_vm = [each for each in vms if vms[each] == vms[rank]]
+        in_order = list(dict.fromkeys(vms.values()))
+        return cls(
+            rank=list(vms).index(rank),
+            local_rank=of_vm.index(rank),
+            world_size=len(vms),
+            local_world_size=len(of_vm),
+            node=in_order.index(vms[rank]),
+            nodes=len(in_order),
+        )
+
+    def in_manifest(self) -> dict[str, Any]:
+        """Return the fields of a rank manifest."""
+        fields = dataclasses.asdict(self)
+        del fields["local_rank"]
+        return fields
 
     def nonce(self, start_id: str, step: int, request_id: str, secret: str) -> str:
         """Return the nonce in the name of a set, the same for all ranks that save together.

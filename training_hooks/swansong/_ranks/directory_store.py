@@ -9,21 +9,17 @@ from __future__ import annotations
 import contextlib
 import os
 import secrets
-import threading
-import time
 
 from swansong import openat
 
 STORE_PREFIX = ".survivors."
 """Beginning of the names of these directories in staging."""
-_WAIT_S = 5.0
-_MAX_BYTES = 2**20
 
 
 class DirectoryStore:
     """See :class:`swansong._ranks.job_store.JobStore`.
 
-    Files of other users do not count.
+    No other user can create a file in it.
 
     Args:
         parent: directory of this user and its group.
@@ -31,20 +27,18 @@ class DirectoryStore:
     """
 
     def __init__(self, parent: str, name: str) -> None:
-        parent_fd = openat.open_directory(parent)
-        try:
+        with openat.held(openat.open_directory(parent)) as parent_fd:
             with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o700, dir_fd=parent_fd)
             self._fd = openat.open_directory(name, dir_fd=parent_fd, owners={os.geteuid()})
-        finally:
-            os.close(parent_fd)
 
     def set(self, key: str, value: str) -> None:
-        openat.replace_file(_name(key), value.encode(), dir_fd=self._fd, mode=0o600, durable=False)
+        openat.replace_file(_name(key), value.encode(), dir_fd=self._fd, durable=False)
 
     def get(self, key: str) -> bytes:
-        owners = {os.geteuid()}
-        return openat.read_file(_name(key), dir_fd=self._fd, max_bytes=_MAX_BYTES, owners=owners)
+        # No other user can create a file here, and a new key has two names for a moment.
+        with open(os.open(_name(key), openat.FILE, dir_fd=self._fd), "rb") as file:
+            return file.read()
 
     def add(self, key: str, amount: int) -> int:
         for _ in range(amount):
@@ -56,22 +50,13 @@ class DirectoryStore:
         return set(map(_name, keys)).issubset(os.listdir(self._fd))
 
     def compare_set(self, key: str, expected: str, desired: str) -> bytes:
-        """Set a key that does not exist; ``expected`` must be empty.
-
-        Raises:
-            TimeoutError: another process has begun to set it, and has died.
-        """
+        """Set a key that does not exist; ``expected`` must be empty."""
         assert not expected
-        try:
-            os.mkdir(f"{_name(key)}.lock", 0o700, dir_fd=self._fd)
-        except FileExistsError:
-            give_up_mono_s = time.monotonic() + _WAIT_S
-            while not self.check([key]):
-                if time.monotonic() > give_up_mono_s:
-                    raise TimeoutError(f"the process that sets {key} has died") from None
-                threading.Event().wait(0.01)
-        else:
-            self.set(key, desired)
+        new = f"{secrets.token_hex(8)}.new"
+        self.set(new, desired)
+        with contextlib.suppress(FileExistsError):
+            os.link(new, _name(key), src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        os.unlink(new, dir_fd=self._fd)
         return self.get(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:

@@ -128,7 +128,7 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
     if rank == 0:
         answer: dict[str, Any] = {"missing": missing}
         if missing is None:
-            daemons = [json.loads(store.get(f"{key}/{other}")) for other in range(world_size)]
+            daemons = [store.get(f"{key}/{other}").decode() for other in range(world_size)]
             answer = {"daemons": daemons}
         store.set(f"{key}/all", json.dumps(answer))
     elif missing is None:
@@ -142,7 +142,7 @@ def _exchange(store: JobStore, rank: int, world_size: int, daemon: list[Any]) ->
             f"attach() failed: rank {answer['missing']} of {world_size} did not call swansong.attach() within"
             f" {ATTACH_LIMIT_S:.0f} s; {_CALL_IT}"
         )
-    return _placed(answer["daemons"], rank)
+    return Ranks.among(dict(enumerate(answer["daemons"])), rank)
 
 
 def _has_attached(
@@ -154,20 +154,3 @@ def _has_attached(
     log.warning("waiting for rank %s to call swansong.attach(); %s", rank, _CALL_IT)
     left_s = max(0.0, give_up_mono_s - time.monotonic())
     return wait_for_key(store, key, _NEVER, every_s=every_s, limit_s=left_s)
-
-
-def _placed(daemons: list[list[Any]], rank: int) -> Ranks:
-    """Number the VMs in the order of their first ranks."""
-    vms: list[list[Any]] = []
-    for daemon in daemons:
-        if daemon not in vms:
-            vms.append(daemon)
-    own = [other for other, daemon in enumerate(daemons) if daemon == daemons[rank]]
-    return Ranks(
-        rank=rank,
-        local_rank=own.index(rank),
-        world_size=len(daemons),
-        local_world_size=len(own),
-        node=vms.index(daemons[rank]),
-        nodes=len(vms),
-    )

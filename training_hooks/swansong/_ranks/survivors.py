@@ -33,24 +33,11 @@ class Survivors:
 
     step: int
     nodes: dict[int, int]
-    """By rank of the job: the VM of the rank."""
+    """By rank of the job, in order: the VM of the rank."""
 
     def without(self, world_size: int) -> list[int]:
         """Return the ranks of the job that take no part."""
         return [rank for rank in range(world_size) if rank not in self.nodes]
-
-    def place_of(self, rank: int) -> Ranks:
-        """Return the position of a rank in a job that has only these ranks."""
-        ranks, vms = sorted(self.nodes), sorted(set(self.nodes.values()))
-        own = [each for each in ranks if self.nodes[each] == self.nodes[rank]]
-        return Ranks(
-            rank=ranks.index(rank),
-            local_rank=own.index(rank),
-            world_size=len(ranks),
-            local_world_size=len(own),
-            node=vms.index(self.nodes[rank]),
-            nodes=len(vms),
-        )
 
 
 def agree(

@@ -22,8 +22,7 @@ import torch
 from swansong._ranks.agreement import Ranks
 from swansong._torch.checkpoint_set import CheckpointSet, overlap, read_into, settle
 from swansong._torch.index import INDEX, decode_index
-from swansong._torch.modules import state_of_module
-from swansong._torch.objects import OTHERS, new_state_of_param, new_tensor, param_of, params_of
+from swansong._torch.objects import OTHERS, Targets, param_of, params_of
 from swansong._torch.parallel import run
 from swansong._torch.safetensors import read_header
 from swansong._torch.sharding import is_sharded, own_part
@@ -62,14 +61,8 @@ class ArrivedTensors:
         self._checked: CheckpointSet | None = None
         self.read_s = 0.0
         """Time of all reads, with the checksums."""
-        self._targets: dict[tuple[str, str], torch.Tensor] = {}
-        self._has_read: set[tuple[int, str, str]] = set()
+        self.targets = Targets(objects)
         self._indexes: dict[int, dict[str, Any]] = {}
-        self._source = -1
-        """Rank whose tensors are read where the ranks hold different ones."""
-        self._returned: set[tuple[str, str]] = set()
-        self._states: dict[str, dict[str, Any]] = {}
-        """By name of the module."""
         self._waiting: dict[str, int] = {}
 
     def take(self, path: str, fd: int) -> None:
@@ -95,8 +88,7 @@ class ArrivedTensors:
     def clear(self) -> None:
         """Forget all files: the next ones are of another checkpoint."""
         self.close()
-        self._targets.clear()
-        self._has_read.clear()
+        self.targets = Targets(self._objects)
         self._indexes.clear()
 
     def close(self) -> None:
@@ -111,7 +103,7 @@ class ArrivedTensors:
     def lacks(self, directory: Path) -> bool:
         """See :class:`swansong.state.Arrivals`."""
         try:
-            found = CheckpointSet(directory, self, reads=self.reads)
+            found = CheckpointSet(directory, reads=self.reads)
             if found.lost or found.world_size != self._world_size:
                 return True
             for group, entries in found.indexes[self._rank]["tensors"].items():
@@ -134,7 +126,7 @@ class ArrivedTensors:
         if item is None and group != OTHERS:
             return  # this script does not load it
         is_module = isinstance(item, torch.nn.Module)
-        state = state_of_module(item) if is_module else {}
+        state = self.targets.of_module(group) if is_module else {}
         params = params_of(item) if isinstance(item, torch.optim.Optimizer) else []
         for key, entry in entries.items():
             if "shape" not in entry:
@@ -145,22 +137,6 @@ class ArrivedTensors:
                 own, begin = own_part(like)
                 shape = own.shape
             found.check_parts(self._rank, group, key, begin, shape)
-
-    def new(self, source: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
-        """See :class:`swansong._torch.checkpoint_set.Early`; returns each tensor once."""
-        found = self._targets.get((group, key))
-        is_free = source == self._source and (group, key) not in self._returned
-        if found is None or not is_free or _layout(found) != _layout(like):
-            return like
-        self._returned.add((group, key))
-        return found
-
-    def has_read(self, rank: int, group: str, key: str, target: torch.Tensor) -> bool:
-        """Whether a rank's part of a tensor was read into the memory of ``target``."""
-        if (rank, group, key) not in self._has_read:
-            return False
-        ours, theirs = own_part(self._targets[group, key])[0], own_part(target)[0]
-        return (ours.data_ptr(), ours.stride()) == (theirs.data_ptr(), theirs.stride())
 
     def _trying(self, path: str, fd: int, read: Callable[[], object]) -> None:
         begun_mono_s = time.monotonic()
@@ -180,49 +156,36 @@ class ArrivedTensors:
         index = self._indexes[rank]
         facts = index["files"][name]
         group = facts["group"]
-        self._source = self._rank % int(index["world_size"])
-        reads, keys = [], set[str]()
+        source = self._rank % int(index["world_size"])
+        reads, targets, filled = [], [], list[set[int]]()
         for key, stored in read_header(_again(fd), facts["checksums"]).items():
             entry = index["tensors"][group][key]
-            if "shape" not in entry and rank != self._source:
+            if "shape" not in entry and rank != source:
                 continue
             shape = torch.Size(entry.get("shape", stored.shape))
-            target = self._target(group, key, shape, stored.dtype, is_sharded="shape" in entry)
-            if target is None:
+            if not self._has_place(group, is_sharded="shape" in entry):
+                continue
+            target = self.targets.of(group, key, shape, stored.dtype)
+            if (target.shape, target.dtype) != (shape, stored.dtype):
                 continue
             own, begin = own_part(target)
             offsets = entry.get("offsets", [0] * len(shape))
             if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
                 reads.append(functools.partial(read_into, stored, own, *both))
-            keys.add(key)
-        self._has_read.difference_update((rank, group, key) for key in keys)
-        targets = [self._targets[group, key] for key in keys]
+            targets.append(target)
+            filled.append(self.targets.filled.setdefault((group, key), set()))
+            filled[-1].discard(rank)
         settle(targets)
         run(reads)
         settle(targets)
-        self._has_read.update((rank, group, key) for key in keys)
+        for ranks in filled:
+            ranks.add(rank)
 
-    def _target(
-        self, group: str, key: str, shape: torch.Size, dtype: torch.dtype, *, is_sharded: bool
-    ) -> torch.Tensor | None:
-        """Return the tensor to read into; None for one that only the load from the directory can place."""
-        if (group, key) not in self._targets:
-            item = self._objects.get(group)
-            if isinstance(item, torch.nn.Module):
-                if group not in self._states:
-                    self._states[group] = state_of_module(item)
-                found = self._states[group].get(key)
-                is_tensor = isinstance(found, torch.Tensor)
-                target = found if is_tensor else new_tensor(shape, dtype)
-            elif isinstance(item, torch.optim.Optimizer):
-                target = new_state_of_param(item, key, shape, dtype)
-            elif group == OTHERS and not is_sharded:
-                target = new_tensor(shape, dtype)
-            else:
-                return None
-            self._targets[group, key] = target
-        target = self._targets[group, key]
-        return target if (target.shape, target.dtype) == (shape, dtype) else None
+    def _has_place(self, group: str, *, is_sharded: bool) -> bool:
+        """Whether the place of a tensor is known before the load from the directory."""
+        if group == OTHERS:
+            return not is_sharded
+        return isinstance(self._objects.get(group), torch.nn.Module | torch.optim.Optimizer)
 
 
 def _again(fd: int) -> str:
@@ -233,10 +196,3 @@ def _again(fd: int) -> str:
 def _close(fd: int) -> None:
     if fd >= 0:
         os.close(fd)
-
-
-def _layout(tensor: Any) -> tuple[Any, ...]:
-    facts = (tensor.shape, tensor.dtype, tensor.device)
-    if not is_sharded(tensor):
-        return (False, *facts)
-    return (True, *facts, tensor.device_mesh, tuple(tensor.placements))

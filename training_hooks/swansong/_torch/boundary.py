@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
+from swansong._torch.changes import steps_of
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.sharding import is_sharded
-from swansong._torch.steps import count_steps, steps_begun
 
 MOST_PARAMETERS = 8
 """Number of parameters of each module that are compared: a look at each step takes about 2 us."""
@@ -33,8 +33,6 @@ class StepBoundary:
         objects = list(objects)
         self._loaders = [item for item in objects if isinstance(item, ResumableLoader)]
         self._optimizers = [item for item in objects if isinstance(item, torch.optim.Optimizer)]
-        for optimizer in self._optimizers:
-            count_steps(optimizer)
         self._parameters = [
             parameter
             for item in objects
@@ -53,7 +51,7 @@ class StepBoundary:
 
     def _look(self) -> list[int]:
         drawn = [loader.drawn for loader in self._loaders]
-        drawn += map(steps_begun, self._optimizers)
+        drawn += map(steps_of, self._optimizers)
         for each in self._parameters:
             drawn += (each._version, each.data_ptr())  # noqa: SLF001 - torch documents no other counter
         return drawn

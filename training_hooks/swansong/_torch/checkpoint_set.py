@@ -8,9 +8,9 @@ import logging
 import math
 import re
 import time
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -28,22 +28,11 @@ _Chunk = tuple[int, torch.Size, StoredTensor]
 """A part of a tensor: the rank that wrote it, its offsets and its place."""
 
 
-class Early(Protocol):
-    """Tensors that were read before the whole checkpoint was there."""
-
-    def new(self, source: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the tensor of the source rank that is laid out as ``like``; ``like`` itself without one."""
-
-    def has_read(self, rank: int, group: str, key: str, target: torch.Tensor) -> bool:
-        """Whether the part that this rank wrote is in the memory of ``target`` already."""
-
-
 class CheckpointSet:
     """The tensors and indexes that all ranks wrote, or some of them.
 
     Args:
         directory: contains a directory for each rank.
-        early: tensors that were read before the directory existed.
         reads: the only ranks whose directories are read; empty: all ranks, whose directories must exist.
 
     Raises:
@@ -51,12 +40,9 @@ class CheckpointSet:
         OSError: a file is missing or cannot be read.
     """
 
-    def __init__(
-        self, directory: Path, early: Early | None = None, *, reads: Collection[int] = ()
-    ) -> None:
+    def __init__(self, directory: Path, *, reads: Collection[int] = ()) -> None:
         begun_mono_s = self._reported_mono_s = time.monotonic()
         self.directory = directory
-        self._early = early
         self.indexes = {rank: self._read_index(rank) for rank in sorted(reads) or (0,)}
         """By rank."""
         first = next(iter(self.indexes.values()))
@@ -81,16 +67,18 @@ class CheckpointSet:
         rank %= self.job_size
         return took_part.index(rank) if rank in took_part else 0
 
-    def arrived(self, source_rank: int, group: str, key: str, like: torch.Tensor) -> torch.Tensor:
-        """Return the tensor that was read early, if it is laid out as ``like``; otherwise ``like``."""
-        return like if self._early is None else self._early.new(source_rank, group, key, like)
-
-    def load(self, source_rank: int, targets: dict[tuple[str, str], torch.Tensor]) -> None:
+    def load(
+        self,
+        source_rank: int,
+        targets: dict[tuple[str, str], torch.Tensor],
+        filled: Mapping[tuple[str, str], Collection[int]],
+    ) -> None:
         """Fill tensors in place.
 
         Args:
             source_rank: rank whose tensors to load where the ranks hold different ones.
             targets: tensors by object and key: plain ones, or DTensors as this job shards them.
+            filled: by object and key, the ranks whose parts the tensor has already.
 
         Raises:
             ValueError, OSError: a tensor is missing, has another type or shape, or cannot be read.
@@ -108,7 +96,7 @@ class CheckpointSet:
             for rank, offsets, stored in chunks:
                 if stored.dtype != target.dtype:
                     raise ValueError(f"{name} is {target.dtype}, but was saved as {stored.dtype}")
-                if self._early is not None and self._early.has_read(rank, group, key, target):
+                if rank in filled.get((group, key), ()):
                     continue
                 if (both := overlap(begin, own.shape, offsets, stored.shape)) is not None:
                     reads.append(functools.partial(self._read, stored, own, *both))

@@ -5,14 +5,14 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 
+from swansong._torch.changes import steps_of, version
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.objects import params_of, state_of
-from swansong._torch.steps import count_steps, steps_begun
 
 MOST_BYTES = 2**20
 """Size of the largest object that is copied at the end of each loop."""
@@ -39,22 +39,15 @@ class EndOfLoop:
         self._optimizers = [
             item for item in objects.values() if isinstance(item, torch.optim.Optimizer)
         ]
-        for optimizer in self._optimizers:
-            count_steps(optimizer)
         for loader in self._loaders:
             loader.on_loop_end = self._copy
-
-    def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
-        """Set the function that returns the number of reported steps."""
-        for loader in self._loaders:
-            loader.completed_steps = completed_steps
 
     def states(self) -> dict[str, Any]:
         """Return the states to save instead of the current ones, by object; of an optimizer its groups."""
         if not any(loader.repeats_end for loader in self._loaders):
             return {}
         versions = self._versions_now()
-        changed = {name for name, version in versions.items() if version != self._versions[name]}
+        changed = {name for name, count in versions.items() if count != self._versions[name]}
         for name in sorted(changed):
             if isinstance(self._objects[name], torch.nn.Module):
                 log.warning(
@@ -91,7 +84,7 @@ class EndOfLoop:
         steps = dict[int, int]()
         """By parameter, the steps of its optimizer."""
         for optimizer in self._optimizers:
-            steps |= dict.fromkeys(map(id, params_of(optimizer)), steps_begun(optimizer))
+            steps |= dict.fromkeys(map(id, params_of(optimizer)), steps_of(optimizer))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
                 tensors = [*item.parameters(), *item.buffers()]
@@ -99,12 +92,8 @@ class EndOfLoop:
                 tensors = params_of(item)
             else:
                 continue
-            versions[name] = sum(_version(each) + steps.get(id(each), 0) for each in tensors)
+            versions[name] = sum(version(each) + steps.get(id(each), 0) for each in tensors)
         return versions
-
-
-def _version(tensor: torch.Tensor) -> int:
-    return 0 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's own counter
 
 
 def _size(tree: Any) -> int:

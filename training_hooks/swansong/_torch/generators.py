@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The state of random generators: the global ones of the process, and those that an object has."""
+"""The state of the random generators that an object has."""
 
 from __future__ import annotations
 
@@ -7,35 +7,18 @@ import functools
 import random
 import struct
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from types import FunctionType, MethodType
 from typing import Any
 
 import torch
 
-from swansong.state import has_bit_generator, set_generators, take_generators
+from swansong.state import has_bit_generator
 
 MOST_ITEMS = 64
 """Length of the longest list in which generators are searched; a longer one contains data."""
 MOST_OBJECTS = 2000
 """Largest number of objects in which generators are searched."""
-
-
-def take_global() -> dict[str, Any]:
-    """Return the states of the global generators of ``random``, numpy, torch and every CUDA device."""
-    generators = {**take_generators(), "torch": torch.get_rng_state()}
-    if torch.cuda.is_initialized():
-        generators["cuda"] = torch.cuda.get_rng_state_all()
-    return generators
-
-
-def set_global(generators: Mapping[str, Any]) -> None:
-    """Set the generators to states that :func:`take_global` returned."""
-    set_generators(generators)
-    torch.set_rng_state(generators["torch"])
-    if torch.cuda.is_available():
-        for device, state in enumerate(generators.get("cuda", ())[: torch.cuda.device_count()]):
-            torch.cuda.set_rng_state(state, device)
 
 
 def pack(tree: Any) -> Any:

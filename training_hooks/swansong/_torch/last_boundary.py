@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
+from swansong._torch.changes import count_of, shows_changes
 from swansong._torch.generators import is_generator
 from swansong._torch.loader import ResumableLoader
-from swansong._torch.order import counters_of
 
 MOST_BYTES = 2**20
 """Largest size of the buffers that are copied at each ``guard.step()``."""
@@ -53,7 +53,7 @@ class LastBoundary:
                 optimizers.append(item)
             elif isinstance(item, ResumableLoader) or is_generator(item):
                 pass
-            elif counters_of(item):
+            elif shows_changes(item):
                 self._others[name] = item
             else:
                 self._unseen.append(name)
@@ -87,7 +87,7 @@ class LastBoundary:
         """Remember the present state."""
         self._noted_values = dict(self._values)
         self._places = [loader.place() for loader in self._loaders]
-        self._counted = {name: counters_of(item) for name, item in self._others.items()}
+        self._counted = {name: count_of(item) for name, item in self._others.items()}
         versions = self._buffer_versions()
         if self._copies and versions != self._versions:
             torch._foreach_copy_(self._copies, self._buffers)
@@ -110,7 +110,7 @@ class LastBoundary:
             self._is_last = True
         self._ensure_completed()
         changed = [
-            name for name, item in self._others.items() if counters_of(item) != self._counted[name]
+            name for name, item in self._others.items() if count_of(item) != self._counted[name]
         ]
         if changed or self._unseen:
             names = " and ".join(sorted(changed + self._unseen))

@@ -16,15 +16,15 @@ import torch
 from torch.utils.data import DataLoader, IterableDataset
 from torch.utils.data.dataloader import _BaseDataLoaderIter
 
+from swansong._torch.changes import version
 from swansong._torch.generators import (
     find_generators,
     pack,
-    set_global,
     set_state_of_generator,
     state_of_generator,
-    take_global,
     unpack,
 )
+from swansong.state import set_generators, take_generators
 
 log = logging.getLogger("swansong")
 
@@ -326,7 +326,7 @@ class ResumableLoader:
         if restored is not None:
             resume_with = unpack(restored["resume_with"]) or self._take()
             if self not in _pending:
-                resume_with["all"] = take_global()
+                resume_with["all"] = take_generators()
             _pending.clear()
         if restored is not None and self._begun_with is not None:
             self._report(restored)
@@ -453,7 +453,7 @@ class ResumableLoader:
 
     def _take(self) -> dict[str, Any]:
         own = {path: state_of_generator(item) for path, item in self._own.items()}
-        return {"all": take_global(), "own": own}
+        return {"all": take_generators(), "own": own}
 
     def _set(self, generators: dict[str, Any] | None) -> None:
         if generators is None:
@@ -463,7 +463,7 @@ class ResumableLoader:
         for path in generators["own"].keys() & self._own.keys():
             set_state_of_generator(self._own[path], generators["own"][path])
         if generators["all"]:
-            set_global(generators["all"])
+            set_generators(generators["all"])
 
     def _resume_with(self, generators: dict[str, Any] | None) -> None:
         self._set(generators)
@@ -564,7 +564,7 @@ def _without_first(loader: Any, count: int) -> Iterator[None]:
 def _versions(batch: Any) -> tuple[list[torch.Tensor], list[int]]:
     """Return some tensors of a batch, and numbers that show whether they were changed in place."""
     tensors = list(itertools.islice(_tensors(batch), 8))
-    return tensors, [_version(tensor) for tensor in tensors]
+    return tensors, [version(tensor) for tensor in tensors]
 
 
 def _tensors(item: Any) -> Iterator[torch.Tensor]:
@@ -579,13 +579,9 @@ def _tensors(item: Any) -> Iterator[torch.Tensor]:
             yield from _tensors(part)
 
 
-def _version(tensor: torch.Tensor) -> int:
-    return -1 if tensor.is_inference() else tensor._version  # noqa: SLF001 - torch's own counter
-
-
 def _checksum(tensors: list[torch.Tensor], versions: list[int]) -> int | None:
     """Return a checksum of some values of the tensors; None if one was changed in place."""
-    if [_version(tensor) for tensor in tensors] != versions or not tensors:
+    if [version(tensor) for tensor in tensors] != versions or not tensors:
         return None
     checksum = 0
     for tensor in tensors:

@@ -81,9 +81,56 @@ def take_optimizer(
     }
 
 
-def load_module_from(found: CheckpointSet, source: int, name: str, module: torch.nn.Module) -> None:
+class Targets:
+    """The tensors that a load fills: those of modules in their place, all others new.
+
+    Args:
+        objects: of the training state, by name.
+    """
+
+    def __init__(self, objects: Mapping[str, Any]) -> None:
+        self._objects = objects
+        self._modules: dict[str, dict[str, Any]] = {}
+        self._tensors: dict[tuple[str, str], torch.Tensor] = {}
+        self.filled: dict[tuple[str, str], set[int]] = {}
+        """By object and key, the ranks whose parts are in the tensor already."""
+
+    def of_module(self, name: str) -> dict[str, Any]:
+        """Return the state of a module, whose tensors are filled in place."""
+        if name not in self._modules:
+            self._modules[name] = state_of_module(self._objects[name])
+        return self._modules[name]
+
+    def of(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """Return the tensor for the value of an object; that of a module may have another shape or type."""
+        found = self._tensors.get((name, key))
+        if found is None or (found.shape, found.dtype) != (shape, dtype):
+            found = self._tensors[name, key] = self._find(name, key, shape, dtype)
+            self.filled.pop((name, key), None)
+        return found
+
+    def take(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        """As :meth:`of`, for the last use: the memory is freed with the tensor."""
+        found = self.of(name, key, shape, dtype)
+        del self._tensors[name, key]
+        return found
+
+    def _find(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
+        item = self._objects.get(name)
+        if isinstance(item, torch.nn.Module):
+            found = self.of_module(name).get(key)
+            if isinstance(found, torch.Tensor):
+                return found
+        elif isinstance(item, torch.optim.Optimizer):
+            return new_state_of_param(item, key, shape, dtype)
+        return new_tensor(shape, dtype)
+
+
+def load_module_from(
+    found: CheckpointSet, source: int, name: str, module: torch.nn.Module, targets: Targets
+) -> None:
     """Load a module from the parts of a checkpoint."""
-    state = state_of_module(module)
+    state = targets.of_module(name)
     nodes = found.indexes[source]["objects"][name]
     for what, keys in (
         ("lacks", state.keys() - nodes.keys()),
@@ -92,24 +139,18 @@ def load_module_from(found: CheckpointSet, source: int, name: str, module: torch
         if keys:
             some = ", ".join(sorted(keys)[:5])
             raise ValueError(f"{name}: the checkpoint {what} {len(keys)} entries, such as {some}")
-    targets = {key: value for key, value in state.items() if isinstance(value, torch.Tensor)}
     get = getter(read(found, source, name, targets))
     load_module(module, {key: decode_tree(node, get) for key, node in nodes.items()})
 
 
 def load_optimizer_from(
-    found: CheckpointSet, source: int, name: str, optimizer: torch.optim.Optimizer
+    found: CheckpointSet,
+    source: int,
+    name: str,
+    optimizer: torch.optim.Optimizer,
+    targets: Targets,
 ) -> None:
     """Load an optimizer, whose state has the known layout, from the parts of a checkpoint."""
-    targets = {
-        key: found.arrived(
-            source,
-            name,
-            key,
-            new_state_of_param(optimizer, key, *found.shape_and_dtype(source, name, key)),
-        )
-        for key in found.indexes[source]["tensors"][name]
-    }
     get = getter(read(found, source, name, targets))
     node = found.indexes[source]["objects"][name]
     state = {key: decode_tree(value, get) for key, value in node["state"]}
@@ -146,35 +187,39 @@ def is_node_of_optimizer(node: Any) -> bool:
 
 
 def read_others(
-    found: CheckpointSet, source: int, items: Mapping[str, Any]
+    found: CheckpointSet, source: int, items: Mapping[str, Any], targets: Targets
 ) -> dict[str, torch.Tensor]:
     """Read the tensors of all other objects.
 
     A tensor that ``items`` hold as a DTensor is read in the same placement.
     """
     entries = found.indexes[source]["tensors"][OTHERS]
-    targets: dict[str, torch.Tensor] = {}
+    placed: dict[str, torch.Tensor] = {}
     if any("shape" in entry for entry in entries.values()):  # sharded when it was saved
         for name, item in items.items():
             for key, tensor in _shards(state_of(item), name):
                 if key in entries:
                     dtype = found.shape_and_dtype(source, OTHERS, key)[1]
-                    targets[key] = torch.empty_like(tensor.detach(), dtype=dtype)
-    return read(found, source, OTHERS, targets)
+                    placed[key] = torch.empty_like(tensor.detach(), dtype=dtype)
+    return read(found, source, OTHERS, targets, placed)
 
 
 def read(
-    found: CheckpointSet, source: int, group: str, targets: Mapping[str, torch.Tensor]
+    found: CheckpointSet,
+    source: int,
+    group: str,
+    targets: Targets,
+    placed: Mapping[str, torch.Tensor] = {},
 ) -> dict[str, torch.Tensor]:
-    """Read all tensors of an object by key: ``targets`` in place, the others into host memory."""
+    """Read all tensors of an object, by key, into ``placed`` or ``targets``."""
     tensors: dict[str, torch.Tensor] = {}
     for key in found.indexes[source]["tensors"][group]:
-        if key in targets:
-            tensors[key] = targets[key]
+        if key in placed:
+            tensors[key] = placed[key]
+            targets.filled.pop((group, key), None)
         else:
-            shape, dtype = found.shape_and_dtype(source, group, key)
-            tensors[key] = found.arrived(source, group, key, new_tensor(shape, dtype))
-    found.load(source, {(group, key): tensor for key, tensor in tensors.items()})
+            tensors[key] = targets.take(group, key, *found.shape_and_dtype(source, group, key))
+    found.load(source, {(group, key): each for key, each in tensors.items()}, targets.filled)
     return tensors
 
 

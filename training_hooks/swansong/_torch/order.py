@@ -10,14 +10,12 @@ from typing import Any
 
 import torch
 
-from swansong._torch.parts import Parts
+from swansong._torch.changes import count_of
 
 INTERVALS = 3
 """Number of intervals between two steps after which the order is clear."""
 STEPS_MAX = 20
 """Number of steps after which the search ends, also with fewer intervals."""
-_COUNTERS = ("last_epoch", "_step_count", "num_updates", "optimization_step")
-_COUNTING_TENSORS = ("_scale", "_growth_tracker", "n_averaged")
 
 log = logging.getLogger("swansong")
 
@@ -39,13 +37,10 @@ class OrderWatch:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = {name: item for name, item in objects.items() if name != "loader"}
         self._loader = objects.get("loader")
-        optimizers = {
-            name: item for name, item in objects.items() if isinstance(item, torch.optim.Optimizer)
-        }
-        self._optimizer_steps = dict.fromkeys(optimizers, 0)
         self._handles = [
             item.register_step_pre_hook(functools.partial(self._before_step, name))
-            for name, item in optimizers.items()
+            for name, item in objects.items()
+            if isinstance(item, torch.optim.Optimizer)
         ]
         self.begin()
 
@@ -95,7 +90,6 @@ class OrderWatch:
             before, self._at_report = self._at_report, None
             if getattr(self._loader, "epoch", None) == self._epoch:
                 self._judge(_changed(before, self._counters()) - self._leading - {name})
-        self._optimizer_steps[name] += 1
 
     def _judge(self, late: set[str]) -> None:
         self._intervals += 1
@@ -111,45 +105,8 @@ class OrderWatch:
             self._intervals = INTERVALS
 
     def _counters(self) -> dict[str, Any]:
-        counters = {name: _count_or_none(item) for name, item in self._objects.items()}
-        return {**counters, **self._optimizer_steps}
+        return {name: count_of(item) for name, item in self._objects.items()}
 
 
 def _changed(before: Mapping[str, Any], after: Mapping[str, Any]) -> set[str]:
     return {name for name, count in after.items() if before[name] != count}
-
-
-def _count_or_none(item: Any) -> Any:
-    try:
-        return _count(item)
-    except Exception:  # an object of the script may raise anything, and training must not suffer
-        return None
-
-
-def counters_of(item: Any) -> Any:
-    """Return a value that changes when a scheduler, scaler or average changes; None for other objects."""
-    names = (*_COUNTERS, *_COUNTING_TENSORS, "scheduler")
-    is_known = isinstance(item, Parts) or any(
-        name in getattr(item, "__dict__", {}) for name in names
-    )
-    return _count_or_none(item) if is_known else None
-
-
-def _count(item: Any) -> Any:
-    """Return a value that changes when the object is stepped or updated."""
-    if isinstance(item, torch.nn.Module):
-        return sum(map(_version, item.parameters())) + _version(getattr(item, "n_averaged", None))
-    attributes = getattr(item, "__dict__", {})  # some objects accept any name in getattr()
-    parts = item.parts if isinstance(item, Parts) else [attributes.get("scheduler")]
-    return (
-        [value for name in _COUNTERS if type(value := getattr(item, name, None)) is int],
-        [_version(getattr(item, name, None)) for name in _COUNTING_TENSORS],
-        [_count(part) for part in parts if part is not None and part is not item],
-    )
-
-
-def _version(value: Any) -> int:
-    """Return the number of changes in place; 0 for another object and for a tensor that counts none."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return 0
-    return int(value._version)  # noqa: SLF001 - torch documents no other counter

@@ -12,8 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from swansong import layout
-from swansong._ranks.agreement import Ranks
-from swansong.state import Untried
+from swansong.state import Snapshots
 
 
 class Parts:
@@ -32,7 +31,7 @@ class Parts:
             part.load_state_dict(state[str(number)])
 
 
-class JointDirectory(Untried):
+class JointDirectory(Snapshots):
     """A state that a framework saves and loads as one directory of all ranks.
 
     Each rank writes into a separate directory.  For loading, one temporary directory has links to all files.
@@ -42,9 +41,7 @@ class JointDirectory(Untried):
         load: reads from the directory with the files of all ranks, which exists until the process ends.
     """
 
-    in_background = False
     reads_whole_set = True
-    ranks = Ranks()
 
     def __init__(self, save: Callable[[Path], object], load: Callable[[Path], object]) -> None:
         self._save, self._load = save, load

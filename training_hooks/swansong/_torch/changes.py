@@ -1,0 +1,67 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Numbers that change when an object of the training state changes."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+
+from swansong._torch.parts import Parts
+
+_COUNTERS = ("last_epoch", "_step_count", "num_updates", "optimization_step")
+_COUNTING_TENSORS = ("_scale", "_growth_tracker", "n_averaged")
+_steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
+
+
+def version(value: Any) -> int:
+    """Return the number of changes in place; 0 for another object and for a tensor that counts none."""
+    if not isinstance(value, torch.Tensor) or value.is_inference():
+        return 0
+    return int(value._version)  # noqa: SLF001 - torch documents no other counter
+
+
+def steps_of(optimizer: torch.optim.Optimizer) -> int:
+    """Return the number of steps that the optimizer has begun since the first call.
+
+    torch's counter of changes does not see the steps of fused optimizers.
+    """
+    try:
+        return _steps[optimizer]
+    except KeyError:
+        optimizer.register_step_pre_hook(_count_step)
+        return _steps.setdefault(optimizer, 0)
+
+
+def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
+    _steps[optimizer] += 1
+
+
+def count_of(item: Any) -> Any:
+    """Return a value that changes when an object is stepped or updated; None if that raises an error."""
+    try:
+        return _count(item)
+    except Exception:  # an object of the script may raise anything, and training must not suffer
+        return None
+
+
+def shows_changes(item: Any) -> bool:
+    """Whether :func:`count_of` shows all changes: of a scheduler, a scaler or an average."""
+    names = {*_COUNTERS, *_COUNTING_TENSORS, "scheduler"}
+    is_known = isinstance(item, Parts) or not names.isdisjoint(getattr(item, "__dict__", {}))
+    return is_known and count_of(item) is not None
+
+
+def _count(item: Any) -> Any:
+    if isinstance(item, torch.optim.Optimizer):
+        return steps_of(item)
+    if isinstance(item, torch.nn.Module):
+        return sum(map(version, item.parameters())) + version(getattr(item, "n_averaged", None))
+    attributes = getattr(item, "__dict__", {})  # some objects accept any name in getattr()
+    parts = item.parts if isinstance(item, Parts) else [attributes.get("scheduler")]
+    return (
+        [value for name in _COUNTERS if type(value := getattr(item, name, None)) is int],
+        [version(getattr(item, name, None)) for name in _COUNTING_TENSORS],
+        [_count(part) for part in parts if part is not None and part is not item],
+    )
