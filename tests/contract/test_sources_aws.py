@@ -286,26 +286,6 @@ def test_refused_token_is_unknown(imds: str, status: int) -> None:
     assert asked(imds, GET_SPOT) == gets
 
 
-@pytest.mark.fault("N06")
-@pytest.mark.parametrize("status", [403, 429, 503])
-def test_refusals_are_unknown_and_never_withdraw(imds: str, status: int) -> None:
-    """An outage makes the source degraded, then blind, and withdraws nothing; a real 404 does."""
-    with SourceRun(spot(imds, blind_after_s=0.3)) as run:
-        control(imds, "notice", action="terminate", in_s=60)
-        until(lambda: run.notices, what="the notice")
-        control(imds, "fault", path=SPOT_PATH, kind="status", value=status)
-        control(imds, "withdraw")
-        until(lambda: run.is_now(Health.BLIND), what="blind")
-        polls(imds, 2)
-        assert run.withdrawals == []
-        assert str(status) in run.statuses[-1].reason
-        control(imds, "clear")
-        until(lambda: run.withdrawals, what="the withdrawal")
-        until(lambda: run.is_now(Health.OK), what="recovery")
-        healths = [status.health for status in run.statuses]
-        assert healths == [Health.OK, Health.DEGRADED, Health.BLIND, Health.OK]
-
-
 @pytest.mark.fault("N07")
 @pytest.mark.parametrize("kind", ["stall", "slow", "hang"])
 def test_a_stalled_response_delays_no_notice(imds: str, kind: str) -> None:
@@ -320,18 +300,6 @@ def test_a_stalled_response_delays_no_notice(imds: str, kind: str) -> None:
         until(lambda: run.notices, what="the notice")
         assert "0.5 s" in run.statuses[1].reason
         until(lambda: run.is_now(Health.OK), what="recovery")
-
-
-@pytest.mark.parametrize("kind", ["reset", "truncate"])
-def test_an_incomplete_response_is_unknown(imds: str, kind: str) -> None:
-    """Half a response is neither a notice nor a withdrawal."""
-    with SourceRun(spot(imds)) as run:
-        control(imds, "fault", path=SPOT_PATH, kind=kind, count=1)
-        until(lambda: run.is_now(Health.DEGRADED) or len(run.statuses) > 1, what="degraded")
-        control(imds, "notice", action="terminate", in_s=60)
-        until(lambda: run.notices, what="the notice")
-    assert [notice.kind for notice in run.notices] == ["reclaim"]
-    assert "unknown" not in run.notices[0].identity
 
 
 @pytest.mark.fault("N08")
@@ -387,18 +355,6 @@ def test_redirects_are_not_followed(imds: str, path: str) -> None:
             until(lambda: run.is_now(Health.DEGRADED), what="degraded")
             assert "302" in run.statuses[-1].reason
         assert asked(elsewhere.url, GET_SPOT) == 0
-
-
-@pytest.mark.fault("S18")
-def test_a_huge_response_is_unknown(imds: str) -> None:
-    """A body above the limit is an error; one just below it is read."""
-    with SourceRun(spot(imds)) as run:
-        control(imds, "fault", path=SPOT_PATH, kind="body", value="x" * 65537)
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        assert run.notices == []
-        control(imds, "clear")
-        control(imds, "fault", path=SPOT_PATH, kind="body", value="x" * 65536)
-        until(lambda: run.notices, what="a notice")
 
 
 @pytest.mark.fault("S18")
