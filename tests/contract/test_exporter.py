@@ -13,7 +13,7 @@ from swansong_bucket.stores.base import ObjectStore
 from swansong_tools.exporter.health import ReadHealth
 from swansong_tools.exporter.reader import StoreReader, StoreToRead
 
-from testkit.store_backends import ONE_EACH, Cloud
+from testkit.store_backends import Cloud
 from tests.unit.runs.test_lives import BEGUN_S, KEYS, a_run
 
 from .test_bucket_policies import Bucket
@@ -64,7 +64,6 @@ def test_each_store_is_read_once(store: ObjectStore) -> None:
     assert 3 <= again["list"] <= 4  # the store in memory has small pages
 
 
-@ONE_EACH
 @pytest.mark.fault("OX02")
 def test_an_outage_of_a_server(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of the server are counted; the figures stay, and the next reading has them again."""

@@ -13,11 +13,10 @@ from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import WINDOW_BYTES
 from swansong_bucket.stores.file import store as module
 from swansong_bucket.stores.file.store import FileStore
 
-from testkit.bodies import CountedSink, torn
+from testkit.bodies import torn
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_links_are_not_objects(files: FileStore, root: Path, tmp_path: Path) -> 
 
 
 def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
-    """After puts, and creates that succeed or are refused, the hidden directory is empty."""
+    """After puts, and creates that succeed, fail or are refused, the hidden directory is empty."""
     files.put("key", b"1")
     files.put("other", b"1", if_absent=True)
     with pytest.raises(Exists):
@@ -76,6 +75,8 @@ def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
         files.create("chunk", memoryview(b"1"))
     with pytest.raises(Exists):
         files.create("chunk", memoryview(b"2"))
+    with pytest.raises(OSError, match=r"^torn$"):
+        files.create("other-chunk", memoryview(b"2"), moved=torn(OSError("torn")))
     assert temporary_files(root) == []
     assert {(root / name).stat().st_nlink for name in ("key", "other", "chunk")} == {1}
 
@@ -179,41 +180,6 @@ def test_a_create_whose_fsync_failed(files: FileStore, monkeypatch: pytest.Monke
     synced[:] = [0, 0]
     files.create("data/chunk", memoryview(b"ghi"))
     assert {os.stat(path).st_ino for path in (files.url[7:], f"{files.url[7:]}/data")} <= {*synced}
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, 3 * WINDOW_BYTES + 17])
-def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
-    """No window is larger than the limit, and every byte is transferred, in both directions."""
-    content = os.urandom(size_bytes)
-    windows: list[int] = []
-
-    class Sink(CountedSink):
-        def write(self, window: memoryview) -> None:
-            windows.append(window.nbytes)
-            super().write(window)
-
-    files.create("shard", memoryview(content), moved=windows.append)
-    sink = Sink()
-    files.get_range("shard", 0, size_bytes, sink)
-    assert sink.data == content
-    assert max(windows, default=0) <= WINDOW_BYTES
-
-
-@pytest.mark.fault("S5")
-def test_exceptions_of_bodies_and_sinks_pass_unchanged(files: FileStore, root: Path) -> None:
-    """Also an OSError; no object becomes visible, and no file remains."""
-
-    class Full(CountedSink):
-        def write(self, window: memoryview) -> None:
-            raise OSError("torn")
-
-    with pytest.raises(OSError, match=r"^torn$"):
-        files.create("shard", memoryview(b"abc"), moved=torn(OSError("torn")))
-    assert list(files.list("")) == []
-    assert temporary_files(root) == []
-    files.put("key", b"abc")
-    with pytest.raises(OSError, match=r"^torn$"):
-        files.get_range("key", 0, 3, Full())
 
 
 @pytest.mark.fault("O07")
