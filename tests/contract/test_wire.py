@@ -652,6 +652,7 @@ def test_a_response_may_take_longer_than_a_stall(place: Place) -> None:
     assert put(wire).body == b"fine"
 
 
+@pytest.mark.fault("O03")
 def test_slow_is_not_stalled(plain: Place) -> None:
     """Slow transfers, a slow ``moved`` and slow sinks are not cut."""
     pause = threading.Event()

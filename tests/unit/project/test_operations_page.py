@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from importlib import import_module
 
 import pytest
-from swansong_bucket.model import PEER_SOURCE, DeadlineQuality, Health, Severity, Verdict
+from swansong_bucket.model import PEER_SOURCE, Health, Severity, Verdict
 from swansong_tools.commands import ls
 from swansongd import sources
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
@@ -130,57 +130,30 @@ def unit(name: str, file: str = "systemd/swansongd.service") -> str:
     return found[1]
 
 
-# ---------------------------------------------------------------- logs
+# ---------------------------------------------------------------- tables and limits
 
 
-def test_every_phase_is_explained() -> None:
-    """Each phase of the timeline has a row, and each row a phase."""
-    assert sorted(first_cells(section("monitoring", "Phases"))) == sorted(phases())
+def columns_of_ls() -> set[str]:
+    """With ``--wide`` and without."""
+    shown = (*ls._narrow([{"complete": False}], "loss"), *ls._wide("loss"))
+    return {column.head for column in shown}
 
 
-def test_a_flush_that_stops_is_explained_by_the_reserve() -> None:
-    """Only the begin of the reserve stops a flush with this phase."""
-    table = rows(section("monitoring", "Phases"))
-    (row,) = [cells for cells in table if "flush_stopped" in cells[0]]
-    assert "the reserve has begun" in row[1]
-
-
-def test_every_verdict_is_explained() -> None:
-    """Each verdict has a row, and each row a verdict."""
-    explained = [cells[0] for cells in rows(section("runbook", "Verdicts"))]
-    assert sorted(explained) == sorted(Verdict)
-
-
-# ---------------------------------------------------------------- values, columns, options
-
-
-def test_every_health_of_a_source_is_explained() -> None:
+@pytest.mark.parametrize(
+    ("page", "title", "values"),
+    [
+        ("monitoring", "Phases", phases()),
+        ("runbook", "Verdicts", set(Verdict)),
+        ("notices", "Health of a source", set(Health)),
+        ("notices", "Sources", notice_sources()),
+        ("restore", "ls", columns_of_ls()),
+    ],
+)
+def test_a_table_explains_every_value(page: str, title: str, values: set[str]) -> None:
     """Each value has a row, and each row a value."""
-    explained = [cells[0] for cells in rows(section("notices", "Health of a source"))]
-    assert explained == [f"`{health}`" for health in Health]
-
-
-def test_every_column_of_ls_is_explained() -> None:
-    """Each column has a row, and each row a column, with ``--wide`` and without."""
-    narrow, wide = ls._narrow([{"complete": False}], "loss"), ls._wide("loss")
-    columns = [column.head for column in (*narrow, *wide)]
-    explained = [name for cells in rows(section("restore", "ls")) for name in cells[0].split(", ")]
-    assert set(explained) == set(columns)
-    assert len(explained) == len(set(columns))
-
-
-# ---------------------------------------------------------------- sources, limits
-
-
-def test_every_source_of_notices_is_explained() -> None:
-    """Each source has a row, and each row a source."""
-    assert sorted(first_cells(section("notices", "Sources"))) == sorted(notice_sources())
-
-
-def test_every_quality_of_a_deadline_is_named() -> None:
-    """Stated, derived, assumed."""
-    text = section("notices", "Which deadline counts")
-    assert {quality.value for quality in DeadlineQuality} <= set(words(text))
+    cells = [cells[0] for cells in rows(section(page, title))]
+    explained = [name.strip("`") for cell in cells for name in re.split(r", (?=`|[A-Z])", cell)]
+    assert sorted(explained) == sorted(values)
 
 
 STATED = [
