@@ -142,15 +142,14 @@ def test_the_group_reads_below_a_readable_root(place: Path) -> None:
 
 @as_root
 @pytest.mark.fault("O23")
-@pytest.mark.parametrize("umask", ["0", "077"])
 @pytest.mark.parametrize(
-    ("mode", "directory", "file"),
+    ("mode", "directory", "file", "umask"),
     [
-        (0o700, 0o700, 0o600),
-        (0o755, 0o755, 0o644),
-        (0o2770, 0o2770, 0o660),
-        (0o3770, 0o3770, 0o660),
-        (0o711, 0o711, 0o600),
+        (0o700, 0o700, 0o600, "0"),
+        (0o755, 0o755, 0o644, "077"),
+        (0o2770, 0o2770, 0o660, "077"),
+        (0o3770, 0o3770, 0o660, "0"),
+        (0o711, 0o711, 0o600, "0"),
     ],
 )
 def test_the_root_decides(place: Path, mode: int, directory: int, file: int, umask: str) -> None:

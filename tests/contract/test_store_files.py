@@ -8,7 +8,6 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
@@ -17,6 +16,7 @@ from swansong_bucket.stores.file import store as module
 from swansong_bucket.stores.file.store import FileStore
 
 from testkit.bodies import torn
+from testkit.store_backends import in_threads
 
 
 @pytest.fixture
@@ -105,23 +105,14 @@ def test_a_key_below_an_object(files: FileStore) -> None:
 
 def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
     """Writers and deleters of neighbours: no call fails, no object is lost."""
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for _ in range(40):
-                files.put(f"shared/deep/{number}", b"x", if_absent=True)
-                assert files.get(f"shared/deep/{number}") == b"x"
-                files.delete(f"shared/deep/{number}")
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(40):
+            files.put(f"shared/deep/{number}", b"x", if_absent=True)
+            assert files.get(f"shared/deep/{number}") == b"x"
+            files.delete(f"shared/deep/{number}")
 
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert errors == []
+    in_threads(4, work)
     assert list(files.list("")) == []
 
 

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -28,7 +27,8 @@ from swansong_tools.doctor.store import checks
 from swansongd.config.config import load
 from swansongd.flush.claim_record import ClaimRecord
 
-from testkit.committed import file_store, tree
+from testkit.committed import configuration, file_store, tree
+from testkit.store_backends import in_threads
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 
@@ -179,17 +179,7 @@ def test_one_id_for_all_first_writers_and_none_by_readers(root: Path) -> None:
     assert reader.head("run/one") is None
     assert os.listdir(root) == []
     stores = [FileStore(root.as_uri()) for _ in range(8)]
-    start = threading.Barrier(len(stores))
-
-    def write(store: FileStore) -> None:
-        start.wait(20)
-        store.put(f"run/{id(store)}", b"x", if_absent=True)
-
-    threads = [threading.Thread(target=write, args=(store,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(8, lambda number: stores[number].put(f"run/{number}", b"x", if_absent=True))
     assert len({store.store_id for store in stores}) == 1
     assert len(list(reader.list(""))) == len(stores)
     assert os.listdir(root / ".swansong-tmp") == []
@@ -351,10 +341,7 @@ def test_a_marker_of_a_user_who_could_not_write_it(files: FileStore, root: Path)
 def config(root: Path, tmp_path: Path) -> Path:
     """The configuration of a VM with this store, whose daemon has recorded the id ``known``."""
     root.mkdir()
-    path = tmp_path / "swansong.toml"
-    path.write_text(
-        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n[store]\nurl = "{root.as_uri()}"\n'
-    )
+    path = configuration(tmp_path, root.as_uri())
     own = tmp_path / "staging" / "r" / ".swansongd"
     own.mkdir(parents=True)
     ClaimRecord("r", root.as_uri(), store_id="known").save(own)

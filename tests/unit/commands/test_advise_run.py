@@ -149,17 +149,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = 0
     for number, verdict in enumerate([Verdict.SAFE, Verdict.SAFE, Verdict.PARTIAL, None], start=1):
         start = a_vm(store, number, start, verdict)
-    return configured(directory)
-
-
-def configured(directory: Path) -> Path:
-    (directory / "staging").mkdir()
-    file = directory / "swansong.toml"
-    file.write_text(
-        f'[run]\nname = "r"\n[store]\nurl = "file://{directory}/bucket"\n'
-        f'[staging]\npath = "{directory}/staging"\n'
-    )
-    return file
+    return committed.configuration(directory)
 
 
 def asked(configuration: Path, capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -258,7 +248,7 @@ def test_without_a_pace_the_margin_is_unknown(
     store = committed.file_store(tmp_path / "bucket")
     a_vm(store, 1, 0, None, commits=0)
     committed.commit(store, FILES, generation=1, step=300)
-    found = asked(configured(tmp_path), capfd, "advise")
+    found = asked(committed.configuration(tmp_path), capfd, "advise")
     assert found["margins"] == []
     assert "unknown" in found["verdict"]
     notes = " ".join(found["assumed"])

@@ -9,6 +9,7 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 
 import pytest
@@ -66,11 +67,10 @@ def first_cells(text: str) -> list[str]:
 # ---------------------------------------------------------------- reading the code
 
 
-def calls() -> Iterator[ast.Call]:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                yield node
+@cache
+def nodes() -> list[ast.AST]:
+    """Every node of the code."""
+    return [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def strings(node: ast.AST) -> set[str]:
@@ -88,8 +88,7 @@ def phases() -> set[str]:
     """The phases of the timeline of an evacuation."""
     return {
         phase
-        for path in SOURCES
-        for call in ast.walk(ast.parse(path.read_text()))
+        for call in nodes()
         if isinstance(call, ast.Call) and re.search(r"\b_?mark$", ast.unparse(call.func))
         for argument in call.args
         for phase in strings(argument)
@@ -100,8 +99,7 @@ def constants() -> set[str]:
     """Every string in the code."""
     return {
         node.value
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes()
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
 
@@ -209,7 +207,7 @@ def test_every_quoted_message_is_of_the_code() -> None:
 def test_every_name_in_the_pages_exists() -> None:
     """Keys of the configuration, and names with an underscore, are of the code."""
     keys = {f"{name}.{key}" for name, known in section_keys().items() for key in known}
-    known = {keyword.arg for call in calls() for keyword in call.keywords}
+    known = {node.arg for node in nodes() if isinstance(node, ast.keyword)}
     known |= {
         *constants(),
         *OTHER_NAMES,
