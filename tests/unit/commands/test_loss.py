@@ -19,9 +19,8 @@ from swansong_tools.economics.loss import GOODPUT, Loss
 
 from testkit import REPOSITORY, committed
 from testkit.committed import file_store
+from testkit.lost_vms import RESUMPTION, claim, farewell
 from tests.unit.economics.test_loss import Stay, of, told
-from tests.unit.format.test_resumption import RESUMPTION
-from tests.unit.runs.test_lives import claim, farewell
 
 PAGE = (REPOSITORY / "docs/operations/loss.md").read_text(encoding="utf-8")
 STAY = Stay((70.0, 9000.0, 12.0, 4.0, 1.25, 9.0), 90_000, 0.9, 40, 30.0, 0.5)
@@ -124,9 +123,9 @@ def test_the_categories_are_those_of_googles_library() -> None:
 def configuration(tmp_path: Path) -> Path:
     """A run with one preemption in a store of files."""
     store, keys = file_store(tmp_path / "bucket"), RunKeys("r")
-    claim(store, 1, 1_800_000_000.0)  # type: ignore[arg-type]
-    farewell(store, 1, 150, 1_800_000_050.0, over=True)  # type: ignore[arg-type]
-    claim(store, 7, 1_800_000_100.0)  # type: ignore[arg-type]
+    claim(store, 1, 1_800_000_000.0)
+    farewell(store, 1, 150, 1_800_000_050.0, over=True)
+    claim(store, 7, 1_800_000_100.0)
     store.put(keys.resumption(7), resumptions.encode(replace(RESUMPTION, earlier=None)))
     return committed.configuration(tmp_path)
 

@@ -32,9 +32,9 @@ from swansong_tools.exporter.reader import StoreReader, StoreToRead
 from swansongd.observe.exposition import registry_of
 
 from testkit import committed
+from testkit.lost_vms import BEGUN_S, KEYS, a_run, claim, farewell
 from testkit.memory_store import MemoryStore
 from testkit.records import KEY, record_of
-from tests.unit.runs.test_lives import BEGUN_S, KEYS, a_run, claim, farewell
 
 Metrics = dict[tuple[str, tuple[str, ...]], float]
 
