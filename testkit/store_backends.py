@@ -296,6 +296,22 @@ def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> byt
     return sink.data
 
 
+def every_call(store: ObjectStore, key: str = "key") -> dict[str, Callable[[], object]]:
+    """Each method that reads or writes, by name."""
+    return {
+        "check": store.check,
+        "warm": store.warm,
+        "put": lambda: store.put(key, b"1"),
+        "put if absent": lambda: store.put(key, b"1", if_absent=True),
+        "create": lambda: store.create(key, memoryview(b"abc")),
+        "get": lambda: store.get(key),
+        "get_range": lambda: get_range(store, key, 0, 3),
+        "head": lambda: store.head(key),
+        "list": lambda: list(store.list("")),
+        "delete": lambda: store.delete(key),
+    }
+
+
 def in_threads(count: int, work: Callable[[int], None]) -> None:
     """Run ``work(0..count-1)`` in parallel; raises the first error."""
     errors: list[BaseException] = []

@@ -9,7 +9,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +27,7 @@ from swansongd.config.config import load
 from swansongd.flush.claim_record import ClaimRecord
 
 from testkit.committed import configuration, file_store, tree
-from testkit.store_backends import in_threads
+from testkit.store_backends import every_call, in_threads
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 
@@ -46,25 +45,10 @@ def files(root: Path) -> FileStore:
     return store
 
 
-def calls(store: FileStore) -> list[Callable[[], object]]:
-    """Every call that reads or writes."""
-    return [
-        store.check,
-        store.warm,
-        lambda: store.put("key", b"x"),
-        lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.create("key", memoryview(b"x")),
-        lambda: store.get("run/one"),
-        lambda: store.head("run/one"),
-        lambda: list(store.list("")),
-        lambda: store.delete("run/one"),
-    ]
-
-
 def refused(store: FileStore, root: Path, problem: str) -> str:
     """Every call fails with this problem and touches nothing; returns the hint."""
     before = tree(root)
-    for call in calls(store):
+    for call in every_call(store, "run/one").values():
         with pytest.raises(Permanent, match=problem) as caught:
             call()
     assert tree(root) == before
@@ -319,7 +303,7 @@ def test_a_malformed_marker(root: Path, tmp_path: Path, plant: str) -> None:
     else:
         marker.write_text("" if plant == "empty" else plant)
     store = FileStore(root.as_uri())
-    for call in calls(store):
+    for call in every_call(store, "run/one").values():
         with pytest.raises(Permanent, match=re.escape(MARKER)) as caught:
             call()
         assert caught.value.hint

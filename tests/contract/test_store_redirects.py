@@ -11,14 +11,13 @@ from typing import Any
 
 import pytest
 from swansong_bucket.errors import Permanent, StoreError
-from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.s3.store import S3Store
 
 from testkit import service_account
-from testkit.bodies import CountedSink
 from testkit.raw_server import Peer, RawServer, Request, answering
+from testkit.store_backends import every_call
 
 STATUSES = (301, 302, 303, 307, 308)
 
@@ -75,22 +74,6 @@ def token_desk(
         yield at
 
 
-def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
-    """Each method of the contract once."""
-    return {
-        "put": lambda: store.put("key", b"1"),
-        "put if absent": lambda: store.put("key", b"1", if_absent=True),
-        "get": lambda: store.get("key"),
-        "get_range": lambda: store.get_range("key", 0, 3, CountedSink()),
-        "head": lambda: store.head("key"),
-        "list": lambda: list(store.list("")),
-        "delete": lambda: store.delete("key"),
-        "create": lambda: store.create("key", memoryview(b"abc")),
-        "check": store.check,
-        "warm": store.warm,
-    }
-
-
 @pytest.mark.fault("S17", "O07")
 @pytest.mark.parametrize("status", STATUSES)
 def test_gcs_follows_no_redirect(
@@ -102,7 +85,7 @@ def test_gcs_follows_no_redirect(
         "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
     )
     settings = {"settings": store.settings.lifecycle_rules}
-    for name, call in {**calls(store), **settings}.items():
+    for name, call in {**every_call(store), **settings}.items():
         with pytest.raises(Permanent) as caught:
             call()
         assert "edirects are not followed" in caught.value.hint, name
@@ -126,7 +109,7 @@ def test_s3_follows_no_redirect(places: Places, status: int, region: str | None)
         "s3://bucket/prefix",
         S3Options(endpoint=places.store.url, region="us-east-1", ca_bundle=places.ca),
     )
-    for name, call in calls(store).items():
+    for name, call in every_call(store).items():
         with pytest.raises(StoreError) as caught:
             call()
         if region != "eu-west-1":
