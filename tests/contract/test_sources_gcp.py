@@ -11,7 +11,7 @@ from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, read_boot_id
 
 from testkit.emulators.process import EmulatorProcess
-from testkit.source_run import SourceRun, asked, control
+from testkit.source_run import SourceRun, asked, control, polls
 from testkit.waiting import until
 
 PATH = "/computeMetadata/v1/instance/preempted"
@@ -55,18 +55,12 @@ def preempted(
     return GcpPreemptedSource(options, notice_s=notice_s, learn_after_s=learn_after_s)
 
 
-def polls(url: str, more: int) -> None:
-    """Wait until the source has sent this many further requests."""
-    goal = asked(url, GET) + more
-    until(lambda: asked(url, GET) >= goal, what="more requests")
-
-
 def test_a_change_ends_the_held_request(server: str) -> None:
     """The first request returns immediately; the second is held and returns when the value changes."""
     before = asked(server, GET)
     with SourceRun(preempted(server)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
-        polls(server, 0)
+        polls(server, GET, 0)
         until(lambda: asked(server, GET) == before + 2, what="the hanging request")
         control(server, "set", key=KEY, value="TRUE")
         (notice,) = until(lambda: run.notices, what="the notice")
@@ -89,14 +83,14 @@ def test_boot_of_this_machine_is_the_default(server: str) -> None:
 def test_wakeups_without_a_change_are_normal(server: str) -> None:
     """Timeouts and spurious responses change nothing, before the notice and after it."""
     with SourceRun(preempted(server, hang_s=1)) as run:
-        polls(server, 3)
+        polls(server, GET, 3)
         control(server, "touch", key=KEY)
         assert run.notices == []
         control(server, "set", key=KEY, value="TRUE")
         until(lambda: run.notices, what="the notice")
         for _ in range(2):
             control(server, "touch", key=KEY)
-            polls(server, 1)
+            polls(server, GET, 1)
     assert len(run.notices) == 1
     assert [status.health for status in run.statuses] == [Health.OK]
 
@@ -107,7 +101,7 @@ def test_server_that_does_not_hold_requests_is_not_hammered(server: str) -> None
     with SourceRun(preempted(server)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
         started, before = time.monotonic(), asked(server, GET)
-        polls(server, 5)
+        polls(server, GET, 5)
         asked_more = asked(server, GET) - before
         assert asked_more <= (time.monotonic() - started) / 0.1 + 2
 
@@ -156,7 +150,7 @@ def test_configured_notice(
         assert left_s - 5 < notice.deadline_mono_s - time.monotonic() <= left_s
         assert notice.deadline_quality is quality
         control(server, "touch", key=KEY)
-        polls(server, 2)
+        polls(server, GET, 2)
         assert len(run.notices) == 1, "what is configured is not learned"
 
 
@@ -200,7 +194,7 @@ def test_long_notice_is_not_counted_on_after_a_late_start(
         (notice,) = until(lambda: run.notices, what="the notice")
         assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
-        polls(server, 2)
+        polls(server, GET, 2)
         assert len(run.notices) == 1
 
 
