@@ -88,7 +88,7 @@ def test_gcs_follows_no_redirect(
     for name, call in {**every_call(store), **settings}.items():
         with pytest.raises(Permanent) as caught:
             call()
-        assert "edirects are not followed" in caught.value.hint, name
+        assert "Redirects are not followed" in caught.value.hint, name
         assert places.redirected, f"{name} sent no request"
         assert all(request.header("authorization") for request in places.redirected)
         places.redirected.clear()
