@@ -43,8 +43,7 @@ from swansong.torch import TrainingState
 from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 from torch.distributed.checkpoint.state_dict_saver import AsyncCheckpointerType
 
-from bench.hooks_step import Nothing
-from bench.torch_snapshot import trained
+from bench.torch_snapshot import Nothing, trained
 from bench.transfer.results import median_and_spread, write_page
 from testkit.gpu import is_pinned, prepare
 

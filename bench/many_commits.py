@@ -5,20 +5,26 @@
 
 The store is in memory and lists 1,000 keys a page, as S3 does.  It makes manifests when they are read, so the
 figures are those of Swansong.  Each request of a real store adds its own time: about 50 ms for a page.
+The last command is a prune, after which most commits and objects are gone.
 """
 
 from __future__ import annotations
 
 import argparse
 import bisect
+import logging
 import resource
+import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+import structlog
 from blake3 import blake3
+from swansong_bucket.config.sections import RetentionConfig
 from swansong_bucket.errors import NotFound
 from swansong_bucket.format import claim as claims
 from swansong_bucket.format import manifest
@@ -26,6 +32,7 @@ from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.model import CheckpointKind, Chunk, CommitRef, StoredShard
+from swansong_bucket.retention.prune import prune
 from swansong_bucket.runs import catalog, commit, lives
 from swansong_bucket.stores.base import ObjectInfo, Page, listed
 from swansong_tools.upkeep.verify import verify
@@ -33,6 +40,8 @@ from swansong_tools.upkeep.verify import verify
 from testkit.committed import whole_shard
 
 PAGE_KEYS = 1000
+INTERVAL_S = 600.0
+"""Time between two commits."""
 KEYS = RunKeys("r")
 _BYTES = bytes(4096)
 _DIGEST = blake3(_BYTES).digest()
@@ -58,6 +67,8 @@ class ManyCommits:
             shard.extents[0].chunk.key for ref in self._refs.values() for shard in self._stored(ref)
         ]
         self._keys = sorted([*self._refs, *claimed, *data])
+        self._deleted: set[str] = set()
+        self._lock = threading.Lock()
         self.requests: Counter[str] = Counter()
 
     def _stored(self, ref: CommitRef) -> Iterator[StoredShard]:
@@ -66,8 +77,17 @@ class ManyCommits:
             chunk = Chunk(KEYS.chunk(ref.generation, _DIGEST, f"{ref.step}x{index}"), len(_BYTES))
             yield whole_shard(path, chunk)
 
+    def _request(self, what: str) -> None:
+        with self._lock:
+            self.requests[what] += 1
+
+    def _info(self, key: str) -> ObjectInfo:
+        size_bytes = 4096 if KEYS.is_data(key) else 900
+        step = self._refs[key].step if key in self._refs else 0
+        return ObjectInfo(key, size_bytes, len(self._refs) * INTERVAL_S - 6 * step, "tag")
+
     def get(self, key: str) -> bytes:
-        self.requests["get"] += 1
+        self._request("get")
         if key in self._refs:
             ref = self._refs[key]
             made = Manifest(
@@ -83,30 +103,38 @@ class ManyCommits:
 
     def head(self, key: str) -> ObjectInfo | None:
         del key
-        self.requests["head"] += 1
+        self._request("head")
         return None
 
     def list(self, prefix: str, *, after: str = "") -> Iterator[ObjectInfo]:
         return listed(prefix, lambda token: self.page(prefix, token, after=after), after)
 
     def page(self, prefix: str, token: str | None, *, after: str = "") -> Page:
-        self.requests["list"] += 1
+        self._request("list")
         start = bisect.bisect_left(self._keys, prefix)
         if token is not None:
             start = int(token)
         elif after:
             start = max(start, bisect.bisect_right(self._keys, after))
-        found = [
-            key for key in self._keys[start : start + self._page_keys] if key.startswith(prefix)
-        ]
         end = start + self._page_keys
+        found = [key for key in self._keys[start:end] if key.startswith(prefix)]
         is_last = end >= len(self._keys) or not self._keys[end].startswith(prefix)
-        infos = [ObjectInfo(key, 4096 if KEYS.is_data(key) else 900) for key in found]
+        infos = [self._info(key) for key in found if key not in self._deleted]
         return Page(infos, None if is_last else str(end))
+
+    def delete(self, key: str, *, if_tag: str) -> None:
+        del if_tag
+        self._request("delete")
+        self._deleted.add(key)
+
+    def delete_many(self, infos: Sequence[ObjectInfo]) -> dict[str, str]:
+        self._request("delete_many")
+        self._deleted |= {info.key for info in infos}
+        return {}
 
     def get_range(self, key: str, offset: int, size_bytes: int, sink: Any) -> None:
         del key, offset
-        self.requests["get_range"] += 1
+        self._request("get_range")
         sink.rewind()
         sink.write(memoryview(_BYTES)[:size_bytes])
 
@@ -135,6 +163,7 @@ def measure(name: str, store: ManyCommits, run: Callable[[], object]) -> Cost:
 def costs(store: Any, generations: int) -> Iterator[Cost]:
     """The cost of each command, the cheap ones first: the memory is the highest of the process so far."""
     held = claims.decode(store.get(KEYS.generation(generations)))
+    pruned = partial(prune, store, KEYS, RetentionConfig(), now_wall_s=1.8e9)
     commands: dict[str, Callable[[], object]] = {
         "choose the newest commit, without a known generation": (
             lambda: commit.newest_whole_commit(store, KEYS)
@@ -157,6 +186,8 @@ def costs(store: Any, generations: int) -> Iterator[Cost]:
             store, KEYS, catalog.list_commits(store, KEYS), lambda _commit, _loaded: None
         ),
         "verify --sample 1e-7 %: sizes of all objects": (lambda: verify(store, KEYS, sample=1e-9)),
+        "prune --dry-run": lambda: pruned(is_dry_run=True),
+        "prune": pruned,
     }
     for name, run in commands.items():
         yield measure(name, store, run)
@@ -168,6 +199,7 @@ def main() -> None:
     parser.add_argument("--objects", type=int, default=1_000_000)
     parser.add_argument("--generations", type=int, default=10_000)
     args = parser.parse_args()
+    structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     store = ManyCommits(args.commits, args.objects, args.generations)
     peak_mb = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
     print(f"{args.commits} commits of {args.generations} generations, {args.objects} objects")

@@ -26,6 +26,7 @@ import sys
 import tempfile
 import threading
 import time
+import timeit
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -40,9 +41,8 @@ from swansong.protocol import Failed, Hello, Message, Progress, Sealed
 from swansong.torch import TrainingState
 from torch import nn
 
-from bench.hooks_step import Nothing, median_ns
 from bench.transfer import measure
-from bench.transfer.results import write_page
+from bench.transfer.results import median_and_spread, write_page
 from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
@@ -51,6 +51,7 @@ OURS, SAVE, ASYNC = "swansong", "torch.save", "dcp.async_save"
 BEFORE_S = 0.5
 """Time that the loop runs before a save, to measure its undisturbed speed."""
 LIMIT_S = 120.0
+CALLS, REPEATS = 200_000, 15
 
 Save = Callable[[Path], Callable[[], object]]
 """Starts a save into a directory and returns a function that blocks until the files are written."""
@@ -271,12 +272,6 @@ def request_to_sealed(root: Path, ranks: int, size_bytes: int, repeats: int) -> 
 # ---------------------------------------------------------------- the table
 
 
-def of(values: list[float], form: str) -> str:
-    """Median, minimum and maximum."""
-    low, high = format(min(values), form), format(max(values), form)
-    return f"{statistics.median(values):{form}} ({low}-{high})"
-
-
 def table(
     size_bytes: int, costs: dict[str, Cost], ranks: dict[int, list[float]], step: dict[str, float]
 ) -> str:
@@ -290,9 +285,9 @@ def table(
     lines = [f"| {' | '.join(head)} |", f"|{' --- |' * len(head)}"]
     for name, cost in sorted(costs.items(), key=lambda each: statistics.median(each[1].blocked_s)):
         lines.append(
-            f"| {'**swansong**' if name == OURS else name} | {of(cost.blocked_s, '.3f')}"
-            f" | {cost.first_blocked_s:.3f} | {of(cost.written_s, '.2f')}"
-            f" | {'-' if name == SAVE else of(cost.speed, '.0%')} |"
+            f"| {'**swansong**' if name == OURS else name} | {median_and_spread(cost.blocked_s, '.3f')}"
+            f" | {cost.first_blocked_s:.3f} | {median_and_spread(cost.written_s, '.2f')}"
+            f" | {'-' if name == SAVE else median_and_spread(cost.speed, '.0%')} |"
         )
     lines += [
         "",
@@ -301,7 +296,7 @@ def table(
     ]
     for count, seconds in ranks.items():
         word = "rank" if count == 1 else "ranks"
-        lines.append(f"| {count} {word} | {of(seconds, '.2f')} | {len(seconds)} |")
+        lines.append(f"| {count} {word} | {median_and_spread(seconds, '.2f')} | {len(seconds)} |")
     device = "GPU" if torch.cuda.is_available() else "CPU"
     facts = (
         f"`guard.step()` without a request: {step['guard_ns']:.0f} ns per call; an empty method call:"
@@ -309,6 +304,19 @@ def table(
         " files on tmpfs."
     )
     return "\n".join([*lines, "", facts])
+
+
+class Nothing:
+    def step(self, step: int, loss: object = None, **metrics: object) -> None:
+        """The cheapest possible call with these arguments."""
+
+
+def median_ns(call: Callable[[int], None]) -> float:
+    def loop() -> None:
+        for step in range(CALLS):
+            call(step)
+
+    return round(statistics.median(timeit.repeat(loop, number=1, repeat=REPEATS)) / CALLS * 1e9, 1)
 
 
 def step_cost() -> dict[str, float]:

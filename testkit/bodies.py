@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 
-from swansong_bucket.stores.base import Moved
+from swansong_bucket.stores.base import WINDOW_BYTES, Moved
 
 
 def torn(error: BaseException, windows: int = 0) -> Moved:
@@ -36,4 +36,5 @@ class CountedSink:
         self.passes += 1
 
     def write(self, window: memoryview) -> None:
+        assert window.nbytes <= WINDOW_BYTES
         self._data += window

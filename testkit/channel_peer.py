@@ -131,6 +131,13 @@ class Client:
         data = self.socket.recv(protocol.MAX_MESSAGE_BYTES)
         return protocol.decode(data) if data else None
 
+    def refusal(self) -> str:
+        """The reason of the refusal, after which the daemon has closed the connection."""
+        answer = self.receive()
+        assert isinstance(answer, protocol.Refused), answer
+        assert self.receive() is None
+        return answer.reason
+
     def close(self) -> None:
         self.socket.close()
 

@@ -107,6 +107,20 @@ class Peer:
 Script = Callable[[Peer], None]
 
 
+def answering(
+    status: int = 200, body: bytes = b"", *headers: str, seen: list[Request] | None = None
+) -> Script:
+    """A script that sends the same response to every request of a connection."""
+
+    def script(peer: Peer) -> None:
+        while (request := peer.request()) is not None:
+            if seen is not None:
+                seen.append(request)
+            peer.answer(status, body, *headers)
+
+    return script
+
+
 class RawServer:
     """Runs ``script`` on each connection in a separate thread; closes all connections at the end.
 

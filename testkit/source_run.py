@@ -12,6 +12,8 @@ from swansong_bucket.model import Health, Notice, SourceStatus
 from swansongd.core.events import Event, NoticeRaised, NoticeWithdrawn, SourceChanged
 from swansongd.sources.base import Source
 
+from testkit.waiting import until
+
 
 class SourceRun:
     """Runs ``source`` until the end of the block, and records its events."""
@@ -65,6 +67,12 @@ def control(url: str, order: str, **body: object) -> Any:
     reply = http("POST", f"{url}/_control/{order}", json=body)
     assert reply.status_code == 200, reply.text
     return reply.json()
+
+
+def polls(url: str, request: str, more: int = 3) -> None:
+    """Wait until the source has sent this many further requests."""
+    goal = asked(url, request) + more
+    until(lambda: asked(url, request) >= goal, what=f"{more} more of {request}")
 
 
 def asked(url: str, request: str, outcome: str = "total") -> int:

@@ -16,13 +16,6 @@ of the command.  Control, in addition to :mod:`testkit.emulators.faults`::
                        any path below meta-data; null removes it (404)
     quiet              {}                                     reset every path
     invalidate-tokens  {}                                     as after a restart of the service
-
-To rehearse with your own image, route its metadata address to this service and play a scenario.  Each
-scenario starts with ten quiet seconds.  When a real VM would be terminated, the service stops responding::
-
-    python -m testkit.emulators.aws_imds --host 169.254.169.254 --port 80 --scenario aws-39s
-
-``--speed 60`` plays an hour in a minute, and scales all stated times.
 """
 
 from __future__ import annotations
@@ -39,7 +32,6 @@ from testkit.emulators.faults import (
     Emulator,
     Reply,
     Request,
-    Scenario,
     add_arguments,
     serve,
 )
@@ -50,7 +42,7 @@ TTL_HEADER = "X-aws-ec2-metadata-token-ttl-seconds"
 META_DATA = "/latest/meta-data/"
 ACTIONS = ("terminate", "stop", "hibernate")
 
-SPOT_KEYS = ("spot/instance-action", "spot/termination-time")
+SPOT_KEY = "spot/instance-action"
 REBALANCE_KEY = "events/recommendations/rebalance"
 ASG_KEY = "autoscaling/target-lifecycle-state"
 SCHEDULED_KEY = "events/maintenance/scheduled"
@@ -61,36 +53,7 @@ _INSTANCE = "i-0123456789abcdef0"
 _TYPE = "p4d.24xlarge"
 
 _EVENT = "instance-event-0d59937288b749b32"
-_POWER_OFF = ("dead", {"after_s": 0})
-_DAY_S = 86400
 _MONTHS = ["Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"]
-_SCENARIOS: dict[str, Scenario] = {
-    "no-notice": ((60, *_POWER_OFF),),
-    "aws-120s": ((10, "notice", {"action": "terminate", "in_s": 120}), (130, *_POWER_OFF)),
-    "aws-39s": ((10, "notice", {"action": "terminate", "in_s": 39}), (49, *_POWER_OFF)),
-    "aws-hibernate": ((10, "notice", {"action": "hibernate", "in_s": 120}), (12, *_POWER_OFF)),
-    "aws-stop": ((10, "notice", {"action": "stop", "in_s": 120}), (130, *_POWER_OFF)),
-    "aws-withdrawn": ((10, "notice", {"action": "terminate", "in_s": 120}), (40, "withdraw", {})),
-    "aws-rebalance-then-notice": (
-        (10, "rebalance", {}),
-        (310, "notice", {"action": "terminate", "in_s": 120}),
-        (430, *_POWER_OFF),
-    ),
-    "aws-rebalance-only": ((10, "rebalance", {}),),
-    "aws-asg": (
-        (0, "set", {"path": ASG_KEY, "value": "InService"}),
-        (10, "set", {"path": ASG_KEY, "value": "Terminated"}),
-        (310, *_POWER_OFF),
-    ),
-    "aws-scheduled": (
-        (10, "schedule", {"code": "instance-retirement", "in_s": _DAY_S, "event_id": _EVENT}),
-        (10 + _DAY_S, *_POWER_OFF),
-    ),
-    "aws-scheduled-cancelled": (
-        (10, "schedule", {"code": "system-reboot", "in_s": _DAY_S, "event_id": _EVENT}),
-        (3610, "finish", {"event_id": _EVENT, "state": "canceled"}),
-    ),
-}
 
 
 def utc(moment: datetime) -> str:
@@ -110,40 +73,31 @@ class AwsImds(Emulator):
     Args:
         role: name of the instance profile's role.
         v1: accept requests without a token, too (``HttpTokens=optional``).
-        ttl_on_get: repeat the remaining lifetime of the token on every response.
-        life_cycle: ``spot``, ``on-demand`` ...
-        scheduled_idle: value of the scheduled events while there are none; None for 404.
     """
 
     headers: ClassVar[dict[str, str | None]] = {"Server": "EC2ws"}
-    scenarios = _SCENARIOS
 
     def __init__(
         self,
         *,
         role: str = "swansong",
         v1: bool = False,
-        ttl_on_get: bool = False,
-        life_cycle: str = "spot",
-        scheduled_idle: str | None = "[]",
     ) -> None:
         super().__init__()
         self._v1 = v1
-        self._ttl_on_get = ttl_on_get
         self._tokens: dict[str, float] = {}  # token -> monotonic instant of its expiry
         self._values: dict[str, str] = {
             "ami-id": "ami-0123456789abcdef0",
             "iam/security-credentials/" + role: "",  # created on request
             "instance-action": "none",
             "instance-id": _INSTANCE,
-            "instance-life-cycle": life_cycle,
+            "instance-life-cycle": "spot",
             "instance-type": _TYPE,
             "placement/availability-zone": _REGION + "a",
             "placement/region": _REGION,
+            SCHEDULED_KEY: "[]",
             HISTORY_KEY: "[]",
         }
-        self._scheduled_idle = scheduled_idle
-        self._put(SCHEDULED_KEY, scheduled_idle)
         self._quiet = dict(self._values)
 
     def respond(self, request: Request) -> Reply:
@@ -157,10 +111,7 @@ class AwsImds(Emulator):
             if left_s <= 0 and not (self._v1 and token is None):
                 self._tokens.pop(token or "", None)
                 return _page(401, "Unauthorized")
-            reply = self._read(request.path)
-        if self._ttl_on_get and token is not None:
-            reply.headers[TTL_HEADER] = str(int(left_s))
-        return reply
+            return self._read(request.path)
 
     def _token(self, request: Request) -> Reply:
         if request.method != "PUT":
@@ -201,8 +152,7 @@ class AwsImds(Emulator):
             case "notice":
                 return self._notice(**body)
             case "withdraw":
-                for key in SPOT_KEYS:
-                    self._put(key, None)
+                self._put(SPOT_KEY, None)
             case "rebalance":
                 self._put(REBALANCE_KEY, json.dumps({"noticeTime": utc(datetime.now(UTC))}))
             case "schedule":
@@ -225,8 +175,7 @@ class AwsImds(Emulator):
         if action not in ACTIONS:
             raise ControlError(f"no such action: {action}")
         when = time or utc(datetime.now(UTC) + timedelta(seconds=in_s))
-        self._put(SPOT_KEYS[0], json.dumps({"action": action, "time": when}))
-        self._put(SPOT_KEYS[1], when if action == "terminate" else None)
+        self._put(SPOT_KEY, json.dumps({"action": action, "time": when}))
         return {"action": action, "time": when}
 
     def _schedule(self, code: str, in_s: float, event_id: str = _EVENT) -> object:
@@ -251,7 +200,7 @@ class AwsImds(Emulator):
             raise ControlError(f"no such event, or state: {event_id}, {state}")
         left = [event for event in events if event["EventId"] != event_id]
         ended = {**past[0], "Description": tag + past[0]["Description"], "State": state}
-        self._put(SCHEDULED_KEY, json.dumps(left) if left else self._scheduled_idle)
+        self._put(SCHEDULED_KEY, json.dumps(left))
         self._put(HISTORY_KEY, json.dumps([*self._events(HISTORY_KEY), ended]))
         return ended
 
@@ -310,23 +259,11 @@ def _credentials() -> dict[str, str]:
 def main() -> None:
     """Serve until killed, or until standard input closes."""
     parser = argparse.ArgumentParser(description="EC2 instance metadata, emulated")
-    add_arguments(parser, _SCENARIOS)
+    add_arguments(parser)
     parser.add_argument("--role", default="swansong", help="name of the instance role")
     parser.add_argument("--v1", action="store_true", help="answer without a token, too")
-    parser.add_argument("--ttl-on-get", action="store_true", help="token life on every answer")
-    parser.add_argument("--life-cycle", default="spot", help="spot, on-demand ...")
-    parser.add_argument("--scheduled-404", action="store_true", help="404 for no scheduled event")
     options = parser.parse_args()
-    emulator = AwsImds(
-        role=options.role,
-        v1=options.v1,
-        ttl_on_get=options.ttl_on_get,
-        life_cycle=options.life_cycle,
-        scheduled_idle=None if options.scheduled_404 else "[]",
-    )
-    if options.scenario:
-        emulator.play(options.scenario, speed=options.speed)
-    serve(emulator, options.host, options.port)
+    serve(AwsImds(role=options.role, v1=options.v1), options.host, options.port)
 
 
 if __name__ == "__main__":

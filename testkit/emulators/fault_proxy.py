@@ -22,7 +22,7 @@ _WAKE_S = 0.02
 
 @dataclass(frozen=True)
 class _Fault:
-    kind: Literal["none", "mute", "reset", "stall", "flip", "cut"] = "none"
+    kind: Literal["none", "mute", "reset", "stall"] = "none"
     way: Way = "up"
     after_bytes: int = 0
     times: int | None = None
@@ -70,14 +70,6 @@ class FaultProxy:
     def stall(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
         """Stop after ``after_bytes`` bytes, and keep the connection open."""
         self._begin(_Fault("stall", way, after_bytes, times))
-
-    def flip(self, way: Way, after_bytes: int, *, times: int | None = None) -> None:
-        """Flip one bit of the byte at ``after_bytes``."""
-        self._begin(_Fault("flip", way, after_bytes, times))
-
-    def cut_body(self, *, times: int | None = None) -> None:
-        """End the first response and its connection after the headers."""
-        self._begin(_Fault("cut", "down", times=times))
 
     def close(self) -> None:
         self._closed = True
@@ -156,43 +148,21 @@ class FaultProxy:
                     return
                 target = server if source is client else client
                 way = "up" if source is client else "down"
-                if fault.kind == "cut" and way == fault.way:
-                    head, end, _ = data.partition(b"\r\n\r\n")
-                    target.sendall(head + end)
-                    if end:
-                        self.hits += 1
-                        return
-                    continue
                 if fault.kind != "none" and way == fault.way:
                     room = fault.after_bytes - passed_bytes
                     passed_bytes += len(data)
                     if 0 <= room < len(data):
-                        data = self._strike(client, target, fault, data, room=room, epoch=epoch)
-                        if not data:
-                            return
+                        target.sendall(data[:room])
+                        self._strike(client, fault, epoch)
+                        return
                 target.sendall(data)
 
-    def _strike(
-        self,
-        client: socket.socket,
-        target: socket.socket,
-        fault: _Fault,
-        data: bytes,
-        *,
-        room: int,
-        epoch: int,
-    ) -> bytes:
-        """The bytes to forward in spite of the fault; empty if the connection ends."""
-        if fault.kind == "flip":
-            self.hits += 1
-            return data[:room] + bytes([data[room] ^ 1]) + data[room + 1 :]
-        target.sendall(data[:room])
+    def _strike(self, client: socket.socket, fault: _Fault, epoch: int) -> None:
         if fault.kind == "reset":
             self.hits += 1
             client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
         else:
             self._strike_and_wait(epoch)
-        return b""
 
     def _strike_and_wait(self, epoch: int) -> None:
         self.hits += 1

@@ -8,7 +8,6 @@ Control, by POST with a JSON object unless said otherwise, below ``/_control/``:
     dead      {"after_s": 2}     after this time no request gets a response; {"after_s": null} ends that
     requests  (GET)              {"GET /path": {"total": 3, "200": 2, "reset": 1},
                                   "connections": {"total": 2}}
-    scenarios (GET)              {"name": [[10, "order", {...}], ...]}: the choices of ``--scenario``
 
 ``path`` may contain ``*`` and ``?``; the default is every path.  Without ``count`` a fault is permanent.
 Kinds:
@@ -37,7 +36,6 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections import Counter, defaultdict
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 from email.utils import formatdate
 from fnmatch import fnmatchcase
@@ -93,17 +91,11 @@ class Fault:
         return fnmatchcase(request.path, self.path) and fnmatchcase(request.method, method)
 
 
-Scenario = tuple[tuple[float, str, dict[str, Any]], ...]
-"""Commands, each with its time in seconds after the start."""
-
-
 class Emulator(ABC):
     """Base of both.  ``respond`` runs in a thread per connection; ``changed`` guards all state."""
 
     headers: ClassVar[dict[str, str | None]] = {}
     """Headers of every response of this cloud."""
-    scenarios: ClassVar[dict[str, Scenario]] = {}
-    """Courses of events on a VM of this cloud, by name."""
 
     def __init__(self) -> None:
         self.changed = threading.Condition()
@@ -120,8 +112,6 @@ class Emulator(ABC):
         """Execute one command; called with ``changed`` held, which is notified afterwards."""
         if name == "requests":
             return self._counts
-        if name == "scenarios":
-            return self.scenarios
         if name == "fault":
             fault = Fault(**body)
             if fault.kind not in KINDS:
@@ -139,26 +129,6 @@ class Emulator(ABC):
         else:
             raise ControlError(f"no such order: {name}")
         return {}
-
-    def play(self, name: str, *, speed: float = 1.0) -> None:
-        """Execute the commands of a scenario at their times, in a separate thread.
-
-        Args:
-            speed: 60 plays a minute of a scenario in a second, and scales ``in_s`` of its commands.
-        """
-
-        def give() -> None:
-            began_mono_s = time.monotonic()
-            for after_s, order, body in self.scenarios[name]:
-                due_mono_s = began_mono_s + after_s / speed
-                scaled = {key: v / speed if key == "in_s" else v for key, v in body.items()}
-                with self.changed:
-                    while (left_s := due_mono_s - time.monotonic()) > 0:
-                        self.changed.wait(left_s)
-                    self.order(order, scaled)
-                    self.changed.notify_all()
-
-        threading.Thread(target=give, daemon=True).start()
 
     def is_dead(self) -> bool:
         return self._dead_mono_s is not None and time.monotonic() >= self._dead_mono_s
@@ -316,12 +286,10 @@ def _phrase(status: int) -> str:
     return HTTPStatus(status).phrase if status in set(HTTPStatus) else "Unknown"
 
 
-def add_arguments(parser: argparse.ArgumentParser, scenarios: Iterable[str]) -> None:
+def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The command line that both emulators share."""
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=0, help="0 takes a free one")
-    parser.add_argument("--scenario", choices=sorted(scenarios), help="played from the start on")
-    parser.add_argument("--speed", type=float, default=1.0, help="how much faster than in life")
 
 
 def serve(emulator: Emulator, host: str, port: int) -> None:

@@ -12,13 +12,7 @@ even if a value returns.  Control, in addition to :mod:`testkit.emulators.faults
     stop         {"in_s": 600}                                    a graceful stop of that length
     token        {"life_s": 3599}                                 lifetime of tokens from now on
 
-The server returns the same token until five minutes of it are left, as Google's server does.  To rehearse
-with your own image, route its metadata address to this server and play a scenario.  Each scenario starts with
-ten quiet seconds.  When a real VM would be terminated, the server stops responding::
-
-    python -m testkit.emulators.gcp_metadata --host 169.254.169.254 --port 80 --scenario gcp-30s
-
-``--speed 60`` plays an hour in a minute.
+The server returns the same token until five minutes of it are left, as Google's server does.
 """
 
 from __future__ import annotations
@@ -37,7 +31,6 @@ from testkit.emulators.faults import (
     Emulator,
     Reply,
     Request,
-    Scenario,
     add_arguments,
     serve,
 )
@@ -75,31 +68,12 @@ _VALUES = {
     "project/numeric-project-id": "123456789012",
     "project/project-id": "emulated",
 }
-_PREEMPTED = ("set", {"key": "instance/preempted", "value": "TRUE"})
-_TERMINATE = ("maintenance", {"value": "TERMINATE_ON_HOST_MAINTENANCE"})
-_POWER_OFF = ("dead", {"after_s": 0})
-_DAY_S = 86400
-_SCENARIOS: dict[str, Scenario] = {
-    "no-notice": (),
-    "gcp-30s": ((10, *_PREEMPTED), (40, *_POWER_OFF)),
-    "gcp-120s": ((10, *_PREEMPTED), (160, *_POWER_OFF)),
-    "gcp-dead-after-notice": ((10, *_PREEMPTED), (12, *_POWER_OFF)),
-    "gcp-maintenance-60min": ((10, *_TERMINATE), (3610, *_POWER_OFF)),
-    "gcp-maintenance-cancelled": ((10, *_TERMINATE), (610, "maintenance", {"value": "NONE"})),
-    "gcp-stop-only": ((10, "stop", {"in_s": 600}), (610, *_POWER_OFF)),
-    "gcp-upcoming": (
-        (10, "upcoming", {"in_s": _DAY_S, "status": "PENDING"}),
-        (_DAY_S - 3590, *_TERMINATE),
-        (_DAY_S + 10, *_POWER_OFF),
-    ),
-}
 
 
 class GcpMetadata(Emulator):
     """State of one VM: values by key, and for each key ever set the number of its last change."""
 
     headers = _HEADERS
-    scenarios = _SCENARIOS
 
     def __init__(self) -> None:
         super().__init__()
@@ -285,12 +259,9 @@ def _refused(status: int, words: str) -> Reply:
 def main() -> None:
     """Serve until killed, or until standard input closes."""
     parser = argparse.ArgumentParser(description="Compute Engine metadata, emulated")
-    add_arguments(parser, _SCENARIOS)
+    add_arguments(parser)
     options = parser.parse_args()
-    emulator = GcpMetadata()
-    if options.scenario:
-        emulator.play(options.scenario, speed=options.speed)
-    serve(emulator, options.host, options.port)
+    serve(GcpMetadata(), options.host, options.port)
 
 
 if __name__ == "__main__":

@@ -19,11 +19,9 @@ from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.http.client import Wire
 from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.s3.store import S3Store
-from swansongd.sources.aws import Imds
-from swansongd.sources.gcp import KeyWatch
 from swansongd.sources.metadata import MetadataClient, MetadataUnavailable
 
-from testkit.raw_server import Peer, RawServer, Script
+from testkit.raw_server import Peer, RawServer, Script, answering
 
 MIB = 2**20
 LINE = b"HTTP/1.1 200 OK\r\n"
@@ -62,43 +60,20 @@ def sending(head: bytes, rest: bytes) -> Script:
     return script
 
 
-class Asker:
-    """One kind of request, and the error for a response without a result."""
-
-    def __init__(
-        self, ask: Callable[[str], object], error: type[Exception], body_bytes: int
-    ) -> None:
-        self.ask = ask
-        self.error = error
-        self.body_bytes = body_bytes
-        """Limit of the body."""
-
-
 def metadata(url: str) -> object:
     with MetadataClient(url, timeout_s=20) as client:
         return client.request("GET", "/latest/meta-data/spot/instance-action")
-
-
-def token(url: str) -> object:
-    with MetadataClient(url, timeout_s=20) as client:
-        return Imds(client, monotonic=time.monotonic).get("/latest/meta-data/")
-
-
-def hanging(url: str) -> object:
-    with MetadataClient(url, timeout_s=20) as client:
-        return KeyWatch(client, "instance/preempted", hang_s=10).next()
 
 
 def wire(url: str) -> object:
     return Wire(url, connections=1).request("GET", "/bucket?list-type=2", {})
 
 
-ASKERS = {
-    "metadata": Asker(metadata, MetadataUnavailable, 65536),
-    "token": Asker(token, MetadataUnavailable, 65536),
-    "hanging get": Asker(hanging, MetadataUnavailable, 65536),
-    "wire": Asker(wire, Transient, 4 * MIB),
+ASKERS: dict[str, tuple[Callable[[str], object], type[Exception], int]] = {
+    "metadata": (metadata, MetadataUnavailable, 65536),
+    "wire": (wire, Transient, 4 * MIB),
 }
+"""Requests, the error for a response without a result, and the limit of the body."""
 
 
 @pytest.fixture(autouse=True)
@@ -124,15 +99,15 @@ def peak_of(work: Callable[[], object]) -> int:
 @pytest.mark.parametrize("case", HOSTILE)
 def test_a_hostile_response_costs_little_memory(asker: str, case: str) -> None:
     """Unavailable or Transient, with less than 2 MB beside the body."""
-    chosen = ASKERS[asker]
+    request, error, body_bytes = ASKERS[asker]
     with RawServer(sending(*HOSTILE[case])) as server:
 
         def ask() -> None:
-            with pytest.raises(chosen.error):
-                chosen.ask(server.url)
+            with pytest.raises(error):
+                request(server.url)
 
         ask()  # imports and compilation do not count
-        limit_bytes = 2 * MIB + (2 * chosen.body_bytes if chosen.body_bytes > MIB else 0)
+        limit_bytes = 2 * MIB + (2 * body_bytes if body_bytes > MIB else 0)
         assert peak_of(ask) < limit_bytes
 
 
@@ -140,12 +115,7 @@ def test_a_response_within_the_limits_is_read() -> None:
     """64 headers, a head of 16 KiB, a body of 64 KiB."""
     fields = [f"X-{n}: {'y' * 200}" for n in range(62)]
     body = b"x" * 65536
-
-    def script(peer: Peer) -> None:
-        while peer.request() is not None:
-            peer.answer(200, body, "Metadata-Flavor: Google", *fields)
-
-    with RawServer(script) as server:
+    with RawServer(answering(200, body, "Metadata-Flavor: Google", *fields)) as server:
         answer: Any = metadata(server.url)
         assert (answer.status, answer.body, len(answer.headers)) == (200, body, 64)
         found: Any = wire(server.url)
@@ -268,24 +238,20 @@ def test_a_proxy_that_drips(
 # ---------------------------------------------------------------- refusals and pages
 
 
+STORES: dict[str, Callable[[str], Any]] = {
+    "s3": lambda url: S3Store("s3://bucket", S3Options(endpoint=url, region="us-east-1")),
+    "gcs": lambda url: GcsStore("gs://bucket", GcsOptions(endpoint=url)),
+}
+
+
 @pytest.mark.fault("H07", "O07")
-@pytest.mark.parametrize("kind", ["s3", "gcs"])
+@pytest.mark.parametrize("kind", STORES)
 def test_a_refusal_is_read_up_to_its_limit(kind: str, cloud_environment: None) -> None:
     """8 MB after the code of a 404: NotFound, at low cost."""
     body = b"<Error><Code>NoSuchKey</Code></Error>" + b" " * 8 * MIB
-
-    def script(peer: Peer) -> None:
-        while peer.request() is not None:
-            with suppress(OSError):
-                peer.send(b"HTTP/1.1 404 No\r\nContent-Length: %d\r\n\r\n" % len(body))
-                peer.send(body)
-
-    with RawServer(script) as server:
-        store: Any = (
-            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
-            if kind == "s3"
-            else GcsStore("gs://bucket", GcsOptions(endpoint=server.url))
-        )
+    head = b"HTTP/1.1 404 No\r\nContent-Length: %d\r\n\r\n" % len(body)
+    with RawServer(sending(head, body)) as server:
+        store = STORES[kind](server.url)
 
         def ask() -> None:
             with pytest.raises(NotFound):
@@ -311,13 +277,8 @@ def test_a_refusal_is_read_up_to_its_limit(kind: str, cloud_environment: None) -
 def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> None:
     """Deep, wide, with entities, too large, in another encoding: Transient, with at most 20 MB."""
 
-    def script(peer: Peer) -> None:
-        while peer.request() is not None:
-            with suppress(OSError):
-                peer.answer(200, body)
-
-    with RawServer(script) as server:
-        store = S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
+    with RawServer(answering(200, body)) as server:
+        store = STORES["s3"](server.url)
 
         def ask() -> None:
             with pytest.raises(Transient):
@@ -328,7 +289,7 @@ def test_a_hostile_page_is_transient(body: bytes, cloud_environment: None) -> No
 
 
 @pytest.mark.fault("H07")
-@pytest.mark.parametrize("kind", ["s3", "gcs"])
+@pytest.mark.parametrize("kind", STORES)
 def test_settings_of_a_bucket_are_bounded(kind: str, cloud_environment: None) -> None:
     """The SDKs read a body of any size; their requests use the store's client, which ends the body."""
     body = b'<LifecycleConfiguration x="' if kind == "s3" else b'{"kind": "'
@@ -342,11 +303,7 @@ def test_settings_of_a_bucket_are_bounded(kind: str, cloud_environment: None) ->
                     peer.send(b"x" * MIB)
 
     with RawServer(script) as server:
-        store: Any = (
-            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
-            if kind == "s3"
-            else GcsStore("gs://bucket", GcsOptions(endpoint=server.url))
-        )
+        store = STORES[kind](server.url)
 
         def ask() -> None:
             with pytest.raises(Transient):
@@ -361,17 +318,9 @@ def test_errors_of_a_hostile_store_are_short(tmp_path: Path, cloud_environment: 
     body = (
         b"<Error><Code>" + b"A" * 900 + b"</Code><Message>" + b"m\r\n" * 300 + b"</Message></Error>"
     )
-
-    def script(peer: Peer) -> None:
-        while peer.request() is not None:
-            peer.answer(500, body)
-
-    with RawServer(script) as server:
-        for store in (
-            S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1")),
-            GcsStore("gs://bucket", GcsOptions(endpoint=server.url)),
-        ):
+    with RawServer(answering(500, body)) as server:
+        for opened in STORES.values():
             with pytest.raises(StoreError) as caught:
-                store.get("key")
+                opened(server.url).get("key")
             assert len(str(caught.value)) < 600
             assert "\n" not in str(caught.value)

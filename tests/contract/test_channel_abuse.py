@@ -37,14 +37,6 @@ def running() -> Iterator[RunningChannel]:
         yield running
 
 
-def refusal(client: Client) -> str:
-    """The reason of the refusal, after which the daemon has closed the connection."""
-    answer = client.receive()
-    assert isinstance(answer, protocol.Refused), answer
-    assert client.receive() is None
-    return answer.reason
-
-
 def assert_serves(running: RunningChannel) -> None:
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
@@ -93,7 +85,7 @@ def test_an_oversized_message_ends_the_connection(running: RunningChannel) -> No
         client.send(
             b'{"type":"progress","step":7,"x":"' + b"x" * protocol.MAX_MESSAGE_BYTES + b'"}'
         )
-        assert "65536 bytes" in refusal(client)
+        assert "65536 bytes" in client.refusal()
     with running.connect() as client, pytest.raises(OSError, match=os.strerror(errno.EMSGSIZE)):
         client.send(b"x" * 2**20)  # the kernel's own limit
     assert not any(event.step == 7 for event in running.of(TrainerProgress))
@@ -107,7 +99,7 @@ def test_the_reason_reaches_a_peer_that_still_sends() -> None:
         for message in (b"broken", b"more", b"and more"):
             bad.send(message)
         running.release()
-        assert "not JSON" in refusal(bad)
+        assert "not JSON" in bad.refusal()
 
 
 def test_the_largest_message_passes(running: RunningChannel) -> None:
@@ -166,7 +158,7 @@ def test_json_tricks_are_refused(running: RunningChannel, message: bytes) -> Non
     before = len(running.of(TrainerProgress))
     with running.joined() as client:
         client.send(message)
-        assert refusal(client)
+        assert client.refusal()
     assert len(running.of(TrainerProgress)) == before
 
 

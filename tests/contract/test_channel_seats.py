@@ -50,13 +50,6 @@ def running() -> Iterator[RunningChannel]:
         yield running
 
 
-def refusal(client: Client) -> str:
-    answer = client.receive()
-    assert isinstance(answer, protocol.Refused), answer
-    assert client.receive() is None
-    return answer.reason
-
-
 def connected(running: RunningChannel) -> Client:
     """A client, as soon as the backlog of the socket has room for it."""
 
@@ -133,7 +126,7 @@ def test_all_users_together_leave_seats_for_the_operator(running: RunningChannel
             assert_operator_is_served(running)
         with running.connect() as client:
             client.send(protocol.Hello("r1"))
-            assert "connections already" in refusal(client)
+            assert "connections already" in client.refusal()
         assert_operator_is_served(running)
 
 
@@ -144,7 +137,7 @@ def test_ranks_of_one_user_are_bounded(running: RunningChannel) -> None:
         joined = [clients.enter_context(running.joined()) for _ in range(CONNECTIONS_PER_USER)]
         with running.connect() as client:
             client.send(protocol.Hello("r1"))
-            assert "one per rank is enough" in refusal(client)
+            assert "one per rank is enough" in client.refusal()
         assert_operator_is_served(running)
         joined[0].close()
         running.wait(TrainerLeft)
@@ -157,7 +150,7 @@ def test_a_connection_without_hello_makes_room(running: RunningChannel) -> None:
     with running.joined() as rank, ExitStack() as clients:
         silent = [clients.enter_context(connected(running)) for _ in range(CONNECTIONS_MAX - 1)]
         assert_operator_is_served(running)
-        assert "make room" in refusal(silent[0])
+        assert "make room" in silent[0].refusal()
         silent[1].send(protocol.StatusQuery())
         assert isinstance(silent[1].receive(), protocol.Status)
         running.channel.send((rank.number,), protocol.Committed(1, 2))
@@ -267,7 +260,7 @@ def test_a_connection_belongs_to_one_rank(running: RunningChannel) -> None:
         client.send(protocol.Hello("r1", **again, start_id="x~1", step=3))
         assert isinstance(client.receive(), protocol.Welcome)
         client.send(protocol.Hello("r1", **{**again, "rank": 2}))
-        assert "rank 1 of 4, not to rank 2 of 4" in refusal(client)
+        assert "rank 1 of 4, not to rank 2 of 4" in client.refusal()
 
 
 @pytest.mark.fault("S9", "T12")
@@ -294,7 +287,7 @@ show(os.getpid() if "welcome" in s.recv(65536).decode() else "refused"); wait()
         pid = first.line()
         with running.joined(rank=0, **of_job), running.connect() as other:
             other.send(protocol.Hello("r1", **own))
-            answer = refusal(other)
+            answer = other.refusal()
             assert reason.format(pid) in answer
             assert "call swansong.attach() after init_process_group()" in answer
     running.joined(**own).close()
@@ -310,7 +303,7 @@ def test_a_job_on_one_vm_has_no_peers(running: RunningChannel, message: Message)
     """Messages between ranks of several VMs are refused from a rank of a job on one VM."""
     with running.joined() as client:
         client.send(message)
-        assert "set nodes in hello" in refusal(client)
+        assert "set nodes in hello" in client.refusal()
     running.wait(TrainerLeft)
     assert not running.of(PeerRequested) + running.of(FinishAsked) + running.of(TrainerAgreed)
 
@@ -343,7 +336,7 @@ def test_pending_restore_queries_are_bounded() -> None:
         assert client.receive() == protocol.Restored("q1")
         for number in range(2):
             client.send(protocol.RestoreQuery(f"more{number}"))
-        assert "wait for their answers" in refusal(client)
+        assert "wait for their answers" in client.refusal()
         assert set(restores.asked) == {*(f"q{n}" for n in range(QUERIES_MAX)), "more0"}
 
 
@@ -355,7 +348,7 @@ def test_a_huge_query_id_ends_only_the_connection_of_its_sender() -> None:
         other.send(protocol.RestoreQuery("short"))
         with running.joined() as client:
             client.send(json.dumps({"type": "restore_query", "query_id": "x" * 65_480}).encode())
-            assert "restore_query: query_id has 65480 characters" in refusal(client)
+            assert "restore_query: query_id has 65480 characters" in client.refusal()
         until(lambda: "short" in restores.asked)
         restores.asked["short"](protocol.Restored("short", path="/x"))
         assert other.receive() == protocol.Restored("short", path="/x")

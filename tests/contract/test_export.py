@@ -16,7 +16,7 @@ from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.file.store import FileStore
 from swansong_tools.commands import export, main
 
-from testkit.committed import commit, file_store, flip_bit, object_path, tree
+from testkit.committed import commit, configuration, file_store, flip_bit, object_path, tree
 from testkit.foreign_servers import BUCKET, fake_gcs
 from testkit.store_backends import BUCKET as S3_BUCKET
 
@@ -101,11 +101,8 @@ def _in_gcs(prefix: str) -> Place:
 
 
 def exported(store: FileStore, tmp_path: Path, *words: str) -> int:
-    config = tmp_path / "swansong.toml"
-    config.write_text(
-        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path / "staging"}"\n[store]\nurl = "{store.url}"\n'
-    )
-    return main.main(["--config", str(config), "export", "--quiet", *words])
+    config = str(configuration(tmp_path, store.url))
+    return main.main(["--config", config, "export", "--quiet", *words])
 
 
 @pytest.mark.parametrize("batch_bytes", [10_000, 2**30])

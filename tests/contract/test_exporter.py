@@ -13,8 +13,8 @@ from swansong_bucket.stores.base import ObjectStore
 from swansong_tools.exporter.health import ReadHealth
 from swansong_tools.exporter.reader import StoreReader, StoreToRead
 
-from testkit.store_backends import ONE_EACH, Cloud
-from tests.unit.runs.test_lives import BEGUN_S, KEYS, a_run
+from testkit.lost_vms import BEGUN_S, KEYS, a_run
+from testkit.store_backends import Cloud
 
 from .test_bucket_policies import Bucket
 
@@ -55,7 +55,7 @@ def expect_figures(reader: StoreReader) -> None:
 
 def test_each_store_is_read_once(store: ObjectStore) -> None:
     """The first reading gets each object, and the second one none."""
-    a_run(store)  # type: ignore[arg-type]
+    a_run(store)
     exporter = Exporter(store)
     assert exporter.read()["get"] == 1 + 3 + 2
     expect_figures(exporter.reader)
@@ -64,7 +64,6 @@ def test_each_store_is_read_once(store: ObjectStore) -> None:
     assert 3 <= again["list"] <= 4  # the store in memory has small pages
 
 
-@ONE_EACH
 @pytest.mark.fault("OX02")
 def test_an_outage_of_a_server(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) -> None:
     """Errors of the server are counted; the figures stay, and the next reading has them again."""
@@ -84,7 +83,7 @@ def test_an_outage_of_a_server(cloud: Cloud, monkeypatch: pytest.MonkeyPatch) ->
 def test_the_role_reads_records_and_no_data(open_cloud: Callable[[str], Cloud]) -> None:
     """The policy is enough for the exporter, also with a run that has nothing but a claim."""
     bucket = Bucket(open_cloud("s3"))
-    a_run(bucket.store())  # type: ignore[arg-type]
+    a_run(bucket.store())
     bucket.store().put("r/pins/x.json", b"1")
     (data,) = (info.key for info in bucket.store().list("r/data/"))
     role = bucket.as_role("aws-exporter.json")

@@ -480,7 +480,7 @@ def test_an_unusable_destination_leaks_no_descriptor(to: Path) -> None:
     os.close(parent_fd)
 
 
-def cut_off_in(store: FileStore, to: Path) -> Path:
+def cut_off_in(store: ObjectStore, to: Path) -> Path:
     """Like :func:`cut_off`, for an open store."""
     stop = threading.Event()
 
@@ -507,19 +507,7 @@ def test_a_restore_from_each_backend_can_be_resumed(bare_store: ObjectStore, to:
     """Stopped after some chunks and run again, it reuses them and returns the same bytes."""
     store = retrying(bare_store, budget_s=30)
     commit(store, NEW)
-    stop = threading.Event()
-
-    def enough(done_bytes: int, _total_bytes: int) -> None:
-        if done_bytes >= 3 * CHUNK_BYTES:
-            stop.set()
-
-    with pytest.raises(Stopped):
-        restore(
-            store,
-            KEYS,
-            RestoreTarget(to),
-            options=ReadOptions(connections=1, progress=enough, stop=stop),
-        )
+    cut_off_in(store, to)
     got = restore(store, KEYS, RestoreTarget(to))
     assert tree(to) == NEW
     assert got.reused_bytes >= 2 * CHUNK_BYTES

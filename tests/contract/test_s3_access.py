@@ -9,20 +9,21 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
 import botocore.session
 import pytest
 from botocore.credentials import CredentialResolver
-from swansong_bucket.errors import NotFound, Permanent, StoreError, Transient
+from swansong_bucket.errors import Permanent, StoreError, Transient
 from swansong_bucket.stores import credentials
 from swansong_bucket.stores.options import S3Options
 from swansong_bucket.stores.s3 import access
 from swansong_bucket.stores.s3.store import S3Store
 
 from testkit.bodies import CountedSink
-from testkit.raw_server import Peer, RawServer
+from testkit.raw_server import RawServer, answering
 from testkit.store_backends import Cloud, in_threads, retrying
 
 CONTENT = os.urandom(2 * 2**20 + 777)
@@ -306,13 +307,12 @@ def test_the_bucket_is_in_another_region(cloud: Cloud) -> None:
 
 
 @pytest.mark.fault("O07")
-def test_no_such_bucket(cloud: Cloud) -> None:
-    """NotFound with a hint."""
-    store = cloud.open(bucket="elsewhere")
-    for call in (store.check, lambda: store.create("key", memoryview(b"x"))):
-        with pytest.raises(NotFound) as caught:
-            call()
-        assert "store.url" in caught.value.hint
+def test_a_server_that_is_not_trusted(open_cloud: Callable[[str], Cloud]) -> None:
+    """A certificate that this VM does not trust is Permanent: a retry cannot help."""
+    url = open_cloud("s3-tls").server.url
+    with pytest.raises(Permanent) as caught:
+        S3Store("s3://bucket", S3Options(endpoint=url, region="us-east-1")).check()
+    assert "certificate" in caught.value.hint
 
 
 @pytest.mark.fault("O06")
@@ -331,20 +331,13 @@ def test_a_wrong_clock(cloud: Cloud) -> None:
 @pytest.fixture
 def responding(cloud_environment: None) -> Iterator[Callable[..., S3Store]]:
     """A store with a server that sends the same response to every request."""
-    servers: list[RawServer] = []
+    with ExitStack() as servers:
 
-    def start(status: int, body: bytes = b"", *headers: str) -> S3Store:
-        def script(peer: Peer) -> None:
-            while peer.request() is not None:
-                peer.answer(status, body, *headers)
+        def start(*answer: Any) -> S3Store:
+            server = servers.enter_context(RawServer(answering(*answer)))
+            return S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
 
-        server = RawServer(script).__enter__()
-        servers.append(server)
-        return S3Store("s3://bucket", S3Options(endpoint=server.url, region="us-east-1"))
-
-    yield start
-    for server in servers:
-        server.__exit__(None, None, None)
+        yield start
 
 
 @pytest.mark.fault("O04")

@@ -291,10 +291,10 @@ def test_a_thread_of_the_daemon_is_not_signalled(events: list[Event], tmp_path: 
 def test_no_thread_is_started_for_a_request(
     trainer: Trainer, events: list[Event], tmp_path: Path
 ) -> None:
-    """A thousand requests send a thousand signals from one thread, with a bounded number of descriptors."""
+    """Two hundred requests send as many signals from one thread, with a bounded number of descriptors."""
     signals = sender(events, pid_file(tmp_path, trainer.pid))
     threads = set(threading.enumerate())
-    for number in range(1000):
+    for number in range(200):
         signals.send(str(number))
         until(lambda number=number: len(events) > number, what="an answer")  # type: ignore[misc]
     assert set(threading.enumerate()) <= threads  # threads of other tests may end during this one

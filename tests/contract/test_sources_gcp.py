@@ -11,7 +11,7 @@ from swansong_bucket.model import DeadlineQuality, Health, Severity
 from swansongd.sources.gcp import GcpOptions, GcpPreemptedSource, read_boot_id
 
 from testkit.emulators.process import EmulatorProcess
-from testkit.source_run import SourceRun, asked, control
+from testkit.source_run import SourceRun, asked, control, polls
 from testkit.waiting import until
 
 PATH = "/computeMetadata/v1/instance/preempted"
@@ -55,18 +55,12 @@ def preempted(
     return GcpPreemptedSource(options, notice_s=notice_s, learn_after_s=learn_after_s)
 
 
-def polls(url: str, more: int) -> None:
-    """Wait until the source has sent this many further requests."""
-    goal = asked(url, GET) + more
-    until(lambda: asked(url, GET) >= goal, what="more requests")
-
-
 def test_a_change_ends_the_held_request(server: str) -> None:
     """The first request returns immediately; the second is held and returns when the value changes."""
     before = asked(server, GET)
     with SourceRun(preempted(server)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
-        polls(server, 0)
+        polls(server, GET, 0)
         until(lambda: asked(server, GET) == before + 2, what="the hanging request")
         control(server, "set", key=KEY, value="TRUE")
         (notice,) = until(lambda: run.notices, what="the notice")
@@ -78,18 +72,6 @@ def test_a_change_ends_the_held_request(server: str) -> None:
         assert [status.health for status in run.statuses] == [Health.OK]
 
 
-@pytest.mark.fault("N09")
-def test_an_old_change_is_seen_and_keeps_its_identity(server: str) -> None:
-    """A daemon that starts after the change sees it; the identity is the same in one boot only."""
-    control(server, "set", key=KEY, value="TRUE")
-    identities = []
-    for boot_id in ("boot-1", "boot-1", "boot-2"):
-        with SourceRun(preempted(server, boot_id=boot_id)) as run:
-            (notice,) = until(lambda run=run: run.notices, what="the notice")
-            identities.append(notice.identity)
-    assert identities[0] == identities[1] != identities[2]
-
-
 def test_boot_of_this_machine_is_the_default(server: str) -> None:
     """Without a configured boot id the identity contains the kernel's."""
     control(server, "set", key=KEY, value="TRUE")
@@ -98,29 +80,17 @@ def test_boot_of_this_machine_is_the_default(server: str) -> None:
     assert notice.identity == f"gcp.preempted:{read_boot_id()}"
 
 
-def test_withdrawn_when_false_again(server: str) -> None:
-    """FALSE withdraws the notice; TRUE raises it again."""
-    with SourceRun(preempted(server)) as run:
-        control(server, "set", key=KEY, value="TRUE")
-        until(lambda: run.notices, what="the notice")
-        control(server, "set", key=KEY, value="FALSE")
-        (withdrawn,) = until(lambda: run.withdrawals, what="the withdrawal")
-        assert withdrawn.source == "gcp.preempted"
-        control(server, "set", key=KEY, value="TRUE")
-        until(lambda: len(run.notices) == 2, what="the second notice")
-
-
 def test_wakeups_without_a_change_are_normal(server: str) -> None:
     """Timeouts and spurious responses change nothing, before the notice and after it."""
     with SourceRun(preempted(server, hang_s=1)) as run:
-        polls(server, 3)
+        polls(server, GET, 3)
         control(server, "touch", key=KEY)
         assert run.notices == []
         control(server, "set", key=KEY, value="TRUE")
         until(lambda: run.notices, what="the notice")
         for _ in range(2):
             control(server, "touch", key=KEY)
-            polls(server, 1)
+            polls(server, GET, 1)
     assert len(run.notices) == 1
     assert [status.health for status in run.statuses] == [Health.OK]
 
@@ -131,36 +101,9 @@ def test_server_that_does_not_hold_requests_is_not_hammered(server: str) -> None
     with SourceRun(preempted(server)) as run:
         until(lambda: run.is_now(Health.OK), what="health")
         started, before = time.monotonic(), asked(server, GET)
-        polls(server, 5)
+        polls(server, GET, 5)
         asked_more = asked(server, GET) - before
         assert asked_more <= (time.monotonic() - started) / 0.1 + 2
-
-
-@pytest.mark.fault("N06", "N16")
-@pytest.mark.parametrize(
-    ("kind", "value", "word"),
-    [
-        ("status", 503, "503"),
-        ("status", 500, "500"),
-        ("reset", None, "reset"),
-        ("truncate", None, "ended early"),
-        ("hang", None, "0.5 s"),
-        ("stall", None, "0.5 s"),
-    ],
-)
-def test_failures_are_unknown_and_pass(server: str, kind: str, value: object, word: str) -> None:
-    """After each failure the source is degraded, starts again, and finds the notice.
-
-    The value changes during the failure, so only a request without an ETag finds it.
-    """
-    with SourceRun(preempted(server, hang_s=1, timeout_s=0.5)) as run:
-        control(server, "fault", path=PATH, kind=kind, value=value)
-        until(lambda: word in "".join(s.reason for s in run.statuses), what="the reason")
-        polls(server, 2)
-        control(server, "set", key=KEY, value="TRUE")
-        assert run.withdrawals == []
-        control(server, "clear")
-        until(lambda: run.notices, what="the notice")
 
 
 @pytest.mark.fault("N16")
@@ -181,56 +124,6 @@ def test_server_that_dies_after_the_notice_withdraws_nothing(server: str) -> Non
         control(server, "dead", after_s=0)
         until(lambda: run.is_now(Health.BLIND), what="blind")
         assert run.withdrawals == []
-
-
-@pytest.mark.fault("S18")
-def test_a_response_without_flavor_is_not_the_metadata_server(server: str) -> None:
-    """TRUE from another server raises no notice, and FALSE from another server withdraws none."""
-    control(server, "fault", path=PATH, kind="bare")
-    control(server, "set", key=KEY, value="TRUE")
-    with SourceRun(preempted(server)) as run:
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        assert "Metadata-Flavor" in run.statuses[-1].reason
-        assert run.notices == []
-        control(server, "clear")
-        until(lambda: run.notices, what="the notice")
-
-
-@pytest.mark.fault("S18")
-@pytest.mark.parametrize("value", ["", "MAYBE", "x" * 1000, "x" * 70000])
-def test_other_values_are_unknown(server: str, value: str) -> None:
-    """A value that is neither TRUE nor FALSE, or too long."""
-    control(server, "fault", path=PATH, kind="body", value=value)
-    with SourceRun(preempted(server)) as run:
-        until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-        assert run.notices == []
-        assert len(run.statuses[-1].reason) < 300
-
-
-@pytest.mark.fault("S17")
-def test_redirects_are_not_followed(server: str) -> None:
-    """The state is unknown, and the target of the redirect gets no request."""
-    with EmulatorProcess("testkit.emulators.gcp_metadata") as elsewhere:
-        control(server, "fault", path=PATH, kind="redirect", value=elsewhere.url + PATH)
-        with SourceRun(preempted(server)) as run:
-            until(lambda: run.is_now(Health.DEGRADED), what="degraded")
-            assert "302" in run.statuses[-1].reason
-        assert asked(elsewhere.url, GET) == 0
-
-
-@pytest.mark.fault("S15", "S16")
-def test_the_environment_has_no_effect(server: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Proxy and redirection variables are ignored: the decoy that they name gets no request."""
-    with EmulatorProcess("testkit.emulators.gcp_metadata") as decoy:
-        for name in ("HTTP_PROXY", "http_proxy", "ALL_PROXY", "all_proxy"):
-            monkeypatch.setenv(name, decoy.url)
-        for name in ("GCE_METADATA_HOST", "GCE_METADATA_IP", "GCE_METADATA_ROOT"):
-            monkeypatch.setenv(name, decoy.url.removeprefix("http://"))
-        for name in ("NO_PROXY", "no_proxy"):
-            monkeypatch.delenv(name, raising=False)
-        with SourceRun(preempted(server)) as run:
-            until(lambda: run.is_now(Health.OK), what="health")
-        assert asked(decoy.url, GET) == 0
 
 
 def test_stops_during_a_held_request(server: str) -> None:
@@ -257,7 +150,7 @@ def test_configured_notice(
         assert left_s - 5 < notice.deadline_mono_s - time.monotonic() <= left_s
         assert notice.deadline_quality is quality
         control(server, "touch", key=KEY)
-        polls(server, 2)
+        polls(server, GET, 2)
         assert len(run.notices) == 1, "what is configured is not learned"
 
 
@@ -301,7 +194,7 @@ def test_long_notice_is_not_counted_on_after_a_late_start(
         (notice,) = until(lambda: run.notices, what="the notice")
         assert 20 < notice.deadline_mono_s - time.monotonic() <= 25
         assert notice.deadline_quality is DeadlineQuality.ASSUMED
-        polls(server, 2)
+        polls(server, GET, 2)
         assert len(run.notices) == 1
 
 

@@ -72,7 +72,7 @@ def test_many_creators_with_the_same_bytes_all_succeed(store: ObjectStore) -> No
     assert get_range(store, "data/chunk", 0, MIB + 1) == content
 
 
-class _Trouble(Exception):
+class _Trouble(OSError):
     pass
 
 

@@ -5,23 +5,17 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Iterator
-from pathlib import Path
 from urllib.parse import quote
 
 import pytest
 from swansong_bucket.errors import NotFound, Permanent
-from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.stores.base import ObjectInfo
 from swansong_bucket.stores.gcs.settings import GcsSettings
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions
 from swansong_bucket.stores.wrappers.retry import Retrying
-from swansong_bucket.transfer.restore import restore
-from swansong_bucket.transfer.target import RestoreTarget
 
-from testkit.committed import commit
 from testkit.foreign_servers import BUCKET, ForeignServer, fake_gcs
-from testkit.memory_store import MemoryStore
 from testkit.store_backends import get_range, retrying
 
 KEY = "rank-0/a b+c%20d=é.bin"
@@ -70,17 +64,6 @@ def test_objects_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:
         store.get("empty")
     with pytest.raises(NotFound):
         GcsStore("gs://no-such-bucket/read", GcsOptions(endpoint=server.url)).head(KEY)
-
-
-def test_a_commit_in_a_foreign_gcs_is_restored(server: ForeignServer, tmp_path: Path) -> None:
-    """Objects that another program copied there are restored completely."""
-    made = MemoryStore()
-    files = {"rank-00000.json": b"{}", "rank-00000/model.bin": bytes(range(256)) * 40}
-    commit(made, files)
-    place = tmp_path / "restored"
-    restore(filled(server, "commit", dict(made.objects)), RunKeys("r"), RestoreTarget(place))
-    found = {str(p.relative_to(place)): p.read_bytes() for p in place.rglob("*") if p.is_file()}
-    assert found == files
 
 
 def test_settings_of_a_foreign_gcs_are_read(server: ForeignServer) -> None:

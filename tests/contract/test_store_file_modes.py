@@ -5,99 +5,80 @@ from __future__ import annotations
 
 import ctypes
 import os
-import shutil
 import stat
 import struct
 import subprocess
-import sys
-import tempfile
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import Permanent, StoreError
+from swansong_bucket.stores import checksums
 from swansong_bucket.stores.file.store import FileStore
 
+from testkit.as_user import DAEMON, GROUP, MEMBER, OUTSIDER, as_user, place_for_all
+from testkit.store_backends import every_call
 from testkit.waiting import until
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="takes on other users: needs root")
-DAEMON, MEMBER, OUTSIDER, TRAINERS = 64001, 64002, 64003, 64010
-"""Users, and the group that the daemon and the member are in."""
-
-WRITER = """
-import os, sys
-from swansong_bucket.stores.file.store import FileStore
-os.umask(int(sys.argv[2], 8))
-store = FileStore(sys.argv[1])
-store.check()
-store.put("run/generations/1.json", b"claim", if_absent=True)
-store.put("run/commits/1.json", b"commit")
-store.create("run/data/small", memoryview(b"shard"))
-store.create("run/data/large", memoryview(b"abcabc"))
-"""
-
-ATTACKER = """
-import os, sys
-root, done = sys.argv[1], []
-def tried(what, call):
-    try:
-        call()
-    except OSError:
-        return
-    done.append(what)
-paths = [root]
-for path in paths:
-    tried(f"list {path}", lambda: paths.extend(os.path.join(path, name) for name in os.listdir(path)))
-known = ["run/generations/1.json", "run/commits/1.json", "run/data/small", "run/data/large"]
-for path in sorted({*paths, *(os.path.join(root, name) for name in known)}):
-    tried(f"read {path}", lambda: os.close(os.open(path, os.O_RDONLY)))
-    if os.path.isdir(path):
-        tried(f"create below {path}", lambda: os.mkdir(os.path.join(path, "mine")))
-    else:
-        tried(f"write {path}", lambda: os.close(os.open(path, os.O_WRONLY)))
-    tried(f"chmod {path}", lambda: os.chmod(path, 0o777))
-    tried(f"rename {path}", lambda: os.rename(path, path + ".away"))
-    tried(f"remove {path}", lambda: os.unlink(path))
-print(chr(10).join(done))
-"""
+checksums.load()
+"""Another user may have no rights to import modules."""
+KNOWN = ["run/generations/1.json", "run/commits/1.json", "run/data/small", "run/data/large"]
 
 
-def run_as(uid: int, gid: int, groups: list[int], code: str, *argv: str) -> str:
-    """Run a program as another user, after its imports, for which that user may have no rights."""
-    drop = (
-        "import os, sys\n"
-        "from swansong_bucket.stores import checksums\n"
-        "from swansong_bucket.stores.file.store import FileStore\n"
-        "checksums.load()\n"
-        f"os.setgroups({groups}); os.setgid({gid}); os.setuid({uid})\n"
-    )
-    done = subprocess.run(
-        [sys.executable, "-c", drop + code, *argv],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout.strip()
+def attempted(root: Path) -> list[str]:
+    """The calls that this user can make in the store: reads, writes and changes of names and modes."""
+    done: list[str] = []
+
+    def tried(what: str, call: Callable[[], object]) -> None:
+        with suppress(OSError):
+            call()
+            done.append(what)
+
+    paths = [root]
+    for path in paths:
+        tried("list", lambda path=path: paths.extend(path.iterdir()))  # type: ignore[misc]
+    for path in sorted({*paths, *(root / name for name in KNOWN)}):
+        tried("read", partial(open_and_close, path, os.O_RDONLY))
+        if os.path.isdir(path):
+            tried("create", partial(os.mkdir, path / "mine"))
+        else:
+            tried("write", partial(open_and_close, path, os.O_WRONLY))
+        tried("chmod", partial(os.chmod, path, 0o777))
+        tried("rename", partial(os.rename, path, f"{path}.away"))
+        tried("remove", partial(os.unlink, path))
+    return done
+
+
+def open_and_close(path: Path, flags: int) -> None:
+    os.close(os.open(path, flags))
 
 
 @pytest.fixture
-def place() -> Iterator[Path]:
-    """Another directory than tmp_path, which other users cannot reach."""
-    path = Path(tempfile.mkdtemp(prefix="swansong-"))
-    path.chmod(0o755)
-    yield path
-    shutil.rmtree(path)
+def root() -> Iterator[Path]:
+    """An empty directory of the daemon, which other users can reach."""
+    with place_for_all(0) as place:
+        (place / "store").mkdir()
+        os.chown(place / "store", DAEMON, GROUP)
+        yield place / "store"
 
 
-def write(place: Path, umask: str) -> Path:
-    """Create a store with objects in an existing directory."""
-    root = place / "store"
-    run_as(DAEMON, TRAINERS, [], WRITER, root.as_uri(), umask)
-    return root
+def write(root: Path, umask: int) -> None:
+    """Create a store with objects as the daemon."""
+
+    def create() -> None:
+        os.umask(umask)
+        store = FileStore(root.as_uri())
+        store.check()
+        store.put("run/generations/1.json", b"claim", if_absent=True)
+        store.put("run/commits/1.json", b"commit")
+        store.create("run/data/small", memoryview(b"shard"))
+        store.create("run/data/large", memoryview(b"abcabc"))
+
+    assert as_user(DAEMON, create) is None
 
 
 def modes(root: Path) -> tuple[set[int], set[int]]:
@@ -111,16 +92,14 @@ def modes(root: Path) -> tuple[set[int], set[int]]:
 
 @as_root
 @pytest.mark.fault("O23")
-@pytest.mark.parametrize("umask", ["0", "002", "077"])
-def test_what_the_store_makes_is_for_its_user_alone(place: Path, umask: str) -> None:
+@pytest.mark.parametrize("umask", [0o000, 0o002, 0o077])
+def test_what_the_store_makes_is_for_its_user_alone(root: Path, umask: int) -> None:
     """With any umask, a member of the daemon's group can neither read nor change an object."""
-    (place / "store").mkdir(mode=0o700)
-    os.chown(place / "store", DAEMON, TRAINERS)
-    root = write(place, umask)
+    root.chmod(0o700)
+    write(root, umask)
     assert modes(root) == ({0o700}, {0o600})
-    for uid in (MEMBER, OUTSIDER):
-        gid = TRAINERS if uid == MEMBER else OUTSIDER
-        assert run_as(uid, gid, [], ATTACKER, str(root)) == ""
+    assert as_user(MEMBER, lambda: attempted(root)) == []
+    assert as_user(OUTSIDER, lambda: attempted(root), groups=()) == []
     store = FileStore(root.as_uri())
     assert store.get("run/commits/1.json") == b"commit"
     assert store.get("run/data/large") == b"abcabc"
@@ -128,56 +107,49 @@ def test_what_the_store_makes_is_for_its_user_alone(place: Path, umask: str) -> 
 
 @as_root
 @pytest.mark.fault("O23")
-def test_the_group_reads_below_a_readable_root(place: Path) -> None:
+def test_the_group_reads_below_a_readable_root(root: Path) -> None:
     """With a root of mode 0750 the group can read everything, and change nothing."""
-    (place / "store").mkdir()
-    (place / "store").chmod(0o750)
-    os.chown(place / "store", DAEMON, TRAINERS)
-    root = write(place, "0")
+    root.chmod(0o750)
+    write(root, 0)
     assert modes(root) == ({0o750}, {0o640})
-    done = run_as(MEMBER, MEMBER, [TRAINERS], ATTACKER, str(root)).splitlines()
-    assert {line.partition(" ")[0] for line in done} == {"list", "read"}
-    assert run_as(OUTSIDER, OUTSIDER, [], ATTACKER, str(root)) == ""
+    assert set(as_user(MEMBER, lambda: attempted(root))) == {"list", "read"}
+    assert as_user(OUTSIDER, lambda: attempted(root), groups=()) == []
 
 
 @as_root
 @pytest.mark.fault("O23")
-@pytest.mark.parametrize("umask", ["0", "077"])
 @pytest.mark.parametrize(
-    ("mode", "directory", "file"),
+    ("mode", "directory", "file", "umask"),
     [
-        (0o700, 0o700, 0o600),
-        (0o755, 0o755, 0o644),
-        (0o2770, 0o2770, 0o660),
-        (0o3770, 0o3770, 0o660),
-        (0o711, 0o711, 0o600),
+        (0o700, 0o700, 0o600, 0o000),
+        (0o755, 0o755, 0o644, 0o077),
+        (0o2770, 0o2770, 0o660, 0o077),
+        (0o3770, 0o3770, 0o660, 0o000),
+        (0o711, 0o711, 0o600, 0o000),
     ],
 )
-def test_the_root_decides(place: Path, mode: int, directory: int, file: int, umask: str) -> None:
+def test_the_root_decides(root: Path, mode: int, directory: int, file: int, umask: int) -> None:
     """Directories get its permission bits, files the same without execute, as in a shared git repository."""
-    (place / "store").mkdir()
-    os.chown(place / "store", DAEMON, TRAINERS)
-    (place / "store").chmod(mode)
-    root = write(place, umask)
+    root.chmod(mode)
+    write(root, umask)
     assert modes(root) == ({directory}, {file})
-    assert {path.stat().st_gid for path in root.rglob("*")} == {TRAINERS}
+    assert {path.stat().st_gid for path in root.rglob("*")} == {GROUP}
 
 
 @as_root
 @pytest.mark.fault("O23")
-def test_daemons_of_one_group_share_a_store(place: Path) -> None:
+def test_daemons_of_one_group_share_a_store(root: Path) -> None:
     """With mode 2770 one daemon continues from the commit of the other."""
-    (place / "store").mkdir()
-    os.chown(place / "store", DAEMON, TRAINERS)
-    (place / "store").chmod(0o2770)
-    root = write(place, "077")
-    code = """
-store = FileStore(sys.argv[1])
-store.put("run/commits/2.json", b"theirs")
-store.put("run/commits/1.json", b"newer")
-store.delete("run/data/small")
-"""
-    run_as(MEMBER, MEMBER, [TRAINERS], code, root.as_uri())
+    root.chmod(0o2770)
+    write(root, 0o077)
+
+    def continue_it() -> None:
+        store = FileStore(root.as_uri())
+        store.put("run/commits/2.json", b"theirs")
+        store.put("run/commits/1.json", b"newer")
+        store.delete("run/data/small")
+
+    assert as_user(MEMBER, continue_it) is None
     store = FileStore(root.as_uri())
     assert store.get("run/commits/1.json") == b"newer"
     assert sorted(info.key for info in store.list("run/data/")) == ["run/data/large"]
@@ -217,16 +189,7 @@ def test_a_world_writable_root_is_refused(tmp_path: Path, mode: int) -> None:
     root.mkdir()
     root.chmod(mode)
     store = FileStore(root.as_uri())
-    calls: list[Callable[[], object]] = [
-        store.check,
-        lambda: store.put("key", b"x"),
-        lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.create("key", memoryview(b"x")),
-        lambda: store.get("key"),
-        lambda: store.head("key"),
-        lambda: list(store.list("")),
-    ]
-    for call in calls:
+    for call in every_call(store).values():
         with pytest.raises(Permanent) as caught:
             call()
         assert "chmod o-w" in caught.value.hint

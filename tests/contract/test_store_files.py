@@ -8,16 +8,15 @@ import os
 import signal
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
-from swansong_bucket.stores.base import WINDOW_BYTES
 from swansong_bucket.stores.file import store as module
 from swansong_bucket.stores.file.store import FileStore
 
-from testkit.bodies import CountedSink, torn
+from testkit.bodies import torn
+from testkit.store_backends import in_threads
 
 
 @pytest.fixture
@@ -67,7 +66,7 @@ def test_links_are_not_objects(files: FileStore, root: Path, tmp_path: Path) -> 
 
 
 def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
-    """After puts, and creates that succeed or are refused, the hidden directory is empty."""
+    """After puts, and creates that succeed, fail or are refused, the hidden directory is empty."""
     files.put("key", b"1")
     files.put("other", b"1", if_absent=True)
     with pytest.raises(Exists):
@@ -76,6 +75,8 @@ def test_nothing_temporary_stays(files: FileStore, root: Path) -> None:
         files.create("chunk", memoryview(b"1"))
     with pytest.raises(Exists):
         files.create("chunk", memoryview(b"2"))
+    with pytest.raises(OSError, match=r"^torn$"):
+        files.create("other-chunk", memoryview(b"2"), moved=torn(OSError("torn")))
     assert temporary_files(root) == []
     assert {(root / name).stat().st_nlink for name in ("key", "other", "chunk")} == {1}
 
@@ -104,23 +105,14 @@ def test_a_key_below_an_object(files: FileStore) -> None:
 
 def test_a_directory_that_is_removed_during_a_put(files: FileStore) -> None:
     """Writers and deleters of neighbours: no call fails, no object is lost."""
-    errors: list[BaseException] = []
 
     def work(number: int) -> None:
-        try:
-            for _ in range(40):
-                files.put(f"shared/deep/{number}", b"x", if_absent=True)
-                assert files.get(f"shared/deep/{number}") == b"x"
-                files.delete(f"shared/deep/{number}")
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(40):
+            files.put(f"shared/deep/{number}", b"x", if_absent=True)
+            assert files.get(f"shared/deep/{number}") == b"x"
+            files.delete(f"shared/deep/{number}")
 
-    threads = [threading.Thread(target=work, args=(n,), daemon=True) for n in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout=60)
-    assert errors == []
+    in_threads(4, work)
     assert list(files.list("")) == []
 
 
@@ -179,41 +171,6 @@ def test_a_create_whose_fsync_failed(files: FileStore, monkeypatch: pytest.Monke
     synced[:] = [0, 0]
     files.create("data/chunk", memoryview(b"ghi"))
     assert {os.stat(path).st_ino for path in (files.url[7:], f"{files.url[7:]}/data")} <= {*synced}
-
-
-@pytest.mark.parametrize("size_bytes", [0, 1, WINDOW_BYTES, 3 * WINDOW_BYTES + 17])
-def test_bodies_pass_in_windows(files: FileStore, size_bytes: int) -> None:
-    """No window is larger than the limit, and every byte is transferred, in both directions."""
-    content = os.urandom(size_bytes)
-    windows: list[int] = []
-
-    class Sink(CountedSink):
-        def write(self, window: memoryview) -> None:
-            windows.append(window.nbytes)
-            super().write(window)
-
-    files.create("shard", memoryview(content), moved=windows.append)
-    sink = Sink()
-    files.get_range("shard", 0, size_bytes, sink)
-    assert sink.data == content
-    assert max(windows, default=0) <= WINDOW_BYTES
-
-
-@pytest.mark.fault("S5")
-def test_exceptions_of_bodies_and_sinks_pass_unchanged(files: FileStore, root: Path) -> None:
-    """Also an OSError; no object becomes visible, and no file remains."""
-
-    class Full(CountedSink):
-        def write(self, window: memoryview) -> None:
-            raise OSError("torn")
-
-    with pytest.raises(OSError, match=r"^torn$"):
-        files.create("shard", memoryview(b"abc"), moved=torn(OSError("torn")))
-    assert list(files.list("")) == []
-    assert temporary_files(root) == []
-    files.put("key", b"abc")
-    with pytest.raises(OSError, match=r"^torn$"):
-        files.get_range("key", 0, 3, Full())
 
 
 @pytest.mark.fault("O07")

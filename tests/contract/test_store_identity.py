@@ -9,8 +9,6 @@ import os
 import re
 import subprocess
 import sys
-import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -28,7 +26,8 @@ from swansong_tools.doctor.installation import Installation, daemon_account
 from swansongd.config.config import load
 from swansongd.flush.claim_record import ClaimRecord
 
-from testkit.committed import file_store, tree
+from testkit.committed import configuration, file_store, tree
+from testkit.store_backends import every_call, in_threads
 
 as_root = pytest.mark.skipif(os.geteuid() != 0, reason="gives a file to another user")
 
@@ -46,25 +45,10 @@ def files(root: Path) -> FileStore:
     return store
 
 
-def calls(store: FileStore) -> list[Callable[[], object]]:
-    """Every call that reads or writes."""
-    return [
-        store.check,
-        store.warm,
-        lambda: store.put("key", b"x"),
-        lambda: store.put("key", b"x", if_absent=True),
-        lambda: store.create("key", memoryview(b"x")),
-        lambda: store.get("run/one"),
-        lambda: store.head("run/one"),
-        lambda: list(store.list("")),
-        lambda: store.delete("run/one"),
-    ]
-
-
 def refused(store: FileStore, root: Path, problem: str) -> str:
     """Every call fails with this problem and touches nothing; returns the hint."""
     before = tree(root)
-    for call in calls(store):
+    for call in every_call(store, "run/one").values():
         with pytest.raises(Permanent, match=problem) as caught:
             call()
     assert tree(root) == before
@@ -179,17 +163,7 @@ def test_one_id_for_all_first_writers_and_none_by_readers(root: Path) -> None:
     assert reader.head("run/one") is None
     assert os.listdir(root) == []
     stores = [FileStore(root.as_uri()) for _ in range(8)]
-    start = threading.Barrier(len(stores))
-
-    def write(store: FileStore) -> None:
-        start.wait(20)
-        store.put(f"run/{id(store)}", b"x", if_absent=True)
-
-    threads = [threading.Thread(target=write, args=(store,)) for store in stores]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(8, lambda number: stores[number].put(f"run/{number}", b"x", if_absent=True))
     assert len({store.store_id for store in stores}) == 1
     assert len(list(reader.list(""))) == len(stores)
     assert os.listdir(root / ".swansong-tmp") == []
@@ -329,7 +303,7 @@ def test_a_malformed_marker(root: Path, tmp_path: Path, plant: str) -> None:
     else:
         marker.write_text("" if plant == "empty" else plant)
     store = FileStore(root.as_uri())
-    for call in calls(store):
+    for call in every_call(store, "run/one").values():
         with pytest.raises(Permanent, match=re.escape(MARKER)) as caught:
             call()
         assert caught.value.hint
@@ -351,10 +325,7 @@ def test_a_marker_of_a_user_who_could_not_write_it(files: FileStore, root: Path)
 def config(root: Path, tmp_path: Path) -> Path:
     """The configuration of a VM with this store, whose daemon has recorded the id ``known``."""
     root.mkdir()
-    path = tmp_path / "swansong.toml"
-    path.write_text(
-        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n[store]\nurl = "{root.as_uri()}"\n'
-    )
+    path = configuration(tmp_path, root.as_uri())
     own = tmp_path / "staging" / "r" / ".swansongd"
     own.mkdir(parents=True)
     ClaimRecord("r", root.as_uri(), store_id="known").save(own)

@@ -20,14 +20,13 @@ from swansong_bucket.config.sections import StoreConfig
 from swansong_bucket.errors import ConfigError, Locked, NotFound, Permanent, Transient
 from swansong_bucket.model import StoredShard
 from swansong_bucket.retention import locks
-from swansong_bucket.stores.base import ObjectInfo, ObjectStore
+from swansong_bucket.stores.base import ObjectInfo
 from swansong_bucket.stores.opening import open_store
 from swansong_bucket.stores.retention import DAY_S, Lock, LockMode, StoreClock, instant, stamp
 from swansongd.flush.locker import Locker
 from swansongd.flush.store_health import StoreHealth
 
 from testkit import committed
-from testkit.memory_store import MemoryStore
 from testkit.store_backends import MIB, Cloud
 
 OURS = ("s3-tls", "gcs")
@@ -299,15 +298,6 @@ def test_a_damaged_setting_is_no_proof_that_nothing_is_locked(strict: Cloud, how
         store.delete("kept/a")
 
 
-def test_settings_of_a_bucket(strict: Cloud) -> None:
-    """Versioning, retention and lifecycle rules are read as they are."""
-    with_lock = opened(strict, new_bucket(strict, versioning=True)).settings
-    without = opened(strict, new_bucket(strict, lock=False)).settings
-    assert (with_lock.is_versioned(), with_lock.has_lock()) == (True, True)
-    assert (without.is_versioned(), without.has_lock()) == (False, False)
-    assert list(without.lifecycle_rules()) == []
-
-
 def test_the_clock_is_that_of_the_store() -> None:
     """The time of the last Date header counts, also when the clock of this VM is hours off."""
     asked: list[int] = []
@@ -317,21 +307,6 @@ def test_the_clock_is_that_of_the_store() -> None:
     assert asked == [1]
     with pytest.raises(Transient):
         StoreClock(lambda: None).now_unix_s()
-
-
-def test_the_store_in_memory_locks_as_the_others() -> None:
-    """Tests of retention use it."""
-    store: ObjectStore = MemoryStore()
-    assert isinstance(store, MemoryStore)
-    store.lock_period_s = period_s
-    store.put("kept/a", b"1")
-    assert ends_in(store.locked_until_unix_s["kept/a"], DAYS)
-    with pytest.raises(Locked):
-        store.delete("kept/a")
-    now_s = store.clock()
-    store.clock = lambda: now_s + DAYS * DAY_S + 1
-    store.delete("kept/a")
-    assert store.head("kept/a") is None
 
 
 def test_a_directory_refuses_a_retention(tmp_path: Path) -> None:

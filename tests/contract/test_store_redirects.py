@@ -10,16 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansong_bucket.errors import Permanent, StoreError
-from swansong_bucket.stores.base import ObjectStore
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.s3.store import S3Store
 
-from testkit.bodies import CountedSink
-from testkit.raw_server import Peer, RawServer, Request
+from testkit import service_account
+from testkit.raw_server import Peer, RawServer, Request, answering
+from testkit.store_backends import every_call
 
 STATUSES = (301, 302, 303, 307, 308)
 
@@ -55,59 +53,25 @@ def places(certificates: tuple[Path, Path], cloud_environment: None) -> Iterator
         yield Places(stack, *certificates)
 
 
-@pytest.fixture(scope="module")
-def account_key() -> str:
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    return key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()).decode()
-
-
 @pytest.fixture
 def token_desk(
-    account_key: str,
     tmp_path: Path,
     certificates: tuple[Path, Path],
     monkeypatch: pytest.MonkeyPatch,
     cloud_environment: None,
 ) -> Iterator[Callable[[str], None]]:
     """Sets the credentials to a service account with a token server at an address."""
+    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
+    monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificates[0]))
 
     def at(url: str) -> None:
-        account = {
-            "type": "service_account",
-            "project_id": "project",
-            "client_email": "trainer@project.iam.gserviceaccount.com",
-            "private_key_id": "1",
-            "private_key": account_key,
-            "token_uri": f"{url}/token",
-        }
-        (tmp_path / "account.json").write_text(json.dumps(account))
-        monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
-        monkeypatch.setenv("REQUESTS_CA_BUNDLE", str(certificates[0]))
+        service_account.write(tmp_path / "account.json", f"{url}/token")
 
-    def script(peer: Peer) -> None:
-        token = {"access_token": "secret-token", "expires_in": 3600, "token_type": "Bearer"}
-        while peer.request() is not None:
-            peer.answer(200, json.dumps(token).encode(), "Content-Type: application/json")
-
+    token = {"access_token": "secret-token", "expires_in": 3600, "token_type": "Bearer"}
+    script = answering(200, json.dumps(token).encode(), "Content-Type: application/json")
     with RawServer(script, certificates[1]) as desk:
         at(desk.url)
         yield at
-
-
-def calls(store: ObjectStore) -> dict[str, Callable[[], object]]:
-    """Each method of the contract once."""
-    return {
-        "put": lambda: store.put("key", b"1"),
-        "put if absent": lambda: store.put("key", b"1", if_absent=True),
-        "get": lambda: store.get("key"),
-        "get_range": lambda: store.get_range("key", 0, 3, CountedSink()),
-        "head": lambda: store.head("key"),
-        "list": lambda: list(store.list("")),
-        "delete": lambda: store.delete("key"),
-        "create": lambda: store.create("key", memoryview(b"abc")),
-        "check": store.check,
-        "warm": store.warm,
-    }
 
 
 @pytest.mark.fault("S17", "O07")
@@ -120,10 +84,11 @@ def test_gcs_follows_no_redirect(
     store = GcsStore(
         "gs://bucket/prefix", GcsOptions(endpoint=places.store.url, ca_bundle=places.ca)
     )
-    for name, call in calls(store).items():
+    settings = {"settings": store.settings.lifecycle_rules}
+    for name, call in {**every_call(store), **settings}.items():
         with pytest.raises(Permanent) as caught:
             call()
-        assert "store.endpoint" in caught.value.hint
+        assert "Redirects are not followed" in caught.value.hint, name
         assert places.redirected, f"{name} sent no request"
         assert all(request.header("authorization") for request in places.redirected)
         places.redirected.clear()
@@ -144,7 +109,7 @@ def test_s3_follows_no_redirect(places: Places, status: int, region: str | None)
         "s3://bucket/prefix",
         S3Options(endpoint=places.store.url, region="us-east-1", ca_bundle=places.ca),
     )
-    for name, call in calls(store).items():
+    for name, call in every_call(store).items():
         with pytest.raises(StoreError) as caught:
             call()
         if region != "eu-west-1":

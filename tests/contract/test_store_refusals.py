@@ -6,22 +6,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives.asymmetric import rsa
-from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat
 from swansong_bucket.errors import Exists, NotFound, Permanent, StoreError, Transient
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.s3.store import S3Store
 
-from testkit.emulators.fault_proxy import FaultProxy
 from testkit.emulators.process import EmulatorProcess
 from testkit.store_backends import (
     BUCKET,
-    ONE_EACH,
     Cloud,
+    every_call,
     get_range,
     retrying,
 )
@@ -96,7 +92,6 @@ def refusal_is_classified(
         assert hint in caught.value.hint
 
 
-@ONE_EACH
 @pytest.mark.parametrize(("status", "code", "wanted", "hint"), COMMON)
 def test_refusals(
     cloud: Cloud, status: int, code: str, wanted: type[StoreError], hint: str
@@ -165,14 +160,7 @@ def test_one_call_is_one_request(cloud: Cloud) -> None:
     """No SDK retries, after any error."""
     store = cloud.open()
     store.put("key", b"content")
-    for call in (
-        lambda: store.put("other", b""),
-        lambda: store.get("key"),
-        lambda: store.head("key"),
-        lambda: list(store.list("")),
-        lambda: store.delete("key"),
-        lambda: store.create("other", memoryview(b"x")),
-    ):
+    for call in every_call(store).values():
         cloud.order("clear")
         cloud.order("outage", seconds=60)
         with pytest.raises(Transient):
@@ -206,24 +194,6 @@ def test_credentials_that_come_later(
     store.check()
 
 
-def test_no_token_goes_over_plain_http(
-    gcs_server: EmulatorProcess, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an http endpoint a GCS store does not use its credentials."""
-    key = rsa.generate_private_key(public_exponent=65537, key_size=2048)
-    account = {
-        "type": "service_account",
-        "client_email": "swansong@project.example",
-        "token_uri": f"{gcs_server.url}/token",
-        "private_key": key.private_bytes(
-            Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()
-        ).decode(),
-    }
-    (tmp_path / "account.json").write_text(json.dumps(account))
-    monkeypatch.setenv("GOOGLE_APPLICATION_CREDENTIALS", str(tmp_path / "account.json"))
-    GcsStore(f"gs://{BUCKET}", GcsOptions(endpoint=gcs_server.url)).check()
-
-
 # ---------------------------------------------------------------- lost replies
 
 
@@ -235,36 +205,3 @@ def test_a_create_whose_reply_was_lost(cloud: Cloud) -> None:
     with pytest.raises(Exists):
         store.put("commits/1", b"nonce A", if_absent=True)
     assert store.get("commits/1") == b"nonce A"
-
-
-@pytest.mark.fault("O01", "O11")
-def test_a_chunk_whose_reply_was_cut_off(cloud: Cloud, proxy: FaultProxy) -> None:
-    """The connection breaks after the object was created: the retry finds it, and the call succeeds."""
-    store = retrying(cloud.open(cloud.by(proxy)))
-    store.check()
-    proxy.reset("down", 0, times=1)
-    store.create("chunk", memoryview(CONTENT))
-    assert proxy.hits == 1
-    assert store.get("chunk") == CONTENT
-
-
-@pytest.mark.fault("O12")
-def test_an_error_with_status_200(cloud: Cloud) -> None:
-    """The request has failed: Transient, no object, then retried."""
-    store = cloud.open()
-    cloud.order("answer", status=200, code="InternalError", method="PUT")
-    with pytest.raises(Transient):
-        store.create("chunk", memoryview(CONTENT))
-    assert store.head("chunk") is None
-    store.create("chunk", memoryview(CONTENT))
-    assert store.get("chunk") == CONTENT
-
-
-@pytest.mark.fault("O14")
-def test_a_store_that_ignores_preconditions_can_be_detected(cloud: Cloud) -> None:
-    """A second create raises nothing, which a probe at start detects."""
-    store = cloud.open()
-    cloud.order("preconditions", honour=0)
-    store.put("probe", b"1", if_absent=True)
-    store.put("probe", b"2", if_absent=True)
-    assert store.get("probe") == b"2"

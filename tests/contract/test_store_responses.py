@@ -13,7 +13,6 @@ from swansong_bucket.stores.base import ObjectInfo, ObjectStore, Page, all_pages
 from testkit.emulators.store_control import SPOILS
 from testkit.memory_store import MemoryStore
 from testkit.store_backends import (
-    ONE_EACH,
     Cloud,
     get_range,
     retrying,
@@ -96,7 +95,6 @@ def test_a_listing_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
         list(store.list(""))
 
 
-@ONE_EACH
 @pytest.mark.fault("O15")
 def test_servers_that_list_in_any_order(cloud: Cloud) -> None:
     """The same from servers: several pages, in another order than that of bytes, with duplicates."""
@@ -113,7 +111,6 @@ def test_servers_that_list_in_any_order(cloud: Cloud) -> None:
         assert sorted(info.key for info in each.list("rank-")) == sorted(names[:3])
 
 
-@ONE_EACH
 @pytest.mark.fault("O15")
 def test_a_page_that_fails_is_requested_again(cloud: Cloud) -> None:
     """Earlier pages are not: a long listing succeeds on a bad network."""
@@ -135,7 +132,6 @@ def test_a_page_that_fails_is_requested_again(cloud: Cloud) -> None:
     assert len(asked) == 4 + 2
 
 
-@ONE_EACH
 @pytest.mark.fault("O15")
 def test_a_server_whose_pages_loop(cloud: Cloud) -> None:
     """Its continuation tokens repeat: the listing is an error after one round."""
@@ -162,7 +158,6 @@ def folders(store: ObjectStore, prefix: str) -> set[str]:
     return set(all_pages("folders", lambda token: store.folders(prefix, token)))
 
 
-@ONE_EACH
 def test_folders_on_several_pages(cloud: Cloud) -> None:
     """All pages are read; a page without its mark is requested again."""
     store = cloud.open()
@@ -177,7 +172,6 @@ def test_folders_on_several_pages(cloud: Cloud) -> None:
             folders(store, prefix)
 
 
-@ONE_EACH
 @pytest.mark.fault("O15")
 @pytest.mark.parametrize("how", SPOILS)
 def test_a_spoilt_listing_is_not_empty(cloud: Cloud, how: str) -> None:
@@ -200,7 +194,6 @@ def test_a_spoilt_listing_is_not_empty(cloud: Cloud, how: str) -> None:
         assert question(retrying(store))
 
 
-@ONE_EACH
 @pytest.mark.fault("O15")
 def test_a_listing_that_lacks_a_field(cloud: Cloud) -> None:
     """Without a name, a size or the mark of the last page, the page is requested again."""
@@ -233,7 +226,6 @@ def test_keys_outside_of_the_prefix(open_cloud: Callable[[str], Cloud]) -> None:
         list(store.list("other/"))
 
 
-@ONE_EACH
 @pytest.mark.fault("O12")
 @pytest.mark.parametrize("how", ["cut", "half a body"])
 def test_an_object_that_ends_with_the_connection(cloud: Cloud, how: str) -> None:

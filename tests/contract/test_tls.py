@@ -189,15 +189,6 @@ def test_an_unknown_certificate(pem: Path) -> None:
     assert "ALERT" in (told[0].reason or "")
 
 
-def test_a_server_of_another_name(pem: Path) -> None:
-    """A trusted certificate of another host is refused."""
-    with (
-        facing(pem, lambda theirs: None, ssl.TLSVersion.TLSv1_3) as sock,
-        pytest.raises(ssl.SSLCertVerificationError),
-    ):
-        Tls(sock, trusting(pem), "localhost")
-
-
 def test_a_waiting_thread_is_freed(pem: Path) -> None:
     """A shutdown of the socket by another thread ends a receive immediately: with an end or an error."""
     is_over = threading.Event()

@@ -35,7 +35,7 @@ from swansongd.observe.status import SenderStatus
 from testkit.emulators import tls
 from testkit.raw_server import Peer, RawServer, Script
 from testkit.story import Story, a_notice
-from testkit.waiting import until
+from testkit.waiting import is_running, until
 
 ORIGIN = Origin(run="run", vm="vm", host="host")
 SECRET = "T0SECRET0B0"
@@ -464,7 +464,7 @@ def test_a_command_that_hangs_is_killed_with_its_children() -> None:
     done = run("/bin/sh", "-c", script, timeout_s=0.3)
     assert done.code is None
     child = int(done.output)
-    until(lambda: not is_alive(child), what="the end of the child")
+    until(lambda: not is_running(child), what="the end of the child")
 
 
 @pytest.mark.fault("W04")
@@ -472,14 +472,7 @@ def test_children_that_a_command_leaves_behind_are_killed() -> None:
     done = run("/bin/sh", "-c", "sleep 600 & echo $!")
     assert done.code == 0
     assert done.seconds < 20
-    until(lambda: not is_alive(int(done.output)), what="the end of the child")
-
-
-def is_alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(") ")[2][0] != "Z"
-    except OSError:
-        return False
+    until(lambda: not is_running(int(done.output)), what="the end of the child")
 
 
 @pytest.mark.fault("W04")

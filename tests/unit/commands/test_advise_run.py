@@ -13,17 +13,13 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from swansong_bucket.format import claim as claims
-from swansong_bucket.format import resumption as resumptions
 from swansong_bucket.format import wall
-from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.farewell import Farewell, RecordedEvacuation, encode
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest
 from swansong_bucket.loss_records import PARTS, EvacuationRecord, LastReport, Life, NoticeRecord
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs import history as history_reader
-from swansong_bucket.runs import lives
 from swansong_bucket.runs.run import RecordedCommit
 from swansong_bucket.stores.file.store import FileStore
 from swansong_tools.commands import advise as command
@@ -36,9 +32,8 @@ from swansong_tools.economics.expected import DAY_S
 from swansongd.config.config import parse
 from swansongd.core.events import Conclude
 
-from testkit import committed
+from testkit import committed, lost_vms
 from tests.unit.economics.test_loss import Stay, forged, told
-from tests.unit.format.test_resumption import RESUMPTION
 
 KEYS = RunKeys("r")
 BEGUN_S = 1_800_000_000.0
@@ -64,27 +59,9 @@ def a_vm(
     """The records of a VM that takes a step a second; returns the step of its newest commit."""
     booted_s = BEGUN_S + (number - 1) * (LIFE_S + sum(DOWN.values())) + DOWN["cloud"]
     first_s = booted_s + sum(DOWN.values()) - DOWN["cloud"]
-    identity = {"boot_id": f"b{number}", "claimed": wall.text(booted_s + 11)}
-    claim = ClaimObject(run="r", generation=number, start=f"s{number}", identity=identity)
-    store.put(KEYS.generation(number), claims.encode(claim))
-    made = replace(
-        RESUMPTION,
-        generation=number,
-        vm=f"vm{number}",
-        nodes=1,
-        booted_wall_s=booted_s,
-        daemon_wall_s=booted_s + 10,
-        download_began_wall_s=booted_s + 11,
-        download_ended_wall_s=booted_s + 25,
-        asked_wall_s=booted_s + 20,
-        answered_wall_s=booted_s + 26,
-        started_wall_s=booted_s + 27,
-        first_step_wall_s=first_s,
-        start_step=start,
-        first_step=start + 1,
-        earlier=lives.earlier_ending(store, KEYS, number, ended_by_s=(booted_s, booted_s + 10)),
-    )
-    store.put(KEYS.resumption(number), resumptions.encode(made))
+    lost_vms.claim(store, number, booted_s + 11)
+    parts_s = [DOWN[name] for name in ("boot", "start", "fetch", "load", "warm_up")]
+    lost_vms.record(store, number, first_s, start=start, parts_s=parts_s, nodes=1)
     for count in range(1, commits + 1):
         commit_at(store, number, start + count * EVERY_S, first_s + count * EVERY_S)
     step, end_s = start + LIFE_S + 1, first_s + LIFE_S
@@ -149,17 +126,7 @@ def history(tmp_path_factory: pytest.TempPathFactory) -> Path:
     start = 0
     for number, verdict in enumerate([Verdict.SAFE, Verdict.SAFE, Verdict.PARTIAL, None], start=1):
         start = a_vm(store, number, start, verdict)
-    return configured(directory)
-
-
-def configured(directory: Path) -> Path:
-    (directory / "staging").mkdir()
-    file = directory / "swansong.toml"
-    file.write_text(
-        f'[run]\nname = "r"\n[store]\nurl = "file://{directory}/bucket"\n'
-        f'[staging]\npath = "{directory}/staging"\n'
-    )
-    return file
+    return committed.configuration(directory)
 
 
 def asked(configuration: Path, capfd: pytest.CaptureFixture[str], *words: str) -> dict[str, Any]:
@@ -258,7 +225,7 @@ def test_without_a_pace_the_margin_is_unknown(
     store = committed.file_store(tmp_path / "bucket")
     a_vm(store, 1, 0, None, commits=0)
     committed.commit(store, FILES, generation=1, step=300)
-    found = asked(configured(tmp_path), capfd, "advise")
+    found = asked(committed.configuration(tmp_path), capfd, "advise")
     assert found["margins"] == []
     assert "unknown" in found["verdict"]
     notes = " ".join(found["assumed"])

@@ -10,7 +10,7 @@ from swansong_bucket.errors import ConfigError
 from swansong_tools.commands import exporter, main
 from swansong_tools.exporter.stores import parse_stores
 
-from testkit.committed import commit, file_store
+from testkit.committed import commit, configuration, file_store
 
 
 @pytest.fixture(autouse=True)
@@ -67,11 +67,7 @@ def test_the_configuration_of_a_vm_is_enough(
 ) -> None:
     """Its store and its mirror are read."""
     url, mirror = stored(tmp_path / "1", "a"), stored(tmp_path / "2", "a")
-    config = tmp_path / "swansong.toml"
-    config.write_text(
-        f'[run]\nname = "a"\n[staging]\npath = "/s"\n[store]\nurl = "{url}"\n'
-        f'[mirror]\nurl = "{mirror}"\n'
-    )
+    config = configuration(tmp_path, url, run="a", mirror=mirror)
     assert main.main(["--config", str(config), "exporter", "--once"]) == 0
     assert f'swansong_run_mirror_lag_commits{{run="a",store="{url}"}} 0.0\n' in (
         capfd.readouterr().out

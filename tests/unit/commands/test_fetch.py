@@ -9,6 +9,7 @@ import pytest
 from swansong_bucket.errors import NothingToRestore, Transient
 from swansong_tools.commands import main, opening
 
+from testkit.committed import configuration
 from testkit.memory_store import MemoryStore
 
 
@@ -25,17 +26,7 @@ def test_an_empty_mirror_is_no_proof_of_a_fresh_run(
     monkeypatch.setattr(opening, "open_store", lambda *_args, **_options: store)
     monkeypatch.setattr(opening, "open_mirror", lambda *_args, **_options: mirror)
     monkeypatch.setattr(opening, "_CALL_BUDGET_WITH_MIRROR_S", 0.1)
-    config = tmp_path / "swansong.toml"
-    config.write_text(f"""
-        [run]
-        name = "r"
-        [staging]
-        path = "{tmp_path}"
-        [store]
-        url = "s3://bucket"
-        [mirror]
-        url = "s3://mirror"
-    """)
+    config = configuration(tmp_path, "s3://bucket", mirror="s3://mirror")
     to = tmp_path / "restored"
     code = main.main(["--config", str(config), "restore", "--to", str(to), "--fresh-ok"])
     assert code == NothingToRestore.exit_code

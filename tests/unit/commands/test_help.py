@@ -32,19 +32,6 @@ def test_the_examples_of_the_command_itself_are_valid() -> None:
         main.parser(words).parse_args(words)
 
 
-@pytest.mark.parametrize("command", main.COMMANDS)
-def test_help_ends_with_the_examples(command: str, capsys: pytest.CaptureFixture[str]) -> None:
-    """Each example has a comment line that states its purpose."""
-    with pytest.raises(SystemExit):
-        main.main([command, "--help"])
-    _, examples = capsys.readouterr().out.split("\nexamples:\n")
-    lines = examples.strip("\n").splitlines()
-    assert lines
-    for comment, line in zip(lines[::2], lines[1::2], strict=True):
-        assert re.fullmatch(r"  # [A-Z].*\.", comment)
-        assert "swansong " in line
-
-
 def test_each_command_has_one_line_of_help(capsys: pytest.CaptureFixture[str]) -> None:
     """As in git: an imperative, in lower case, without a full stop, on the line of its command."""
     with pytest.raises(SystemExit):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from swansong_tools.commands import main
 
-from testkit.committed import commit, file_store
+from testkit.committed import commit, configuration, file_store
 
 
 @pytest.mark.parametrize("command", [["ls"], ["prune"], ["prune", "--dry-run", "--json"]])
@@ -16,11 +16,8 @@ def test_a_run_that_does_not_exist_is_an_error(
     command: list[str], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     """Exit code 17 with the name of the run; the other runs of the store do not count."""
-    commit(file_store(tmp_path / "store"), {"a": b"x"})
-    config = tmp_path / "config.toml"
-    config.write_text(
-        f'run.name = "r"\nstore.url = "file://{tmp_path}/store"\nstaging.path = "{tmp_path}/stg"\n'
-    )
+    commit(file_store(tmp_path / "bucket"), {"a": b"x"})
+    config = configuration(tmp_path)
     words = ["--config", str(config), *command]
     assert main.main([*words, "--run", "other"]) == 17
     out, err = capfd.readouterr()

@@ -14,7 +14,7 @@ from swansong_tools.commands import main
 from swansong_tools.commands import progress as module
 from swansong_tools.commands.progress import ProgressDisplay
 
-from testkit.committed import commit, file_store
+from testkit.committed import commit, configuration, file_store
 
 
 class Clock:
@@ -150,13 +150,8 @@ def test_quiet_and_json_commands_draw_no_bar(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """On a terminal each of these commands has a bar, unless the operator or a program wants none."""
-    store = file_store(tmp_path / "store")
-    commit(store, {"a": b"x" * 3000})
-    config = tmp_path / "swansong.toml"
-    config.write_text(
-        f'[run]\nname = "r"\n[staging]\npath = "{tmp_path}/staging"\n'
-        f'[store]\nurl = "file://{tmp_path}/store"\n[mirror]\nurl = "file://{tmp_path}/mirror"\n'
-    )
+    commit(file_store(tmp_path / "bucket"), {"a": b"x" * 3000})
+    config = configuration(tmp_path, mirror=f"file://{tmp_path}/mirror")
     monkeypatch.setenv("TERM", "xterm")
     drawn = {}
     for number, flag in enumerate(("--quiet", "--json", "")):

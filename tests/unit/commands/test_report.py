@@ -12,7 +12,7 @@ import pytest
 from swansong_tools.commands import main
 
 from testkit import REPOSITORY, past_run
-from testkit.committed import file_store
+from testkit.committed import configuration, file_store
 from tests.unit.commands.test_loss import names_of
 
 PAGE = (REPOSITORY / "docs/operations/report.md").read_text(encoding="utf-8")
@@ -20,14 +20,8 @@ PAGE = (REPOSITORY / "docs/operations/report.md").read_text(encoding="utf-8")
 
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    (tmp_path / "staging").mkdir()
-    past_run.write(file_store(tmp_path / "store"))
-    path = tmp_path / "swansong.toml"
-    path.write_text(
-        f'[run]\nname = "{past_run.RUN}"\n[store]\nurl = "file://{tmp_path}/store"\n'
-        f'[staging]\npath = "{tmp_path}/staging"\n'
-    )
-    return str(path)
+    past_run.write(file_store(tmp_path / "bucket"))
+    return str(configuration(tmp_path, run=past_run.RUN))
 
 
 def test_the_facts_are_those_of_the_loss(config: str, capfd: pytest.CaptureFixture[str]) -> None:
@@ -91,11 +85,3 @@ def test_the_number_of_evacuations_is_an_option(
     assert "SAFE" not in text
     with pytest.raises(SystemExit):
         main.main(["--config", config, "report", "--evacuations", "0"])
-
-
-def test_the_pictures_of_the_page_are_small() -> None:
-    """Each picture that the page shows exists, and a clone stays small."""
-    names = re.findall(r"\((pictures/[a-z-]+\.png)\)", PAGE)
-    assert len(names) == 2
-    for name in names:
-        assert (REPOSITORY / "docs/operations" / name).stat().st_size < 100_000

@@ -13,8 +13,8 @@ from swansong_tools.exporter.metrics import ExporterCollector
 from swansongd.observe.exposition import registry_of
 
 from testkit import committed
+from testkit.lost_vms import a_run
 from testkit.memory_store import MemoryStore
-from tests.unit.runs.test_lives import a_run
 
 from .test_reader import Rig
 

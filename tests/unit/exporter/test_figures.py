@@ -8,13 +8,14 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
-from swansong_bucket.loss_records import GenerationEnd, Resumption
+from swansong_bucket.loss_records import Resumption
 from swansong_bucket.model import CheckpointKind, CommitRef, Verdict
 from swansong_bucket.runs.run import FarewellFacts, RecordedCommit
 from swansong_tools.exporter import figures
 from swansong_tools.exporter.figures import MirrorLag
 
-from tests.unit.format.test_resumption import RESUMPTION
+from testkit import lost_vms
+from testkit.lost_vms import ENDING
 
 NOW_S = 1_800_000_000.0
 
@@ -155,32 +156,12 @@ def test_drills_count_apart() -> None:
 
 def resumed(number: int, *, earlier: int | None, at_s: float, start: int) -> Resumption:
     """A resume whose first step ended then, after an ending 100 s before."""
-    return replace(
-        RESUMPTION,
-        generation=number,
-        vm=f"vm{number}",
-        ranks=4,
-        booted_wall_s=at_s - 30,
-        daemon_wall_s=at_s - 20,
-        asked_wall_s=at_s - 15,
-        answered_wall_s=at_s - 10,
-        started_wall_s=at_s - 5,
-        first_step_wall_s=at_s,
-        start_step=start,
-        first_step=start + 1,
-        earlier=None
-        if earlier is None
-        else GenerationEnd(
-            generation=earlier,
-            step=start + 10,
-            wall_s=at_s - 100,
-            is_estimated=False,
-            step_s=1.0,
-            ranks=4,
-            saves_s=0.0,
-            stall_s=2.0,
-        ),
-    )
+    end = replace(
+        ENDING, generation=earlier or 0, step=start + 10, wall_s=at_s - 100, is_estimated=False,
+        step_s=1.0, ranks=4, saves_s=0.0, stall_s=2.0,
+    )  # fmt: skip
+    known = None if earlier is None else end
+    return lost_vms.resumed(number, at_s, start=start, ranks=4, earlier=known)
 
 
 def run_of(count: int) -> dict[int, Resumption]:

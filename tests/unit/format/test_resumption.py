@@ -12,43 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from swansong_bucket.errors import CorruptError
 from swansong_bucket.format.resumption import BYTES_MAX, decode, encode
-from swansong_bucket.loss_records import GenerationEnd, Resumption
-from swansong_bucket.model import CommitRef
 
+from testkit.lost_vms import ENDING, RESUMPTION
 from testkit.records import record_of
 
-ENDING = GenerationEnd(
-    generation=6,
-    step=120,
-    wall_s=1_800_000_000.125,
-    is_estimated=True,
-    step_s=0.5,
-    ranks=8,
-    saves_s=2.0,
-    stall_s=0.25,
-)
-RESUMPTION = Resumption(
-    run="r",
-    generation=7,
-    vm="0af1",
-    ranks=8,
-    node=0,
-    nodes=2,
-    booted_wall_s=1_800_000_100.0,
-    daemon_wall_s=1_800_000_101.5,
-    download_began_wall_s=1_800_000_102.0,
-    download_ended_wall_s=1_800_000_103.0,
-    bytes_fetched=10**9,
-    bytes_linked=5,
-    asked_wall_s=1_800_000_104.0,
-    answered_wall_s=1_800_000_105.0,
-    started_wall_s=1_800_000_106.0,
-    first_step_wall_s=1_800_000_107.001,
-    start_step=100,
-    first_step=101,
-    restored=CommitRef(6, 100),
-    earlier=ENDING,
-)
 BARE = replace(
     RESUMPTION,
     download_began_wall_s=None,

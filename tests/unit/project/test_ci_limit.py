@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from testkit.waiting import until
+from testkit.waiting import is_running, until
 
 CI = Path(__file__).parents[3] / ".ci"
 LIMIT = CI / "limit"
@@ -47,11 +47,7 @@ def limited(directory: Path, limit_s: float, script: str) -> subprocess.Popen[st
 def has_ended(directory: Path) -> bool:
     """Whether the detached process runs no longer, and no file of the run is left."""
     pid = int((directory / "detached").read_text())
-    try:
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        state = "Z"
-    return state == "Z" and not list(directory.glob("ci-running-*"))
+    return not is_running(pid) and not list(directory.glob("ci-running-*"))
 
 
 @pytest.mark.parametrize("status", [0, 3])

@@ -7,9 +7,6 @@ import re
 from pathlib import Path
 
 import pytest
-from swansong_bucket.model import Verdict
-from swansongd.core.planner import PlanKind
-from swansongd.observe.phase import Phase
 
 from testkit import REPOSITORY
 
@@ -42,12 +39,3 @@ def test_the_overview_lists_every_package_of_the_daemon() -> None:
     rows = re.findall(r"^\| `([a-z]+)/` \|", page, re.MULTILINE)
     packages = [path.parent.name for root in DAEMON for path in root.glob("*/__init__.py")]
     assert sorted(rows) == sorted(packages)
-
-
-def test_the_pages_of_evacuations_name_every_state_plan_and_verdict() -> None:
-    """The names are those that ``swansong status`` prints."""
-    design = REPOSITORY / "docs" / "design"
-    names = ("evacuation.md", "core.md")
-    page = "\n".join((design / name).read_text(encoding="utf-8") for name in names)
-    words = set(re.findall(r"\b[A-Z_]{4,}\b", page))
-    assert words >= {*Phase, *PlanKind, *Verdict}

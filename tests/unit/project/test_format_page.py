@@ -24,8 +24,8 @@ from swansongd.observe.timeline import ENTRIES_MAX, NOTICES_MAX
 
 from testkit import REPOSITORY
 from testkit.committed import chunk_of, whole_shard
+from testkit.lost_vms import RESUMPTION
 from testkit.records import KEY
-from tests.unit.format.test_resumption import RESUMPTION
 
 DOCS = REPOSITORY / "docs"
 KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")

@@ -9,10 +9,11 @@ import inspect
 import pkgutil
 import re
 from collections.abc import Iterator
+from functools import cache
 from importlib import import_module
 
 import pytest
-from swansong_bucket.model import PEER_SOURCE, DeadlineQuality, Health, Severity, Verdict
+from swansong_bucket.model import PEER_SOURCE, Health, Severity, Verdict
 from swansong_tools.commands import ls
 from swansongd import sources
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
@@ -66,11 +67,10 @@ def first_cells(text: str) -> list[str]:
 # ---------------------------------------------------------------- reading the code
 
 
-def calls() -> Iterator[ast.Call]:
-    for path in SOURCES:
-        for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
-                yield node
+@cache
+def nodes() -> list[ast.AST]:
+    """Every node of the code."""
+    return [node for path in SOURCES for node in ast.walk(ast.parse(path.read_text()))]
 
 
 def strings(node: ast.AST) -> set[str]:
@@ -88,8 +88,7 @@ def phases() -> set[str]:
     """The phases of the timeline of an evacuation."""
     return {
         phase
-        for path in SOURCES
-        for call in ast.walk(ast.parse(path.read_text()))
+        for call in nodes()
         if isinstance(call, ast.Call) and re.search(r"\b_?mark$", ast.unparse(call.func))
         for argument in call.args
         for phase in strings(argument)
@@ -100,8 +99,7 @@ def constants() -> set[str]:
     """Every string in the code."""
     return {
         node.value
-        for path in SOURCES
-        for node in ast.walk(ast.parse(path.read_text()))
+        for node in nodes()
         if isinstance(node, ast.Constant) and isinstance(node.value, str)
     }
 
@@ -130,57 +128,30 @@ def unit(name: str, file: str = "systemd/swansongd.service") -> str:
     return found[1]
 
 
-# ---------------------------------------------------------------- logs
+# ---------------------------------------------------------------- tables and limits
 
 
-def test_every_phase_is_explained() -> None:
-    """Each phase of the timeline has a row, and each row a phase."""
-    assert sorted(first_cells(section("monitoring", "Phases"))) == sorted(phases())
+def columns_of_ls() -> set[str]:
+    """With ``--wide`` and without."""
+    shown = (*ls._narrow([{"complete": False}], "loss"), *ls._wide("loss"))
+    return {column.head for column in shown}
 
 
-def test_a_flush_that_stops_is_explained_by_the_reserve() -> None:
-    """Only the begin of the reserve stops a flush with this phase."""
-    table = rows(section("monitoring", "Phases"))
-    (row,) = [cells for cells in table if "flush_stopped" in cells[0]]
-    assert "the reserve has begun" in row[1]
-
-
-def test_every_verdict_is_explained() -> None:
-    """Each verdict has a row, and each row a verdict."""
-    explained = [cells[0] for cells in rows(section("runbook", "Verdicts"))]
-    assert sorted(explained) == sorted(Verdict)
-
-
-# ---------------------------------------------------------------- values, columns, options
-
-
-def test_every_health_of_a_source_is_explained() -> None:
+@pytest.mark.parametrize(
+    ("page", "title", "values"),
+    [
+        ("monitoring", "Phases", phases()),
+        ("runbook", "Verdicts", set(Verdict)),
+        ("notices", "Health of a source", set(Health)),
+        ("notices", "Sources", notice_sources()),
+        ("restore", "ls", columns_of_ls()),
+    ],
+)
+def test_a_table_explains_every_value(page: str, title: str, values: set[str]) -> None:
     """Each value has a row, and each row a value."""
-    explained = [cells[0] for cells in rows(section("notices", "Health of a source"))]
-    assert explained == [f"`{health}`" for health in Health]
-
-
-def test_every_column_of_ls_is_explained() -> None:
-    """Each column has a row, and each row a column, with ``--wide`` and without."""
-    narrow, wide = ls._narrow([{"complete": False}], "loss"), ls._wide("loss")
-    columns = [column.head for column in (*narrow, *wide)]
-    explained = [name for cells in rows(section("restore", "ls")) for name in cells[0].split(", ")]
-    assert set(explained) == set(columns)
-    assert len(explained) == len(set(columns))
-
-
-# ---------------------------------------------------------------- sources, limits
-
-
-def test_every_source_of_notices_is_explained() -> None:
-    """Each source has a row, and each row a source."""
-    assert sorted(first_cells(section("notices", "Sources"))) == sorted(notice_sources())
-
-
-def test_every_quality_of_a_deadline_is_named() -> None:
-    """Stated, derived, assumed."""
-    text = section("notices", "Which deadline counts")
-    assert {quality.value for quality in DeadlineQuality} <= set(words(text))
+    cells = [cells[0] for cells in rows(section(page, title))]
+    explained = [name.strip("`") for cell in cells for name in re.split(r", (?=`|[A-Z])", cell)]
+    assert sorted(explained) == sorted(values)
 
 
 STATED = [
@@ -236,7 +207,7 @@ def test_every_quoted_message_is_of_the_code() -> None:
 def test_every_name_in_the_pages_exists() -> None:
     """Keys of the configuration, and names with an underscore, are of the code."""
     keys = {f"{name}.{key}" for name, known in section_keys().items() for key in known}
-    known = {keyword.arg for call in calls() for keyword in call.keywords}
+    known = {node.arg for node in nodes() if isinstance(node, ast.keyword)}
     known |= {
         *constants(),
         *OTHER_NAMES,

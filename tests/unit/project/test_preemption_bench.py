@@ -3,19 +3,9 @@
 
 from __future__ import annotations
 
-import json
-import subprocess
-import sys
-import tempfile
-import time
-from pathlib import Path
-
-import boto3
 import pytest
 
-from bench.preemption.loss import Ledger, Measured, split
-from testkit import REPOSITORY
-from testkit.emulators.process import EmulatorProcess
+from bench.preemption.loss import Measured, split
 
 
 def steps(first: int, start: float, count: int, step_s: float = 0.1) -> list[tuple[int, float]]:
@@ -59,55 +49,3 @@ def test_the_bound_has_the_terms_of_the_goal() -> None:
     assert parts["send"] == 2.0
     assert parts["fetch"] == 3.0
     assert sum(parts.values()) == 1.0 + 2.0 + 3.0 + 0.5 + 3.0 + 5.0
-
-
-def test_a_tiny_preemption(tmp_path: Path) -> None:
-    """The whole benchmark runs: notice, power cut, a second VM, and a state that proves its step."""
-    results = tmp_path / "results.jsonl"
-    command = [sys.executable, "-m", "bench.preemption", "--quick", "--only", "swansong"]
-    # The path of the daemon's socket has at most 107 bytes; that of a worker of pytest may be longer.
-    with tempfile.TemporaryDirectory(prefix="b-") as data:
-        done = subprocess.run(
-            [*command, "--data", data, "--objects", data, "--json", str(results)],
-            cwd=REPOSITORY,
-            capture_output=True,
-            text=True,
-            timeout=280,
-            check=False,
-        )
-        assert list(Path(data).iterdir()) == []
-    assert done.returncode == 0, done.stdout + done.stderr
-    (line,) = [json.loads(text) for text in results.read_text().splitlines()]
-    assert line["problem"] == ""
-    assert line["restored_step"] > 0
-    assert line["bound_s"] > 8.0
-    # Ranks report once a second, so the last step of a lost VM is known to about a second.
-    ledger = Ledger(**line["ledger"])
-    assert ledger.restored_step == line["restored_step"]
-    assert ledger.last_step == pytest.approx(line["last_step"], abs=2.0 / line["step_s"])
-    assert ledger.down_s == pytest.approx(line["gap_s"], abs=2.0)
-    assert ledger.redone_s == pytest.approx(line["redone_span_s"], abs=2.0)
-    assert ledger.stall_s == pytest.approx(line["stall_s"], abs=1.0)
-    assert "**swansong**" in done.stdout
-
-
-def test_the_store_limits_its_rate(tmp_path: Path) -> None:
-    """A transfer takes at least the time of its bytes at the stated rate, and returns the same bytes."""
-    options = ["--directory", str(tmp_path), "--total-bytes-s", "20000000", "--latency-s", "0"]
-    with EmulatorProcess("bench.preemption.store", *options) as store:
-        client = boto3.client(
-            "s3",
-            endpoint_url=store.url,
-            region_name="us-east-1",
-            aws_access_key_id="x",
-            aws_secret_access_key="x",
-        )
-        body = bytes(range(256)) * 2**14
-        began = time.monotonic()
-        client.put_object(Bucket="bench", Key="a/b", Body=body)
-        assert client.get_object(Bucket="bench", Key="a/b")["Body"].read() == body
-        assert time.monotonic() - began >= 2 * (len(body) - 2**20) / 20e6
-        listed = client.list_objects_v2(Bucket="bench", Delimiter="/")
-        assert [entry["Prefix"] for entry in listed["CommonPrefixes"]] == ["a/"]
-        part = client.get_object(Bucket="bench", Key="a/b", Range="bytes=5-9")
-        assert part["Body"].read() == body[5:10]

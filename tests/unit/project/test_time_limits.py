@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from testkit.time_limits import RUNNING_ENV
-from testkit.waiting import until
+from testkit.waiting import is_running, until
 
 ROOT = Path(__file__).parents[3]
 LIMIT_S = 1
@@ -104,13 +104,6 @@ def run_pytest(tmp_path: Path, *options: str) -> tuple[int, str]:
             timeout=200,
         )
     return ended.returncode, ended.stdout
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return False
 
 
 def test_each_test_that_hangs_is_ended_and_named(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import random
-import shutil
 import threading
 import time
 from dataclasses import replace
@@ -13,7 +12,7 @@ from pathlib import Path
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from swansong_bucket.errors import CorruptError, Permanent
+from swansong_bucket.errors import CorruptError
 from swansong_bucket.format import claim, manifest, wall
 from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
@@ -270,13 +269,6 @@ def test_a_commit_that_costs_too_much_processor_time_is_refused(
 
 def a_claim(generation: int) -> ClaimObject:
     return ClaimObject(run="r", generation=generation, start="abc")
-
-
-def test_a_missing_bucket_is_not_an_empty_run(store: FileStore, tmp_path: Path) -> None:
-    """A missing bucket is an error, and never "no commits"."""
-    shutil.rmtree(tmp_path / "store")
-    with pytest.raises(Permanent):
-        catalog.list_commits(store, KEYS)
 
 
 def test_the_end_of_the_run_is_the_newest_commit_of_its_step(store: FileStore) -> None:

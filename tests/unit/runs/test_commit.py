@@ -3,7 +3,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -18,7 +17,6 @@ from swansong_bucket.errors import (
     Exists,
     FencedError,
     NotFound,
-    Permanent,
     StoreError,
     Transient,
 )
@@ -35,6 +33,7 @@ from swansong_bucket.stores.wrappers.retry import Retrying
 
 from testkit import committed
 from testkit.committed import file_store
+from testkit.store_backends import in_threads, retrying
 
 KEYS = RunKeys("r")
 
@@ -83,10 +82,6 @@ class Careless(FileStore):
         super().put(key, data)
 
 
-def retrying(store: FileStore) -> Retrying:
-    return Retrying(store, give_up_mono_s=lambda: None, stop=threading.Event())
-
-
 def lossy(tmp_path: Path, *, lose: int) -> Retrying:
     store = file_store(tmp_path / "store", Lossy)
     store.lose = lose
@@ -103,18 +98,12 @@ def claim(store: FileStore | Retrying, start_id: str, **options: Any) -> commit.
 def test_eight_racing_claimers_get_eight_numbers(tmp_path: Path) -> None:
     """Distinct generations, without a gap; each claim names the start that won it."""
     store = file_store(tmp_path / "store")
-    barrier = threading.Barrier(8)
     won: dict[str, int] = {}
 
-    def race(start_id: str) -> None:
-        barrier.wait(20)
-        won[start_id] = claim(store, start_id).generation
+    def race(number: int) -> None:
+        won[f"n{number}"] = claim(store, f"n{number}").generation
 
-    threads = [threading.Thread(target=race, args=(f"n{i}",)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(8, race)
     assert sorted(won.values()) == list(range(1, 9))
     for start_id, generation in won.items():
         assert f'"start":"{start_id}"'.encode() in store.get(KEYS.generation(generation))
@@ -124,19 +113,13 @@ def test_eight_racing_claimers_get_eight_numbers(tmp_path: Path) -> None:
 def test_eight_vms_of_one_start_get_one_number(tmp_path: Path) -> None:
     """They claim at the same time, and all hold the one claim that is in the store."""
     store = file_store(tmp_path / "store")
-    barrier = threading.Barrier(8)
     won: list[ClaimObject] = []
 
-    def race(host: str) -> None:
-        barrier.wait(20)
-        made = commit.claim_generation(store, KEYS, start_id="s", identity={"host": host})
-        won.append(made.content)
+    def race(number: int) -> None:
+        identity = {"host": f"h{number}"}
+        won.append(commit.claim_generation(store, KEYS, start_id="s", identity=identity).content)
 
-    threads = [threading.Thread(target=race, args=(f"h{i}",)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    in_threads(8, race)
     assert won == [claims.decode(store.get(KEYS.generation(1)))] * 8
 
 
@@ -492,17 +475,3 @@ def test_a_manifest_that_no_reader_would_accept_is_not_written(
     with pytest.raises(BoundsError):
         create(store, KEYS, replace(a_manifest(), **unusable))
     assert list(store.list("")) == []
-
-
-def test_an_error_of_the_store_is_raised(tmp_path: Path) -> None:
-    """The result is neither fenced nor claimed."""
-
-    class Down(FileStore):
-        def put(self, key: str, data: bytes | memoryview, *, if_absent: bool = False) -> None:
-            raise Permanent("403")
-
-    store = file_store(tmp_path / "store", Down)
-    with pytest.raises(Permanent):
-        claim(store, "me")
-    with pytest.raises(Permanent):
-        create(store, KEYS, a_manifest())

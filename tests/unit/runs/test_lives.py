@@ -5,32 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
-from datetime import UTC, datetime
 
 import pytest
-from swansong_bucket.format import claim as claims
-from swansong_bucket.format import resumption as resumptions
-from swansong_bucket.format.claim import ClaimObject
-from swansong_bucket.format.farewell import Farewell, encode
-from swansong_bucket.format.keys import RunKeys
-from swansong_bucket.loss_records import EvacuationRecord, GenerationEnd, LastReport
-from swansong_bucket.model import CommitRef, Verdict
+from swansong_bucket.loss_records import GenerationEnd
+from swansong_bucket.model import CommitRef
 from swansong_bucket.runs import lives
 from swansong_bucket.runs.run import Run
 from swansong_tools.economics.loss import loss
-from swansongd.core.events import Conclude
 
 from testkit import committed
+from testkit.lost_vms import BEGUN_S, KEYS, a_run, claim, farewell, record
 from testkit.memory_store import MemoryStore
-from tests.unit.format.test_resumption import RESUMPTION
-
-KEYS = RunKeys("r")
-BEGUN_S = 1_800_000_000.0
-
-
-def text(wall_s: float) -> str:
-    return datetime.fromtimestamp(wall_s, UTC).isoformat()
 
 
 @contextmanager
@@ -40,70 +25,6 @@ def counted(store: MemoryStore) -> Iterator[list[str]]:
     before = len(store.requests)
     yield read
     read += [key for what, key in store.requests[before:] if what == "get"]
-
-
-def claim(store: MemoryStore, generation: int, claimed_s: float) -> None:
-    identity = {"boot_id": f"b{generation}", "claimed": text(claimed_s)}
-    made = ClaimObject(run="r", generation=generation, start=f"s{generation}", identity=identity)
-    store.put(KEYS.generation(generation), claims.encode(made))
-
-
-def record(store: MemoryStore, generation: int, first_s: float, *, start: int = 100) -> None:
-    made = replace(
-        RESUMPTION,
-        generation=generation,
-        vm=f"vm{generation}",
-        booted_wall_s=first_s - 30,
-        daemon_wall_s=first_s - 20,
-        asked_wall_s=first_s - 15,
-        answered_wall_s=first_s - 10,
-        started_wall_s=first_s - 5,
-        first_step_wall_s=first_s,
-        start_step=start,
-        first_step=start + 1,
-        earlier=lives.earlier_ending(
-            store, KEYS, generation, ended_by_s=(first_s - 30, first_s - 20)
-        ),
-    )
-    store.put(KEYS.resumption(generation), resumptions.encode(made))
-
-
-def farewell(
-    store: MemoryStore, generation: int, step: int, at_s: float, *, over: bool, stamp: str = "t"
-) -> None:
-    training = LastReport(
-        step=step,
-        wall_s=at_s,
-        step_s=1.0,
-        ranks=8,
-        saves_s=0.0,
-        stall_s=0.5,
-        is_over=over,
-        deadline_wall_s=at_s + 10,
-    )
-    conclusion = Conclude("e", Verdict.SAFE, "why", CommitRef(generation, step), 1.0)
-    made = Farewell(
-        run="r",
-        generation=generation,
-        conclusion=conclusion,
-        evacuation=EvacuationRecord(opened_wall_s=at_s),
-        training=training,
-        written=text(at_s),
-    )
-    store.put(KEYS.farewell(generation, stamp), encode(made))
-
-
-def a_run(store: MemoryStore) -> None:
-    """Three VMs: one with an exact farewell, one that lost its power, and one that trains."""
-    claim(store, 1, BEGUN_S)
-    record(store, 1, BEGUN_S + 60, start=0)
-    committed.commit(store, {"a": b"1"}, generation=1, step=140)
-    farewell(store, 1, 150, BEGUN_S + 200, over=False, stamp="t1")
-    farewell(store, 1, 160, BEGUN_S + 210, over=True, stamp="t2")
-    claim(store, 2, BEGUN_S + 300)
-    record(store, 2, BEGUN_S + 400, start=150)
-    claim(store, 3, BEGUN_S + 900)
-    record(store, 3, BEGUN_S + 1000, start=150)
 
 
 def test_each_vm_that_trained_is_a_life() -> None:

@@ -11,10 +11,10 @@ from swansong_bucket.format import claim as claims
 from swansong_bucket.format.claim import ClaimObject
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
-from swansong_bucket.runs import catalog, lives
+from swansong_bucket.runs import catalog
 from swansong_bucket.runs import commit as commits
 
-from testkit.memory_store import PAGE_KEYS, MemoryStore
+from testkit.memory_store import MemoryStore
 
 KEYS = RunKeys("r")
 
@@ -32,33 +32,6 @@ def bucket(generations: int, steps: int = 1) -> MemoryStore:
 
 def lists(store: MemoryStore, prefix: str) -> int:
     return sum(what == "list" and key.startswith(prefix) for what, key in store.requests)
-
-
-def test_old_commits_cost_no_request() -> None:
-    """The requests to find the newest commit, the history and the fence are the same in any long run."""
-    counts = []
-    for generations in (100, 400):
-        store = bucket(generations)
-        assert commits.newest_whole_commit(store, KEYS) == CommitRef(generations, 0)
-        of_commits = lists(store, KEYS.commits)
-        store.requests.clear()
-        near = generations - 1
-        assert commits.newest_whole_commit(store, KEYS, near=near) == CommitRef(generations, 0)
-        catalog.history(store, KEYS, generations)
-        lives.earlier_ending(store, KEYS, generations, ended_by_s=())
-        last = claims.decode(store.objects[KEYS.generation(generations)])
-        commits.ensure_not_fenced(store, KEYS, last)
-        counts.append((of_commits, [what for what, _ in store.requests].count("list")))
-    assert counts[0] == counts[1]
-    assert counts[0][0] == 1
-
-
-def test_a_first_look_lists_all_claims_and_no_old_commits() -> None:
-    """Without a known generation, the claims are listed once, a page at a time."""
-    store = bucket(100, steps=2)
-    assert commits.newest_whole_commit(store, KEYS) == CommitRef(100, 1)
-    assert lists(store, KEYS.generations) == -(-100 // PAGE_KEYS)
-    assert lists(store, KEYS.commits) == 1
 
 
 @pytest.mark.parametrize("near", [0, 1, 30, 60, 61, 99_999_999])

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from swansong_bucket.errors import NothingToRestore, Permanent, TooLarge, Transient
+from swansong_bucket.errors import NothingToRestore, Permanent, TooLarge
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef
 from swansong_bucket.transfer.restore import restore
@@ -92,15 +92,6 @@ def test_a_store_that_refuses_everything_is_an_error_of_the_store(
         restore(store, KEYS, RestoreTarget(tmp_path / "here"))
     with pytest.raises(Permanent, match="403"):
         verify(store, KEYS)
-
-
-def test_a_network_that_fails_for_one_object_ends_a_restore(
-    store: MemoryStore, tmp_path: Path
-) -> None:
-    """A Transient error must not lead to an older commit."""
-    refuse(store, manifest_of_new, Transient)
-    with pytest.raises(Transient):
-        restore(store, KEYS, RestoreTarget(tmp_path / "here"))
 
 
 def test_no_commit_is_never_concluded_from_a_refusal(store: MemoryStore, tmp_path: Path) -> None:

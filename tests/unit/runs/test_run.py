@@ -24,9 +24,9 @@ from swansong_tools.exporter.figures import RunFigures
 from swansong_tools.exporter.run import RunReader
 
 from testkit import committed
+from testkit.lost_vms import BEGUN_S, KEYS, a_run, claim, farewell
 from testkit.memory_store import MemoryStore
 from testkit.records import changed
-from tests.unit.runs.test_lives import BEGUN_S, KEYS, a_run, claim, farewell
 
 NOW_S = BEGUN_S + 50_000
 PLANTED = {
