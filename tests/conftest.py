@@ -17,8 +17,7 @@ from hypothesis import HealthCheck, Phase, settings
 from testkit.time_limits import TimeLimits
 from testkit.warm import ONE_THREAD, WarmPythons
 
-# Before the first import of torch: with a pool of threads in each worker, operations on tiny tensors mostly wait
-# for a thread.
+# Before the first import of torch: with threads in each worker, small operations mostly wait for one.
 os.environ.update(ONE_THREAD)
 
 settings.register_profile(
