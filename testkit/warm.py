@@ -83,12 +83,12 @@ MODULES = {
 """Modules of each kind of warm Python."""
 _FAMILIES = (("torch", "frameworks"), ("swansongd",))
 """The kinds of each server.  The second kind of a server has the modules of the first, too."""
-_ONE_THREAD = {
+ONE_THREAD = {
     "OMP_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
     "OPENBLAS_NUM_THREADS": "1",
-    "PYTHONHASHSEED": "0",
 }
+"""Environment variables that keep numpy and torch from starting threads."""
 _MAX_BYTES, _MAX_FDS = 2**18, 250
 _ABOVE_ALL = 700
 """Received descriptors wait here until their own numbers are free."""
@@ -124,7 +124,7 @@ class WarmPythons:
         server = subprocess.Popen(
             [sys.executable, "-u", "-m", __name__, *(f"{kind}={fd}" for kind, fd in fds.items())],
             cwd=Path(__file__).parents[1],
-            env={**os.environ, **_ONE_THREAD},
+            env={**os.environ, **ONE_THREAD, "PYTHONHASHSEED": "0"},
             stdin=subprocess.PIPE,
             pass_fds=tuple(fds.values()),
         )

@@ -1,8 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Rules for all tests: CI skips nothing, each test has a time limit, and Hypothesis measures no speed."""
+"""Rules for all tests: CI skips nothing, each test has a time limit and one thread for arithmetic.
+
+Hypothesis measures no speed.
+"""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Generator, Iterator
 
@@ -11,7 +15,10 @@ import structlog
 from hypothesis import HealthCheck, Phase, settings
 
 from testkit.time_limits import TimeLimits
-from testkit.warm import WarmPythons
+from testkit.warm import ONE_THREAD, WarmPythons
+
+# Before the first import of torch: with threads in each worker, small operations mostly wait for one.
+os.environ.update(ONE_THREAD)
 
 settings.register_profile(
     "machines",
@@ -48,6 +55,12 @@ def pytest_configure(config: pytest.Config) -> None:
     if not hasattr(config, "workerinput"):
         config.stash[WARM] = WarmPythons()
         os.environ[WARM_ENV] = config.stash[WARM].directory
+
+
+def pytest_collection_finish() -> None:
+    """Keep the garbage collector from walking a million objects of pytest and torch again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

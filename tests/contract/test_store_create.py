@@ -13,7 +13,7 @@ from swansong_bucket.stores.base import WINDOW_BYTES, ObjectInfo, ObjectStore, i
 from testkit.bodies import CountedSink, torn
 from testkit.store_backends import MIB, get_range, in_threads
 
-SIZES = [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB + 5, 16 * MIB]
+SIZES = [0, 1, MIB - 1, MIB, MIB + 1, 3 * MIB + 5]
 
 
 @pytest.mark.fault("O11")

@@ -3,13 +3,12 @@
 
 Compared byte by byte is all that the last checkpoint holds, but for what tells of the run and not of the
 state: clock times in logs, paths, and counters of validation batches.  The processes are forks of one that
-has imported the framework; under torchrun they are not.
+has imported the framework.
 """
 
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 
 import pytest
@@ -123,13 +122,20 @@ def test_dcp(tmp_path: Path, warm_python: str) -> None:
 
 
 @pytest.mark.fault("T12")
-def test_torchrun(tmp_path: Path) -> None:
+def test_torchrun(tmp_path: Path, warm_python: str) -> None:
     """Under the launcher itself: its environment variables, its run id, its workers' process groups."""
-    launcher = [
-        *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    ]
+    launcher = [warm_python, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
     report = check_resume(
-        [*launcher, str(EXAMPLES / "torch_ddp.py"), "--windows", "256", "--epochs", "9"],
+        [
+            *launcher,
+            "--no-python",
+            warm_python,
+            str(EXAMPLES / "torch_ddp.py"),
+            "--windows",
+            "256",
+            "--epochs",
+            "9",
+        ],
         steps=6,
         kill_at=[3],
         ranks=2,

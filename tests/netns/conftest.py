@@ -26,6 +26,7 @@ from testkit import TRAINERS
 from testkit.clouds import Aws, Gcp
 from testkit.emulators.process import EmulatorProcess
 from testkit.rig import Vm
+from testkit.warm import python_of
 
 ADDRESS = "169.254.169.254"
 CLONE_NEWNET = 0x40000000
@@ -160,15 +161,24 @@ def decoy(network: Network) -> Iterator[Decoy]:
 
 @pytest.fixture
 def new_vm(network: Network, tmp_path: Path) -> Iterator[Any]:
-    """``new_vm("aws")``: a VM without a configured metadata address, with a directory as its store."""
+    """``new_vm("aws")``: a VM without a configured metadata address, with a directory as its store.
+
+    Its processes are forks of a warm Python; ``is_warm=False`` starts the installed programs, whose libraries
+    read the environment when they are imported.
+    """
     with ExitStack() as vms:
 
-        def make(cloud: str, store: dict[str, str] | None = None) -> Vm:
+        def make(cloud: str, store: dict[str, str] | None = None, *, is_warm: bool = True) -> Vm:
             disk = tmp_path / "vm"
             disk.mkdir()
             shelf = tmp_path / "store"
             shelf.mkdir()
-            vm = Vm(disk, store or {"url": f"file://{shelf}"}, metadata=(cloud, None))
+            vm = Vm(
+                disk,
+                store or {"url": f"file://{shelf}"},
+                metadata=(cloud, None),
+                warm=python_of(os.environ["SWANSONG_TEST_WARM"], "swansongd") if is_warm else None,
+            )
             return vms.enter_context(vm)
 
         yield make

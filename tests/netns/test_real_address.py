@@ -51,7 +51,7 @@ def test_the_environment_does_not_divert_metadata_requests(
 ) -> None:
     """From the notice to SAFE; neither a proxy nor another metadata service receives a connection."""
     cloud = getattr(clouds, name)()
-    vm = new_vm(name)
+    vm = new_vm(name, is_warm=False)
     daemon = vm.start_daemon(**variables(kind, decoy))
     vm.start_trainer(script=witness).lines.wait(step=5)
     give_notice(cloud)
@@ -242,7 +242,7 @@ def test_a_proxy_for_the_store_is_not_used_for_metadata(
         EmulatorProcess("testkit.emulators.s3_server", "--port", "0", "--bucket", "ckpt") as s3,
         ForwardProxy(NO_ROUTE, s3.url).serving() as proxy,
     ):
-        vm = new_vm("aws", Bucket(f"http://{NO_ROUTE}", "team").store)
+        vm = new_vm("aws", Bucket(f"http://{NO_ROUTE}", "team").store, is_warm=False)
         daemon = vm.start_daemon(
             **dict.fromkeys(PROXIES, proxy.url),
             NO_PROXY="169.254.169.254",

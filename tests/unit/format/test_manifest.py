@@ -399,8 +399,8 @@ def test_as_many_files_as_a_scan_accepts_fit_into_a_manifest() -> None:
 
 
 BYTES_MAX = manifests_module.BYTES_MAX
-SHARE = 4
-"""Content that is parsed fills a quarter of the limit, and may cost a quarter: larger ones take a minute."""
+SHARE = 8
+"""Content that is parsed fills an eighth of the limit, and may cost an eighth: larger ones take a minute."""
 VALUES = manifests_module.VALUES_MAX // SHARE - 1000
 COSTLY: dict[str, Callable[[], bytes]] = {
     "lists": lambda: b'{"a":[' + b"[]," * (BYTES_MAX // 3 - 10) + b"[]]}",
