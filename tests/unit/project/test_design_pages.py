@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/design names modules and packages that exist, all packages, and the states and plans of the code."""
+"""docs/design names modules and packages that exist, all packages, and the plans and verdicts of the code."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from pathlib import Path
 import pytest
 from swansong_bucket.model import Verdict
 from swansongd.core.planner import PlanKind
-from swansongd.observe.phase import Phase
 
 from testkit import REPOSITORY
 
@@ -44,10 +43,10 @@ def test_the_overview_lists_every_package_of_the_daemon() -> None:
     assert sorted(rows) == sorted(packages)
 
 
-def test_the_pages_of_evacuations_name_every_state_plan_and_verdict() -> None:
+def test_the_pages_of_evacuations_name_every_plan_and_verdict() -> None:
     """The names are those that ``swansong status`` prints."""
     design = REPOSITORY / "docs" / "design"
     names = ("evacuation.md", "core.md")
     page = "\n".join((design / name).read_text(encoding="utf-8") for name in names)
     words = set(re.findall(r"\b[A-Z_]{4,}\b", page))
-    assert words >= {*Phase, *PlanKind, *Verdict}
+    assert words >= {*PlanKind, *Verdict}
