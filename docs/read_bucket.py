@@ -2,7 +2,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Restores the newest whole commit of a run from a copy of the bucket in a directory.
 
-Written from docs/format.md and docs/format-objects.md alone.  It shares no code with Swansong, and needs
+Written from docs/format.md alone.  It shares no code with Swansong, and needs
 Python 3.10 and the package blake3.  Copy the bucket first, with ``aws s3 sync`` for example.
 
     python read_bucket.py BUCKET_DIRECTORY RUN TARGET_DIRECTORY

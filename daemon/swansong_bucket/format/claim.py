@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The claim: the object that gives a generation of a run to one start of the training.
 
-docs/format-objects.md describes the bytes.  Every writer of the bucket can write a claim, so ``decode``
+docs/format.md describes the bytes.  Every writer of the bucket can write a claim, so ``decode``
 checks every field.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The farewell: the object that records an evacuation and its verdict.
 
-docs/format-records.md describes the bytes.  No commit depends on a farewell.
+docs/format.md describes the bytes.  No commit depends on a farewell.
 """
 
 from __future__ import annotations

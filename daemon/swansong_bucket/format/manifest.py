@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The manifest: what one VM committed at one step.  docs/format-objects.md describes the bytes.
+"""The manifest: what one VM committed at one step.  docs/format.md describes the bytes.
 
 Every writer of the bucket can write a manifest, and a restore
 acts on its content, so ``decode`` checks every field.

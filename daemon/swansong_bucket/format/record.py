@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The form that all records of the bucket share: canonical JSON with a format, a version and its own digest.
 
-docs/format-objects.md describes it.
+docs/format.md describes it.
 """
 
 from __future__ import annotations

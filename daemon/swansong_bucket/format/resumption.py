@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The resumption: the object that records how long a resume took, and where the VM before it ended.
 
-docs/format-objects.md describes the bytes.  No commit and no restore depends on it.  Every writer of the
+docs/format.md describes the bytes.  No commit and no restore depends on it.  Every writer of the
 bucket can write one, so ``decode`` checks every field.
 """
 

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The pin: the object by which a user keeps a commit under a name, whatever the rules of retention are.
 
-docs/format-records.md describes the bytes.  A pin is created by create-if-absent, so a name marks one commit
+docs/format.md describes the bytes.  A pin is created by create-if-absent, so a name marks one commit
 until the pin is removed.
 """
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/design names modules and packages that exist, all packages, and the states and plans of the code."""
+"""docs/design names modules and packages that exist, all packages, and the plans and verdicts of the code."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""docs/format*.md state the keys, fields, bounds and digests of the code."""
+"""docs/format.md states the keys, fields, bounds and digests of the code."""
 
 from __future__ import annotations
 
@@ -28,9 +28,7 @@ from testkit.lost_vms import RESUMPTION
 from testkit.records import KEY
 
 DOCS = REPOSITORY / "docs"
-KEYS_PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
-OBJECTS_PAGE = (DOCS / "format-objects.md").read_text(encoding="utf-8")
-RECORDS_PAGE = (DOCS / "format-records.md").read_text(encoding="utf-8")
+PAGE = (DOCS / "format.md").read_text(encoding="utf-8")
 KEYS = RunKeys("my-run")
 REF = CommitRef(7, 4200)
 CHUNK = chunk_of(b"abc", run="my-run", generation=7, nonce="9e2d")
@@ -54,9 +52,9 @@ FORMS = {
 }
 
 
-def section(page: str, title: str) -> str:
+def section(title: str) -> str:
     """The text below a heading, down to the next heading."""
-    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", page, re.MULTILINE | re.DOTALL)
+    found = re.search(rf"^#+ {re.escape(title)}\n(.*?)(?=^#+ |\Z)", PAGE, re.MULTILINE | re.DOTALL)
     assert found, f"no section {title}"
     return found[1]
 
@@ -77,9 +75,9 @@ def first_names(text: str) -> list[str]:
     return [name for cells in rows(text) for name in re.findall(r"`([^`]+)`", cells[0])]
 
 
-def snippet(page: str, title: str) -> dict[str, Any]:
+def snippet(title: str) -> dict[str, Any]:
     """The names that the Python code of a section defines."""
-    code = re.search(r"```python\n(.*?)```", section(page, title), re.DOTALL)
+    code = re.search(r"```python\n(.*?)```", section(title), re.DOTALL)
     assert code, f"no Python in {title}"
     names: dict[str, Any] = {}
     exec(code[1], names)
@@ -88,7 +86,7 @@ def snippet(page: str, title: str) -> dict[str, Any]:
 
 def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
     """Each row is the form of one kind of key, and each part of a form is explained."""
-    forms = [name for name in first_names(section(KEYS_PAGE, "Layout")) if "/" in name]
+    forms = [name for name in first_names(section("Layout")) if "/" in name]
     made = [
         KEYS.generation(7),
         CHUNK.key,
@@ -104,7 +102,7 @@ def test_every_key_of_the_code_has_a_form_on_the_page() -> None:
         for word, regex in FORMS.items():
             pattern = pattern.replace(re.escape(word), regex)
         assert re.fullmatch(pattern, key), (form, key)
-    explained = [name for name in first_names(section(KEYS_PAGE, "Layout")) if "/" not in name]
+    explained = [name for name in first_names(section("Layout")) if "/" not in name]
     assert explained == list(FORMS)
 
 
@@ -112,7 +110,7 @@ def test_the_forms_of_numbers_are_those_of_the_code() -> None:
     """The digits on the page are the ranges that the code formats."""
     digits = {
         name: int(match[1])
-        for cells in rows(section(KEYS_PAGE, "Layout"))
+        for cells in rows(section("Layout"))
         if (match := re.match(r"([0-9]+) digits", cells[1]))
         for name in re.findall(r"<(\w+)>", cells[0])
     }
@@ -128,7 +126,7 @@ def test_the_forms_of_numbers_are_those_of_the_code() -> None:
 def test_the_fields_of_a_manifest() -> None:
     """The page lists exactly the fields of the object."""
     body = json.loads(manifests.encode(MANIFEST))
-    of_manifest, of_shard = section(OBJECTS_PAGE, "The manifest").split("| field of a shard")
+    of_manifest, of_shard = section("The manifest").split("| field of a shard")
     assert sorted(first_names(of_manifest)) == sorted(body)
     assert sorted(first_names(f"| {of_shard}")) == sorted(body["shards"][0])
 
@@ -136,7 +134,7 @@ def test_the_fields_of_a_manifest() -> None:
 def test_the_fields_of_a_claim() -> None:
     """The page lists exactly the fields of the object."""
     body = json.loads(claims.encode(CLAIM))
-    assert sorted(first_names(section(OBJECTS_PAGE, "The claim"))) == sorted(body)
+    assert sorted(first_names(section("The claim"))) == sorted(body)
 
 
 def test_the_fields_of_a_farewell() -> None:
@@ -156,7 +154,7 @@ def test_the_fields_of_a_farewell() -> None:
         written="now",
     )
     body = json.loads(farewells.encode(farewell))
-    text = section(RECORDS_PAGE, "The farewell")
+    text = section("The farewell")
     of_farewell, of_training = text.split("| field of `training`")
     assert sorted(first_names(of_farewell)) == sorted(body)
     assert sorted(first_names(f"| {of_training}")) == sorted(body["training"])
@@ -169,12 +167,10 @@ def test_the_fields_of_a_farewell() -> None:
 def test_the_fields_of_a_resumption() -> None:
     """The page lists exactly the fields of the object."""
     body = json.loads(resumptions.encode(RESUMPTION))
-    of_resumption, of_earlier = section(RECORDS_PAGE, "The resumption").split(
-        "| field of `earlier`"
-    )
+    of_resumption, of_earlier = section("The resumption").split("| field of `earlier`")
     assert sorted(first_names(of_resumption)) == sorted(body)
     assert sorted(first_names(f"| {of_earlier}")) == sorted(body["earlier"])
-    assert f"waits {YIELD_S:g} s" in RECORDS_PAGE
+    assert f"waits {YIELD_S:g} s" in PAGE
 
 
 def number(text: str) -> int:
@@ -208,20 +204,20 @@ BOUNDS = {
 
 def test_the_bounds() -> None:
     """The page has the limits that readers apply."""
-    found = {cells[0]: number(cells[1]) for cells in rows(section(OBJECTS_PAGE, "Bounds"))}
+    found = {cells[0]: number(cells[1]) for cells in rows(section("Bounds"))}
     assert found == BOUNDS
-    assert f"{catalog.EXAMINE_CPU_S:g} s of processor time" in OBJECTS_PAGE
+    assert f"{catalog.EXAMINE_CPU_S:g} s of processor time" in PAGE
 
 
 def test_the_name_of_a_chunk() -> None:
     """The function on the page returns what the code returns."""
-    name = snippet(OBJECTS_PAGE, "Chunks")["name"]
+    name = snippet("Chunks")["name"]
     assert KEYS.data + name(b"abc", 7, "9e2d") == CHUNK.key
 
 
 def test_the_signatures() -> None:
     """The functions on the page return the tag and the signature of the code."""
-    on_page = snippet(OBJECTS_PAGE, "Signatures")
+    on_page = snippet("Signatures")
     url, key = "s3://bucket/runs", KEYS.generation(7)
     assert on_page["tag"](KEY.secret, url, key) == KEY.tag(url, key)
     assert on_page["signature"](KEY.secret, url, key, b"{}") == KEY.signature(url, key, b"{}")

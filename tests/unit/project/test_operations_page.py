@@ -17,10 +17,9 @@ from swansong_bucket.model import PEER_SOURCE, Health, Severity, Verdict
 from swansong_tools.commands import ls
 from swansongd import sources
 from swansongd.config.config import METADATA_TIMEOUT_S, section_keys
-from swansongd.core import notices, starts, state
+from swansongd.core import notices, state
 from swansongd.observe.status import DaemonStatus
 from swansongd.sources import gcp, metadata
-from swansongd.trainers import admission, connection
 
 from testkit import REPOSITORY
 
@@ -160,15 +159,8 @@ STATED = [
     ("notices", f"one every {notices.EVERY_S:.0f} s"),
     ("notices", f"at most one extra checkpoint every {notices.PRECAUTION_EVERY_S / 60:.0f} min"),
     ("notices", f"Up to {notices.BY_HAND_MAX} notices by hand"),
-    ("notices", f"ends differ by {notices.SAME_END_S:g} s or less"),
     ("notices", f"has outlived them by {notices.OUTLIVED_S:.0f} s"),
     ("notices", f"still runs {gcp.LEARN_AFTER_S:.0f} s after the notice"),
-    ("notices", f"has a limit of {metadata.TIMEOUT_S:.0f} s"),
-    ("notices", f"up to {metadata.TIMEOUT_MAX_S:.0f} s"),
-    ("notices", f"ends {notices.OUTLIVED_S:.0f} s after its deadline"),
-    ("install", f"{admission.CONNECTIONS_MAX} connections, {admission.CONNECTIONS_PER_USER} of"),
-    ("install", f"{connection.MESSAGES_PER_S_MAX:.0f} messages a second on one connection"),
-    ("install", f"{starts.CLAIMS_MAX} starts of the training in {starts.WINDOW_S:.0f} s"),
     ("shutdown", f"{unit('TimeoutStopSec').removesuffix('s')} s, and longer"),
     ("shutdown", f"restarts the daemon {unit('RestartSec').removesuffix('s')} s after"),
     ("shutdown", f"has not reported for {unit('WatchdogSec').removesuffix('s')} s"),
