@@ -40,26 +40,31 @@ def events() -> dict[str, set[str]]:
     found = {"log_dropped": {"warning"}}  # the writer thread writes this event itself
     for path in sorted((REPOSITORY / "daemon").glob("swansong*/**/*.py")):
         for call in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-            if isinstance(call, ast.Call) and isinstance(call.func, ast.Attribute):
-                for name, level in _logged(call, call.func):
+            if isinstance(call, ast.Call):
+                for name, level in _logged(call):
                     found.setdefault(name, set()).add(level)
     return found
 
 
-def _logged(call: ast.Call, method: ast.Attribute) -> Iterator[tuple[str, str]]:
+def _logged(call: ast.Call) -> Iterator[tuple[str, str]]:
     """The events of a call, each with its level."""
     names: set[str] = set()
     levels: set[str] = set()
-    if method.attr in _METHODS and re.search(r"log(ger)?(\(.*\))?$", ast.unparse(method.value)):
-        names, levels = _strings(call.args[0]), {_METHODS[method.attr]}
-        assert names, ast.unparse(call)
-    elif method.attr == "log" and len(call.args) >= 2:
-        names, levels = _strings(call.args[1]), _strings(call.args[0]) or {"any"}
-    elif method.attr == "_log_limited":
-        names = _strings(call.args[0])
-        given = [_strings(keyword.value) for keyword in call.keywords if keyword.arg == "level"]
-        levels = given[0] if given else {"warning"}
+    match call.func:
+        case ast.Attribute(attr=attr, value=value) if attr in _METHODS and _is_log(value):
+            names, levels = _strings(call.args[0]), {_METHODS[attr]}
+            assert names, ast.unparse(call)
+        case ast.Attribute(attr="log") | ast.Name(id="Log") if len(call.args) >= 2:
+            names, levels = _strings(call.args[1]), _strings(call.args[0]) or {"any"}
+        case ast.Attribute(attr="_log_limited"):
+            names = _strings(call.args[0])
+            given = [_strings(keyword.value) for keyword in call.keywords if keyword.arg == "level"]
+            levels = given[0] if given else {"warning"}
     yield from ((name, level) for name in names for level in levels)
+
+
+def _is_log(node: ast.AST) -> bool:
+    return re.search(r"log(ger)?(\(.*\))?$", ast.unparse(node)) is not None
 
 
 def _strings(node: ast.AST) -> set[str]:
