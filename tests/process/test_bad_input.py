@@ -18,6 +18,7 @@ import pytest
 from swansong_bucket.format import manifest
 
 from testkit.clouds import Bucket
+from testkit.rig import BIN
 from testkit.waiting import until
 
 INVALID_CONFIG, BAD_STAGING = 2, 15
@@ -48,6 +49,31 @@ def test_all_problems_of_the_configuration_are_listed(new_vm: Any) -> None:
     ):
         assert len([line for line in problems if f"{key}:" in line]) == 1, (key, problems)
     assert len(problems) == 5
+    assert list(vm.staging.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "problem"),
+    [
+        ({}, ""),
+        ({"run": {"name": "../up"}}, "run.name"),
+        ({"trainer": {"users": ["no-such-user"]}}, "trainer.users"),
+        ({"store": {"url": "s3://b"}}, "store.url"),
+        ({"store": {"signing_key_file": "/nowhere/key"}}, "store.signing_key_file"),
+        ({"mirror": {"url": "file://relative"}}, "mirror.url"),
+    ],
+)
+def test_a_configuration_can_be_checked_before_it_counts(
+    new_vm: Any, tmp_path: Path, settings: dict[str, Any], problem: str
+) -> None:
+    """``swansongd --check`` refuses each problem that would end a start, and writes nothing."""
+    vm = new_vm("vm", {"url": f"file://{tmp_path}/store"}, settings=settings)
+    checked = vm.spawn([str(BIN / "swansongd"), "--config", str(vm.config), "--check"])
+    assert checked.wait() == (INVALID_CONFIG if problem else 0)
+    checked.lines.drained()
+    found = [line for line in checked.lines.raw if "problem=" in line]
+    assert len(found) == bool(problem)
+    assert all(problem in line for line in found)
     assert list(vm.staging.iterdir()) == []
 
 

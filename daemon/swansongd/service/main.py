@@ -16,12 +16,17 @@ import swansongd
 from swansongd.config.config import DEFAULT_PATH, load
 from swansongd.host import capabilities
 from swansongd.observe import log
+from swansongd.service import storage
 from swansongd.service.service import Service
+from swansongd.staging.scan import OWN_DIRECTORY
+from swansongd.trainers import users
 
 _EPILOG = """\
 examples:
   # Start the daemon as a service.
   sudo systemctl start swansongd
+  # Check a changed configuration, then continue with it.  A wrong one changes nothing.
+  sudo systemctl reload swansongd
   # Run it in a terminal with another configuration.
   swansongd --config swansong.toml
 
@@ -44,16 +49,30 @@ def main(argv: Sequence[str] | None = None) -> None:
         metavar="FILE",
         help=f"configuration file (default {DEFAULT_PATH})",
     )
+    parser.add_argument(
+        "--check",
+        action="store_true",
+        help="only check the configuration, its users and the addresses of its stores",
+    )
     parser.add_argument("--version", action="version", version=swansongd.__version__)
     args = parser.parse_args(argv)
     try:
-        code = _run(args.config)
+        code = _check(args.config) if args.check else _run(args.config)
     except SwansongError as error:
         _complain(error)
         code = error.exit_code
     log.flush(1.0)
     sys.stdout.flush()
     os._exit(code)
+
+
+def _check(path: Path) -> int:
+    """Whether a daemon would start with this configuration; sends no request, and writes nothing."""
+    config = load(path)
+    users.uids_of(config.trainer.users)
+    storage.opened(config, config.staging.path / config.run.name / OWN_DIRECTORY)
+    print(f"{path} is valid")
+    return 0
 
 
 def _run(path: Path) -> int:

@@ -390,7 +390,7 @@ class Service:
         elif number == signal.SIGINT:
             self._post(StopRequested("interrupted"))
         else:
-            _log.warning("not_reloaded", hint="systemctl restart swansongd reads the configuration")
+            _log.warning("not_reloaded", hint="systemctl reload swansongd reads the configuration")
 
     def _judge_sigterm(self, arrived_mono_s: float) -> None:
         if host.is_host_stopping(self._config.sources.system_bus or logind.SYSTEM_BUS):

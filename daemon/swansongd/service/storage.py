@@ -7,6 +7,7 @@ import math
 import threading
 import time
 from collections.abc import Callable
+from pathlib import Path
 
 import structlog
 from swansong_bucket.format.keys import RunKeys
@@ -52,6 +53,26 @@ _CALL_BUDGET_S = 20.0
 _log = structlog.get_logger(__name__)
 
 
+def opened(config: Config, own_directory: Path) -> tuple[ObjectStore, ObjectStore | None]:
+    """The store of the run, and its mirror if one is configured.  Sends no request.
+
+    Args:
+        own_directory: of the daemon, with the record of the store that it has used before.
+
+    Raises:
+        ConfigError: the URL of a store, or ``store.signing_key_file``, cannot be used.
+    """
+    key = signing.load(config.store.signing_key_file)
+    mirror = open_mirror(config.mirror)
+    connections = config.flush.connections + SMALL_CONNECTIONS
+    if mirror is not None:
+        mirror = signed(mirror, key)
+        connections += config.mirror.connections
+    store = open_store(config.store, connections=connections, lock=locks.of(config.store))
+    expect_recorded_store(store, own_directory, config.run.name)
+    return signed(store, key), mirror
+
+
 class Storage:
     """The store of the run, and the threads that write to it: flush, committer and warmer.
 
@@ -85,20 +106,7 @@ class Storage:
         self.bytes_referenced = 0
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
         self.keys = RunKeys(config.run.name)
-        key = signing.load(config.store.signing_key_file)
-        mirror = open_mirror(config.mirror)
-        if mirror is not None:
-            mirror = signed(mirror, key)
-        connections = config.flush.connections + SMALL_CONNECTIONS
-        if mirror is not None:
-            connections += config.mirror.connections
-        opened = open_store(
-            config.store,
-            connections=connections,
-            lock=locks.of(config.store),
-        )
-        expect_recorded_store(opened, staging.own, config.run.name)
-        self.backend = signed(opened, key)
+        self.backend, mirror = opened(config, staging.own)
         dns.remember()
         checksums.load()
         self._health = StoreHealth(post)

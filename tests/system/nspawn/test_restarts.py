@@ -56,6 +56,29 @@ def test_restart_by_the_operator_disturbs_no_training(
     assert int(vm.show(DAEMON, "NFileDescriptorStore")) == 1
 
 
+def test_a_reload_takes_a_checked_configuration(new_vm: Any, bucket: Bucket, aws: Aws) -> None:
+    """A wrong one fails the reload, and the daemon continues; a right one counts, and training continues."""
+    vm = new_vm(bucket)
+    vm.power_on()
+    vm.wait_active()
+    until(lambda: joined(vm), what="the trainer's Hello")
+    daemon, trainer = vm.main_pid(), vm.main_pid(TRAINER)
+    path = "/etc/swansong/swansong.toml"
+    right = vm.read(path)
+
+    vm.write(path, right.replace("[trainer]", "[trainer]\nsettle_s = -1", 1))
+    assert "failed" in vm.run("sh", "-c", f"systemctl reload {DAEMON} 2>&1", may_fail=True)
+    vm.journal.wait("trainer.settle_s")
+    assert vm.main_pid() == daemon
+
+    vm.write(path, right.replace("[trainer]", "[trainer]\nstall_steps = 77", 1))
+    vm.run("systemctl", "reload", DAEMON)
+    until(lambda: vm.main_pid() not in (0, daemon), what="the next daemon")
+    until(lambda: joined(vm), what="the trainer's Hello")
+    assert vm.main_pid(TRAINER) == trainer
+    assert vm.journal.all(event="verdict") == []
+
+
 @pytest.mark.fault("H04")
 def test_watchdog_restarts_a_hung_daemon(
     new_vm: Any, bucket: Bucket, aws: Aws, phases: Any
