@@ -85,7 +85,7 @@ def test_a_foreign_store_returns_what_was_committed(
 
         if not is_tls:
             proxy.hits = 0
-            proxy.cut_body(times=2)
+            proxy.reset("down", 65_536, times=2)
         place = tmp_path / "restored"
         restored = vm.swansong("restore", "--to", str(place), "--fresh-ok", **ACCOUNT)
         assert restored.returncode == 0, restored.stderr

@@ -70,7 +70,7 @@ def _check(path: Path) -> int:
     """Whether a daemon would start with this configuration; sends no request, and writes nothing."""
     config = load(path)
     users.uids_of(config.trainer.users)
-    storage.opened(config, config.staging.path / config.run.name / OWN_DIRECTORY)
+    storage.open_stores(config, config.staging.path / config.run.name / OWN_DIRECTORY)
     print(f"{path} is valid")
     return 0
 

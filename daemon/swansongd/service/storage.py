@@ -53,8 +53,10 @@ _CALL_BUDGET_S = 20.0
 _log = structlog.get_logger(__name__)
 
 
-def opened(config: Config, own_directory: Path) -> tuple[ObjectStore, ObjectStore | None]:
-    """The store of the run, and its mirror if one is configured.  Sends no request.
+def open_stores(
+    config: Config, own_directory: Path
+) -> tuple[ObjectStore, ObjectStore, ObjectStore | None]:
+    """The store of the run, the same with signatures, and its mirror if one is configured.  Sends no request.
 
     Args:
         own_directory: of the daemon, with the record of the store that it has used before.
@@ -70,7 +72,7 @@ def opened(config: Config, own_directory: Path) -> tuple[ObjectStore, ObjectStor
         connections += config.mirror.connections
     store = open_store(config.store, connections=connections, lock=locks.of(config.store))
     expect_recorded_store(store, own_directory, config.run.name)
-    return signed(store, key), mirror
+    return store, signed(store, key), mirror
 
 
 class Storage:
@@ -106,7 +108,7 @@ class Storage:
         self.bytes_referenced = 0
         """Bytes that were not sent since the daemon started, because an earlier commit has stored them."""
         self.keys = RunKeys(config.run.name)
-        self.backend, mirror = opened(config, staging.own)
+        opened, self.backend, mirror = open_stores(config, staging.own)
         dns.remember()
         checksums.load()
         self._health = StoreHealth(post)

@@ -10,6 +10,7 @@ from swansongd.core.events import Action, Log, Mark, TrainerProgress
 from swansongd.core.ranks import usual_step_s
 from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.facts import Observed
+from swansongd.observe.observer import Observation
 from swansongd.observe.report import status_line
 from swansongd.observe.stall import StallWatch
 
@@ -45,7 +46,7 @@ class Watched(Story):
     def tell(self, event: Observed) -> list[Action]:
         before = self.state
         actions = super().tell(event)
-        self.watch.observe(before, self.state, event, actions, self.now)
+        self.watch.observe(Observation(before, self.state, event, actions, self.now))
         return actions
 
 

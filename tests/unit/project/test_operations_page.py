@@ -90,7 +90,8 @@ def phases() -> set[str]:
         for call in nodes()
         if isinstance(call, ast.Call) and re.search(r"\b_?mark$", ast.unparse(call.func))
         for argument in call.args
-        for phase in strings(argument)
+        for given in (argument.args if isinstance(argument, ast.Call) else (argument,))
+        for phase in strings(given)
     }
 
 
