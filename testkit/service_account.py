@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A service account of Google, whose token server is that of a test."""
+"""A service account of Google, whose tokens come from the server of a test."""
 
 from __future__ import annotations
 

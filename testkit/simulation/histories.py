@@ -212,7 +212,7 @@ def honest(seed: int) -> World:
 def fits(seed: int) -> World:
     """F: while the status names no problem, a notice with time enough ends with SAFE.
 
-    The history is that of :func:`honest` to its last fault.  The notice comes soon after it.
+    The history is :func:`honest` up to its last fault.  The notice comes soon after it.
 
     Raises:
         Broken: an invariant is violated, or the status was wrong.

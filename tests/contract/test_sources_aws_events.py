@@ -496,7 +496,7 @@ def test_an_invalid_list_is_unknown(imds: str, body: str) -> None:
 
 
 def test_each_source_raises_its_own_notice(imds: str) -> None:
-    """All sources of a VM together: each notice, and each withdrawal, is that of one source."""
+    """All sources of a VM together: each notice, and each withdrawal, comes from one source."""
     config = SourcesConfig(cloud="aws", metadata_url=imds, poll_interval_s=0.02)
     with ExitStack() as stack:
         runs = [

@@ -62,7 +62,7 @@ sys.exit(trainer.wait())
 
 @pytest.fixture
 def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
-    """Function that names a method whose events come after those of all others, once the trainer steps."""
+    """Function that names a method that comes after all others, once the trainer steps."""
 
     def held(name: str) -> None:
         class Selector(selectors.DefaultSelector):

@@ -459,7 +459,7 @@ class TrainingState(Divisible):
                 else:  # of a rank that took part: data-parallel ranks are at the same position
                     state = decode_tree(nodes[name], get)
                 if isinstance(item, ResumableLoader):
-                    # Its generators are those of another rank.
+                    # Its generators belong to another rank.
                     state = {**state, "resume_with": None}
                 set_state(item, state)
             else:

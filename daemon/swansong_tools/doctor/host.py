@@ -445,7 +445,7 @@ _CREDENTIAL_FILES = (
 )  # fmt: skip
 """Below a home directory; the pattern for SSH keys excludes ``.pub``."""
 _OF_THE_UNIT = ("/etc/swansong/aws/credentials", "/etc/swansong/gcloud/*")
-"""Credential files that the units pass to the SDKs, which do not read those of a home directory."""
+"""Credential files that the units pass to the SDKs, which read none in a home directory."""
 _TEXTS = (
     "/etc/swansong/*", "/etc/swansong/*/*", "/etc/systemd/system/swansong*.d/*", "/etc/environment",
     "/etc/pip.conf", "/opt/swansong/pip.conf",

@@ -96,7 +96,7 @@ def textfile(vm: Installation) -> Judgement:
 
 
 def webhook_request(vm: Installation) -> HttpRequest:
-    """The test notification.  Its id is not that of the daemon's VM, which a trial need not know."""
+    """The test notification.  Its id names no VM, because a trial need not know the VM of the daemon."""
     host = platform.node()
     vm_id = hashlib.sha256(f"doctor {host}".encode()).hexdigest()[:16]
     origin = Origin(run=vm.config.run.name, vm=vm_id, host=host)

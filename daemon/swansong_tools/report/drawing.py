@@ -206,7 +206,7 @@ def ettr_chart(windows: Sequence[Window]) -> Chart | None:
 
 @dataclass(frozen=True, slots=True)
 class Stack:
-    """The parts of a loss, side by side; those of the largest loss fill the width."""
+    """The parts of a loss, side by side; the largest loss fills the width."""
 
     name: str
     lost_s: float

@@ -111,17 +111,16 @@ def summary(report: RunReport) -> str:
         return f"{happened}First find out why the run has no whole commit: swansong ls, swansong doctor."
     if loss is None or not loss.interruptions:
         return f"{happened}No interruption is recorded, so there is nothing to do."
-    parts_s: Counter[str] = Counter()
+    parts_gpu_s: Counter[str] = Counter()
     for each in loss.interruptions:
-        parts_s.update({"stall": each.stall_s or 0.0, "redone": each.redone_s})
-        parts_s.update({part: seconds or 0.0 for part, seconds in each.parts_s.items()})
-    ((largest, seconds),) = parts_s.most_common(1)
+        parts_gpu_s.update(each.lost_parts_gpu_s)
+    largest, gpu_s = max(parts_gpu_s.items(), key=lambda part: part[1], default=("unknown", 0.0))
     price = f" ({report.lost_amount})" if report.lost_amount else ""
     name, change = _CHANGES[largest]
     return (
         f"{happened}{counted(len(loss.interruptions), 'interruption')} cost "
-        f"{human_span(loss.lost_gpu_s)} of GPU time{price}. Most of it is {name}, "
-        f"{human_span(seconds)}: {change}."
+        f"{human_span(loss.lost_gpu_s)} of GPU time{price}. The largest part is {name}, "
+        f"{human_span(gpu_s)}: {change}."
     )
 
 

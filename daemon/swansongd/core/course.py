@@ -8,10 +8,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TypedDict, Unpack
 
-from swansong_bucket.model import Notice
+from swansong_bucket.model import CommitRef, Notice, Verdict
 
 from swansongd.core.events import Conclude, Exit
+from swansongd.core.planner import Plan
 from swansongd.core.state import CheckpointRequest, CourseState, Evacuation
 from swansongd.core.transition import Transition
 
@@ -31,31 +33,43 @@ def end(transition: Transition) -> None:
     _put(transition, None)
 
 
-def record(transition: Transition, **facts: object) -> None:
+class Facts(TypedDict, total=False):
+    """The facts of an open evacuation that other modules find out."""
+
+    deadline_mono_s: float
+    identities: frozenset[str]
+    plan: Plan
+    refusal: str
+    foretold: tuple[Verdict, CommitRef | None, CommitRef | None]
+
+
+def record(transition: Transition, **facts: Unpack[Facts]) -> None:
     """Facts of the open evacuation have changed."""
-    _put(transition, replace(transition.evacuation, **facts))  # type: ignore[arg-type]
+    _put(transition, replace(transition.evacuation, **facts))
 
 
 def record_made(transition: Transition, request: CheckpointRequest) -> None:
     """A request, or a follow-up request, is made."""
+    evacuation = transition.evacuation
     if request.is_follow_up:
-        record(transition, follow_ups=transition.evacuation.follow_ups + 1)
+        evacuation = replace(evacuation, follow_ups=evacuation.follow_ups + 1)
     else:
-        record(transition, requests=transition.evacuation.requests + 1)
+        evacuation = replace(evacuation, requests=evacuation.requests + 1)
+    _put(transition, evacuation)
     update_request(transition, request)
 
 
 def update_request(transition: Transition, request: CheckpointRequest) -> None:
     """The request, or the follow-up request, has come further."""
     if request.is_follow_up:
-        record(transition, follow_up=request)
+        _put(transition, replace(transition.evacuation, follow_up=request))
     else:
-        record(transition, request=request)
+        _put(transition, replace(transition.evacuation, request=request))
 
 
 def record_verdict(transition: Transition, made: Conclude) -> None:
     """The verdict is announced."""
-    record(transition, verdict=made.verdict)
+    _put(transition, replace(transition.evacuation, verdict=made.verdict))
     _put_course(transition, replace(transition.state.course, last_verdict=made))
 
 

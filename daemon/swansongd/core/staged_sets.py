@@ -88,7 +88,7 @@ def _signalled(transition: Transition, new: Sequence[Staged]) -> Sequence[Staged
 def _doubt_undurable(transition: Transition) -> None:
     """The power may have been cut before these sets were flushed to the disk.
 
-    The hooks flush all sets before they seal them, except those of an emergency.
+    The hooks flush all sets before they seal them, except emergency checkpoints.
     """
     state = transition.state
     doubtful = [

@@ -342,7 +342,7 @@ def _adopting(
             first_id, _, number = start_id.partition("~")
             next_id = f"{first_id}~{int(number or 0) + 1}"
             if is_over:
-                return ""  # its generation would be greater than that of the process that runs
+                return ""  # it would get a greater generation than the process that runs
             again = see(transition, next_id)  # the same process has loaded an older state
             update(transition, replace(again, process_ns=staged.begun_ns))
             return next_id

@@ -51,7 +51,7 @@ def problem_of(
 ) -> str:
     """Why a checkpoint right now would not be SAFE, however much time a notice left; empty if it would.
 
-    Over several VMs it is the problem of this VM: those of the others are not known here.
+    Over several VMs it is the problem of this VM; it does not know the problems of the others.
 
     Args:
         failed: the saves that failed.

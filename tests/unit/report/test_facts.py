@@ -92,7 +92,8 @@ def test_the_report_begins_with_what_happened_its_cost_and_what_to_do(past: RunH
     }
     assert facts.summary(facts.report(past, lost_amount="7.10 USD", **fields)) == (
         "2 evacuations: 1 PARTIAL, 1 SAFE. 2 interruptions cost 31 h 33 min of GPU time (7.10 USD). "
-        "Most of it is time without a VM, 3 h 37 min: order the next VM at the notice, or in more zones."
+        "The largest part is time without a VM, 28 h 57 min: "
+        "order the next VM at the notice, or in more zones."
     )
     first, last = past.evacuations.evacuations
     lost = replace(past.evacuations, evacuations=(first, replace(last, verdict=Verdict.LOST)))

@@ -43,7 +43,7 @@ def lane(of: Course, name: str) -> Lane:
 
 
 def test_the_lanes_of_a_preemption(past: history.RunHistory) -> None:
-    """From the notice to the first new step; the verdict is at its time, not at that of the follow-up."""
+    """From the notice to the first new step; the follow-up does not move the verdict."""
     made = course_of(past, 0)
     assert [each.name for each in made.old_vm] == [
         "Training", "Notice", "Forecast", "Request", "Save", "Upload", "Commit", "Follow-ups",

@@ -82,7 +82,7 @@ def take_optimizer(
 
 
 class Targets:
-    """The tensors that a load fills: those of modules in their place, all others new.
+    """The tensors that a load fills: in modules in their place, all others new.
 
     Args:
         objects: of the training state, by name.
@@ -102,7 +102,7 @@ class Targets:
         return self._modules[name]
 
     def of(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """Return the tensor for the value of an object; that of a module may have another shape or type."""
+        """Return the tensor for the value of an object; a module's may have another shape or type."""
         found = self._tensors.get((name, key))
         if found is None or (found.shape, found.dtype) != (shape, dtype):
             found = self._tensors[name, key] = self._find(name, key, shape, dtype)
