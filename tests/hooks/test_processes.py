@@ -6,11 +6,13 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from swansong._daemon import channel
 from swansong.protocol import Accepted, Bye, Hello, Sealed
 from swansong.testing import check_resume
 
@@ -160,3 +162,14 @@ def test_a_forked_child_is_not_a_rank(daemon: FakeDaemon) -> None:
     assert [bye.reason for bye in (daemon.wait_for(Bye), *daemon.all_of(Bye)[1:])] == ["exit"]
     assert [sealed.step for sealed in daemon.all_of(Sealed)] == [1, 4, 5]
     assert len(daemon.all_of(Hello)) == 1
+
+
+def test_no_process_of_the_script_inherits_a_checkpoint() -> None:
+    """A descriptor of the daemon is closed when the script starts another program, in any way."""
+    daemon, hooks = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with daemon, hooks, open(os.devnull, "rb") as shard:
+        socket.send_fds(daemon, [b"shard"], [shard.fileno()])
+        data, fd = channel._receive(hooks)
+        with open(fd, "rb"):
+            assert data == b"shard"
+            assert not os.get_inheritable(fd)

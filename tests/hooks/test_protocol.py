@@ -46,6 +46,22 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
 KINDS = (*protocol.FROM_TRAINER, *protocol.FROM_DAEMON)
 
 
+FROM_TRAINER = """
+    hello progress accepted agreed peer_request finish begin sealed failed declined restore_query shards_taken
+    bye status_query notify notify_withdrawn
+"""
+FROM_DAEMON = """
+    welcome refused request target withdrawn committed fenced finished start_drawn restoring shard_verified
+    restored status noted
+"""
+
+
+def test_the_names_on_the_wire_stay() -> None:
+    """Daemon and hooks may be of different versions: a renamed class keeps its name on the wire."""
+    assert sorted(kind.TYPE for kind in protocol.FROM_TRAINER) == sorted(FROM_TRAINER.split())
+    assert sorted(kind.TYPE for kind in protocol.FROM_DAEMON) == sorted(FROM_DAEMON.split())
+
+
 def messages() -> st.SearchStrategy[protocol.Message]:
     def build(kind: type[protocol.Message]) -> st.SearchStrategy[protocol.Message]:
         fields = {}

@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import selectors
@@ -162,6 +163,28 @@ def test_a_trainer_that_takes_too_few_steps_is_an_error(tmp_path: Path) -> None:
     """It ends well before the last step of the check."""
     with pytest.raises(TrainerFailedError, match="ended with 0"):
         check(tmp_path, "pass")
+
+
+def test_a_moment_may_be_in_a_progress_bar(tmp_path: Path) -> None:
+    """Such a bar ends its lines with a carriage return, and a line may arrive in two pieces."""
+    seen: list[str] = []
+
+    def loss_of(line: str) -> None:
+        seen.append(line)
+
+    trainer = testing._Trainer([], 1, False, {}, loss_of, 60.0)
+    reads, writes = os.pipe()
+    with (
+        contextlib.closing(testing._Start(trainer, testing._Run(tmp_path), "^bar 3 ")) as start,
+        open(reads, "rb", buffering=0) as output,
+        open(writes, "wb", buffering=0) as trainers,
+    ):
+        for piece in (b"bar 1 |\rbar 2 ", b"|\rbar 3 |\r", b"done\r\n"):
+            assert not start._is_requested or piece == b"done\r\n"
+            trainers.write(piece)
+            start._read_lines(1, output)
+        assert start._is_requested
+    assert seen == ["bar 1 |\n", "bar 2 |\n", "bar 3 |\n", "done\n"]
 
 
 def test_a_number_is_the_end_of_that_step(tmp_path: Path) -> None:

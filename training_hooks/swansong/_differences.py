@@ -188,8 +188,11 @@ def _have_equal_bytes(one: Path, other: Path) -> bool:
 def _between_files(one: Path, other: Path) -> str:
     read = {".safetensors": _read_safetensors, ".json": _read_json}.get(one.suffix)
     if read is not None:
+        parsed = None
         with contextlib.suppress(ValueError):
-            return _summary(list(_walk(read(one), read(other), ())))
+            parsed = read(one), read(other)
+        if parsed is not None:
+            return _summary(list(_walk(*parsed, ())))
     before, after = one.read_bytes(), other.read_bytes()
     pairs = enumerate(zip(before, after, strict=False))
     place = next((at for at, (a, b) in pairs if a != b), min(len(before), len(after)))

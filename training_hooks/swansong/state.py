@@ -327,7 +327,7 @@ def take_generators() -> dict[str, Any]:
 
 
 def set_generators(generators: Mapping[str, Any]) -> None:
-    """Set the generators to states that :func:`take_generators` returned, also with bytes for tensors."""
+    """Set the generators to states that :func:`take_generators` returned.  Tensors may be given as bytes."""
     random.setstate(generators["python"])
     if "numpy" in generators:
         import numpy as np  # noqa: PLC0415 - only if the script that saved used it
@@ -337,10 +337,9 @@ def set_generators(generators: Mapping[str, Any]) -> None:
         import torch  # noqa: PLC0415 - only if the script that saved used it
 
         def as_tensor(state: Any) -> Any:
-            is_tensor = isinstance(state, torch.Tensor)
-            return (
-                state if is_tensor else torch.tensor(list(state), dtype=torch.uint8, device="cpu")
-            )
+            if isinstance(state, torch.Tensor):
+                return state
+            return torch.tensor(list(state), dtype=torch.uint8, device="cpu")
 
         torch.set_rng_state(as_tensor(generators["torch"]))
         devices = generators.get("cuda", ()) if torch.cuda.is_available() else ()

@@ -43,7 +43,15 @@ from typing import IO, Any
 
 from swansong import layout, protocol
 from swansong._differences import Difference, find_differences, has_loader, likely_cause
-from swansong.protocol import Accepted, Declined, Failed, Hello, Message, Sealed
+from swansong.fields import ProtocolError
+from swansong.protocol import (
+    Accepted,
+    Declined,
+    Failed,
+    Hello,
+    Message,
+    Sealed,
+)
 
 _DETERMINISTIC = {
     "PYTHONUNBUFFERED": "1",
@@ -58,6 +66,8 @@ _NOT_DETERMINISTIC = (
     "the trainer is not deterministic: two uninterrupted starts differ, too; seed all generators with"
     " seed_all(), and use one thread"
 )
+_LINE_BYTES_MAX = 2**20
+"""A longer line is read in pieces."""
 _END_PATIENCE_S = 10.0
 """Longest wait for killed processes to end.  Only a blocked device driver delays the end."""
 
@@ -307,7 +317,7 @@ class _Start:
         self._unfinished_lines: dict[int, bytes] = {}
         """By pid."""
         self._ranks: dict[socket.socket, int] = {}
-        """Rank of each connection, once it has said Hello."""
+        """Rank of each connection, known after its Hello."""
         self._start_id = ""
         """Id of the start, which rank 0 has drawn."""
         self._without_start: list[socket.socket] = []
@@ -341,13 +351,14 @@ class _Start:
             while not (self.answer or self.misuse or self.problem):
                 self._handle(max(0.0, give_up - time.monotonic()))
                 if time.monotonic() >= give_up:
-                    self.problem = f"no answer after {self._trainer.limit_s:.0f} s"
+                    self.problem = self.problem or f"no answer after {self._trainer.limit_s:.0f} s"
         finally:
             self._kill()
-        # Output, answers and exit codes arrive in any order.  A process that survives may print on.
+        # Output, answers and exit codes arrive in any order.  A surviving process may keep printing.
         give_up = time.monotonic() + _END_PATIENCE_S
         while self._handle(0.0) and time.monotonic() < give_up:
             pass
+        self._kill_ranks()  # also those whose Hello came only now
 
     def close(self) -> None:
         """Close all files."""
@@ -359,7 +370,7 @@ class _Start:
         self._directory.cleanup()
 
     def _handle(self, limit_s: float) -> bool:
-        """Handle the events of now, or the first one within the limit; returns whether any came."""
+        """Handle pending events; wait up to the limit for the first.  Return whether there was one."""
         ready = self._events.select(limit_s)
         for key, _ in ready:
             key.data(key.fileobj)
@@ -400,20 +411,24 @@ class _Start:
         )
         self._processes.append(process)
         assert process.stdout is not None
-        for source, handler in (
-            (process.stdout, partial(self._read_lines, process.pid)),
-            (os.pidfd_open(process.pid), partial(self._end, process)),
-        ):
-            self._events.register(source, selectors.EVENT_READ, handler)
+        read = partial(self._read_lines, process.pid)
+        self._events.register(process.stdout, selectors.EVENT_READ, read)
+        try:
+            pidfd = os.pidfd_open(process.pid)
+        except OSError as error:
+            self.problem = f"this system cannot watch a process: {error}"
+        else:
+            self._events.register(pidfd, selectors.EVENT_READ, partial(self._end, process))
 
     def _read_lines(self, pid: int, output: IO[bytes]) -> None:
         data = os.read(output.fileno(), 2**20)
         if not data:
             self._forget(output)
-        text = self._unfinished_lines.get(pid, b"") + data
-        *lines, self._unfinished_lines[pid] = text.split(b"\n")
-        for line in lines:
-            self._read_line(line.decode(errors="replace") + "\n")
+        lines = (self._unfinished_lines.get(pid, b"") + data).splitlines(keepends=True)
+        is_cut = data and not data.endswith((b"\n", b"\r")) and len(lines[-1]) < _LINE_BYTES_MAX
+        self._unfinished_lines[pid] = lines.pop() if is_cut else b""
+        for line in lines:  # a progress bar ends its lines with a carriage return
+            self._read_line(line.rstrip(b"\r\n").decode(errors="replace") + "\n")
 
     def _read_line(self, line: str) -> None:
         found = self._trainer.loss_of(line)
@@ -434,30 +449,43 @@ class _Start:
             if process.poll() is None:
                 with contextlib.suppress(ProcessLookupError):
                     os.killpg(process.pid, signal.SIGKILL)
-        for pidfd in self._pidfds.values():
-            with contextlib.suppress(ProcessLookupError):
-                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+        self._kill_ranks()
         for process in self._processes:
             process.wait()
         give_up = time.monotonic() + _END_PATIENCE_S
         for pidfd in self._pidfds.values():
             _has_ended(pidfd, max(0.0, give_up - time.monotonic()))
 
+    def _kill_ranks(self) -> None:
+        for pidfd in self._pidfds.values():
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(pidfd, signal.SIGKILL)
+
     # ------------------------------------------------------------ the daemon
 
     def _accept(self, listener: socket.socket) -> None:
         connection, _ = listener.accept()
+        connection.setblocking(False)  # a stopped process reads nothing
         self._events.register(connection, selectors.EVENT_READ, self._receive)
 
     def _receive(self, connection: socket.socket) -> None:
         data = b""
-        with contextlib.suppress(OSError):  # the process has just ended
+        try:
             data = connection.recv(protocol.MAX_MESSAGE_BYTES)
+        except (BlockingIOError, ConnectionResetError):
+            return  # the process has ended with an unread message; its own messages come next
+        except OSError:
+            pass  # the process has just ended
         if not data:
             self._ranks.pop(connection, None)
             self._forget(connection)
             return
-        message = protocol.decode(data)
+        try:
+            self._answer(connection, protocol.decode(data))
+        except (OSError, ProtocolError) as error:
+            self.problem = self.problem or f"a message of the trainer: {error}"
+
+    def _answer(self, connection: socket.socket, message: Message) -> None:
         if isinstance(message, Hello):
             self._welcome(connection, message)
         elif isinstance(message, protocol.RestoreQuery):
@@ -550,9 +578,8 @@ class _Start:
 
     @staticmethod
     def _send(connection: socket.socket, message: Message) -> None:
-        with contextlib.suppress(
-            OSError
-        ):  # the process has just ended, and its exit code is reported
+        # A process that has just ended reports its exit code.
+        with contextlib.suppress(OSError):
             connection.send(protocol.encode(message))
 
 

@@ -222,7 +222,7 @@ def _entries(own_fd: int, own: str, *, durable: bool) -> Iterator[FileEntry]:
 def _walk(
     directory_fd: int, path: tuple[str, ...]
 ) -> Iterator[tuple[int, tuple[str, ...], list[str]]]:
-    """Yield descriptor, path and names of the files of a directory and of all below, the deepest first.
+    """Walk a tree bottom-up; yield the descriptor, path and file names of each directory.
 
     Raises:
         ValueError: a name is not allowed, or the tree is too deep.

@@ -11,6 +11,7 @@ import math
 import os
 import select
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -25,6 +26,7 @@ BACKOFF_MAX_S = 5.0
 RESTART_PATIENCE_S = 30.0
 """Longest wait of a restore for a daemon whose socket exists but refuses connections."""
 CONNECT_TIMEOUT_S = 2.0
+_FD_BYTES = 4
 TICK_S = 1.0
 WATCHFUL_TICK_S = 0.1
 LOG_INTERVAL_S = 60.0
@@ -252,9 +254,14 @@ def _receive(connection: socket.socket) -> tuple[bytes, int]:
     Raises:
         OSError: there is no message, or the connection is broken.
     """
-    limit_bytes = protocol.MAX_MESSAGE_BYTES + 1
-    data, fds, _, _ = socket.recv_fds(connection, limit_bytes, 1, socket.MSG_CMSG_CLOEXEC)
-    return data, fds[0] if fds else -1
+    # Not socket.recv_fds: in Python 3.11 it ignores its flags, and children of the trainer would inherit.
+    data, ancillary, _, _ = connection.recvmsg(
+        protocol.MAX_MESSAGE_BYTES + 1, socket.CMSG_LEN(_FD_BYTES), socket.MSG_CMSG_CLOEXEC
+    )
+    for level, kind, content in ancillary:
+        if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS) and len(content) == _FD_BYTES:
+            return data, int.from_bytes(content, sys.byteorder)
+    return data, -1
 
 
 def socket_path(given: str | os.PathLike[str] | None) -> tuple[str, bool]:

@@ -50,7 +50,7 @@ class Ranks:
 
         Args:
             vms: by rank, in order, its VM.  The VMs are numbered in the order of their first ranks.
-            rank: one of these.
+            rank: a key of ``vms``.
         """
         of_vm = [each for each in vms if vms[each] == vms[rank]]
         in_order = list(dict.fromkeys(vms.values()))
@@ -64,7 +64,7 @@ class Ranks:
         )
 
     def in_manifest(self) -> dict[str, Any]:
-        """Return the fields of a rank manifest."""
+        """Return this position as fields of a rank manifest."""
         fields = dataclasses.asdict(self)
         del fields["local_rank"]
         return fields

@@ -14,12 +14,13 @@ from swansong import openat
 
 STORE_PREFIX = ".survivors."
 """Beginning of the names of these directories in staging."""
+_VALUE_BYTES_MAX = 2**20
 
 
 class DirectoryStore:
     """See :class:`swansong._ranks.job_store.JobStore`.
 
-    No other user can create a file in it.
+    Needs a file system with hard links.
 
     Args:
         parent: directory of this user and its group.
@@ -36,9 +37,12 @@ class DirectoryStore:
         openat.replace_file(_name(key), value.encode(), dir_fd=self._fd, durable=False)
 
     def get(self, key: str) -> bytes:
-        # No other user can create a file here, and a new key has two names for a moment.
-        with open(os.open(_name(key), openat.FILE, dir_fd=self._fd), "rb") as file:
-            return file.read()
+        # A new key has two names for a moment, which openat.read_file refuses.
+        with openat.held(os.open(_name(key), openat.FILE, dir_fd=self._fd)) as fd:
+            facts = os.fstat(fd)
+            if facts.st_uid != os.geteuid() or facts.st_size > _VALUE_BYTES_MAX:
+                raise openat.UnsafeFileError(key, "has another owner, or is too large")
+            return os.read(fd, _VALUE_BYTES_MAX)
 
     def add(self, key: str, amount: int) -> int:
         for _ in range(amount):
@@ -54,9 +58,12 @@ class DirectoryStore:
         assert not expected
         new = f"{secrets.token_hex(8)}.new"
         self.set(new, desired)
-        with contextlib.suppress(FileExistsError):
-            os.link(new, _name(key), src_dir_fd=self._fd, dst_dir_fd=self._fd)
-        os.unlink(new, dir_fd=self._fd)
+        try:
+            with contextlib.suppress(FileExistsError):
+                os.link(new, _name(key), src_dir_fd=self._fd, dst_dir_fd=self._fd)
+        finally:
+            with contextlib.suppress(FileNotFoundError):  # a new start has removed it
+                os.unlink(new, dir_fd=self._fd)
         return self.get(key)
 
     def multi_get(self, keys: list[str]) -> list[bytes]:

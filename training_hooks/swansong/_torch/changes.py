@@ -30,8 +30,9 @@ def steps_of(optimizer: torch.optim.Optimizer) -> int:
     try:
         return _steps[optimizer]
     except KeyError:
+        _steps[optimizer] = 0  # first: another thread may be in a step
         optimizer.register_step_pre_hook(_count_step)
-        return _steps.setdefault(optimizer, 0)
+        return 0
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
@@ -39,7 +40,7 @@ def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
 
 
 def count_of(item: Any) -> Any:
-    """Return a value that changes when an object is stepped or updated; None if that raises an error."""
+    """Return a value that changes when an object of a known kind is stepped; None if that raises an error."""
     try:
         return _count(item)
     except Exception:  # an object of the script may raise anything, and training must not suffer

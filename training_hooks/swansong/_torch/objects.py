@@ -110,7 +110,7 @@ class Targets:
         return found
 
     def take(self, name: str, key: str, shape: torch.Size, dtype: torch.dtype) -> torch.Tensor:
-        """As :meth:`of`, for the last use: the memory is freed with the tensor."""
+        """Return the tensor as :meth:`of` does, and drop the reference to it."""
         found = self.of(name, key, shape, dtype)
         del self._tensors[name, key]
         return found
