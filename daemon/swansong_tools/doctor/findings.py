@@ -107,7 +107,7 @@ class Examination:
     def run(self, checks: Iterable[Check]) -> Iterator[Finding]:
         """Yield exactly one finding for each check that applies."""
         for check in checks:
-            if not check.applies(self._vm):
+            if not _applies(check, self._vm):
                 continue
             if lacking := self.lacking(check.needs):
                 judgement = skipped(f"depends on a check that did not succeed: {lacking}")
@@ -145,6 +145,14 @@ def of_error(error: Exception, fix: str) -> Judgement:
         is_of_the_cloud = command[1].startswith(("aws ", "gcloud ", "az "))
         return failure(words, command[1] if is_of_the_cloud else fixes.as_root(command[1]))
     return failure(f"{words.removesuffix('.')}. {hint}" if hint else words, fix)
+
+
+def _applies(check: Check, vm: Installation) -> bool:
+    """Whether the check applies; also if that cannot be said, because its probe then says why."""
+    try:
+        return bool(check.applies(vm))
+    except Exception:
+        return True
 
 
 def _bounded(check: Check, vm: Installation) -> Judgement:

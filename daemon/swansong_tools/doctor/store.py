@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from swansong_bucket.errors import ConfigError, Permanent, StoreError
+from swansong_bucket.errors import ConfigError, Permanent, StoreError, SwansongError
 from swansong_bucket.retention import locks
 from swansong_bucket.runs import signing
 from swansong_bucket.runs.signing import SigningKey, signed
@@ -108,13 +108,14 @@ class StoreProbe:
         """Set if clock skew explains why the store refuses requests."""
         config = vm.config
         try:
-            self.backend = open_store(
+            opened = open_store(
                 config.store, connections=config.flush.connections, lock=locks.of(config.store)
             )
-        except ConfigError as error:
+            expect_recorded_store(opened, vm.run / OWN_DIRECTORY, config.run.name)
+        except (SwansongError, OSError) as error:
             self._problem = error
             return
-        expect_recorded_store(self.backend, vm.run / OWN_DIRECTORY, config.run.name)
+        self.backend = opened
         self.store = RetryingBriefly(signed(self.backend, _signing_key(config)))
         self.rehearsal = Rehearsal(self.store, config.run.name)
 

@@ -155,6 +155,20 @@ def test_a_check_that_does_not_apply_has_no_finding() -> None:
     assert list(examine(installation(), [check])) == []
 
 
+def test_a_check_whose_condition_fails_is_a_finding() -> None:
+    """It is neither left out nor the end of doctor."""
+
+    def applies(_: Installation) -> bool:
+        raise OSError("the record cannot be read")
+
+    check = Check("host", "a", "", lambda vm: failure(f"{applies(vm)}", ""), applies=applies)
+    (found,) = examine(installation(), [check])
+    assert (found.level, found.found) == (
+        Level.FAILURE,
+        "the check crashed: OSError: the record cannot be read",
+    )
+
+
 def test_a_failure_may_settle() -> None:
     """A probe that succeeds within its time counts: its cause was fixed a moment ago."""
     judged = [failure("not yet", ""), ok("now")]
