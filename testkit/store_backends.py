@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import os
 import threading
+import time
 import urllib.parse
 import urllib.request
 import uuid
@@ -297,7 +298,7 @@ def get_range(store: ObjectStore, key: str, offset: int, size_bytes: int) -> byt
 
 
 def every_call(store: ObjectStore, key: str = "key") -> dict[str, Callable[[], object]]:
-    """Each method that reads or writes, by name."""
+    """The methods that raise an error of the store, by name; ``delete_many`` returns its errors."""
     return {
         "check": store.check,
         "warm": store.warm,
@@ -308,6 +309,7 @@ def every_call(store: ObjectStore, key: str = "key") -> dict[str, Callable[[], o
         "get_range": lambda: get_range(store, key, 0, 3),
         "head": lambda: store.head(key),
         "list": lambda: list(store.list("")),
+        "folders": lambda: store.folders("", None),
         "delete": lambda: store.delete(key),
     }
 
@@ -327,8 +329,9 @@ def in_threads(count: int, work: Callable[[int], None]) -> None:
     threads = [threading.Thread(target=run, args=(n,), daemon=True) for n in range(count)]
     for thread in threads:
         thread.start()
+    end_mono_s = time.monotonic() + 60
     for thread in threads:
-        thread.join(timeout=60)
+        thread.join(timeout=max(0.0, end_mono_s - time.monotonic()))
         assert not thread.is_alive()
     if errors:
         raise errors[0]

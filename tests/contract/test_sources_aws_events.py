@@ -504,16 +504,28 @@ def test_each_source_raises_its_own_notice(imds: str) -> None:
             for opened in open_sources(config, DeadlineConfig(), boot_id="b")
         ]
         until(lambda: len([run for run in runs if run.is_now(Health.OK)]) >= len(KINDS))
-        raise_all(imds)
-        until(lambda: sum(len(run.notices) for run in runs) >= len(KINDS), what="all notices")
-        control(imds, "quiet")
-        until(lambda: sum(len(run.withdrawals) for run in runs) >= len(KINDS), what="their ends")
-    raised = {notice.source: notice.kind for run in runs for notice in run.notices}
-    assert raised == {
-        "aws.spot": "reclaim", "aws.rebalance": "rebalance", "aws.asg": "scale-in",
-        "aws.scheduled": "stop",
-    }  # fmt: skip
-    assert sorted(gone.source for run in runs for gone in run.withdrawals) == sorted(raised)
+        for announce, source_name, kind in (
+            (lambda: control(imds, "notice", action="hibernate", in_s=60), "aws.spot", "hibernate"),
+            (lambda: control(imds, "notice", action="terminate", in_s=60), "aws.spot", "reclaim"),
+            (lambda: control(imds, "rebalance"), "aws.rebalance", "rebalance"),
+            (
+                lambda: control(imds, "schedule", code="instance-stop", in_s=3600),
+                "aws.scheduled",
+                "stop",
+            ),
+            (lambda: asg(imds, "Terminated"), "aws.asg", "scale-in"),
+        ):
+            for run in runs:
+                run.events.clear()
+            announce()
+            until(lambda: [each for run in runs for each in run.notices], what=kind)
+            for path in PATHS.values():
+                polls(imds, f"GET {path}")
+            raised = [(each.source, each.kind) for run in runs for each in run.notices]
+            assert raised == [(source_name, kind)]
+            control(imds, "quiet")
+            until(lambda: [each for run in runs for each in run.withdrawals], what=f"end of {kind}")
+            assert [each.source for run in runs for each in run.withdrawals] == [source_name]
 
 
 def test_grace_of_the_lifecycle_hook_can_be_configured(imds: str) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from swansong_bucket.errors import Permanent, StoreError
+from swansong_bucket.stores.base import ObjectInfo, ObjectStore
 from swansong_bucket.stores.gcs.store import GcsStore
 from swansong_bucket.stores.options import GcsOptions, S3Options
 from swansong_bucket.stores.s3.store import S3Store
@@ -74,6 +75,14 @@ def token_desk(
         yield at
 
 
+def deletes_nothing(store: ObjectStore) -> bool:
+    """Whether a request that deletes several objects fails, or says why each of them stays."""
+    try:
+        return store.delete_many([ObjectInfo("key", 3)]).keys() == {"key"}
+    except StoreError:
+        return True
+
+
 @pytest.mark.fault("S17", "O07")
 @pytest.mark.parametrize("status", STATUSES)
 def test_gcs_follows_no_redirect(
@@ -92,6 +101,7 @@ def test_gcs_follows_no_redirect(
         assert places.redirected, f"{name} sent no request"
         assert all(request.header("authorization") for request in places.redirected)
         places.redirected.clear()
+    assert deletes_nothing(store)
     assert places.elsewhere.accepted == 0
     assert places.got == []
 
@@ -117,6 +127,7 @@ def test_s3_follows_no_redirect(places: Places, status: int, region: str | None)
             assert "store.region" in caught.value.hint
         assert places.redirected, f"{name} sent no request"
         places.redirected.clear()
+    assert deletes_nothing(store)
     assert places.elsewhere.accepted == 0
     assert places.got == []
 

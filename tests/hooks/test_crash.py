@@ -24,7 +24,8 @@ from swansong.layout import RankManifest
 staging_root, durable, ranks = sys.argv[1], sys.argv[2] == "durable", int(sys.argv[3])
 survivor = int(sys.argv[4])
 COUNTED = {
-    "open", "os.mkdir", "os.rename", "os.chmod", "os.listdir", "os.scandir", "os.remove", "os.rmdir",
+    "open", "os.mkdir", "os.rename", "os.link", "os.chmod", "os.listdir", "os.scandir", "os.remove",
+    "os.rmdir", "os.truncate",
 }
 left = 0
 
@@ -79,7 +80,9 @@ while True:
         left = n
         write([rank for rank in range(ranks) if rank != survivor])
         os._exit(0)
-    has_died = os.waitpid(child, 0)[1] != 0
+    status = os.waitpid(child, 0)[1]
+    assert status in (0, signal.SIGKILL), status
+    has_died = status != 0
     if survivor > 0:
         write([survivor])
     if not has_died:

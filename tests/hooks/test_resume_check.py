@@ -62,8 +62,10 @@ sys.exit(trainer.wait())
 
 
 @pytest.fixture
-def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
     """Function that names a method that comes after all others, once the trainer steps."""
+
+    held_events: list[selectors.SelectorKey] = []
 
     def held(name: str) -> None:
         class Selector(selectors.DefaultSelector):
@@ -71,6 +73,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
                 self, timeout: float | None = None
             ) -> list[tuple[selectors.SelectorKey, int]]:
                 later = [key for key in self.get_map().values() if timeout and is_held(key)]
+                held_events.extend(later)
                 for key in later:
                     self.unregister(key.fileobj)
                 try:
@@ -86,7 +89,8 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
 
         monkeypatch.setattr(testing.selectors, "DefaultSelector", Selector)
 
-    return held
+    yield held
+    assert held_events, "no event was held"
 
 
 @pytest.fixture

@@ -209,3 +209,20 @@ def test_files_are_filled_up_to_the_limit() -> None:
     held = {name: memory.tensor.nbytes for name, (_, memory, _) in copy._files.items()}
     assert list(held.values()) == [90, 20, 250, 100, 1]
     assert copy.homes[3] == "model-00002.safetensors"
+
+
+def test_a_file_is_whole_when_the_daemon_may_send_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A finished file is sent before the set is sealed, so nothing of it is written later."""
+    finished: dict[Path, bytes] = {}
+    finish = arena.finish
+
+    def noted(path: Path) -> None:
+        finished[path] = path.read_bytes()
+        finish(path)
+
+    monkeypatch.setattr(arena, "finish", noted)
+    Trainer(7.0).state.snapshot()(tmp_path)
+    assert finished
+    assert {path: path.read_bytes() for path in finished} == finished

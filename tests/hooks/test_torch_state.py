@@ -166,22 +166,25 @@ def test_another_default_device_changes_nothing(tmp_path: Path) -> None:
 
 def test_each_new_tensor_of_the_hooks_names_its_device() -> None:
     """Without one it would be on the default device of the script."""
-    makers = {"arange", "empty", "full", "ones", "rand", "randn", "tensor", "zeros"}
+    makers = {
+        "arange", "as_tensor", "empty", "eye", "full", "linspace", "ones", "rand", "randint", "randn",
+        "randperm", "tensor", "zeros",
+    }  # fmt: skip
     nodes = [
         (path.name, node)
         for path in Path(swansong.__file__).parent.rglob("*.py")
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))
     ]
-    found = [
-        (name, node.lineno)
+    made = {
+        (name, node.lineno): "device" in {keyword.arg for keyword in node.keywords}
         for name, node in nodes
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and ast.unparse(node.func.value) == "torch"
         and node.func.attr in makers
-        and "device" not in {keyword.arg for keyword in node.keywords}
-    ]
-    assert not found
+    }
+    assert made
+    assert [place for place, names_device in made.items() if not names_device] == []
 
 
 def test_training_and_further_copies_do_not_change_a_copy(tmp_path: Path) -> None:

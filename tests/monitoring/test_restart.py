@@ -30,8 +30,7 @@ def test_an_alert_about_a_verdict_survives_the_daemon(tmp_path: Path) -> None:
         watched.aws.withdraw()
         watched.kill_the_daemon()
         is_next = f"swansong_start_timestamp_seconds > {before['value'][1]}"
-        until(lambda: prometheus.query(is_next), what="the next daemon")
-        until(lambda: not prometheus.query("swansong_last_verdict"), what="no verdict")
-        several = "count_over_time(swansong_start_timestamp_seconds[1m]) > 3"
-        until(lambda: prometheus.query(several), what="a few scrapes")
+        several = f"count_over_time(({is_next})[1m:1s]) > 10"
+        until(lambda: prometheus.query(several), what="several scrapes of the next daemon")
+        assert not prometheus.query("swansong_last_verdict")
         assert "SwansongEvacuationPartial" in prometheus.firing()
