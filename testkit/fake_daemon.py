@@ -74,12 +74,13 @@ class FakeDaemon:
         threading.Thread(target=self._accept, args=(self._listener,), daemon=True).start()
 
     def stop(self) -> None:
-        """Remove the socket and close all connections, as when the daemon ends."""
+        """Remove the socket and close all connections, as when the daemon ends; nothing is received later."""
         listener, self._listener = self._listener, None
         if listener is not None:
             os.unlink(self.path)
             listener.shutdown(socket.SHUT_RDWR)
         self.drop()
+        until(lambda: not self._connections, what="the end of all connections")
 
     def drop(self) -> None:
         with self._lock:
