@@ -158,8 +158,9 @@ def test_the_fix_names_a_wrong_socket_path(
     assert f"set SWANSONG_SOCKET={config.socket}" in each.fix
     assert "\x1b" not in each.fix
     os.symlink(config.socket, tmp_path / "link")
-    spawn(device, env={"SWANSONG_SOCKET": str(tmp_path / "link")})
-    assert "swansong.attach()" in search(config, device).found[-1].fix
+    linked = spawn(device, env={"SWANSONG_SOCKET": str(tmp_path / "link")})
+    fixes = {each.pid: each.fix for each in search(config, device).found}
+    assert "swansong.attach()" in fixes[linked.pid]
 
 
 def test_the_fix_names_a_missing_mount(
