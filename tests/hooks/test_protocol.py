@@ -37,6 +37,10 @@ BY_TYPE: dict[str, st.SearchStrategy[Any]] = {
     "PathText": TEXT,
     "Capabilities": st.lists(ID, max_size=16),
     "ShardPath": st.from_regex(r"\A[a-z]{1,9}/[a-z]{1,9}\Z"),
+    "StepDigests": st.lists(
+        st.from_regex(r"[0-9]{1,12} batch\.a=[0-9a-f]{8} loss=-?[0-9.]{1,9}", fullmatch=True),
+        max_size=bounds.DIGESTS_MAX,
+    ),
     "Prefixes": st.lists(
         st.from_regex(r"\A(rank-[0-9]{5}/?|[a-z]{1,9}/[a-z]{1,9})\Z"), max_size=256
     ),
@@ -48,11 +52,11 @@ KINDS = (*protocol.FROM_TRAINER, *protocol.FROM_DAEMON)
 
 FROM_TRAINER = """
     hello progress accepted agreed peer_request finish begin sealed failed declined restore_query shards_taken
-    bye status_query notify notify_withdrawn
+    digested redone_query compared bye status_query notify notify_withdrawn
 """
 FROM_DAEMON = """
     welcome refused request target withdrawn committed fenced finished start_drawn restoring shard_verified
-    restored status noted
+    restored redone status noted
 """
 
 

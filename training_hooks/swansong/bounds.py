@@ -43,6 +43,12 @@ METRICS_MAX = 100
 """Metrics that a trainer reports with a checkpoint."""
 FACTS_MAX = 100
 """Facts about the trainer in a manifest."""
+DIGESTS_MAX = 32
+"""Digests of steps of one rank."""
+FAREWELL_DIGESTS_MAX = 256
+"""Digests of steps in one farewell, of all ranks of a VM."""
+DIGEST_CHARS_MAX = 1024
+"""Length of the digest of one step."""
 JSON_VALUES_MAX = 500_000
 """Values of one JSON object, counted by their separators.  The parsed form of a few bytes of JSON, such as
 ``[],[],[]``, has many times their size."""
@@ -50,6 +56,7 @@ JSON_VALUES_MAX = 500_000
 _NAME_CHARS = "letters, digits, space and _ + = @ , . -"
 _NOT_IN_PATHS = re.compile(r"[^A-Za-z0-9_+=@,. /-]")
 _ID = re.compile(r"[A-Za-z0-9_.:/~@+-]*")
+_STEP_DIGEST = re.compile(r"\d{1,12}( [a-z]{1,16}(\.[A-Za-z0-9_]{1,64})?=[a-z0-9.+-]{1,32}){0,16}")
 
 
 class BoundsError(ValueError):
@@ -115,6 +122,17 @@ def identifier(value: Any, field: str, max_chars: int = ID_CHARS_MAX) -> str:
     """
     if not _ID.fullmatch(text(value, field, max_chars)):
         raise BoundsError(f"{field} is {shown(value)}, which has characters that are not allowed")
+    return str(value)
+
+
+def step_digest(value: Any, field: str) -> str:
+    """The digest of a step, as text: ``12 batch.train=0f31c9a2 weights=9b1d...``.
+
+    Raises:
+        BoundsError: it is not.
+    """
+    if not _STEP_DIGEST.fullmatch(text(value, field, DIGEST_CHARS_MAX)):
+        raise BoundsError(f"{field} is {shown(value)}, not the digest of a step")
     return str(value)
 
 

@@ -58,6 +58,8 @@ ShardPath = str
 Capabilities = list[str]
 Prefixes = list[str]
 """Beginnings of paths within a checkpoint; at most :data:`PREFIXES_MAX`."""
+StepDigests = list[str]
+"""See :func:`swansong.bounds.step_digest`; at most :data:`swansong.bounds.DIGESTS_MAX`."""
 Metrics = dict[str, float]
 Report = dict[str, Any]
 
@@ -145,6 +147,11 @@ def _check_prefixes(value: Any, name: str) -> list[str]:
     return [bounds.prefix(each, f"{name}[{number}]") for number, each in enumerate(found)]
 
 
+def _check_step_digests(value: Any, name: str) -> list[str]:
+    found = bounds.items(value, name, bounds.DIGESTS_MAX)
+    return [bounds.step_digest(each, f"{name}[{number}]") for number, each in enumerate(found)]
+
+
 def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     # The daemon reads these two names, so they come first if there are too many.
     names = sorted(metrics, key=lambda name: name not in ("loss", "loss_is_finite"))
@@ -177,6 +184,7 @@ FIELD_TYPES = {
     "ShardPath": FieldType(bounds.path),
     "Capabilities": FieldType(_check_capabilities),
     "Prefixes": FieldType(_check_prefixes),
+    "StepDigests": FieldType(_check_step_digests),
     "Metrics": FieldType(bounds.metrics, _fit_metrics),
     "Report": FieldType(lambda value, name: bounds.mapping(value, name, KEYS_MAX)),
 }

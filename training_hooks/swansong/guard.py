@@ -147,6 +147,8 @@ class Guard:
         self._is_whole_after_block = True
         """Whether the state is that of the last step again at the end of the critical block."""
         self._should_stop = False
+        self._restored_generation = -1
+        """Generation of the checkpoint that restore() has loaded; -1 if it is unknown."""
         self._finished_at: int | None = None
         """Step of the end of the run that was restored or saved."""
         self._polls = 0
@@ -165,6 +167,7 @@ class Guard:
             tick=self._tick,
         )
         self._agreement = self._session.agreement
+        self._redone = self._session.redone
         self._reports = 0
         """Number of calls of :meth:`step`: its step number may stay the same."""
         state.count_steps_with(lambda: self._reports)
@@ -220,6 +223,8 @@ class Guard:
         # NaN or infinity minus itself is NaN: the cheapest check, and it runs at every step.
         if isinstance(loss, float) and (loss - loss != 0.0 or health.unhealthy_since is not None):
             health.judge(step, is_finite=math.isfinite(loss))
+        if step >= self._redone.next_step:
+            self._redone.note(int(step), loss, self._state)
         if step >= agreement.attend_at:
             self._boundary(int(step))
 
@@ -321,6 +326,7 @@ class Guard:
             self._state.before_restore()
         chosen = os.environ.get(RESTORE_ENV) or from_directory
         manifest = None
+        self._restored_generation = -1
         if chosen is not None:
             manifest = load_checkpoint(os.fspath(chosen), self._ranks, self._state)
         elif not self._closed and self._session.channel.is_connected():
@@ -331,7 +337,10 @@ class Guard:
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
         elif not self._closed and self._session.rendezvous is not None:
             self._session.rendezvous.announce_absence()
-        return self._loaded(manifest)
+        step = self._loaded(manifest)
+        if manifest is not None and manifest.world_size == self._ranks.world_size:
+            self._redone.ask(step, manifest.start_id, self._restored_generation)
+        return step
 
     def rollback(self) -> int:
         """Load the newest healthy checkpoint in this process, to train from it again.
@@ -523,6 +532,8 @@ class Guard:
         is_taken = self._saver.save(self._agreement, staging, nonce, due, manifest)
         is_end = self._finished_at == step
         is_emergency = due.kind == "emergency" and not is_end
+        if is_taken:
+            self._redone.saved(step)
         self._should_stop |= is_taken and self._stop_after_save and is_emergency
         return is_taken
 
@@ -542,6 +553,7 @@ class Guard:
         answer = self._session.restore.find_newest(arrivals, self._session.channel.trusted_uids)
         if not answer.path:
             return None
+        self._restored_generation = answer.generation
         reads = () if arrivals is None else arrivals.reads
         return self._load(answer, time.monotonic() - begun_mono_s, reads)
 
@@ -607,6 +619,7 @@ class Guard:
         with self._reporting:
             self._session.start.loaded(loaded)
             self._agreement.begin(step)
+            self._redone.begin(step)
             self._reporter.started(step)
 
     def _manifest(self, due: Due, step: int, start_id: str) -> RankManifest:
@@ -617,7 +630,7 @@ class Guard:
             files=[],
             request_id=due.request_id,
             start_id=start_id,
-            health=self._health.evaluate(step),
+            health={**self._health.evaluate(step), **self._redone.facts},
             **self._ranks.in_manifest(),
         )
 
@@ -630,6 +643,7 @@ class Guard:
         with self._reporting:
             step = int(self._agreement.step)
             self._reporter.tick(step, self._health.loss, cost, self._polls)
+        self._redone.tick()
         self._pauses.tick(step, self._polls, self._session.grace_s)
         # The daemon records a resume with its first new step, and the power may be cut right after it.
         is_watchful = self._reporter.awaits_step

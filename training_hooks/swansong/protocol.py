@@ -39,6 +39,7 @@ from swansong.fields import (
     ShardPath,
     StartId,
     Step,
+    StepDigests,
     Text,
     Version,
     build,
@@ -242,6 +243,35 @@ class ShardsTaken(ToDaemon):
 
 
 @dataclass(frozen=True)
+class Digested(ToDaemon):
+    """Digests of steps that this rank has completed since the last of these messages."""
+
+    digests: StepDigests
+
+
+@dataclass(frozen=True)
+class RedoneQuery(ToDaemon):
+    """Query for the digests of the start whose checkpoint this rank has loaded; the answer is Redone."""
+
+    rank: Rank
+    parent: Id
+    """That start."""
+    generation: Generation = -1
+    """Its generation, as in Restored."""
+
+
+@dataclass(frozen=True)
+class Compared(ToDaemon):
+    """Result of the comparison of redone steps with those of the interrupted start."""
+
+    first: Step
+    last: Step
+    differs: Flag
+    text: Text
+    """The result in words."""
+
+
+@dataclass(frozen=True)
 class Bye(ToDaemon):
     """The trainer disconnects on purpose."""
 
@@ -262,6 +292,8 @@ class Welcome(FromDaemon):
     """None until the daemon has reached the store and claimed a generation."""
     grace_s: Seconds = 0.0
     """Shortest grace period to expect on this VM; 0 if unknown."""
+    takes_digests: Flag = False
+    """Whether the daemon knows Digested, RedoneQuery and Compared; an older one would refuse them."""
     naming_secret: Id = ""
     """Part of the names of sets that several ranks write, so that other users cannot compute them."""
     version: Version = VERSION
@@ -380,6 +412,14 @@ class Restored(FromDaemon):
     """With ``error``: the commit that the query names is damaged, and an older one may be whole."""
     download: Id = ""
     """The download that fetched these files; the :class:`ShardVerified` messages of all others are void."""
+
+
+@dataclass(frozen=True)
+class Redone(FromDaemon):
+    """Answer to RedoneQuery: the digests that are known, in the order of their steps."""
+
+    parent: Id
+    digests: StepDigests = field(default_factory=list)
 
 
 # ---------------------------------------------------------------- operator <-> daemon

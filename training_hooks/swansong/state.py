@@ -264,6 +264,14 @@ class Snapshots:
         """Whether the state is still that of the last step, as far as it can be seen."""
         return True
 
+    def digests(self) -> dict[str, Any]:
+        """Digests of what the last step has used, by name; see :mod:`swansong._checkpoint.redone`."""
+        return {}
+
+    def digests_of_weights(self) -> dict[str, Any]:
+        """Digests of the weights after the last step, by name; they may take some time."""
+        return {}
+
 
 class Functions(Snapshots):
     """A state that two functions of the training script save and load, without a copy.

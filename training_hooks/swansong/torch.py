@@ -39,6 +39,7 @@ from swansong._torch.arrivals import ArrivedTensors
 from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
+from swansong._torch.digests import of_step, of_weights
 from swansong._torch.end_of_loop import EndOfLoop
 from swansong._torch.generators import is_generator
 from swansong._torch.index import FORMAT, INDEX, encode_index
@@ -247,6 +248,14 @@ class TrainingState(Divisible):
     def is_at_boundary(self) -> bool:
         """Whether the state is still that of the last ``guard.step()``, as far as it can be seen."""
         return self._boundary.is_here()
+
+    def digests(self) -> dict[str, Any]:
+        """Digests of the last batches and of the optimizers' options."""
+        return of_step(self._objects)
+
+    def digests_of_weights(self) -> dict[str, Any]:
+        """Digests of the parameters of each module."""
+        return of_weights(self._objects)
 
     def return_to_boundary(self) -> None:
         """Return to the state of the last ``guard.step()``, after a collective of the next step has failed.

@@ -6,8 +6,9 @@ docs/format.md describes the bytes.  No commit depends on a farewell.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 
 from swansong import bounds
 from swansong.bounds import BoundsError
@@ -27,6 +28,7 @@ SAMPLES_MAX = 1000
 
 Fact = str | int | float | bool
 
+_RANK = re.compile(r"0|[1-9][0-9]{0,4}")
 _FACT_MAX = {
     "step": bounds.STEP_MAX,
     "_bytes": bounds.BYTES_MAX,
@@ -46,6 +48,8 @@ class Farewell:
     evacuation: EvacuationRecord
     training: LastReport | None = None
     """The last step; None if no trainer reported one."""
+    digests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    """By rank: digests of the newest steps, see :mod:`swansong._checkpoint.redone`."""
     written: str
     """UTC, informational."""
 
@@ -79,6 +83,8 @@ def encode(farewell: Farewell) -> bytes:
         body["left_out"] = evacuation.left_out
     if farewell.training is not None:
         body["training"] = _training(farewell.training)
+    if farewell.digests:
+        body["digests"] = {str(rank): list(each) for rank, each in farewell.digests.items()}
     return record.encode(FORMAT, body)
 
 
@@ -135,6 +141,7 @@ class RecordedEvacuation:
     """Time, and the bytes that flushes have sent by then; both ascend."""
     training: LastReport | None
     written_wall_s: float
+    digests: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
 
     @property
     def source(self) -> str:
@@ -191,6 +198,7 @@ def _recorded(body: Mapping[str, object]) -> RecordedEvacuation:
         samples=_samples(body.get("samples")),
         training=None if report is None else _last_report(report),
         written_wall_s=wall.required_s(body.get("written"), "time of the farewell"),
+        digests=_digests(body.get("digests", {})),
     )
 
 
@@ -257,6 +265,20 @@ def _samples(value: object) -> tuple[tuple[float, int], ...]:
         sent_bytes = bounds.integer(pair[1], "bytes of a sample", sent_bytes, bounds.BYTES_MAX)
         samples.append((at_s, sent_bytes))
     return tuple(samples)
+
+
+def _digests(value: object) -> Mapping[int, tuple[str, ...]]:
+    found: dict[int, tuple[str, ...]] = {}
+    for name, each in bounds.mapping(
+        value, "digests of the farewell", bounds.FAREWELL_DIGESTS_MAX
+    ).items():
+        if not _RANK.fullmatch(name):
+            raise CorruptError(f"the farewell has digests of rank {bounds.shown(name)}")
+        found[int(name)] = tuple(
+            bounds.step_digest(text, "digest of the farewell")
+            for text in bounds.items(each, "digests of a rank", bounds.DIGESTS_MAX)
+        )
+    return found
 
 
 def _ref(value: object, field: str) -> CommitRef:

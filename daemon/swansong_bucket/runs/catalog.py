@@ -467,7 +467,7 @@ def history(
                 newest.setdefault(vm.last, commit)
     observed_s, uncovered = 0.0, 0
     for vm in vms:
-        said = _farewells_of(store, keys, vm.last, is_cancelled)
+        said = farewells_of(store, keys, vm.last, is_cancelled)
         if is_cancelled():
             return History()
         last = newest.get(vm.last)
@@ -578,7 +578,7 @@ def _identity(claim: ClaimObject | None) -> Mapping[str, str]:
     return {} if claim is None else claim.identity
 
 
-def _farewells_of(
+def farewells_of(
     store: ObjectStore, keys: RunKeys, generation: int, is_cancelled: Callable[[], bool]
 ) -> list[RecordedEvacuation]:
     """The farewells of a generation; damaged ones are left out."""

@@ -14,7 +14,7 @@ from urllib.parse import urlsplit
 from swansong_bucket.config import values as read
 from swansong_bucket.config.values import InvalidValue, key
 
-KINDS = ("notice", "verdict", "stall", "blind", "margin", "metrics", "resumption")
+KINDS = ("notice", "verdict", "stall", "blind", "margin", "metrics", "resumption", "redone")
 PAGERDUTY_URL = "https://events.pagerduty.com/v2/enqueue"
 _URL_CHARS_MAX = 2048
 _KINDS_REMEDY = f"give a list of {', '.join(KINDS)}"

@@ -10,7 +10,7 @@ import queue
 import secrets
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -137,6 +137,7 @@ class Committer:
         evacuation: EvacuationRecord,
         *,
         training: LastReport | None = None,
+        digests: Mapping[int, tuple[str, ...]] | None = None,
     ) -> None:
         """Create the farewell of an evacuation.
 
@@ -146,6 +147,7 @@ class Committer:
         Args:
             evacuation: read before this returns.
             training: the last step; None if no trainer reported one.
+            digests: of the newest steps, by rank.
         """
         farewell = Farewell(
             run=self._keys.run,
@@ -153,6 +155,7 @@ class Committer:
             conclusion=conclusion,
             evacuation=evacuation,
             training=training,
+            digests=digests or {},
             written=self._wall(),
         )
         data = farewells.encode(farewell)

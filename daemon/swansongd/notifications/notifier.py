@@ -19,6 +19,7 @@ from swansongd.notifications.record import SentNotifications
 from swansongd.notifications.webhook import Webhook
 from swansongd.observe.accounting import MeasuredResume, Training
 from swansongd.observe.conditions import Watch
+from swansongd.observe.facts import StepsCompared
 from swansongd.observe.heartbeat import Stretch, continued, why_silent
 from swansongd.observe.notifications import (
     GROUPS,
@@ -26,6 +27,7 @@ from swansongd.observe.notifications import (
     Origin,
     caused,
     end_of,
+    of_comparison,
     of_resume,
 )
 from swansongd.observe.observer import Observation
@@ -89,7 +91,7 @@ class Notifier:
 
     def observe(self, observation: Observation) -> None:
         """Queue the notifications of one decision.  No IO: it takes microseconds."""
-        before, after, _, actions, now_mono_s = observation
+        before, after, event, actions, now_mono_s = observation
         self._latest = (after, now_mono_s)
         self._stretch = continued(self._stretch, after, now_mono_s)
         found = caused(
@@ -100,6 +102,9 @@ class Notifier:
             now_mono_s=now_mono_s,
             wall_s=time.time(),
         )
+        if isinstance(event, StepsCompared):
+            compared = of_comparison(event, after, time.time())
+            found += [] if compared is None else [compared]
         for made in found:
             self._put(made)
 

@@ -162,6 +162,10 @@ _TRAINER = (
     ),
     _gauge("swansong_trainers_stalled", "Ranks that are stalled"),
     _gauge("swansong_trainers_unhealthy", "Ranks that report a loss that is not finite"),
+    _gauge(
+        "swansong_trainers_redone_differ",
+        "Ranks whose repeated steps differ from those of the interrupted run",
+    ),
     _counter(
         "swansong_trainers_refused_total",
         "Processes that were refused because another one has their rank",

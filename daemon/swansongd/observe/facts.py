@@ -57,5 +57,30 @@ class NewestDated:
     """By the wall clocks of two VMs."""
 
 
-Fact = TrainerRefused | DownloadStarted | DownloadEnded | RestoreAnswered | NewestDated
+@dataclass(frozen=True, slots=True)
+class StepsDigested(FromTrainer):
+    """A rank has digested steps."""
+
+    connection: int
+    digests: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class StepsCompared(FromTrainer):
+    """A rank has compared the steps that it repeats with those of the interrupted start."""
+
+    connection: int
+    differs: bool
+    text: str
+
+
+Fact = (
+    TrainerRefused
+    | DownloadStarted
+    | DownloadEnded
+    | RestoreAnswered
+    | NewestDated
+    | StepsDigested
+    | StepsCompared
+)
 Observed = Event | Fact

@@ -238,6 +238,8 @@ class DaemonCollector:
         self._put_instant(sheet, name, snapshot, joined)
         sheet.put("swansong_trainers_stalled", len(stalled(state, snapshot.now_mono_s)))
         sheet.put("swansong_trainers_unhealthy", unhealthy)
+        differ = sum(each.differs for each in snapshot.compared.values())
+        sheet.put("swansong_trainers_redone_differ", differ)
         sheet.put("swansong_trainers_refused_total", snapshot.tally.refused.count)
         sheet.put("swansong_trainer_step", None if training.step < 0 else training.step)
         sheet.put("swansong_trainer_step_seconds", training.step_s)

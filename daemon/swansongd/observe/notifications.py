@@ -20,6 +20,7 @@ from swansongd.core.events import Action, Conclude
 from swansongd.core.notices import OUTLIVED_S
 from swansongd.core.state import State
 from swansongd.observe.accounting import MeasuredResume
+from swansongd.observe.facts import StepsCompared
 
 TEXT_CHARS_MAX = 500
 NOTICES, DRILLS = "notices", "drills"
@@ -35,6 +36,7 @@ class NotificationKind(StrEnum):
     MARGIN = "margin"
     METRICS = "metrics"
     RESUMPTION = "resumption"
+    REDONE = "redone"
     TEST = "test"
 
 
@@ -335,6 +337,24 @@ def of_resume(measured: MeasuredResume, wall_s: float) -> Notification | None:
         wall_s=wall_s,
         step=start,
         generation=generation,
+    )
+
+
+def of_comparison(found: StepsCompared, state: State, wall_s: float) -> Notification | None:
+    """The notification of redone steps; None if they are as before."""
+    if not found.differs:
+        return None
+    start_id = "" if state.start is None else state.start.id
+    return Notification(
+        key=f"redone/{start_id}/{found.text}",
+        group=f"redone/{start_id}",
+        kind=NotificationKind.REDONE,
+        is_over=True,
+        summary=text(f"The resume is not exact: {found.text}"),
+        importance=Importance.WARNING,
+        wall_s=wall_s,
+        generation=state.generation,
+        reason=text(found.text),
     )
 
 

@@ -17,6 +17,7 @@ from swansong_bucket.model import (
 
 from swansongd.core import arrival, followup, periodic
 from swansongd.core.state import State
+from swansongd.observe.facts import StepsCompared
 from swansongd.observe.margin import margins, problem_of
 from swansongd.observe.phase import is_follow_up_under_way, phase_of
 from swansongd.observe.snapshot import PruneFigures, Snapshot
@@ -75,7 +76,12 @@ def status_of(snapshot: Snapshot) -> DaemonStatus:
         evacuation=_evacuation(state, now_mono_s),
         margins=margins(state, problem_of(state, now_mono_s, tally.failed_saves, snapshot.staging)),
         trainers=tuple(
-            _trainer(trainer, now_mono_s, is_stalled=trainer in silent)
+            _trainer(
+                trainer,
+                now_mono_s,
+                is_stalled=trainer in silent,
+                compared=snapshot.compared.get(trainer.rank),
+            )
             for trainer in state.ranks.trainers[:TRAINERS_MAX]
         ),
         trainers_not_shown=max(0, len(state.ranks.trainers) - TRAINERS_MAX),
@@ -169,7 +175,9 @@ def _notice(notice: Notice, now_mono_s: float) -> NoticeStatus:
     )
 
 
-def _trainer(trainer: TrainerView, now_mono_s: float, *, is_stalled: bool) -> TrainerStatus:
+def _trainer(
+    trainer: TrainerView, now_mono_s: float, *, is_stalled: bool, compared: StepsCompared | None
+) -> TrainerStatus:
     return TrainerStatus(
         pid=trainer.pid,
         rank=trainer.rank,
@@ -181,6 +189,8 @@ def _trainer(trainer: TrainerView, now_mono_s: float, *, is_stalled: bool) -> Tr
         loss_is_finite=trainer.loss_is_finite,
         step_s=trainer.step_s,
         stalled_s=_age(trainer.reported_mono_s, now_mono_s) if is_stalled else None,
+        redone=None if compared is None else compared.text,
+        redone_differs=None if compared is None else compared.differs,
     )
 
 

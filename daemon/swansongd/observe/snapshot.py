@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from swansongd.core.state import State
 from swansongd.observe.accounting import Training
+from swansongd.observe.facts import StepsCompared
 from swansongd.observe.status import (
     MetricsStatus,
     MirrorStatus,
@@ -60,6 +61,8 @@ class Snapshot:
     state: State
     training: Training = field(default_factory=Training)
     tally: Figures = field(default_factory=Figures)
+    compared: Mapping[int, StepsCompared] = field(default_factory=dict)
+    """By rank: the comparison of redone steps."""
     decision_faults: int = 0
     last_fault: str | None = None
     sources: tuple[str, ...] = ()

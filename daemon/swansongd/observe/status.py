@@ -202,6 +202,10 @@ class TrainerStatus:
     """Usual duration of a step."""
     stalled_s: float | None = None
     """Time since the last report of a rank that is stalled."""
+    redone: str | None = None
+    """Whether the steps that the rank repeated after its resume are those of the interrupted run; `null`
+    before it is known."""
+    redone_differs: bool | None = None
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

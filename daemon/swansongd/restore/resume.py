@@ -106,6 +106,8 @@ class Resume:
         self.downloads.listener = self._report
         self.answered: Callable[[], None] = lambda: None
         """Called after each answer without an error."""
+        self.restored_generation = -1
+        """Generation of the newest checkpoint that was an answer; -1 without one."""
         self._reported_mono_s = context.monotonic()
         self._cached: _CachedAnswer | None = None
         """The newest answer."""
@@ -168,6 +170,8 @@ class Resume:
                 error=answer.error,
             )
             self.downloads.verified.leave(ticket.reply)
+            if answer.path:
+                self.restored_generation = answer.generation
             _send(ticket, answer)
             if not ticket.query.rollback:
                 self._context.post(RestoreAnswered(answer.step, answer.generation, answer.error))

@@ -70,6 +70,7 @@ from swansongd.observe.decision_log import DecisionLog
 from swansongd.observe.facts import Fact, Observed
 from swansongd.observe.observer import Observation, Observer
 from swansongd.observe.phase import phase_of
+from swansongd.observe.redone import RedoneWatch
 from swansongd.observe.report import status_line, status_of
 from swansongd.observe.samples import FlushSamples
 from swansongd.observe.snapshot import Snapshot
@@ -79,6 +80,7 @@ from swansongd.observe.tally import Tally
 from swansongd.observe.timeline import recorded
 from swansongd.restore.context import RestoreContext
 from swansongd.restore.prefetch import Prefetch
+from swansongd.restore.redone import RedoneAnswers
 from swansongd.restore.resume import Resume
 from swansongd.service.decisions import Decisions
 from swansongd.service.inbox import Inbox
@@ -139,6 +141,7 @@ class Service:
         self._samples = FlushSamples()
         self._accounting = Accounting(self._record_resume, self._conclude)
         self._tally = Tally()
+        self._redone = RedoneWatch(self._decision_log)
         self._sigterm_judge = Worker("sigterm", tasks_max=_JUDGEMENTS_MAX)
         self._signals: deque[int] = deque()
         self._stop = threading.Event()
@@ -212,6 +215,9 @@ class Service:
             context, self._resume.downloads, is_enabled=config.restore.prefetch
         )
         self._resume.answered = self._prefetch.answered
+        self._redone_answers = RedoneAnswers(
+            context, self._redone, lambda: self._resume.restored_generation
+        )
         self._channel = TrainerChannel(
             config.trainer.socket,
             run=config.run.name,
@@ -241,16 +247,16 @@ class Service:
             self._sources, assumed_grace_s=config.deadline.assumed_grace_s
         )
         self._metrics = self._open_metrics(config.metrics)
-        counters = None if self._metrics is None else self._metrics.counters
         self._observers: tuple[Observer, ...] = tuple(
             observer
             for observer in (
                 self._accounting,
                 self._tally,
                 self._samples,
+                self._redone,
                 StallWatch(self._decision_log),
                 self._notifications,
-                counters,
+                None if self._metrics is None else self._metrics.counters,
             )
             if observer is not None
         )
@@ -265,6 +271,7 @@ class Service:
             signal.signal(number, lambda number, _frame: self._signals.append(number))
         self._prefetch.start()  # first: a trainer may wait for every byte of it
         self._sigterm_judge.start()
+        self._redone_answers.start()
         if self._signal_sender is not None:
             self._signal_sender.start()
         # After the process of a trainer without hooks: it may be suspect since a GPU failed.
@@ -478,6 +485,7 @@ class Service:
                     now_mono_s=time.monotonic(),
                     now_wall_s=time.time(),
                 ),
+                digests=self._redone.for_farewell(self._state, generation),
             )
 
     def _record_resume(self, measured: MeasuredResume) -> None:
@@ -507,6 +515,7 @@ class Service:
             state=self._state,
             training=self._accounting.training,
             tally=self._tally.figures,
+            compared=self._redone.compared,
             decision_faults=faults.faults,
             last_fault=faults.last_fault,
             sources=tuple(source.name for source in self._sources),
@@ -538,6 +547,8 @@ class Service:
             self._resume.ask(message, reply, self._post)
         elif isinstance(message, protocol.ShardsTaken):
             self._resume.take(message, reply)
+        elif isinstance(message, protocol.RedoneQuery):
+            self._redone_answers.ask(message, reply)
 
     def _leave(self, order: Exit) -> int:
         """End in bounded time: nothing here waits for a flush, a source or a trainer."""

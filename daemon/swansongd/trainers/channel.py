@@ -74,9 +74,9 @@ class TrainerChannel:
         staging: absolute staging directory of the run, sent to trainers.
         allowed_uids: users that may connect, including root and the daemon's own.
         post: takes the events.
-        answer: takes RestoreQuery, StatusQuery, Notify and NotifyWithdrawn with a function that sends
-            the reply, now or later, from any thread.  Each RestoreQuery must get one Restored; until then
-            ShardsTaken comes with the same function.
+        answer: takes RestoreQuery, RedoneQuery, StatusQuery, Notify and NotifyWithdrawn with a function that
+            sends the reply, now or later, from any thread.  Each RestoreQuery must get one Restored; until
+            then ShardsTaken comes with the same function.
         log: a structlog logger.
         listener_fd: the listening socket, if it exists already; ``path`` is then left alone.
         naming_secret: by user id, see :class:`swansong.protocol.Welcome`.
@@ -383,6 +383,8 @@ class TrainerChannel:
                 connection,
                 f"{message.TYPE} is for jobs over several VMs: set nodes in hello",
             )
+        elif isinstance(message, protocol.RedoneQuery):
+            self._answer(message, partial(self.send, (number,)))
         elif isinstance(message, protocol.Bye):
             self._leave(connection)
             reason = translate.short(message.reason)
@@ -458,6 +460,7 @@ class TrainerChannel:
             staging=os.fspath(self._staging),
             generation=self._generation,
             grace_s=self.grace_s,
+            takes_digests=True,
             naming_secret=self._naming_secret(connection.peer.uid),
         )
         self._send(connection, protocol.encode(welcome))

@@ -8,10 +8,10 @@ import dataclasses
 from swansong import fields, protocol
 from swansong.protocol import Message
 from swansong_bucket.model import UNKNOWN_PARENT, Parent, TrainerView
+from swansong_bucket.util.printable import printable
 
 from swansongd.core.events import (
     AskTrainers,
-    Event,
     FinishAsked,
     PeerRequested,
     SendTarget,
@@ -27,11 +27,12 @@ from swansongd.core.events import (
     TrainerSealed,
     WithdrawRequest,
 )
+from swansongd.observe.facts import Observed, StepsCompared, StepsDigested
 
 _TEXT_CHARS_MAX = 500
 
 
-def event_of(connection: int, message: Message) -> Event:
+def event_of(connection: int, message: Message) -> Observed:
     """The event for a trainer's message, except messages that the channel itself handles."""
     match message:
         case protocol.Progress():
@@ -61,6 +62,11 @@ def event_of(connection: int, message: Message) -> Event:
             return FinishAsked(message.start_id)
         case protocol.Begin():
             return StartBegun(connection, message.start_id)
+        case protocol.Digested():
+            return StepsDigested(connection, tuple(message.digests))
+        case protocol.Compared():
+            text = str(printable(short(message.text)))
+            return StepsCompared(connection, message.differs, text)
         case protocol.Failed():
             return TrainerFailed(
                 connection, message.request_id, short(message.reason), message.step

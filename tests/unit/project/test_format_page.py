@@ -151,6 +151,7 @@ def test_the_fields_of_a_farewell() -> None:
             opened_wall_s=2.0, notices=(NoticeRecord("aws.spot", "reclaim"),), left_out=1
         ),
         training=training,
+        digests={0: ("1 loss=1",)},
         written="now",
     )
     body = json.loads(farewells.encode(farewell))

@@ -263,7 +263,7 @@ def test_a_farewell_has_the_step_of_the_event_that_caused_it(
     """The accounting sees each event before the actions of the event are carried out."""
     steps: list[int] = []
 
-    def farewell(*_: object, training: LastReport) -> None:
+    def farewell(*_: object, training: LastReport, **__: object) -> None:
         steps.append(training.step)
 
     monkeypatch.setattr(service._committer, "farewell", farewell)

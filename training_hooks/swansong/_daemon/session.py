@@ -13,6 +13,7 @@ import os
 from collections.abc import Callable
 
 from swansong import openat
+from swansong._checkpoint.redone import RedoneSteps
 from swansong._checkpoint.restore import RestoreClient
 from swansong._checkpoint.staging import remove_leftovers
 from swansong._daemon.channel import Channel, socket_path
@@ -30,6 +31,7 @@ from swansong.protocol import (
     Finished,
     Hello,
     Message,
+    Redone,
     Refused,
     Request,
     Restored,
@@ -103,6 +105,7 @@ class DaemonSession:
             self._rounds = RoundRunner(self.rendezvous, self.agreement)
             choice = RestoreChoice(self.rendezvous)
         self.restore = RestoreClient(self.channel.send, self.start, choice)
+        self.redone = RedoneSteps(self.channel.send, ranks.rank, ranks.world_size)
 
     def hello(self) -> Hello:
         """Return the first message of each connection: identity and progress of this rank."""
@@ -123,6 +126,7 @@ class DaemonSession:
     def end(self, reason: str) -> None:
         """Disconnect from the daemon, and leave the job of the ranks."""
         self.staging = None
+        self.redone.end()
         if self._rounds is not None:
             self._rounds.close()
         self.agreement = Agreement(1, None, lambda _: None)
@@ -131,6 +135,7 @@ class DaemonSession:
     def forked(self) -> None:
         """Close the connection in the child of a fork, which is not a rank."""
         self.staging = None
+        self.redone.stop()
         self.channel.forked()
         self.start.forked()
         if self._rounds is not None:
@@ -187,6 +192,8 @@ class DaemonSession:
         elif isinstance(message, Committed):
             # A healthy checkpoint can be committed after newer ones.
             self.last_committed = max(message, self.last_committed or message, key=_place)
+        elif isinstance(message, Redone):
+            self.redone.expect(message)
         elif isinstance(message, Fenced):
             if not self.is_fenced:
                 log.warning("another VM has taken the run over (generation %s)", message.generation)
@@ -206,6 +213,8 @@ class DaemonSession:
         self.run = welcome.run
         self.grace_s = welcome.grace_s
         self.naming_secret = welcome.naming_secret
+        self.redone.is_wanted = welcome.takes_digests
+        self.redone.resend()
         if self._rounds is not None:
             self._rounds.start()
         if self.staging == welcome.staging:

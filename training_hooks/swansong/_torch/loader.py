@@ -243,6 +243,21 @@ class ResumableLoader:
         self._index_is_known = False
         _pending.add(self)
 
+    def digest(self) -> str | Callable[[], str | None] | None:
+        """Return a digest of the last batch, or the function that computes it from the batch's device.
+
+        None without a batch, and for a batch that was changed in place.
+        """
+        if self._last is None:
+            return None
+        last = self._last
+
+        def compute() -> str | None:
+            checksum = _checksum(*last)
+            return None if checksum is None else f"{checksum:08x}"
+
+        return compute if any(tensor.is_cuda for tensor in last[0]) else compute()
+
     def place(self) -> dict[str, Any]:
         """Return the position without generators, for :meth:`return_to`; takes less than 2 us."""
         return {name: getattr(self, name) for name in _PLACE} | {"drawn": tuple(self._drawn_with)}

@@ -100,6 +100,9 @@ def rows(
     for trainer in status.trainers:
         for line in _problems(trainer):
             yield Row("problem", line, BAD, 10)
+    same = [trainer for trainer in status.trainers if trainer.redone_differs is False]
+    if same:
+        yield Row("redone", word(same[0].redone), rank=45)
     for each in others:
         yield Row("not connected", _unconnected(each), WARNING, 15)
     faults = status.decision_faults
@@ -194,6 +197,8 @@ def _problems(trainer: TrainerStatus) -> Iterator[str]:
         yield f"{where} has made no progress for {human_s(trainer.stalled_s)}"
     if trainer.loss_is_finite is False:
         yield f"{where} reports a loss that is not finite"
+    if trainer.redone_differs:
+        yield f"rank {trainer.rank}: {trainer.redone}"
 
 
 def _unconnected(process: Unconnected) -> str:

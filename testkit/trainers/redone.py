@@ -1,0 +1,71 @@
+# SPDX-License-Identifier: Apache-2.0
+"""A trainer whose resume may forget something; prints JSON lines.
+
+``--forgets`` names what a resumed run does not continue: ``loader`` (its position), ``rates`` (a factor that
+the script counts itself), ``generator`` (one outside the state), ``weights`` (a bit flips in the second step,
+as in faulty memory), or ``nothing``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import threading
+
+import swansong
+import torch
+from swansong.torch import ResumableLoader, TrainingState, seed_all
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def emit(**facts: object) -> None:
+    print(json.dumps(facts), flush=True)
+
+
+def flip_a_bit(weights: torch.Tensor) -> None:
+    """Flip the lowest bit of the mantissa of one weight."""
+    with torch.no_grad():
+        weights.view(torch.int32).view(-1)[0] ^= 1
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--forgets", default="nothing")
+    forgets = parser.parse_args().forgets
+    seed_all(7)
+    noise = torch.Generator().manual_seed(7)
+    model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    inputs = torch.arange(8 * 512, dtype=torch.float32).reshape(512, 8).sin()
+    data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
+    loader = ResumableLoader(DataLoader(data, batch_size=8, shuffle=True))
+    parts = {"model": model, "optimizer": optimizer, "loader": loader, "noise": noise}
+    if forgets == "generator":
+        del parts["noise"]
+    state = TrainingState(**parts)
+    guard = swansong.attach(state)
+    first = guard.restore()
+    is_resumed = first > 0
+    if is_resumed and forgets == "loader":
+        loader.end_epoch()
+    emit(event="resumed", from_step=first)
+    pause, step = threading.Event(), first
+    while True:
+        for batch, target in loader:
+            pause.wait(0.02)
+            if forgets == "rates":
+                optimizer.param_groups[0]["lr"] = 0.01 / (1 + (step - first))
+            moved = batch + 0.01 * torch.randn(batch.shape, generator=noise)
+            loss = (model(moved) - target).square().mean()
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+            step += 1
+            if is_resumed and forgets == "weights" and step == first + 2:
+                flip_a_bit(model[0].weight)
+            guard.step(step, loss=loss)
+            emit(step=step)
+
+
+if __name__ == "__main__":
+    main()
