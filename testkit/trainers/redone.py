@@ -2,8 +2,8 @@
 """A trainer whose resume may forget something; prints JSON lines.
 
 ``--forgets`` names what a resumed run does not continue: ``loader`` (its position), ``rates`` (a factor that
-the script counts itself), ``generator`` (one outside the state), ``weights`` (a bit flips in the second step,
-as in faulty memory), or ``nothing``.
+the script counts itself), ``optimizer`` and ``noise`` (a generator), which are outside the state, ``weights``
+(a bit flips in the second step, as in faulty memory), or ``nothing``.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ def main() -> None:
     seed_all(7)
     noise = torch.Generator().manual_seed(7)
     model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.Tanh(), torch.nn.Linear(16, 1))
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
     inputs = torch.arange(8 * 512, dtype=torch.float32).reshape(512, 8).sin()
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = ResumableLoader(DataLoader(data, batch_size=8, shuffle=True))
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "noise": noise}
-    if forgets == "generator":
-        del parts["noise"]
+    if forgets in ("optimizer", "noise"):
+        del parts[forgets]
     state = TrainingState(**parts)
     guard = swansong.attach(state)
     first = guard.restore()

@@ -72,6 +72,7 @@ def test_close_weights_count_as_equal_until_a_step_was_equal_to_the_bit() -> Non
     assert "step 12 differs" in found.text
     assert "faulty memory" in found.text
     assert text_of({11: changed(loss="2.6", weights__model="x")}).differs
+    assert text_of({11: changed(weights__model="x")}).differs, "an optimizer outside of the state"
 
 
 @pytest.mark.parametrize("part", [{"random__python": "x"}, {"loss": "9"}])

@@ -93,7 +93,7 @@ def parsed(text: str) -> tuple[int, dict[str, str]]:
 def compare(before: Digests, again: Digests, rank: int | None = None) -> StepComparison | None:
     """Compare the digests of an interrupted start with those of the start that repeats its steps.
 
-    Losses and weights that are only close count as equal, until a step was equal to the bit: after that, the
+    Steps whose losses are close count as equal, until a loss or a step was equal to the bit: after that, the
     order of additions in the kernels is known to be fixed.
 
     Args:
@@ -116,7 +116,8 @@ def compare(before: Digests, again: Digests, rank: int | None = None) -> StepCom
             is_exact |= has_weights
             continue
         gap = _gap(before[step], again[step])
-        if kinds <= {"loss", "weights"} and not is_exact and gap is not None and gap <= CLOSE:
+        # An equal loss with other weights is no rounding: it shows an optimizer outside of the state.
+        if kinds <= {"loss", "weights"} and not is_exact and gap is not None and 0 < gap <= CLOSE:
             is_close, furthest = True, max(furthest, gap)
             continue
         where = "" if rank is None else f" on rank {rank}"
