@@ -313,7 +313,10 @@ class _Server:
     def _serve_one(self, fd: int, pid: int) -> None:
         client = self._clients[pid]
         if fd == client.fileno():
-            signals = client.recv(1)
+            try:
+                signals = client.recv(1)
+            except ConnectionResetError:  # it was killed before it read the pid or the status
+                signals = b""
             for number in signals:
                 os.kill(pid, number)
             if not signals:

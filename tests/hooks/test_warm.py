@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -112,6 +114,23 @@ def test_signals(warm_python: str) -> None:
         assert process.stdout.read() == "", "the pipe is still open"
     # A zombie, which init may never reap, has no executable.
     until(lambda: not any(os.path.exists(f"/proc/{pid}/exe") for pid in pids), what="their end")
+
+
+def test_a_client_that_is_killed_at_once_does_not_end_the_server(warm_python: str) -> None:
+    """A client that has not read its answer resets the connection."""
+    path = Path(warm_python).with_name("socket")
+    for _ in range(3):
+        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as client:
+            client.connect(str(path))
+            network = os.open("/proc/self/ns/net", os.O_RDONLY)
+            asked = repr(
+                (["python", "-c", "import signal; signal.pause()"], dict(os.environ), "/", [])
+            )
+            socket.send_fds(client, [asked.encode()], [network])
+            os.close(network)
+            assert select.select([client], [], [], 60)[0], "no answer"
+    done = subprocess.run([warm_python, "-c", "print(7)"], capture_output=True, check=True)
+    assert done.stdout == b"7\n"
 
 
 REPORTS = """
