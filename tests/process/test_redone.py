@@ -93,3 +93,31 @@ def test_the_next_vm_compares_the_steps_that_it_repeats(
     daemon.lines.wait(event="verdict", verdict="SAFE")
     newest = max(bucket.manifests(), key=lambda manifest: manifest["step"])
     assert newest["health"]["redone_differs"] == bool(cause)
+
+
+@pytest.mark.fault("T03")
+def test_a_trainer_that_starts_again_on_its_vm_is_compared_too(
+    aws: Aws, bucket: Bucket, new_vm: Any, warm_torch: str
+) -> None:
+    """It is killed after steps that no checkpoint has; the daemon, which knows them, reads no farewell."""
+    settings = {"run": {"name": "run", "checkpoint_interval_s": "1h"}}
+    vm = new_vm("vm", bucket.store, metadata=aws.metadata, settings=settings)
+    daemon = vm.start_daemon()
+    trainer = start(vm, warm_torch, "nothing")
+    trainer.lines.wait(step=5)
+    aws.notice(in_s=60)
+    step = daemon.lines.wait(event="verdict", verdict="SAFE")["step"]
+    aws.withdraw()
+    daemon.lines.wait(event="evacuation", phase="withdrawn")
+
+    def reported() -> int:
+        return max((int(each["step"]) for each in vm.status()["trainers"]), default=-1)
+
+    # The digests of a step are sent right after the report of a step.
+    first = until(
+        lambda: reported() > step + 2 and reported(), what="the steps after the checkpoint"
+    )
+    until(lambda: reported() > first, what="another report")
+    trainer.kill()
+    assert start(vm, warm_torch, "nothing").lines.wait(event="resumed")["from_step"] == step
+    assert daemon.lines.wait(event="redone_steps")["result"].endswith(" as before")
