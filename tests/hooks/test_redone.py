@@ -173,6 +173,24 @@ def test_nothing_is_digested_or_asked_without_a_daemon_that_takes_it() -> None:
     assert job.sent == []
 
 
+def test_a_step_that_a_gpu_has_not_completed_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The thread answers the daemon, too: it reads the step at a later tick, and at the end not at all."""
+    complete = [False]
+    monkeypatch.setattr(redone, "_completion", lambda _gpus: lambda: complete[0])
+    job = Job()
+    job.steps.begin(0)
+    job.train(1, 2)
+    job.steps.tick()
+    assert job.digested() == []
+    complete[0] = True
+    job.steps.tick()
+    assert job.digested() == [1, 2]
+    complete[0] = False
+    job.train(3, 4)
+    job.steps.end()
+    assert job.digested() == [1, 2]
+
+
 def test_a_failing_digest_costs_no_step(caplog: pytest.LogCaptureFixture) -> None:
     """One warning, and no further digest."""
 

@@ -56,7 +56,9 @@ JSON_VALUES_MAX = 500_000
 _NAME_CHARS = "letters, digits, space and _ + = @ , . -"
 _NOT_IN_PATHS = re.compile(r"[^A-Za-z0-9_+=@,. /-]")
 _ID = re.compile(r"[A-Za-z0-9_.:/~@+-]*")
-_STEP_DIGEST = re.compile(r"\d{1,12}( [a-z]{1,16}(\.[A-Za-z0-9_]{1,64})?=[a-z0-9.+-]{1,32}){0,16}")
+_STEP_DIGEST = re.compile(
+    r"[0-9]{1,12}( [a-z]{1,16}(\.[A-Za-z0-9_]{1,64})?=[a-z0-9.+-]{1,32}){0,16}"
+)
 
 
 class BoundsError(ValueError):

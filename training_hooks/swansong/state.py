@@ -268,6 +268,10 @@ class Snapshots:
         """Digests of what the last step has used, by name; see :mod:`swansong._checkpoint.redone`."""
         return {}
 
+    def gpus(self) -> set[Any]:
+        """CUDA devices whose work the digests need."""
+        return set()
+
     def digests_of_weights(self) -> dict[str, Any]:
         """Digests of the weights after the last step, by name; they may take some time."""
         return {}

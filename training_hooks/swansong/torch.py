@@ -39,7 +39,7 @@ from swansong._torch.arrivals import ArrivedTensors
 from swansong._torch.boundary import StepBoundary
 from swansong._torch.checkpoint_set import CheckpointSet
 from swansong._torch.collector import Collector
-from swansong._torch.digests import of_step, of_weights
+from swansong._torch.digests import gpus_of, of_step, of_weights
 from swansong._torch.end_of_loop import EndOfLoop
 from swansong._torch.generators import is_generator
 from swansong._torch.index import FORMAT, INDEX, encode_index
@@ -252,6 +252,10 @@ class TrainingState(Divisible):
     def digests(self) -> dict[str, Any]:
         """Digests of the last batches and of the optimizers' options."""
         return of_step(self._objects)
+
+    def gpus(self) -> set[torch.device]:
+        """CUDA devices of the parameters."""
+        return gpus_of(self._objects)
 
     def digests_of_weights(self) -> dict[str, Any]:
         """Digests of the parameters of each module."""

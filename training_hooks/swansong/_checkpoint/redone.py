@@ -15,10 +15,12 @@ from __future__ import annotations
 import hashlib
 import logging
 import math
+import sys
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import Any
 
 from swansong import bounds
@@ -200,8 +202,8 @@ class RedoneSteps:
         """Step of the newest checkpoint."""
         self._lock = threading.Lock()
         self._ticking = threading.Lock()
-        self._taken: list[tuple[int, dict[str, Part]]] = []
-        """Steps whose parts are not computed yet."""
+        self._taken: list[tuple[int, dict[str, Part], Callable[[], bool]]] = []
+        """Steps whose parts are not computed yet, and whether the GPUs have completed them."""
         self._unsent: list[str] = []
         self._unreported: StepComparison | None = None
         self._query: RedoneQuery | None = None
@@ -252,15 +254,19 @@ class RedoneSteps:
                 parts.update(state.digests_of_weights())
                 self._weighed_mono_s = time.monotonic()
                 self._weights_s = self._weighed_mono_s - begun_mono_s
-            if loss is not None:
+            gpus = state.gpus()
+            if getattr(loss, "is_cuda", False):
+                gpus = gpus | {loss.device}
+            if _is_readable(loss):
                 held = loss.detach() if hasattr(loss, "detach") else loss
                 parts["loss"] = lambda: _number(held)
+            is_ready = _completion(gpus)
         except Exception as error:  # a digest must not cost training a step
             self.stop()
             log.warning("steps are not digested any more: %r", error)
             return
         with self._lock:
-            self._taken = [*self._taken, (step, parts)][-bounds.DIGESTS_MAX :]
+            self._taken = [*self._taken, (step, parts, is_ready)][-bounds.DIGESTS_MAX :]
 
     def _plan(self, step: int) -> None:
         since = max(0, step - self._base)
@@ -307,9 +313,11 @@ class RedoneSteps:
     def _advance(self, *, is_over: bool) -> None:
         with self._ticking:
             with self._lock:
-                taken, self._taken = self._taken, []
+                # This thread also answers the daemon, so it never waits for a GPU.
+                taken = list(takewhile(lambda each: each[2](), self._taken))
+                self._taken = self._taken[len(taken) :]
                 again, before, unsent = self._again, self._before, self._unsent
-            for step, parts in taken:
+            for step, parts, _ in taken:
                 again[step] = {
                     name: value for name, part in parts.items() if (value := _value(part))
                 }
@@ -334,6 +342,33 @@ class RedoneSteps:
         report = self._unreported
         if report is not None and self._send(report.message()):
             self._unreported = None
+
+
+def _is_readable(loss: Any) -> bool:
+    """Whether a read blocks on no device, once the GPUs are complete; as it may with an array of JAX."""
+    kind = getattr(getattr(loss, "device", None), "type", "")
+    is_plain = isinstance(loss, int | float) or type(loss).__module__ == "numpy"
+    return is_plain or kind in ("cpu", "cuda")
+
+
+def _completion(gpus: Collection[Any]) -> Callable[[], bool]:
+    """Return a function that says, without blocking, whether these GPUs have completed their work so far."""
+    if not gpus:
+        return lambda: True
+    cuda = sys.modules["torch"].cuda
+    events = []
+    for gpu in gpus:
+        event = cuda.Event()
+        event.record(cuda.current_stream(gpu))
+        events.append(event)
+
+    def is_complete() -> bool:
+        try:
+            return all(event.query() for event in events)
+        except RuntimeError:  # a GPU has failed
+            return False
+
+    return is_complete
 
 
 def _value(part: Part) -> str | None:

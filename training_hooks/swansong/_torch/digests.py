@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -14,6 +14,8 @@ from swansong._torch.sharding import is_sharded
 
 NAMED_MAX = 2
 """Objects of a kind that have a digest each; more have one in common."""
+_READ = ("cpu", "cuda")
+"""Types of devices whose sums are read; a read from another one could block the answers to the daemon."""
 _INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -28,6 +30,12 @@ def of_step(objects: Mapping[str, Any]) -> dict[str, Part]:
     batches = {name: loader.digest() for name, loader in loaders.items()}
     options = {name: _options(optimizer) for name, optimizer in optimizers.items()}
     return {**_named("batch", batches), **_named("rates", options)}
+
+
+def gpus_of(objects: Mapping[str, Any]) -> set[torch.device]:
+    """Return the CUDA devices of the parameters."""
+    modules = (each for each in objects.values() if isinstance(each, torch.nn.Module))
+    return {p.device for module in modules for p in module.parameters() if p.is_cuda}
 
 
 def of_weights(objects: Mapping[str, Any]) -> dict[str, Part]:
@@ -74,16 +82,10 @@ def _weights(module: torch.nn.Module) -> Part:
         tensor = parameter.detach()
         if is_sharded(tensor):
             tensor = tensor.to_local()
-        if tensor.numel() and tensor.layout is torch.strided and not tensor.is_meta:
+        if tensor.numel() and tensor.layout is torch.strided and tensor.device.type in _READ:
             by_device.setdefault(tensor.device, []).append(_sum_of_bits(tensor))
     stacked = [torch.stack(sums) for sums in by_device.values()]
-    wait = _waiter(by_device)
-
-    def read() -> str:
-        wait()
-        return digest(*(repr(sums.tolist()).encode() for sums in stacked))
-
-    return read
+    return lambda: digest(*(repr(sums.tolist()).encode() for sums in stacked))
 
 
 def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
@@ -103,20 +105,3 @@ def _sum_of_bits(tensor: torch.Tensor) -> torch.Tensor:
     if begin or end < bits.numel():
         total = total + bits[:begin].sum(dtype=torch.int64) + bits[end:].sum(dtype=torch.int64)
     return total
-
-
-def _waiter(devices: Mapping[torch.device, Any]) -> Callable[[], None]:
-    """Return a function that waits for the sums on GPUs; the reading thread uses another stream."""
-    events = []
-    for device in devices:
-        if device.type == "cuda":
-            with torch.cuda.device(device):
-                event = torch.cuda.Event()
-                event.record()
-                events.append(event)
-
-    def wait() -> None:
-        for event in events:
-            event.synchronize()
-
-    return wait
