@@ -228,12 +228,10 @@ def _look_for_parts(transition: Transition) -> None:
     is_committing = any(item.is_asked for item in state.commits.stored)
     if incomplete is None or incomplete.is_asked or is_committing:
         return
-    is_urgent = state.starts.is_finishing or (
-        state.evacuation is not None and transition.left_s > 0
-    )
-    if transition.now < incomplete.look_mono_s and not (
-        is_urgent and incomplete.wait_s > LOOK_FIRST_S
-    ):
+    is_open = state.evacuation is not None and transition.left_s > 0
+    is_urgent = state.starts.is_finishing or is_open
+    is_forced = is_urgent and incomplete.wait_s > LOOK_FIRST_S
+    if transition.now < incomplete.look_mono_s and not is_forced:
         return
     part, last = incomplete.part, state.commits.last_complete
     transition.do(events.CheckComplete(part.ref, part.nodes, last))

@@ -94,9 +94,8 @@ def sample_bandwidth(transition: Transition) -> None:
     to_send = flight.staged.size_bytes - flight.bytes_before
     duration_s = transition.now - flight.sampled_mono_s
     is_known = transition.state.learned.bandwidth_bytes_per_s is not None
-    if to_send < planner.BANDWIDTH_SAMPLE_MIN_BYTES or duration_s < (
-        SAMPLE_S if is_known else SAMPLE_FIRST_S
-    ):
+    least_s = SAMPLE_S if is_known else SAMPLE_FIRST_S
+    if to_send < planner.BANDWIDTH_SAMPLE_MIN_BYTES or duration_s < least_s:
         return
     moved = flight.bytes_sent - flight.sampled_bytes
     if moved or flight.bytes_unsent:  # else the flush only waits for responses

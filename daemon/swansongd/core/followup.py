@@ -188,8 +188,7 @@ def _early_share(notice: Notice) -> float:
 
 
 def _cost(state: State, took_s: float) -> FollowUpCost:
-    stalls = (t.save_s if t.snapshot_s is None else t.snapshot_s for t in state.connected)
-    stall_s = max((stall for stall in stalls if stall is not None), default=None)
+    stall_s = state.stall_s
     if stall_s is None:  # a process without hooks saves in its training loop
         stall_s = state.measured.save_s or 0.0
     step_s = max((t.step_s for t in state.connected if t.step_s is not None), default=0.0)

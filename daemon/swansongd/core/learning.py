@@ -62,8 +62,7 @@ def record_sealed(transition: Transition, request: CheckpointRequest) -> None:
         _put(transition, replace(transition.state.learned, signal_save_s=took_s))
     if request.by_signal or not request.is_urgent:
         return
-    saves_s = [t.save_s for t in transition.state.connected if t.save_s is not None]
-    save_s = max(saves_s, default=0.0)
+    save_s = _longest_save_s(transition.state)
     if not 0 < save_s <= took_s:  # the report of the new save has not arrived yet
         return
     _learn(transition, "urgent_save_s", save_s)
@@ -115,7 +114,7 @@ def _learn_hidden(transition: Transition, staged: Staged) -> None:
     request = next((r for r in state.requests_made if r.sealed == staged.id), None)
     if request is None or request.sealed_mono_s is None:
         return
-    save_s = max((t.save_s for t in state.connected if t.save_s is not None), default=0.0)
+    save_s = _longest_save_s(state)
     measured = replace(state.measured, save_bytes=staged.size_bytes, is_sending=False)
     send_s = planner.flush_s(measured)
     if request.by_signal or not request.is_urgent or save_s <= 0 or send_s <= 0:
@@ -137,6 +136,10 @@ def record_error(transition: Transition, request: CheckpointRequest, took_s: flo
     if request.expected_s:
         error = took_s / request.expected_s - 1
         _learn(transition, "error_square", min(max(error * error, 1e-4), 1.0))
+
+
+def _longest_save_s(state: State) -> float:
+    return max((t.save_s for t in state.connected if t.save_s is not None), default=0.0)
 
 
 def _learn(transition: Transition, name: str, value: float) -> None:

@@ -31,9 +31,8 @@ def interval_s(state: State) -> float:
     settings = state.settings
     if settings.checkpoint_interval_s is not None:
         return settings.checkpoint_interval_s
-    costs = (t.save_s if t.snapshot_s is None else t.snapshot_s for t in state.connected)
     return cadence.interval_s(
-        save_cost_s=max((cost for cost in costs if cost is not None), default=None),
+        save_cost_s=state.stall_s,
         store_s=state.forecast.data_s,
         mtbf_s=cadence.expected_mtbf_s(settings.mtbf_s, state.learned.history),
     )

@@ -503,13 +503,8 @@ class State:
     @cached_property
     def uncommitted(self) -> tuple[Staged, ...]:
         """Sealed sets that should still be committed, newest first."""
-        pinned = self.pinned
-        pinned_id = (
-            pinned.id
-            if pinned is not None
-            and (self.commits.healthy is None or self.commits.healthy.step < pinned.id.step)
-            else None
-        )
+        pinned, healthy = self.pinned, self.commits.healthy
+        is_due = pinned is not None and (healthy is None or healthy.step < pinned.id.step)
         open_ids = {start.id for start in self.starts.known if start.is_open}
         return tuple(
             s
@@ -518,7 +513,7 @@ class State:
             and (
                 s.nodes == 1 or s.id.start == self._last_start or self.starts.finishing is not None
             )
-            and (s.id == pinned_id or not self.is_covered(s.id))
+            and ((is_due and s is pinned) or not self.is_covered(s.id))
         )
 
     def is_covered(self, checkpoint: CheckpointId) -> bool:
@@ -550,11 +545,9 @@ class State:
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
         """Sealed sets that are still worth storing: none older than a stored set, except the pinned one."""
-        newest_stored = max(
-            (self.order(item.staged.id) for item in self.commits.stored), default=None
-        )
         result = []
         pinned, stored = self.pinned, {item.staged.id for item in self.commits.stored}
+        newest_stored = max(map(self.order, stored), default=None)
         for staged in self.uncommitted:
             is_pinned = staged == pinned and staged.id not in stored
             is_newer = newest_stored is None or self.order(staged.id) > newest_stored
@@ -638,6 +631,12 @@ class State:
         start = self.starts.newest
         has_others = start is not None and start.nodes > 1
         return has_others or any(t.nodes > 1 for t in self.ranks.trainers)
+
+    @property
+    def stall_s(self) -> float | None:
+        """Time for which a save stops the slowest connected rank; None before the first save."""
+        stalls = (t.save_s if t.snapshot_s is None else t.snapshot_s for t in self.connected)
+        return max((stall for stall in stalls if stall is not None), default=None)
 
     @property
     def local_world_size(self) -> int:

@@ -148,11 +148,9 @@ def _times(state: State) -> tuple[float | None, float | None]:
     request = max(committed or made, key=lambda each: each.asked_mono_s, default=None)
     if request is None:
         return None, None
-    expected_s, took_s = request.expected_s, request.took_s
-    return (
-        None if expected_s is None else round(expected_s, 2),
-        None if took_s is None else round(took_s, 2),
-    )
+    times_s = request.expected_s, request.took_s
+    expected_s, took_s = (None if each is None else round(each, 2) for each in times_s)
+    return expected_s, took_s
 
 
 def _awaits_peers(state: State, evacuation: Evacuation) -> bool:
