@@ -16,7 +16,7 @@ import threading
 import time
 from collections import defaultdict
 from collections.abc import Callable, Collection, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from heapq import nlargest
 from typing import Any, Generic, TypeVar
 
@@ -78,10 +78,15 @@ class RecordedCommit:
     """Over all nodes.  A chunk that several commits share counts in each of them."""
     bytes_sent: int = 0
     """Size of the chunks that no older commit names; 0 unless the commits were compared."""
-    loss: float | None
+    health: Mapping[str, float] = field(default_factory=dict)
+    """Of all ranks, such as the loss; see :func:`~swansong_bucket.model.merged_health`."""
     nodes: int
     is_whole: bool
     """All VMs have committed their parts, and no manifest is damaged."""
+
+    @property
+    def loss(self) -> float | None:
+        return self.health.get("loss")
 
     @property
     def bytes_referenced(self) -> int:
@@ -445,7 +450,6 @@ class Run:
                     kind=None,
                     created_wall_s=None,
                     size_bytes=0,
-                    loss=None,
                     nodes=commit.nodes,
                     is_whole=False,
                 )
@@ -541,7 +545,7 @@ def _facts_of(commit: Commit, manifests: Iterable[Manifest]) -> RecordedCommit:
         kind=kinds[0],
         created_wall_s=max((at_s for at_s in created_s if at_s is not None), default=None),
         size_bytes=sum(sizes_bytes),
-        loss=merged_health(healths).get("loss"),
+        health=merged_health(healths),
         nodes=commit.nodes,
         is_whole=commit.is_complete,
     )

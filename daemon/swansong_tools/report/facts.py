@@ -4,14 +4,13 @@
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.loss_records import Resumption
 from swansong_bucket.model import Verdict
 from swansong_bucket.runs.history import RunHistory, last_evacuation
-from swansong_bucket.runs.lives import Lives
 
 from swansong_tools.economics import loss as losses
 from swansong_tools.economics.loss import Interruption, Loss
@@ -41,6 +40,8 @@ class Story:
     interruption: Interruption | None
     """None while no VM has resumed the run, and for an evacuation that the VM has outlived."""
     resumption: Resumption | None
+    compared: Mapping[str, float]
+    """Health of a commit after the resumption, with the comparison of repeated steps; empty without one."""
     picture: Picture
     was_outlived: bool = False
     """The VM lived on: it ended long after the deadline, or during another evacuation."""
@@ -87,7 +88,7 @@ def report(
 ) -> RunReport:
     """The facts of a report about this history."""
     loss = losses.loss(history.lives.lives)
-    told = stories(history.evacuations.evacuations, history.lives, loss)
+    told = stories(history, loss)
     return RunReport(
         run=run,
         store_url=store_url,
@@ -141,14 +142,18 @@ _CHANGES = {
 """The name of each part of a loss, and the first change to try."""
 
 
-def stories(
-    evacuations: Sequence[RecordedEvacuation], lives: Lives, loss: Loss | None
-) -> list[Story]:
+def stories(history: RunHistory, loss: Loss | None) -> list[Story]:
     """Each evacuation; the one during which a VM ended comes with the interruption."""
     interruptions = (
         {} if loss is None else {each.after_generation: each for each in loss.interruptions}
     )
-    resumptions = {life.generation: life.resumption for life in lives.lives}
+    evacuations = history.evacuations.evacuations
+    resumptions = {life.generation: life.resumption for life in history.lives.lives}
+    compared = {
+        commit.ref.generation: commit.health
+        for commit in history.commits.commits
+        if "redone_to" in commit.health
+    }
     of_vms = defaultdict[tuple[int, int], list[RecordedEvacuation]](list)
     for each in evacuations:
         of_vms[each.generation, each.node].append(each)
@@ -167,6 +172,7 @@ def stories(
                 recorded=each,
                 interruption=ended,
                 resumption=resumed,
+                compared=compared.get(ended.generation, {}) if ended is not None else {},
                 picture=picture(course(each, ended, resumed)),
                 was_outlived=was_outlived,
             )
@@ -216,6 +222,13 @@ def sentences(story: Story) -> Iterator[str]:
         f"{where} completed its first new step {about}{human_span(ended.down_s)} after the last one, "
         f"and {redone}."
     )
+    if story.compared.get("redone_differs"):
+        yield (
+            f"Step {story.compared['redone_to']:.0f} differs from the interrupted run: see "
+            "docs/trainers/checks.md#redone-steps."
+        )
+    elif story.compared:
+        yield f"The repeated steps are as before, up to step {story.compared['redone_to']:.0f}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -280,7 +280,6 @@ def commits_of(life: Life, *after_s: float) -> list[RecordedCommit]:
             created_wall_s=life.resumption.first_step_wall_s + at_s,
             size_bytes=1000,
             bytes_sent=1000,
-            loss=None,
             nodes=1,
             is_whole=True,
         )

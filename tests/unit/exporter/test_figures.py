@@ -224,7 +224,6 @@ def commit(step: int, created_s: float | None) -> RecordedCommit:
         kind=CheckpointKind.PERIODIC,
         created_wall_s=created_s,
         size_bytes=1,
-        loss=None,
         nodes=1,
         is_whole=True,
     )

@@ -31,7 +31,8 @@ def past() -> RunHistory:
 
 
 def told(past: RunHistory, *evacuations: RecordedEvacuation) -> list[Story]:
-    return stories(evacuations, past.lives, losses.loss(past.lives.lives))
+    recorded = replace(past.evacuations, evacuations=evacuations)
+    return stories(replace(past, evacuations=recorded), losses.loss(past.lives.lives))
 
 
 def earlier(recorded: RecordedEvacuation, by_s: float) -> RecordedEvacuation:
@@ -78,9 +79,39 @@ def test_a_drill_does_not_hide_the_end_that_was_announced_before_it(past: RunHis
 def test_without_an_interruption_the_last_evacuation_stands(past: RunHistory) -> None:
     """No later VM has resumed the run, and an earlier evacuation was outlived."""
     recorded = past.evacuations.evacuations[1]
-    first, last = stories((earlier(recorded, 600.0), recorded), past.lives, None)
+    both = replace(past.evacuations, evacuations=(earlier(recorded, 600.0), recorded))
+    first, last = stories(replace(past, evacuations=both), None)
     assert (first.was_outlived, last.was_outlived) == (True, False)
     assert last.interruption is None
+
+
+@pytest.mark.parametrize(
+    ("differs", "sentence"),
+    [
+        (0.0, "The repeated steps are as before, up to step 60950."),
+        (
+            0.5,
+            "Step 60950 differs from the interrupted run: see docs/trainers/checks.md#redone-steps.",
+        ),
+    ],
+)
+def test_the_comparison_of_repeated_steps_is_told(
+    past: RunHistory, differs: float, sentence: str
+) -> None:
+    """The commits of the next VM have the result, whatever other VMs have recorded."""
+    health = {"redone_to": 60950.0, "redone_differs": differs}
+    compared = tuple(
+        replace(commit, health=health) if commit.ref.generation == 3 else commit
+        for commit in past.commits.commits
+    )
+    told = facts.report(
+        replace(past, commits=replace(past.commits, commits=compared)),
+        run="r",
+        store_url="",
+        written_wall_s=0.0,
+    )
+    said = [list(sentences(story)) for story in told.stories]
+    assert [sentence in each for each in said] == [True, False]
 
 
 def test_the_report_begins_with_what_happened_its_cost_and_what_to_do(past: RunHistory) -> None:

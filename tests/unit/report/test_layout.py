@@ -33,7 +33,7 @@ def past() -> history.RunHistory:
 
 def course_of(past: history.RunHistory, place: int) -> Course:
     loss = losses.loss(past.lives.lives)
-    story = stories(past.evacuations.evacuations, past.lives, loss)[place]
+    story = stories(past, loss)[place]
     return course(story.recorded, story.interruption, story.resumption)
 
 

@@ -204,7 +204,8 @@ def test_hostile_texts_stay_texts(
             last_hour_productive_s=0.5,
             interruptions=(interruption,),
         )
-    told = facts.stories(recorded, Lives(()), loss)
+    past = replace(EMPTY, evacuations=Evacuations(evacuations=tuple(recorded)))
+    told = facts.stories(past, loss)
     report = RunReport(
         run=run,
         store_url=MARKUP,
