@@ -16,6 +16,8 @@ waits."""
 SAMPLE_S = 0.1
 """Shortest interval between two samples of the rate."""
 _GAIN = 1.1
+_CLEAR_GAIN = 1.6
+"""One sample of this gain is enough: with a smaller one, the new bytes may only lie in buffers on the way."""
 _TRIAL_SAMPLES = 3
 """Samples until a doubling must have raised the rate: the first one is spent on new connections."""
 _BUSY_SHARE = 0.6
@@ -45,8 +47,8 @@ class ConcurrencyLimit:
     _before: int = field(init=False)
     """The limit before the doubling under trial; equal to ``now`` if none is under trial."""
     _rate_before: float = field(init=False, default=0.0)
-    _samples: int = field(init=False, default=0)
-    """Samples of the doubling under trial that did not show a gain."""
+    _rates: list[float] = field(init=False, default_factory=list)
+    """Samples of the doubling under trial."""
     _last: _Sample | None = field(init=False, default=None)
     _pause_until_mono_s: float = field(init=False, default=0.0)
 
@@ -55,7 +57,7 @@ class ConcurrencyLimit:
 
     def reset_counters(self) -> None:
         """Prepare for a byte counter that starts from zero.  The limit stays."""
-        self._last, self._before, self._samples = None, self.now, 0
+        self._last, self._before, self._rates = None, self.now, []
 
     def sample(self, now_mono_s: float, moved_bytes: int, cpu_s: float, cpus: int) -> None:
         """Take a sample, and adapt the limit.  Calls within :data:`SAMPLE_S` of the last sample do nothing.
@@ -72,13 +74,16 @@ class ConcurrencyLimit:
             return
         took_s = now_mono_s - last.mono_s
         rate = (moved_bytes - last.moved_bytes) / took_s
-        if self._before < self.now and rate < _GAIN * self._rate_before:
-            self._samples += 1
-            if self._samples == _TRIAL_SAMPLES:
-                self.now, self._samples = self._before, 0
+        if self._before < self.now and rate < _CLEAR_GAIN * self._rate_before:
+            self._rates.append(rate)
+            if len(self._rates) < _TRIAL_SAMPLES:
+                return
+            rate = sum(self._rates[1:]) / (_TRIAL_SAMPLES - 1)
+            if rate < _GAIN * self._rate_before:
+                self.now, self._rates = self._before, []
                 self._pause_until_mono_s = now_mono_s + _PAUSE_S
-            return
-        self._before, self._rate_before, self._samples = self.now, rate, 0
+                return
+        self._before, self._rate_before, self._rates = self.now, rate, []
         is_busy = cpu_s - last.cpu_s > _BUSY_SHARE * took_s * cpus
         if not is_busy and now_mono_s >= self._pause_until_mono_s:
             self.now = min(2 * self.now, self.most)

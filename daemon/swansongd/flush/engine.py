@@ -43,6 +43,8 @@ SETS_MAX = 4
 """Sets whose progress is remembered."""
 BUFFERS_BYTES_MAX = 512 * 2**20
 """Limits the chunks in flight, which are in memory; two may always be."""
+BUFFERS_KEPT_S = 30.0
+"""Unused buffers are given back this long after a flush."""
 _PROGRESS_INTERVAL_S = 0.05
 
 _log = structlog.get_logger(__name__)
@@ -150,8 +152,6 @@ class FlushEngine:
     def _close_if_over(self, flush: ActiveFlush) -> None:
         if self._active is not flush and not flush.workers:
             flush.close_directory()
-            if self._active is None:
-                self._sender.buffers.release()
 
     # ------------------------------------------------------------------ workers
 
@@ -287,7 +287,9 @@ class FlushEngine:
         while True:
             with self._lock:
                 while (flush := self._active) is None:
-                    self._has_begun.wait()
+                    # Fresh memory is slow, and follow-ups of an evacuation come at short intervals.
+                    if not self._has_begun.wait(BUFFERS_KEPT_S) and self._active is None:
+                        self._sender.buffers.release()
                 progress = flush.progress()
                 flush.limit.sample(
                     self._monotonic(),

@@ -66,6 +66,21 @@ def test_the_first_sample_after_a_doubling_may_be_slow() -> None:
     assert driven(ConcurrencyLimit(32), rate)[-1] == 32
 
 
+def test_bytes_in_buffers_are_no_gain() -> None:
+    """The buffers of new connections take bytes at once, and the link transfers no more of them."""
+    changed_at = {FIRST: 0}
+    steps = count()
+
+    def rate(now: int) -> float:
+        changed_at.setdefault(now, step := next(steps))
+        is_filling = now > FIRST and step - changed_at[now] < SAMPLE_S / 0.05
+        return min(85e6 * now, 250e6) * (1.5 if is_filling else 1.0)
+
+    limits = driven(ConcurrencyLimit(32), rate, for_s=10)
+    assert max(limits) == 8
+    assert limits.count(4) > 0.8 * len(limits)
+
+
 def test_the_limit_grows_when_the_link_becomes_faster() -> None:
     """The link is the bottleneck for three seconds, and each connection after that."""
     steps = count()

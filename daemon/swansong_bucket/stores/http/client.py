@@ -32,6 +32,8 @@ HEAD_BYTES_MAX = 16 * 2**10
 """Limit of the head of a request."""
 _JOINED_BYTES_MAX = 64 * 2**10
 """Smaller bodies are sent in one call with their head."""
+_UNSENT_BYTES_MAX = 256 * 2**10
+"""Bytes of a connection that wait in the kernel to be sent: megabytes would count as sent far too early."""
 _SPAN = re.compile(r"bytes=([0-9]+)-([0-9]+)")
 _PORTS = {"https": 443, "http": 80}
 
@@ -256,6 +258,7 @@ class Wire:
         sock = socket.create_connection(address, self._connect_timeout_s)
         try:
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, _UNSENT_BYTES_MAX)
             tls = None
             if self._scheme == "https":
                 if self._proxy is not None:
