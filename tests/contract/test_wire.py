@@ -639,6 +639,18 @@ def test_a_stalled_request_is_freed(place: Place, hang: Callable[..., None]) -> 
 
 
 @pytest.mark.fault("O02")
+def test_few_bytes_that_a_store_does_not_take_count_as_sent(place: Place) -> None:
+    """A flush that looks faster than its link opens connections, and forecasts a commit that is too early."""
+    gate = threading.Event()
+    _, wire = place.both(lambda peer: _reads_no_more(peer, gate), stall_s=0.4)
+    moved: list[int] = []
+    with Fails:
+        wire.request("PUT", "/", {}, body=Body(bytes(16 * WINDOW_BYTES), moved.append))
+    gate.set()
+    assert WINDOW_BYTES <= sum(moved) <= 2 * WINDOW_BYTES
+
+
+@pytest.mark.fault("O02")
 def test_a_response_may_take_longer_than_a_stall(place: Place) -> None:
     """The limit of the wait for a response is ``first_byte_s``, not ``stall_s``."""
     paused = threading.Event()

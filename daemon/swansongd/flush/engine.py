@@ -60,7 +60,7 @@ class FlushEngine:
         post: receives FlushProgress, Flushed and FlushFailed.
         known: chunks of this run and store.
         layout: decides which bytes share a chunk, and how many chunks are in flight at most.
-        created: takes each chunk that was created.
+        created: takes each chunk that was created, and its bytes.
         nonce: returns a new nonce for the key of a chunk.
         monotonic: the clock of the concurrency limit.
     """
@@ -74,7 +74,7 @@ class FlushEngine:
         *,
         known: KnownChunks,
         layout: ChunkLayout,
-        created: Callable[[Chunk], None] = lambda _chunk: None,
+        created: Callable[[Chunk, memoryview], None] = lambda _chunk, _data: None,
         nonce: Callable[[], str] = chunk_nonce,
         monotonic: Callable[[], float] = time.monotonic,
     ) -> None:

@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Reads created chunks back, at random, while their set is still sent.
+"""Reads samples of created chunks back, at random, while their set is still sent.
 
 A store that acknowledges bytes and drops them would otherwise get SAFE.  If the store does not return a
-chunk, all chunks without a commit are forgotten: their bytes are sent again, and no manifest names them
+sample, all chunks without a commit are forgotten: their bytes are sent again, and no manifest names them
 meanwhile.  The reads run beside the uploads and delay none of them.  Each commit of new chunks waits a short
-time for one of them to be read.  After a loss each further chunk is read, until all those of a commit were.
+time for a sample of one of them.  After a loss a sample of each further chunk is read, until all those of a
+commit were.  The store learns the place of a sample only when it is read.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import random
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import structlog
 from blake3 import blake3
@@ -22,6 +24,8 @@ from swansong_bucket.stores.base import ObjectStore
 
 from swansongd.flush.known import KnownChunks
 
+SAMPLE_BYTES = 256 * 2**10
+"""Size of a sample: a whole chunk would delay the commit by up to a second over a slow link."""
 INTERVAL_S = 2.0
 """Shortest time between two reads."""
 WAIT_S = 10.0
@@ -32,8 +36,18 @@ URGENT_WAIT_S = 1.0
 _log = structlog.get_logger(__name__)
 
 
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """A random range of a chunk."""
+
+    chunk: Chunk
+    offset: int
+    size_bytes: int
+    digest: bytes
+
+
 class Possession:
-    """Reads back one of the chunks that were created since the last read; after a loss, all of them.
+    """Reads back a sample of one chunk of those that were created since the last read; after a loss, of all.
 
     Args:
         store: without retries; a read that fails proves nothing.
@@ -61,8 +75,8 @@ class Possession:
         self._random = random.SystemRandom()
         self._offered = 0
         """Chunks that were created since the last read began."""
-        self._unread: list[Chunk] = []
-        """The chosen one of them; after a loss, all."""
+        self._unread: list[_Sample] = []
+        """A sample of the chosen one; after a loss, of each."""
         self._is_reading = False
         self._is_doubted = False
         """The store has lost a chunk, and no commit since then was read back whole."""
@@ -72,18 +86,25 @@ class Possession:
         """The next read starts no earlier."""
         threading.Thread(target=self._run, name="possession", daemon=True).start()
 
-    def offer(self, chunk: Chunk) -> None:
-        """A chunk was created.  Each one since the last read has the same chance to be read back."""
+    def offer(self, chunk: Chunk, data: memoryview) -> None:
+        """A chunk was created.  Each one since the last read has the same chance to be read back.
+
+        Args:
+            data: the bytes of the chunk.
+        """
+        size_bytes = min(SAMPLE_BYTES, data.nbytes)
+        offset = self._random.randrange(data.nbytes - size_bytes + 1)
         with self._changed:
             self._offered += 1
-            if self._is_doubted:
-                self._unread.append(chunk)
-            elif self._random.randrange(self._offered) == 0:
-                self._unread = [chunk]
+            is_chosen = self._random.randrange(self._offered) == 0
+            if is_chosen or self._is_doubted:
+                digest = blake3(data[offset : offset + size_bytes]).digest()
+                sample = _Sample(chunk, offset, size_bytes, digest)
+                self._unread = [*self._unread, sample] if self._is_doubted else [sample]
             self._changed.notify_all()
 
     def settle(self) -> None:
-        """Read one of the chunks that were created since the last read, but do not wait for long.
+        """Read a sample of a chunk that was created since the last read, but do not wait for long.
 
         Afterwards :meth:`KnownChunks.holds` returns whether a manifest may name its chunks.
         """
@@ -108,19 +129,20 @@ class Possession:
                 self._changed.wait_for(lambda: self._is_due or self._stop.is_set(), INTERVAL_S)
                 if not self._is_due:
                     continue
-                chunk = self._unread.pop()
+                sample = self._unread.pop()
                 self._offered, self._is_reading = 0, True
                 self._next_mono_s = self._monotonic() + INTERVAL_S
             try:
-                self._read_back(chunk)
+                self._read_back(sample)
             finally:
                 with self._changed:
                     self._is_reading = False
                     self._changed.notify_all()
 
-    def _read_back(self, chunk: Chunk) -> None:
+    def _read_back(self, sample: _Sample) -> None:
+        chunk = sample.chunk
         try:
-            why = self._defect(chunk)
+            why = self._defect(sample)
         except StoreError as error:  # it proves nothing about the chunk
             _log.warning("chunk_not_read_back", key=chunk.key, error=error.line())
         except Exception:
@@ -138,10 +160,10 @@ class Possession:
                     hint="The store has acknowledged this object; all bytes without a commit are sent again",
                 )
 
-    def _defect(self, chunk: Chunk) -> str:
-        sink = _DigestSink()
+    def _defect(self, sample: _Sample) -> str:
+        chunk, sink = sample.chunk, _DigestSink()
         try:
-            self._store.get_range(chunk.key, 0, chunk.size_bytes, sink)
+            self._store.get_range(chunk.key, sample.offset, sample.size_bytes, sink)
         except NotFound:
             return "it is missing"
         except Permanent:
@@ -149,7 +171,7 @@ class Possession:
             if info is not None and info.size_bytes == chunk.size_bytes:
                 raise  # for lack of a right to read
             return "it has another size"
-        return "" if sink.digest() == chunk.digest else "it has other bytes"
+        return "" if sink.digest() == sample.digest else "it has other bytes"
 
 
 class _DigestSink:

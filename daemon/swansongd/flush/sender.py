@@ -43,7 +43,7 @@ class ChunkSender:
         known: KnownChunks,
         *,
         lock: threading.Lock,
-        created: Callable[[Chunk], None] = lambda _chunk: None,
+        created: Callable[[Chunk, memoryview], None] = lambda _chunk, _data: None,
         nonce: Callable[[], str] = chunk_nonce,
     ) -> None:
         self._store = store
@@ -89,7 +89,7 @@ class ChunkSender:
             made = self._created(flush, pieces, digest, data)
             small = dict(zip(digests, _extents(pieces, made, 0), strict=True))
             chunk = self._known.created(made, small)
-            self._listener(chunk)
+            self._listener(chunk, data)
             extents = _extents(pieces, chunk, 0)
         else:
             flush.count_compared(len(data))

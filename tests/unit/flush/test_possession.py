@@ -10,8 +10,9 @@ from pathlib import Path
 import pytest
 from swansong_bucket.errors import Transient
 from swansong_bucket.model import Chunk
+from swansong_bucket.stores.base import Sink
 from swansongd.flush.known import KnownChunks
-from swansongd.flush.possession import INTERVAL_S, Possession
+from swansongd.flush.possession import INTERVAL_S, SAMPLE_BYTES, Possession
 
 from testkit.committed import chunk_of
 from testkit.memory_store import MemoryStore
@@ -44,7 +45,7 @@ class Rig:
         if stored != b"":
             self.store.put(chunk.key, data if stored is None else stored)
         self.known.created(chunk, {})
-        self.possession.offer(chunk)
+        self.possession.offer(chunk, memoryview(data))
         return chunk
 
 
@@ -100,6 +101,27 @@ def test_a_chunk_that_is_there_stays_known(rig: Rig) -> None:
     until(lambda: reads(rig) == 1)
     rig.possession.settle()
     assert rig.known.holds([chunk])
+
+
+def test_a_sample_is_small_and_lies_anywhere(rig: Rig, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A whole chunk would delay the commit over a slow link; a store may keep the beginnings only."""
+    sizes: list[int] = []
+    get_range = rig.store.get_range
+
+    def measured(key: str, offset: int, size_bytes: int, sink: Sink) -> None:
+        sizes.append(size_bytes)
+        get_range(key, offset, size_bytes, sink)
+
+    monkeypatch.setattr(rig.store, "get_range", measured)
+    data = bytes(4 * SAMPLE_BYTES)
+    half = data[: 2 * SAMPLE_BYTES] + b"x" * 2 * SAMPLE_BYTES
+    lost = 0
+    for number in range(40):
+        chunk = rig.created(data + bytes([number]), stored=half + bytes([number]))
+        rig.possession.settle()
+        lost += not rig.known.holds([chunk])
+    assert lost >= 8
+    assert set(sizes) == {SAMPLE_BYTES}
 
 
 def test_a_failing_store_proves_nothing(rig: Rig) -> None:
