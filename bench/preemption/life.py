@@ -104,6 +104,7 @@ def live(
     _sleep_until(time.monotonic() + left_s)
     cut = time.monotonic()
     first.power_off()
+    sent_bytes_s, _ = control(url, RATES)  # what the first VM reads is no fetch
     second = _Machine(2, contestant, plan, place, url)
     _sleep_until(cut + plan.pause_s)
     second.begin(stack)
@@ -125,7 +126,8 @@ def live(
     measured = None
     if contestant.name == contestants.OURS:
         assert first.vm.daemon is not None
-        measured = _measured(first.vm.daemon.lines.all(), url)
+        _, fetch_bytes_s = control(url, RATES)
+        measured = _measured(first.vm.daemon.lines.all(), sent_bytes_s, fetch_bytes_s)
     is_intact = bool(resumed["is_intact"]) and after[0][0] == resumed["restored"] + 1
     return Outcome(
         loss=loss,
@@ -242,7 +244,7 @@ class _Machine:
         shutil.rmtree(self._disk, ignore_errors=True)
 
 
-def _measured(lines: list[dict[str, Any]], store_url: str) -> Measured:
+def _measured(lines: list[dict[str, Any]], sent_bytes_s: float, fetch_bytes_s: float) -> Measured:
     """The values of the bound, from the log of the first daemon and the counters of the store."""
     sets: list[dict[str, dict[str, Any]]] = []
     for line in lines:
@@ -255,11 +257,10 @@ def _measured(lines: list[dict[str, Any]], store_url: str) -> Measured:
     if not whole:
         raise Failed("the daemon flushed no checkpoint after the notice")
     phases = whole[-1]
-    sent, fetched = control(store_url, RATES)
     return Measured(
         save_s=phases["sealed"]["at_s"] - phases["accepted"]["at_s"],
         size_bytes=int(phases["sealed"]["size_bytes"]),
-        send_bytes_s=sent,
-        fetch_bytes_s=fetched,
+        send_bytes_s=sent_bytes_s,
+        fetch_bytes_s=fetch_bytes_s,
         reserve_s=RESERVE_S,
     )

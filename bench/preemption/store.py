@@ -33,7 +33,7 @@ TOTAL_BYTES_S = 300e6
 """The limits of one VM: those of the profile ``paced`` of ``make bench``, and a total."""
 
 RATES = "rates"
-"""A control command: the measured bytes per second in each direction, as a JSON list."""
+"""A control command: the bytes per second in each direction since the last such command, as a JSON list."""
 
 _PIECE_BYTES = 2**20
 _PAUSE_S = 1.0
@@ -375,8 +375,9 @@ class _Server(socketserver.ThreadingTCPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
 
     def rates(self) -> list[float]:
-        """Bytes per second of all transfers to and from the store."""
-        return [flow.size_bytes / max(flow.seconds, 1e-3) for flow in self.flows]
+        """Bytes per second of all transfers to and from the store since the last call."""
+        flows, self.flows = self.flows, (_Flow(), _Flow())
+        return [flow.size_bytes / max(flow.seconds, 1e-3) for flow in flows]
 
     def handle_error(self, request: object, client_address: object) -> None:
         """Drop the connection: VMs without power close theirs at any time."""
