@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The host memory for copies of a state on a GPU, as far as it can be seen without one."""
+"""The host memory for copies of a state; on a GPU as far as it can be seen without one."""
 
 from __future__ import annotations
 
+import ctypes
+import resource
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -11,7 +13,7 @@ from typing import Any
 import pytest
 import swansong
 import torch
-from swansong._torch import arena
+from swansong._torch import arena, host_memory
 from swansong._torch.arena import Arenas, TensorPiece
 from swansong._torch.host_memory import HostMemory, available_bytes
 from swansong.torch import TrainingState
@@ -51,6 +53,52 @@ def test_memory_is_prepared_once_in_the_background(pinned: list[HostMemory]) -> 
     assert pinned.count(memory) == 1  # an earlier test may add others
     assert memory.tensor.nbytes == SIZE_BYTES
     assert not arenas._idle
+
+
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_the_first_copy_of_a_state_on_a_cpu_finds_its_pages(*, is_prepared: bool) -> None:
+    """A page that is used for the first time takes longer than its copy."""
+    pieces = [TensorPiece("model", "weight", torch.rand(16 * 10**6))]
+    arenas = Arenas()
+    if is_prepared:
+        arenas.prepare(pieces, 1)
+        ((_, memory, _),) = arenas._idle[0]._files.values()
+        until(lambda: memory._is_prepared)
+        memory.prepare(is_urgent=False)  # which waits for the other thread
+    copy = arenas.take(pieces)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    copy.fill(pieces)
+    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    assert (faults < 64 * 10**6 / 4096 / 4) == is_prepared
+    assert torch.equal(copy._views[0], pieces[0].tensor)
+
+
+def test_a_copy_does_not_wait_until_all_pages_are_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The background ends after the piece in progress, and clears nothing that was copied."""
+    monkeypatch.setattr(host_memory, "TOUCH_BYTES", 10**6)
+    pieces = [TensorPiece("model", "weight", torch.rand(10**6))]
+    held, touched, memset = threading.Event(), [], ctypes.memset
+
+    def slow_memset(begin: int, value: int, size_bytes: int) -> None:
+        touched.append(begin)
+        assert held.wait(60)
+        memset(begin, value, size_bytes)
+
+    monkeypatch.setattr(host_memory.ctypes, "memset", slow_memset)
+    arenas = Arenas()
+    arenas.prepare(pieces, 1)
+    (copy,) = arenas._idle
+    ((_, memory, _),) = copy._files.values()
+    until(lambda: touched)
+    copying = threading.Thread(target=copy.fill, args=(pieces,))
+    copying.start()
+    until(lambda: memory._is_urgent)
+    held.set()
+    copying.join(60)
+    assert torch.equal(copy._views[0], pieces[0].tensor)
+    assert len(touched) == 1
 
 
 def test_a_copy_does_what_the_background_has_not_done(

@@ -166,7 +166,7 @@ class Arenas:
         """Not freed, because that could block."""
 
     def prepare(self, pieces: Sequence[TensorPiece], ranks: int) -> None:
-        """Prepare the memory of the first copy in the background, if a piece is on a GPU.
+        """Prepare the memory of the first copy in the background.
 
         Memory that becomes idle is given back while the VM is short of memory.
 
@@ -174,7 +174,7 @@ class Arenas:
             pieces: of the first copy.
             ranks: number of processes on this VM that do the same.
         """
-        if self._idle or not any(piece.tensor.is_cuda for piece in pieces):
+        if self._idle:
             return
         size_bytes = sum(piece.tensor.nbytes for piece in pieces)
         with contextlib.suppress(OSError, RuntimeError):  # no memory, no thread

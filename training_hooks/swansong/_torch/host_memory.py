@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Host memory for copies of tensors, pinned for copies from a GPU.
+"""Host memory for copies of tensors, prepared in the background, and pinned for copies from a GPU.
 
+The kernel clears each page at its first use, which takes longer than the copy.
 torch's own pinned memory rounds each block up to a power of two, and keeps freed blocks.  It also pins pages
 that the kernel must clear first, which blocks all CUDA calls of the process for half a second per GB.
 """
@@ -43,38 +44,56 @@ class HostMemory:
     """
 
     def __init__(self, size_bytes: int, device: torch.device | None) -> None:
-        memory = mmap.mmap(-1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-        # Huge pages are cleared faster.  A fork, as of a data loader's worker, would copy pinned pages.
-        for advice in ("MADV_HUGEPAGE", "MADV_DONTFORK" if device is not None else ""):
-            with contextlib.suppress(AttributeError, OSError):
-                memory.madvise(getattr(mmap, advice))
-        self.tensor = torch.frombuffer(memory, dtype=torch.uint8)[:size_bytes]
+        self._memory = mmap.mmap(
+            -1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+        )
+        if device is not None:
+            # A fork, as of a data loader's worker, would copy pinned pages.
+            self._advise("MADV_HUGEPAGE", "MADV_DONTFORK")
+        self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[:size_bytes]
         """The memory as ``uint8``."""
         self._device = device
         self._lock = threading.Lock()
-        self._is_prepared = device is None or not size_bytes
+        self._is_prepared = not size_bytes
+        self._is_urgent = False
+        """Whether a copy waits."""
 
     def prepare(self, *, is_urgent: bool) -> None:
         """Touch and pin the memory, unless that is done.  If CUDA refuses, the memory stays pageable.
 
         Args:
-            is_urgent: whether to use several threads.
+            is_urgent: a copy waits.  Memory that is not pinned is then touched by the copy itself.
         """
+        self._is_urgent |= is_urgent
         with self._lock:
             if self._is_prepared:
                 return
             self._is_prepared = True
-            begin, size_bytes = self.tensor.data_ptr(), self.tensor.nbytes
+            if self._device is None and not is_urgent:
+                # They are cleared faster, but the kernel may have to move other pages first.
+                self._advise("MADV_HUGEPAGE")
             # To pin pages that exist takes a tenth of the time, and only that blocks the CUDA calls.
             touches = [
-                functools.partial(ctypes.memset, begin + at, 0, min(TOUCH_BYTES, size_bytes - at))
-                for at in range(0, size_bytes, TOUCH_BYTES)
+                functools.partial(self._touch, at)
+                for at in range(0, self.tensor.nbytes, TOUCH_BYTES)
             ]
             run(touches, threads_max=None if is_urgent else 1)
+            if self._device is None:
+                return
             # CUDA keeps the last error of each thread: the thread of the training loop would raise it.
             thread = threading.Thread(target=self._pin, name="swansong-pin", daemon=True)
             thread.start()
             thread.join()
+
+    def _touch(self, at: int) -> None:
+        if not (self._is_urgent and self._device is None):
+            size_bytes = min(TOUCH_BYTES, self.tensor.nbytes - at)
+            ctypes.memset(self.tensor.data_ptr() + at, 0, size_bytes)
+
+    def _advise(self, *names: str) -> None:
+        for name in names:
+            with contextlib.suppress(AttributeError, OSError):
+                self._memory.madvise(getattr(mmap, name))
 
     def _pin(self) -> None:
         begin, size_bytes = self.tensor.data_ptr(), self.tensor.nbytes
