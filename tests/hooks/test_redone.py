@@ -147,7 +147,7 @@ def test_a_rank_compares_what_the_daemon_answers() -> None:
 
     again = Job()
     again.steps.begin(4)
-    again.steps.ask(4, "start", 1)
+    again.steps.ask("start", 1)
     assert again.sent == [RedoneQuery(0, "start", 1)]
     again.steps.expect(Redone("another", ["5 loss=1"]))
     again.steps.expect(Redone("start", message.digests))
@@ -167,7 +167,7 @@ def test_nothing_is_digested_or_asked_without_a_daemon_that_takes_it() -> None:
     job = Job()
     job.steps.is_wanted = False
     job.steps.begin(4)
-    job.steps.ask(4, "start", 1)
+    job.steps.ask("start", 1)
     job.train(5, 9)
     job.steps.end()
     assert job.sent == []

@@ -8,6 +8,7 @@ import os
 import re
 import selectors
 import signal
+import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -15,7 +16,8 @@ from typing import Any
 
 import pytest
 import swansong
-from swansong import testing
+from swansong import protocol, testing
+from swansong._checkpoint.first_check import check_command
 from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
@@ -308,3 +310,151 @@ def test_an_unseeded_generator_without_effect_is_reported(tmp_path: Path) -> Non
     report = check(tmp_path, FORGETS, "counts", "loud")
     assert report.unseeded == ["generators.python"]
     assert report.losses == STEPS
+
+
+ENDS = """
+import json, random, sys
+import swansong
+
+kind = sys.argv[1]
+values = {"sum": 0.0}
+hidden = random.Random(2)
+
+def save(directory):
+    (directory / "values").write_text(json.dumps(values))
+
+def load(directory):
+    values.update(json.loads((directory / "values").read_text()))
+
+guard = swansong.attach(save=save, load=load, socket="/nowhere/trainer.sock")
+start = guard.restore()
+for step in range(start + 1, 7 - (kind == "miscounts" and start > 0)):
+    values["sum"] += hidden.random() if kind == "hidden" else step
+    guard.step(step)
+    print("trained", step, flush=True)
+if kind == "closes":
+    guard.close()
+guard.finish()
+"""
+
+
+def check_ends(directory: Path, kind: str) -> testing.ResumeReport:
+    return check_resume(
+        [sys.executable, "-c", ENDS, kind],
+        kill_at=[KILL_AT],
+        directory=directory / "check",
+        environment=ENVIRONMENT,
+        limit_s=60,
+    )
+
+
+def test_the_ends_of_both_runs_are_compared(tmp_path: Path) -> None:
+    """Without a last step both runs train to their ends; a resumed run that ends earlier is not equal."""
+    assert check_ends(tmp_path / "right", "trains").last_step == STEPS
+    with pytest.raises(ResumeMismatchError, match="ends at step 5, and the uninterrupted one at"):
+        check_ends(tmp_path / "wrong", "miscounts")
+
+
+def test_a_run_whose_end_is_unknown_cannot_be_compared(tmp_path: Path) -> None:
+    """A script that ends without guard.finish() has no last checkpoint."""
+    with pytest.raises(TrainerFailedError, match=r"waiting for guard.finish\(\): .* ended with 0"):
+        check_ends(tmp_path, "closes")
+
+
+FORGETS_RESTORE = """
+import time
+import swansong
+
+guard = swansong.attach(save=lambda directory: None, load=lambda directory: None)
+while guard.request is None:
+    time.sleep(0.001)
+for step in range(1, 1000):
+    guard.step(step)
+"""
+
+
+def test_a_script_that_trains_from_scratch_again_is_refused(tmp_path: Path) -> None:
+    """Its second run has equal checkpoints, and every preemption would cost it all steps."""
+    with pytest.raises(TrainerFailedError, match=r"has not called guard.restore\(\)"):
+        check(tmp_path, FORGETS_RESTORE)
+
+
+def run_script(kind: str, check: str, **variables: str) -> tuple[list[str], str]:
+    """Start the script with SWANSONG_CHECK; returns its output and what it logs."""
+    done = subprocess.run(
+        [sys.executable, "-c", ENDS, kind],
+        env={**os.environ, **ENVIRONMENT, protocol.CHECK_ENV: check, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    return done.stdout.splitlines(), done.stderr
+
+
+@pytest.mark.parametrize(
+    ("kind", "result"),
+    [
+        ("trains", "killed and resumed at step 2, the run is equal to the bit at step 4"),
+        ("hidden", "the checkpoints of step 4 differ"),
+    ],
+)
+def test_a_fresh_run_checks_itself_and_trains_on(kind: str, result: str) -> None:
+    """SWANSONG_CHECK starts the same command, with a stand-in for the daemon instead of the named socket.
+
+    The launcher's port is in use by this process.
+    """
+    output, log = run_script(kind, "2", MASTER_PORT="1")
+    assert result in log
+    assert output == [f"trained {step}" for step in range(1, STEPS + 1)]
+
+
+def test_a_run_that_does_not_begin_checks_nothing(tmp_path: Path) -> None:
+    """A run that continues from a checkpoint trains at once: the VM before has paid for the check."""
+    report = check_ends(tmp_path, "trains")
+    chosen = next((tmp_path / "check/resumed/staging").glob(f"step-{report.last_step:012}.*"))
+    output, log = run_script("trains", "2", SWANSONG_RESTORE=str(chosen))
+    assert (output, protocol.CHECK_ENV in log) == ([], False)
+
+
+def test_a_check_ends_with_a_notice(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing is trained yet, so the time of a notice belongs to the others on the VM."""
+    monkeypatch.setattr(sys, "orig_argv", ["", "-c", "import signal; signal.pause()"])
+    monkeypatch.setenv(protocol.CHECK_ENV, "1")
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    check_command(1, lambda: True)
+    assert "the check was ended" in caplog.text
+
+
+@pytest.mark.parametrize(
+    ("value", "ranks", "fix"),
+    [
+        *((value, 1, "set it to 1") for value in ("yes", "0", "-3", "9" * 5000)),
+        ("1", 4, "python -m swansong.testing --ranks 4 --kill-at 5 --steps 10 -- torchrun"),
+    ],
+)
+def test_what_cannot_be_checked_is_named(
+    value: str,
+    ranks: int,
+    fix: str,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The log has variable, value and fix, and training begins."""
+    monkeypatch.setenv(protocol.CHECK_ENV, value)
+    check_command(ranks, lambda: False)
+    assert f"SWANSONG_CHECK={value}: not checked" in caplog.text
+    assert fix in caplog.text
+
+
+def test_the_check_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """It exits with 1 if the runs differ, and says where."""
+    command = ["--kill-at", "3", "--limit-s", "60", "--", sys.executable, "-c", ENDS]
+    assert testing.main([*command, "trains"]) == 0
+    assert capsys.readouterr().out == (
+        "killed and resumed at step 3, the run is equal to the bit at step 6\n"
+    )
+    assert testing.main([*command, "miscounts"]) == 1
+    assert "ends at step 5" in capsys.readouterr().err

@@ -23,11 +23,12 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from swansong._checkpoint.first_check import check_command
 from swansong._checkpoint.health import LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
-from swansong._daemon.channel import TICK_S, WATCHFUL_TICK_S, socket_path
+from swansong._daemon.channel import HAS_DAEMON, TICK_S, WATCHFUL_TICK_S, socket_path
 from swansong._daemon.progress import PauseWatch, Reporter
 from swansong._daemon.session import DaemonSession
 from swansong._ranks.agreement import Due, Ranks, SaveRequest
@@ -178,7 +179,7 @@ class Guard:
         self._session.channel.start()
         self._has_left = False
         self._termination: Termination | None = None
-        if ranks.world_size > 1 and isinstance(state, Divisible):
+        if HAS_DAEMON and ranks.world_size > 1 and isinstance(state, Divisible):
             self._termination = Termination(self._terminated)
             self._termination.start()
         _guards.add(self)
@@ -337,9 +338,11 @@ class Guard:
             raise RestoreError(f"the daemon refuses this process: {self._session.refusal}")
         elif not self._closed and self._session.rendezvous is not None:
             self._session.rendezvous.announce_absence()
+        if manifest is None and self._agreement.step < 0:
+            self._check_resume()
         step = self._loaded(manifest)
         if manifest is not None and manifest.world_size == self._ranks.world_size:
-            self._redone.ask(step, manifest.start_id, self._restored_generation)
+            self._redone.ask(manifest.start_id, self._restored_generation)
         return step
 
     def rollback(self) -> int:
@@ -566,6 +569,7 @@ class Guard:
             owners=self._session.channel.trusted_uids,
             reads=reads,
             fetch_s=fetch_s,
+            age_s=answer.age_s,
         )
 
     def _loaded(self, manifest: RankManifest | None) -> int:
@@ -612,7 +616,14 @@ class Guard:
         if self._agreement.step >= 0:
             self._session.start.begin_next()
             self._agreement.plan_periodic(step)
+        else:
+            self._check_resume()
         self._started(step, Loaded())
+
+    def _check_resume(self) -> None:
+        """A run begins: check first that it can be resumed, if the environment asks for it."""
+        if not self._ranks.rank:
+            check_command(self._ranks.world_size, lambda: self.preempting)
 
     def _started(self, step: int, loaded: Loaded) -> None:
         """Report what the start of the training has loaded, and from which step it trains."""
@@ -728,4 +739,5 @@ def _after_fork_in_child() -> None:
         guard._forked()  # noqa: SLF001
 
 
-os.register_at_fork(after_in_child=_after_fork_in_child)
+if hasattr(os, "register_at_fork"):  # Windows has no fork
+    os.register_at_fork(after_in_child=_after_fork_in_child)

@@ -50,6 +50,9 @@ from swansong.fields import (
 MAX_MESSAGE_BYTES = 65536
 DEFAULT_SOCKET = "/run/swansong/trainer.sock"
 SOCKET_ENV = "SWANSONG_SOCKET"
+CHECK_ENV = "SWANSONG_CHECK"
+"""Asks a fresh run to check that it can be resumed.  In the processes of that check, and of
+:func:`swansong.testing.check_resume`, it is the path of a socket, which overrides all others."""
 """Environment variable with the path of another socket for the hooks."""
 
 
@@ -410,6 +413,8 @@ class Restored(FromDaemon):
     error: Text = ""
     is_damaged: Flag = False
     """With ``error``: the commit that the query names is damaged, and an older one may be whole."""
+    age_s: Seconds | None = None
+    """Time since the checkpoint was saved or committed, if it is known."""
     download: Id = ""
     """The download that fetched these files; the :class:`ShardVerified` messages of all others are void."""
 

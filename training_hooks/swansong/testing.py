@@ -11,9 +11,13 @@ resumed.
 
 No daemon, root or cloud is needed: a stand-in answers the hooks.  At each step of ``kill_at`` it requests a
 checkpoint, kills the trainer with SIGKILL when the checkpoint is sealed, and starts the same command
-again.  At step ``steps`` both runs take a last checkpoint.  All bytes of the two must be equal: weights,
-optimizer, random generators, position in the data, and all else that the trainer saves.  If they differ, both
-runs are repeated up to the first difference, and the error names the step, the objects and the likely cause.
+again.  Both runs take a last checkpoint at step ``steps``, or at their ends.  All bytes of the two must be
+equal: weights, optimizer, random generators, position in the data, and all else that the trainer saves.  If
+they differ, both runs are repeated up to the first difference, and the error names the step, the objects and
+the likely cause.
+
+``python -m swansong.testing --kill-at 7 -- python train.py`` is the same check as a command, and
+``SWANSONG_CHECK=1 python train.py`` runs it when a fresh run of the script begins.
 
 The trainer must seed all generators that it uses (``swansong.torch.seed_all``).  If nothing else differs, a
 generator that differs between two uninterrupted starts is not compared.  Run the trainer with
@@ -22,6 +26,7 @@ deterministic kernels, or on the CPU with a fixed number of threads (the default
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import json
 import os
@@ -34,6 +39,7 @@ import struct
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -44,7 +50,9 @@ from typing import IO, Any
 from swansong import layout, protocol
 from swansong._differences import Difference, find_differences, has_loader, likely_cause
 from swansong.fields import ProtocolError
+from swansong.guard import RESTORE_ENV
 from swansong.protocol import (
+    CHECK_ENV,
     Accepted,
     Declined,
     Failed,
@@ -66,6 +74,8 @@ _NOT_DETERMINISTIC = (
     "the trainer is not deterministic: two uninterrupted starts differ, too; seed all generators with"
     " seed_all(), and use one thread"
 )
+_COMMAND_LIMIT_S = 1800.0
+"""Longest time of one start by the command: the script may load a large data set first."""
 _LINE_BYTES_MAX = 2**20
 """A longer line is read in pieces."""
 _END_PATIENCE_S = 10.0
@@ -86,10 +96,12 @@ class ResumeReport:
 
     saved_steps: list[int] = field(default_factory=list)
     """Steps at which the run was saved and killed."""
+    last_step: int = 0
+    """Step of the last checkpoints, which were compared."""
     files: int = 0
     """Number of compared files of the last checkpoint."""
     losses: int = 0
-    """Number of compared losses: those of steps up to ``steps`` that both runs printed."""
+    """Number of compared losses: of steps up to ``last_step`` that both runs printed."""
     unseeded: list[str] = field(default_factory=list)
     """Generators that were not compared, because they differ between two uninterrupted starts."""
 
@@ -97,7 +109,7 @@ class ResumeReport:
 def check_resume(
     command: Sequence[str] | Callable[[], object],
     *,
-    steps: int,
+    steps: int | None = None,
     kill_at: Sequence[int | str],
     directory: str | os.PathLike[str] | None = None,
     ranks: int = 1,
@@ -111,7 +123,8 @@ def check_resume(
 
     Args:
         command: starts the trainer; or a function at the top level of a module, which runs in a new Python.
-        steps: step of the last checkpoint, at which the runs are compared.  The trainer must reach it.
+        steps: step of the last checkpoint, at which the runs are compared.  The trainer must reach it.  None:
+            both runs train to their ends, ``guard.finish()``, and must end at the same step.
         kill_at: moments at which a start of the trainer is saved and killed.  Each is a step, whose
             ``guard.step()`` saves, or a regular expression that matches a line of output.
         directory: for staging and the trainer's stderr; default: a temporary directory, removed at the end.
@@ -143,8 +156,20 @@ def check_resume(
         return _compare(trainer, steps, kill_at, Path(temporary), ignoring)
 
 
+def _summary(report: ResumeReport) -> str:
+    kills = " and ".join(f"step {step}" for step in report.saved_steps)
+    summary = (
+        f"killed and resumed at {kills}, the run is equal to the bit at step {report.last_step}"
+    )
+    return summary + (f", except for {', '.join(report.unseeded)}" if report.unseeded else "")
+
+
 def _compare(
-    trainer: _Trainer, steps: int, kill_at: Sequence[int | str], directory: Path, ignoring: str
+    trainer: _Trainer,
+    steps: int | None,
+    kill_at: Sequence[int | str],
+    directory: Path,
+    ignoring: str,
 ) -> ResumeReport:
     report = ResumeReport()
     reference, resumed = _Run(directory / "reference"), _Run(directory / "resumed")
@@ -156,17 +181,21 @@ def _compare(
         losses_of_first = losses_of_first or dict(resumed.losses)
     report.saved_steps = [_step_of(path) for path in saved]
     got = trainer.until_saved(resumed, steps)
+    report.last_step = last = _step_of(wanted)
     # Either run may have printed losses of later steps before it was killed.
-    both = [step for step in reference.losses.keys() & resumed.losses.keys() if step <= steps]
+    both = [step for step in reference.losses.keys() & resumed.losses.keys() if step <= last]
     report.losses = len(both)
-    loss = _first_difference(reference.losses, resumed.losses, steps)
-    if _step_of(wanted) != _step_of(got):
-        raise ResumeMismatchError(f"{got.name} is of another step than {wanted.name}")
+    loss = _first_difference(reference.losses, resumed.losses, last)
+    if _step_of(got) != last:
+        raise ResumeMismatchError(
+            f"the resumed run ends at step {_step_of(got)}, and the uninterrupted one at step {last}:"
+            " count the steps from guard.restore()"
+        )
     found, report.files = find_differences(wanted, got, ignoring)
     if not found and loss is None:
         return report
     repeat = _Repeat(trainer, directory, saved, ignoring)
-    first_step, unresumed = repeat.without_resume(kill_at) or (steps, found)
+    first_step, unresumed = repeat.without_resume(kill_at) or (last, found)
     repeat.unseeded = frozenset().union(*(each.generators for each in unresumed))
     report.unseeded = sorted(repeat.unseeded)
     found, _ = find_differences(wanted, got, ignoring, repeat.unseeded)
@@ -176,7 +205,7 @@ def _compare(
     if has_other_losses or not all(each.generators for each in unresumed):
         step, found, cause = first_step, unresumed, _NOT_DETERMINISTIC
     else:
-        step, found = repeat.first(loss) or (steps, found)
+        step, found = repeat.first(loss) or (last, found)
         cause = likely_cause(found, has_loader(wanted))
     lines = ["the resumed run differs from the uninterrupted one"]
     if loss is not None:
@@ -281,8 +310,11 @@ class _Trainer:
     loss_of: Callable[[str], tuple[int, float] | None]
     limit_s: float
 
-    def until_saved(self, run: _Run, moment: int | str) -> Path:
-        """Start the trainer, save it at this moment, kill it, and return the sealed set."""
+    def until_saved(self, run: _Run, moment: int | str | None) -> Path:
+        """Start the trainer, save it at this moment, kill it, and return the sealed set.
+
+        None is the end of the run.
+        """
         run.starts += 1
         errors = run.directory / f"stderr-{run.starts}"
         with contextlib.closing(_Start(self, run, moment)) as start, errors.open("w") as stderr:
@@ -295,7 +327,8 @@ class _Trainer:
         if start.answer is not None:
             problem = f"the trainer did not save: {start.answer.reason}"
         tail = errors.read_text(errors="replace")[-2000:]
-        raise TrainerFailedError(f"start {run.starts}, waiting for {moment!r}: {problem}\n{tail}")
+        waiting = "waiting for guard.finish()" if moment is None else f"waiting for {moment!r}"
+        raise TrainerFailedError(f"start {run.starts}, {waiting}: {problem}\n{tail}")
 
 
 class _Start:
@@ -304,7 +337,7 @@ class _Start:
     One loop, in the caller's thread, handles connections, messages, lines of output and ends of processes.
     """
 
-    def __init__(self, trainer: _Trainer, run: _Run, moment: int | str) -> None:
+    def __init__(self, trainer: _Trainer, run: _Run, moment: int | str | None) -> None:
         self.answer: Sealed | Failed | Declined | None = None
         """The first answer to the request for a checkpoint."""
         self.misuse = ""
@@ -326,6 +359,8 @@ class _Start:
         """By pid, for each process that sent a Hello: at the kill, the pid alone may be another process."""
         self._pid_of: dict[int, int] = {}
         """By rank, of the process that said last that it is this rank."""
+        self._must_restore = run.newest() is not None
+        """Whether there is a checkpoint, and no rank has asked for it."""
         self._accepted: dict[int, int] = {}
         self._held: list[tuple[socket.socket, Message]] = []
         self._target: protocol.Target | None = None
@@ -391,7 +426,12 @@ class _Start:
 
     def _spawn(self, rank: int, stderr: IO[str]) -> None:
         trainer = self._trainer
-        variables = {**os.environ, **_DETERMINISTIC, protocol.SOCKET_ENV: self._path}
+        variables = {**os.environ, **_DETERMINISTIC}
+        variables |= {protocol.SOCKET_ENV: self._path, CHECK_ENV: self._path}
+        variables.pop(RESTORE_ENV, None)
+        if "MASTER_PORT" in variables:  # the launcher of this process has that port
+            variables["MASTER_PORT"] = str(self._free_port)
+            variables["TORCHELASTIC_USE_AGENT_STORE"] = "False"
         if self._process_count > 1:
             variables |= {
                 "RANK": str(rank),
@@ -492,10 +532,11 @@ class _Start:
             self._restore(connection, message.query_id)
         elif isinstance(message, Accepted):
             self._agree(self._ranks[connection], message)
-        elif isinstance(message, Sealed):
-            self._commit(message)
-        if isinstance(message, Sealed | Failed | Declined) and message.request_id:
+        is_end = isinstance(message, Sealed) and self._commit(message) and self._moment is None
+        if isinstance(message, Sealed | Failed | Declined) and (message.request_id or is_end):
             self.answer = self.answer or message
+            if self._must_restore:  # it trains from scratch, which looks like an equal run
+                self.misuse = "the trainer has not called guard.restore(): a resume loses all steps"
 
     def _welcome(self, connection: socket.socket, hello: Hello) -> None:
         peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12)
@@ -547,6 +588,7 @@ class _Start:
         self._send(connection, protocol.Request(request_id, "resume check", seconds_left=3600.0))
 
     def _restore(self, connection: socket.socket, query_id: str) -> None:
+        self._must_restore = False
         found = self._run.newest()
         path, step = (str(found[0]), found[1]) if found is not None else ("", -1)
         answer = protocol.Restored(query_id, path, step, self._run.starts)
@@ -570,11 +612,13 @@ class _Start:
             self._send(connection, answer)
         self._held.clear()
 
-    def _commit(self, sealed: Sealed) -> None:
+    def _commit(self, sealed: Sealed) -> bool:
+        """Report the commit of a set to the ranks; returns whether it is the end of the run."""
         manifest = self._run.staging / sealed.directory / layout.rank_manifest_name(0)
         is_final = layout.RankManifest.decode(manifest.read_bytes()).kind == "final"
         for connection in self._ranks:
             self._send(connection, protocol.Committed(self._run.starts, sealed.step, is_final))
+        return is_final
 
     @staticmethod
     def _send(connection: socket.socket, message: Message) -> None:
@@ -602,3 +646,52 @@ def _step_of(path: Path) -> int:
     name = layout.parse_sealed_name(path.name)
     assert name is not None
     return name[0]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Check a command; returns the exit code: 0 if the resumed run is equal, else 1."""
+    parser = argparse.ArgumentParser(
+        prog="python -m swansong.testing",
+        description="Compare a run that is killed and resumed with one that is not.",
+    )
+    parser.add_argument("--steps", type=int, help="last step; default: the end, guard.finish()")
+    parser.add_argument(
+        "--kill-at",
+        action="append",
+        required=True,
+        metavar="MOMENT",
+        help="a step, or a regular expression of a line of output; repeat it for further kills",
+    )
+    parser.add_argument("--ranks", type=int, default=1, help="number of ranks that COMMAND starts")
+    parser.add_argument("--ignoring", default="(?!)", help="regular expression of files")
+    parser.add_argument("--limit-s", type=float, default=_COMMAND_LIMIT_S, help="of one start")
+    parser.add_argument("--while-stdin", action="store_true", help="end when stdin is closed")
+    parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
+    options = parser.parse_args(arguments)
+    if options.while_stdin:
+        signal.signal(signal.SIGTERM, lambda *_: sys.exit("the check was ended"))
+        threading.Thread(target=_end_with_stdin, daemon=True).start()
+    try:
+        report = check_resume(
+            options.command,
+            steps=options.steps,
+            kill_at=[int(each) if each.isdecimal() else each for each in options.kill_at],
+            ranks=options.ranks,
+            has_launcher=options.ranks > 1,
+            ignoring=options.ignoring,
+            limit_s=options.limit_s,
+        )
+    except AssertionError as error:
+        print(error, file=sys.stderr)
+        return 1
+    print(_summary(report))
+    return 0
+
+
+def _end_with_stdin() -> None:
+    sys.stdin.read()
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

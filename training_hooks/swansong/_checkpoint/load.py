@@ -32,6 +32,7 @@ def load_checkpoint(
     owners: Collection[int] | None = None,
     reads: Collection[int] = (),
     fetch_s: float = 0.0,
+    age_s: float | None = None,
 ) -> RankManifest:
     """Load this rank's part of a checkpoint.
 
@@ -45,6 +46,7 @@ def load_checkpoint(
             directory that the trainer's user named, without these checks.
         reads: the only ranks whose files ``state`` reads; empty: all, if it reads whole sets.
         fetch_s: time that the daemon took to provide the directory, for the log.
+        age_s: time since the checkpoint was saved, for the log; None if it is unknown.
 
     Returns:
         Manifest of one of the parts that were read.
@@ -79,19 +81,22 @@ def load_checkpoint(
     load_s = time.monotonic() - begun_mono_s
     read_s = min(state.read_s, load_s)
     shares = [("fetch", fetch_s), ("read and verify", read_s), ("load", load_s - read_s)]
-    age_s = _age_s()
-    log.info(
-        "restored step %s from %s in %.1f s: %s%s",
+    process_s = _process_s()
+    # A warning, because lower levels are not shown by default: it says whether training was resumed.
+    log.warning(
+        "restored step %s (%.1f MB%s) from %s in %.1f s: %s%s",
         manifest.step,
+        sum(entry.size_bytes for entry in manifest.files) / 1e6,
+        "" if age_s is None else f", {age_s:.0f} s old",
         directory,
         fetch_s + load_s,
         ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shares if seconds),
-        "" if age_s is None else f"; this process started {age_s:.1f} s ago",
+        "" if process_s is None else f"; this process started {process_s:.1f} s ago",
     )
     return manifest
 
 
-def _age_s() -> float | None:
+def _process_s() -> float | None:
     """Return the time since this process started; None if the system does not report it."""
     try:
         fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()

@@ -208,7 +208,6 @@ class RedoneSteps:
         self._unreported: StepComparison | None = None
         self._query: RedoneQuery | None = None
         """The query without an answer."""
-        self._restored_step = -1
         self._before: dict[int, dict[str, str]] = {}
         self._again: dict[int, dict[str, str]] = {}
         self._weights_s = 0.0
@@ -235,10 +234,9 @@ class RedoneSteps:
         self._base = step
         self._plan(step)
 
-    def ask(self, step: int, parent: str, generation: int) -> None:
-        """Ask the daemon for the digests of the start whose checkpoint of ``step`` was loaded."""
+    def ask(self, parent: str, generation: int) -> None:
+        """Ask the daemon for the digests of the start whose checkpoint was loaded."""
         with self._lock:
-            self._restored_step = step
             self._query = RedoneQuery(self._rank, parent, generation)
         self.resend()
 
@@ -296,10 +294,9 @@ class RedoneSteps:
             if self._query is None or answer.parent != self._query.parent:
                 return
             self._query = None
-            self._before = {step: found[step] for step in found if step > self._restored_step}
-            if self._before:
-                # The loop may be at any step: it looks at its next one, and plans those after it.
-                self.next_step = min(self.next_step, *self._before)
+            self._before = found
+            if found:  # the loop may be at any step: it looks at its next one, and plans the others
+                self.next_step = 0
 
     def tick(self) -> None:
         """Complete the digests so far, send them, and compare."""

@@ -26,6 +26,7 @@ BACKOFF_MAX_S = 5.0
 RESTART_PATIENCE_S = 30.0
 """Longest wait of a restore for a daemon whose socket exists but refuses connections."""
 CONNECT_TIMEOUT_S = 2.0
+HAS_DAEMON = sys.platform == "linux"
 _FD_BYTES = 4
 TICK_S = 1.0
 WATCHFUL_TICK_S = 0.1
@@ -59,7 +60,7 @@ class Channel:
         tick: Callable[[], None],
     ) -> None:
         self.path = path
-        self.trusted_uids = frozenset({0, os.geteuid()})
+        self.trusted_uids = frozenset({0, os.geteuid()} if HAS_DAEMON else ())
         """Root, this user and, after the first connection, the daemon's user."""
         self._absence = logging.WARNING if expected else logging.INFO
         self._hello = hello
@@ -81,7 +82,11 @@ class Channel:
 
     def start(self) -> None:
         """Start the thread, which begins to connect."""
-        self._thread.start()
+        if HAS_DAEMON:
+            self._thread.start()
+        else:
+            self._tried.set()
+            log.info("swansongd needs Linux; training continues without checkpoints")
 
     def is_connected(self) -> bool:
         """Whether a connection exists.  Blocks until the first attempt has ended.
@@ -123,7 +128,7 @@ class Channel:
             self._closing.set()
             with self._lock:
                 self._hang_up()
-            if threading.current_thread() is not self._thread:
+            if self._thread.is_alive() and threading.current_thread() is not self._thread:
                 self._thread.join(1.0)
 
     def forked(self) -> None:
@@ -266,5 +271,6 @@ def _receive(connection: socket.socket) -> tuple[bytes, int]:
 
 def socket_path(given: str | os.PathLike[str] | None) -> tuple[str, bool]:
     """Return the path of the daemon's socket, and whether the caller or the environment named it."""
-    named = given or os.environ.get(protocol.SOCKET_ENV)
+    check = os.environ.get(protocol.CHECK_ENV, "")
+    named = check if os.path.isabs(check) else given or os.environ.get(protocol.SOCKET_ENV)
     return (os.fspath(named), True) if named else (protocol.DEFAULT_SOCKET, False)
