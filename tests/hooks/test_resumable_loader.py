@@ -6,6 +6,7 @@ from __future__ import annotations
 import copy
 import itertools
 import random
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -230,6 +231,21 @@ def test_an_index_that_restarts_is_reported_once(caplog: pytest.LogCaptureFixtur
     assert [number for number, _ in enumerate(plain.loader)] == [0, 1, 2]
     (message,) = caplog.messages
     assert "loader.enumerate()" in message
+
+
+def test_a_script_without_an_index_sees_no_message(caplog: pytest.LogCaptureFixture) -> None:
+    """No function that is being called uses ``enumerate``."""
+    first, plain = Run("shuffled", stop_at=1), Run("shuffled")
+    with pytest.raises(Preempted):
+        first.train()
+    plain.restore(first.saved)
+    batches: list[Any] = []
+    # In a thread, because pytest itself uses it.
+    thread = threading.Thread(target=lambda: batches.extend(plain.loader))
+    thread.start()
+    thread.join()
+    assert len(batches) == 1
+    assert not caplog.messages
 
 
 def test_the_end_of_an_epoch_is_repeated_unless_the_script_ends_it(

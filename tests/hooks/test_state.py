@@ -17,10 +17,20 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
-from swansong.state import GENERATORS, INDEX, Bundle, Functions, load_tree, save_tree
+from swansong.state import (
+    GENERATORS,
+    INDEX,
+    Bundle,
+    Functions,
+    load_tree,
+    save_tree,
+    state_of,
+)
+from swansong.torch import TrainingState
 
 from testkit.training_parts import Counter
 
@@ -158,6 +168,65 @@ def test_an_object_without_a_state_dict_is_refused_at_once() -> None:
     """The error is raised when the script starts, not at a notice."""
     with pytest.raises(TypeError, match="state_dict"):
         Bundle({"thing": object()})
+
+
+def test_containers_and_arrays_are_restored_in_their_place(tmp_path: Path) -> None:
+    """Other references of the script to them, and to arrays and lists in them, see the restored content."""
+
+    def script() -> dict[str, Any]:
+        inner = [np.zeros(2), {"n": 0}]
+        return {
+            "table": {"inner": inner, "old": 1},
+            "log": [inner[0], 1],
+            "weights": np.zeros((2, 2)),
+        }
+
+    before, after = script(), script()
+    before["table"]["inner"][0] += 1.5
+    before["table"]["inner"][1]["n"] = 7
+    del before["table"]["old"]
+    before["log"].append((2, "three"))
+    before["weights"] += np.eye(2)
+    state_of(before, None, None).snapshot()(tmp_path)
+    inner, weights = after["table"]["inner"], after["weights"]
+    state_of(after, None, None).load(tmp_path)
+    assert inner[0].tolist() == [1.5, 1.5]
+    assert inner[1] == {"n": 7}
+    assert after["table"].keys() == {"inner"}
+    assert after["log"][1:] == [1, (2, "three")]
+    assert weights.tolist() == [[1.0, 0.0], [0.0, 1.0]]
+
+
+def test_an_array_of_another_shape_cannot_take_the_saved_one(tmp_path: Path) -> None:
+    """The script would continue with the new array."""
+    state_of({"weights": np.zeros(3)}, None, None).snapshot()(tmp_path)
+    with pytest.raises(ValueError, match="another shape"):
+        state_of({"weights": np.zeros(4)}, None, None).load(tmp_path)
+
+
+def test_objects_of_pytorch_become_a_training_state(tmp_path: Path) -> None:
+    """Also a tensor alone, whose content is restored in its place, and containers with tensors."""
+
+    def script(value: float) -> dict[str, Any]:
+        return {
+            "net": torch.nn.Linear(2, 1, bias=False),
+            "mean": torch.full((2,), value, requires_grad=True),
+            "replay": [torch.full((3,), value), {"n": value}],
+        }
+
+    before, after = script(1.0), script(0.0)
+    state = state_of(before, None, None)
+    assert isinstance(state, TrainingState)
+    (tmp_path / "rank-00000").mkdir()
+    state.snapshot()(tmp_path / "rank-00000")
+    mean, replayed = after["mean"], after["replay"][0]
+    state_of(after, None, None).load(tmp_path)
+    assert torch.equal(after["net"].weight, before["net"].weight)
+    assert (mean.tolist(), replayed.tolist(), after["replay"][1]) == (
+        [1.0] * 2,
+        [1.0] * 3,
+        {"n": 1.0},
+    )
 
 
 def test_numpy_is_not_imported_for_a_state_without_arrays(tmp_path: Path) -> None:

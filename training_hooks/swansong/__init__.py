@@ -5,7 +5,7 @@
 
     import swansong
 
-    guard = swansong.attach(state={"model": model, "optim": optimizer, "loader": loader}, every_s=60)
+    guard = swansong.attach(state={"model": model, "optim": optimizer, "loader": loader})
     for step in range(guard.restore(), total_steps):
         loss = train_one_step()
         guard.step(step + 1, loss=loss)  # last in the loop body

@@ -16,12 +16,17 @@ import errno
 import os
 import secrets
 import stat
+import sys
 from collections.abc import Collection, Iterator
 
-DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-"""Non-blocking: a FIFO under the name of a file must not block the reader."""
-_NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+DIRECTORY = FILE = _NEW_FILE = 0
+if (
+    sys.platform != "win32"
+):  # where no function of this module works: names below descriptors are unknown
+    DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+    # Non-blocking: a FIFO under the name of a file must not block the reader.
+    FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    _NEW_FILE = os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
 REMOVED_ENTRIES_MAX = 1_000_000
 """Limit of :func:`empty_directory`: a process that keeps adding entries must not hold the caller forever."""
 _ACL = "system.posix_acl_access"

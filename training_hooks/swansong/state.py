@@ -19,6 +19,7 @@ import re
 import struct
 import sys
 from collections.abc import Callable, Collection, Mapping, Sequence, Set
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -377,28 +378,86 @@ def has_bit_generator(item: Any) -> bool:
     return inspect.getattr_static(item, "bit_generator", None) is not None
 
 
+class Contents:
+    """The content of a container, an array or a tensor of the script, which is restored in its place."""
+
+    def __init__(self, item: Any) -> None:
+        self._item = item
+
+    def state_dict(self) -> Any:
+        """Return the content itself: a save encodes or copies it."""
+        return self._item
+
+    def load_state_dict(self, content: Any) -> None:
+        """Put the content back.
+
+        Raises:
+            ValueError: the array has another shape or type than the one that was saved.
+        """
+        if _filled(self._item, content) is not self._item:
+            raise ValueError("the saved array has another shape or type")
+
+
+def _filled(target: Any, value: Any) -> Any:
+    """Put a restored value into ``target`` if possible; return the value that now stands there.
+
+    Containers and arrays stay the same objects, because the script may have further references to them.
+    """
+    if type(target) is type(value) is dict:
+        restored = {key: _filled(target.get(key), each) for key, each in value.items()}
+        target.clear()
+        target.update(restored)
+        return target
+    if type(target) is type(value) is list:
+        before = [*target, *(None for _ in value)]
+        target[:] = [_filled(*pair) for pair in zip(before, value, strict=False)]
+        return target
+    if not (_is_array(target) and type(target) is type(value)):
+        return value
+    if (target.shape, target.dtype) != (value.shape, value.dtype):
+        return value
+    # A tensor whose gradient is computed can be changed only without its history.
+    (target.detach() if hasattr(target, "detach") else target)[...] = value
+    return target
+
+
+def _is_array(item: Any) -> bool:
+    """Whether it is an array or a tensor; a scalar of numpy cannot be changed."""
+    return hasattr(item, "shape") and hasattr(item, "dtype") and hasattr(item, "__setitem__")
+
+
+def _by_name(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects of a state, with :class:`Contents` for what has no ``load_state_dict()``."""
+    for name in state:
+        if not isinstance(name, str):
+            raise TypeError(f"state= has the key {name!r}; names must be strings")
+    return {
+        name: Contents(item) if type(item) in (dict, list) or _is_array(item) else item
+        for name, item in state.items()
+    }
+
+
 class Bundle(Snapshots):
     """The objects of one rank's training state, saved together with the global random generators.
 
     Args:
-        objects: by name, anything with ``state_dict()`` and ``load_state_dict()``, or a numpy
-            ``Generator`` (anything with a ``bit_generator``).
+        objects: by name, anything with ``state_dict()`` and ``load_state_dict()``; a dict, a list or an array
+            that is restored in its place; or a numpy ``Generator`` (anything with a ``bit_generator``).
 
     Raises:
-        TypeError: an object has neither the two methods nor a ``bit_generator``.
+        TypeError: an object has another type.
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        for name, item in objects.items():
-            if not isinstance(name, str):
-                raise TypeError(f"state= has the key {name!r}; names must be strings")
+        self._objects = _by_name(objects)
+        for name, item in self._objects.items():
             stateful = hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             if not stateful and not has_bit_generator(item):
                 raise TypeError(
                     f"state[{name!r}] is a {type(item).__qualname__}; it needs state_dict() and"
-                    " load_state_dict(), or give attach() save= and load= instead"
+                    " load_state_dict(), or must be a dict, a list or an array; or give attach() save="
+                    " and load= instead"
                 )
-        self._objects = dict(objects)
 
     def snapshot(self) -> Callable[[Path], object]:
         """Return :meth:`save`: nothing is copied."""
@@ -477,7 +536,20 @@ def state_of(
             raise ValueError("attach() takes state=, or save= and load=, not both")
         if not isinstance(state, Mapping):
             return state
-        return Bundle(state)
+        return _with_torch(state) or Bundle(state)
     if save is None or load is None:
         raise ValueError("attach() needs state=, or both save= and load=")
     return Functions(save, load)
+
+
+def _with_torch(state: Mapping[str, Any]) -> Snapshots | None:
+    """Return the state as a :class:`swansong.torch.TrainingState` if it has objects of PyTorch."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return None
+    kinds = (torch.nn.Module, torch.optim.Optimizer, torch.Tensor, torch.Generator)
+    if not any(isinstance(item, kinds) for item in state.values()):
+        return None
+    # By name, because it builds on this module, and only scripts with torch need it.
+    made: Snapshots = import_module("swansong.torch").TrainingState(**_by_name(state))
+    return made

@@ -108,7 +108,7 @@ class TrainingState(Divisible):
 
     def __init__(
         self,
-        model: torch.nn.Module,
+        model: torch.nn.Module | None = None,
         optimizer: torch.optim.Optimizer | None = None,
         *,
         scheduler: Any = None,
@@ -235,7 +235,7 @@ class TrainingState(Divisible):
         return self._watch.report()
 
     def prepare_copy(self) -> None:
-        """Prepare host memory for the first copy of a state on GPUs, in the background."""
+        """Prepare host memory for the first copy, in the background."""
         _, collectors = self._gather()
         self._arenas.prepare(_pieces(collectors), self.ranks.local_world_size)
 

@@ -23,6 +23,7 @@ from pathlib import Path
 import structlog
 
 from swansong_bucket.errors import CorruptError, NothingToRestore, StoreError
+from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.format.manifest import Manifest, check_paths
 from swansong_bucket.model import CommitRef, StoredShard, is_healthy, merged_health
@@ -84,6 +85,8 @@ class RestoreResult:
 
     ref: CommitRef
     path: Path
+    created_wall_s: float | None
+    """When its manifest was written; None if that time is not valid."""
     size_bytes: int
     reused_bytes: int
     """Bytes that an interrupted restore had fetched already."""
@@ -177,6 +180,7 @@ def _restore_commit(
     return RestoreResult(
         ref=commit.ref,
         path=target.destination,
+        created_wall_s=wall.instant_s(manifests[0].created),
         size_bytes=sum(shard.size_bytes for shard in wanted),
         reused_bytes=done.reused_bytes,
         local_bytes=done.local_bytes,

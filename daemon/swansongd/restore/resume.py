@@ -15,6 +15,7 @@ One thread answers all queries in order, from a bounded queue.  :mod:`swansongd.
 from __future__ import annotations
 
 import threading
+import time
 from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -385,6 +386,7 @@ class Resume:
             path=str(self._context.run.path / own.directory),
             step=own.id.step,
             generation=-1 if (ref := state.ref_of(own.id)) is None else ref.generation,
+            age_s=time.time() - own.written_ns / 1e9,
         )
 
     def _fetched(self, wish: Wish) -> Restored:
@@ -399,12 +401,13 @@ class Resume:
                 return Restored("")
             raise
         assert download.result is not None
-        place = download.result.ref
+        place, created_wall_s = download.result.ref, download.result.created_wall_s
         return Restored(
             "",
             path=str(download.result.path),
             step=place.step,
             generation=place.generation,
+            age_s=None if created_wall_s is None else time.time() - created_wall_s,
             download=download.id,
         )
 

@@ -265,8 +265,8 @@ class TrainerChannel:
         try:
             if peer.uid not in self._allowed_uids:
                 raise PeerRefused(
-                    f"user id {peer.uid} may not connect to the daemon: "
-                    "add it to trainer.users in the configuration"
+                    f"user id {peer.uid} may not connect to the daemon: add {peer.uid} to trainer.users "
+                    "in its configuration, then run: sudo systemctl reload swansongd"
                 )
             evicted = self._admission.admit(peer.uid, self._connections.values())
         except PeerRefused as refusal:

@@ -9,7 +9,6 @@ before the first message.
 from __future__ import annotations
 
 import os
-import pwd
 import socket
 import struct
 
@@ -56,6 +55,8 @@ def check_listener(connection: socket.socket, path: str) -> int:
 def _uid_of(name: str) -> int | None:
     if name.isdecimal():
         return int(name)
+    import pwd  # noqa: PLC0415 - Windows lacks it, and has no daemon
+
     try:
         return pwd.getpwnam(name).pw_uid
     except KeyError:

@@ -6,10 +6,12 @@ from __future__ import annotations
 import contextlib
 import itertools
 import logging
+import sys
 import weakref
 import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
+from types import FrameType
 from typing import Any
 
 import torch
@@ -456,7 +458,7 @@ class ResumableLoader:
                 self._epoch,
                 self._batches,
             )
-        elif self._batches and not self._index_is_known:
+        elif self._batches and not self._index_is_known and _may_enumerate():
             log.warning(
                 "resumed after batch %s of epoch %s: enumerate(loader) counts from 0 again, and"
                 " loader.enumerate() continues",
@@ -559,6 +561,16 @@ class _Rest:
         if name == "_sampler":
             raise AttributeError(name)
         return getattr(self._sampler, name)
+
+
+def _may_enumerate() -> bool:
+    """Whether a function of the script that is being called uses ``enumerate``."""
+    frame: FrameType | None = sys._getframe(1)  # noqa: SLF001
+    while frame is not None:
+        if "enumerate" in frame.f_code.co_names:
+            return True
+        frame = frame.f_back
+    return False
 
 
 @contextlib.contextmanager
