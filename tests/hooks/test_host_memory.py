@@ -4,7 +4,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import resource
+import signal
 import threading
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -55,9 +57,13 @@ def test_memory_is_prepared_once_in_the_background(pinned: list[HostMemory]) -> 
     assert not arenas._idle
 
 
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_the_first_copy_of_a_state_on_a_cpu_finds_its_pages(*, is_prepared: bool) -> None:
-    """A page that is used for the first time takes longer than its copy."""
+@pytest.mark.parametrize(
+    ("is_prepared", "is_forked"), [(True, False), (False, False), (True, True)]
+)
+def test_the_first_copy_of_a_state_on_a_cpu_finds_its_pages(
+    *, is_prepared: bool, is_forked: bool
+) -> None:
+    """A page that is used for the first time, or is shared with a fork, takes longer than its copy."""
     pieces = [TensorPiece("model", "weight", torch.rand(16 * 10**6))]
     arenas = Arenas()
     if is_prepared:
@@ -66,9 +72,17 @@ def test_the_first_copy_of_a_state_on_a_cpu_finds_its_pages(*, is_prepared: bool
         until(lambda: memory._is_prepared)
         memory.prepare(is_urgent=False)  # which waits for the other thread
     copy = arenas.take(pieces)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-    copy.fill(pieces)
-    faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    worker = os.fork() if is_forked else 0
+    if is_forked and not worker:
+        signal.pause()
+    try:
+        before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+        copy.fill(pieces)
+        faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+    finally:
+        if worker:
+            os.kill(worker, signal.SIGKILL)
+            os.waitpid(worker, 0)
     assert (faults < 64 * 10**6 / 4096 / 4) == is_prepared
     assert torch.equal(copy._views[0], pieces[0].tensor)
 

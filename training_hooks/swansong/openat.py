@@ -20,9 +20,7 @@ import sys
 from collections.abc import Collection, Iterator
 
 DIRECTORY = FILE = _NEW_FILE = 0
-if (
-    sys.platform != "win32"
-):  # where no function of this module works: names below descriptors are unknown
+if sys.platform != "win32":  # where no function of this module works
     DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
     # Non-blocking: a FIFO under the name of a file must not block the reader.
     FILE = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

@@ -47,9 +47,10 @@ class HostMemory:
         self._memory = mmap.mmap(
             -1, max(1, size_bytes), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
         )
+        # A copy would write to pages that it shares with each fork, such as a data loader's worker.
+        self._advise("MADV_DONTFORK")
         if device is not None:
-            # A fork, as of a data loader's worker, would copy pinned pages.
-            self._advise("MADV_HUGEPAGE", "MADV_DONTFORK")
+            self._advise("MADV_HUGEPAGE")
         self.tensor = torch.frombuffer(self._memory, dtype=torch.uint8)[:size_bytes]
         """The memory as ``uint8``."""
         self._device = device
@@ -90,10 +91,9 @@ class HostMemory:
             size_bytes = min(TOUCH_BYTES, self.tensor.nbytes - at)
             ctypes.memset(self.tensor.data_ptr() + at, 0, size_bytes)
 
-    def _advise(self, *names: str) -> None:
-        for name in names:
-            with contextlib.suppress(AttributeError, OSError):
-                self._memory.madvise(getattr(mmap, name))
+    def _advise(self, name: str) -> None:
+        with contextlib.suppress(AttributeError, OSError):
+            self._memory.madvise(getattr(mmap, name))
 
     def _pin(self) -> None:
         begin, size_bytes = self.tensor.data_ptr(), self.tensor.nbytes
