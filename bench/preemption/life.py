@@ -109,6 +109,7 @@ def live(
     _sleep_until(cut + plan.pause_s)
     second.begin(stack)
     second.until_steps(NEW_STEPS)
+    _, fetch_bytes_s = control(url, RATES)
     ledger = second.ledger() if contestant.name == contestants.OURS else None
     second.power_off()
     resumed = second.line("restored")
@@ -126,7 +127,6 @@ def live(
     measured = None
     if contestant.name == contestants.OURS:
         assert first.vm.daemon is not None
-        _, fetch_bytes_s = control(url, RATES)
         measured = _measured(first.vm.daemon.lines.all(), sent_bytes_s, fetch_bytes_s)
     is_intact = bool(resumed["is_intact"]) and after[0][0] == resumed["restored"] + 1
     return Outcome(
