@@ -757,12 +757,13 @@ def test_the_log_of_a_restore_has_its_progress_and_the_time_of_each_part(
     daemon.restorable = lambda: (daemon.sealed()[0], 1)
     with caplog.at_level("INFO"):
         assert attach(Trainer(2).state).restore() == 1
+    assert "restored step 1" in [r for r in caplog.records if r.levelname == "WARNING"][-1].message
     progress = [each for each in caplog.messages if each.startswith("restoring: read")]
     assert progress
-    (line,) = [each for each in caplog.messages if each.startswith("restored step 1 from")]
+    (line,) = [each for each in caplog.messages if each.startswith("restored step 1 (")]
     assert re.search(
-        r" in \d+\.\d s: fetch \d+\.\d s, read and verify \d+\.\d s, load \d+\.\d s; this process started"
-        r" \d+\.\d s ago$",
+        r"\(0\.\d MB\) from .* in \d+\.\d s: fetch \d+\.\d s, read and verify \d+\.\d s,"
+        r" load \d+\.\d s; this process started \d+\.\d s ago$",
         line,
     )
 

@@ -413,7 +413,7 @@ class Restored(FromDaemon):
     error: Text = ""
     is_damaged: Flag = False
     """With ``error``: the commit that the query names is damaged, and an older one may be whole."""
-    age_s: Seconds | None = None
+    age_s: Seconds | None = field(default=None, compare=False)
     """Time since the checkpoint was saved or committed, if it is known."""
     download: Id = ""
     """The download that fetched these files; the :class:`ShardVerified` messages of all others are void."""

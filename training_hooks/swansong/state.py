@@ -422,8 +422,10 @@ def _filled(target: Any, value: Any) -> Any:
 
 
 def _is_array(item: Any) -> bool:
-    """Whether it is an array or a tensor; a scalar of numpy cannot be changed."""
-    return hasattr(item, "shape") and hasattr(item, "dtype") and hasattr(item, "__setitem__")
+    numpy, torch = sys.modules.get("numpy"), sys.modules.get("torch")
+    return (numpy is not None and type(item) is numpy.ndarray) or (
+        torch is not None and isinstance(item, torch.Tensor)
+    )
 
 
 def _by_name(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -386,7 +386,7 @@ class Resume:
             path=str(self._context.run.path / own.directory),
             step=own.id.step,
             generation=-1 if (ref := state.ref_of(own.id)) is None else ref.generation,
-            age_s=time.time() - own.written_ns / 1e9,
+            age_s=_since_s(own.written_ns / 1e9),
         )
 
     def _fetched(self, wish: Wish) -> Restored:
@@ -407,7 +407,7 @@ class Resume:
             path=str(download.result.path),
             step=place.step,
             generation=place.generation,
-            age_s=None if created_wall_s is None else time.time() - created_wall_s,
+            age_s=None if created_wall_s is None else _since_s(created_wall_s),
             download=download.id,
         )
 
@@ -422,6 +422,10 @@ class Resume:
             tickets = [*current, *self._waiting]
         for ticket in tickets:
             _send(ticket, Restoring(ticket.query.query_id, done_bytes, total_bytes))
+
+
+def _since_s(wall_s: float) -> float:
+    return max(0.0, time.time() - wall_s)
 
 
 def _send(ticket: _Ticket, message: Message) -> None:

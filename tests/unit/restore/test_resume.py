@@ -16,6 +16,7 @@ import pytest
 from swansong.layout import RESTORED_DIRECTORY
 from swansong.protocol import Message, Restored, RestoreQuery, Restoring
 from swansong_bucket.errors import Permanent
+from swansong_bucket.format import wall
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.model import CommitRef, Health, SourceStatus, Staged
 from swansong_bucket.runs.signing import signed
@@ -120,9 +121,11 @@ def test_a_fresh_run_has_no_checkpoint_to_resume_from(vm: Vm) -> None:
 
 
 def test_a_commit_is_downloaded_byte_for_byte(vm: Vm) -> None:
-    vm.commit(100)
+    vm.commit(100, created=wall.text(time.time() - 3600))
     answer = vm.ask()
     assert (answer.step, answer.generation, answer.error) == (100, 1, "")
+    assert answer.age_s is not None
+    assert 3599 <= answer.age_s < 4000
     assert Path(answer.path).parent == vm.staging / RESTORED_DIRECTORY
     assert committed.tree(Path(answer.path)) == FILES
 
@@ -155,10 +158,12 @@ def test_the_chunks_of_an_interrupted_download_are_reused(vm: Vm) -> None:
 def test_a_local_set_as_new_as_the_commit_needs_no_download(vm: Vm, step: int) -> None:
     """The trainer crashed but the VM runs: it resumes from the local disk."""
     vm.commit(100, generation=2)
-    local = a_set(step)
+    local = a_set(step, written_ns=time.time_ns() - 60 * 10**9)
     vm.knows(local, newest=CommitRef(2, 100))
     answer = vm.ask()
     assert answer == Restored("q1", str(vm.staging / local.directory), step, 2)
+    assert answer.age_s is not None
+    assert 60 <= answer.age_s < 400
     assert not (vm.staging / RESTORED_DIRECTORY).exists()
 
 
