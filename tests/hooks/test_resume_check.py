@@ -20,6 +20,8 @@ from swansong import protocol, testing
 from swansong._checkpoint.first_check import check_command
 from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
 
+from testkit.waiting import until
+
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
 STEPS, KILL_AT = 6, 3
 
@@ -453,8 +455,28 @@ def test_the_check_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     """It exits with 1 if the runs differ, and says where."""
     command = ["--kill-at", "3", "--limit-s", "60", "--", sys.executable, "-c", ENDS]
     assert testing.main([*command, "trains"]) == 0
-    assert capsys.readouterr().out == (
-        "killed and resumed at step 3, the run is equal to the bit at step 6\n"
-    )
+    out, err = capsys.readouterr()
+    assert out == "killed and resumed at step 3, the run is equal to the bit at step 6\n"
+    assert err.splitlines() == [
+        "reference: start 1, until its end",
+        "resumed: start 1, until 3",
+        "resumed: start 2, until its end",
+    ]
     assert testing.main([*command, "miscounts"]) == 1
     assert "ends at step 5" in capsys.readouterr().err
+
+
+def test_the_end_of_the_command_is_the_end_of_its_trainers(tmp_path: Path) -> None:
+    """They are in sessions of their own, and would train on."""
+    path = str(tmp_path / "pid")
+    script = f"import os, signal; open({path!r}, 'w').write(str(os.getpid())); signal.pause()"
+    command = [sys.executable, "-m", "swansong.testing", "--kill-at", "3", "--"]
+    with subprocess.Popen(
+        [*command, sys.executable, "-c", script], env={**os.environ, **ENVIRONMENT}
+    ) as checking:
+        until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
+        trainer = os.pidfd_open(int((tmp_path / "pid").read_text()))
+        checking.terminate()
+        assert checking.wait(60) == 1
+    with os.fdopen(trainer):
+        assert testing._has_ended(trainer)

@@ -265,7 +265,7 @@ class RedoneQuery(ToDaemon):
 
 @dataclass(frozen=True)
 class Compared(ToDaemon):
-    """Result of the comparison of redone steps with those of the interrupted start."""
+    """Result of the comparison of redone steps with the interrupted start."""
 
     first: Step
     last: Step

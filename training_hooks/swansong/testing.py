@@ -118,6 +118,7 @@ def check_resume(
     loss_of: Callable[[str], tuple[int, float] | None] | None = None,
     ignoring: str = "(?!)",
     limit_s: float = 120.0,
+    is_verbose: bool = False,
 ) -> ResumeReport:
     """Compare a run that is killed and resumed with one that is not.
 
@@ -138,6 +139,7 @@ def check_resume(
         ignoring: a regular expression; files of a checkpoint whose path matches may differ, and places in its
             index, such as ``rank-00000/state.json:values.started``.
         limit_s: longest time of one start of the trainer, in seconds.
+        is_verbose: print each start of the trainer on stderr.
 
     Raises:
         ResumeMismatchError: the runs differ.
@@ -148,7 +150,13 @@ def check_resume(
         code = f"from {command.__module__} import {command.__qualname__} as f; f()"
         command = [sys.executable, "-c", code]
     trainer = _Trainer(
-        list(command), ranks, has_launcher, dict(environment or {}), loss_of or _json_loss, limit_s
+        list(command),
+        ranks,
+        has_launcher,
+        dict(environment or {}),
+        loss_of or _json_loss,
+        limit_s,
+        is_verbose,
     )
     if directory is not None:
         return _compare(trainer, steps, kill_at, Path(directory), ignoring)
@@ -309,12 +317,17 @@ class _Trainer:
     environment: dict[str, str]
     loss_of: Callable[[str], tuple[int, float] | None]
     limit_s: float
+    is_verbose: bool = False
+    """Whether each start is printed."""
 
     def until_saved(self, run: _Run, moment: int | str | None) -> Path:
         """Start the trainer, save it at this moment, kill it, and return the sealed set.
 
         None is the end of the run.
         """
+        if self.is_verbose:
+            until = "its end" if moment is None else repr(moment)
+            print(f"{run.directory.name}: start {run.starts + 1}, until {until}", file=sys.stderr)
         run.starts += 1
         errors = run.directory / f"stderr-{run.starts}"
         with contextlib.closing(_Start(self, run, moment)) as start, errors.open("w") as stderr:
@@ -668,8 +681,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--while-stdin", action="store_true", help="end when stdin is closed")
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
     options = parser.parse_args(arguments)
+    # With the trainers, which are in sessions of their own.
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("the check was ended"))
     if options.while_stdin:
-        signal.signal(signal.SIGTERM, lambda *_: sys.exit("the check was ended"))
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
         report = check_resume(
@@ -680,6 +694,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             has_launcher=options.ranks > 1,
             ignoring=options.ignoring,
             limit_s=options.limit_s,
+            is_verbose=not options.while_stdin,
         )
     except AssertionError as error:
         print(error, file=sys.stderr)

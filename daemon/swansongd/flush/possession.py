@@ -4,8 +4,8 @@
 A store that acknowledges bytes and drops them would otherwise get SAFE.  If the store does not return a
 sample, all chunks without a commit are forgotten: their bytes are sent again, and no manifest names them
 meanwhile.  The reads run beside the uploads and delay none of them.  Each commit of new chunks waits a short
-time for a sample of one of them.  After a loss a sample of each further chunk is read, until all those of a
-commit were.  The store learns the place of a sample only when it is read.
+time for a sample of one of them.  After a loss a sample of each further chunk is read, until the samples of
+a whole commit were.  The store learns the place of a sample only when it is read.
 """
 
 from __future__ import annotations

@@ -164,7 +164,7 @@ _TRAINER = (
     _gauge("swansong_trainers_unhealthy", "Ranks that report a loss that is not finite"),
     _gauge(
         "swansong_trainers_redone_differ",
-        "Ranks whose repeated steps differ from those of the interrupted run",
+        "Ranks whose repeated steps differ from the interrupted run",
     ),
     _counter(
         "swansong_trainers_refused_total",

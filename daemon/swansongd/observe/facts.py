@@ -67,7 +67,7 @@ class StepsDigested(FromTrainer):
 
 @dataclass(frozen=True, slots=True)
 class StepsCompared(FromTrainer):
-    """A rank has compared the steps that it repeats with those of the interrupted start."""
+    """A rank has compared the steps that it repeats with the interrupted start."""
 
     connection: int
     differs: bool

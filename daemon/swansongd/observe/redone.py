@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Keeps the digests of steps that ranks report, and the results of their comparisons.
 
-The digests go into the farewell.  A trainer that resumes asks for those of the start that it continues:
+The digests go into the farewell.  A trainer that resumes asks for the digests of the start that it continues:
 :mod:`swansongd.restore.redone` answers.  No decision depends on them.
 """
 

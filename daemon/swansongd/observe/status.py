@@ -203,8 +203,8 @@ class TrainerStatus:
     stalled_s: float | None = None
     """Time since the last report of a rank that is stalled."""
     redone: str | None = None
-    """Whether the steps that the rank repeated after its resume are those of the interrupted run; `null`
-    before it is known."""
+    """Result of the comparison of the rank's repeated steps with the interrupted run; `null` before it is
+    known."""
     redone_differs: bool | None = None
 
 

@@ -3,8 +3,8 @@
 
 A VM trains on after its last checkpoint, and the next VM repeats these steps.  So each rank digests the 1st,
 2nd, 4th, 8th ... step after each checkpoint.  The daemon keeps the newest digests, and its farewell contains
-them.  After a restore, a rank asks for those of the start that it continues, digests the same steps, and says
-whether they were repeated to the bit, and otherwise what differed first.
+them.  After a restore, a rank asks for the digests of the start that it continues, digests the same steps,
+and says whether they were repeated to the bit, and otherwise what differed first.
 
 The comparison needs no knowledge of the script: whatever a resume does not restore changes a batch, a
 generator, a learning rate, the loss or the weights.
@@ -93,7 +93,7 @@ def parsed(text: str) -> tuple[int, dict[str, str]]:
 
 
 def compare(before: Digests, again: Digests, rank: int | None = None) -> StepComparison | None:
-    """Compare the digests of an interrupted start with those of the start that repeats its steps.
+    """Compare the digests of an interrupted start and of the start that repeats its steps.
 
     Steps whose losses are close count as equal, until a loss or a step was equal to the bit: after that, the
     order of additions in the kernels is known to be fixed.
