@@ -34,6 +34,8 @@ class Receiver:
                 self.bodies.append({"kind": "unanswered"})
                 peer.wait_for_end()
                 return
+            if len(request.body) < int(request.header("content-length") or 0):
+                return  # the daemon was killed
             self.bodies.append(json.loads(request.body))
             peer.answer(200, b"ok")
 

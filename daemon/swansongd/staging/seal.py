@@ -270,7 +270,11 @@ class Scanner:
                 return replace(seen, outcome=_sealed(run_fd, self.run_directory.name, name, files))
             if now_mono_s - seen.since_mono_s < self.settle_s or is_written(run_fd, name, files):
                 return seen
-            begun_mono_s = min(seen.scan_mono_s, now_mono_s - _age_s(run_fd, name, files))
+            created_wall_ns = _created_wall_ns(run_fd, name, files)
+            # Both clocks at one instant: the calls before take long for many files, or on a busy machine.
+            now_mono_s = self._monotonic()
+            age_s = (time.time_ns() - created_wall_ns) / 1e9
+            begun_mono_s = min(seen.scan_mono_s, now_mono_s - age_s)
             adopted = replace(_adopted(name, layout, files), begun_mono_s=begun_mono_s)
             return replace(seen, outcome=adopted)
         except StagingError as error:
@@ -305,8 +309,10 @@ def is_written(run_directory: int | Path, directory: str, files: tuple[StagedFil
     return False
 
 
-def _age_s(run_directory: int | Path, directory: str, files: tuple[StagedFile, ...]) -> float:
-    """Time since the oldest file of the set was created, or last written if the file system tells no more."""
+def _created_wall_ns(
+    run_directory: int | Path, directory: str, files: tuple[StagedFile, ...]
+) -> int:
+    """When the oldest file of the set was created, or last written if the file system tells no more."""
     created_wall_ns: list[int] = []
     for file in files:
         fd = scan.open_file(run_directory, directory, file)
@@ -314,7 +320,7 @@ def _age_s(run_directory: int | Path, directory: str, files: tuple[StagedFile, .
             created_wall_ns.append(min(birth.created_wall_ns(fd) or file.mtime_ns, file.mtime_ns))
         finally:
             os.close(fd)
-    return (time.time_ns() - min(created_wall_ns, default=time.time_ns())) / 1e9
+    return min(created_wall_ns, default=time.time_ns())
 
 
 def _identity(run_fd: int, name: str) -> tuple[int, int] | None:

@@ -434,7 +434,6 @@ forged_commits = st.builds(
     created_wall_s=st.none() | st.floats(0.0, wall.WALL_S_MAX),
     size_bytes=st.integers(0, 2**60),
     bytes_sent=st.integers(0, 2**60),
-    loss=st.none(),
     nodes=st.just(1),
     is_whole=st.booleans(),
 )

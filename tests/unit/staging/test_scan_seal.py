@@ -491,6 +491,26 @@ def test_an_adopted_set_began_with_its_oldest_file(
     assert found.begun_mono_s <= first_s + min(0, moved_s) + scanner.settle_s
 
 
+def test_a_slow_examination_makes_no_save_look_older(
+    run: Path, scanner: Scanner, clock: Clock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A set of many files on a busy machine takes seconds, and would no longer answer its signal."""
+    wall_ns, slow_s = time.time_ns, 0.0
+
+    def is_written(*_: object) -> bool:
+        nonlocal slow_s
+        slow_s += 5.0
+        clock.now_s += 5.0
+        return False
+
+    monkeypatch.setattr(seal, "is_written", is_written)
+    monkeypatch.setattr(seal.time, "time_ns", lambda: wall_ns() + round(slow_s * 1e9))
+    write_files(run / "checkpoint-5", {"a": b"1"})
+    first_s = clock.now_s
+    (found,) = settled(scanner, clock)
+    assert found.begun_mono_s == first_s
+
+
 def test_the_creation_of_a_file_is_not_its_last_write(tmp_path: Path) -> None:
     """A save of one file is as old as the file, however late its last byte is written."""
     before_ns = time.time_ns() - 10**8  # the clock of files ticks less often
