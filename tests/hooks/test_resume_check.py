@@ -357,6 +357,21 @@ def test_the_ends_of_both_runs_are_compared(tmp_path: Path) -> None:
         check_ends(tmp_path / "wrong", "miscounts")
 
 
+def test_nothing_after_the_checkpoint_survives_the_kill(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A short run may save its end before the kill: the next start would find it finished."""
+    kill = testing._Start._kill
+
+    def late(start: testing._Start) -> None:
+        if start._run.directory.name == "resumed" and start._run.starts == 1:
+            until(lambda: list(start._run.staging.glob(f"step-{STEPS:012}.*")))
+        kill(start)
+
+    monkeypatch.setattr(testing._Start, "_kill", late)
+    assert check_ends(tmp_path, "trains").last_step == STEPS
+
+
 def test_a_run_whose_end_is_unknown_cannot_be_compared(tmp_path: Path) -> None:
     """A script that ends without guard.finish() has no last checkpoint."""
     with pytest.raises(TrainerFailedError, match=r"waiting for guard.finish\(\): .* ended with 0"):

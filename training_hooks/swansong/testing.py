@@ -292,21 +292,15 @@ class _Repeat:
 class _Run:
     """One logical run: its staging directory, and the losses of all its starts."""
 
-    def __init__(self, directory: Path, start: Path | None = None) -> None:
+    def __init__(self, directory: Path, newest: Path | None = None) -> None:
         self.directory = directory
-        self.start = start
+        self.newest = newest
+        """The checkpoint from which the next start resumes.  One that is sealed between it and the kill, such
+        as the end of a short run, does not count: the power is cut at once."""
         self.staging = directory / "staging"
         self.staging.mkdir(parents=True)
         self.starts = 0
         self.losses: dict[int, float] = {}
-
-    def newest(self) -> tuple[Path, int] | None:
-        found = [(layout.parse_sealed_name(path.name), path) for path in self.staging.iterdir()]
-        sets = [(name[0], path) for name, path in found if name is not None]
-        step, path = max(sets, default=(-1, None))
-        if path is not None:
-            return path, step
-        return (self.start, _step_of(self.start)) if self.start is not None else None
 
 
 @dataclass
@@ -335,7 +329,8 @@ class _Trainer:
         if start.misuse:
             raise TrainerFailedError(start.misuse)
         if isinstance(start.answer, Sealed):
-            return run.staging / start.answer.directory
+            run.newest = run.staging / start.answer.directory
+            return run.newest
         problem = start.problem
         if start.answer is not None:
             problem = f"the trainer did not save: {start.answer.reason}"
@@ -372,7 +367,7 @@ class _Start:
         """By pid, for each process that sent a Hello: at the kill, the pid alone may be another process."""
         self._pid_of: dict[int, int] = {}
         """By rank, of the process that said last that it is this rank."""
-        self._must_restore = run.newest() is not None
+        self._must_restore = run.newest is not None
         """Whether there is a checkpoint, and no rank has asked for it."""
         self._accepted: dict[int, int] = {}
         self._held: list[tuple[socket.socket, Message]] = []
@@ -602,8 +597,8 @@ class _Start:
 
     def _restore(self, connection: socket.socket, query_id: str) -> None:
         self._must_restore = False
-        found = self._run.newest()
-        path, step = (str(found[0]), found[1]) if found is not None else ("", -1)
+        newest = self._run.newest
+        path, step = ("", -1) if newest is None else (str(newest), _step_of(newest))
         answer = protocol.Restored(query_id, path, step, self._run.starts)
         # If the moment is a step, no rank may train before all ranks know the target.
         if isinstance(self._moment, int) and self._target is None:
