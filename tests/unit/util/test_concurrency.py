@@ -68,12 +68,16 @@ def test_the_first_sample_after_a_doubling_may_be_slow() -> None:
 
 def test_bytes_in_buffers_are_no_gain() -> None:
     """The buffers of new connections take bytes at once, and the link transfers no more of them."""
-    changed_at = {FIRST: 0}
     steps = count()
+    before, grown_at = FIRST, -10
 
     def rate(now: int) -> float:
-        changed_at.setdefault(now, step := next(steps))
-        is_filling = now > FIRST and step - changed_at[now] < SAMPLE_S / 0.05
+        nonlocal before, grown_at
+        step = next(steps)
+        if now > before:
+            grown_at = step
+        before = now
+        is_filling = step - grown_at < SAMPLE_S / 0.05
         return min(85e6 * now, 250e6) * (1.5 if is_filling else 1.0)
 
     limits = driven(ConcurrencyLimit(32), rate, for_s=10)
