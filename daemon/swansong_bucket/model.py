@@ -258,7 +258,9 @@ class CheckpointKind(StrEnum):
 
 GPU_IS_SOUND = "gpu_is_sound"
 """In the health of a checkpoint: 0 if a GPU of the VM had failed before the checkpoint was sealed."""
-_LEAST = ("loss_is_finite", GPU_IS_SOUND)
+REDONE_TO = "redone_to"
+"""In the health of a checkpoint: the last step that a resumed rank has compared with the interrupted run."""
+_LEAST = ("loss_is_finite", GPU_IS_SOUND, REDONE_TO)
 
 
 def is_sound(health: Mapping[str, float]) -> bool:
@@ -278,7 +280,7 @@ def merged_health(healths: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The health of a checkpoint from the health of its ranks, or of its nodes.
 
     Values are averaged over the ranks that report them.  One loss that is not finite makes the checkpoint
-    unhealthy, and so does one GPU that had failed.
+    unhealthy, and so does one GPU that had failed.  Of compared steps the first one of any rank counts.
     """
     merged = {}
     for name in sorted({name for health in healths for name in health}):

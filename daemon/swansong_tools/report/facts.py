@@ -7,9 +7,10 @@ from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from swansong import bounds
 from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.loss_records import Resumption
-from swansong_bucket.model import Verdict
+from swansong_bucket.model import REDONE_TO, Verdict
 from swansong_bucket.runs.history import RunHistory, last_evacuation
 
 from swansong_tools.economics import loss as losses
@@ -152,7 +153,7 @@ def stories(history: RunHistory, loss: Loss | None) -> list[Story]:
     compared = {
         commit.ref.generation: commit.health
         for commit in history.commits.commits
-        if "redone_to" in commit.health
+        if 0 <= commit.health.get(REDONE_TO, -1) <= bounds.STEP_MAX
     }
     of_vms = defaultdict[tuple[int, int], list[RecordedEvacuation]](list)
     for each in evacuations:
@@ -224,11 +225,11 @@ def sentences(story: Story) -> Iterator[str]:
     )
     if story.compared.get("redone_differs"):
         yield (
-            f"Step {story.compared['redone_to']:.0f} differs from the interrupted run: see "
-            "docs/trainers/checks.md#redone-steps."
+            f"The repeated steps differ from the interrupted run, at step {story.compared[REDONE_TO]:.0f} "
+            "or later: see docs/trainers/checks.md#redone-steps."
         )
     elif story.compared:
-        yield f"The repeated steps are as before, up to step {story.compared['redone_to']:.0f}."
+        yield f"The repeated steps are as before, up to step {story.compared[REDONE_TO]:.0f}."
 
 
 @dataclass(frozen=True, slots=True)

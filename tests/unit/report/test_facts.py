@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from typing import Any
 
@@ -10,7 +11,7 @@ import pytest
 from swansong_bucket.format.farewell import RecordedEvacuation
 from swansong_bucket.format.keys import RunKeys
 from swansong_bucket.loss_records import NoticeRecord
-from swansong_bucket.model import PEER_SOURCE, Verdict
+from swansong_bucket.model import PEER_SOURCE, Verdict, merged_health
 from swansong_bucket.runs import history
 from swansong_bucket.runs.history import RunHistory
 from swansong_bucket.runs.run import Run
@@ -91,15 +92,19 @@ def test_without_an_interruption_the_last_evacuation_stands(past: RunHistory) ->
         (0.0, "The repeated steps are as before, up to step 60950."),
         (
             0.5,
-            "Step 60950 differs from the interrupted run: see docs/trainers/checks.md#redone-steps.",
+            (
+                "The repeated steps differ from the interrupted run, at step 60950 or later:"
+                " see docs/trainers/checks.md#redone-steps."
+            ),
         ),
     ],
 )
 def test_the_comparison_of_repeated_steps_is_told(
     past: RunHistory, differs: float, sentence: str
 ) -> None:
-    """The commits of the next VM have the result, whatever other VMs have recorded."""
-    health = {"redone_to": 60950.0, "redone_differs": differs}
+    """The commits of the next VM have the result; the rank that compared the fewest steps decides."""
+    ranks = [{"redone_to": step, "redone_differs": differs} for step in (61000.0, 60950.0)]
+    health = merged_health(ranks)
     compared = tuple(
         replace(commit, health=health) if commit.ref.generation == 3 else commit
         for commit in past.commits.commits
@@ -112,6 +117,16 @@ def test_the_comparison_of_repeated_steps_is_told(
     )
     said = [list(sentences(story)) for story in told.stories]
     assert [sentence in each for each in said] == [True, False]
+
+
+@pytest.mark.parametrize("step", [-1.0, 1e300, math.inf, math.nan])
+def test_a_step_that_no_run_has_is_not_told(past: RunHistory, step: float) -> None:
+    """Another role may have written the commit, and without a key its numbers are not signed."""
+    health = {"redone_to": step, "redone_differs": 1.0}
+    forged = tuple(replace(commit, health=health) for commit in past.commits.commits)
+    commits = replace(past.commits, commits=forged)
+    told = stories(replace(past, commits=commits), losses.loss(past.lives.lives))
+    assert not any("repeated" in sentence for story in told for sentence in sentences(story))
 
 
 def test_the_report_begins_with_what_happened_its_cost_and_what_to_do(past: RunHistory) -> None:
