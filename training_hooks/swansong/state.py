@@ -378,7 +378,7 @@ def has_bit_generator(item: Any) -> bool:
     return inspect.getattr_static(item, "bit_generator", None) is not None
 
 
-class Contents:
+class Container:
     """The content of a container, an array or a tensor of the script, which is restored in its place."""
 
     def __init__(self, item: Any) -> None:
@@ -428,13 +428,13 @@ def _is_array(item: Any) -> bool:
     )
 
 
-def _by_name(state: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the objects of a state, with :class:`Contents` for what has no ``load_state_dict()``."""
+def by_name(state: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the objects of a state; a dict, a list, an array or a tensor becomes a :class:`Container`."""
     for name in state:
         if not isinstance(name, str):
             raise TypeError(f"state= has the key {name!r}; names must be strings")
     return {
-        name: Contents(item) if type(item) in (dict, list) or _is_array(item) else item
+        name: Container(item) if type(item) in (dict, list) or _is_array(item) else item
         for name, item in state.items()
     }
 
@@ -451,7 +451,7 @@ class Bundle(Snapshots):
     """
 
     def __init__(self, objects: Mapping[str, Any]) -> None:
-        self._objects = _by_name(objects)
+        self._objects = by_name(objects)
         for name, item in self._objects.items():
             stateful = hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
             if not stateful and not has_bit_generator(item):
@@ -553,5 +553,5 @@ def _with_torch(state: Mapping[str, Any]) -> Snapshots | None:
     if not any(isinstance(item, kinds) for item in state.values()):
         return None
     # By name, because it builds on this module, and only scripts with torch need it.
-    made: Snapshots = import_module("swansong.torch").TrainingState(**_by_name(state))
+    made: Snapshots = import_module("swansong.torch").TrainingState(**state)
     return made

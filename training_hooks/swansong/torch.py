@@ -68,7 +68,7 @@ from swansong._torch.rehearsal import check_module, check_relations, trying, war
 from swansong._torch.sharding import is_sharded, writers
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
-from swansong.state import check_names, decode_tree, set_generators, take_generators
+from swansong.state import by_name, check_names, decode_tree, set_generators, take_generators
 
 __all__ = ["ResumableLoader", "TrainingState", "load_weights", "seed_all", "shield_worker"]
 
@@ -96,7 +96,8 @@ class TrainingState(Divisible):
             ranks (``loader`` and ``others``).  It takes the object's name and its states by old rank, and
             returns the state for this rank.  Without ``resize`` such a checkpoint is refused.
         others: further objects: modules, optimizers, ``torch.Generator``, numpy ``Generator``, or objects
-            with ``state_dict()`` and ``load_state_dict()``.
+            with ``state_dict()`` and ``load_state_dict()``; and dicts, lists, arrays and tensors, which are
+            restored in their places.
 
     Raises:
         TypeError: an object cannot be saved.
@@ -118,7 +119,7 @@ class TrainingState(Divisible):
         **others: Any,
     ) -> None:
         named = {"model": model, "optimizer": optimizer, "scheduler": scheduler, "scaler": scaler}
-        objects = {**named, "loader": loader, **others}
+        objects = {**named, "loader": loader, **by_name(others)}
         self.values: dict[str, Any] = {}
         """Plain values to save and load, such as epoch or best metric; the same on all ranks."""
         self._objects = {
