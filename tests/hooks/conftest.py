@@ -25,6 +25,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "LOCAL_WORLD_SIZE",
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
+        "SWANSONG_CHECK",
         "SWANSONG_SOCKET",
         "SWANSONG_RESTORE",
     ):

@@ -59,7 +59,7 @@ def train_one_step():
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("objects", [PLAIN, TORCH], ids=["plain", "torch"])
 def test_the_lines_of_the_readme_resume(objects: str, ranks: int) -> None:
-    """With plain objects and with those of PyTorch, in one process and in two, up to the end of the run."""
+    """One or two processes resume plain objects and objects of PyTorch, and reach the end of the run."""
     readme = (ROOT / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(import swansong\n.*?)```", readme, re.DOTALL)
     report = check_resume(

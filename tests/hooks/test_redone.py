@@ -135,7 +135,7 @@ def test_steps_after_a_checkpoint_are_digested_at_growing_distances() -> None:
 
 
 def test_a_rank_compares_what_the_daemon_answers() -> None:
-    """Also steps outside of its own schedule; a result that was found without a connection is sent later."""
+    """A rank also digests the steps of the interrupted start.  Without a connection, the result waits."""
     first = Job()
     first.steps.begin(0)
     first.train(1, 8)
@@ -239,7 +239,7 @@ def test_digests_of_weights_stay_within_their_budget(monkeypatch: pytest.MonkeyP
     ],
 )
 def test_each_flipped_bit_changes_the_digest_of_the_weights(tensor: torch.Tensor) -> None:
-    """Of any type and layout; at the begin, in the middle and at the end."""
+    """A flipped bit at the start, in the middle or at the end changes the sum, in each type and layout."""
     module = torch.nn.ParameterList([torch.nn.Parameter(tensor, requires_grad=False)])
     before = value_of(module)
     bits = torch.view_as_real(tensor) if tensor.is_complex() else tensor

@@ -10,16 +10,19 @@ import selectors
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import swansong
+from swansong import _stand_in as stand_in
 from swansong import protocol, testing
 from swansong._checkpoint.first_check import check_command
 from swansong.testing import ResumeMismatchError, TrainerFailedError, check_resume
 
+from testkit.fake_daemon import FakeDaemon
 from testkit.waiting import until
 
 ENVIRONMENT = {"PYTHONPATH": str(Path(swansong.__file__).parents[1])}
@@ -91,7 +94,7 @@ def held(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str], None]]:
             has_begun = name == "_read_lines" or method.__self__._unfinished_lines
             return method.__name__ == name and has_begun
 
-        monkeypatch.setattr(testing.selectors, "DefaultSelector", Selector)
+        monkeypatch.setattr(stand_in.selectors, "DefaultSelector", Selector)
 
     yield held
     assert held_events, "no event was held"
@@ -180,10 +183,12 @@ def test_a_moment_may_be_in_a_progress_bar(tmp_path: Path) -> None:
     def loss_of(line: str) -> None:
         seen.append(line)
 
-    trainer = testing._Trainer([], 1, False, {}, loss_of, 60.0)
+    trainer = stand_in.CheckedTrainer([], 1, False, {}, loss_of, 60.0)
     reads, writes = os.pipe()
     with (
-        contextlib.closing(testing._Start(trainer, testing._Run(tmp_path), "^bar 3 ")) as start,
+        contextlib.closing(
+            stand_in.CheckedStart(trainer, stand_in.CheckedRun(tmp_path), "^bar 3 ")
+        ) as start,
         open(reads, "rb", buffering=0) as output,
         open(writes, "wb", buffering=0) as trainers,
     ):
@@ -361,14 +366,14 @@ def test_nothing_after_the_checkpoint_survives_the_kill(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A short run may save its end before the kill: the next start would find it finished."""
-    kill = testing._Start._kill
+    kill = stand_in.CheckedStart._kill
 
-    def late(start: testing._Start) -> None:
+    def late(start: stand_in.CheckedStart) -> None:
         if start._run.directory.name == "resumed" and start._run.starts == 1:
             until(lambda: list(start._run.staging.glob(f"step-{STEPS:012}.*")))
         kill(start)
 
-    monkeypatch.setattr(testing._Start, "_kill", late)
+    monkeypatch.setattr(stand_in.CheckedStart, "_kill", late)
     assert check_ends(tmp_path, "trains").last_step == STEPS
 
 
@@ -379,13 +384,11 @@ def test_a_run_whose_end_is_unknown_cannot_be_compared(tmp_path: Path) -> None:
 
 
 FORGETS_RESTORE = """
-import time
+import itertools
 import swansong
 
 guard = swansong.attach(save=lambda directory: None, load=lambda directory: None)
-while guard.request is None:
-    time.sleep(0.001)
-for step in range(1, 1000):
+for step in itertools.count(1):
     guard.step(step)
 """
 
@@ -445,6 +448,31 @@ def test_a_check_ends_with_a_notice(
     assert "the check was ended" in caplog.text
 
 
+def test_a_notice_ends_the_check_of_a_fresh_run(
+    daemon: FakeDaemon,
+    attach: Callable[..., swansong.Guard],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The daemon sends it to a trainer that has not trained a step; the trainer then answers it."""
+    started = tmp_path / "started"
+    command = f"import signal; open({str(started)!r}, 'w'); signal.pause()"
+    monkeypatch.setattr(sys, "orig_argv", ["", "-c", command])
+    monkeypatch.setenv(protocol.CHECK_ENV, "1")
+    monkeypatch.setenv("PYTHONPATH", ENVIRONMENT["PYTHONPATH"])
+    guard = attach(save=lambda directory: (directory / "t").write_text("1"), load=lambda _: None)
+    restoring = threading.Thread(target=guard.restore)
+    restoring.start()
+    until(started.exists)
+    daemon.request(seconds_left=100.0)
+    restoring.join(60)
+    assert not restoring.is_alive()
+    assert "the check was ended" in caplog.text
+    guard.step(1)
+    daemon.wait_for(protocol.Sealed)
+
+
 @pytest.mark.parametrize(
     ("value", "ranks", "fix"),
     [
@@ -481,8 +509,11 @@ def test_the_check_is_a_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert "ends at step 5" in capsys.readouterr().err
 
 
-def test_the_end_of_the_command_is_the_end_of_its_trainers(tmp_path: Path) -> None:
-    """They are in sessions of their own, and would train on."""
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+def test_the_end_of_the_command_is_the_end_of_its_trainers(
+    tmp_path: Path, number: signal.Signals
+) -> None:
+    """The signal does not reach them, and they would continue to train."""
     path = str(tmp_path / "pid")
     script = f"import os, signal; open({path!r}, 'w').write(str(os.getpid())); signal.pause()"
     command = [sys.executable, "-m", "swansong.testing", "--kill-at", "3", "--"]
@@ -491,7 +522,7 @@ def test_the_end_of_the_command_is_the_end_of_its_trainers(tmp_path: Path) -> No
     ) as checking:
         until(lambda: (tmp_path / "pid").exists() and (tmp_path / "pid").read_text())
         trainer = os.pidfd_open(int((tmp_path / "pid").read_text()))
-        checking.terminate()
-        assert checking.wait(60) == 1
+        checking.send_signal(number)
+        assert checking.wait(60) != 0
     with os.fdopen(trainer):
-        assert testing._has_ended(trainer)
+        assert stand_in.has_ended(trainer)

@@ -22,9 +22,9 @@ log = logging.getLogger("swansong")
 
 
 def check_command(world_size: int, is_over: Callable[[], bool]) -> None:
-    """Check this process's command if the environment asks for it, and log the result; it raises nothing.
+    """Check this process's command if the environment asks for it, and log the result; raises nothing.
 
-    Another process does it, and starts the command three times.
+    Another process starts the command three times.
 
     Args:
         world_size: number of ranks of the job.
@@ -72,6 +72,7 @@ def _checked(options: list[str], is_over: Callable[[], bool]) -> tuple[bool, str
             stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             text=True,
+            errors="replace",
         )
         while True:
             with contextlib.suppress(subprocess.TimeoutExpired):
