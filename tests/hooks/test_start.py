@@ -338,6 +338,7 @@ def test_a_restored_start_names_its_parent(
         manifest = found / "rank-00000.json"
         manifest.write_text(manifest.read_text().replace(first, ""))
         expected = UNKNOWN
+    until(lambda: starts_in(daemon), what="the report of the earlier start")
     daemon.received.clear()
     guard = attach({"counter": Counter()})
     assert parent_of(daemon.wait_for(Hello)) == UNKNOWN, "nothing was loaded yet"

@@ -281,8 +281,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("command", nargs="+", metavar="COMMAND", help="after --")
     options = parser.parse_args(arguments)
     # The trainers have other sessions: these signals do not reach them.
-    for number in (signal.SIGTERM, signal.SIGHUP):
-        signal.signal(number, lambda *_: sys.exit("the check was ended"))
+    signal.signal(signal.SIGTERM, _end)  # also if the process that started the check ignores it
+    if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # as with nohup
+        signal.signal(signal.SIGHUP, _end)
     if options.while_stdin:
         threading.Thread(target=_end_with_stdin, daemon=True).start()
     try:
@@ -301,6 +302,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 1
     print(_summary(report))
     return 0
+
+
+def _end(_number: int, _frame: object) -> None:
+    sys.exit("the check was ended")
 
 
 def _end_with_stdin() -> None:
