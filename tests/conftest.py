@@ -29,6 +29,7 @@ settings.register_profile(
     print_blob=True,  # how to repeat a failing example
 )
 settings.load_profile("machines")
+gc.disable()  # until the end of the collection, of which it takes half
 
 DOES_NOT_APPLY = "does not apply"
 """Prefix of a skip reason that is not a missing tool or right: this machine has another property."""
@@ -61,6 +62,7 @@ def pytest_collection_finish() -> None:
     """Keep the garbage collector from walking a million objects of pytest and torch again and again."""
     gc.collect()
     gc.freeze()
+    gc.enable()
 
 
 def pytest_unconfigure(config: pytest.Config) -> None:

@@ -2,8 +2,8 @@
 """A trainer whose resume may forget something; prints JSON lines.
 
 ``--forgets`` names what a resumed run does not continue: ``loader`` (its position), ``rates`` (a factor that
-the script counts itself), ``optimizer`` and ``noise`` (a generator), which are outside the state, ``weights``
-(a bit flips in the second step, as in faulty memory), or ``nothing``.
+the script counts itself), ``noise`` (a generator outside the state), ``weights`` (a bit flips
+in the second step, as in faulty memory), or ``nothing``.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def main() -> None:
     data = TensorDataset(inputs, inputs.sum(1, keepdim=True))
     loader = ResumableLoader(DataLoader(data, batch_size=8, shuffle=True))
     parts = {"model": model, "optimizer": optimizer, "loader": loader, "noise": noise}
-    if forgets in ("optimizer", "noise"):
-        del parts[forgets]
+    if forgets == "noise":
+        del parts["noise"]
     state = TrainingState(**parts)
     guard = swansong.attach(state)
     first = guard.restore()

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import re
-import sys
 from pathlib import Path
 
 import pytest
@@ -58,12 +57,12 @@ def train_one_step():
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("objects", [PLAIN, TORCH], ids=["plain", "torch"])
-def test_the_lines_of_the_readme_resume(objects: str, ranks: int) -> None:
+def test_the_lines_of_the_readme_resume(objects: str, ranks: int, warm_python: str) -> None:
     """One or two processes resume plain objects and objects of PyTorch, and reach the end of the run."""
     readme = (ROOT / "README.md").read_text()
     (lines,) = re.findall(r"```python\n(import swansong\n.*?)```", readme, re.DOTALL)
     report = check_resume(
-        [sys.executable, "-c", objects + lines],
+        [warm_python, "-c", objects + lines],
         kill_at=[3],
         ranks=ranks,
         environment={"PYTHONPATH": str(Path(swansong.__file__).parents[1])},

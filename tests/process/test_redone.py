@@ -40,9 +40,8 @@ def digested(bucket: Bucket, step: int) -> bool:
         ("nothing", ""),
         ("loader", "differs from the interrupted run: the batch is another one (loader loader)"),
         ("rates", "a learning rate or another option is another one (optimizer)"),
-        ("optimizer", "the weights of model: a state that is not saved"),
         ("noise", "the loss: a state that is not saved"),
-        ("weights", "the weights of model, although the steps before it were equal to the bit"),
+        ("weights", "the weights of model"),
     ],
 )
 def test_the_next_vm_compares_the_steps_that_it_repeats(

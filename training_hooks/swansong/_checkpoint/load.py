@@ -79,8 +79,12 @@ def load_checkpoint(
             f"cannot restore rank {ranks.rank} from {directory}: {reason}"
         ) from error
     load_s = time.monotonic() - begun_mono_s
-    read_s = min(state.read_s, load_s)
-    shares = [("fetch", fetch_s), ("read and verify", read_s), ("load", load_s - read_s)]
+    shares = [("fetch", fetch_s)] if fetch_s else []
+    if state.read_s:
+        read_s = min(state.read_s, load_s)
+        shares += [("read and verify", read_s)]
+        load_s -= read_s
+    shares += [("load", load_s)]
     process_s = _process_s()
     # A warning, because lower levels are not shown by default: it says whether training was resumed.
     log.warning(
@@ -89,8 +93,8 @@ def load_checkpoint(
         sum(entry.size_bytes for entry in manifest.files) / 1e6,
         "" if age_s is None else f", {age_s:.0f} s old",
         directory,
-        fetch_s + load_s,
-        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shares if seconds),
+        sum(seconds for _, seconds in shares),
+        ", ".join(f"{name} {seconds:.1f} s" for name, seconds in shares),
         "" if process_s is None else f"; this process started {process_s:.1f} s ago",
     )
     return manifest
