@@ -59,7 +59,7 @@ demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power of
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
 
 test: $(STAMP)  ## run all tests, except those of whole machines and GPUs
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 4 --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 6 --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 

@@ -176,6 +176,8 @@ class FakeDaemon:
                 self._tell_start(connection, message)
                 if connection not in self._connections:
                     self._connections.append(connection)
+                if self._listener is None:  # it was accepted just before the end
+                    connection.shutdown(socket.SHUT_RDWR)
         if isinstance(message, Sealed) and self.commits:
             is_final = self._is_final(self.staging / message.directory)
             self.send(Committed(generation=1, step=message.step, is_final=is_final))
