@@ -64,6 +64,14 @@ class CheckedRun:
         self.starts = 0
         self.losses: dict[int, float] = {}
 
+    def errors(self) -> str:
+        """The end of what all starts wrote to standard error, such as the warnings of the hooks."""
+        paths = [self.errors_path(start) for start in range(1, self.starts + 1)]
+        return "".join(path.read_text(errors="replace") for path in paths)[-3000:].strip()
+
+    def errors_path(self, start: int) -> Path:
+        return self.directory / f"stderr-{start}"
+
 
 @dataclass
 class CheckedTrainer:
@@ -85,10 +93,9 @@ class CheckedTrainer:
             until = "its end" if moment is None else repr(moment)
             print(f"{run.directory.name}: start {run.starts + 1}, until {until}", file=sys.stderr)
         run.starts += 1
-        errors = run.directory / f"stderr-{run.starts}"
         with (
             contextlib.closing(CheckedStart(self, run, moment)) as start,
-            errors.open("w") as stderr,
+            run.errors_path(run.starts).open("w") as stderr,
         ):
             start.run(stderr)
         if start.misuse:
@@ -99,9 +106,8 @@ class CheckedTrainer:
         problem = start.problem
         if start.answer is not None:
             problem = f"the trainer did not save: {start.answer.reason}"
-        tail = errors.read_text(errors="replace")[-2000:]
         waiting = "waiting for guard.finish()" if moment is None else f"waiting for {moment!r}"
-        raise TrainerFailedError(f"start {run.starts}, {waiting}: {problem}\n{tail}")
+        raise TrainerFailedError(f"start {run.starts}, {waiting}: {problem}\n{run.errors()}")
 
 
 class CheckedStart:

@@ -158,9 +158,10 @@ def _compare(
     report.losses = len(both)
     loss = _first_difference(reference.losses, resumed.losses, last)
     if step_of(got) != last:
-        raise ResumeMismatchError(
+        raise _mismatch(
+            resumed,
             f"the resumed run ends at step {step_of(got)}, and the uninterrupted one at step {last}:"
-            " count the steps from guard.restore()"
+            " count the steps from guard.restore()",
         )
     found, report.files = find_differences(wanted, got, ignoring)
     if not found and loss is None:
@@ -184,7 +185,14 @@ def _compare(
         lines += [f"step {loss} is the first whose loss differs: {after!r} instead of {before!r}"]
     lines += [f"the checkpoints of step {step} differ:"] if found else []
     lines += [f"  {difference.text}" for difference in found]
-    raise ResumeMismatchError("\n".join([*lines, f"likely cause: {cause}"]))
+    raise _mismatch(resumed, *lines, f"likely cause: {cause}")
+
+
+def _mismatch(resumed: CheckedRun, *lines: str) -> ResumeMismatchError:
+    """The error, with the warnings of the hooks, which may name the cause."""
+    written = resumed.errors()
+    shown = ["standard error of the resumed run:", written] if written else []
+    return ResumeMismatchError("\n".join([*lines[:-1], *shown, lines[-1]]))
 
 
 def _first_difference(

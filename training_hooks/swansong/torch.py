@@ -64,8 +64,16 @@ from swansong._torch.objects import (
     take_optimizer,
 )
 from swansong._torch.order import OrderWatch
+from swansong._torch.outside import OutsideWatch, all_of_process
 from swansong._torch.rehearsal import check_module, check_relations, trying, warn_about_loaders
 from swansong._torch.sharding import is_sharded, writers
+from swansong._torch.structure import (
+    Structure,
+    changes_of,
+    differing_modes,
+    modes_of,
+    structure_of,
+)
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
 from swansong.state import by_name, check_names, decode_tree, set_generators, take_generators
@@ -106,6 +114,8 @@ class TrainingState(Divisible):
 
     in_background = True
     reads_whole_set = True
+    owns_loop = True
+    """Whether all that the loop needs is in this state; a framework may keep the position of its data."""
 
     def __init__(
         self,
@@ -147,6 +157,11 @@ class TrainingState(Divisible):
         self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
+        self._outside = OutsideWatch()
+        self._loadable: Structure = {}
+        """The structure of the objects at the last restore, where a resumed run loads a checkpoint."""
+        self._saved_modes: dict[str, dict[str, str]] = {}
+        """The modes of modules in the checkpoint that was loaded, until the first step."""
         self._boundary = StepBoundary(self._objects.values())
         self._last_boundary: LastBoundary | None = None
         self._lost: frozenset[int] = frozenset()
@@ -157,6 +172,7 @@ class TrainingState(Divisible):
         for item in self._objects.values():
             if isinstance(item, ResumableLoader):
                 item.completed_steps = completed_steps
+                ResumableLoader.saved.add(item)
 
     # ------------------------------------------------------------ before the first step
 
@@ -183,17 +199,18 @@ class TrainingState(Divisible):
         self._last_boundary = LastBoundary(self._objects, self.values) if several else None
 
     def before_restore(self) -> None:
-        """Warn if training has begun since attach()."""
+        """Note the structure that a checkpoint must have, and warn if training has begun since attach()."""
+        self._loadable = structure_of(self._objects)
         if self._watch is not None and self._watch.has_begun:
             log.warning(
                 "an optimizer stepped between attach() and restore(): a resume loses these steps; call"
                 " restore() before the first step"
             )
-        loader = self._objects.get("loader")
-        if isinstance(loader, ResumableLoader) and loader.has_begun:
+        loaders = [each for each in self._objects.values() if isinstance(each, ResumableLoader)]
+        if any(loader.has_begun for loader in loaders):
             log.warning(
-                "the loader has begun an epoch before restore(): it continues from its restored position"
-                " only at the next iter(); call restore() before the first iter()"
+                "iter() was called on the loader before restore(): a resumed run cannot use that iterator;"
+                " call restore() before the first iter()"
             )
 
     def arrivals(self) -> ArrivedTensors:
@@ -231,9 +248,23 @@ class TrainingState(Divisible):
         if self._watch is None:
             return False
         if self._watch.is_new:
-            self._rehearse()
-            warn_about_loaders(self._objects)
-        return self._watch.report()
+            pieces = self._rehearse()
+            found = all_of_process()
+            warn_about_loaders(self._objects, found)
+            if differing := differing_modes(self._objects, self._saved_modes):
+                log.warning(
+                    "the first step after the resume used modules in another mode: %s; the script sets it"
+                    " only at an earlier step: let it depend on the step or the epoch",
+                    "; ".join(differing),
+                )
+            self._saved_modes = {}
+            if self.owns_loop:
+                copied = [piece.tensor.data_ptr() for piece in pieces]
+                self._outside.begin(self._objects, found, copied)
+        continues = self._watch.report()
+        if not continues:
+            self._outside.end()
+        return continues
 
     def prepare_copy(self) -> None:
         """Prepare host memory for the first copy, in the background."""
@@ -323,12 +354,13 @@ class TrainingState(Divisible):
             and module.process_group.size() != self.ranks.world_size
         ]
 
-    def _rehearse(self, but: Collection[str] = ()) -> None:
+    def _rehearse(self, but: Collection[str] = ()) -> list[TensorPiece]:
         index, collectors = self._gather(but)
         pieces = _pieces(collectors)
         check_headers(pieces)
         files = {each: dict.fromkeys(tensors, 0) for each, tensors in index["tensors"].items()}
         encode_index({**index, "files": files})
+        return pieces
 
     # ------------------------------------------------------------ saving
 
@@ -341,6 +373,14 @@ class TrainingState(Divisible):
             TypeError: a value cannot be written; names it.
         """
         index, collectors = self._gather()
+        structure = structure_of(self._objects, index["objects"])
+        if changes := changes_of(self._loadable, structure):
+            self._loadable = structure
+            log.warning(
+                "the script cannot load this checkpoint as it was at guard.restore(): %s; a resumed run must"
+                " make the same change before it calls restore()",
+                "; ".join(changes),
+            )
         pieces = _pieces(collectors)
         arena = self._arenas.take(pieces, may_wait=not self._lost)
         arena.fill(pieces)
@@ -393,6 +433,7 @@ class TrainingState(Divisible):
             "world_size": self.ranks.world_size,
             "torch": torch.__version__,
             "objects": objects,
+            "modes": modes_of(self._objects),
             "tensors": {collector.group: collector.entries for collector in collectors},
         }
         if self._lost:
@@ -486,6 +527,7 @@ class TrainingState(Divisible):
             _reseed(generators, self.ranks.rank)
         else:
             set_generators(generators)
+        self._saved_modes = found.indexes[source].get("modes", {})
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
         self._boundary.note()
         if self._watch is not None:

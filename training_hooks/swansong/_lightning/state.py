@@ -40,6 +40,8 @@ class LightningState(TrainingState):
         trainer: after the setup of its strategy.
     """
 
+    owns_loop = False
+
     def __init__(self, trainer: pl.Trainer) -> None:
         self._trainer = trainer
         self._extras = _Extras(trainer)

@@ -7,11 +7,15 @@ import weakref
 from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.utils.hooks import RemovableHandle
 
 from swansong._torch.parts import Parts
 
 _COUNTERS = ("last_epoch", "_step_count", "num_updates", "optimization_step")
 _COUNTING_TENSORS = ("_scale", "_growth_tracker", "n_averaged")
+_hooks: list[RemovableHandle] = []
+"""The hook of all optimizers: some classes have no hooks of each optimizer."""
 _steps: weakref.WeakKeyDictionary[torch.optim.Optimizer, int] = weakref.WeakKeyDictionary()
 
 
@@ -23,20 +27,17 @@ def version(value: Any) -> int:
 
 
 def steps_of(optimizer: torch.optim.Optimizer) -> int:
-    """Return the number of steps that the optimizer has begun since the first call.
+    """Return the number of steps that the optimizer has begun since the first call for any optimizer.
 
     torch's counter of changes does not see the steps of fused optimizers.
     """
-    try:
-        return _steps[optimizer]
-    except KeyError:
-        _steps[optimizer] = 0  # first: another thread may be in a step
-        optimizer.register_step_pre_hook(_count_step)
-        return 0
+    if not _hooks:
+        _hooks.append(register_optimizer_step_pre_hook(_count_step))
+    return _steps.get(optimizer, 0)
 
 
 def _count_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
-    _steps[optimizer] += 1
+    _steps[optimizer] = _steps.get(optimizer, 0) + 1
 
 
 def count_of(item: Any) -> Any:

@@ -12,7 +12,7 @@ import zlib
 from collections import deque
 from collections.abc import Callable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch.utils.data import DataLoader, IterableDataset
@@ -33,6 +33,8 @@ log = logging.getLogger("swansong")
 _WRAPPED = ("base_dataloader", "_dataloader", "dataloader", "loader")
 """Attributes with the wrapped ``DataLoader``, in accelerate, Fabric and timm."""
 _END = object()
+_FOREIGN_BATCHES = 3
+"""Number of batches with a step each that show a loop of the training."""
 
 
 class ResumableLoader:
@@ -65,6 +67,9 @@ class ResumableLoader:
 
     _resumed_loops = 0
     """Number of loops that began with a restored state, of all loaders."""
+    saved: ClassVar[weakref.WeakSet[ResumableLoader]] = weakref.WeakSet()
+    """The loaders of this process whose positions are saved."""
+    _warned_of_foreign = False
 
     def __init__(
         self,
@@ -100,7 +105,8 @@ class ResumableLoader:
         self._stride = 1
         """Most batches that one step has taken."""
         self._steps_seen = self._since_step = 0
-        self._has_warned = False
+        self._has_warned = self._has_warned_of_steps = False
+        self._foreign_steps = self._foreign_batches = 0
         self._restored: dict[str, Any] | None = None
         self._index_is_known = False
         self._last: tuple[list[torch.Tensor], list[int]] | None = None
@@ -129,8 +135,8 @@ class ResumableLoader:
 
     @property
     def has_begun(self) -> bool:
-        """Whether an epoch has begun in this process since the last restore."""
-        return self._begun_with is not None and self._restored is None
+        """Whether an epoch has begun, or has an iterator, in this process since the last restore."""
+        return self._restored is None and (self._begun_with, self._iteration) != (None, None)
 
     @property
     def is_at_last_batch(self) -> bool:
@@ -209,6 +215,14 @@ class ResumableLoader:
             return self._restored
         self._note_step()
         steps = self._steps
+        if self._loop_is_over and steps > self._steps_at_end + 1 and not self._has_warned_of_steps:
+            self._has_warned_of_steps = True
+            log.warning(
+                "%s steps were reported after the last loop over the loader, which a resume cannot repeat"
+                " (itertools.cycle keeps the batches of its first pass); loop over the loader again:"
+                " while True: for batch in loader",
+                steps - self._steps_at_end,
+            )
         is_over = self._loop_is_over and not self._has_steps and steps > self._steps_at_end
         if self._begun_with is None or is_over:
             # The work between two epochs may not be complete, so the next one does not set all generators.
@@ -305,6 +319,8 @@ class ResumableLoader:
                 batches_yielded = self._batches
                 yield batch
                 self._note_step()
+                if self.completed_steps is None:
+                    self._note_foreign_step()
                 if self._iteration is None:  # end_epoch() was called
                     return
                 if self._iteration is not iteration and self._is_last(batches_yielded):
@@ -362,6 +378,18 @@ class ResumableLoader:
             self._stride = max(self._stride, self._since_step)
             self._steps_seen, self._since_step = steps, 0
 
+    def _note_foreign_step(self) -> None:
+        """Warn if two batches of this loader, which is in no state, are those of two steps in a row."""
+        steps = max((loader._steps for loader in ResumableLoader.saved), default=0)  # noqa: SLF001
+        self._foreign_batches += steps == self._foreign_steps + 1
+        self._foreign_steps = steps
+        if self._foreign_batches == _FOREIGN_BATCHES and not ResumableLoader._warned_of_foreign:
+            ResumableLoader._warned_of_foreign = True
+            log.warning(
+                "the batches of the training come from a ResumableLoader that is in no TrainingState, so its"
+                " position is not saved; create one loader for all epochs, and pass it"
+            )
+
     def _end_loop(self) -> None:
         self._steps_at_end = self._steps
         self._has_steps |= self._steps_at_end > self._steps_at_begin
@@ -376,6 +404,11 @@ class ResumableLoader:
             return False
 
     def _check(self, iteration: object) -> None:
+        if self._iteration is None and self._restored is not None:
+            raise RuntimeError(
+                "this iterator of the loader was created before guard.restore(), perhaps by a constructor;"
+                " call iter(loader) after it"
+            )
         if self._iteration is not iteration:
             raise RuntimeError(
                 "two loops use one ResumableLoader at the same time; evaluate over loader.loader, or wrap"

@@ -3,12 +3,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 from collections.abc import Mapping
 from typing import Any
 
 import torch
+from torch.utils.hooks import RemovableHandle
 
 from swansong._torch.changes import count_of
 
@@ -37,11 +39,13 @@ class OrderWatch:
     def __init__(self, objects: Mapping[str, Any]) -> None:
         self._objects = {name: item for name, item in objects.items() if name != "loader"}
         self._loader = objects.get("loader")
-        self._handles = [
-            item.register_step_pre_hook(functools.partial(self._before_step, name))
-            for name, item in objects.items()
-            if isinstance(item, torch.optim.Optimizer)
-        ]
+        self._handles: list[RemovableHandle] = []
+        for name, item in objects.items():
+            if isinstance(item, torch.optim.Optimizer):
+                # An optimizer around another one may have no hooks.
+                with contextlib.suppress(AttributeError, TypeError):
+                    hook = functools.partial(self._before_step, name)
+                    self._handles.append(item.register_step_pre_hook(hook))
         self.begin()
 
     @property

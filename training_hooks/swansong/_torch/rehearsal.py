@@ -4,9 +4,8 @@
 from __future__ import annotations
 
 import contextlib
-import gc
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -49,7 +48,7 @@ def check_module(module: torch.nn.Module) -> None:
     load_module(module, state_of_module(module))
 
 
-def warn_about_loaders(objects: Mapping[str, Any]) -> None:
+def warn_about_loaders(objects: Mapping[str, Any], found: Iterable[Any]) -> None:
     """Warn about loaders that change the random numbers of a resumed run.
 
     A loader draws a seed from the global generator when it starts its workers, or for each new iterator.  A
@@ -57,11 +56,11 @@ def warn_about_loaders(objects: Mapping[str, Any]) -> None:
 
     Args:
         objects: of the training state, by name.
+        found: of the process; evaluation loaders are no part of the state.
     """
-    # Evaluation loaders are no part of the state, so only the garbage collector knows them all.
     if any(
         vars(loader).get("persistent_workers")  # the script may not have initialised it yet
-        for loader in gc.get_objects()
+        for loader in found
         if issubclass(type(loader), DataLoader)
     ):
         log.warning(
@@ -70,7 +69,18 @@ def warn_about_loaders(objects: Mapping[str, Any]) -> None:
         )
     for name, item in objects.items():
         loader = None if isinstance(item, ResumableLoader) else find_data_loader(item)
-        if loader is not None and loader.generator is None:
+        sampler = type(getattr(loader, "sampler", None))
+        if any(
+            kind.__name__ == "RandomSampler" for kind in sampler.__mro__
+        ):  # torchdata has its own
+            log.warning(
+                "%s is a %s that shuffles: torchdata does not save the generator of the next epochs, which"
+                " get other batches after a resume; pass ResumableLoader(%s, fixed_samples=True)",
+                name,
+                type(loader).__name__,
+                name,
+            )
+        elif loader is not None and loader.generator is None:
             log.warning(
                 "%s is a %s without generator=: a resumed run draws other random numbers; pass"
                 " generator=torch.Generator() to it",

@@ -1,0 +1,341 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Objects that training uses and no checkpoint contains are named, before a preemption where possible."""
+
+from __future__ import annotations
+
+import copy
+import itertools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import swansong
+import torch
+from swansong.torch import ResumableLoader, TrainingState
+from torch import nn
+from torch.optim.lr_scheduler import ConstantLR, LinearLR, SequentialLR
+from torch.optim.swa_utils import AveragedModel
+from torch.utils.data import DataLoader, TensorDataset
+from torchdata.stateful_dataloader import StatefulDataLoader
+
+Attach = Callable[..., swansong.Guard]
+DATA = TensorDataset(torch.randn(20, 2))
+STEPS = 6
+
+
+def plain() -> DataLoader[Any]:
+    return DataLoader(DATA, batch_size=2)
+
+
+def cycle(loader: Any) -> Iterator[Any]:
+    while True:
+        yield from loader
+
+
+class Counting(nn.Module):
+    """Has a buffer that training changes, and no state_dict() contains."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(2, 1)
+        self.register_buffer("calls", torch.zeros(()), persistent=False)
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        self.calls += 1
+        return self.inner(inputs) * self.calls
+
+
+class Around(torch.optim.Optimizer):
+    """An optimizer without hooks, whose state is that of the one in it, as in some versions of Lookahead."""
+
+    def __init__(self, inner: torch.optim.Optimizer) -> None:
+        self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
+
+    def step(self) -> None:  # type: ignore[override]
+        self.inner.step()
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.inner.state_dict()
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.inner.load_state_dict(state)
+
+
+class Run:
+    """A training loop; each of its parts may be replaced, and may be left out of the state."""
+
+    def __init__(self, model: nn.Module | None = None, **state: Any) -> None:
+        self.model = nn.Linear(2, 1) if model is None else model
+        self.optimizer: torch.optim.Optimizer = torch.optim.AdamW(self.model.parameters())
+        self.loader: Any = ResumableLoader(plain())
+        self.state = state
+        self.batches: Any = None
+        self.after_step: Callable[[], object] = lambda: None
+
+    def train(self, attach: Attach) -> None:
+        parts = {"loader": self.loader, **self.state}
+        guard = attach(TrainingState(self.model, self.optimizer, **parts))
+        guard.restore()
+        batches = cycle(self.loader) if self.batches is None else self.batches
+        for step, (batch,) in zip(range(1, STEPS + 1), batches, strict=False):
+            self.model(batch).sum().backward()
+            self.optimizer.step()
+            self.after_step()
+            guard.step(step)
+
+
+def another_loader() -> Run:
+    run = Run()
+    run.batches = iter(plain())
+    return run
+
+
+def another_optimizer() -> Run:
+    head = nn.Linear(1, 1)
+    run = Run(head=head)
+    second = torch.optim.SGD(head.parameters(), 0.1)
+    run.after_step = second.step
+    return run
+
+
+def optimizer_in_another_one() -> Run:
+    class Wrapping(torch.optim.SGD):
+        """As SAM: its state_dict() does not contain that of the inner one."""
+
+    run = Run()
+    inner = run.optimizer
+    outer = Wrapping(run.model.parameters(), 0.1)
+    outer.inner = inner
+    run.optimizer, run.after_step = outer, inner.step
+    return run
+
+
+def scheduler() -> Run:
+    run = Run()
+    run.after_step = LinearLR(run.optimizer).step
+    return run
+
+
+def teacher() -> Run:
+    run = Run()
+    average = copy.deepcopy(run.model)
+
+    def update() -> None:
+        with torch.no_grad():
+            average.weight.lerp_(run.model.weight, 0.1)
+
+    run.after_step = update
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:Detected call of:UserWarning")
+@pytest.mark.parametrize(
+    ("make", "text"),
+    [
+        (another_loader, "a DataLoader without a position yields batches"),
+        (another_optimizer, "an optimizer outside of the state steps (SGD)"),
+        (optimizer_in_another_one, "an optimizer outside of the state steps (AdamW)"),
+        (scheduler, "a scheduler of an optimizer of the state is not in the state (LinearLR)"),
+        (teacher, "1 tensors of modules change, and are not in the state, such as Linear.weight"),
+        (
+            lambda: Run(Counting()),
+            "1 tensors of modules change, and are not in the state, such as Cou",
+        ),
+    ],
+)
+def test_what_changes_outside_of_the_state_is_named(
+    attach: Attach, caplog: pytest.LogCaptureFixture, make: Callable[[], Run], text: str
+) -> None:
+    """In the first steps of a run without a preemption, with the fix, and once."""
+    make().train(attach)
+    (message,) = [each for each in caplog.messages if not each.startswith("no swansongd at")]
+    assert message.startswith(text)
+
+
+def evaluating() -> Run:
+    """Looks at other data, with a frozen model, after each step."""
+    run = Run()
+    frozen = copy.deepcopy(run.model)
+    run.after_step = lambda: [frozen(batch) for (batch,) in plain()]
+    return run
+
+
+def averaging() -> Run:
+    run = Run()
+    run.state["average"] = average = AveragedModel(run.model)
+    run.after_step = lambda: average.update_parameters(run.model)
+    return run
+
+
+def scheduling_in_parts() -> Run:
+    run = Run()
+    parts = [ConstantLR(run.optimizer), LinearLR(run.optimizer)]
+    run.state["scheduler"] = whole = SequentialLR(run.optimizer, parts, [3])
+    run.after_step = whole.step
+    return run
+
+
+def wrapped() -> Run:
+    run = Run()
+    run.optimizer = Around(run.optimizer)
+    return run
+
+
+def stateful() -> Run:
+    run = Run()
+    run.loader = StatefulDataLoader(DATA, batch_size=2, generator=torch.Generator())
+    return run
+
+
+@pytest.mark.filterwarnings("ignore:'set_vital':UserWarning", "ignore:Detected call of:UserWarning")
+@pytest.mark.parametrize(
+    "make", [Run, evaluating, averaging, scheduling_in_parts, wrapped, stateful]
+)
+def test_what_a_resume_repeats_or_loads_is_not_named(
+    attach: Attach, caplog: pytest.LogCaptureFixture, make: Callable[[], Run]
+) -> None:
+    """An evaluation, a frozen model, and objects in objects of the state."""
+    make().train(attach)
+    assert all(each.startswith("no swansongd at") for each in caplog.messages)
+
+
+# ---------------------------------------------------------------- loaders
+
+
+def test_a_loader_that_is_created_again_for_an_epoch_is_named(
+    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The state has the first one, whose position does not move any more; one warning for all epochs."""
+    monkeypatch.setattr(ResumableLoader, "_warned_of_foreign", False)
+    loader = ResumableLoader(plain())
+    guard = attach(TrainingState(nn.Linear(2, 1), loader=loader))
+    guard.restore()
+    for epoch in range(3):
+        if epoch:
+            loader = ResumableLoader(plain())
+        for _ in loader:
+            guard.step()
+    found = [each for each in caplog.messages if "a ResumableLoader that is in no Train" in each]
+    assert len(found) == 1
+
+
+def test_batches_that_itertools_repeats_are_named_at_the_save(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The loader is at the end of its first epoch, whatever the run trains."""
+    loader = ResumableLoader(plain())
+    state = TrainingState(nn.Linear(2, 1), loader=loader)
+    guard = attach(state)
+    guard.restore()
+    for step, _ in zip(range(1, 15), itertools.cycle(loader), strict=False):
+        guard.step(step)
+        loader.state_dict()
+    found = [each for each in caplog.messages if "itertools.cycle" in each]
+    assert len(found) == 1
+    assert found[0].startswith("2 steps were reported after the last loop over the loader")
+
+
+def test_an_iterator_of_a_constructor_is_named_in_both_runs(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """With a warning in the first run, and with its own error in the resumed one."""
+    loader = ResumableLoader(plain())
+    batches = iter(loader)
+    guard = attach(TrainingState(nn.Linear(2, 1), loader=loader))
+    guard.restore()
+    assert any(each.startswith("iter() was called on the loader") for each in caplog.messages)
+    next(batches)
+    state = loader.state_dict()
+
+    resumed = ResumableLoader(plain())
+    early = iter(resumed)
+    resumed.load_state_dict(state)
+    with pytest.raises(RuntimeError, match=r"created before guard.restore\(\)"):
+        next(early)
+
+
+# ---------------------------------------------------------------- structure and modes
+
+
+def saved(state: TrainingState, directory: Path) -> Path:
+    own = directory / "rank-00000"
+    own.mkdir()
+    state.snapshot()(own)
+    return directory
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (
+            lambda run: run.optimizer.add_param_group({"params": [nn.Parameter(torch.ones(1))]}),
+            "optimizer has groups of 2 and 1 parameters instead of 2;",
+        ),
+        (
+            lambda run: nn.utils.parametrizations.weight_norm(run.model),
+            "model has 'parametrizations.weight.original0' and lacks 'weight';",
+        ),
+    ],
+)
+def test_a_checkpoint_that_the_script_cannot_load_is_named_at_the_save(
+    attach: Attach,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    change: Callable[[Run], object],
+    text: str,
+) -> None:
+    """Parameters or groups that are added after restore(); the next save of the same structure is silent."""
+    run = Run()
+    state = TrainingState(run.model, run.optimizer)
+    attach(state).restore()
+    state.snapshot()
+    change(run)
+    caplog.clear()
+    state.snapshot()
+    state.snapshot()
+    (message,) = caplog.messages
+    assert text in message
+
+
+@pytest.mark.parametrize("mode", ["requires_grad", "training"])
+@pytest.mark.parametrize("sets_it_again", [True, False])
+@pytest.mark.parametrize("evaluates", [True, False])
+def test_a_mode_that_the_resumed_script_does_not_set_is_named(
+    attach: Attach,
+    caplog: pytest.LogCaptureFixture,
+    tmp_path: Path,
+    mode: str,
+    *,
+    sets_it_again: bool,
+    evaluates: bool,
+) -> None:
+    """Parameters that an earlier epoch froze; not the mode of an evaluation in which a save fell."""
+
+    def freeze(model: nn.Sequential) -> None:
+        if mode == "training":
+            model[1].eval()
+        else:
+            model[0].weight.requires_grad_(False)
+
+    def make() -> nn.Sequential:
+        return nn.Sequential(nn.Linear(2, 1), nn.Dropout())
+
+    first = make()
+    freeze(first)
+    if evaluates:
+        first.eval()
+    directory = saved(TrainingState(first), tmp_path)
+
+    model = make()
+    state = TrainingState(model)
+    guard = attach(state)
+    state.load(directory)
+    if sets_it_again:
+        freeze(model)
+    guard.step(8)
+    guard.step(9)
+    found = [each for each in caplog.messages if "modules in another mode" in each]
+    assert len(found) == (not sets_it_again and not (evaluates and mode == "training"))
+    for each in found:
+        assert f"had {mode}=False when it was saved" in each
