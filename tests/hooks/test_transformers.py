@@ -31,7 +31,10 @@ class Model(torch.nn.Module):
             torch.nn.Linear(4, 8), torch.nn.Dropout(0.2), torch.nn.Linear(8, 1)
         )
 
-    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+    def forward(
+        self, x: torch.Tensor, labels: torch.Tensor, input_ids: torch.Tensor | None = None
+    ) -> dict[str, torch.Tensor]:
+        del input_ids  # the Trainer groups by its length
         found = self.layers(x).squeeze(-1)
         return {"loss": torch.nn.functional.mse_loss(found, labels), "logits": found}
 
@@ -249,6 +252,52 @@ def test_a_finished_run_does_not_train_again(
     assert [line for line in caplog.messages if f"finished at step {last_step}" in line]
     longer = Run(tmp_path / "longer", *stopping, **{**options, "max_steps": 6})
     assert longer.trainer.state.global_step == (last_step if stopping else 6)
+
+
+def test_batches_that_are_grouped_by_length_resume(
+    tmp_path: Path, daemon: FakeDaemon, restore_from: Restore
+) -> None:
+    """The order of each epoch is the same in a start that begins in the middle of it."""
+    items = data(8 * STEPS_OF_EPOCH)
+    grouped = {
+        "train_data": [{**item, "input_ids": torch.ones(3)} for item in items],
+        "train_sampling_strategy": "group_by_length",
+    }
+    whole = Run(tmp_path / "whole", attach={"every_steps": 1, "socket": daemon.path}, **grouped)
+    for step, directory in periodic_sets(daemon, LAST_STEP).items():
+        restore_from(directory)
+        again = Run(tmp_path / "again", **grouped)
+        assert again.weights == whole.weights, f"resumed from step {step}"
+
+
+class WithoutLength(torch.utils.data.IterableDataset[Any]):
+    def __init__(self, count: int) -> None:
+        self.count = count
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from data(self.count)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (
+            {"dataloader_num_workers": 1, "dataloader_persistent_workers": True},
+            "persistent_workers is",
+        ),
+        ({"dataloader_num_workers": 1}, ""),
+        ({"train_data": WithoutLength(8), "max_steps": 3}, "the data set has no length"),
+        ({"train_data": WithoutLength(24), "max_steps": 3}, ""),
+    ],
+)
+def test_data_that_the_trainer_cannot_repeat_is_reported_once(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, arguments: dict[str, Any], words: str
+) -> None:
+    """Workers that live through several epochs, and a second pass over data without a length."""
+    Run(tmp_path / "run", attach={"socket": tmp_path / "no-daemon"}, **arguments)
+    found = [each for each in caplog.messages if "persistent" in each or "no length" in each]
+    assert len(found) == bool(words)
+    assert all(words in each for each in found)
 
 
 def test_random_numbers_of_the_data_set_are_reported(

@@ -36,6 +36,8 @@ from transformers import (
     TrainingArguments,
 )
 from transformers.trainer import TRAINING_ARGS_NAME
+from transformers.trainer_pt_utils import LengthGroupedSampler
+from transformers.trainer_utils import has_length
 
 import swansong
 from swansong._torch.parts import JointDirectory
@@ -47,6 +49,8 @@ _NOTE = "swansong_{}.json"
 _NOT_WEIGHTS = ("optimizer*", "scheduler*", "scaler*", "rng_state*", "global_step*")
 _WATCHED_STEPS = 3
 """Number of steps after a start at which the callback checks whether the data set draws random numbers."""
+_ROUNDING = 1e-9
+"""Added to the Trainer's epoch, a float that is a little below a whole number where one begins."""
 _REPEATED = ("grad_norm", "epoch", "ignore_keys_for_eval", "learning_rate")
 """Arguments of the Trainer's method that logs, evaluates and saves, which a resumed start needs again."""
 
@@ -86,6 +90,8 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         self._generators: str | None = None
         """Directory with the states of the generators before the evaluation in progress."""
         self._last_drawn: Any = None
+        self._has_ended_pass = False
+        """Whether the first pass over a data set without a length is over."""
         self._steps_to_watch = _WATCHED_STEPS
         self.guard = swansong.attach(JointDirectory(self._save, self._load), **options)
         trainer.add_callback(self)
@@ -132,10 +138,28 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
                     )
                 # The Trainer looks at should_training_stop only after one more step.
                 self._trainer._run_epoch = lambda **_: None  # noqa: SLF001
+        if args.dataloader_num_workers and args.dataloader_persistent_workers:
+            log.warning(
+                "dataloader_persistent_workers is on: a resumed run starts its workers again, and draws other"
+                " random numbers in the next epochs; turn it off"
+            )
         if args.eval_on_start:
             self._keep_generators()
 
-    def on_epoch_begin(self, *_: Any, **__: Any) -> None:
+    def on_epoch_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        _control: TrainerControl,
+        *,
+        train_dataloader: Any = None,
+        **_: Any,
+    ) -> None:
+        sampler = getattr(getattr(train_dataloader, "batch_sampler", None), "sampler", None)
+        if isinstance(sampler, LengthGroupedSampler):
+            # It draws the order of each epoch from the global generator, which a resume sets only later.
+            epoch = int((state.epoch or 0.0) + _ROUNDING)
+            sampler.generator = torch.Generator().manual_seed(args.seed + epoch)
         self._is_epoch_over = False
         self._drop_generators()
         self._last_drawn = None  # a sampler may draw at the begin of an epoch
@@ -154,9 +178,23 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         self._is_epoch_over = False
 
     def on_epoch_end(
-        self, _args: TrainingArguments, _state: TrainerState, control: TrainerControl, **_: Any
+        self,
+        _args: TrainingArguments,
+        _state: TrainerState,
+        control: TrainerControl,
+        *,
+        train_dataloader: Any = None,
+        **_: Any,
     ) -> None:
         self._is_epoch_over = True
+        if not (
+            control.should_training_stop or self._has_ended_pass or has_length(train_dataloader)
+        ):
+            self._has_ended_pass = True
+            log.warning(
+                "the data set has no length, so the Trainer does not know in which pass over it a step is: a"
+                " resume after the first pass differs; give it a length, or let one pass contain max_steps"
+            )
         if control.should_epoch_stop and not control.should_training_stop:
             log.warning(
                 "a callback ended this epoch early: the Trainer resumes such a run at another batch, because"
