@@ -254,16 +254,30 @@ def test_a_finished_run_does_not_train_again(
     assert longer.trainer.state.global_step == (last_step if stopping else 6)
 
 
+class Recording(list[Any]):
+    """Data that knows in which order its samples were read."""
+
+    read: list[int]
+
+    def __getitem__(self, place: Any) -> Any:
+        self.read.append(place)
+        return super().__getitem__(place)
+
+
 def test_batches_that_are_grouped_by_length_resume(
     tmp_path: Path, daemon: FakeDaemon, restore_from: Restore
 ) -> None:
-    """The order of each epoch is the same in a start that begins in the middle of it."""
-    items = data(8 * STEPS_OF_EPOCH)
+    """A start in the middle of an epoch has the same order; another epoch has another one."""
+    samples = Recording({**item, "input_ids": torch.ones(3)} for item in data(8 * STEPS_OF_EPOCH))
+    samples.read = []
     grouped = {
-        "train_data": [{**item, "input_ids": torch.ones(3)} for item in items],
+        "train_data": samples,
         "train_sampling_strategy": "group_by_length",
     }
     whole = Run(tmp_path / "whole", attach={"every_steps": 1, "socket": daemon.path}, **grouped)
+    first, second = samples.read[: len(samples)], samples.read[len(samples) :]
+    assert sorted(first) == sorted(second)
+    assert first != second
     for step, directory in periodic_sets(daemon, LAST_STEP).items():
         restore_from(directory)
         again = Run(tmp_path / "again", **grouped)

@@ -138,7 +138,7 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
                     )
                 # The Trainer looks at should_training_stop only after one more step.
                 self._trainer._run_epoch = lambda **_: None  # noqa: SLF001
-        if args.dataloader_num_workers and args.dataloader_persistent_workers:
+        if args.dataloader_persistent_workers:
             log.warning(
                 "dataloader_persistent_workers is on: a resumed run starts its workers again, and draws other"
                 " random numbers in the next epochs; turn it off"
