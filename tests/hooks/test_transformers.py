@@ -275,7 +275,8 @@ def test_batches_that_are_grouped_by_length_resume(
         "train_sampling_strategy": "group_by_length",
     }
     whole = Run(tmp_path / "whole", attach={"every_steps": 1, "socket": daemon.path}, **grouped)
-    first, second = samples.read[: len(samples)], samples.read[len(samples) :]
+    count = len(samples)
+    first, second = samples.read[-2 * count : -count], samples.read[-count:]
     assert sorted(first) == sorted(second)
     assert first != second
     for step, directory in periodic_sets(daemon, LAST_STEP).items():
