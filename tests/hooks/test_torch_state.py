@@ -430,6 +430,9 @@ def test_values_that_cannot_be_saved_are_named() -> None:
     engine = type("DeepSpeedEngine", (nn.Linear,), {"__module__": "deepspeed.runtime.engine"})
     with pytest.raises(TypeError, match="of DeepSpeed"):
         TrainingState(engine(2, 2))
+    zero = type("ZeroRedundancyOptimizer", (torch.optim.SGD,), {})
+    with pytest.raises(TypeError, match="only all ranks together can save"):
+        TrainingState(nn.Linear(1, 1), zero(engine(2, 2).parameters()))
     with pytest.raises(TypeError, match="without state_dict"):
         TrainingState(nn.Linear(1, 1), loader=[1, 2])
     with pytest.raises(ValueError, match="not a valid name of an object"):

@@ -144,6 +144,11 @@ class TrainingState(Divisible):
                     f"{name} contains a FullyShardedDataParallel, whose state cannot be saved by rank;"
                     " shard the model with torch.distributed.fsdp.fully_shard"
                 )
+            if type(item).__name__ == "ZeroRedundancyOptimizer":
+                raise TypeError(
+                    f"{name} is a ZeroRedundancyOptimizer, whose state only all ranks together can save;"
+                    " shard model and optimizer with torch.distributed.fsdp.fully_shard"
+                )
             if any(kind.__module__.startswith("deepspeed.") for kind in type(item).__mro__):
                 raise TypeError(
                     f"{name} is a {type(item).__qualname__} of DeepSpeed, whose state no rank can save alone;"
