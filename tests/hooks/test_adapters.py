@@ -9,6 +9,8 @@ has imported the framework.
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -64,6 +66,28 @@ def test_lightning_refuses_a_strategy_that_it_cannot_save(tmp_path: Path) -> Non
 
     with pytest.raises(TypeError, match="FSDP2"):
         SwansongCallback().on_fit_start(Trainer(), None)
+
+
+@pytest.mark.parametrize(
+    "example",
+    ["torch_ddp", "with_accelerate", "with_fabric", "with_lightning", "with_transformers"],
+)
+def test_an_example_trains_in_one_process(
+    tmp_path: Path, warm_frameworks: str, example: str
+) -> None:
+    """As the first line of its docstring says, without a daemon, and with nothing outside of its state."""
+    ended = subprocess.run(
+        [warm_frameworks, str(EXAMPLES / f"{example}.py"), "--epochs", "1", "--windows", "256"],
+        cwd=tmp_path,
+        env={**os.environ, **ENVIRONMENT, "SWANSONG_SOCKET": str(tmp_path / "none")},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.returncode == 0, ended.stderr[-2000:]
+    warnings = [line for line in ended.stderr.splitlines() if " state" in line or "step" in line]
+    assert not warnings
 
 
 @pytest.mark.fault("T12")

@@ -93,7 +93,7 @@ def another_loader() -> Run:
 
 def another_optimizer() -> Run:
     head = nn.Linear(1, 1)
-    run = Run(head=head)
+    run = Run(head=head, replay=list(range(5000)))
     second = torch.optim.SGD(head.parameters(), 0.1)
     run.after_step = second.step
     return run

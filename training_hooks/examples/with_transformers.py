@@ -10,6 +10,7 @@ The same command line starts and resumes the run.
 from __future__ import annotations
 
 import argparse
+import os
 from pathlib import Path
 from typing import Any
 
@@ -48,6 +49,9 @@ def main() -> None:
         vocab_size=vocabulary, n_positions=CONTEXT, n_embd=32, n_layer=2, n_head=2,
         bos_token_id=None, eos_token_id=None,
     )  # fmt: skip
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if "RANK" not in os.environ:  # one process without torchrun has no group
+        backend = None
     args = TrainingArguments(
         output_dir=options.output,
         num_train_epochs=options.epochs,
@@ -62,7 +66,7 @@ def main() -> None:
         report_to="none",
         disable_tqdm=True,
         use_cpu=not torch.cuda.is_available(),
-        ddp_backend="nccl" if torch.cuda.is_available() else "gloo",
+        ddp_backend=backend,
         seed=1609,
     )
 

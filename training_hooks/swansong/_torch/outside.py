@@ -8,6 +8,7 @@ import gc
 import logging
 import weakref
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -22,8 +23,10 @@ from swansong._torch.sharding import is_sharded
 log = logging.getLogger("swansong")
 
 KINDS = (torch.nn.Module, torch.optim.Optimizer, LRScheduler, DataLoader, _BaseDataLoaderIter)
-_DEPTH = 4
+_DEPTH = 5
 """Objects in objects of the state, such as the optimizer in a wrapper, count as saved to this depth."""
+_CONTAINER_MAX, _PARTS_MAX = 1000, 20_000
+_STATE_OF_OPTIMIZER = torch.optim.Optimizer.state_dict
 
 
 def all_of_process() -> list[Any]:
@@ -84,7 +87,10 @@ class OutsideWatch:
             elif id(each) in saved_ids:
                 continue
             elif isinstance(each, LRScheduler):
-                if id(getattr(unwrap(each.optimizer), "state", None)) in optimizers:
+                if (
+                    id(getattr(unwrap(getattr(each, "optimizer", None)), "state", None))
+                    in optimizers
+                ):
                     self._schedulers.append(_kind(each))
             elif isinstance(each, _BaseDataLoaderIter):
                 if id(_sampler(each)) not in samplers:
@@ -144,24 +150,33 @@ def _harmless() -> Iterator[None]:
         log.info("objects outside of the state are not compared: %r", error)
 
 
-def _inside(items: Iterable[Any], depth: int = _DEPTH) -> Iterator[Any]:
+def _inside(items: Iterable[Any]) -> Iterator[Any]:
     """Yield the objects, and those in their attributes, lists and dicts."""
-    for item in items:
-        if isinstance(item, (str, bytes, torch.Tensor)):
-            continue
-        yield item
-        if depth and not isinstance(item, (torch.nn.Module, DataLoader)):
-            # The optimizer of a scheduler belongs to the state only if it is passed, too.
-            own = {**vars(item)} if hasattr(item, "__dict__") else {}
-            if isinstance(item, LRScheduler):
-                own.pop("optimizer", None)
-            # An optimizer in another one is saved only if the other one's state contains it.
-            if isinstance(item, torch.optim.Optimizer):
-                saves_all = type(item).state_dict is not torch.optim.Optimizer.state_dict
-                own = own if saves_all else {}
-            inner = item if isinstance(item, (list, tuple)) else own
-            inner = item if isinstance(item, dict) else inner
-            yield from _inside(inner.values() if isinstance(inner, dict) else inner, depth - 1)
+    seen: set[int] = set()
+    level = list(items)
+    for _ in range(_DEPTH):
+        new = [item for item in level if id(item) not in seen]
+        yield from new
+        seen.update(map(id, new))
+        level = [inner for item in new for inner in _parts(item)]
+        if len(level) > _PARTS_MAX:
+            raise ValueError("the state has too many parts")
+
+
+def _parts(item: Any) -> Iterable[Any]:
+    if isinstance(item, (list, tuple, dict)):
+        # A long one contains data, such as a replay buffer.
+        values = item.values() if isinstance(item, dict) else item
+        return list(values) if len(values) < _CONTAINER_MAX else ()
+    if isinstance(item, (torch.nn.Module, torch.Tensor, DataLoader, type, ModuleType)):
+        return ()
+    # An optimizer in another one is saved only if the other one's state contains it.
+    if isinstance(item, torch.optim.Optimizer) and type(item).state_dict is _STATE_OF_OPTIMIZER:
+        return ()
+    own = dict(getattr(item, "__dict__", {}))
+    if isinstance(item, LRScheduler):  # its optimizer is saved only if it is passed, too
+        own.pop("optimizer", None)
+    return own.values()
 
 
 def _saved_tensors(item: Any) -> Iterator[torch.Tensor]:

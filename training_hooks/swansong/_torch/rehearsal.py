@@ -69,10 +69,8 @@ def warn_about_loaders(objects: Mapping[str, Any], found: Iterable[Any]) -> None
         )
     for name, item in objects.items():
         loader = None if isinstance(item, ResumableLoader) else find_data_loader(item)
-        sampler = type(getattr(loader, "sampler", None))
-        if any(
-            kind.__name__ == "RandomSampler" for kind in sampler.__mro__
-        ):  # torchdata has its own
+        kinds = type(getattr(loader, "sampler", None)).__mro__
+        if "RandomSampler" in [kind.__name__ for kind in kinds]:  # torchdata has its own
             log.warning(
                 "%s is a %s that shuffles: torchdata does not save the generator of the next epochs, which"
                 " get other batches after a resume; pass ResumableLoader(%s, fixed_samples=True)",
