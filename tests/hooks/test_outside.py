@@ -208,6 +208,8 @@ def test_a_loader_that_is_created_again_for_an_epoch_is_named(
 ) -> None:
     """The state has the first one, whose position does not move any more; one warning for all epochs."""
     monkeypatch.setattr(ResumableLoader, "_warned_of_foreign", False)
+    earlier = ResumableLoader(plain())
+    TrainingState(nn.Linear(2, 1), loader=earlier).count_steps_with(lambda: 50)
     loader = ResumableLoader(plain())
     guard = attach(TrainingState(nn.Linear(2, 1), loader=loader))
     guard.restore()
@@ -339,3 +341,43 @@ def test_a_mode_that_the_resumed_script_does_not_set_is_named(
     assert len(found) == (not sets_it_again and not (evaluates and mode == "training"))
     for each in found:
         assert f"had {mode}=False when it was saved" in each
+
+
+@pytest.mark.parametrize(
+    ("options", "texts"),
+    [
+        ({"lr": 0.5}, []),
+        ({"weight_decay": 0.2}, ["weight_decay=0.1 of optimizer instead of 0.2"]),
+        ({"betas": (0.8, 0.9), "eps": 1e-3}, ["betas=(0.9, 0.999) of", "eps=1e-08 of"]),
+    ],
+)
+def test_an_option_of_the_script_that_a_load_replaces_is_named(
+    caplog: pytest.LogCaptureFixture, tmp_path: Path, options: dict[str, Any], texts: list[str]
+) -> None:
+    """Someone has changed the script between two starts; the rate belongs to the schedule."""
+
+    def make(**more: Any) -> TrainingState:
+        model = nn.Linear(2, 1)
+        defaults = {"lr": 0.1, "weight_decay": 0.1}
+        return TrainingState(model, torch.optim.AdamW(model.parameters(), **{**defaults, **more}))
+
+    directory = saved(make(), tmp_path)
+    make(**options).load(directory)
+    found = [each for each in caplog.messages if "has replaced options" in each]
+    assert len(found) == bool(texts)
+    for text in texts:
+        assert text in found[0]
+
+
+def test_another_version_of_a_library_is_named(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Equal versions are not."""
+    state = TrainingState(nn.Linear(2, 1))
+    directory = saved(state, tmp_path)
+    state.load(directory)
+    assert "made elsewhere" not in caplog.text
+    before = torch.__version__
+    monkeypatch.setattr(torch, "__version__", "9.0")
+    state.load(directory)
+    assert caplog.messages[-1].endswith(f"bits may differ: torch 9.0 instead of {before}")

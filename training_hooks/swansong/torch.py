@@ -72,7 +72,10 @@ from swansong._torch.structure import (
     changes_of,
     differing_modes,
     modes_of,
+    options_of,
     structure_of,
+    surroundings,
+    warn_about_load,
 )
 from swansong.fields import PREFIXES_MAX
 from swansong.layout import rank_directory
@@ -436,7 +439,7 @@ class TrainingState(Divisible):
             "format": FORMAT,
             "rank": self.ranks.rank,
             "world_size": self.ranks.world_size,
-            "torch": torch.__version__,
+            "surroundings": surroundings(),
             "objects": objects,
             "modes": modes_of(self._objects),
             "tensors": {collector.group: collector.entries for collector in collectors},
@@ -502,6 +505,7 @@ class TrainingState(Divisible):
             for name, item in self._objects.items()
             if not isinstance(item, torch.nn.Module) and not is_node_of_optimizer(nodes[name])
         }
+        of_script = options_of(self._objects)
         get = getter(read_others(found, source, in_others, targets))
         for name, item in self._objects.items():
             if isinstance(item, torch.nn.Module):
@@ -532,6 +536,7 @@ class TrainingState(Divisible):
             _reseed(generators, self.ranks.rank)
         else:
             set_generators(generators)
+        warn_about_load(self._objects, of_script, found.indexes[source])
         self._saved_modes = found.indexes[source].get("modes", {})
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
         self._boundary.note()

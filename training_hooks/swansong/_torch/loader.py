@@ -380,7 +380,8 @@ class ResumableLoader:
 
     def _note_foreign_step(self) -> None:
         """Warn if two batches of this loader, which is in no state, are those of two steps in a row."""
-        steps = max((loader._steps for loader in ResumableLoader.saved), default=0)  # noqa: SLF001
+        counters = {loader.completed_steps for loader in ResumableLoader.saved} - {None}
+        steps = sum(count() for count in counters if count is not None)
         self._foreign_batches += steps == self._foreign_steps + 1
         self._foreign_steps = steps
         if self._foreign_batches == _FOREIGN_BATCHES and not ResumableLoader._warned_of_foreign:

@@ -1,8 +1,13 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Properties that a checkpoint presupposes of the objects: their structure, and the modes of modules."""
+"""Properties that a checkpoint presupposes, and a script may have changed since.
+
+The structure of the objects, the modes of modules, the options of optimizers, and the versions of libraries.
+"""
 
 from __future__ import annotations
 
+import logging
+import platform
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
@@ -10,7 +15,14 @@ import torch
 
 from swansong._torch.modules import state_of_module, unwrap
 
+log = logging.getLogger("swansong")
+
 Structure = dict[str, Any]
+Options = dict[str, list[dict[str, Any]]]
+_SCHEDULED = {"params", "lr"}
+_CYCLED = {"momentum", "betas"}
+"""Options that a schedule with ``base_momentum`` changes."""
+_DIFFERENCES_MAX = 5
 
 
 def structure_of(objects: Mapping[str, Any], names: Mapping[str, Any] | None = None) -> Structure:
@@ -89,3 +101,73 @@ def _modes(module: torch.nn.Module) -> Iterator[tuple[str, Iterator[tuple[str, b
     yield "requires_grad", ((path, each.requires_grad) for path, each in inner.named_parameters())
     if inner.training:
         yield "training", ((path, each.training) for path, each in inner.named_modules())
+
+
+def options_of(objects: Mapping[str, Any]) -> Options:
+    """Return the options of the optimizers' groups that no scheduler changes."""
+    return {
+        name: [
+            {
+                key: value
+                for key, value in group.items()
+                if key not in (_SCHEDULED | _CYCLED if "base_momentum" in group else _SCHEDULED)
+            }
+            for group in item.param_groups
+        ]
+        for name, item in objects.items()
+        if isinstance(item, torch.optim.Optimizer)
+    }
+
+
+def warn_about_load(
+    objects: Mapping[str, Any], of_script: Options, index: Mapping[str, Any]
+) -> None:
+    """Name the options of the script that a load has replaced, and other surroundings.
+
+    Args:
+        objects: of the training state, by name, after the load.
+        of_script: the options before the load.
+        index: of the checkpoint.
+    """
+    if replaced := _replaced(of_script, options_of(objects)):
+        log.warning(
+            "the checkpoint has replaced options of the script: %s; to change an option in a run, set it"
+            " after guard.restore()",
+            ", ".join(replaced),
+        )
+    if others := _other_surroundings(index.get("surroundings", {})):
+        log.warning("the checkpoint was made elsewhere, so bits may differ: %s", ", ".join(others))
+
+
+def _replaced(of_script: Options, of_checkpoint: Options) -> list[str]:
+    texts = {
+        f"{key}={new[key]!r} of {name} instead of {value!r}": None
+        for name, groups in of_script.items()
+        for old, new in zip(groups, of_checkpoint[name], strict=False)
+        for key, value in old.items()
+        if key in new and _is_plain(value) and _is_plain(new[key]) and new[key] != value
+    }
+    return list(texts)[:_DIFFERENCES_MAX]
+
+
+def _is_plain(value: Any) -> bool:
+    if isinstance(value, (list, tuple)):
+        return all(map(_is_plain, value))
+    return value is None or isinstance(value, (int, float, str))
+
+
+def surroundings() -> dict[str, str]:
+    """Return the versions and the hardware on which the bits of a step depend."""
+    found = {"torch": torch.__version__, "python": platform.python_version()}
+    if torch.cuda.is_initialized():  # a question to an idle GPU would take memory there
+        found["GPU"] = torch.cuda.get_device_name()
+    return found
+
+
+def _other_surroundings(saved: Mapping[str, str]) -> list[str]:
+    now = surroundings()
+    return [
+        f"{name} {now[name]} instead of {saved[name]}"
+        for name in now.keys() & saved.keys()
+        if now[name] != saved[name]
+    ]
