@@ -79,7 +79,7 @@ def test_the_example_with_only_a_signal_handler(tmp_path: Path, uninterrupted: s
     pid_file = tmp_path / "pid"
     quick = ("--step-delay-s", "0.02", "--file-delay-s", "0.01", "--pid-file", str(pid_file))
     trainer = start("usr1_trainer.py", *common, *quick)
-    until(pid_file.exists, what="the pid file")
+    until(lambda: pid_file.exists() and pid_file.read_text(), what="the pid file")
     os.kill(int(pid_file.read_text()), signal.SIGUSR1)
     assert digest_of(trainer) == uninterrupted
     (checkpoint,) = tmp_path.glob("checkpoint-*")

@@ -82,7 +82,7 @@ def test_the_next_vm_compares_the_steps_that_it_repeats(
     assert found["level"] == ("warning" if cause else "info")
     if cause:
         assert cause in found["result"]
-        until(told.exists, what="the notification")
+        until(lambda: told.exists() and told.read_text().endswith("\n"), what="the notification")
         assert told.read_text().startswith("redone The resume is not exact: step ")
     else:
         assert found["result"].startswith(f"steps {step + 1} to ")
