@@ -58,8 +58,10 @@ MIRROR ?=
 demo: $(STAMP)  ## show a preemption live: notice, save, flush, commit, power off, resume (STORE=auto|s3|gcs|file CLOUD=aws|gcp SIGNAL=none|usr1, or MIRROR=1: lose a region)
 	@$(BIN)/python -m demo --store $(STORE) --cloud $(CLOUD) --signal $(SIGNAL) $(if $(MIRROR),--mirror)
 
-test: $(STAMP)  ## run all tests, except those of whole machines and GPUs
-	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n 6 --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
+WORKERS ?= 6
+
+test: $(STAMP)  ## run all tests, with WORKERS=6 for two cores, except those of whole machines and GPUs
+	CUDA_VISIBLE_DEVICES= $(BIN)/python -m pytest -n $(WORKERS) --dist worksteal --ignore=tests/vm --ignore=tests/gpu --ignore=tests/system/nspawn --ignore=tests/hooks_jax --ignore=tests/hooks_frameworks $(PYTEST_ARGS)
 
 EXAMPLES ?= 5000
 

@@ -50,8 +50,9 @@ from testkit.emulators.faults import ControlError, Emulator, Reply, Request, ser
 NAME = "org.freedesktop.login1"
 MANAGER = DBusAddress("/org/freedesktop/login1", NAME, f"{NAME}.Manager")
 _CONFIG = Path(__file__).with_name("system_bus.conf")
-# The bus exits when our end of the pipe closes, also if this process is killed.
-_TETHERED = '"$@" & read -r _; kill -KILL $!'
+# The bus exits when our end of the pipe closes, also if this process is killed.  The shell leaves the output
+# to the bus, whose end is then seen, and waits until the address is free.
+_TETHERED = '"$@" & exec >&-; read -r _; kill -KILL $!; { wait $!; } 2>/dev/null'
 
 
 class FakeLogind(Emulator):
