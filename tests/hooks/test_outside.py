@@ -47,7 +47,7 @@ class Counting(nn.Module):
 
 
 class Around(torch.optim.Optimizer):
-    """An optimizer without hooks, whose state is that of the one in it, as in some versions of Lookahead."""
+    """An optimizer around another one, without hooks, as in some versions of Lookahead."""
 
     def __init__(self, inner: torch.optim.Optimizer) -> None:
         self.inner, self.state, self.param_groups = inner, inner.state, inner.param_groups
@@ -101,7 +101,7 @@ def another_optimizer() -> Run:
 
 def optimizer_in_another_one() -> Run:
     class Wrapping(torch.optim.SGD):
-        """As SAM: its state_dict() does not contain that of the inner one."""
+        """As SAM: its state_dict() does not contain the state of the inner one."""
 
     run = Run()
     inner = run.optimizer
@@ -218,8 +218,36 @@ def test_a_loader_that_is_created_again_for_an_epoch_is_named(
             loader = ResumableLoader(plain())
         for _ in loader:
             guard.step()
-    found = [each for each in caplog.messages if "a ResumableLoader that is in no Train" in each]
+    found = [each for each in caplog.messages if "a ResumableLoader that no Train" in each]
     assert len(found) == 1
+
+
+def test_an_evaluation_after_each_step_is_not_named(
+    attach: Attach, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It loops over a ResumableLoader for itself, and reports no step in that loop."""
+    monkeypatch.setattr(ResumableLoader, "_warned_of_foreign", False)
+    loader, evaluation = ResumableLoader(plain()), ResumableLoader(plain())
+    guard = attach(TrainingState(nn.Linear(2, 1), loader=loader))
+    guard.restore()
+    for _ in loader:
+        guard.step()
+        assert len(list(evaluation)) == 10
+    assert "ResumableLoader" not in caplog.text
+
+
+def test_a_second_stage_with_another_loader_is_not_named(
+    attach: Attach, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The first loader is at its end, and the second one has a position."""
+    first, second = ResumableLoader(plain()), ResumableLoader(plain())
+    guard = attach(TrainingState(nn.Linear(2, 1), loader=first, second=second))
+    guard.restore()
+    for loader in (first, second):
+        for _ in loader:
+            guard.step()
+            first.state_dict()
+    assert "after the last loop" not in caplog.text
 
 
 def test_batches_that_itertools_repeats_are_named_at_the_save(
@@ -380,4 +408,18 @@ def test_another_version_of_a_library_is_named(
     before = torch.__version__
     monkeypatch.setattr(torch, "__version__", "9.0")
     state.load(directory)
-    assert caplog.messages[-1].endswith(f"bits may differ: torch 9.0 instead of {before}")
+    assert caplog.messages[-1].endswith(f"bits may differ: torch 9.0 instead of '{before}'")
+
+
+@pytest.mark.parametrize("value", [None, [], "x", {"model": 3}, {"model": {"training": [1]}}])
+def test_modes_and_versions_of_another_writer_stop_no_training(
+    attach: Attach, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, value: Any
+) -> None:
+    """The index comes from the bucket: another form is left out, at the load and at the next step."""
+    state = TrainingState(nn.Linear(2, 1))
+    monkeypatch.setattr("swansong.torch.modes_of", lambda _: value)
+    monkeypatch.setattr("swansong.torch.surroundings", lambda: value)
+    directory = saved(state, tmp_path)
+    guard = attach(state)
+    state.load(directory)
+    guard.step(1)

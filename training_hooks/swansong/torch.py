@@ -73,6 +73,7 @@ from swansong._torch.structure import (
     differing_modes,
     modes_of,
     options_of,
+    saved_modes,
     structure_of,
     surroundings,
     warn_about_load,
@@ -118,7 +119,10 @@ class TrainingState(Divisible):
     in_background = True
     reads_whole_set = True
     owns_loop = True
-    """Whether all that the loop needs is in this state; a framework may keep the position of its data."""
+    """Whether all that the loop needs is in this state.
+
+    A framework may keep the position of its data, and change the objects before it loads a checkpoint.
+    """
 
     def __init__(
         self,
@@ -208,7 +212,8 @@ class TrainingState(Divisible):
 
     def before_restore(self) -> None:
         """Note the structure that a checkpoint must have, and warn if training has begun since attach()."""
-        self._loadable = structure_of(self._objects)
+        if self.owns_loop:
+            self._loadable = structure_of(self._objects)
         if self._watch is not None and self._watch.has_begun:
             log.warning(
                 "an optimizer stepped between attach() and restore(): a resume loses these steps; call"
@@ -537,7 +542,7 @@ class TrainingState(Divisible):
         else:
             set_generators(generators)
         warn_about_load(self._objects, of_script, found.indexes[source])
-        self._saved_modes = found.indexes[source].get("modes", {})
+        self._saved_modes = saved_modes(found.indexes[source])
         self.read_s = found.read_s + (0.0 if arrived is None else arrived.read_s)
         self._boundary.note()
         if self._watch is not None:

@@ -155,7 +155,10 @@ class SwansongCallback(TrainerCallback):  # type: ignore[misc]
         train_dataloader: Any = None,
         **_: Any,
     ) -> None:
-        sampler = getattr(getattr(train_dataloader, "batch_sampler", None), "sampler", None)
+        sampler = train_dataloader
+        while (inner := getattr(sampler, "batch_sampler", None)) is not None:
+            sampler = inner  # accelerate divides the batches of several ranks
+        sampler = getattr(sampler, "sampler", None)
         if isinstance(sampler, LengthGroupedSampler):
             # It draws the order of each epoch from the global generator, which a resume sets only later.
             epoch = int((state.epoch or 0.0) + _ROUNDING)

@@ -33,8 +33,6 @@ log = logging.getLogger("swansong")
 _WRAPPED = ("base_dataloader", "_dataloader", "dataloader", "loader")
 """Attributes with the wrapped ``DataLoader``, in accelerate, Fabric and timm."""
 _END = object()
-_FOREIGN_BATCHES = 3
-"""Number of batches with a step each that show a loop of the training."""
 
 
 class ResumableLoader:
@@ -106,7 +104,6 @@ class ResumableLoader:
         """Most batches that one step has taken."""
         self._steps_seen = self._since_step = 0
         self._has_warned = self._has_warned_of_steps = False
-        self._foreign_steps = self._foreign_batches = 0
         self._restored: dict[str, Any] | None = None
         self._index_is_known = False
         self._last: tuple[list[torch.Tensor], list[int]] | None = None
@@ -142,6 +139,11 @@ class ResumableLoader:
     def is_at_last_batch(self) -> bool:
         """Whether the loop has yielded the last batch of the epoch, and has not asked for another."""
         return self._restored is None and not self._loop_is_over and self._is_last(self._batches)
+
+    @property
+    def is_in_loop(self) -> bool:
+        """Whether a loop over this loader has begun in this process and is not over."""
+        return self._begun_with is not None and self._restored is None and not self._loop_is_over
 
     @property
     def _loop_is_over(self) -> bool:
@@ -215,7 +217,8 @@ class ResumableLoader:
             return self._restored
         self._note_step()
         steps = self._steps
-        if self._loop_is_over and steps > self._steps_at_end + 1 and not self._has_warned_of_steps:
+        is_idle = self._loop_is_over and not any(each.is_in_loop for each in ResumableLoader.saved)
+        if is_idle and steps > self._steps_at_end + 1 and not self._has_warned_of_steps:
             self._has_warned_of_steps = True
             log.warning(
                 "%s steps were reported after the last loop over the loader, which a resume cannot repeat"
@@ -317,10 +320,11 @@ class ResumableLoader:
                 self._since_step += 1
                 self._last = _versions(batch)
                 batches_yielded = self._batches
+                steps_before = _steps_of_process() if self.completed_steps is None else 0
                 yield batch
                 self._note_step()
-                if self.completed_steps is None:
-                    self._note_foreign_step()
+                if self.completed_steps is None and _steps_of_process() > steps_before:
+                    self._warn_of_foreign_step()
                 if self._iteration is None:  # end_epoch() was called
                     return
                 if self._iteration is not iteration and self._is_last(batches_yielded):
@@ -378,16 +382,11 @@ class ResumableLoader:
             self._stride = max(self._stride, self._since_step)
             self._steps_seen, self._since_step = steps, 0
 
-    def _note_foreign_step(self) -> None:
-        """Warn if two batches of this loader, which is in no state, are those of two steps in a row."""
-        counters = {loader.completed_steps for loader in ResumableLoader.saved} - {None}
-        steps = sum(count() for count in counters if count is not None)
-        self._foreign_batches += steps == self._foreign_steps + 1
-        self._foreign_steps = steps
-        if self._foreign_batches == _FOREIGN_BATCHES and not ResumableLoader._warned_of_foreign:
+    def _warn_of_foreign_step(self) -> None:
+        if not ResumableLoader._warned_of_foreign:
             ResumableLoader._warned_of_foreign = True
             log.warning(
-                "the batches of the training come from a ResumableLoader that is in no TrainingState, so its"
+                "a step was reported in a loop over a ResumableLoader that no TrainingState contains, so its"
                 " position is not saved; create one loader for all epochs, and pass it"
             )
 
@@ -537,6 +536,12 @@ _pending: weakref.WeakSet[ResumableLoader] = weakref.WeakSet()
 
 
 # ---------------------------------------------------------------- the wrapped loader
+
+
+def _steps_of_process() -> int:
+    """Return the number of steps that were reported to all guards."""
+    counters = {loader.completed_steps for loader in ResumableLoader.saved}
+    return sum(count() for count in counters if count is not None)
 
 
 def find_data_loader(loader: Any) -> Any:

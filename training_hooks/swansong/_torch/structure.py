@@ -75,20 +75,33 @@ def modes_of(objects: Mapping[str, Any]) -> dict[str, dict[str, str]]:
     }
 
 
+def saved_modes(index: Mapping[str, Any]) -> dict[str, dict[str, str]]:
+    """Return the modes in an index; those of another form, by another writer, are left out."""
+    return {
+        name: {kind: bits for kind, bits in kinds.items() if isinstance(bits, str)}
+        for name, kinds in _mapping(index.get("modes")).items()
+        if isinstance(kinds, dict)
+    }
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    return value if isinstance(value, dict) else {}
+
+
 def differing_modes(
     objects: Mapping[str, Any], saved: Mapping[str, Mapping[str, str]]
 ) -> list[str]:
-    """Return a clause for each mode of modules that is not that of the checkpoint."""
+    """Return a clause for each kind of mode in which modules differ from the checkpoint."""
     texts = []
     for name, item in objects.items():
         for kind, bits in _modes(item) if name in saved else ():
-            before, now = saved[name].get(kind, ""), list(bits)
+            before = saved[name].get(kind, "")
             found = [
                 (path, was)
-                for (path, bit), was in zip(now, before, strict=False)
+                for (path, bit), was in zip(bits, before, strict=False)
                 if bit != (was == "1")
             ]
-            if found and len(before) == len(now):
+            if found and len(before) == len(bits):
                 path, was = found[0]
                 texts.append(
                     f"{len(found)} of {name} ({path or 'itself'} had {kind}={was == '1'} when it was saved)"
@@ -96,11 +109,26 @@ def differing_modes(
     return texts
 
 
-def _modes(module: torch.nn.Module) -> Iterator[tuple[str, Iterator[tuple[str, bool]]]]:
+def _modes(module: torch.nn.Module) -> Iterator[tuple[str, list[tuple[str, bool]]]]:
+    # Not named_modules(): it takes twice as long, and training stands still at a save.
     inner = unwrap(module)
-    yield "requires_grad", ((path, each.requires_grad) for path, each in inner.named_parameters())
+    found, level = {inner: ""}, [inner]
+    for each in level:
+        for name, child in each._modules.items():  # noqa: SLF001
+            if child is not None and child not in found:
+                found[child] = f"{found[each]}.{name}" if found[each] else name
+                level.append(child)
+    yield (
+        "requires_grad",
+        [
+            (f"{path}.{name}" if path else name, parameter.requires_grad)
+            for each, path in found.items()
+            for name, parameter in each._parameters.items()  # noqa: SLF001
+            if parameter is not None
+        ],
+    )
     if inner.training:
-        yield "training", ((path, each.training) for path, each in inner.named_modules())
+        yield "training", [(path, each.training) for each, path in found.items()]
 
 
 def options_of(objects: Mapping[str, Any]) -> Options:
@@ -135,7 +163,7 @@ def warn_about_load(
             " after guard.restore()",
             ", ".join(replaced),
         )
-    if others := _other_surroundings(index.get("surroundings", {})):
+    if others := _other_surroundings(_mapping(index.get("surroundings"))):
         log.warning("the checkpoint was made elsewhere, so bits may differ: %s", ", ".join(others))
 
 
@@ -164,10 +192,10 @@ def surroundings() -> dict[str, str]:
     return found
 
 
-def _other_surroundings(saved: Mapping[str, str]) -> list[str]:
+def _other_surroundings(saved: Mapping[str, Any]) -> list[str]:
     now = surroundings()
     return [
-        f"{name} {now[name]} instead of {saved[name]}"
+        f"{name} {now[name]} instead of {str(saved[name])!r:.60}"
         for name in now.keys() & saved.keys()
         if now[name] != saved[name]
     ]
