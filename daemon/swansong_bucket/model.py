@@ -260,7 +260,7 @@ GPU_IS_SOUND = "gpu_is_sound"
 """In the health of a checkpoint: 0 if a GPU of the VM had failed before the checkpoint was sealed."""
 REDONE_TO = "redone_to"
 """In the health of a checkpoint: the last step that a resumed rank has compared with the interrupted run."""
-_LEAST = ("loss_is_finite", GPU_IS_SOUND, REDONE_TO)
+_LEAST = ("loss_is_finite", "loss_is_usual", GPU_IS_SOUND, REDONE_TO)
 
 
 def is_sound(health: Mapping[str, float]) -> bool:
@@ -269,8 +269,8 @@ def is_sound(health: Mapping[str, float]) -> bool:
 
 
 def is_healthy(health: Mapping[str, float]) -> bool | None:
-    """Whether the loss of a checkpoint is finite and no GPU had failed; None without a loss."""
-    if not is_sound(health):
+    """Whether the loss of a checkpoint is finite and usual, and no GPU had failed; None without a loss."""
+    if not is_sound(health) or health.get("loss_is_usual") == 0.0:
         return False
     is_finite = health.get("loss_is_finite")
     return None if is_finite is None else is_finite != 0.0
@@ -279,8 +279,9 @@ def is_healthy(health: Mapping[str, float]) -> bool | None:
 def merged_health(healths: Sequence[Mapping[str, float]]) -> dict[str, float]:
     """The health of a checkpoint from the health of its ranks, or of its nodes.
 
-    Values are averaged over the ranks that report them.  One loss that is not finite makes the checkpoint
-    unhealthy, and so does one GPU that had failed.  Of compared steps the first one of any rank counts.
+    Values are averaged over the ranks that report them.  One loss that is not finite or usual makes the
+    checkpoint unhealthy, and so does one GPU that had failed.  Of compared steps the first one of any rank
+    counts.
     """
     merged = {}
     for name in sorted({name for health in healths for name in health}):
@@ -514,6 +515,7 @@ class TrainerView:
     """Usual duration of a step."""
     loss: float | None = None
     loss_is_finite: bool | None = None
+    loss_is_usual: bool | None = None
     takes_periodic: bool = False
     """The daemon decides when its periodic checkpoints are due."""
     takes_follow_ups: bool = False

@@ -129,8 +129,126 @@ def test_an_odd_loss_does_not_cost_the_connection(
     Reporter(said.append, start_of()).tick(1, loss, odd)
     (report,) = said
     assert decode(encode(report)) == Progress(
-        1, sent, is_finite, save_s=None, save_bytes=0, snapshot_s=0.0
+        1, sent, is_finite, loss_is_usual=True, save_s=None, save_bytes=0, snapshot_s=0.0
     )
+
+
+# ---------------------------------------------------------------- a loss that explodes
+
+
+def noisy(step: int, around: float = 2.3) -> float:
+    """A loss with a spread of a few percent."""
+    return around * (1 + 0.05 * math.sin(7.0 * step))
+
+
+def train(guard: swansong.Guard, steps: range, loss: Callable[[int], Any] = noisy) -> list[int]:
+    """Report these steps; return those after which the guard is not healthy."""
+    unhealthy = []
+    for step in steps:
+        guard.step(step, loss=loss(step))
+        if not guard.healthy:
+            unhealthy.append(step)
+    return unhealthy
+
+
+def test_a_loss_that_explodes_is_unhealthy_from_the_fifth_step(
+    attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Although it is finite, and until it is usual again; one warning names step, loss and limit."""
+    guard = attach({"counter": counter})
+    assert train(guard, range(1, 201)) == []
+    assert train(guard, range(201, 211), lambda _: 1e10) == [*range(205, 211)]
+    assert train(guard, range(211, 220)) == []
+    (warning,) = [message for message in caplog.messages if "marked unhealthy" in message]
+    assert "the loss is 1e+10 at step 205, and above its limit of " in warning
+    assert "since step 201" in warning
+
+
+@pytest.mark.parametrize(
+    "loss",
+    [
+        lambda step: 10.8 * math.exp(-step / 100) + noisy(step),
+        lambda step: noisy(step) * (1 + step / 100),
+        lambda step: noisy(step, 40.0) if step % 9 == 0 else noisy(step),
+        lambda step: noisy(step, 900.0) if 100 <= step < 104 else noisy(step),
+        lambda step: 0.0 if step < 300 else noisy(step),
+        lambda step: -noisy(step, 5.0),
+        lambda step: 1.0 if step < 300 else 1.9,
+        lambda step: 1.0 + 1e-6 * math.sin(step) if step < 300 else 1.9,
+    ],
+    ids=[
+        *("falls", "rises slowly", "heavy batches", "four"),
+        *("zero first", "negative", "constant", "almost constant"),
+    ],
+)
+def test_an_ordinary_loss_is_healthy(
+    attach: Attach, counter: Counter, loss: Callable[[int], float]
+) -> None:
+    """Neither slow changes nor a few high losses in a row are an explosion."""
+    assert train(attach({"counter": counter}), range(1, 600), loss) == []
+
+
+def test_only_losses_in_a_row_count(
+    attach: Attach, counter: Counter, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also if the script never reads ``healthy``: a usual loss between them is judged, too."""
+    guard = attach({"counter": counter})
+    for step in range(1, 601):
+        guard.step(step, loss=1e10 if step > 500 and step % 5 else noisy(step))
+    assert "marked unhealthy" not in caplog.text
+    for step in range(601, 611):
+        guard.step(step, loss=1e10)
+    assert "at step 605" in caplog.text
+
+
+@pytest.mark.parametrize("kind", [float, Tensor])
+def test_tensors_that_are_read_count_like_numbers(
+    attach: Attach, counter: Counter, kind: Callable[[float], Any]
+) -> None:
+    guard = attach({"counter": counter})
+    assert train(guard, range(1, 41), lambda step: kind(noisy(step))) == []
+    assert train(guard, range(41, 47), lambda _: kind(100.0)) == [45, 46]
+
+
+def test_the_rule_can_be_switched_off(attach: Attach, counter: Counter) -> None:
+    guard = attach({"counter": counter}, spike=None)
+    assert train(guard, range(1, 201)) == []
+    assert train(guard, range(201, 211), lambda _: 1e10) == []
+    with pytest.raises(ValueError, match=r"spike=0 must be positive, or None"):
+        swansong.attach({"counter": counter}, spike=0)
+
+
+def test_a_checkpoint_is_marked_at_the_first_unusual_loss(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """A rollback then finds the checkpoint before it."""
+    guard = attach({"counter": counter})
+    daemon.wait_connected()
+    train(guard, range(1, 101))
+    until(lambda: guard.save(100), what="the welcome")
+    guard.step(101, loss=1e10)
+    assert guard.save(101)
+    health = [health_in(path) for path in sorted(daemon.wait_sealed(2))]
+    assert [each["loss_is_usual"] for each in health] == [1.0, 0.0]
+    train(guard, range(102, 106), lambda _: 1e10)
+    with pytest.raises(swansong.RestoreError, match="no healthy checkpoint"):
+        guard.rollback()
+    assert daemon.wait_for(RestoreQuery).before_step == 100
+
+
+def test_a_resumed_run_keeps_the_limit(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Otherwise the first losses of an exploded run would be its usual ones."""
+    guard = attach({"counter": counter})
+    train(guard, range(1, 101))
+    until(lambda: guard.save(100), what="the welcome")
+    (found,) = daemon.wait_sealed(1)
+    guard.close()
+    daemon.restorable = lambda: (found, 100)
+    again = attach({"counter": Counter()})
+    assert again.restore() == 100
+    assert train(again, range(101, 110), lambda _: 1e10) == [*range(105, 110)]
 
 
 # ---------------------------------------------------------------- rollback
@@ -249,6 +367,40 @@ def test_a_rollback_for_another_reason_excludes_the_current_step(
         guard.rollback()
     assert daemon.wait_for(RestoreQuery).before_step == 10
     assert counter.value == 10
+
+
+def test_rollbacks_without_progress_end(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """Three return to one step; the fourth is an error.  A newer checkpoint gives three more."""
+    guard = saved_at_10(attach, counter)
+    daemon.wait_sealed(1)
+    offer(daemon, 10)
+    for _ in range(3):
+        step_to(guard, counter, 12, math.nan)
+        assert guard.rollback() == 10
+    step_to(guard, counter, 20)
+    assert guard.save(20)
+    daemon.wait_sealed(2)
+    offer(daemon, 20)
+    for _ in range(3):
+        step_to(guard, counter, 22, math.nan)
+        assert guard.rollback() == 20
+    step_to(guard, counter, 22, math.nan)
+    with pytest.raises(swansong.RestoreError, match="3 rollbacks to step 20 or before it"):
+        guard.rollback()
+
+
+def test_without_loaders_no_batches_can_be_skipped(
+    daemon: FakeDaemon, attach: Attach, counter: Counter
+) -> None:
+    """The error comes before anything is loaded."""
+    guard = saved_at_10(attach, counter)
+    offer(daemon, 10)
+    step_to(guard, counter, 12, math.nan)
+    with pytest.raises(ValueError, match=r"TrainingState with a ResumableLoader"):
+        guard.rollback(skip_batches=True)
+    assert not daemon.all_of(RestoreQuery)
 
 
 def test_without_a_daemon_a_rollback_is_an_error(attach: Attach, counter: Counter) -> None:

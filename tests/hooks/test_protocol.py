@@ -122,6 +122,7 @@ OUT_OF_RANGE = [
     (protocol.Progress(1), "save_bytes", [-1, 2**60 + 1, 1.5]),
     (protocol.Progress(1), "loss", [1e301, 10**400, "nan"]),
     (protocol.Progress(1), "loss_is_finite", [1, "true"]),
+    (protocol.Progress(1), "loss_is_usual", [1, "true"]),
     (protocol.Hello("r"), "rank", [-1, 100_000]),
     (protocol.Hello("r"), "world_size", [0, -1, 100_000]),
     (protocol.Hello("r"), "local_world_size", [0]),
@@ -188,7 +189,7 @@ def test_measurements_of_the_sender_are_clamped(number: Any, integer: int, text:
     """The peer accepts a message with any duration, loss, size, step or reason."""
     text *= 5000
     for message in (
-        protocol.Progress(integer, number, None, number, number, integer, number),
+        protocol.Progress(integer, number, None, None, number, number, integer, number),
         protocol.Sealed(integer, text, number, integer, "q"),
         protocol.Failed("q", integer, text),
         protocol.Hello(text, step=integer, parent_step=integer),

@@ -560,6 +560,46 @@ def test_close_waits_for_the_copy_and_reports_its_cost(
     assert len(daemon.sealed()) == 2
 
 
+def test_a_rollback_can_skip_the_batches_since_the_checkpoint(
+    daemon: FakeDaemon, attach: Attach
+) -> None:
+    """The weights return and the loop over the loader continues; a resume continues the same loop."""
+
+    def parts() -> tuple[nn.Linear, ResumableLoader, TrainingState]:
+        model = nn.Linear(1, 1)
+        data = torch.utils.data.TensorDataset(torch.arange(12.0).unsqueeze(1))
+        loader = ResumableLoader(torch.utils.data.DataLoader(data, shuffle=True))
+        return model, loader, TrainingState(model, loader=loader)
+
+    model, loader, state = parts()
+    guard = attach(state)
+    guard.restore()
+    seen, saved = [], []
+    for (batch,) in loader:
+        seen.append(batch.item())
+        with torch.no_grad():
+            model.bias += 1
+        guard.step(loss=float("nan") if len(seen) == 6 else 1.0)
+        if len(seen) == 4:
+            saved.append(model.bias.item())
+            assert until(lambda: guard.save(4), what="the welcome")
+            assert guard.wait_saved()
+            (found,) = daemon.wait_sealed(1)
+            daemon.restorable = lambda found=found: (found, 4)
+        if not guard.healthy:
+            assert guard.rollback(skip_batches=True) == 4
+            assert [model.bias.item()] == saved
+        if len(seen) == 8:
+            assert guard.save(6)
+            assert guard.wait_saved()
+    assert sorted(seen) == list(range(12))
+    guard.close()
+    (after,) = [path for path in daemon.sealed() if "006." in path.name]
+    _, resumed, state = parts()
+    state.load(after)
+    assert [batch.item() for (batch,) in resumed] == seen[8:]
+
+
 # Two ranks of FSDP: read what one process wrote, and write what one process will read.
 RANKS = """
 import os, sys

@@ -154,7 +154,9 @@ def _check_step_digests(value: Any, name: str) -> list[str]:
 
 def _fit_metrics(metrics: dict[str, Any]) -> dict[str, float]:
     # The daemon reads these two names, so they come first if there are too many.
-    names = sorted(metrics, key=lambda name: name not in ("loss", "loss_is_finite"))
+    names = sorted(
+        metrics, key=lambda name: name not in ("loss", "loss_is_finite", "loss_is_usual")
+    )
     limit = bounds.METRIC_MAX
     fitted = {
         _cut(name, bounds.ID_CHARS_MAX): number

@@ -12,7 +12,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import logging
-import math
 import os
 import sys
 import threading
@@ -24,7 +23,7 @@ from types import TracebackType
 from typing import Any
 
 from swansong._checkpoint.first_check import check_command
-from swansong._checkpoint.health import LossMonitor
+from swansong._checkpoint.health import MAX, SPIKE, LossMonitor
 from swansong._checkpoint.load import RestoreError, load_checkpoint
 from swansong._checkpoint.saver import CLOSE_PATIENCE_S, Saver
 from swansong._checkpoint.survivors import Divisible, save_without_lost_ranks
@@ -50,6 +49,8 @@ FINISH_PATIENCE_S = 300.0
 LEAVE_PATIENCE_S = 10.0
 """Longest wait for earlier copies before a save without lost ranks; torchrun sends SIGKILL after 30 s."""
 _LOOK_S = 0.05
+ROLLBACKS = 3
+"""Default number of rollbacks in a row that return to no newer step."""
 EXIT_SAVED = 75
 """Exit code for a trainer that ends because :attr:`Guard.should_stop` is set: saved, restart it elsewhere.
 ``EX_TEMPFAIL`` of sysexits.h, which torchrun and schedulers do not take for success."""
@@ -68,6 +69,7 @@ def attach(
     every_s: float | None = None,
     socket: str | os.PathLike[str] | None = None,
     stop_after_save: bool = False,
+    spike: float | None = SPIKE,
 ) -> Guard:
     """Connect this process to the daemon of its VM.  Without a daemon, the guard does nothing.
 
@@ -86,6 +88,8 @@ def attach(
             ``/run/swansong/trainer.sock``.
         stop_after_save: set :attr:`Guard.should_stop` after an emergency checkpoint.  The trainer should then
             close the guard and exit with :data:`EXIT_SAVED`.
+        spike: the fifth loss in a row that is this number of deviations above the median of the last losses
+            is unhealthy, see :attr:`Guard.healthy`.  None: each finite loss is healthy.
 
     Raises:
         ValueError: an argument, or an environment variable of the launcher, has an invalid value; or the
@@ -96,6 +100,8 @@ def attach(
     """
     if (every_steps is not None and every_steps < 1) or (every_s is not None and every_s <= 0):
         raise ValueError("every_steps= and every_s= must be positive")
+    if spike is not None and not spike > 0:
+        raise ValueError(f"spike={spike!r} must be positive, or None")
     path, _ = socket_path(socket)
     ranks = find_ranks(path)
     if any(guard._is_of(path, ranks) for guard in _guards):  # noqa: SLF001
@@ -114,6 +120,7 @@ def attach(
         every_s=every_s,
         socket=socket,
         stop_after_save=stop_after_save,
+        spike=spike,
     )
 
 
@@ -134,6 +141,7 @@ class Guard:
         every_s: float | None,
         socket: str | os.PathLike[str] | None,
         stop_after_save: bool,
+        spike: float | None,
     ) -> None:
         self._ranks = ranks
         state.ranks = ranks
@@ -142,7 +150,10 @@ class Guard:
         self._saver = Saver(self._snapshot, in_background=state.in_background)
         self._every_s = every_s
         self._stop_after_save = stop_after_save
-        self._health = LossMonitor()
+        self._health = LossMonitor(spike)
+        self._rolled_back_to = -1
+        """The newest step of all rollbacks, to which the last :attr:`_rollbacks` returned, or before it."""
+        self._rollbacks = 0
         self._critical_depth = 0
         self._owes_save = False
         self._is_whole_after_block = True
@@ -221,9 +232,11 @@ class Guard:
         agreement.step = step
         self._reports += 1
         self._state.note_boundary()
-        # NaN or infinity minus itself is NaN: the cheapest check, and it runs at every step.
-        if isinstance(loss, float) and (loss - loss != 0.0 or health.unhealthy_since is not None):
-            health.judge(step, is_finite=math.isfinite(loss))
+        # A comparison with NaN is false.  This check runs at every step.
+        if isinstance(loss, float) and (
+            not -MAX <= loss <= health.limit or step >= health.judge_at
+        ):
+            health.judge(step, loss)
         if step >= self._redone.next_step:
             self._redone.note(int(step), loss, self._state)
         if step >= agreement.attend_at:
@@ -345,21 +358,27 @@ class Guard:
             self._redone.ask(manifest.start_id, self._restored_generation)
         return step
 
-    def rollback(self) -> int:
+    def rollback(self, *, skip_batches: bool = False, tries: int = ROLLBACKS) -> int:
         """Load the newest healthy checkpoint in this process, to train from it again.
 
-        A checkpoint is healthy if the losses of its step and of the next step are finite.  The run
+        A checkpoint is healthy if the losses of its step and of the next step are finite and usual.  The run
         continues as a new start, under a new generation.  With several ranks, all of
         them must call it after the same step.  So decide by a loss that all ranks have in common, such as
         the mean over all ranks.
+
+        Args:
+            skip_batches: keep the position of each ``ResumableLoader``, and train from the checkpoint with
+                the batches that follow: the loop over the loader just continues.
+            tries: rollbacks in a row that return to no newer step; a further one raises an error.
 
         Returns:
             Number of completed optimizer steps; continue the loop from there.
 
         Raises:
+            ValueError: ``skip_batches`` is set, and the state contains no ``ResumableLoader``.
             RestoreError: no checkpoint is healthy, no daemon is connected, the ranks of the other VMs did not
-                call it, or the checkpoint cannot be loaded.  In the last case the state may be half loaded:
-                end the process.
+                call it, the tries are used up, or the checkpoint cannot be loaded.  In the last two cases the
+                state may be half loaded: end the process.
         """
         at_step = int(self._agreement.step)
         if self._closed or not self._session.channel.is_connected():
@@ -367,16 +386,30 @@ class Guard:
         if not self._saver.wait(CLOSE_PATIENCE_S):
             raise RestoreError("rollback failed: the last checkpoint is still being written")
         begun_mono_s = time.monotonic()
-        with self._loading():
+        with (
+            self._state.keeping_loaders() if skip_batches else contextlib.nullcontext(),
+            self._loading(),
+        ):
             answer = self._session.restore.find_healthy(
                 at_step=at_step, before_step=self._health.suspect_from(at_step)
             )
+            self._count_rollback(answer.step, tries)
             manifest = self._load(answer, time.monotonic() - begun_mono_s)
         log.warning("rolled back from step %s to step %s", at_step, manifest.step)
         self._health.reset()
         step = self._loaded(manifest)
         self._session.rolled_back()
         return step
+
+    def _count_rollback(self, step: int, tries: int) -> None:
+        if step > self._rolled_back_to:
+            self._rolled_back_to, self._rollbacks = step, 0
+        self._rollbacks += 1
+        if self._rollbacks > tries:
+            raise RestoreError(
+                f"rollback failed: {tries} rollbacks to step {self._rolled_back_to} or before it led to no"
+                " newer healthy checkpoint; the cause is in the state or the data of that step"
+            )
 
     def finish(self, limit_s: float = FINISH_PATIENCE_S, *, at: int | None = None) -> bool:
         """Save the last state as the end of the run, wait for its commit, and close.
@@ -471,8 +504,13 @@ class Guard:
 
     @property
     def healthy(self) -> bool:
-        """Whether the loss of the last step is finite or unknown; reading a tensor blocks on its device."""
-        return self._health.evaluate(int(self._agreement.step)).get("loss_is_finite") != 0.0
+        """Whether the loss of the last step is usual or unknown; reading a tensor blocks on its device.
+
+        It is not usual if it is NaN or infinite, or the fifth in a row above the limit that ``spike`` of
+        :func:`attach` sets.  Of losses that are tensors, this counts those that are read.
+        """
+        found = self._health.evaluate(int(self._agreement.step))
+        return "loss_is_finite" not in found or self._health.is_healthy
 
     @property
     def fenced(self) -> bool:
@@ -575,6 +613,7 @@ class Guard:
     def _loaded(self, manifest: RankManifest | None) -> int:
         """Train from the state that was loaded, or from step 0 of a fresh run; returns the step."""
         step = 0 if manifest is None else manifest.step
+        self._health.resume({} if manifest is None else manifest.health)
         self._finished_at = None
         if manifest is not None and manifest.kind == "final":
             self._finished_at = manifest.step
@@ -653,7 +692,8 @@ class Guard:
             self._agreement.periodic_is_due()
         with self._reporting:
             step = int(self._agreement.step)
-            self._reporter.tick(step, self._health.loss, cost, self._polls)
+            health = self._health
+            self._reporter.tick(step, health.loss, cost, self._polls, is_usual=health.is_healthy)
         self._redone.tick()
         self._pauses.tick(step, self._polls, self._session.grace_s)
         # The daemon records a resume with its first new step, and the power may be cut right after it.

@@ -116,6 +116,8 @@ class Progress(ToDaemon):
     loss: Metric | None = None
     loss_is_finite: Flag | None = None
     """None if the loss is unknown."""
+    loss_is_usual: Flag | None = None
+    """False while losses are not finite or, several in a row, far above those before; None if unknown."""
     step_s: Seconds | None = None
     save_s: Seconds | None = None
     save_bytes: Bytes | None = None

@@ -265,6 +265,16 @@ class Snapshots:
         """Whether the state is still that of the last step, as far as it can be seen."""
         return True
 
+    def keeping_loaders(self) -> contextlib.AbstractContextManager[None]:
+        """While the context is open, ``load`` leaves the positions of the loaders as they are.
+
+        Raises:
+            ValueError: the state contains no loader whose position could stay.
+        """
+        raise ValueError(
+            "skip_batches=True needs a swansong.torch.TrainingState with a ResumableLoader"
+        )
+
     def digests(self) -> dict[str, Any]:
         """Digests of what the last step has used, by name; see :mod:`swansong._checkpoint.redone`."""
         return {}

@@ -19,13 +19,14 @@ consists of safetensors and JSON files with checksums: it cannot run code, and a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import logging
 import random
 import re
 import sys
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +167,7 @@ class TrainingState(Divisible):
                     f"{name} is a {type(item).__qualname__}, without state_dict() and load_state_dict()"
                 )
         self._resize = resize
+        self._keeps_loaders = False
         self._end_of_loop = EndOfLoop({**self._objects, _VALUES: self.values})
         self._arenas = Arenas()
         self._watch: OrderWatch | None = None
@@ -477,6 +479,17 @@ class TrainingState(Divisible):
 
     # ------------------------------------------------------------ loading
 
+    @contextlib.contextmanager
+    def keeping_loaders(self) -> Iterator[None]:
+        """While the context is open, :meth:`load` leaves each :class:`ResumableLoader` as it is."""
+        if not any(isinstance(item, ResumableLoader) for item in self._objects.values()):
+            raise ValueError("skip_batches=True needs a ResumableLoader in the TrainingState")
+        self._keeps_loaders = True
+        try:
+            yield
+        finally:
+            self._keeps_loaders = False
+
     def load(self, directory: Path) -> None:
         """Load all objects, values and generators.
 
@@ -517,6 +530,8 @@ class TrainingState(Divisible):
                 load_module_from(found, source, name, item, targets)
             elif name not in in_others:
                 load_optimizer_from(found, source, name, item, targets)
+            elif self._keeps_loaders and isinstance(item, ResumableLoader):
+                continue
             elif (is_resized or is_new) and self._is_per_rank(name):
                 if is_resized:
                     assert self._resize is not None

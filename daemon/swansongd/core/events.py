@@ -86,6 +86,7 @@ class TrainerProgress(FromTrainer):
     step_s: float | None = None
     loss: float | None = None
     loss_is_finite: bool | None = None
+    loss_is_usual: bool | None = None
     start_id: str = ""
     """Not empty when training starts, or starts again, from ``step``."""
     parent: Parent = UNKNOWN_PARENT

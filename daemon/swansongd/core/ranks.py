@@ -96,10 +96,15 @@ def record_measures(transition: Transition, event: TrainerProgress) -> None:
         step_s=usual_step_s(trainer.step_s, event.step_s),
         loss=newest.loss,
         loss_is_finite=newest.loss_is_finite,
+        loss_is_usual=newest.loss_is_usual,
         reported_mono_s=transition.now,
     )
     if event.loss_is_finite is False and trainer.loss_is_finite is not False:
         transition.log("warning", "loss_not_finite", rank=trainer.rank, step=event.step)
+    elif event.loss_is_usual is False and trainer.loss_is_usual is not False:
+        transition.log(
+            "warning", "loss_not_usual", rank=trainer.rank, step=event.step, loss=event.loss
+        )
     update(transition, updated)
 
 
@@ -131,6 +136,7 @@ def forget_reports(transition: Transition) -> None:
             step_s=None,
             loss=None,
             loss_is_finite=None,
+            loss_is_usual=None,
             reported_mono_s=None,
         )
         for trainer in transition.state.ranks.trainers

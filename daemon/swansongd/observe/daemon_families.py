@@ -161,7 +161,10 @@ _TRAINER = (
         "Time at which the first of the connected ranks connected",
     ),
     _gauge("swansong_trainers_stalled", "Ranks that are stalled"),
-    _gauge("swansong_trainers_unhealthy", "Ranks that report a loss that is not finite"),
+    _gauge(
+        "swansong_trainers_unhealthy",
+        "Ranks whose loss is not finite, or far above the losses before",
+    ),
     _gauge(
         "swansong_trainers_redone_differ",
         "Ranks whose repeated steps differ from the interrupted run",

@@ -232,7 +232,9 @@ class DaemonCollector:
 
     def _put_trainers(self, sheet: Sheet, snapshot: Snapshot) -> None:
         state, training = snapshot.state, snapshot.training
-        unhealthy = sum(trainer.loss_is_finite is False for trainer in state.connected)
+        unhealthy = sum(
+            False in (each.loss_is_finite, each.loss_is_usual) for each in state.connected
+        )
         sheet.put("swansong_trainers_connected", len(state.connected))
         name, joined = "swansong_trainers_joined_timestamp_seconds", state.joined_mono_s
         self._put_instant(sheet, name, snapshot, joined)

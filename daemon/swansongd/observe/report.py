@@ -187,6 +187,7 @@ def _trainer(
         connected=trainer.is_connected,
         loss=trainer.loss,
         loss_is_finite=trainer.loss_is_finite,
+        loss_is_usual=trainer.loss_is_usual,
         step_s=trainer.step_s,
         stalled_s=_age(trainer.reported_mono_s, now_mono_s) if is_stalled else None,
         redone=None if compared is None else compared.text,

@@ -198,6 +198,8 @@ class TrainerStatus:
     connected: bool
     loss: float | None = None
     loss_is_finite: bool | None = None
+    loss_is_usual: bool | None = None
+    """`false` while the losses are not finite or, several in a row, far above those before."""
     step_s: float | None = None
     """Usual duration of a step."""
     stalled_s: float | None = None

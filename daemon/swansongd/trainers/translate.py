@@ -45,6 +45,7 @@ def event_of(connection: int, message: Message) -> Observed:
                 step_s=message.step_s,
                 loss=message.loss,
                 loss_is_finite=message.loss_is_finite,
+                loss_is_usual=message.loss_is_usual,
                 start_id=message.start_id,
                 parent=_parent_of(message),
             )

@@ -93,13 +93,30 @@ def test_a_healthy_set_is_retried_although_the_newer_one_is_committed() -> None:
     assert [order.staged.id.step for order in story.all(CommitManifest)] == [30, 20]
 
 
-def test_a_bad_loss_is_logged_once_for_each_time_that_it_turns_bad() -> None:
+@pytest.mark.parametrize(
+    ("event", "bad"),
+    [
+        ("loss_not_finite", {"loss_is_finite": False, "loss_is_usual": False}),
+        ("loss_not_usual", {"loss_is_finite": True, "loss_is_usual": False}),
+    ],
+)
+def test_a_bad_loss_is_logged_once_for_each_time_that_it_turns_bad(
+    event: str, bad: dict[str, bool]
+) -> None:
     """Not once a second."""
     story = Story()
     story.join(step=1)
-    for is_finite in (True, False, False, True, False):
-        story.tell(TrainerProgress(1, 5, loss_is_finite=is_finite))
-    assert [log.event for log in story.all(Log)].count("loss_not_finite") == 2
+    good = dict.fromkeys(bad, True)
+    for facts in (good, bad, bad, good, bad):
+        story.tell(TrainerProgress(1, 5, loss=1e10, **facts))
+    events = [log.event for log in story.all(Log)]
+    assert [each for each in events if each.startswith("loss_")] == [event, event]
+
+
+def test_an_unusual_loss_makes_a_checkpoint_unhealthy() -> None:
+    """Although it is finite; and one rank is enough."""
+    assert is_healthy({**GOOD, "loss_is_usual": 1.0})
+    assert is_healthy(merged_health([GOOD, {**GOOD, "loss_is_usual": 0.0}])) is False
 
 
 # ---------------------------------------------------------------- going back

@@ -41,7 +41,9 @@ class Reporter:
         self._last_mono_s = time.monotonic()
         self._last_blocked_s = 0.0
 
-    def tick(self, step: int, loss: Any, cost: SaveCost, polls: int = 0) -> None:
+    def tick(
+        self, step: int, loss: Any, cost: SaveCost, polls: int = 0, *, is_usual: bool = True
+    ) -> None:
         """Report after a step, a save or a poll, if the last report is at least :data:`INTERVAL_S` old.
 
         The first new step after a start is reported without this wait.
@@ -51,6 +53,7 @@ class Reporter:
             loss: of that step.  Only a plain number is sent, because reading a tensor blocks on its device.
             cost: of the last save.  The time for which saves blocked the loop does not count as step time.
             polls: number of polls so far.
+            is_usual: whether the losses of the last steps were neither infinite nor above their limit.
         """
         self._send_start()
         now = time.monotonic()
@@ -72,6 +75,7 @@ class Reporter:
             step=step,
             loss=number if is_finite else None,
             loss_is_finite=is_finite,
+            loss_is_usual=None if number is None else is_usual,
             step_s=step_s,
             save_s=cost.save_s,
             save_bytes=cost.size_bytes,

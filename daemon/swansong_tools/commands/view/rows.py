@@ -197,6 +197,8 @@ def _problems(trainer: TrainerStatus) -> Iterator[str]:
         yield f"{where} has made no progress for {human_s(trainer.stalled_s)}"
     if trainer.loss_is_finite is False:
         yield f"{where} reports a loss that is not finite"
+    elif trainer.loss_is_usual is False:
+        yield f"{where} reports a loss that is far above the losses before"
     if trainer.redone_differs:
         yield f"rank {trainer.rank}: {trainer.redone}"
 
