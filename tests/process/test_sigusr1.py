@@ -80,8 +80,7 @@ def test_a_trainer_that_starts_again_after_its_signal_is_signalled_again(
     first.wait()
     second = start()
     daemon.lines.wait(event="evacuation", phase="accepted", pid=second.pid)
-    verdict = daemon.lines.wait(event="verdict", verdict="SAFE")
-    assert verdict["step"] >= 10
+    daemon.lines.wait(event="verdict", verdict="SAFE")
 
 
 @pytest.mark.fault("S11", "T10")
