@@ -26,6 +26,7 @@ def _plain_environment(monkeypatch: pytest.MonkeyPatch) -> None:
         "GROUP_RANK",
         "GROUP_WORLD_SIZE",
         "SWANSONG_CHECK",
+        "SWANSONG_FIND_NAN",
         "SWANSONG_SOCKET",
         "SWANSONG_RESTORE",
     ):

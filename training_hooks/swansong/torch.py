@@ -47,6 +47,7 @@ from swansong._torch.index import FORMAT, INDEX, encode_index
 from swansong._torch.last_boundary import LastBoundary
 from swansong._torch.loader import ResumableLoader
 from swansong._torch.modules import unwrap, uses_fsdp1
+from swansong._torch.nonfinite import NonFiniteSearch, requested_search
 from swansong._torch.objects import (
     OTHERS,
     Targets,
@@ -180,6 +181,7 @@ class TrainingState(Divisible):
         self._last_boundary: LastBoundary | None = None
         self._lost: frozenset[int] = frozenset()
         self._arrived: ArrivedTensors | None = None
+        self._search: NonFiniteSearch | None = None
 
     def count_steps_with(self, completed_steps: Callable[[], int]) -> None:
         """Give the loaders the function that returns the number of reported steps."""
@@ -209,6 +211,9 @@ class TrainingState(Divisible):
         self._watch = OrderWatch(self._objects)
         if self._last_boundary is not None:
             self._last_boundary.end()
+        if self._search is not None:
+            self._search.end()
+        self._search = requested_search(self._objects, self.ranks.rank)
         several = self.ranks.world_size > 1
         self._last_boundary = LastBoundary(self._objects, self.values) if several else None
 
